@@ -39,21 +39,14 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
         ),
     ] = 60_000
     tests: Annotated[
-        bool,
-        typer.Option(
-            "--tests", help="Score by the last test command that the agent ran: 1 passed, 0 failed."
-        ),
+        bool, typer.Option("--tests", help="Score by the agent's last test command: 1 or 0.")
     ] = False
     test_command: Annotated[
-        str | None,
-        typer.Option(help="With --tests: regular expression that finds it; default: usual ones."),
+        str | None, typer.Option(help="Regular expression of test commands; implies --tests.")
     ] = None
     git: Annotated[
         Path | None,
-        typer.Option(
-            metavar="REPOSITORY",
-            help="Score by the share of the lines the agent wrote that the next commit has.",
-        ),
+        typer.Option(help="Checkout: score by the lines of the agent's that are committed there."),
     ] = None
     name: Annotated[
         str | None,

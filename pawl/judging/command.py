@@ -15,7 +15,7 @@ from pydantic import HttpUrl
 from pawl.commands.common import with_zone
 from pawl.database import open_engine
 from pawl.judging.answers import Judge, JudgeError
-from pawl.judging.exit_status import ExitStatusJudge
+from pawl.judging.exit_status import RUNS_TESTS, ExitStatusJudge
 from pawl.judging.feedback import FeedbackClient, feedback_url
 from pawl.judging.git import GitJudge
 from pawl.judging.program import ProgramJudge
@@ -78,15 +78,13 @@ def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
 
 
 def _judge(flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSession) -> Judge:
-    if flags.test_command is not None and not flags.tests:
-        raise JudgeError("--test-command is for the judge --tests")
-    named = (flags.command, flags.model or flags.rubric, flags.tests, flags.git)
-    if sum(map(bool, named)) > 1 and (flags.tests or flags.git):
-        raise JudgeError("a judge is a program, a model, --tests or --git: name one of them")
-    if flags.tests:
-        return ExitStatusJudge(flags.test_command, name=flags.name)
-    if flags.git:
-        return GitJudge(flags.git, timeout_s=flags.timeout, name=flags.name)
+    is_by_tests = flags.tests or flags.test_command is not None
+    if is_by_tests or flags.git:
+        if flags.command or flags.model or flags.rubric or (is_by_tests and flags.git):
+            raise JudgeError("a judge is a program, a model, --tests or --git: name one of them")
+        if flags.git:
+            return GitJudge(flags.git, name=flags.name)
+        return ExitStatusJudge(flags.test_command or RUNS_TESTS, name=flags.name)
     if flags.model is None:
         if flags.rubric is not None:
             raise JudgeError("--rubric is for a model that judges: name the model with --model")

@@ -1,5 +1,6 @@
 """Read the tool calls that an episode executed from its export line, in any wire format (pure)."""
 
+from contextlib import suppress
 from typing import Any, Final
 from uuid import UUID
 
@@ -31,31 +32,26 @@ class _Event(msgspec.Struct):
     status: ToolStatus
 
 
-class ShownCall(msgspec.Struct):
-    """Hold what is read of a call in an export line."""
-
+class _Call(msgspec.Struct):
     call: UUID
     request: msgspec.Raw
     tool_events: list[_Event]
 
 
-class _Line(msgspec.Struct):
-    calls: list[ShownCall]
+class Line(msgspec.Struct):
+    """Hold what is read of an export line."""
+
+    calls: list[_Call]
 
 
-def shown_calls(line: bytes) -> list[ShownCall]:
-    """Return the calls of an export line."""
-    return msgspec.json.decode(line, type=_Line).calls
-
-
-def executions(calls: list[ShownCall]) -> list[Execution]:
+def executions(line: Line) -> list[Execution]:
     """Return the tool calls whose results came back, in the order of their results.
 
     A call that was denied or malformed was not executed.
     """
-    statuses = {event.id: event.status for call in calls for event in call.tool_events}
+    statuses = {event.id: event.status for call in line.calls for event in call.tool_events}
     executed: dict[tuple[str, bytes], Execution] = {}
-    for call in calls:
+    for call in line.calls:
         parsed = parse_object(bytes(call.request))
         for wire_format in FORMATS.values():
             for asked, result in wire_format.turns.executions(parsed):
@@ -64,17 +60,13 @@ def executions(calls: list[ShownCall]) -> list[Execution]:
                     continue
                 reading = _EXIT_CODE.read(None, result.text)
                 status = reading.status if reading else status
+                arguments = asked.arguments
+                with suppress(msgspec.MsgspecError, UnicodeEncodeError, RecursionError, TypeError):
+                    arguments = msgspec.json.decode(arguments)
                 # Ids of some servers are counters, which a sub-agent's calls may repeat.
                 executed[result.tool_id, canonical_arguments(asked.arguments)] = Execution(
-                    arguments=_decoded(asked.arguments),
+                    arguments=arguments,
                     text=result.text,
                     succeeded=None if status in (None, "timeout") else status == "ok",
                 )
     return list(executed.values())
-
-
-def _decoded(arguments: Any) -> Any:
-    try:
-        return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-        return arguments

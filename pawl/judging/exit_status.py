@@ -6,117 +6,94 @@ tail's. Otherwise the runner's summary in the result does ("2 failed, 31 passed"
 
 import re
 import shlex
-from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import Any, Final
+
+import msgspec
 
 from pawl.judging.answers import JudgeError, Statement
-from pawl.judging.executions import Execution, executions, shown_calls
+from pawl.judging.executions import Execution, Line, executions
 
-RUNS_TESTS: Final = r"""^(?:(?:[A-Za-z_]\w*=\S*|sudo|env|time|nice|exec|command
-    |timeout\s(?:-\S+\s)*\S+|(?:npx|bunx|pnpm|yarn)(?:\s-\S+|\sexec)*|(?:uv|poetry|pdm|pipenv|hatch|bundle)\s(?:run|exec)
-    )\s)*(?:\S*/)?(?:pytest|py\.test|tox|nox|ctest|jest|vitest|mocha|rspec|phpunit
-    |python[\d.]*\s(?:-[A-Za-ln-z]\S*\s(?:[^-\s]\S*\s)?)*(?:-m\s(?:pytest|unittest|tox|nox)|\S*manage\.py\stest)
-    |(?:npm|pnpm|yarn|bun|deno)\s(?:run\s)?(?:t|test\S*)|(?:go|dotnet|swift|rake|mix)\stest
-    |cargo\s(?:\+\S+\s)?(?:test|nextest)|(?:make|just)\s(?:\S+\s)*(?:test|check)\S*
+RUNS_TESTS: Final = r"""(?x)^(?:(?:[A-Za-z_]\w*=\S*|sudo|env|time|nice|exec|command
+    |timeout\s(?:-\S+\s)*\S+|(?:npx|bunx|pnpm|yarn)(?:\s-\S+|\sexec)*
+    |(?:uv|poetry|pdm|pipenv|hatch|bundle)\s(?:run|exec))\s)*(?:\S*/)?
+    (?:pytest|py\.test|tox|nox|ctest|jest|vitest|mocha|rspec|phpunit
+    |python[\d.]*\s(?:-[A-Za-ln-z]\S*\s(?:[^-\s]\S*\s)?)*-m\s(?:pytest|unittest|tox|nox)
+    |python[\d.]*\s\S*manage\.py\stest|(?:npm|pnpm|yarn|bun|deno)\s(?:run\s)?(?:t|test\S*)
+    |(?:go|dotnet|swift|rake|mix)\stest|cargo\s(?:\+\S+\s)?(?:test|nextest)
+    |(?:make|just)\s(?:\S+\s)*(?:test|check)\S*
     |(?:mvn|mvnw|gradle|gradlew)\s(?:\S+\s)*(?:\S*:)?(?:test|verify|check))(?=\s|$)
     (?!.*\s(?:--version|--help|-h|--collect-only|--co|--listTests)\s)"""
-# Whose status a command line's is: the tests'; theirs at least if it is 0; another command's.
-Trust = Literal["status", "zero", "nothing"]
 _FAILED: Final = re.compile(
-    r"\b[1-9]\d* (?:failed|failures?|failing|errors?)\b|(?:[Ff]ailures|[Ee]rrors|failed)[=:] ?[1-9]"
-    r"|^(?:--- )?FAIL(?:ED)?\b|test result: FAILED|^not ok\b|^# fail [1-9]",
-    re.MULTILINE,
+    r"(?m)\b[1-9]\d* (?:failed|failures?|failing|errors?)\b|(?:ailures|Errors|failed)[=:] ?[1-9]"
+    r"|^(?:--- )?FAIL(?:ED)?\b|test result: FAILED|^not ok\b|^# fail [1-9]"
 )
 _PASSED: Final = re.compile(
-    r"\b[1-9]\d* (?:passed|passing)\b|^OK\b|^ok\s+\S|test result: ok|^Tests run: [1-9]"
-    r"|^# pass [1-9]",
-    re.MULTILINE,
+    r"(?m)\b[1-9]\d* pass(?:ed|ing)\b|^OK\b|^ok\s+\S|test result: ok|^Tests run: [1-9]|^# pass \d"
 )
 # Codex goes on with a long command by another tool call, which names its session.
-_SESSION: Final = re.compile(r"^Process running with session ID (\d+)$", re.MULTILINE)
+_SESSION: Final = re.compile(r"(?m)^Process running with session ID (\d+)$")
+_QUOTED: Final = re.compile(r"'[^'\n]*'|\"(?:\\.|[^\"\\\n])*\"")
 
 
 class ExitStatusJudge:
-    """State 1 if an episode's last tests passed, 0 if they failed; nothing if it ran none."""
+    """State 1 if an episode's last tests passed, 0 if they failed; nothing if that is unknown."""
 
-    def __init__(self, pattern: str | None = None, *, name: str | None = None):
-        """Store the regular expression that finds commands that run tests; None: the usual ones.
+    def __init__(self, pattern: str = RUNS_TESTS, *, name: str | None = None):
+        """Store the regular expression that finds commands that run tests.
 
         Raises:
             JudgeError: it is no regular expression.
         """
-        self.name = name or ("tests" if pattern is None else f"tests by {pattern}")
+        self.name = name or ("tests" if pattern == RUNS_TESTS else f"tests by {pattern}")
         try:
-            self.pattern = re.compile(pattern) if pattern else re.compile(RUNS_TESTS, re.VERBOSE)
+            self.pattern = re.compile(pattern)
         except re.error as error:
-            raise JudgeError(f"--test-command {pattern!r} is no regular expression: {error}") from (
-                error
-            )
+            raise JudgeError(f"--test-command is no regular expression: {error}") from error
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """Return the reward of the episode's last test command; no statement if it is unknown."""
-        passed = self._passed(executions(shown_calls(line)))
-        return [] if passed is None else [{"value": int(passed), "episode": episode}]
-
-    def _passed(self, executed: Iterable[Execution]) -> bool | None:
+        """Return the reward of the last command that ran tests, or no statement."""
         passed: bool | None = None
         sessions: dict[str, str] = {}
-        for one in executed:
-            script = _script(one.arguments, sessions)
-            trust = None if script is None else trust_in(script, self.pattern)
-            if script is None or trust is None:
-                continue
-            if session := _SESSION.search(one.text):
-                sessions[session[1]] = script
-            starts_only = any(
-                "background" in name and one.arguments[name] for name in one.arguments
-            )
-            succeeded = None if starts_only else one.succeeded
-            if succeeded is not None and (trust == "status" or (succeeded and trust == "zero")):
-                passed = succeeded
-            else:
-                passed = _by_summary(one.text)
-        return passed
+        for execution in executions(msgspec.json.decode(line, type=Line)):
+            script = _script(execution.arguments, sessions)
+            is_own = has_tests_status(script, self.pattern)
+            if is_own is not None:
+                passed = _passed(execution, is_own)
+                if session := _SESSION.search(execution.text):
+                    sessions[session[1]] = script
+        return [] if passed is None else [{"value": int(passed), "episode": episode}]
 
 
-def _script(arguments: Any, sessions: dict[str, str]) -> str | None:
+def _script(arguments: Any, sessions: dict[str, str]) -> str:
     """Return the shell command of a tool call, or the one whose session it goes on with."""
     given = arguments if isinstance(arguments, dict) else {}
     command = given.get("command") or given.get("cmd") or sessions.get(str(given.get("session_id")))
-    if isinstance(command, list) and all(isinstance(word, str) for word in command):
+    if isinstance(command, list):
         is_shell = len(command) == 3 and command[1] in ("-c", "-lc")
-        return command[2] if is_shell else shlex.join(command)
-    return command if isinstance(command, str) else None
+        return str(command[2]) if is_shell else shlex.join(map(str, command))
+    return command if isinstance(command, str) else ""
 
 
-def trust_in(script: str, pattern: re.Pattern[str]) -> Trust | None:
-    """Return how far a shell command's status is that of its last tests; None: it runs none."""
-    lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars="();<>|&\n")
-    lexer.whitespace, lexer.commenters = " \t\r", ""
-    lexer.whitespace_split = True
-    commands, joints = [""], list[str]()
-    try:
-        for token in lexer:
-            if set(token) <= set("();|&\n"):
-                joints.append(token.strip("()\n"))
-                commands.append("")
-            else:
-                commands[-1] += token + " "
-    except ValueError:
-        # Quotes that do not match, as in the text of a here-document.
-        parts = re.split(r"[();|&\n]+", script)
-        return "nothing" if any(pattern.search(part.strip() + " ") for part in parts) else None
-    tests = [place for place, command in enumerate(commands) if pattern.search(command)]
+def has_tests_status(script: str, pattern: re.Pattern[str]) -> bool | None:
+    """Return whether a shell command ends as its last tests do; None: it runs no tests."""
+    script = _QUOTED.sub(lambda quoted: re.sub(r"[();|&]", "_", quoted[0][1:-1]), script)
+    script = re.sub(r"\\\n|\d?>&\d?|&>", " ", script)
+    parts = re.split(r"([();|&\n]+)", script)
+    tests = [
+        place
+        for place in range(0, len(parts), 2)
+        if pattern.search(" ".join([*parts[place].split(), ""]))
+    ]
     if not tests:
         return None
-    after = {joint for joint in joints[tests[-1] :] if joint}
-    if not "".join(commands[tests[-1] + 1 :]):
-        return "nothing" if "&" in after else "status"
-    harmless = {"&&", "|"} if "pipefail" in script else {"&&"}
-    return "zero" if after and after <= harmless else "nothing"
+    after = parts[tests[-1] + 1 :]
+    return not "".join(after[1::2]).strip() and "&" not in "".join(after[::2])
 
 
-def _by_summary(text: str) -> bool | None:
-    if _FAILED.search(text):
+def _passed(execution: Execution, is_own: bool) -> bool | None:
+    in_background = any("background" in name and on for name, on in execution.arguments.items())
+    if is_own and not in_background and execution.succeeded is not None:
+        return execution.succeeded
+    if _FAILED.search(execution.text):
         return False
-    return True if _PASSED.search(text) else None
+    return True if _PASSED.search(execution.text) else None

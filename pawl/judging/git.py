@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from pawl.judging.answers import JudgeError, JudgeFailed, NotYet, Statement
-from pawl.judging.executions import Execution, executions, shown_calls
+from pawl.judging.executions import Execution, Line, executions
 from pawl.programs import last_line
 from store.ids import time_of
 
@@ -21,23 +23,22 @@ _PATHS: Final = ("file_path", "filePath", "path", "absolute_path", "file")
 _OLD: Final = ("old_string", "oldString", "old_str", "oldText")
 _NEW: Final = ("new_string", "newString", "new_str", "newText", "insert_text")
 _WHOLE: Final = ("content", "contents", "file_text")
-_FILE: Final = re.compile(r"^\*\*\* (?:Add|Update) File: ", re.MULTILINE)
-_MOVED: Final = re.compile(r"^\*\*\* Move to: (.+)$", re.MULTILINE)
-# A file, and the lines that an edit takes out of it (None: all) and puts in.
-Edit = tuple[str, set[str] | None, set[str]]
+# A file's part of a patch as Codex's `apply_patch` takes it, also by way of a shell.
+_FILE: Final = re.compile(r"(?m)^\*\*\* (?:Add|Update) File: ")
+_MOVED: Final = re.compile(r"(?m)^\*\*\* Move to: (.+)$")
+LIMIT_S: Final = 60
 
 
 class GitJudge:
     """State the share of the lines an episode wrote that the next commit of their files has."""
 
-    def __init__(self, folder: Path, *, timeout_s: float, name: str | None = None):
-        """Store the folder in which the agents worked, and the time limit of one `git`.
+    def __init__(self, folder: Path, *, name: str | None = None):
+        """Store the folder in which the agents worked.
 
         Raises:
-            JudgeError: it is no checkout of a repository.
+            JudgeError: it is in no checkout of a repository.
         """
         self.name = name or f"git {folder}"
-        self._timeout_s = timeout_s
         self._folder = self._root = folder.resolve()
         try:
             self._root = Path(self._git("rev-parse", "--show-toplevel").strip())
@@ -51,13 +52,12 @@ class GitJudge:
             NotYet: none of the files was committed after the episode's last call.
             JudgeFailed: git fails.
         """
-        share = await asyncio.to_thread(self._share, line)
+        share = await asyncio.to_thread(self._share, msgspec.json.decode(line, type=Line))
         return [] if share is None else [{"value": share, "episode": episode}]
 
-    def _share(self, line: bytes) -> float | None:
-        calls = shown_calls(line)
-        times = [int(time_of(call.call).timestamp()) for call in calls]
-        files = {self._path(name): of for name, of in lines_written(executions(calls)).items()}
+    def _share(self, line: Line) -> float | None:
+        times = [int(time_of(call.call).timestamp()) for call in line.calls]
+        files = {self._path(name): of for name, of in lines_written(executions(line)).items()}
         written = {path: lines for path, lines in files.items() if path and lines}
         # On any branch, also a fetched one; the newest stands first.
         since = ("rev-list", "--branches", "--remotes", f"--max-age={max(times) + 1}", "--")
@@ -90,9 +90,7 @@ class GitJudge:
     def _git(self, *arguments: str) -> str:
         command = ["git", "-C", str(self._root), "--literal-pathspecs", *arguments]
         try:
-            ended = subprocess.run(
-                command, check=False, capture_output=True, timeout=self._timeout_s
-            )
+            ended = subprocess.run(command, check=False, capture_output=True, timeout=LIMIT_S)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             raise JudgeFailed(f"git {arguments[0]} did not run: {error}") from error
         if ended.returncode:
@@ -108,31 +106,32 @@ def lines_of(text: str) -> set[str]:
 def lines_written(executed: Iterable[Execution]) -> dict[str, set[str]]:
     """Return by the file's name the lines that tool calls put in and no later one took out."""
     written: dict[str, set[str]] = {}
-    for one in executed:
-        for path, old, new in _edits(one.arguments) if one.succeeded is not False else ():
-            written[path] = new | (set() if old is None else written.get(path, set()) - old)
+    for execution in executed:
+        for path, old, new in () if execution.succeeded is False else _edits(execution.arguments):
+            kept = set() if old is None else written.get(path, set()) - lines_of(old)
+            written[path] = kept | lines_of(new)
     return written
 
 
-def _edits(arguments: Any) -> Iterator[Edit]:
+def _edits(arguments: Any) -> Iterator[tuple[str, str | None, str]]:
+    """Yield the edits of a tool call: a file, the text taken out (None: all), the text put in."""
     given = arguments if isinstance(arguments, dict) else {"patch": arguments}
     if (path := _first(given, _PATHS)) is not None:
         if (whole := _first(given, _WHOLE)) is not None:
-            yield path, None, lines_of(whole)
+            yield path, None, whole
         parts = given.get("edits")
         for part in (given, *(parts if isinstance(parts, list) else ())):
             if isinstance(part, dict) and (new := _first(part, _NEW)) is not None:
-                yield path, lines_of(_first(part, _OLD) or ""), lines_of(new)
+                yield path, _first(part, _OLD) or "", new
     for patch in given.values():
-        # As Codex's `apply_patch` takes it, also by way of a shell.
         for part in _FILE.split(patch)[1:] if isinstance(patch, str) else ():
             path, _, body = part.partition("\n")
             moved = _MOVED.search(body)
-            yield moved[1] if moved else path, _signed("-", body), _signed("+", body)
-
-
-def _signed(sign: str, patch: str) -> set[str]:
-    return lines_of("\n".join(line[1:] for line in patch.splitlines() if line.startswith(sign)))
+            old, new = (
+                "\n".join(line[1:] for line in body.splitlines() if line.startswith(sign))
+                for sign in "-+"
+            )
+            yield moved[1] if moved else path, old, new
 
 
 def _first(given: dict[str, Any], names: tuple[str, ...]) -> str | None:

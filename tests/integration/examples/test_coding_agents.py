@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from benchmarks.stack import free_port
-from pawl.judging.executions import executions, shown_calls
+from pawl.judging.executions import Line, executions
 from pawl.judging.exit_status import ExitStatusJudge
 from pawl.judging.git import lines_written
 from store.read.lines import encoded_line
@@ -117,7 +118,7 @@ async def judged(proxy: Proxy) -> Any:
     [episode] = await proxy.episodes(2)
     line = encoded_line(episode, datetime.now(UTC))
     [statement] = await ExitStatusJudge().judge(episode.key, line)
-    return statement["value"], lines_written(executions(shown_calls(line)))
+    return statement["value"], lines_written(executions(msgspec.json.decode(line, type=Line)))
 
 
 async def test_claude_code_reports_its_tests(

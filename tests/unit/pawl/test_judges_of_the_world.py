@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pawl.judging.answers import Judge, JudgeError, NotYet
-from pawl.judging.exit_status import ExitStatusJudge, trust_in
+from pawl.judging.exit_status import ExitStatusJudge, has_tests_status
 from pawl.judging.git import GitJudge
 from store.ids import lowest_id_at
 
@@ -156,27 +156,27 @@ def test_long_command_of_codex_ends_in_its_session() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "trust"),
+    ("script", "is_own"),
     [
-        ("pytest", "status"),
-        ("cd a && CI=1 timeout 60 uv run pytest -k 'a or b; c' 2>&1", "status"),
-        ("(cd a; python -m unittest)", "status"),
-        ("python3 -u -X dev -m pytest;", "status"),
-        ("python3 -m pytest;", "status"),
-        ("/usr/bin/make -C a test", "status"),
-        ("npx --yes vitest run", "status"),
-        ("pnpm run test:unit", "status"),
-        ("./gradlew :app:test", "status"),
-        ("cargo +nightly test --all", "status"),
-        ("pip install x\ngo test ./...", "status"),
-        ("pytest && git commit -m x", "zero"),
-        ("pytest | tail", "nothing"),
-        ("set -o pipefail; pytest | tail", "zero"),
-        ("pytest || true", "nothing"),
-        ("pytest; echo done", "nothing"),
-        ("pytest\necho done", "nothing"),
-        ("pytest &", "nothing"),
-        ("cat > a <<E\nit's\nE\npytest", "nothing"),
+        ("pytest", True),
+        ("cd a && CI=1 timeout 60 uv run pytest -k 'a or b; c' 2>&1", True),
+        ("(cd a; python -m unittest)", True),
+        ("python3 -u -X dev -m pytest;", True),
+        ("python3 -m pytest;", True),
+        ("/usr/bin/make -C a test", True),
+        ("npx --yes vitest run", True),
+        ("pnpm run test:unit", True),
+        ("./gradlew :app:test", True),
+        ("cargo +nightly test --all", True),
+        ("pip install x\ngo test ./...", True),
+        ("pytest && git commit -m x", False),
+        ("pytest | tail", False),
+        ("set -o pipefail; pytest | tail", False),
+        ("pytest || true", False),
+        ("pytest; echo done", False),
+        ("pytest\necho done", False),
+        ("pytest &", False),
+        ("cat > a <<E\nit's\nE\npytest", True),
         ("pip install pytest", None),
         ("grep -r pytest .", None),
         ("pytest --version", None),
@@ -185,8 +185,8 @@ def test_long_command_of_codex_ends_in_its_session() -> None:
         ("echo 'a; pytest'", None),
     ],
 )
-def test_status_is_trusted_as_far_as_it_is_the_tests_own(script: str, trust: str | None) -> None:
-    assert trust_in(script, ExitStatusJudge().pattern) == trust
+def test_status_is_trusted_as_far_as_it_is_the_tests_own(script: str, is_own: bool | None) -> None:
+    assert has_tests_status(script, ExitStatusJudge().pattern) is is_own
 
 
 def test_another_command_is_found_by_an_expression() -> None:
@@ -225,7 +225,7 @@ class Repository:
         self.git("commit", "-qm", "x", at=NOW + timedelta(minutes=minutes))
 
     def value(self, *steps: Step, **more: Any) -> float | None:
-        return value(GitJudge(self.folder, timeout_s=10), line(*steps, **more))
+        return value(GitJudge(self.folder), line(*steps, **more))
 
 
 @pytest.fixture
@@ -348,4 +348,4 @@ def test_episode_without_edits_is_not_waited_for(repository: Repository) -> None
 def test_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(JudgeError, match=re.escape(str(folder))):
-            GitJudge(folder, timeout_s=10)
+            GitJudge(folder)

@@ -363,6 +363,21 @@ def test_any_request_is_read(api: str, members: list[Any]) -> None:
         assert "\x00" not in event.tool_id + (event.name or "") + (event.detail or "")
 
 
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Chunk ID: 4447ed\nWall time: 0.1 seconds\nProcess exited with code {}\nOutput:\nexit code 7\n",
+        "Command: x\nOutput: exit code 7\nError: (none)\nExit Code: {}\nSignal: (none)\nPGID: 7",
+    ],
+    ids=["codex", "qwen code"],
+)
+def test_exit_code_in_the_frame_of_a_coding_agent_is_read(text: str, code: int) -> None:
+    reading = parse_readers("*=exit_code").read("t", text.format(code))
+    assert reading is not None
+    assert (reading.status, reading.detail) == ("error" if code else "ok", f"exit code {code}")
+
+
 ANY = "*=json_error"
 SQL = "SELECT COUNT(*)\nFROM employee WHERE name = 'é'"
 # Backticks alone are a fence, or what is left of one, and no text.

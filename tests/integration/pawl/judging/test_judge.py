@@ -354,8 +354,7 @@ async def test_sigterm_ends_the_judge_and_the_program_it_runs(
         (("--tests", "--git", "."), "name one of them"),
         (("--git", ".", "--rubric", "README.md"), "name one of them"),
         (("--git", "no-such-folder"), "names no checkout"),
-        (("--test-command", "x"), "--tests"),
-        (("--tests", "--test-command", "("), "no regular expression"),
+        (("--test-command", "("), "no regular expression"),
         (("--model", "m", "--rubric", "README.md", "--base-url", "x"), "'x' is no http"),
         (
             ("--model", "m", "--rubric", "README.md", "--base-url", "http://127.0.0.1:9/v1"),
