@@ -367,7 +367,7 @@ def test_any_request_is_read(api: str, members: list[Any]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Chunk ID: 4447ed\nWall time: 0.1 seconds\nProcess exited with code {}\nOutput:\nexit code 7\n",
+        "Chunk ID: 4\nWall time: 0.1 seconds\nProcess exited with code {}\nOutput:\nexit code 7\n",
         "Command: x\nOutput: exit code 7\nError: (none)\nExit Code: {}\nSignal: (none)\nPGID: 7",
     ],
     ids=["codex", "qwen code"],
