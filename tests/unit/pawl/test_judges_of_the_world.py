@@ -295,6 +295,13 @@ def test_edits_of_the_agents_are_read(repository: Repository, api: str, asked: A
     assert repository.value(step, api=api) == 1.0
 
 
+def test_file_that_a_patch_moves_is_looked_for_under_its_new_name(repository: Repository) -> None:
+    moved = PATCH.replace("a.py", "a.py\n*** Move to: new.py")
+    (repository.folder / "a.py").unlink()
+    repository.commit(20, new="one\nthree\n", b="four\n")
+    assert repository.value((moved, "done"), api="responses") == 1.0
+
+
 def test_line_that_the_episode_took_out_again_is_not_counted(repository: Repository) -> None:
     steps = edit("a.py"), edit("a.py", old="four", new="five")
     repository.commit(20, a="one\ntwo\nthree\nfive\n")
