@@ -28,6 +28,10 @@ class Away(JudgeError):
     """Report that a server does not answer now; the judgement is retried, and not a failure."""
 
 
+class NotYet(JudgeError):
+    """Report that the judge cannot tell yet, and is to be asked again; this is not a failure."""
+
+
 class Judge(Protocol):
     """Answer about an episode: by a program (`ProgramJudge`) or by a model (`RubricJudge`)."""
 
@@ -42,6 +46,7 @@ class Judge(Protocol):
 
         Raises:
             JudgeFailed: the judge gave no usable answer about this episode.
+            NotYet: what would tell has not happened yet.
             Away: the judge cannot be reached now.
         """
 
