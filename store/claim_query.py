@@ -9,9 +9,9 @@ half an hour began with an older one than those of two minutes, and must not be 
 Within a minute newer versions come first; among equals, those that waited longest. If more episodes
 arrive than are trained, those that have waited longer than others are left over.
 
-Groups whose final rewards are all equal teach nothing, or little (AIR may differ), and do not make
-an update: they are taken along, or by themselves, and so consumed. A learner that imitates
-successes waits for groups with one instead (docs/decisions/018-groups.md).
+Groups whose final rewards are all equal teach little, as they are compared with their family alone,
+and do not make an update: they are taken along, or by themselves, and so consumed. A learner that
+imitates successes waits for groups with one instead (docs/decisions/018-groups.md).
 
 Three kinds of episodes are left where they are: those that a model server sampled while it was at
 fault, which expire like any that wait too long (docs/decisions/053-pause-after-failures.md); those

@@ -22,7 +22,8 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model to ask instead of a program; needs --rubric, --next-turn or --relative."
+            help="Model to ask instead of a program, with --rubric, --next-turn or --relative;"
+            " default of the last two: the base model."
         ),
     ] = None
     next_turn: Annotated[

@@ -18,6 +18,7 @@ from pawl.database import open_engine
 from pawl.judging import relative
 from pawl.judging.answers import Judge, JudgeError
 from pawl.judging.feedback import FeedbackClient, feedback_url
+from pawl.judging.model import base_model
 from pawl.judging.next_turn import NextTurnJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.rubric import RubricJudge
@@ -60,7 +61,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
     ):
         async with engine.connect() as connection:
             tenant = await tenant_of_key(connection, client.key)
-        judge = _judge(flags, proxy, session, _Recorded(engine, tenant, flags.quiet))
+        judge = await _judge(flags, proxy, session, _Recorded(engine, tenant, flags.quiet))
         url = flags.feedback_url or feedback_url(proxy.listen)
         feedback = FeedbackClient(session, _url("--feedback-url", url), key=client.headers)
         if flags.again:
@@ -111,17 +112,14 @@ class _Recorded:
         return [(bare(one.key), encoded_line(one, now, self._quiet)) for one in found]
 
 
-def _judge(
+async def _judge(
     flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSession, recorded: _Recorded
 ) -> Judge:
     if flags.next_turn and (flags.relative or flags.rubric):
         raise JudgeError("--next-turn judges by what happened next: leave --relative and --rubric")
-    if flags.model is None:
-        if flags.rubric is not None or flags.next_turn or flags.relative:
-            raise JudgeError(
-                "--rubric, --next-turn and --relative are for a model that judges: name the model "
-                "with --model"
-            )
+    if flags.model is None and not (flags.next_turn or flags.relative):
+        if flags.rubric is not None:
+            raise JudgeError("--rubric is for a model that judges: name the model with --model")
         if not flags.command:
             raise JudgeError(
                 "there is no judge to run; name a judge with `pawl judge -- COMMAND…`, or with "
@@ -138,7 +136,7 @@ def _judge(
         )
     options: dict[str, Any] = {
         "base_url": base_url,
-        "model": flags.model,
+        "model": flags.model or await base_model(session, base_url),
         "temperature": flags.temperature,
         "api_key": os.environ.get("OPENAI_API_KEY"),
         "timeout_s": flags.timeout,

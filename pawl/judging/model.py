@@ -8,11 +8,12 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from pawl.judging.answers import Away, JudgeFailed
+from pawl.judging.answers import Away, JudgeError, JudgeFailed
 
 # Statuses that are about one request; any other error status would meet the next one, too.
 OF_THIS_REQUEST: Final = (400, 413, 422)
 SHOWN: Final = 300
+SHORT_S: Final = 10.0
 THOUGHT_END: Final = "</think>"
 Message = dict[str, str]
 _DECODER: Final = json.JSONDecoder()
@@ -72,6 +73,35 @@ class ModelJudge:
         if reply.status in OF_THIS_REQUEST:
             raise JudgeFailed(f"the model's server refused the request with {answer}")
         raise Away(f"{self._url} answered {answer}")
+
+
+class _Model(msgspec.Struct):
+    id: str
+    # Of an adapter: the model that it is for.
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def base_model(session: aiohttp.ClientSession, base_url: str) -> str:
+    """Return the name of the first model at a server that is no adapter.
+
+    Raises:
+        Away: the server does not answer with its models.
+        JudgeError: it has none.
+    """
+    url = base_url.rstrip("/") + "/models"
+    try:
+        async with asyncio.timeout(SHORT_S), session.get(url) as reply:
+            found = msgspec.json.decode(await reply.read(), type=_Models).data
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        raise Away(f"{url} does not answer with its models: {error}") from error
+    name = next((one.id for one in found if one.parent is None), None)
+    if name is None:
+        raise JudgeError(f"{url} lists no base model: name the judge's model with --model")
+    return name
 
 
 class _Message(msgspec.Struct):

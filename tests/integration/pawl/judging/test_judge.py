@@ -692,7 +692,7 @@ async def test_command_compares_the_attempts_that_are_recorded(
     await proxy.episodes(2)
     upstream.behave = says('{"scores": {"1": 0.25, "2": 0.75}}')
     code, out, err = await pawl_judge(
-        *("--once", "--quiet", "0", "--json", "--model", "big", "--relative"),
+        *("--once", "--quiet", "0", "--json", "--relative"),
         *("--base-url", upstream.url),
         database_url=database_url,
         listen=proxy.settings.listen,
