@@ -18,9 +18,10 @@ from store.values.documents import Size
 TOOL_STATUS: Final = "tool_status"
 TARGETS: Final = ("episode", "call", "response")
 WITHDRAWN: Final = "withdrawn"
+SOURCE: Final = "source"
 COMMON: Final = frozenset({"metric", "value", *TARGETS})
 # Of any metric but `tool_status`.
-OF_METRICS: Final = COMMON | {WITHDRAWN}
+OF_METRICS: Final = COMMON | {WITHDRAWN, SOURCE}
 ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
 MAX_TEXT: Final = 1024
@@ -142,6 +143,7 @@ class _Statement:
             value=None if self._is_withdrawn() else self._value(),
             target_kind=kind,
             target=target,
+            source=self._source(),
         )
 
     def _error(self, field: str, message: str) -> BadRequest:
@@ -169,6 +171,12 @@ class _Statement:
             raise self._error(kind, f"must be at most {MAX_TARGET_BYTES} bytes long in UTF-8")
         target = self._call_id(target) if kind == "call" else target
         return kind, scoped(self._tenant, target)
+
+    def _source(self) -> str | None:
+        source = self._text(SOURCE)
+        if source == "":
+            raise self._error(SOURCE, "must not be empty; leave it out where a fact is stated")
+        return source and scoped(self._tenant, source)
 
     def _call_id(self, target: str) -> str:
         try:

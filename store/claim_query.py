@@ -9,13 +9,14 @@ half an hour began with an older one than those of two minutes, and must not be 
 Within a minute newer versions come first; among equals, those that waited longest. If more episodes
 arrive than are trained, those that have waited longer than others are left over.
 
-Groups whose final rewards are all equal teach nothing, or little (AIR may differ), and do not make
-an update: they are taken along, or by themselves, and so consumed. A learner that imitates
-successes waits for groups with one instead (docs/decisions/018-groups.md).
+Groups whose final rewards are all equal teach little, as they are compared with their family alone,
+and do not make an update: they are taken along, or by themselves, and so consumed. A learner that
+imitates successes waits for groups with one instead (docs/decisions/018-groups.md).
 
-Two kinds of episodes are left where they are: those that a model server sampled while it was at
-fault, which expire like any that wait too long (docs/decisions/053-pause-after-failures.md); and
-those with a call of a version that was rolled back, which may have found a way to a bad reward.
+Three kinds of episodes are left where they are: those that a model server sampled while it was at
+fault, which expire like any that wait too long (docs/decisions/053-pause-after-failures.md); those
+with a call of a version that was rolled back, which may have found a way to a bad reward; and those
+about which nobody said anything but judges that are not trusted (`store.read.agreement`).
 
 Stale episodes, such as most of the control's, are members of their group: it waits for no other in
 their place, they are compared with, and consumed untrained.
@@ -30,9 +31,11 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
+from store.read.agreement import trust_in_judges
 from store.records import Record
 from store.schema.tables import FREE, HAD_TRAFFIC
 from store.settings import MOST
+from store.values.rewards import TERMS_OF_POLICY
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
@@ -222,7 +225,10 @@ async def _ready_groups(
     connection: AsyncConnection, rule: ClaimRule, oldest: int, most: int
 ) -> Sequence[Any]:
     """Return the first groups with and without signal, each up to `most` episodes, in order."""
+    trust = await trust_in_judges(connection, rule.policy)
+    untrusted = [source for source, share in trust.items() if not share]
     values = msgspec.structs.asdict(rule) | {
+        "untrusted": untrusted,
         "oldest": oldest,
         "most": most,
         "before": await connection.scalar(text("SELECT now()")),
@@ -233,7 +239,7 @@ async def _ready_groups(
         (_CALL_SCORED, rule.call_rewards_after_s is not None),
         (_FAILED, rule.failed_after_s is not None),
     )
-    but = await _not_left(connection, rule.policy)
+    but = await _not_left(connection, rule.policy, untrusted)
     signal = _SPREAD if rule.needs_spread else _ANY_SIGNAL
     query = _GROUPS.format(
         ready="".join(part + but for part, counts in members if counts),
@@ -318,24 +324,31 @@ _TO_EXPIRE: Final = text(
     LIMIT :most
     """
 )
+# A reward of a judge that agrees with facts no more than dice do, and no other.
+_SAID: Final = f"""EXISTS (
+        SELECT FROM feedback f JOIN episodes part ON part.id = f.episode_id
+        WHERE (part.id = episode_policies.episode_id OR part.root = episode_policies.episode_id)
+            AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms) AND"""
+_UNTRUSTED: Final = f"""({_SAID} f.source = ANY(CAST(:untrusted AS text[])))
+    AND NOT {_SAID} (f.source IS NULL OR f.source <> ALL(CAST(:untrusted AS text[])))))
+"""
 _WERE_FAULTS: Final = text("SELECT EXISTS (SELECT FROM fault_times WHERE policy = :policy)")
 _WERE_ROLLED_BACK: Final = text(
     "SELECT EXISTS (SELECT FROM policies WHERE name = :policy AND state = 'rolled_back')"
 )
 
 
-async def _not_left(connection: AsyncConnection, policy: str) -> str:
+async def _not_left(connection: AsyncConnection, policy: str, untrusted: Sequence[str]) -> str:
     """Return how a query of a policy's rows of `episode_policies` ends, to leave some out.
 
-    It is empty for a policy whose servers never were at fault and of which nothing was rolled back,
-    which costs nothing then.
+    It is empty for a policy whose servers never were at fault, of which nothing was rolled back,
+    and whose judges are all trusted, which costs nothing then.
     """
     values = {"policy": policy}
     faults = await connection.scalar(_WERE_FAULTS, values)
     rolled_back = await connection.scalar(_WERE_ROLLED_BACK, values)
-    return (f" AND {NOT_ASIDE}" if faults else "") + (
-        f" AND NOT {HAS_ROLLED_BACK}" if rolled_back else ""
-    )
+    left = [HAS_ROLLED_BACK] * bool(rolled_back) + [_UNTRUSTED] * bool(untrusted)
+    return (f" AND {NOT_ASIDE}" if faults else "") + "".join(f" AND NOT {one}" for one in left)
 
 
 async def note_fault(connection: AsyncConnection, policy: str) -> int:

@@ -32,6 +32,7 @@ from store.claim_query import (
 from store.errors import ClaimLost, HoldsRolledBack, LineEnded, TurnedEvaluation
 from store.ids import new_id
 from store.link.claimable import refresh
+from store.read.agreement import trust_in_judges
 from store.read.episodes import read_episodes
 from store.records import EVAL, TRAIN, Episode, Group, Record, UpdateRow
 from store.schema.tables import (
@@ -54,7 +55,8 @@ TOLD: Final = 5
 class Claim(Record, frozen=True, kw_only=True):
     """Hold the whole groups claimed for one update, and all else that their credit depends on.
 
-    Episodes with a call sampled by a version before `oldest_version` are stale. `baselines` is
+    Episodes with a call sampled by a version before `oldest_version` are stale. `trust` is what
+    each judge's statements weigh, 0 to 1 (`store.read.agreement`). `baselines` is
     the state of the moving baselines after the policy's last update, as JSON; None before the
     first. `policy` is the one in training; episodes may also have calls of other policies.
     """
@@ -64,6 +66,7 @@ class Claim(Record, frozen=True, kw_only=True):
     parent_version: int
     groups: tuple[Group, ...]
     oldest_version: int = 0
+    trust: Mapping[str, float] = {}
     baselines: Mapping[str, Any] | None = None
 
 
@@ -110,7 +113,8 @@ async def claim(
     taken = await find_ready(connection, rule, oldest, takes_most=takes_most)
     if not taken:
         return None
-    limits = {"group_size": rule.group_size, "oldest_version": oldest}
+    trust = await trust_in_judges(connection, rule.policy)
+    limits = {"group_size": rule.group_size, "oldest_version": oldest, "trust": trust or null()}
     update_id = await begin_update(connection, rule.policy, parent_version, recipe, **limits)
     values = {"update_id": update_id, "policy": rule.policy, "ids": taken}
     await connection.execute(_CLAIM, values)
@@ -122,11 +126,11 @@ async def begin_update(
     policy: str,
     parent_version: int,
     recipe: Mapping[str, Any],
-    **limits: int,
+    **limits: Any,
 ) -> UUID:
     """Add a running update that holds no episode yet, and return its id.
 
-    `limits` are the columns that say which episodes it may hold.
+    `limits` are the columns that say which episodes it may hold, and what they weigh.
 
     Raises:
         ClaimLost: another update of the policy is running.
@@ -179,6 +183,7 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
         parent_version=head.parent_version,
         groups=groups,
         oldest_version=head.oldest_version,
+        trust=head.trust or {},
         baselines=await _baselines_before(connection, head),
     )
 

@@ -7,11 +7,11 @@ that could not be judged waits again once it has a later call.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final, Literal
 from uuid import UUID
 
-from sqlalchemy import Row, and_, case, delete, func, or_, select, text
+from sqlalchemy import Row, Text, and_, cast, delete, func, or_, select, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -19,12 +19,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store.read.episodes import is_of
 from store.read.lines import QUIET
 from store.records import Record
-from store.schema.tables import episode_policies, episodes, judgements
+from store.schema.tables import episode_policies, episodes, feedback, judgements
 from store.selecting import Selection, matching
 from store.tenants import bare, scoped, tenant_of
 from store.values.rewards import LARGEST, TERMS_OF_POLICY
 
 Outcome = Literal["judged", "cannot_tell", "failed"]
+COMPARED_WITHIN: Final = timedelta(days=1)
 
 
 class Awaiting(Record, frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ class Awaiting(Record, frozen=True, kw_only=True):
 class Judgement(Record, frozen=True, kw_only=True):
     """Name the result of asking a judge about an episode.
 
-    `due_at` is the time at which the judge is asked again; None: never.
+    `due_at` is the time at which it is tried again; None: not before a further call.
     """
 
     episode_id: UUID
@@ -57,13 +58,15 @@ async def awaiting(
     *,
     now: datetime,
     quiet_since: datetime,
+    compared: float = 0.0,
     limit: int,
 ) -> list[Awaiting]:
     """Return at most `limit` episodes of a selection that wait for `judge`, oldest first.
 
-    A policy that may still claim them has no score of them, and their last call was before
-    `quiet_since`. Quarantined ones are left out. `now` is compared with the time of the next
-    attempt.
+    A policy that may still claim them has no score of them; or they are of the last day and among
+    the share `compared` (0 to 1) of those with a fact, which the judge is compared with. Their last
+    call was before `quiet_since`. Quarantined ones are left out. `now` is compared with the time of
+    the next attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
@@ -72,6 +75,15 @@ async def awaiting(
     waits = claims.where(
         episode_policies.c.claimed_by.is_(None), episode_policies.c.scored_at.is_(None)
     )
+    facts = select(feedback).where(
+        feedback.c.episode_id == episodes.c.id,
+        feedback.c.source.is_(None),
+        feedback.c.value.is_not(None),
+    )
+    drawn = func.mod(func.hashtextextended(cast(episodes.c.id, Text), 0), 1000)
+    is_compared = and_(
+        func.abs(drawn) < 1000 * compared, last_call > now - COMPARED_WITHIN, facts.exists()
+    )
     earlier = judgements.alias("asked")
     news = earlier.c.last_call_at < last_call
     query = (
@@ -79,12 +91,14 @@ async def awaiting(
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
         .add_columns(earlier.c.attempts, news.label("news"))
         .where(
-            or_(and_(~claims.exists(), episodes.c.scored_at.is_(None)), waits.exists()),
+            or_(
+                and_(~claims.exists(), episodes.c.scored_at.is_(None)), waits.exists(), is_compared
+            ),
             episodes.c.quarantined_reason.is_(None),
             last_call < quiet_since,
             or_(
                 earlier.c.episode_id.is_(None),
-                earlier.c.due_at <= now,
+                and_(earlier.c.outcome != "judged", earlier.c.due_at <= now),
                 and_(earlier.c.outcome != "judged", news),
             ),
         )
@@ -96,13 +110,28 @@ async def awaiting(
     ]
 
 
-async def is_scored(connection: AsyncConnection, episode_id: UUID) -> bool:
-    """Return whether the episode has a score by now, from anybody, for all of its policies."""
-    own = select(episode_policies).where(episode_policies.c.episode_id == episode_id)
-    lacking = own.where(episode_policies.c.scored_at.is_(None)).exists()
-    alone = select(episodes.c.scored_at).where(episodes.c.id == episode_id)
-    query = select(case((own.exists(), ~lacking), else_=alone.scalar_subquery().is_not(None)))
-    return bool(await connection.scalar(query))
+async def attempts_at_task(
+    connection: AsyncConnection, key: str, *, quiet_since: datetime, most: int
+) -> list[UUID]:
+    """Return the newest attempts at the task of an episode whose last call was before a time.
+
+    The episode, whose key is as it is kept, comes first. One without a task has no others.
+    """
+    task = func.coalesce(episodes.c.joined_task, episodes.c.task)
+    own = select(episodes.c.id, task.label("task")).where(episodes.c.key == key).subquery()
+    query = (
+        select(episodes.c.id)
+        .join(own, or_(episodes.c.id == own.c.id, task == own.c.task))
+        .where(
+            episodes.c.root.is_(None),
+            episodes.c.deleted_at.is_(None),
+            episodes.c.quarantined_reason.is_(None),
+            episodes.c.last_call_at < quiet_since,
+        )
+        .order_by((episodes.c.id == own.c.id).desc(), episodes.c.id.desc())
+        .limit(most)
+    )
+    return list((await connection.execute(query)).scalars())
 
 
 async def note(connection: AsyncConnection, judgement: Judgement) -> None:
@@ -165,7 +194,7 @@ async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
 
 # Why an episode is shown to a person.
 Doubt = Literal["unscored", "disagreeing", "uncertain"]
-# Idempotency keys of what a person scored in the console begin so; judges' with `judge-`.
+# Idempotency keys of what a person scored in the console begin so.
 REVIEWED: Final = "review-"
 # A metric that a judge may state beside its score, from 0 to 1; below this it is not sure.
 CONFIDENCE: Final = "confidence"
@@ -174,11 +203,10 @@ UNSURE_BELOW: Final = 0.5
 APART: Final = 0.25
 # Of all feedback so many statements are looked at, the newest.
 NEWEST: Final = 20_000
-# Whoever stated something: a judge, which has one idempotency key for an episode, or an API key.
+# Whoever stated something: a judge, or an API key.
 _SAID: Final = f"""
     SELECT f.episode_id, f.metric, f.value, COALESCE(f.call_id, f.episode_id) AS about, f.at,
-        CASE WHEN r.idempotency_key LIKE '%judge-%' THEN r.idempotency_key
-            ELSE COALESCE(r.api_key, '') END AS source
+        COALESCE(f.source, r.api_key, '') AS source
     FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {NEWEST}) f
     JOIN feedback_requests r ON r.id = f.request_id WHERE f.episode_id IS NOT NULL
 """
@@ -195,7 +223,7 @@ _DOUBTS: Final[Mapping[Doubt, str]] = {
         GROUP BY episode_id, about, metric HAVING max(value) - min(value) > min(apart))""",
     "uncertain": f"""(p.scored_at IS NULL AND EXISTS (
             SELECT FROM judgements j WHERE j.episode_id = p.episode_id
-                AND j.outcome <> 'judged' AND j.due_at IS NULL)
+                AND (j.outcome = 'cannot_tell' OR j.outcome = 'failed' AND j.due_at IS NULL))
         OR p.episode_id IN (SELECT episode_id FROM ({_SAID}) said
             WHERE metric = '{CONFIDENCE}' AND value < {UNSURE_BELOW}))""",
 }

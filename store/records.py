@@ -210,6 +210,7 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
     """State one thing about a target: a metric with a value, or (if `tool` is set) a tool event.
 
     A value is a number or a short text; None without a tool event takes back what was stated.
+    `source` names a judge whose opinion it is; None: it is stated as a fact.
     """
 
     id: UUID
@@ -217,6 +218,7 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
     value: float | str | None
     target_kind: TargetKind
     target: str
+    source: str | None = None
     tool: ToolEvent | None = None
 
 
@@ -253,13 +255,15 @@ SpoolRecord = CallRecord | FeedbackRecord | GapRecord | OutageRecord
 class Feedback(Record, frozen=True, kw_only=True):
     """Describe a stored statement about an episode or one of its calls.
 
-    `value` is a number or a short text; None takes back what was stated before. `late` says that it
-    came after an update had claimed the episode, and trained on it without.
+    `value` is a number or a short text; None takes back what was stated before. `source` names the
+    judge whose opinion it is; None: it is a fact. `late` says that it came after an update had
+    claimed the episode, and trained on it without.
     """
 
     metric: str
     value: float | str | None
     at: datetime
+    source: str | None = None
     late: bool = False
 
 

@@ -295,6 +295,7 @@ def upgrade() -> None:
         ),
         sa.Column("group_size", sa.Integer(), server_default=sa.text("1"), nullable=False),
         sa.Column("oldest_version", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("trust", postgresql.JSONB()),
         sa.Column("baselines", postgresql.JSONB()),
         sa.Column("claimed_at", TIME, server_default=NOW, nullable=False),
         sa.Column("finished_at", TIME),
@@ -389,6 +390,7 @@ def upgrade() -> None:
         sa.Column("target", sa.Text(), nullable=False),
         sa.Column("episode_id", sa.Uuid()),
         sa.Column("call_id", sa.Uuid()),
+        sa.Column("source", sa.Text()),
         sa.Column("request_id", sa.Uuid(), nullable=False),
         sa.Column("at", TIME, nullable=False),
         sa.CheckConstraint(
@@ -410,6 +412,9 @@ def upgrade() -> None:
         postgresql_where=sa.text("episode_id IS NULL"),
     )
     op.create_index("ix_feedback_request_id", "feedback", ["request_id"])
+    op.create_index(
+        "ix_feedback_source", "feedback", ["id"], postgresql_where=sa.text("source IS NOT NULL")
+    )
     op.create_table(
         "freed_consumptions",
         sa.Column("episode_id", sa.Uuid(), nullable=False),

@@ -20,8 +20,25 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
         typer.Argument(help="After `--`: program to run once for each episode."),
     ] = None
     model: Annotated[
-        str | None, typer.Option(help="Model to ask instead of a program; needs --rubric.")
+        str | None,
+        typer.Option(
+            help="Model to ask instead of a program, with --rubric, --next-turn or --relative;"
+            " default of the last two: the base model."
+        ),
     ] = None
+    next_turn: Annotated[
+        bool,
+        typer.Option(
+            "--next-turn",
+            help="Judge each call by the message of the user or the tool that came after it.",
+        ),
+    ] = False
+    relative: Annotated[
+        bool,
+        typer.Option(
+            "--relative", help="Judge all attempts at a task in one prompt, against each other."
+        ),
+    ] = False
     rubric: Annotated[
         Path | None, typer.Option(help="Text file that tells the model what good work is.")
     ] = None
@@ -54,6 +71,14 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
             help="Name under which verdicts are stored; default: the judge, as it is named here."
         ),
     ] = None
+    compare: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of the episodes with a reward that are judged, too, to measure the judge.",
+        ),
+    ] = 0.25
     quiet: Annotated[
         float,
         typer.Option(min=0, help="Seconds without a call after which an episode is finished."),
@@ -90,9 +115,11 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
 def judge(flags: JudgeFlags) -> None:
     """Judge finished episodes that nobody has scored, and post the verdicts as feedback.
 
-    The judge is a program (after `--`), a model (--model with --rubric), the agent's own tests
-    (--tests) or a repository's next commit (--git). Needs the database, and a proxy that takes
-    the feedback. Runs until SIGTERM, or until nothing is left with --once.
+    The judge is a program (after `--`), a model (--model with --rubric, --next-turn or
+    --relative), the agent's own tests (--tests) or the next commit (--git). Its verdicts are
+    opinions: they count where no fact was stated, and weigh by how far they agree with facts about
+    other episodes (`pawl doctor`). Needs the database, and a proxy that takes the feedback. Runs
+    until SIGTERM, or until nothing is left with --once.
 
     Status 1: at least one judgement failed. Status 2: the judge cannot run like this, or with
     --once: the model's server or the proxy does not answer. Status 130: Ctrl-C.

@@ -17,7 +17,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(checks.proxy_away, checks.server_away, checks.trainer_away, checks.no_calls),
     *(checks.unanswered, checks.broken, checks.untrainable, checks.only_evaluation),
     *(checks.unmatched, policy_checks.quarantined, policy_checks.unrewarded),
-    *(policy_checks.equal_rewards, checks.paused, checks.no_slot),
+    *(policy_checks.equal_rewards, policy_checks.judges, checks.paused, checks.no_slot),
     *(policy_checks.trained_badly, policy_checks.outside_range, policy_checks.drifted),
     *(policy_checks.frozen, policy_checks.not_as_trained),
     *(checks.controller_away, policy_checks.undecided),

@@ -8,6 +8,7 @@ from prometheus_client.samples import Sample
 
 from store.adapter_slots import Kept, Live
 from store.claim_query import ClaimRule
+from store.read.agreement import Agreement
 from store.read.gates import Gated
 from store.read.health import CallKind, EpisodeCounts, Tended, Unmatched
 from store.records import Record
@@ -94,7 +95,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     `recipe` and `rule` are None where the recipe cannot be read. `ready` are the episodes with a
     reward that may be claimed, and `updates` how many updates their signal suffices for. `servable`
     are the versions that servers should have, without those that changed a moment ago. `waits` is
-    the event by which a version waits for a person.
+    the event by which a version waits for a person. `judges` are those whose opinions are rewards.
     """
 
     about: Tended
@@ -107,6 +108,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     problems: Mapping[TrainingWarning, TrainingProblem] = {}
     standing: Gated | None = None
     waits: PolicyEvent | None = None
+    judges: tuple[Agreement, ...] = ()
     servable: tuple[PolicyVersion, ...] = ()
     live: Live | None = None
     kept: tuple[Kept, ...] = ()

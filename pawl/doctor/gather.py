@@ -33,6 +33,7 @@ from store.embedded import EmbeddedPostgres
 from store.errors import BadPolicies, StoreError
 from store.link.claimable import lacking
 from store.policy_table import PolicyTable, open_policies
+from store.read.agreement import agreements
 from store.read.gates import gated
 from store.read.health import (
     CallKind,
@@ -315,6 +316,7 @@ async def _policy(
             calls_are_paid=rule is not None and rule.call_rewards_after_s is not None,
         ),
         lacks=await lacking(connection, name),
+        judges=tuple(await agreements(connection, name)),
         standing=standing,
         waits=None if not tried else await why_waits(connection, tried.version),
         live=await live_versions(connection, name, known=known),

@@ -2,11 +2,13 @@
 
 from typing import Final
 
-from pawl.doctor.checks import MOST_NAMED, PAUSES, Figure, Finding, named, of_each_policy
+from pawl.doctor.checks import LONGEST, MOST_NAMED, PAUSES, Figure, Finding, named, of_each_policy
 from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.doctor.outlook import outlook_of
 from store.link.joins import DOUBTFUL_CALL, DOUBTFUL_NEED, TOLD_MORE_THAN_ONE
 from store.link.outages import IN_OUTAGE, LOST_CALL
+from store.read.agreement import FEWEST, LEAST_AGREEMENT
+from store.tenants import bare
 from trainer.updates.training_warnings import MOST_UNTRAINED
 
 # What is served of a version, and drift, are said to be near the recipe's limits past these shares
@@ -110,11 +112,37 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
     return Finding(
         title=f"{policy.name}: all rewards are {counts.most:g}, which teaches nothing"
         if all_equal
-        else f"{policy.name}: rewards are equal within each task, which teaches nothing",
+        else f"{policy.name}: rewards are equal within each task, which teaches little",
         since=counts.scored_since,
         figures=figures | {"groups": counts.groups, "groups_that_differ": 0},
         remedy="give tasks that succeed sometimes, or rewards between all and nothing;"
         " if nearly all fail, begin with the recipe `sft`",
+    )
+
+
+@of_each_policy
+def judges(_: Facts, policy: PolicyFacts) -> Finding | None:
+    """Find the judge that agrees least with facts, or one that nothing can be compared with."""
+    unlike = [one for one in policy.judges if one.trust == 0.0]
+    if not unlike and all(one.share is not None for one in policy.judges):
+        return None
+    one = min(unlike or policy.judges, key=lambda judge: (judge.share or 0.0, judge.source))
+    figures: dict[str, Figure] = {"statements": one.statements, "compared": one.compared}
+    judge = f"{policy.name}: the judge {bare(one.source)[:LONGEST]!r}"
+    if one.share is None:
+        return Finding(
+            title=f"{judge} is unmeasured, and its rewards weigh full: {one.compared} of them are"
+            " about an episode whose reward was stated as a fact, too",
+            figures=figures | {"needed": FEWEST},
+            remedy=f"POST rewards for {FEWEST} episodes, good ones and bad ones, and keep"
+            " `pawl judge` at work (--compare)",
+            needs_person=False,
+        )
+    return Finding(
+        title=f"{judge} agrees with facts in {one.share:.0%} of the pairs, where dice do in 50%:"
+        " its rewards weigh nothing",
+        figures=figures | {"agreement": round(one.share, 3), "needed": LEAST_AGREEMENT},
+        remedy="name another model, or write another rubric, and run `pawl judge` with that",
     )
 
 

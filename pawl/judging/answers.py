@@ -29,7 +29,7 @@ class Away(JudgeError):
 
 
 class NotYet(JudgeError):
-    """Report that the judge cannot tell yet; it is asked again, after ever longer pauses."""
+    """Report that the judge cannot tell yet, and is to be asked again; this is not a failure."""
 
 
 class Judge(Protocol):
@@ -46,8 +46,8 @@ class Judge(Protocol):
 
         Raises:
             JudgeFailed: the judge gave no usable answer about this episode.
+            NotYet: what would tell has not happened yet.
             Away: the judge cannot be reached now.
-            NotYet: the judge cannot tell yet.
         """
 
 

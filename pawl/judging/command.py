@@ -4,29 +4,37 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import HttpUrl
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.common import with_zone
 from pawl.database import open_engine
+from pawl.judging import relative
 from pawl.judging.answers import Judge, JudgeError
 from pawl.judging.exit_status import RUNS_TESTS, ExitStatusJudge
 from pawl.judging.feedback import FeedbackClient, feedback_url
 from pawl.judging.git import GitJudge
+from pawl.judging.model import base_model
+from pawl.judging.next_turn import NextTurnJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import ClientSettings, StackSettings, read_settings
 from proxy.settings import ProxySettings
-from store.judging import forget_unjudged
+from store.judging import attempts_at_task, forget_unjudged, scales_of
 from store.keys import tenant_of_key
+from store.read.episodes import read_episodes
+from store.read.lines import encoded_line
+from store.records import REWARD
 from store.selecting import Selection
 from store.settings import address
+from store.tenants import bare, scoped
 
 if TYPE_CHECKING:
     from pawl.commands.judging import JudgeFlags
@@ -53,12 +61,13 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
         aiohttp.ClientSession(timeout=timeout) as session,
         open_engine(read_settings(StackSettings), makes=False) as engine,
     ):
-        judge = _judge(flags, proxy, session)
+        async with engine.connect() as connection:
+            tenant = await tenant_of_key(connection, client.key)
+        judge = await _judge(flags, proxy, session, _Recorded(engine, tenant, flags.quiet))
         url = flags.feedback_url or feedback_url(proxy.listen)
         feedback = FeedbackClient(session, _url("--feedback-url", url), key=client.headers)
-        async with engine.begin() as connection:
-            tenant = await tenant_of_key(connection, client.key)
-            if flags.again:
+        if flags.again:
+            async with engine.begin() as connection:
                 await forget_unjudged(connection, judge.name, tenant)
         judging = Judging(engine, judge, feedback, _plan(flags, tenant))
         await _run_until_stopped(judging, once=flags.once)
@@ -68,6 +77,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
 def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
     """Return the rules of the judge: verdicts reach the episodes of its key's tenant alone."""
     return JudgingPlan(
+        compared=flags.compare,
         selection=Selection(
             since=with_zone(flags.since), agent=flags.agent, policy=flags.policy, tenant=tenant
         ),
@@ -77,15 +87,47 @@ def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
     )
 
 
-def _judge(flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSession) -> Judge:
+class _Recorded:
+    """Read what a judge needs beside the episode that it is shown."""
+
+    def __init__(self, engine: AsyncEngine, tenant: str, quiet_s: float) -> None:
+        self._engine = engine
+        self._tenant = tenant
+        self._quiet = timedelta(seconds=quiet_s)
+
+    async def range_of(self, policy: str | None) -> tuple[float, float]:
+        """Return the lowest and the highest reward of a policy, 0 and 1 where none is declared."""
+        async with self._engine.connect() as connection:
+            scales = await scales_of(connection, policy or "")
+        own = next((scale for scale in scales if scale.metric == REWARD), None)
+        return (own.low, own.high) if own else (0.0, 1.0)
+
+    async def attempts_of(self, episode: str) -> list[tuple[str, bytes]]:
+        """Return key and export line of an episode and of the others at its task."""
+        now = datetime.now(UTC)
+        key, quiet_since = scoped(self._tenant, episode), now - self._quiet
+        async with self._engine.connect() as connection:
+            ids = await attempts_at_task(
+                connection, key, quiet_since=quiet_since, most=relative.MOST
+            )
+            found = await read_episodes(connection, ids)
+        return [(bare(one.key), encoded_line(one, now, self._quiet)) for one in found]
+
+
+async def _judge(
+    flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSession, recorded: _Recorded
+) -> Judge:
     is_by_tests = flags.tests or flags.test_command is not None
     if is_by_tests or flags.git:
-        if flags.command or flags.model or flags.rubric or (is_by_tests and flags.git):
+        others = (flags.command, flags.model, flags.rubric, flags.next_turn, flags.relative)
+        if any(others) or (is_by_tests and flags.git):
             raise JudgeError("a judge is a program, a model, --tests or --git: name one of them")
         if flags.git:
             return GitJudge(flags.git, name=flags.name)
         return ExitStatusJudge(flags.test_command or RUNS_TESTS, name=flags.name)
-    if flags.model is None:
+    if flags.next_turn and (flags.relative or flags.rubric):
+        raise JudgeError("--next-turn judges by what happened next: leave --relative and --rubric")
+    if flags.model is None and not (flags.next_turn or flags.relative):
         if flags.rubric is not None:
             raise JudgeError("--rubric is for a model that judges: name the model with --model")
         if not flags.command:
@@ -102,17 +144,23 @@ def _judge(flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSes
             f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
             "an agent's. Name the model's own server with --base-url"
         )
-    return RubricJudge(
-        session,
-        base_url=base_url,
-        model=flags.model,
-        temperature=flags.temperature,
-        api_key=os.environ.get("OPENAI_API_KEY"),
-        rubric=_rubric(flags.rubric),
-        timeout_s=flags.timeout,
-        max_chars=flags.max_chars,
-        name=flags.name,
-    )
+    options: dict[str, Any] = {
+        "base_url": base_url,
+        "model": flags.model or await base_model(session, base_url),
+        "temperature": flags.temperature,
+        "api_key": os.environ.get("OPENAI_API_KEY"),
+        "timeout_s": flags.timeout,
+        "max_chars": flags.max_chars,
+        "name": flags.name,
+    }
+    if flags.next_turn:
+        return NextTurnJudge(session, range_of=recorded.range_of, **options)
+    if flags.relative:
+        rubric = _rubric(flags.rubric) if flags.rubric else relative.RUBRIC
+        return relative.RelativeJudge(
+            session, attempts_of=recorded.attempts_of, rubric=rubric, **options
+        )
+    return RubricJudge(session, rubric=_rubric(flags.rubric), **options)
 
 
 def _url(option: str, value: str) -> str:
@@ -126,7 +174,8 @@ def _url(option: str, value: str) -> str:
 def _rubric(path: Path | None) -> str:
     if path is None:
         raise JudgeError(
-            "--model needs --rubric: name a text file that tells the model what good work is"
+            "--model needs --rubric, --next-turn or --relative: name a text file that tells the "
+            "model what good work is, or by what it judges"
         )
     try:
         rubric = path.read_text()

@@ -1,10 +1,9 @@
 """Show finished episodes to a judge, several at a time, and post its answers.
 
 An episode whose judgement failed is judged again, after growing pauses and a bounded number of
-times; one that the judge cannot tell about yet, after growing pauses. Each outcome is written to
-the ledger at once, so that a restart goes on where the last process stopped. A crash between
-posting an answer and writing its outcome repeats the post under the same idempotency key, which
-states nothing new.
+times. Each outcome is written to the ledger at once, so that a restart goes on where the last
+process stopped. A crash between posting an answer and writing its outcome repeats the post
+under the same idempotency key, which states nothing new.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from pawl.judging.answers import (
 from pawl.judging.feedback import FeedbackClient
 from store.database import is_unavailable
 from store.errors import Damaged
-from store.judging import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
+from store.judging import Awaiting, Judgement, Outcome, awaiting, holding, note
 from store.read.episodes import read_episodes
 from store.read.lines import encoded_line
 from store.records import Episode, Record
@@ -46,7 +45,14 @@ LOOK_SHARE: Final = 20
 LONGEST_PAUSE_S: Final = 60.0
 FIRST_RETRY: Final = timedelta(seconds=30)
 RETRY_FACTOR: Final = 4.0
+# Pauses stop growing at the longest, which comes after so many.
+LONGEST_RETRY: Final = timedelta(hours=6)
+FASTER: Final = 10
+# How often a judge is asked that cannot tell yet: for nine days.
+MOST_WAITS: Final = 40
 MAX_REASON: Final = 1000
+# How a tool ended is a fact, whoever says it.
+TOOL_STATUS: Final = "tool_status"
 # A look returns at most this many episodes for each one that is judged at the same time.
 AHEAD: Final = 8
 
@@ -59,6 +65,7 @@ class JudgingPlan(Record, frozen=True, kw_only=True):
         quiet: how long after its last call an episode counts as finished.
         concurrency: how many episodes are judged at the same time.
         attempts: after how many failures an episode is given up.
+        compared: share of the episodes with a reward that are judged, too, to compare the judge.
         poll_s: pause between looks for episodes, in seconds.
     """
 
@@ -66,6 +73,7 @@ class JudgingPlan(Record, frozen=True, kw_only=True):
     quiet: timedelta = timedelta(minutes=10)
     concurrency: int = 4
     attempts: int = 5
+    compared: float = 0.0
     poll_s: float = POLL_S
 
 
@@ -73,7 +81,7 @@ def retry_at(failures: int, attempts: int, now: datetime) -> datetime | None:
     """Return when a judgement that failed `failures` times is tried again; None: never."""
     if failures >= attempts:
         return None
-    return now + FIRST_RETRY * RETRY_FACTOR ** (failures - 1)
+    return now + min(LONGEST_RETRY, FIRST_RETRY * RETRY_FACTOR ** min(failures - 1, FASTER))
 
 
 class Judging:
@@ -158,6 +166,7 @@ class Judging:
                 self._plan.selection,
                 now=now,
                 quiet_since=now - self._plan.quiet,
+                compared=self._plan.compared,
                 limit=AHEAD * self._plan.concurrency,
             )
         self._looked_s = time.monotonic() - begun
@@ -173,7 +182,6 @@ class Judging:
             episode: Episode | None = None
             outcome: Outcome = "failed"
             reason = None
-            due_at: datetime | None = None
             attempts = self._plan.attempts
             try:
                 async with self._engine.connect() as connection:
@@ -182,19 +190,15 @@ class Judging:
             except Away as error:
                 self._away = error
                 return
-            except NotYet as error:
-                assert episode is not None
-                outcome, reason = "cannot_tell", str(error)
-                # Once the episode is twice as old as now: however old, it costs little.
-                due_at = seen + max(FIRST_RETRY, seen - episode.last_call_at)
-            except (JudgeFailed, Damaged) as error:
+            except (JudgeFailed, NotYet, Damaged) as error:
                 # As the ledger keeps it: no text of PostgreSQL's holds a zero byte.
                 reason = str(error).replace("\x00", "")[:MAX_REASON]
+                if isinstance(error, NotYet):
+                    outcome, attempts = "cannot_tell", MOST_WAITS
                 if isinstance(error, Damaged):
                     # Another try would fail in the same way, until a further call changes it.
                     attempts = 1
-            is_failed = outcome == "failed"
-            failures = one.failures + (due_at is None)
+            failures, is_failed = one.failures + 1, outcome == "failed"
             judgement = Judgement(
                 episode_id=one.episode_id,
                 judge=self._judge.name,
@@ -202,7 +206,7 @@ class Judging:
                 attempts=failures,
                 last_call_at=episode.last_call_at if episode else seen,
                 reason=reason,
-                due_at=retry_at(failures, attempts, datetime.now(UTC)) if is_failed else due_at,
+                due_at=retry_at(failures, attempts, datetime.now(UTC)) if reason else None,
             )
             async with self._engine.begin() as connection:
                 await note(connection, judgement)
@@ -221,6 +225,7 @@ class Judging:
 
         Raises:
             JudgeFailed: the judge gave no usable answer, or `/feedback` refused it.
+            NotYet: the judge is to be asked again.
             Away: the judge or `/feedback` does not answer.
             Damaged: the episode cannot be read back.
         """
@@ -232,12 +237,13 @@ class Judging:
             statements = await self._judge.judge(name, line)
         if not statements:
             return "cannot_tell"
-        async with self._engine.connect() as connection:
-            if await is_scored(connection, episode.id):
-                # Somebody scored it meanwhile. The judge's newer statement would override that.
-                return "judged"
+        # An opinion, which overrides no fact that was stated meanwhile.
+        opinions = [
+            one if one.get("metric") == TOOL_STATUS else one | {"source": self._judge.name}
+            for one in statements
+        ]
         try:
-            await self._feedback.post(statements, idempotency_key(self._judge.name, name))
+            await self._feedback.post(opinions, idempotency_key(self._judge.name, name))
         except Away:
             self._unsent[shown] = statements
             raise

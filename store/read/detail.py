@@ -86,20 +86,26 @@ _EVENTS: Final = text(
     """
 )
 # The newest ones; in the order in which they were made. `call` is null where a statement is about
-# the whole episode, and `who` where it came without an API key. Those that no later one of their
-# metric replaced count.
+# the whole episode, and `who` where no judge made it and it came without an API key. Those count
+# that no later one of their metric replaced, and no fact (`store.values.rewards`).
 _STATEMENTS: Final = text(
     f"""
-    SELECT *, at = max(at) OVER (PARTITION BY call, metric) AS counts,
+    SELECT *,
+        CASE WHEN max(at) FILTER (WHERE is_fact AND value IS NULL AND label IS NULL) OVER about
+            IS DISTINCT FROM max(at) FILTER (WHERE is_fact) OVER about
+            THEN is_fact AND at = max(at) FILTER (WHERE is_fact) OVER about
+            ELSE at = max(at) OVER about END AS counts,
         COALESCE(at > (SELECT min(u.claimed_at) FROM consumptions c JOIN updates u
             ON u.id = c.update_id WHERE c.episode_id = :whole AND c.trained), false) AS late
     FROM (
-        SELECT f.id, f.metric, f.value, f.label, f.at, COALESCE(k.name, r.api_key) AS who,
+        SELECT f.id, f.metric, f.value, f.label, f.at, f.source IS NULL AS is_fact,
+            COALESCE(f.source, k.name, r.api_key) AS who,
             CASE WHEN e.method = '{OWN_EPISODE}' THEN NULL ELSE f.call_id END AS call
         FROM feedback f JOIN episodes e ON e.id = f.episode_id
             JOIN feedback_requests r ON r.id = f.request_id
             LEFT JOIN api_keys k ON k.id = r.api_key
         WHERE f.episode_id = ANY(:parts) ORDER BY f.at DESC, f.id DESC LIMIT {MOST_STATEMENTS}) s
+    WINDOW about AS (PARTITION BY call, metric)
     ORDER BY at, id
     """
 )

@@ -129,6 +129,7 @@ def _event(event: MatchedEvent) -> dict[str, Any]:
 def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:
     return [
         {"metric": statement.metric, "value": statement.value, "at": statement.at.isoformat()}
+        | ({"source": bare(statement.source)} if statement.source else {})
         | ({"late": True} if statement.late else {})
         for statement in statements
     ]

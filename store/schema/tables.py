@@ -455,7 +455,7 @@ tool_events = Table(
     ),
 )
 
-# Append-only. The newest statement of a metric about a target counts.
+# Append-only. The newest statement of a metric about a target counts, facts before opinions.
 feedback = Table(
     "feedback",
     metadata,
@@ -469,12 +469,15 @@ feedback = Table(
     # Null until the target is seen; `call_id` stays null where the target is an episode.
     Column("episode_id", Uuid, ForeignKey("episodes.id")),
     Column("call_id", Uuid),
+    # The judge whose opinion it is; null: a fact.
+    Column("source", Text),
     Column("request_id", Uuid, ForeignKey("feedback_requests.id"), nullable=False),
     Column("at", When, nullable=False),
     one_of("target_kind", TARGET_KINDS),
     CheckConstraint("value IS NULL OR label IS NULL", name="one_value"),
     Index("ix_feedback_episode_id", "episode_id"),
     Index("ix_feedback_request_id", "request_id"),
+    Index("ix_feedback_source", "id", postgresql_where=text("source IS NOT NULL")),
     Index(
         "ix_feedback_pending", "target_kind", "target", postgresql_where=text("episode_id IS NULL")
     ),
@@ -675,9 +678,11 @@ updates = Table(
     Column("recipe", JSONB, nullable=False),
     Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
     # The size up to which its groups are filled with members that were consumed before; the first
-    # version whose episodes it may train; and the state of the moving baselines after it.
+    # version whose episodes it may train; how far each judge was trusted (null: there was none);
+    # and the state of the moving baselines after it.
     Column("group_size", Integer, nullable=False, server_default=text("1")),
     Column("oldest_version", Integer, nullable=False, server_default=text("0")),
+    Column("trust", JSONB),
     Column("baselines", JSONB),
     Column("claimed_at", When, nullable=False, server_default=text("now()")),
     Column("finished_at", When),

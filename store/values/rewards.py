@@ -1,6 +1,6 @@
 """Make one reward of what was said, a weighted sum of named metrics: here, and in SQL (pure)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from math import fsum, isnan
 from typing import Final, Literal
@@ -69,12 +69,14 @@ class Reward(Record, frozen=True, kw_only=True):
     """Hold the reward of an episode or call; `value` is None if nobody scored it.
 
     `parts` are what each metric adds to `value`; they are empty where that is no sum. `lacks` says
-    why there is none although some of it was stated.
+    why there is none although some of it was stated. `source` names the judge whose opinion it is,
+    of several the last by name; None: all of it are facts.
     """
 
     value: float | None = None
     parts: Mapping[str, float] = NO_PARTS
     lacks: Lack | None = None
+    source: str | None = None
 
 
 UNSCORED: Final = Reward()
@@ -83,21 +85,27 @@ UNSCORED: Final = Reward()
 def newest(statements: Iterable[Feedback], metric: str) -> Feedback | None:
     """Return the statement of `metric` that counts, or None if there is none.
 
-    It is the newest. Of several with the same time a withdrawal counts before a number, the lowest
-    number before the others, and that before a text: the result must not depend on the order in
-    which feedback arrived.
+    It is the newest fact; where none was stated, or the newest was withdrawn, the newest of all.
+    Of several with the same time a withdrawal counts before a number, the lowest number before the
+    others, and that before a text: the result must not depend on the order in which feedback
+    arrived.
     """
     own = [item for item in statements if item.metric == metric]
-    if not own:
-        return None
-    at = max(item.at for item in own)
-    return min((item for item in own if item.at == at), key=_rank)
+    fact = _latest([item for item in own if item.source is None])
+    return fact if fact is not None and fact.value is not None else _latest(own)
 
 
-def _rank(item: Feedback) -> tuple[int, float, str]:
+def _latest(statements: Sequence[Feedback]) -> Feedback | None:
+    at = max((item.at for item in statements), default=None)
+    return min((item for item in statements if item.at == at), key=_rank, default=None)
+
+
+def _rank(item: Feedback) -> tuple[int, float, str, str]:
+    source = item.source or ""
     if item.value is None:
-        return 0, 0.0, ""
-    return (2, 0.0, item.value) if isinstance(item.value, str) else (1, item.value, "")
+        return 0, 0.0, "", source
+    value = item.value
+    return (2, 0.0, value, source) if isinstance(value, str) else (1, value, "", source)
 
 
 def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
@@ -122,7 +130,11 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
         for term, value in zip(rule.terms, values, strict=True)
         if value is not None
     }
-    return Reward(value=fsum(parts.values()), parts=parts if rule != REWARD_ALONE else NO_PARTS)
+    return Reward(
+        value=fsum(parts.values()),
+        parts=parts if rule != REWARD_ALONE else NO_PARTS,
+        source=max((one.source for one in own if one is not None and one.source), default=None),
+    )
 
 
 def _lack(own: Iterable[Feedback | None], stated: Iterable[float | None]) -> Lack | None:
@@ -176,16 +188,23 @@ def sums(counts: str = "true") -> str:
     """
     return f"""
     said AS (
-        SELECT p.whole, f.metric, f.at, NULLIF(f.value, 'NaN') AS value, f.label,
+        SELECT p.whole, f.metric, f.at, NULLIF(f.value, 'NaN') AS value, f.label, f.source,
             CASE WHEN p.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
         FROM parts p JOIN feedback f ON f.episode_id = p.id
             AND f.metric IN (SELECT metric FROM terms) AND {counts}),
+    ranked AS (
+        SELECT *, value IS NULL AND label IS NULL AS withdrawn, min(at) OVER about AS first_at,
+            row_number() OVER (
+                PARTITION BY whole, call_id, metric, source IS NULL
+                ORDER BY at DESC, (value IS NULL AND label IS NULL) DESC, value,
+                    label COLLATE "C", source COLLATE "C") AS place
+        FROM said WINDOW about AS (PARTITION BY whole, call_id, metric)),
     newest AS (
         SELECT DISTINCT ON (whole, call_id, metric) whole, call_id, metric, value, label,
-            min(at) OVER about AS first_at, at AS last_at
-        FROM said WINDOW about AS (PARTITION BY whole, call_id, metric)
-        ORDER BY whole, call_id, metric, at DESC, (value IS NULL AND label IS NULL) DESC,
-            value, label COLLATE "C"),
+            first_at, at AS last_at
+        FROM ranked WHERE place = 1
+        ORDER BY whole, call_id, metric, (source IS NULL AND NOT withdrawn) DESC, at DESC,
+            withdrawn DESC, value, label COLLATE "C"),
     valued AS (
         SELECT n.whole, n.call_id, n.first_at, n.last_at, t.policy, t.metric,
             CASE WHEN n.value IS NOT NULL OR t.texts ? n.label THEN GREATEST(t.low, LEAST(t.high,

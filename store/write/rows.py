@@ -52,7 +52,7 @@ EVENT_COLUMNS: Final = (
     *("status", "detail", "ms", "source", "quotes", "at"),
 )
 FEEDBACK_COLUMNS: Final = (
-    *("id", "metric", "value", "label", "target_kind", "target", "request_id", "at"),
+    *("id", "metric", "value", "label", "target_kind", "target", "source", "request_id", "at"),
 )
 # The HTTP status of a call that a model answered.
 ANSWERED: Final = 200
@@ -122,6 +122,7 @@ def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
         item.value if is_text else None,
         item.target_kind,
         item.target,
+        item.source,
         record.id,
         record.at,
     )

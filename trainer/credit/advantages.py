@@ -235,7 +235,8 @@ def _compared(
 ) -> list[Against]:
     """Return what each unit is compared with, in the order of `units`.
 
-    That is its group, or its family's moving average if it is alone in its group.
+    That is its group, or its family's moving average if it is alone in its group, or if all of the
+    group have earned the same: where a task fails each time, only others can say by how much.
     """
     baseline = BASELINES[rule.baseline]
     compared: dict[tuple[int, str], list[int]] = {}
@@ -244,11 +245,12 @@ def _compared(
     by_index: dict[int, Against] = {}
     for indices in compared.values():
         own = [units[index] for index in indices]
-        if len(own) == 1 and baseline.needs_group:
-            [unit] = own
-            final = moving.of_finals(unit.family, unit.agent)
-            finals = [family_value(unit.finals, final)]
-            airs = [family_value(unit.airs, moving.of_airs(unit.family, unit.agent))]
+        is_alike = len({final for unit in own for final in unit.finals}) == 1
+        if baseline.needs_group and (len(own) == 1 or is_alike):
+            family, agent = own[0].family, own[0].agent
+            final = moving.of_finals(family, agent)
+            finals = [family_value(unit.finals, final) for unit in own]
+            airs = [family_value(unit.airs, moving.of_airs(family, agent)) for unit in own]
             weight = air_weight([final.mean], reward_range)
         else:
             finals = baseline.values([unit.finals for unit in own])

@@ -39,6 +39,9 @@ LONG_CALL: Final = 512
 # By how much a small family of tasks counts for more than its size.
 MOST_FAVOUR: Final = 4.0
 NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
+ALL_TRUSTED: Final[Mapping[str, float]] = {}
+# Why a call is not trained whose reward is the opinion of a judge that weighs nothing.
+UNTRUSTED: Final = "untrusted"
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
@@ -96,6 +99,7 @@ def assign_credit(
     kept: SftOptions | None = None,
     reward: RewardRule = REWARD_ALONE,
     reward_range: RewardRange = UNIT_RANGE,
+    trust: Mapping[str, float] = ALL_TRUSTED,
 ) -> Credited:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
@@ -108,7 +112,8 @@ def assign_credit(
     - An episode that `kept` does not keep is not trained (None: all are kept).
 
     `baselines` are the moving baselines that the last update left. `reward` says what a reward is
-    the sum of, and `reward_range` how low and high it may be.
+    the sum of, and `reward_range` how low and high it may be. `trust` is what the opinions of each
+    judge weigh, 0 to 1; those of others weigh 1, as facts do.
     """
 
     def why(episode: Episode) -> str | None:
@@ -119,7 +124,7 @@ def assign_credit(
 
     accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
-    credited = credit_accounts(accounts, rule, baselines, kept, reward_range)
+    credited = credit_accounts(accounts, rule, baselines, kept, reward_range, trust)
     flat = [pair for group in accounted for pair in group]
     new = [
         (episode, credit, mean)
@@ -182,6 +187,7 @@ def credit_accounts(
     baselines: MovingBaselines = NO_MOVING_BASELINES,
     kept: SftOptions | None = None,
     reward_range: RewardRange = UNIT_RANGE,
+    trust: Mapping[str, float] = ALL_TRUSTED,
 ) -> CreditedAccounts:
     """Return the advantage and weight of every call, ordered by group, episode and call.
 
@@ -199,7 +205,7 @@ def credit_accounts(
         episodes = with_best_kept(episodes, kept)
     by_episode, after = advantages(episodes, rule, baselines, reward_range)
     reasons = [
-        [_reason(episode, position, advantage) for position, advantage in enumerate(own)]
+        [_reason(episode, position, advantage, trust) for position, advantage in enumerate(own)]
         for episode, own in zip(episodes, by_episode, strict=True)
     ]
     sampled = [
@@ -210,7 +216,8 @@ def credit_accounts(
         for episode, own in zip(episodes, reasons, strict=True)
     ]
     families = [task_family(episode.account.task) for episode in episodes]
-    weights = loss_weights(sampled, families, rule)
+    shares = [[trust.get(one.source or "", 1.0) for one in episode.returns] for episode in episodes]
+    weights = loss_weights(sampled, families, rule, shares)
     return CreditedAccounts(
         calls=tuple(
             tuple(map(_call_credit, episode.returns, own, weight, reason))
@@ -238,15 +245,18 @@ def _call_credit(
     )
 
 
-def _reason(episode: EpisodeReturns, position: int, advantage: Advantage) -> str | None:
+def _reason(
+    episode: EpisodeReturns, position: int, advantage: Advantage, trust: Mapping[str, float]
+) -> str | None:
     """Return why a call is not trained, or None; reasons of the whole episode come first."""
     account, call = episode.account, episode.returns[position]
     if account.excluded is not None or account.earlier:
         return account.excluded or "earlier"
     if call.r_final is None:
         return "failed" if account.failed else call.lacks or "unscored"
-    if advantage.reason is not None:
-        return advantage.reason
+    no_weight = UNTRUSTED if trust.get(call.source or "", 1.0) == 0.0 else None
+    if no_weight or advantage.reason:
+        return no_weight or advantage.reason
     if not any(each.trainable for each in account.calls):
         return "no_trainable_call"
     if account.withheld is not None:
@@ -292,13 +302,17 @@ def _may_be_kept(account: EpisodeAccount) -> bool:
 
 
 def loss_weights(
-    sampled: Sequence[Sequence[int | None]], families: Sequence[str], rule: CreditOptions
+    sampled: Sequence[Sequence[int | None]],
+    families: Sequence[str],
+    rule: CreditOptions,
+    trusts: Sequence[Sequence[float]] | None = None,
 ) -> list[list[float]]:
     """Return each call's share of the update's loss, by episode; 1 in sum.
 
     `sampled` holds each call's number of sampled tokens, or None for a call that is not
-    trained, whose weight is 0; `families` the family of each episode's task. The recipe's
-    `equal_weight` says what has the same weight:
+    trained, whose weight is 0; `families` the family of each episode's task; and `trusts` the share
+    of its weight that each call has, 0 to 1 (None: all have all). The recipe's `equal_weight` says
+    what has the same weight:
 
     - `episode`: each trained episode, divided equally among its trained calls.
     - `call`: each trained call.
@@ -315,6 +329,9 @@ def loss_weights(
     sizes = [_sizes(own, equal) for own in sampled]
     if rule.equal_weight == "auto":
         sizes = _balanced(sizes, families)
+    if trusts is not None:
+        pairs = zip(sizes, trusts, strict=True)
+        sizes = [[size * share for size, share in zip(*pair, strict=True)] for pair in pairs]
     total = fsum(size for own in sizes for size in own)
     return [[size / total if size else 0.0 for size in own] for own in sizes]
 

@@ -33,13 +33,14 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
     metric: str
     value: float | str | None
     at: datetime | Seconds
+    source: str | None = None
 
     @property
     def feedback(self) -> Feedback:
         """Return it as the store has it, with a zone."""
         at = datetime.fromtimestamp(self.at, UTC) if isinstance(self.at, float) else self.at
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-        return Feedback(metric=self.metric, value=self.value, at=at)
+        return Feedback(metric=self.metric, value=self.value, at=at, source=self.source)
 
 
 class EventLine(Record, frozen=True, kw_only=True):

@@ -140,11 +140,12 @@ class CallReturn(Return, frozen=True, kw_only=True):
     """Hold the return of a call.
 
     `parts` are what each metric adds to `r_final` where that is a sum; `lacks` says why there is no
-    `r_final` although something was stated.
+    `r_final` although something was stated; `source` names the judge whose opinion it is.
     """
 
     parts: Mapping[str, float] = NO_PARTS
     lacks: Lack | None = None
+    source: str | None = None
 
 
 def call_returns(
@@ -154,7 +155,13 @@ def call_returns(
     finals = _final_rewards(episode, rule, scale.failed)
     airs = _air_rewards(episode, rule, scale)
     return [
-        CallReturn(r_final=earned.value, r_air=air, parts=earned.parts, lacks=earned.lacks)
+        CallReturn(
+            r_final=earned.value,
+            r_air=air,
+            parts=earned.parts,
+            lacks=earned.lacks,
+            source=earned.source,
+        )
         for earned, air in zip(finals, airs, strict=True)
     ]
 
@@ -198,7 +205,8 @@ def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:
     parts = {
         metric: mean_of([parts_of_call[metric] for parts_of_call in scored]) for metric in scored[0]
     }
-    return Reward(value=mean_of(values), parts=parts)
+    source = max((one.source for one in own if one.source), default=None)
+    return Reward(value=mean_of(values), parts=parts, source=source)
 
 
 def _air_rewards(episode: EpisodeAccount, rule: CreditOptions, scale: ClaimScale) -> list[float]:

@@ -99,7 +99,9 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         kept=recipe.kept,
         reward=recipe.reward_rule,
         reward_range=recipe.reward_range,
+        trust=claim.trust,
     )
+    trust = {bare(name): share for name, share in claim.trust.items()}
     rows = training_rows(credited.transitions, imitated=recipe.kept is not None)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_episodes(claim, credited, outcomes, recipe)
@@ -112,6 +114,7 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         metrics={
             **_metrics(claim, credited, rows, outcomes),
             **left_out.metrics,
+            **({"trust": trust} if trust else {}),
             "signal_episodes": signal,
             "step_share": step_share,
         },

@@ -14,7 +14,7 @@ from store.records import Tokens
 from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.lineage import State, add_in_state
 from tests.support.ledger.updates import claimed, consume_all
-from tests.support.records import call, reward
+from tests.support.records import call, reward, statement
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
 from trainer.updates.claiming import FAILED_AFTER_S, claim_rule
 from trainer.updates.plan import Plan, plan_update
@@ -93,6 +93,35 @@ async def test_more_members_than_a_group_has_stay_for_the_next(engine: AsyncEngi
         await episode(engine, f"e{member}", float(member), at=member, task="t")
     claim = await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT)))
     assert keys(claim) == ["e0", "e1", "e2", "e3"]
+
+
+# Opinions of judges
+
+
+@pytest.mark.parametrize("right", [0, 1])
+async def test_what_only_a_judge_scored_that_agrees_with_no_fact_is_left(
+    engine: AsyncEngine, right: int
+) -> None:
+    for place in range(24):
+        await episode(engine, f"e{place:02}", float(place % 2), at=place)
+        # It is right about each, or says the same of all.
+        opinion = float(place % 2) if right else 1.0
+        await store(engine, statement("reward", opinion, source="j", episode=f"e{place:02}"))
+    await episode(engine, "alone")
+    await store(engine, statement("reward", 1.0, at=99, source="j", episode="alone"))
+    claim = await claimed(engine, ClaimRule(**fields(SINGLE, groups=25, fewest=1)))
+    assert claim is not None
+    assert ("alone" in keys(claim)) == bool(right)
+    assert claim.trust == {"j": float(right)}
+    # A fact beside it counts, whatever the judge says.
+    await store(engine, reward(0.0, episode="alone"))
+    if not right:
+        assert keys(await claimed_next(engine, claim)) == ["alone"]
+
+
+async def claimed_next(engine: AsyncEngine, claim: Claim) -> Claim | None:
+    await consume_all(engine, claim)
+    return await claimed(engine, ClaimRule(**fields(SINGLE, fewest=1)))
 
 
 # Late members

@@ -67,7 +67,8 @@ def some_records(dice: random.Random) -> list[SpoolRecord]:
         value = dice.choice(VALUES[metric])
         # Many of one time: what counts of those must not be a matter of chance.
         target = {"episode": about.episode} if dice.random() < 0.6 else {"call": str(about.id)}
-        records.append(statement(metric, value, at=dice.randrange(4), **target))
+        source = dice.choice((None, None, "judge", "other"))
+        records.append(statement(metric, value, at=dice.randrange(4), source=source, **target))
     return records
 
 

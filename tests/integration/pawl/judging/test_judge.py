@@ -25,7 +25,9 @@ from benchmarks.stack import free_port
 from pawl.export import export
 from pawl.judging.answers import Away, Judge, JudgeError, NotYet, Statement, idempotency_key
 from pawl.judging.feedback import FeedbackClient
+from pawl.judging.next_turn import NextTurnJudge
 from pawl.judging.program import ProgramJudge
+from pawl.judging.relative import RelativeJudge
 from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.judging import forget_unjudged
@@ -435,34 +437,19 @@ async def test_failed_judgement_is_tried_again_a_bounded_number_of_times(
     assert len(bench.asked) == 3
 
 
-async def test_judge_that_cannot_tell_yet_is_asked_when_the_episode_is_twice_as_old(
+async def test_judge_that_cannot_tell_yet_is_asked_again_more_often_than_it_may_fail(
     engine: AsyncEngine,
 ) -> None:
-    asked: list[str] = []
-
     class Patient(Opinion):
         async def judge(self, episode: str, line: bytes) -> list[Statement]:
-            asked.append(episode)
             raise NotYet("no commit")
 
     await store(engine, call("e", started_at=LONG_AGO))
-    for _ in range(7):
-        assert await judged(engine, Patient(), attempts=3) == {"cannot_tell": 1}
-        assert await judged(engine, Patient(), attempts=3) == {}
+    for number in range(1, 5):
+        assert await judged(engine, Patient(), attempts=2) == {"cannot_tell": 1}
+        assert await judged(engine, Patient(), attempts=2) == {}
+        assert await outcomes(engine) == {"e": ("cannot_tell", number, "no commit")}
         await set_due(engine)
-    assert await outcomes(engine) == {"e": ("cannot_tell", 0, "no commit")}
-    query = text("SELECT due_at - at FROM judgements")
-    await judged(engine, Patient())
-    async with engine.connect() as connection:
-        assert await connection.scalar(query) == pytest.approx(
-            timedelta(hours=1), abs=timedelta(minutes=20)
-        )
-    # The judge has not failed yet: it may as often as any.
-    await set_due(engine)
-    assert await judged(engine, ProgramJudge(["false"], timeout_s=60, name="opinion")) == {
-        "failed": 1
-    }
-    assert (await outcomes(engine))["e"][:2] == ("failed", 1)
 
 
 async def test_episode_that_goes_on_is_news_again(engine: AsyncEngine, bench: Bench) -> None:
@@ -514,7 +501,9 @@ async def test_score_given_meanwhile_is_not_contradicted(engine: AsyncEngine) ->
 
     judge.judge = slowly  # type: ignore[method-assign]
     await judged(engine, judge, desk)
-    assert desk.posted == {}
+    # It is posted as an opinion, which counts for nothing beside the fact.
+    [[said]] = desk.posted.values()
+    assert said["source"] == judge.name
 
 
 async def test_judge_runs_once_at_a_time(engine: AsyncEngine) -> None:
@@ -623,7 +612,8 @@ async def test_score_of_a_model_is_the_reward(
     desk = Desk()
     judge = by_rubric(session, f"{upstream.url}/", api_key="secret")
     assert await judged(engine, judge, desk) == {"judged": 1}
-    assert list(desk.posted.values()) == [[{"value": 0.75, "episode": "e"}]]
+    [said] = desk.posted.values()
+    assert said == [{"value": 0.75, "episode": "e", "source": judge.name}]
     [asked] = upstream.requests
     assert (asked["model"], asked["temperature"]) == ("big", 0.0)
     assert "Is it polite?" in asked["messages"][0]["content"]
@@ -678,3 +668,129 @@ async def test_server_that_cannot_answer_now_is_no_episodes_fault(
     with pytest.raises(Away, match=str(status) if status else "does not answer"):
         await judged(engine, by_rubric(session, url))
     assert await outcomes(engine) == {}
+
+
+# By what happened next, and against each other
+
+
+def talk(*texts: str) -> bytes:
+    """A request whose messages are a user's and a model's, in turn."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+    return json.dumps({"messages": messages}).encode()
+
+
+async def test_what_the_user_says_next_scores_a_call_on_its_policys_scale(
+    engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
+) -> None:
+    first = call("e", request=talk("1+2?"), policy="m")
+    second = call("e", request=talk("1+2?", "4", "No, that is wrong."), policy="m")
+    third = call("e", request=talk("1+2?", "4", "No, that is wrong.", "3", "Thanks"), policy="m")
+    alone = call("f", request=talk("Hello"), policy="m")
+    await store(engine, first, second, third, alone)
+
+    async def by_words(request: web.Request) -> web.Response:
+        text = (await request.json())["messages"][1]["content"].partition("<next>")[2]
+        score = -1 if "wrong" in text else 1
+        return await says(f'{{"why": "", "score": {score}}}')(request)
+
+    async def range_of(policy: str | None) -> tuple[float, float]:
+        assert policy == "m"
+        return (-3.0, 1.0)
+
+    upstream.behave = by_words
+    desk = Desk()
+    judge = NextTurnJudge(
+        session,
+        base_url=upstream.url,
+        model="big",
+        range_of=range_of,
+        timeout_s=60,
+        max_chars=900,
+    )
+    assert await judged(engine, judge, desk) == {"judged": 1, "cannot_tell": 1}
+    [said] = desk.posted.values()
+    assert [(one.get("call") or one["episode"], one["value"]) for one in said] == [
+        (str(first.id), -3.0),
+        (str(second.id), 1.0),
+        ("e", -1.0),
+    ]
+    assert {one["source"] for one in said} == {judge.name}
+
+
+async def test_attempts_at_a_task_are_compared_in_one_prompt_and_one_alone_waits(
+    engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
+) -> None:
+    await store(engine, *(call(f"e{place}", task="t") for place in range(3)), call("x", task="u"))
+    upstream.behave = says('{"scores": {"1": 0.0, "2": 0.5, "3": 1.0}}')
+    keys = ["e0", "e1", "e2"]
+
+    async def attempts_of(episode: str) -> list[tuple[str, bytes]]:
+        line = json.dumps({"calls": []}).encode()
+        if episode == "x":
+            return [("x", line)]
+        return [(key, line) for key in sorted(keys, key=lambda key: key != episode)]
+
+    desk = Desk()
+    judge = RelativeJudge(
+        session,
+        base_url=upstream.url,
+        model="big",
+        attempts_of=attempts_of,
+        timeout_s=60,
+        max_chars=900,
+    )
+    assert await judged(engine, judge, desk) == {"judged": 3, "cannot_tell": 1}
+    assert len(upstream.requests) == 1
+    values = sorted(one["value"] for said in desk.posted.values() for one in said)
+    assert values == [0.0, 0.5, 1.0]
+    # It is asked about the one alone again, and not at once.
+    async with engine.connect() as connection:
+        query = text("SELECT outcome, due_at > now() FROM judgements WHERE attempts = 1")
+        found = {tuple(row) for row in await connection.execute(query)}
+    assert found == {("judged", None), ("cannot_tell", True)}
+
+
+async def test_command_compares_the_attempts_that_are_recorded(
+    proxy: Proxy,
+    upstream: FakeUpstream,
+    database_url: str,
+    engine: AsyncEngine,
+) -> None:
+    for name in ("a1", "a2"):
+        await proxy.chat(headers={"x-pawl-episode": name, "x-pawl-task": "t"})
+    await proxy.episodes(2)
+    upstream.behave = says('{"scores": {"1": 0.25, "2": 0.75}}')
+    code, out, err = await pawl_judge(
+        *("--once", "--quiet", "0", "--json", "--relative"),
+        *("--base-url", upstream.url),
+        database_url=database_url,
+        listen=proxy.settings.listen,
+    )
+    assert (code, json.loads(out or "{}")) == (
+        0,
+        {"judged": 2, "cannot_tell": 0, "failed": 0},
+    ), err
+
+    async def scores() -> Any:
+        async with engine.connect() as connection:
+            rows = await connection.execute(text("SELECT reward FROM episodes ORDER BY reward"))
+            return [row.reward for row in rows]
+
+    async def both() -> Any:
+        return (await scores()) == [0.25, 0.75]
+
+    assert await eventually(both)
+
+
+async def test_a_share_of_what_has_a_reward_is_judged_to_compare_the_judge(
+    engine: AsyncEngine,
+) -> None:
+    await store(engine, *(call(f"e{place}") for place in range(60)))
+    await store(engine, *(reward(1.0, episode=f"e{place}") for place in range(60)))
+    judge = Opinion()
+    assert await judged(engine, judge, Desk()) == {}
+    await judged(engine, judge, Desk(), compared=0.5)
+    assert 10 < len(judge.asked) < 50
+    await judged(engine, judge, Desk(), compared=1.0)
+    assert len(judge.asked) == 60

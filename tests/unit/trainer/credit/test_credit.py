@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.records import Episode, Group
+from store.records import Episode, Feedback, Group
 from tests.conftest import ROOT
 from tests.support import stored
 from tests.support.docs.documents import split_blocks
@@ -255,6 +255,17 @@ def test_groups_that_tell_nothing_are_not_trained() -> None:
     assert reasons == {"same1": "no_spread", "same2": "no_spread", "good": None, "bad": None}
     assert {line.advantage for line in found.values() if line.reason is not None} == {0.0}
     assert found["good", "1"].weight == 0.5
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+def test_group_that_failed_or_succeeded_wholly_is_compared_with_its_family(baseline: str) -> None:
+    lines = [episode(f"bad{n}", 0.0, task="t/hard") for n in range(3)]
+    lines += [episode(f"good{n}", 1.0, task="t/easy") for n in range(2)]
+    found = credited(lines, baseline=baseline, normalisation="none")
+    # The family's five rewards have the mean 0.4.
+    assert advantages(found, *((f"bad{n}", "1") for n in range(3))) == near(*[-0.4] * 3)
+    assert advantages(found, ("good0", "1"), ("good1", "1")) == near(0.6, 0.6)
+    assert {line.reason for line in found.values()} == {None}
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
@@ -697,10 +708,32 @@ def test_failed_episode_is_not_better_than_any_other() -> None:
 
 
 def in_group(
-    *episodes: Episode, earlier: tuple[Episode, ...] = (), task: str = "t", oldest: int = 0
+    *episodes: Episode,
+    earlier: tuple[Episode, ...] = (),
+    task: str = "t",
+    oldest: int = 0,
+    **options: Any,
 ) -> tuple[TransitionCredit, ...]:
     group = Group(task=task, episodes=episodes, earlier=earlier)
-    return assign_credit([group], CreditOptions(), policy="m", oldest_version=oldest).transitions
+    rule = CreditOptions()
+    return assign_credit([group], rule, policy="m", oldest_version=oldest, **options).transitions
+
+
+def opinion(value: float, source: str, at: int = 0) -> Feedback:
+    return msgspec.structs.replace(stored.said(value, at), source=source)
+
+
+def test_an_opinion_weighs_by_the_trust_in_its_judge_and_counts_for_nothing_beside_a_fact() -> None:
+    found = in_group(
+        stored.episode(1.0),
+        stored.episode(None, feedback=(opinion(0.0, "half"),)),
+        stored.episode(None, feedback=(opinion(0.0, "dice"),)),
+        stored.episode(None, feedback=(stored.said(1.0), opinion(0.0, "dice", at=9))),
+        trust={"half": 0.5, "dice": 0.0},
+    )
+    assert [one.weight for one in found] == near(0.4, 0.2, 0.0, 0.4)
+    assert [one.reason for one in found] == [None, None, "untrusted", None]
+    assert found[3].r_final == 1.0
 
 
 def test_stale_episode_counts_in_the_baseline_and_is_not_trained() -> None:

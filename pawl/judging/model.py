@@ -1,0 +1,193 @@
+"""Ask a model that judges, on any OpenAI-compatible server, and read its score."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from pawl.judging.answers import Away, JudgeError, JudgeFailed
+
+# Statuses that are about one request; any other error status would meet the next one, too.
+OF_THIS_REQUEST: Final = (400, 413, 422)
+SHOWN: Final = 300
+SHORT_S: Final = 10.0
+THOUGHT_END: Final = "</think>"
+Message = dict[str, str]
+_DECODER: Final = json.JSONDecoder()
+
+
+class ModelJudge:
+    """Hold how a judge's model is asked."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        base_url: str,
+        model: str,
+        timeout_s: float,
+        max_chars: int,
+        temperature: float = 0.0,
+        api_key: str | None = None,
+        name: str,
+    ) -> None:
+        """Store what the model is asked, and where: `base_url` ends with the server's `/v1`.
+
+        It is shown `max_chars` characters of a transcript, and has `timeout_s` seconds. `api_key`
+        is sent as bearer token.
+        """
+        self.name = name
+        self._session = session
+        self._url = base_url.rstrip("/") + "/chat/completions"
+        self._parameters = {"model": model, "temperature": temperature}
+        self._timeout_s = timeout_s
+        self._max_chars = max_chars
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def _answer(self, messages: list[Message]) -> str:
+        """Return what the model answers.
+
+        Raises:
+            JudgeFailed: no answer in time, or a refused request.
+            Away: the model's server does not answer, or with an error about any request.
+        """
+        return _content(await self._ask(self._parameters | {"messages": messages}))
+
+    async def _ask(self, request: dict[str, Any]) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.post(self._url, json=request, headers=self._headers) as reply,
+            ):
+                body = await reply.read()
+        except TimeoutError as error:
+            raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise Away(f"{self._url} does not answer: {error}") from error
+        if reply.status == 200:
+            return body
+        answer = f"{reply.status}: {body[:SHOWN].decode(errors='replace')}"
+        if reply.status in OF_THIS_REQUEST:
+            raise JudgeFailed(f"the model's server refused the request with {answer}")
+        raise Away(f"{self._url} answered {answer}")
+
+
+class _Model(msgspec.Struct):
+    id: str
+    # Of an adapter: the model that it is for.
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def base_model(session: aiohttp.ClientSession, base_url: str) -> str:
+    """Return the name of the first model at a server that is no adapter.
+
+    Raises:
+        Away: the server does not answer with its models.
+        JudgeError: it has none.
+    """
+    url = base_url.rstrip("/") + "/models"
+    try:
+        async with asyncio.timeout(SHORT_S), session.get(url) as reply:
+            found = msgspec.json.decode(await reply.read(), type=_Models).data
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        raise Away(f"{url} does not answer with its models: {error}") from error
+    name = next((one.id for one in found if one.parent is None), None)
+    if name is None:
+        raise JudgeError(f"{url} lists no base model: name the judge's model with --model")
+    return name
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def _content(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Completion).choices[0].message.content or ""
+    except (msgspec.MsgspecError, ValueError, RecursionError, IndexError) as error:
+        raise JudgeFailed(f"the model server's reply is no chat completion: {error}") from error
+
+
+def fenced(text: str, most: int, mark: str) -> str:
+    """Return `most` characters of a text between marks that it cannot itself close.
+
+    What is left out is its middle.
+    """
+    shown = cut(text, most).replace(f"</{mark}", f"<\\/{mark}")
+    return f"<{mark}>\n{shown}\n</{mark}>"
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, and a note in place of the middle."""
+    if len(text) <= most:
+        return text
+    head, tail = most - most // 2, most // 2
+    left_out = len(text) - most
+    return f"{text[:head]}\n[… {left_out} characters left out …]\n{text[len(text) - tail :]}"
+
+
+def read_score(answer: str, lowest: float = 0.0) -> float | None:
+    """Return the score in a model's answer, from `lowest` to 1; None if the model cannot tell.
+
+    The last JSON object with a score counts: models write thoughts before it, and may put the
+    object into a code fence.
+
+    Raises:
+        JudgeFailed: there is no such object, or its score is not a number from `lowest` to 1.
+    """
+    score = last_object(answer, "score")["score"]
+    return None if score is None else as_score(score, lowest)
+
+
+def as_score(score: Any, lowest: float = 0.0) -> float:
+    """Return a score that a model wrote, from `lowest` to 1.
+
+    Raises:
+        JudgeFailed: it is no such number.
+    """
+    if isinstance(score, bool) or not isinstance(score, int | float) or not lowest <= score <= 1:
+        raise JudgeFailed(
+            f"the model's score is {str(score)[:40]!r}, no number from {lowest:g} to 1"
+        )
+    return float(score)
+
+
+def last_object(answer: str, field: str) -> dict[str, Any]:
+    """Return the last JSON object with this field in a model's answer, after its thoughts.
+
+    Raises:
+        JudgeFailed: there is none.
+    """
+    text = answer.rpartition(THOUGHT_END)[2]
+    found = next((one for one in _objects_from_the_end(text) if field in one), None)
+    if found is None:
+        raise JudgeFailed(f"no JSON object with a {field} in the model's answer: {answer[-200:]!r}")
+    return found
+
+
+def _objects_from_the_end(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a text, those that begin last first."""
+    place = text.rfind("{")
+    while place >= 0:
+        try:
+            value, _ = _DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            yield value
+        place = text.rfind("{", 0, place)

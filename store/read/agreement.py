@@ -1,0 +1,119 @@
+"""Measure how far a judge's statements agree with facts about the same episodes.
+
+A judge's agreement is the share of pairs, of two rewards that were stated as facts and differ, that
+the judge orders likewise; a pair that it holds for equal counts half. It is the concordance index
+(Harrell et al., JAMA 1982), for rewards of 0 and 1 the area under the ROC curve: 0.5 for one that
+throws dice, or always says the same. It asks nothing of the judge's scale. Its standard error is
+that of a ratio of U-statistics (Hoeffding, Ann. Math. Statist. 1948).
+
+A judge is trusted by 2 · agreement − 1, and not at all where the agreement less its standard error
+is below `LEAST_AGREEMENT`. One that could not be compared is trusted wholly.
+"""
+
+from collections.abc import Sequence
+from math import fsum, sqrt
+from typing import Final
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.records import OWN_EPISODE, Record
+from store.values.rewards import TERMS_OF_POLICY
+
+LEAST_AGREEMENT: Final = 0.6
+# With fewer facts a judge is not measured.
+FEWEST: Final = 20
+# Of a policy's judges so many statements are looked at, the newest; each with the newest fact.
+NEWEST: Final = 2000
+_PAIRS: Final = text(
+    f"""
+    WITH said AS (
+        SELECT f.id, f.source, f.metric, f.value, f.episode_id,
+            CASE WHEN e.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
+        FROM feedback f JOIN episodes e ON e.id = f.episode_id
+        WHERE f.source IS NOT NULL AND f.value IS NOT NULL
+            AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms)
+            AND EXISTS (SELECT FROM episode_policies p
+                WHERE p.policy = :policy AND p.episode_id = COALESCE(e.root, e.id))
+        ORDER BY f.id DESC LIMIT {NEWEST})
+    SELECT DISTINCT ON (s.source, s.episode_id, s.call_id, s.metric)
+        s.source, s.metric, s.value AS opinion, fact.value AS fact
+    FROM said s LEFT JOIN LATERAL (
+        SELECT f.value FROM feedback f
+        WHERE f.episode_id = s.episode_id AND f.metric = s.metric AND f.source IS NULL
+            AND (s.call_id IS NULL OR f.call_id = s.call_id)
+            AND (s.call_id IS NOT NULL OR f.call_id IS NULL OR EXISTS (
+                SELECT FROM episodes e WHERE e.id = f.episode_id AND e.method = '{OWN_EPISODE}'))
+        ORDER BY f.at DESC, f.value IS NULL DESC, f.value LIMIT 1) fact ON true
+    ORDER BY s.source, s.episode_id, s.call_id, s.metric, s.id DESC
+    """
+)
+
+
+class Agreement(Record, frozen=True, kw_only=True):
+    """Say how far a judge agrees with facts.
+
+    `statements` are those that were looked at, and `compared` those of them with a fact beside.
+    `share` (0 to 1) and `error` are None where there are too few, or all facts are equal.
+    """
+
+    source: str
+    statements: int
+    compared: int
+    share: float | None = None
+    error: float | None = None
+
+    @property
+    def trust(self) -> float:
+        """Return what the judge's statements weigh, 0 to 1."""
+        if self.share is None or self.error is None:
+            return 1.0
+        return 2 * self.share - 1 if self.share - self.error >= LEAST_AGREEMENT else 0.0
+
+
+async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement]:
+    """Return the agreement of each judge that stated a policy's reward lately, by name."""
+    rows = (await connection.execute(_PAIRS, {"policy": policy})).all()
+    found = []
+    for source in sorted({row.source for row in rows}):
+        own = [row for row in rows if row.source == source]
+        pairs = [(row.metric, row.opinion, row.fact) for row in own if row.fact is not None]
+        share, error = agreement(pairs) if len(pairs) >= FEWEST else (None, None)
+        found.append(
+            Agreement(
+                source=source, statements=len(own), compared=len(pairs), share=share, error=error
+            )
+        )
+    return found
+
+
+async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str, float]:
+    """Return what the statements of each of a policy's judges weigh, 0 to 1."""
+    return {one.source: one.trust for one in await agreements(connection, policy)}
+
+
+def agreement(
+    pairs: Sequence[tuple[str, float, float]],
+) -> tuple[float, float] | tuple[None, None]:
+    """Return the agreement of opinions with facts, and its standard error (pure).
+
+    `pairs` are a metric, the opinion and the fact; those of one metric are compared. None: no two
+    facts differ.
+    """
+    # What each statement adds to the number of pairs that are ordered likewise, and of all pairs.
+    likewise, comparable = [0.0] * len(pairs), [0] * len(pairs)
+    for place, (metric, opinion, fact) in enumerate(pairs):
+        for other_metric, other_opinion, other in pairs:
+            if metric != other_metric or fact == other:
+                continue
+            comparable[place] += 1
+            if opinion == other_opinion:
+                likewise[place] += 0.5
+            elif (opinion > other_opinion) == (fact > other):
+                likewise[place] += 1.0
+    total = sum(comparable)
+    if not total:
+        return None, None
+    share = fsum(likewise) / total
+    squares = [(a - share * b) ** 2 for a, b in zip(likewise, comparable, strict=True)]
+    return share, 2 * sqrt(fsum(squares)) / total
