@@ -10,7 +10,9 @@ A judge is trusted by 2 · agreement − 1, and not at all where the agreement l
 is below `LEAST_AGREEMENT`. One that could not be compared is trusted wholly.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from itertools import groupby
 from math import fsum, sqrt
 from typing import Final
 
@@ -23,19 +25,18 @@ from store.values.rewards import TERMS_OF_POLICY
 LEAST_AGREEMENT: Final = 0.6
 # With fewer facts a judge is not measured.
 FEWEST: Final = 20
-# Of a policy's judges so many statements are looked at, the newest; each with the newest fact.
+# Of all judges so many statements are looked at, the newest; each with the newest fact.
 NEWEST: Final = 2000
 _PAIRS: Final = text(
     f"""
     WITH said AS (
         SELECT f.id, f.source, f.metric, f.value, f.episode_id,
             CASE WHEN e.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
-        FROM feedback f JOIN episodes e ON e.id = f.episode_id
-        WHERE f.source IS NOT NULL AND f.value IS NOT NULL
-            AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms)
+        FROM (SELECT * FROM feedback WHERE source IS NOT NULL ORDER BY id DESC LIMIT {NEWEST}) f
+            JOIN episodes e ON e.id = f.episode_id
+        WHERE f.value IS NOT NULL AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms)
             AND EXISTS (SELECT FROM episode_policies p
-                WHERE p.policy = :policy AND p.episode_id = COALESCE(e.root, e.id))
-        ORDER BY f.id DESC LIMIT {NEWEST})
+                WHERE p.policy = :policy AND p.episode_id = COALESCE(e.root, e.id)))
     SELECT DISTINCT ON (s.source, s.episode_id, s.call_id, s.metric)
         s.source, s.metric, s.value AS opinion, fact.value AS fact
     FROM said s LEFT JOIN LATERAL (
@@ -102,15 +103,21 @@ def agreement(
     """
     # What each statement adds to the number of pairs that are ordered likewise, and of all pairs.
     likewise, comparable = [0.0] * len(pairs), [0] * len(pairs)
-    for place, (metric, opinion, fact) in enumerate(pairs):
-        for other_metric, other_opinion, other in pairs:
-            if metric != other_metric or fact == other:
-                continue
-            comparable[place] += 1
-            if opinion == other_opinion:
-                likewise[place] += 0.5
-            elif (opinion > other_opinion) == (fact > other):
-                likewise[place] += 1.0
+    for sign in (1, -1):
+        # Opinions about lower facts, in order; then, with all signs changed, about higher ones.
+        below: dict[str, list[float]] = {}
+        order = sorted(range(len(pairs)), key=lambda place: sign * pairs[place][2])
+        for _, equal in groupby(order, key=lambda place: pairs[place][2]):
+            places = list(equal)
+            for place in places:
+                metric, opinion, _ = pairs[place]
+                lower = below.get(metric, [])
+                first, last = (side(lower, sign * opinion) for side in (bisect_left, bisect_right))
+                likewise[place] += (first + last) / 2
+                comparable[place] += len(lower)
+            for place in places:
+                metric, opinion, _ = pairs[place]
+                insort(below.setdefault(metric, []), sign * opinion)
     total = sum(comparable)
     if not total:
         return None, None

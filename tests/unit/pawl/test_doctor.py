@@ -15,6 +15,7 @@ from proxy.trainable import Reason
 from store.adapter_slots import Kept, Live
 from store.link.joins import DOUBTFUL_NEED
 from store.link.outages import LOST_CALL
+from store.read.agreement import Agreement
 from store.read.gates import Gated, Standing
 from store.read.health import CallKind, EpisodeCounts, Tended, Unmatched
 from store.versions import PolicyVersion
@@ -477,6 +478,18 @@ def test_equal_rewards_within_groups_are_no_trouble_where_groups_are_not_compare
         "credit": {"baseline": "none", "normalisation": "batch"},
     }
     assert troubles(facts(policy(ppo, counts=replace(COUNTS, groups_that_differ=0)))) == []
+
+
+def test_judge_that_agrees_with_no_fact_and_one_that_nothing_measures_are_told() -> None:
+    dice = Agreement(source="dice", statements=90, compared=40, share=0.52, error=0.05)
+    good = Agreement(source="good", statements=90, compared=40, share=0.9, error=0.03)
+    new = Agreement(source="new", statements=90, compared=3)
+    assert troubles(facts(policy(judges=(good,)))) == []
+    [found] = troubles(facts(policy(judges=(dice, good, new))))
+    assert ("'dice' agrees with facts in 52%" in found.title, found.needs_person) == (True, True)
+    [found] = troubles(facts(policy(judges=(good, new))))
+    assert ("'new' is unmeasured" in found.title, found.needs_person) == (True, False)
+    assert "20 episodes" in found.remedy
 
 
 def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:

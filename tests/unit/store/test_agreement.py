@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from store.read.agreement import LEAST_AGREEMENT, Agreement, agreement
 
@@ -55,3 +57,15 @@ def test_error_is_that_of_many_draws() -> None:
     spread = (sum((share - mean) ** 2 for share in shares) / len(shares)) ** 0.5
     assert sum(one.error or 0.0 for one in drawn) / len(drawn) == pytest.approx(spread, rel=0.15)
     assert mean > LEAST_AGREEMENT
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), *[st.sampled_from((0.0, 0.5, 1.0))] * 2)))
+def test_it_is_what_comparing_each_pair_gives(pairs: list[tuple[str, float, float]]) -> None:
+    compared = [
+        0.5 if own == other else float((own > other) == (fact > fact_of_other))
+        for metric, own, fact in pairs
+        for metric_of_other, other, fact_of_other in pairs
+        if metric == metric_of_other and fact != fact_of_other
+    ]
+    share, _ = agreement(pairs)
+    assert share == (pytest.approx(sum(compared) / len(compared)) if compared else None)
