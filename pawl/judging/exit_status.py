@@ -78,12 +78,9 @@ def has_tests_status(script: str, pattern: re.Pattern[str]) -> bool | None:
     """Return whether a shell command ends as its last tests do; None: it runs no tests."""
     script = _QUOTED.sub(lambda quoted: re.sub(r"[();|&]", "_", quoted[0][1:-1]), script)
     script = re.sub(r"\\\n|\d?>&\d?|&>", " ", script)
-    parts = re.split(r"([();|&\n]+)", script)
-    tests = [
-        place
-        for place in range(0, len(parts), 2)
-        if pattern.search(" ".join([*parts[place].split(), ""]))
-    ]
+    # Commands, and what joins them.
+    parts = [" ".join([*part.split(), ""]) for part in re.split(r"([();|&\n]+)", script)]
+    tests = [place for place in range(0, len(parts), 2) if pattern.search(parts[place])]
     if not tests:
         return None
     after = parts[tests[-1] + 1 :]

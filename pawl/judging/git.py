@@ -127,10 +127,7 @@ def _edits(arguments: Any) -> Iterator[tuple[str, str | None, str]]:
         for part in _FILE.split(patch)[1:] if isinstance(patch, str) else ():
             path, _, body = part.partition("\n")
             moved = _MOVED.search(body)
-            old, new = (
-                "\n".join(line[1:] for line in body.splitlines() if line.startswith(sign))
-                for sign in "-+"
-            )
+            old, new = ("\n".join(re.findall(rf"(?m)^[{sign}](.*)$", body)) for sign in "-+")
             yield moved[1] if moved else path, old, new
 
 
