@@ -31,8 +31,15 @@ class ExplainedUpdate(msgspec.Struct, frozen=True):
     @property
     def lines(self) -> list[CreditLine]:
         """Return the credit of each call, in the order of episodes and calls."""
+        refused = LeftOut.recorded(self.past.metrics).refused_corrections
         return [
-            credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
+            credit_line(
+                credit.episode,
+                str(credit.call.id),
+                credit.call.agent,
+                credit,
+                refused.get(str(credit.call.id)) or refused.get(str(credit.episode_id)),
+            )
             for credit in self.plan.credited
         ]
 

@@ -209,7 +209,8 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
 class FeedbackItem(Record, frozen=True, kw_only=True):
     """State one thing about a target: a metric with a value, or (if `tool` is set) a tool event.
 
-    A value is a number or a short text; None without a tool event takes back what was stated.
+    A value is a number or a short text; None without a tool event takes back what was stated. A
+    `correction` is the reply that would have been right.
     """
 
     id: UUID
@@ -218,6 +219,7 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
     target_kind: TargetKind
     target: str
     tool: ToolEvent | None = None
+    correction: str | None = None
 
 
 class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
@@ -254,13 +256,15 @@ class Feedback(Record, frozen=True, kw_only=True):
     """Describe a stored statement about an episode or one of its calls.
 
     `value` is a number or a short text; None takes back what was stated before. `late` says that it
-    came after an update had claimed the episode, and trained on it without.
+    came after an update had claimed the episode, and trained on it without. `correction` is the
+    reply that would have been right.
     """
 
     metric: str
     value: float | str | None
     at: datetime
     late: bool = False
+    correction: str | None = None
 
 
 class TransitionRow(CallFacts, frozen=True, kw_only=True):

@@ -6,10 +6,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import NAMESPACE_URL, UUID, uuid5
 
+import msgspec
+
 from store.records import (
     EVAL,
     FAILED,
     Episode,
+    Feedback,
     Group,
     Tokens,
     ToolCall,
@@ -20,6 +23,7 @@ from store.tenants import scoped
 from store.values.packing import pack_ids, pack_logprobs
 from store.values.rewards import reward_of
 from store.values.sampling import distribution_of
+from trainer.credit.corrections import corrections_of
 from trainer.credit.lines import CallLine, EpisodeLine, EventLine, read_lines_as
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import Recipe
@@ -35,6 +39,7 @@ class TokenCallLine(CallLine, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...] = ()
     sampled_logprobs: tuple[float, ...] = ()
     sampling: dict[str, Any] | None = None
+    request: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class TokenEpisodeLine(EpisodeLine, frozen=True, kw_only=True):
@@ -55,7 +60,14 @@ def read_episodes(lines: Iterable[bytes], where: str) -> list[Episode]:
 def _episode(line: TokenEpisodeLine, where: str) -> Episode:
     key = scoped(line.tenant, line.episode)
     own_id = uuid5(NAMESPACE_URL, key)
-    calls = [_call(call, own_id, f"{where}, episode {line.episode!r}") for call in line.calls]
+    said = tuple(item.feedback for item in line.feedback)
+    of_calls = [tuple(item.feedback for item in call.feedback) for call in line.calls]
+    calls = [
+        _call(call, own_id, f"{where}, episode {line.episode!r}", own, text is not None)
+        for call, own, text in zip(
+            line.calls, of_calls, corrections_of(said, of_calls), strict=True
+        )
+    ]
     if line.state == "failed" and calls:
         # What the state says was derived from the last call's status.
         fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
@@ -67,13 +79,19 @@ def _episode(line: TokenEpisodeLine, where: str) -> Episode:
         method="header",
         last_call_at=NEVER,
         calls=tuple(calls),
-        feedback=tuple(item.feedback for item in line.feedback),
+        feedback=said,
         quarantined_reason=line.quarantined,
         split=line.split,
     )
 
 
-def _call(line: TokenCallLine, episode: UUID, where: str) -> TransitionRow:
+def _call(
+    line: TokenCallLine,
+    episode: UUID,
+    where: str,
+    said: tuple[Feedback, ...],
+    is_corrected: bool,
+) -> TransitionRow:
     if line.trainable or line.reason in IMITABLE:
         why = _lacks(line)
         if why is not None:
@@ -94,7 +112,8 @@ def _call(line: TokenCallLine, episode: UUID, where: str) -> TransitionRow:
         trainable=line.trainable,
         reason=line.reason,
         episode_id=episode,
-        request=None,
+        # It is of use to a correction alone.
+        request=bytes(line.request) if is_corrected else None,
         tokens=Tokens(
             prompt_ids=pack_ids(line.prompt_ids),
             sampled_ids=pack_ids(line.sampled_ids),
@@ -110,7 +129,7 @@ def _call(line: TokenCallLine, episode: UUID, where: str) -> TransitionRow:
             _event(event, uuid5(episode, f"{line.call} {number}"))
             for number, event in enumerate(line.tool_events)
         ),
-        feedback=tuple(item.feedback for item in line.feedback),
+        feedback=said,
     )
 
 

@@ -94,7 +94,8 @@ _STATEMENTS: Final = text(
         COALESCE(at > (SELECT min(u.claimed_at) FROM consumptions c JOIN updates u
             ON u.id = c.update_id WHERE c.episode_id = :whole AND c.trained), false) AS late
     FROM (
-        SELECT f.id, f.metric, f.value, f.label, f.at, COALESCE(k.name, r.api_key) AS who,
+        SELECT f.id, f.metric, f.value, f.label, f.correction, f.at,
+            COALESCE(k.name, r.api_key) AS who,
             CASE WHEN e.method = '{OWN_EPISODE}' THEN NULL ELSE f.call_id END AS call
         FROM feedback f JOIN episodes e ON e.id = f.episode_id
             JOIN feedback_requests r ON r.id = f.request_id

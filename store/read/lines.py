@@ -130,5 +130,6 @@ def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:
     return [
         {"metric": statement.metric, "value": statement.value, "at": statement.at.isoformat()}
         | ({"late": True} if statement.late else {})
+        | ({} if statement.correction is None else {"correction": statement.correction})
         for statement in statements
     ]

@@ -6,6 +6,7 @@ read; others are ignored.
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import repeat
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from store.tenants import DEFAULT, bare
 from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
 from trainer.credit.air import RewardRange
 from trainer.credit.assign import UNIT_RANGE, CallCredit, credit_accounts
+from trainer.credit.corrections import corrections_of
 from trainer.credit.returns import CallAccount, EpisodeAccount
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import CreditOptions, SftOptions
@@ -27,19 +29,20 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 class FeedbackLine(Record, frozen=True, kw_only=True):
     """Hold one feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970.
 
-    A `value` of None takes back what was stated before.
+    A `value` of None takes back what was stated before. `correction` is the right reply.
     """
 
     metric: str
     value: float | str | None
     at: datetime | Seconds
+    correction: str | None = None
 
     @property
     def feedback(self) -> Feedback:
         """Return it as the store has it, with a zone."""
         at = datetime.fromtimestamp(self.at, UTC) if isinstance(self.at, float) else self.at
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-        return Feedback(metric=self.metric, value=self.value, at=at)
+        return Feedback(metric=self.metric, value=self.value, at=at, correction=self.correction)
 
 
 class EventLine(Record, frozen=True, kw_only=True):
@@ -91,6 +94,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
     """Hold one call's credit, with the fields in the order in which they are written.
 
     `parts` are what each metric adds to the reward, which are written where that is a sum.
+    `correction`, where there is one, is its own share of the loss, or why it is not trained.
     """
 
     episode: str
@@ -103,6 +107,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
     weight: float
     reason: str | None
     parts: Mapping[str, float] | msgspec.UnsetType = msgspec.UNSET
+    correction: float | str | msgspec.UnsetType = msgspec.UNSET
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
@@ -166,8 +171,13 @@ def credit_lines(
     ]
 
 
-def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> CreditLine:
-    """Return the output line of one call; its episode's name may be as it is kept."""
+def credit_line(
+    episode: str, call: str, agent: str, credit: CallCredit, refused: str | None = None
+) -> CreditLine:
+    """Return the output line of one call; its episode's name may be as it is kept.
+
+    `refused` is why its correction is not trained.
+    """
     return CreditLine(
         episode=bare(episode),
         call=call,
@@ -179,6 +189,7 @@ def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> Cred
         weight=credit.weight,
         reason=credit.reason,
         parts=credit.parts or msgspec.UNSET,
+        correction=refused or credit.correction or msgspec.UNSET,
     )
 
 
@@ -196,11 +207,13 @@ def _read(line: bytes, where: str, kind: type[Line]) -> Line:
 
 
 def _account(line: EpisodeLine, rule: RewardRule) -> EpisodeAccount:
+    said = [item.feedback for item in line.feedback]
+    of_calls = [[item.feedback for item in call.feedback] for call in line.calls]
     return EpisodeAccount(
         task=line.task,
         failed=line.state == "failed",
-        earned=reward_of((item.feedback for item in line.feedback), rule),
-        calls=tuple(_call(call, rule) for call in line.calls),
+        earned=reward_of(said, rule),
+        calls=tuple(map(_call, line.calls, repeat(rule), of_calls, corrections_of(said, of_calls))),
         excluded=_excluded(line),
     )
 
@@ -211,13 +224,16 @@ def _excluded(line: EpisodeLine) -> str | None:
     return None if line.quarantined is None else "quarantined"
 
 
-def _call(line: CallLine, rule: RewardRule) -> CallAccount:
+def _call(
+    line: CallLine, rule: RewardRule, said: Sequence[Feedback], correction: str | None
+) -> CallAccount:
     return CallAccount(
         agent=line.agent,
         trainable=line.trainable,
         reason=line.reason,
         sampled=len(line.sampled_ids),
-        earned=reward_of((item.feedback for item in line.feedback), rule),
+        earned=reward_of(said, rule),
+        corrected=correction is not None,
         events=tuple(
             MatchedEvent(
                 id=event.id, tool=event.name, arguments=event.arguments, status=event.status
