@@ -109,7 +109,13 @@ def reward(value: float, *, at: int = 0, key: str | None = None, **target: str) 
 
 
 def statement(
-    metric: str, value: float | str | None, *, at: int = 0, key: str | None = None, **target: str
+    metric: str,
+    value: float | str | None,
+    *,
+    at: int = 0,
+    key: str | None = None,
+    correction: str | None = None,
+    **target: str,
 ) -> FeedbackRecord:
     """Make one POST with one statement about `episode=…`, `call=…` or `response=…`."""
     [(kind, name)] = target.items()
@@ -120,6 +126,7 @@ def statement(
             "value": value,
             "target_kind": kind,
             "target": name,
+            "correction": correction,
         },
         FeedbackItem,
     )
