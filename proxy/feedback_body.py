@@ -206,12 +206,9 @@ class _Statement:
     def _correction(self, *, is_withdrawn: bool) -> str | None:
         """Return the reply that would have been right, or None if none is given."""
         text = self._text(CORRECTION, MAX_CORRECTION)
-        if text is None:
-            return None
-        if not text.strip():
-            raise self._error(CORRECTION, "must not be empty: it is the right reply, in full")
-        if is_withdrawn:
-            raise self._error(CORRECTION, "must be left out where withdrawn is true")
+        if text is not None and (is_withdrawn or not text.strip()):
+            wanted = "must be the right reply, in full, and be left out where withdrawn is true"
+            raise self._error(CORRECTION, wanted)
         return text
 
     def _value(self) -> float | str:

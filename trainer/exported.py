@@ -12,7 +12,6 @@ from store.records import (
     EVAL,
     FAILED,
     Episode,
-    Feedback,
     Group,
     Tokens,
     ToolCall,
@@ -23,7 +22,6 @@ from store.tenants import scoped
 from store.values.packing import pack_ids, pack_logprobs
 from store.values.rewards import reward_of
 from store.values.sampling import distribution_of
-from trainer.credit.corrections import corrections_of
 from trainer.credit.lines import CallLine, EpisodeLine, EventLine, read_lines_as
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import Recipe
@@ -60,14 +58,10 @@ def read_episodes(lines: Iterable[bytes], where: str) -> list[Episode]:
 def _episode(line: TokenEpisodeLine, where: str) -> Episode:
     key = scoped(line.tenant, line.episode)
     own_id = uuid5(NAMESPACE_URL, key)
-    said = tuple(item.feedback for item in line.feedback)
-    of_calls = [tuple(item.feedback for item in call.feedback) for call in line.calls]
-    calls = [
-        _call(call, own_id, f"{where}, episode {line.episode!r}", own, text is not None)
-        for call, own, text in zip(
-            line.calls, of_calls, corrections_of(said, of_calls), strict=True
-        )
-    ]
+    said = (*line.feedback, *(item for call in line.calls for item in call.feedback))
+    # A correction alone needs the requests.
+    full = any(item.correction for item in said)
+    calls = [_call(call, own_id, f"{where}, episode {line.episode!r}", full) for call in line.calls]
     if line.state == "failed" and calls:
         # What the state says was derived from the last call's status.
         fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
@@ -79,19 +73,13 @@ def _episode(line: TokenEpisodeLine, where: str) -> Episode:
         method="header",
         last_call_at=NEVER,
         calls=tuple(calls),
-        feedback=said,
+        feedback=tuple(item.feedback for item in line.feedback),
         quarantined_reason=line.quarantined,
         split=line.split,
     )
 
 
-def _call(
-    line: TokenCallLine,
-    episode: UUID,
-    where: str,
-    said: tuple[Feedback, ...],
-    is_corrected: bool,
-) -> TransitionRow:
+def _call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> TransitionRow:
     if line.trainable or line.reason in IMITABLE:
         why = _lacks(line)
         if why is not None:
@@ -112,8 +100,7 @@ def _call(
         trainable=line.trainable,
         reason=line.reason,
         episode_id=episode,
-        # It is of use to a correction alone.
-        request=bytes(line.request) if is_corrected else None,
+        request=bytes(line.request) if full else None,
         tokens=Tokens(
             prompt_ids=pack_ids(line.prompt_ids),
             sampled_ids=pack_ids(line.sampled_ids),
@@ -129,7 +116,7 @@ def _call(
             _event(event, uuid5(episode, f"{line.call} {number}"))
             for number, event in enumerate(line.tool_events)
         ),
-        feedback=said,
+        feedback=tuple(item.feedback for item in line.feedback),
     )
 
 

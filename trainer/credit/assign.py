@@ -4,7 +4,7 @@ Returns, advantages, the choice of what is trained, and loss weights: the traine
 `assign_credit` on the store's groups, `pawl credit` calls `credit_accounts` on exported lines.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from math import fsum
 from typing import Final
@@ -47,8 +47,7 @@ class CallCredit(Record, frozen=True, kw_only=True):
     `r_final`, `r_total` and `advantage` are None if nobody scored the call. `r_total` is r_final
     plus what AIR counts for. `reason` says why the call is not trained; it is None for calls that
     are. `parts` are what each metric adds to `r_final`, where that is a sum. `comparison` has the
-    steps from the return to the advantage. `correction` is the share of the loss of what somebody
-    stated as the right reply, 0 where nobody did.
+    steps from the return to the advantage.
     """
 
     r_final: float | None
@@ -59,16 +58,19 @@ class CallCredit(Record, frozen=True, kw_only=True):
     reason: str | None
     parts: Mapping[str, float] = NO_PARTS
     comparison: Comparison | None = None
-    correction: float = 0.0
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
-    """Hold a call's credit and the recorded call; `position` is its index in the episode."""
+    """Hold a call's credit and the recorded call; `position` is its index in the episode.
+
+    `correction` is the share of the loss of its right reply, 0 where nobody stated one.
+    """
 
     episode_id: UUID
     episode: str
     call: TransitionRow
     position: int
+    correction: float = 0.0
 
 
 class CreditedAccounts(Record, frozen=True, kw_only=True):
@@ -98,7 +100,6 @@ def assign_credit(
     kept: SftOptions | None = None,
     reward: RewardRule = REWARD_ALONE,
     reward_range: RewardRange = UNIT_RANGE,
-    uncorrected: Container[str] = (),
 ) -> Credited:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
@@ -111,8 +112,7 @@ def assign_credit(
     - An episode that `kept` does not keep is not trained (None: all are kept).
 
     `baselines` are the moving baselines that the last update left. `reward` says what a reward is
-    the sum of, and `reward_range` how low and high it may be. The corrections of the calls
-    `uncorrected`, by id, are not trained.
+    the sum of, and `reward_range` how low and high it may be.
     """
 
     def why(episode: Episode) -> str | None:
@@ -121,9 +121,7 @@ def assign_credit(
             return "stale"
         return withheld.get(episode.id)
 
-    accounted = [
-        pair for group in groups for pair in _account(group, policy, reward, why, uncorrected)
-    ]
+    accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
     credited = credit_accounts(accounts, rule, baselines, kept, reward_range)
     flat = [pair for group in accounted for pair in group]
@@ -159,14 +157,10 @@ def _account(
     policy: str,
     rule: RewardRule,
     why_withheld: Callable[[Episode], str | None],
-    uncorrected: Container[str],
 ) -> list[AccountedGroup]:
     """Return the group's episodes with their accounts, one list for each set to compare."""
     accounted = [
-        (
-            episode,
-            account_of(episode, rule, withheld=why_withheld(episode), uncorrected=uncorrected),
-        )
+        (episode, account_of(episode, rule, withheld=why_withheld(episode)))
         for episode in (_for_policy(episode, policy) for episode in group.episodes)
     ]
     if not group.task:
@@ -220,18 +214,12 @@ def credit_accounts(
         for episode, own in zip(episodes, reasons, strict=True)
     ]
     families = [task_family(episode.account.task) for episode in episodes]
-    weights, corrections = with_corrections(
-        loss_weights(sampled, families, rule),
-        [
-            [call.corrected and not (account.excluded or account.earlier) for call in account.calls]
-            for account in (episode.account for episode in episodes)
-        ],
-    )
+    weights = loss_weights(sampled, families, rule)
     return CreditedAccounts(
         calls=tuple(
-            tuple(map(_call_credit, episode.returns, own, weight, reason, correction))
-            for episode, own, weight, reason, correction in zip(
-                episodes, by_episode, weights, reasons, corrections, strict=True
+            tuple(map(_call_credit, episode.returns, own, weight, reason))
+            for episode, own, weight, reason in zip(
+                episodes, by_episode, weights, reasons, strict=True
             )
         ),
         returns=tuple(mean_return(episode.returns) for episode in episodes),
@@ -240,7 +228,7 @@ def credit_accounts(
 
 
 def _call_credit(
-    call: CallReturn, advantage: Advantage, weight: float, reason: str | None, correction: float
+    call: CallReturn, advantage: Advantage, weight: float, reason: str | None
 ) -> CallCredit:
     return CallCredit(
         r_final=call.r_final,
@@ -251,7 +239,6 @@ def _call_credit(
         reason=reason,
         parts=call.parts,
         comparison=advantage.comparison,
-        correction=correction,
     )
 
 
@@ -357,20 +344,3 @@ def _balanced(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list
         [size * min(MOST_FAVOUR, equal / sums[family]) if size else 0.0 for size in own]
         for own, family in zip(sizes, families, strict=True)
     ]
-
-
-def with_corrections(
-    weights: Sequence[Sequence[float]], corrected: Sequence[Sequence[bool]]
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the loss weights of all calls, and of their corrections; 1 in sum, by episode.
-
-    The corrections of an episode count as one more episode of the mean weight, and share it.
-    """
-    trained, more = (sum(any(own) for own in each) for each in (weights, corrected))
-    if not more:
-        return [list(own) for own in weights], [[0.0] * len(own) for own in corrected]
-    each = 1.0 / (trained + more)
-    return (
-        [[weight * trained * each for weight in own] for own in weights],
-        [[each / sum(own) if one else 0.0 for one in own] for own in corrected],
-    )

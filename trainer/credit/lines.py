@@ -6,7 +6,6 @@ read; others are ignored.
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import repeat
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -17,7 +16,6 @@ from store.tenants import DEFAULT, bare
 from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
 from trainer.credit.air import RewardRange
 from trainer.credit.assign import UNIT_RANGE, CallCredit, credit_accounts
-from trainer.credit.corrections import corrections_of
 from trainer.credit.returns import CallAccount, EpisodeAccount
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import CreditOptions, SftOptions
@@ -94,7 +92,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
     """Hold one call's credit, with the fields in the order in which they are written.
 
     `parts` are what each metric adds to the reward, which are written where that is a sum.
-    `correction`, where there is one, is its own share of the loss, or why it is not trained.
+    `correction` is that of an update: its own share of the loss, or why it is not trained.
     """
 
     episode: str
@@ -171,13 +169,8 @@ def credit_lines(
     ]
 
 
-def credit_line(
-    episode: str, call: str, agent: str, credit: CallCredit, refused: str | None = None
-) -> CreditLine:
-    """Return the output line of one call; its episode's name may be as it is kept.
-
-    `refused` is why its correction is not trained.
-    """
+def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> CreditLine:
+    """Return the output line of one call; its episode's name may be as it is kept."""
     return CreditLine(
         episode=bare(episode),
         call=call,
@@ -189,7 +182,6 @@ def credit_line(
         weight=credit.weight,
         reason=credit.reason,
         parts=credit.parts or msgspec.UNSET,
-        correction=refused or credit.correction or msgspec.UNSET,
     )
 
 
@@ -207,13 +199,11 @@ def _read(line: bytes, where: str, kind: type[Line]) -> Line:
 
 
 def _account(line: EpisodeLine, rule: RewardRule) -> EpisodeAccount:
-    said = [item.feedback for item in line.feedback]
-    of_calls = [[item.feedback for item in call.feedback] for call in line.calls]
     return EpisodeAccount(
         task=line.task,
         failed=line.state == "failed",
-        earned=reward_of(said, rule),
-        calls=tuple(map(_call, line.calls, repeat(rule), of_calls, corrections_of(said, of_calls))),
+        earned=reward_of((item.feedback for item in line.feedback), rule),
+        calls=tuple(_call(call, rule) for call in line.calls),
         excluded=_excluded(line),
     )
 
@@ -224,16 +214,13 @@ def _excluded(line: EpisodeLine) -> str | None:
     return None if line.quarantined is None else "quarantined"
 
 
-def _call(
-    line: CallLine, rule: RewardRule, said: Sequence[Feedback], correction: str | None
-) -> CallAccount:
+def _call(line: CallLine, rule: RewardRule) -> CallAccount:
     return CallAccount(
         agent=line.agent,
         trainable=line.trainable,
         reason=line.reason,
         sampled=len(line.sampled_ids),
-        earned=reward_of(said, rule),
-        corrected=correction is not None,
+        earned=reward_of((item.feedback for item in line.feedback), rule),
         events=tuple(
             MatchedEvent(
                 id=event.id, tool=event.name, arguments=event.arguments, status=event.status

@@ -9,7 +9,7 @@ Rewards for single calls count under `per_agent` and `call` only. Elsewhere they
 added to the episode's reward, of which they are a part already.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from store.read.facts import MatchedEvent, has_failed, matched_events
 from store.records import Episode, Record, TransitionRow
@@ -23,7 +23,6 @@ from trainer.credit.air import (
     scored_events,
     usual_scores,
 )
-from trainer.credit.corrections import corrections_of
 from trainer.credit.means import mean_of
 from trainer.recipes.recipe import CreditOptions
 
@@ -32,8 +31,7 @@ class CallAccount(Record, frozen=True, kw_only=True):
     """Hold the facts about one call that count for credit.
 
     `reason` says why it is not trainable (None if it is). `sampled` is the number of its
-    sampled tokens. `earned` is the reward given to this call alone. `corrected` says that somebody
-    stated its right reply, which is trained.
+    sampled tokens. `earned` is the reward given to this call alone.
     """
 
     agent: str
@@ -42,7 +40,6 @@ class CallAccount(Record, frozen=True, kw_only=True):
     sampled: int
     earned: Reward = UNSCORED
     events: tuple[MatchedEvent, ...] = ()
-    corrected: bool = False
 
 
 class EpisodeAccount(Record, frozen=True, kw_only=True):
@@ -64,33 +61,21 @@ class EpisodeAccount(Record, frozen=True, kw_only=True):
 
 
 def account_of(
-    episode: Episode,
-    rule: RewardRule,
-    *,
-    withheld: str | None = None,
-    earlier: bool = False,
-    uncorrected: Container[str] = (),
+    episode: Episode, rule: RewardRule, *, withheld: str | None = None, earlier: bool = False
 ) -> EpisodeAccount:
-    """Return the account of an episode that was read from the store, scored by `rule`.
-
-    The corrections of the calls `uncorrected`, by id, are not trained.
-    """
-    corrections = corrections_of(episode.feedback, [call.feedback for call in episode.calls])
+    """Return the account of an episode that was read from the store, scored by `rule`."""
     return EpisodeAccount(
         task=episode.task,
         failed=has_failed(episode),
         earned=reward_of(episode.feedback, rule),
-        calls=tuple(
-            _call(call, rule, corrected=text is not None and str(call.id) not in uncorrected)
-            for call, text in zip(episode.calls, corrections, strict=True)
-        ),
+        calls=tuple(_call(call, rule) for call in episode.calls),
         withheld=withheld,
         excluded=episode.quarantined_reason,
         earlier=earlier,
     )
 
 
-def _call(call: TransitionRow, rule: RewardRule, *, corrected: bool) -> CallAccount:
+def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
     return CallAccount(
         agent=call.agent,
         trainable=call.trainable,
@@ -98,7 +83,6 @@ def _call(call: TransitionRow, rule: RewardRule, *, corrected: bool) -> CallAcco
         sampled=len(unpack_ids(call.tokens.sampled_ids)),
         earned=reward_of(call.feedback, rule),
         events=matched_events(call),
-        corrected=corrected,
     )
 
 

@@ -42,7 +42,8 @@ def reply_ids(
     prompt, ids, alone = (
         tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, whole, text)
     )
-    if not set(_special_ids(tokenizer)).isdisjoint(alone):
+    added = tokenizer.added_tokens_decoder
+    if any(token in added and added[token].special for token in alone):
         return "special_tokens"
     is_said = whole.startswith(before) and text.strip() in whole[len(before) :]
     if not is_said or prompt != list(prompt_ids) or ids[: len(prompt)] != prompt:
@@ -50,10 +51,6 @@ def reply_ids(
     reply = ids[len(prompt) :]
     end = next((place for place, token in enumerate(reply) if token in ends), None)
     return "no_end_of_turn" if end is None else tuple(reply[: end + 1])
-
-
-def _special_ids(tokenizer: Any) -> list[int]:
-    return [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
 
 
 def _rendered(tokenizer: Any, body: dict[str, Any], text: str) -> tuple[str, str]:
@@ -70,15 +67,10 @@ def _rendered(tokenizer: Any, body: dict[str, Any], text: str) -> tuple[str, str
 
 def _as_vllm_reads(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as vLLM gives it to a template: texts joined, arguments parsed."""
-    content, calls = message.get("content"), message.get("tool_calls")
+    content = message.get("content")
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
-        message = message | {"content": "\n".join(part["text"] for part in content)}
-    if calls:
-        message = message | {"tool_calls": [_parsed(call) for call in calls]}
+        message["content"] = "\n".join(part["text"] for part in content)
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        function["arguments"] = msgspec.json.decode(function.get("arguments") or "{}")
     return message
-
-
-def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    return call | {"function": function | {"arguments": arguments}}

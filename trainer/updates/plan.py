@@ -1,7 +1,7 @@
 """Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import exp, fsum, isfinite, log, sqrt
 from statistics import fmean, pstdev
 from typing import Any, Final
@@ -111,8 +111,11 @@ def plan_update(
         kept=recipe.kept,
         reward=recipe.reward_rule,
         reward_range=recipe.reward_range,
-        uncorrected=left_out.refused_corrections,
     )
+    refused = left_out.refused_corrections
+    corrected = {call.id for call, _ in corrected_calls(claim) if str(call.id) not in refused}
+    transitions = with_corrections(credited.transitions, corrected)
+    credited = msgspec.structs.replace(credited, transitions=tuple(transitions))
     rows = training_rows(credited.transitions, imitated=recipe.kept is not None)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_episodes(claim, credited, outcomes, recipe)
@@ -287,9 +290,8 @@ def corrected_calls(claim: Claim) -> Iterator[tuple[TransitionRow, str]]:
     for group in claim.groups:
         for episode in group.episodes:
             texts = corrections_of(episode.feedback, [call.feedback for call in episode.calls])
-            for call, text in zip(episode.calls, texts, strict=True):
-                if text is not None:
-                    yield call, text
+            pairs = zip(episode.calls, texts, strict=True)
+            yield from ((call, text) for call, text in pairs if text is not None)
 
 
 def refused_corrections(claim: Claim, recipe: Recipe) -> dict[str, str]:
@@ -311,6 +313,29 @@ def refused_corrections(claim: Claim, recipe: Recipe) -> dict[str, str]:
         elif call.reason is not None and call.reason not in IMITABLE:
             refused[str(call.id)] = call.reason
     return refused
+
+
+def with_corrections(
+    credited: Sequence[TransitionCredit], corrected: Container[UUID]
+) -> list[TransitionCredit]:
+    """Return the credit of an update with its corrections' shares of the loss; 1 in sum.
+
+    `corrected` are the ids of calls. The corrections of an episode count as one more episode of
+    the mean weight, and share it.
+    """
+    of_episodes = Counter(one.episode_id for one in credited if one.call.id in corrected)
+    if not of_episodes:
+        return list(credited)
+    trained = len({one.episode_id for one in credited if one.weight})
+    each = 1.0 / (trained + len(of_episodes))
+    return [
+        msgspec.structs.replace(
+            one,
+            weight=one.weight * trained * each,
+            correction=each / of_episodes[one.episode_id] if one.call.id in corrected else 0.0,
+        )
+        for one in credited
+    ]
 
 
 # Calls with exact ids whose log-probabilities the server did not give. The version that sampled

@@ -55,9 +55,9 @@ def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
         ({"correction": "so", "episode": "e"}, "value must be a finite number"),
         ({"value": 0, "correction": 1, "episode": "e"}, "correction must be a string of at most"),
         ({"value": 0, "correction": "s" * 65_537, "episode": "e"}, "at most 65536 characters"),
-        ({"value": 0, "correction": " ", "episode": "e"}, "correction must not be empty"),
+        ({"value": 0, "correction": " ", "episode": "e"}, "correction must be the right reply"),
         ({"value": 0, "correction": "a\x00", "episode": "e"}, "correction must not .* U\\+0000"),
-        ({"withdrawn": True, "correction": "so", "episode": "e"}, "correction must be left out"),
+        ({"withdrawn": True, "correction": "so", "episode": "e"}, "be left out where withdrawn"),
         (
             {"metric": "tool_status", "value": "ok", "correction": "so", "episode": "e"},
             "correction is not a field",

@@ -452,6 +452,21 @@ def test_correction_is_one_more_row_of_its_call_beside_the_others() -> None:
     assert found.metrics["trained_episodes"] == without["trained_episodes"] == 2
 
 
+@pytest.mark.parametrize("equal", ["episode", "token", "call", "auto"])
+def test_corrections_of_an_episode_share_the_weight_of_one_episode_more(equal: str) -> None:
+    stated = (said(0.0, correction="right"),)
+    calls = [transition(feedback=stated, tokens=tokens([1], [2] * size)) for size in (3, 9, 27)]
+    claim = claimed((episode(1.0), of_calls(0.0, *calls)))
+    rule = recipe(credit={"equal_weight": equal})
+    found = plan_update(claim, rule, replies={str(call.id): (5,) for call in calls})
+    plain = plan_update(claim, rule, LeftOut(refused_corrections={str(c.id): "" for c in calls}))
+    shares = [row.weight for row in found.rows if row.is_correction]
+    assert shares == [pytest.approx(1 / 9)] * 3
+    for one, other in zip(found.credited, plain.credited, strict=True):
+        assert (one.advantage, one.weight) == (other.advantage, pytest.approx(other.weight * 2 / 3))
+    assert math.isclose(math.fsum(row.weight for row in found.rows), 1.0)
+
+
 def test_episode_that_only_its_correction_trains_counts_whole() -> None:
     lone = corrected(0.5, transition(trainable=False, reason="greedy"))
     [call] = lone.calls

@@ -16,7 +16,6 @@ its ratio is 1, and with A = 1 its loss is that of `sft`, −log π.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,14 +103,10 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         log_ratios = policy - _sampled_logprobs(self._rows).to(mask.device)
         rule = self.off_policy
         versions = [None if row.recomputed else row.version for row in self._rows]
-        bounds = torch.tensor(
-            [
-                (0.0, inf) if row.is_correction else rule.sequence_bounds(len(row.sampled_ids))
-                for row in self._rows
-            ]
-        )
+        bounds = torch.tensor([rule.sequence_bounds(len(row.sampled_ids)) for row in self._rows])
         least, most = bounds.to(mask.device).split(1, dim=1)
         keeps = keeps_loss(log_ratios, mask, least, most, self.drift)
+        keeps[[row.is_correction for row in self._rows]] = 1.0
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [
