@@ -1,6 +1,7 @@
 """Turn credited transitions into the rows, prefix trees and micro-batches of an update (pure).
 
-Nothing is tokenised again: token ids and log-probabilities are the recorded ones.
+Nothing is tokenised again: token ids and log-probabilities are the recorded ones. Only corrections
+have a reply that was not sampled (`trainer.learners.corrections`).
 
 Rows of an update share prefixes: the tasks' prompts, and what an episode's calls repeat of the ones
 before. How much of that a model computes once is its `Way` (`trainer.learners.scoring`):
@@ -46,9 +47,7 @@ class Row(Record, frozen=True, kw_only=True):
     are empty until the version that sampled it has computed them. They stay empty where rows are
     imitated, as nothing is compared with them. `masks` (S,) are the packed masks
     of a grammar, if one held it (`trainer.learners.replay.grammars`); the learner makes them.
-
-    Of a correction `sampled_ids` are the right reply's: nobody sampled them, they have no ratio,
-    and nothing about the policy is measured by them.
+    Of a correction `sampled_ids` are the right reply's, which nobody sampled: it has no ratio.
     """
 
     episode_id: UUID
@@ -149,10 +148,7 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
 def correction_rows(
     credited: Iterable[TransitionCredit], replies: Mapping[str, Sequence[int]]
 ) -> list[Row]:
-    """Return the rows of corrections, whose token ids `replies` has by the call's id.
-
-    Each is imitated: its advantage is 1.
-    """
+    """Return the rows of corrections, whose token ids `replies` has by the call's id."""
     return [
         msgspec.structs.replace(
             bare_row(0, ids_array(credit.call.tokens.prompt_ids), replies[str(credit.call.id)]),
