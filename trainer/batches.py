@@ -1,7 +1,6 @@
 """Turn credited transitions into the rows, prefix trees and micro-batches of an update (pure).
 
-Nothing is tokenised again: token ids and log-probabilities are the recorded ones. Only corrections
-have a reply that was not sampled (`trainer.learners.corrections`).
+Token ids and log-probabilities are the recorded ones, but for the replies of corrections.
 
 Rows of an update share prefixes: the tasks' prompts, and what an episode's calls repeat of the ones
 before. How much of that a model computes once is its `Way` (`trainer.learners.scoring`):
