@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from uuid import UUID
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from store.claims import Outcome
@@ -31,10 +32,14 @@ class ExplainedUpdate(msgspec.Struct, frozen=True):
     @property
     def lines(self) -> list[CreditLine]:
         """Return the credit of each call, in the order of episodes and calls."""
-        return [
-            credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
-            for credit in self.plan.credited
-        ]
+        refused = LeftOut.recorded(self.past.metrics).refused_corrections
+        lines = []
+        for credit in self.plan.credited:
+            call = str(credit.call.id)
+            why = refused.get(call) or refused.get(str(credit.episode_id))
+            line = credit_line(credit.episode, call, credit.call.agent, credit)
+            lines.append(replace(line, correction=why or credit.correction or msgspec.UNSET))
+        return lines
 
 
 def explain_past(past: PastUpdate) -> ExplainedUpdate:

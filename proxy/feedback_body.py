@@ -19,12 +19,14 @@ TOOL_STATUS: Final = "tool_status"
 TARGETS: Final = ("episode", "call", "response")
 WITHDRAWN: Final = "withdrawn"
 SOURCE: Final = "source"
+CORRECTION: Final = "correction"
 COMMON: Final = frozenset({"metric", "value", *TARGETS})
 # Of any metric but `tool_status`.
-OF_METRICS: Final = COMMON | {WITHDRAWN, SOURCE}
+OF_METRICS: Final = COMMON | {WITHDRAWN, SOURCE, CORRECTION}
 ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
 MAX_TEXT: Final = 1024
+MAX_CORRECTION: Final = 65_536
 # Texts that are values are labels: a recipe has to name each that counts.
 MAX_LABEL: Final = 256
 # Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
@@ -137,13 +139,15 @@ class _Statement:
             return FeedbackItem(
                 id=event.id, metric=metric, value=None, target_kind=kind, target=target, tool=event
             )
+        is_withdrawn = self._is_withdrawn()
         return FeedbackItem(
             id=new_id(),
             metric=metric,
-            value=None if self._is_withdrawn() else self._value(),
+            value=None if is_withdrawn else self._value(),
             target_kind=kind,
             target=target,
             source=self._source(),
+            correction=self._correction(is_withdrawn=is_withdrawn),
         )
 
     def _error(self, field: str, message: str) -> BadRequest:
@@ -185,12 +189,12 @@ class _Statement:
             wanted = "must be the UUID that the reply carried as x-pawl-call"
             raise self._error("call", wanted) from error
 
-    def _text(self, name: str) -> str | None:
+    def _text(self, name: str, most: int = MAX_TEXT) -> str | None:
         value = self._fields.get(name)
         if value is None:
             return None
-        if not isinstance(value, str) or len(value) > MAX_TEXT:
-            raise self._error(name, f"must be a string of at most {MAX_TEXT} characters")
+        if not isinstance(value, str) or len(value) > most:
+            raise self._error(name, f"must be a string of at most {most} characters")
         if "\x00" in value:
             raise self._error(name, "must not hold the character U+0000, which no text can keep")
         return value
@@ -206,6 +210,14 @@ class _Statement:
                 "value", "must be left out where withdrawn is true: nothing is stated in its place"
             )
         return True
+
+    def _correction(self, *, is_withdrawn: bool) -> str | None:
+        """Return the reply that would have been right, or None if none is given."""
+        text = self._text(CORRECTION, MAX_CORRECTION)
+        if text is not None and (is_withdrawn or not text.strip()):
+            wanted = "must be the right reply, in full, and be left out where withdrawn is true"
+            raise self._error(CORRECTION, wanted)
+        return text
 
     def _value(self) -> float | str:
         """Return the value of a metric: a number, as which true and false count, or a label."""

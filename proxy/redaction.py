@@ -308,9 +308,11 @@ def without_content(record: CallRecord) -> CallRecord:
 def _item(item: FeedbackItem, rules: Rules, hits: set[str]) -> FeedbackItem:
     if item.tool is not None:
         return replace(item, tool=_tool_event(item.tool, rules, hits))
-    return (
-        replace(item, value=rules.text(item.value, hits)) if isinstance(item.value, str) else item
-    )
+    value = rules.text(item.value, hits) if isinstance(item.value, str) else item.value
+    text = item.correction
+    # The replacement must not be learned.
+    correction = text if text is None or rules.text(text, hits) == text else None
+    return replace(item, value=value, correction=correction)
 
 
 def _tool_call(call: ToolCall, rules: Rules, hits: set[str]) -> ToolCall:
@@ -410,7 +412,10 @@ class Redactor:
         return redacted.record
 
     def feedback(self, record: FeedbackRecord) -> FeedbackRecord:
-        """Return feedback with the matches in its textual values and tool details replaced."""
+        """Return feedback with the matches in its textual values and tool details replaced.
+
+        A correction with a match is left out.
+        """
         hits: set[str] = set()
         items = tuple(_item(item, self._rules, hits) for item in record.items)
         _count(hits)

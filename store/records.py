@@ -210,7 +210,8 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
     """State one thing about a target: a metric with a value, or (if `tool` is set) a tool event.
 
     A value is a number or a short text; None without a tool event takes back what was stated.
-    `source` names a judge whose opinion it is; None: it is stated as a fact.
+    `source` names a judge whose opinion it is; None: it is stated as a fact. A `correction` is the
+    reply that would have been right.
     """
 
     id: UUID
@@ -220,6 +221,7 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
     target: str
     source: str | None = None
     tool: ToolEvent | None = None
+    correction: str | None = None
 
 
 class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
@@ -257,7 +259,8 @@ class Feedback(Record, frozen=True, kw_only=True):
 
     `value` is a number or a short text; None takes back what was stated before. `source` names the
     judge whose opinion it is; None: it is a fact. `late` says that it came after an update had
-    claimed the episode, and trained on it without.
+    claimed the episode, and trained on it without. `correction` is the reply that would have been
+    right.
     """
 
     metric: str
@@ -265,6 +268,7 @@ class Feedback(Record, frozen=True, kw_only=True):
     at: datetime
     source: str | None = None
     late: bool = False
+    correction: str | None = None
 
 
 class TransitionRow(CallFacts, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Turn credited transitions into the rows, prefix trees and micro-batches of an update (pure).
 
-Nothing is tokenised again: token ids and log-probabilities are the recorded ones.
+Token ids and log-probabilities are the recorded ones, but for the replies of corrections.
 
 Rows of an update share prefixes: the tasks' prompts, and what an episode's calls repeat of the ones
 before. How much of that a model computes once is its `Way` (`trainer.learners.scoring`):
@@ -46,6 +46,7 @@ class Row(Record, frozen=True, kw_only=True):
     are empty until the version that sampled it has computed them. They stay empty where rows are
     imitated, as nothing is compared with them. `masks` (S,) are the packed masks
     of a grammar, if one held it (`trainer.learners.replay.grammars`); the learner makes them.
+    Of a correction `sampled_ids` are the right reply's, which nobody sampled: it has no ratio.
     """
 
     episode_id: UUID
@@ -61,12 +62,16 @@ class Row(Record, frozen=True, kw_only=True):
     weight: float
     version: int
     recomputed: bool = False
+    is_correction: bool = False
     masks: tuple[bytes, ...] = ()
 
     @property
     def key(self) -> RowKey:
-        """Return the key that identifies a row within its update."""
-        return self.episode_id, self.position
+        """Return the key that identifies a row within its update.
+
+        That of a correction has the complement of its call's position, which is negative.
+        """
+        return self.episode_id, ~self.position if self.is_correction else self.position
 
     @property
     def ids(self) -> "array[int]":
@@ -137,6 +142,27 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
         version=call.policy_version or 0,
         recomputed=not imitated and not tokens.sampled_logprobs,
     )
+
+
+def correction_rows(
+    credited: Iterable[TransitionCredit], replies: Mapping[str, Sequence[int]]
+) -> list[Row]:
+    """Return the rows of corrections, whose token ids `replies` has by the call's id."""
+    return [
+        msgspec.structs.replace(
+            bare_row(0, ids_array(credit.call.tokens.prompt_ids), replies[str(credit.call.id)]),
+            episode_id=credit.episode_id,
+            agent=credit.call.agent,
+            position=credit.position,
+            sampled_logprobs=(),
+            advantage=1.0,
+            weight=credit.correction,
+            version=credit.call.policy_version or 0,
+            is_correction=True,
+        )
+        for credit in credited
+        if credit.correction and str(credit.call.id) in replies
+    ]
 
 
 class Tree(Record, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import NAMESPACE_URL, UUID, uuid5
 
+import msgspec
+
 from store.records import (
     EVAL,
     FAILED,
@@ -35,6 +37,7 @@ class TokenCallLine(CallLine, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...] = ()
     sampled_logprobs: tuple[float, ...] = ()
     sampling: dict[str, Any] | None = None
+    request: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class TokenEpisodeLine(EpisodeLine, frozen=True, kw_only=True):
@@ -55,7 +58,10 @@ def read_episodes(lines: Iterable[bytes], where: str) -> list[Episode]:
 def _episode(line: TokenEpisodeLine, where: str) -> Episode:
     key = scoped(line.tenant, line.episode)
     own_id = uuid5(NAMESPACE_URL, key)
-    calls = [_call(call, own_id, f"{where}, episode {line.episode!r}") for call in line.calls]
+    said = (*line.feedback, *(item for call in line.calls for item in call.feedback))
+    # A correction alone needs the requests.
+    full = any(item.correction for item in said)
+    calls = [_call(call, own_id, f"{where}, episode {line.episode!r}", full) for call in line.calls]
     if line.state == "failed" and calls:
         # What the state says was derived from the last call's status.
         fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
@@ -73,7 +79,7 @@ def _episode(line: TokenEpisodeLine, where: str) -> Episode:
     )
 
 
-def _call(line: TokenCallLine, episode: UUID, where: str) -> TransitionRow:
+def _call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> TransitionRow:
     if line.trainable or line.reason in IMITABLE:
         why = _lacks(line)
         if why is not None:
@@ -94,7 +100,7 @@ def _call(line: TokenCallLine, episode: UUID, where: str) -> TransitionRow:
         trainable=line.trainable,
         reason=line.reason,
         episode_id=episode,
-        request=None,
+        request=bytes(line.request) if full else None,
         tokens=Tokens(
             prompt_ids=pack_ids(line.prompt_ids),
             sampled_ids=pack_ids(line.sampled_ids),

@@ -49,6 +49,8 @@ FIGURES: Final[Mapping[str, str]] = {
     "episodes": "Episodes in the claim",
     "trained_episodes": "Episodes that carried loss",
     "dropped": "Episodes that were not trained, by reason",
+    "corrections": "Corrections that were trained",
+    "corrections_refused": "Corrections that were not trained, by reason",
     "signal_episodes": "Episodes that could teach something, members of groups in part",
     "earlier_members": "Episodes of earlier updates that groups were compared with",
     "families": "Final reward and episodes of each family of tasks",

@@ -386,6 +386,7 @@ def upgrade() -> None:
         sa.Column("metric", sa.Text(), nullable=False),
         sa.Column("value", sa.Double()),
         sa.Column("label", sa.Text()),
+        sa.Column("correction", sa.Text()),
         sa.Column("target_kind", sa.Text(), nullable=False),
         sa.Column("target", sa.Text(), nullable=False),
         sa.Column("episode_id", sa.Uuid()),

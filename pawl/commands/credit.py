@@ -112,10 +112,11 @@ def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:
 
 
 def table(lines: Sequence[CreditLine]) -> Table:
-    """Return the lines as a table for a terminal; `parts` only if any line has them."""
+    """Return the lines as a table for a terminal; optional fields only if any line has them."""
     names = [*CreditLine.__struct_fields__]
-    if not any(line.parts for line in lines):
-        names.remove("parts")
+    for name in ("parts", "correction"):
+        if not any(getattr(line, name) for line in lines):
+            names.remove(name)
     numbers = {name for name in names if name.startswith("r_")} | {"advantage", "weight"}
     rows = ([_shown(getattr(line, name)) for name in names] for line in lines)
     return grid(names, rows, right=numbers, whole=numbers)

@@ -224,6 +224,7 @@ def worth_of(
         {
             "calls": ranges_of([credit.position + 1 for credit in own]),
             "weights": [credit.weight for credit in own],
+            "corrections": sum(credit.correction for credit in own),
             "credit": own[0],
             "returns": [mean_of(values) for values in returns.get(compared, {}).values()],
             "earlier": len(groups[place_of[own[0].episode_id]].earlier),

@@ -43,7 +43,7 @@ WAIT_S: Final = 3.0
 LIMIT_S: Final = 5.0
 # Of a page, in bytes: what is longer is cut, with the rest a link away.
 LARGEST_PAGE: Final = 2_000_000
-LARGEST_FORM: Final = 64 * 1024
+LARGEST_FORM: Final = 1024 * 1024
 # Of one text of an agent or a model, unless its screen says otherwise, in characters.
 SHOWN: Final = 4000
 

@@ -7,17 +7,22 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final
+from uuid import UUID
 
 import aiohttp
+from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from pawl.console.episode import numbers_of
 from pawl.console.pages import Refusal, console_of, form, page, reading, require, uuid_in, viewer
 from pawl.console.versions import chosen_policy
 from pawl.judging.answers import Away, Statement
 from pawl.judging.feedback import TAKEN, feedback_url, post_once
+from store.errors import Damaged
 from store.judging import REVIEWED, Doubt, Scale, key_to_review, review_queue, scales_of
+from store.read.detail import episode_detail
 from store.tenants import DEFAULT
 
 # Of the queue, those that are named beside the one that is shown.
@@ -44,8 +49,10 @@ def statements_of(
 ) -> list[Statement]:
     """Return what a form says of an episode, as `/feedback` takes it (pure).
 
+    A correction is stated of its call, with the episode's first value.
+
     Raises:
-        Refusal: it says nothing, or a value is none of its metric.
+        Refusal: it states no value, or one that is none of its metric.
     """
     statements = []
     for scale in scales:
@@ -55,6 +62,9 @@ def statements_of(
             statements.append({"metric": scale.metric, "value": value, "episode": episode})
     if not statements:
         raise Refusal(400, "There is no score", "Choose a value, or skip it.")
+    if correction := given.get("correction", "").replace("\r\n", "\n").strip():
+        of_call = statements[0] | {"call": given.get("call", ""), "correction": correction}
+        statements.append({name: of_call[name] for name in of_call if name != "episode"})
     return statements
 
 
@@ -84,6 +94,7 @@ async def review(request: Request) -> Response:
         queue = await review_queue(
             connection, policy.name, doubt, scales, tenant, before=before, until=until, most=MOST
         )
+        calls = await _calls(connection, queue[0].episode_id) if queue else {}
     return page(
         request,
         "review.html",
@@ -93,11 +104,28 @@ async def review(request: Request) -> Response:
         doubt=doubt,
         queue=queue,
         scales=scales,
+        calls=calls,
         steps=steps_of(scales[0]) if len(scales) == 1 and not scales[0].texts else [],
         once=secrets.token_urlsafe(12),
         done=query.get("done"),
         is_first=before is None and until is None,
     )
+
+
+async def _calls(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
+    """Return the calls of an episode that can be corrected, the last first, by what they are."""
+    try:
+        detail = await episode_detail(connection, episode)
+    except Damaged:
+        return {}
+    if detail is None:
+        return {}
+    numbers = numbers_of(detail)
+    return {
+        call.id: f"call {numbers[call.id]}, {call.agent}"
+        for call in detail.calls[::-1]
+        if call.sampled_tokens and call.id not in detail.tools.repeated_by
+    }
 
 
 async def _post(request: Request, tenant: str, doubt: Doubt) -> Response:
@@ -130,7 +158,10 @@ async def _post(request: Request, tenant: str, doubt: Doubt) -> Response:
     if status not in TAKEN:
         why = f"{url} answered {status}: {answer}"
         raise Refusal(max(status, 400), "The proxy refused the score", why)
-    shown = ", ".join(f"{one['metric']} {one['value']}" for one in statements)
+    shown = ", ".join(
+        "a correction" if "correction" in one else f"{one['metric']} {one['value']}"
+        for one in statements
+    )
     done = f"{shown}: {key}"[:300]
     query = {"policy": policy.name, "kind": doubt, "before": episode, "done": done}
     return RedirectResponse(console.url("review", query=query), 303)

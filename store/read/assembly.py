@@ -436,4 +436,11 @@ def _statement(row: Any, trained_at: datetime | None) -> Feedback:
         raise Damaged(f"feedback {row.id} has the value {row.value}, which is not finite")
     value = row.label if row.value is None else row.value
     is_late = trained_at is not None and row.at > trained_at
-    return Feedback(metric=row.metric, value=value, at=row.at, source=row.source, late=is_late)
+    return Feedback(
+        metric=row.metric,
+        value=value,
+        at=row.at,
+        source=row.source,
+        late=is_late,
+        correction=row.correction,
+    )

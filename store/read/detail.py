@@ -98,7 +98,7 @@ _STATEMENTS: Final = text(
         COALESCE(at > (SELECT min(u.claimed_at) FROM consumptions c JOIN updates u
             ON u.id = c.update_id WHERE c.episode_id = :whole AND c.trained), false) AS late
     FROM (
-        SELECT f.id, f.metric, f.value, f.label, f.at, f.source IS NULL AS is_fact,
+        SELECT f.id, f.metric, f.value, f.label, f.correction, f.at, f.source IS NULL AS is_fact,
             COALESCE(f.source, k.name, r.api_key) AS who,
             CASE WHEN e.method = '{OWN_EPISODE}' THEN NULL ELSE f.call_id END AS call
         FROM feedback f JOIN episodes e ON e.id = f.episode_id

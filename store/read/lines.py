@@ -131,5 +131,6 @@ def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:
         {"metric": statement.metric, "value": statement.value, "at": statement.at.isoformat()}
         | ({"source": bare(statement.source)} if statement.source else {})
         | ({"late": True} if statement.late else {})
+        | ({} if statement.correction is None else {"correction": statement.correction})
         for statement in statements
     ]

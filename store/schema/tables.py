@@ -464,6 +464,8 @@ feedback = Table(
     # A number (`true` is 1, `false` 0), or a text in `label`. Both null withdraw what was stated.
     Column("value", Double),
     Column("label", Text),
+    # The reply that would have been right, beside a value.
+    Column("correction", Text),
     Column("target_kind", Text, nullable=False),
     Column("target", Text, nullable=False),
     # Null until the target is seen; `call_id` stays null where the target is an episode.

@@ -52,7 +52,8 @@ EVENT_COLUMNS: Final = (
     *("status", "detail", "ms", "source", "quotes", "at"),
 )
 FEEDBACK_COLUMNS: Final = (
-    *("id", "metric", "value", "label", "target_kind", "target", "source", "request_id", "at"),
+    *("id", "metric", "value", "label", "correction"),
+    *("target_kind", "target", "source", "request_id", "at"),
 )
 # The HTTP status of a call that a model answered.
 ANSWERED: Final = 200
@@ -120,6 +121,7 @@ def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
         item.metric,
         None if is_text else item.value,
         item.value if is_text else None,
+        item.correction,
         item.target_kind,
         item.target,
         item.source,

@@ -19,6 +19,9 @@ _reward = shaped(
     {
         "metric": one_of(b'"reward"', b"null", b'"m"', b'""', b'"\\u0000"'),
         "value": one_of(b"1", b"0.5", b"-1e308", b'"ok"', b"1e400", b"true", b"null"),
+        "correction": one_of(
+            b"null", b'"so"', b'" "', b'"\\ud800"', b'"' + b"a" * 65_537 + b'"', b"1"
+        ),
         "episode": _texts,
     }
 )
@@ -54,7 +57,7 @@ def test_any_body_is_feedback_or_refused(body: bytes, key: str | None) -> None:
     [(_, payload)] = read_frames(encode_frame(record))
     assert decode_payload(payload) == record
     for item in record.items:
-        for text in (item.metric, item.target):
+        for text in (item.metric, item.target, item.correction or ""):
             # PostgreSQL's texts are UTF-8 without NUL.
             assert b"\0" not in text.encode()
 

@@ -115,6 +115,7 @@ def statement(
     at: int = 0,
     key: str | None = None,
     source: str | None = None,
+    correction: str | None = None,
     **target: str,
 ) -> FeedbackRecord:
     """Make one POST with one statement about `episode=…`, `call=…` or `response=…`."""
@@ -127,6 +128,7 @@ def statement(
             "target_kind": kind,
             "target": name,
             "source": source,
+            "correction": correction,
         },
         FeedbackItem,
     )

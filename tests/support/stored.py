@@ -31,9 +31,12 @@ def transition(**changes: Any) -> TransitionRow:
     return msgspec.structs.replace(row, **changes)
 
 
-def said(value: float, at: int = 0, metric: str = "reward") -> Feedback:
+def said(
+    value: float | None, at: int = 0, metric: str = "reward", correction: str | None = None
+) -> Feedback:
     """Make a statement `at` seconds past noon."""
-    return Feedback(metric=metric, value=value, at=START + timedelta(seconds=at))
+    moment = START + timedelta(seconds=at)
+    return Feedback(metric=metric, value=value, at=moment, correction=correction)
 
 
 def episode(reward: float | None, calls: int = 1, **changes: Any) -> Episode:

@@ -61,6 +61,24 @@ def write_words(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
 
 
+def write_chat_words(folder: Path) -> None:
+    """Write the same with a template: w2 begins a turn, and w1 ends it."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    template = (
+        "{% for message in messages %}w2 {{ message.content }} w1 {% endfor %}"
+        "{% if add_generation_prompt %}w2 {% endif %}"
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1", unk_token="w0", chat_template=template
+    )
+    made.save_pretrained(folder)
+
+
 def write_adapter(model: str, folder: Path, *, seed: int = 1, **config: Any) -> Path:
     """Write an adapter of `model` as another program saves it: with dropout, and an effect."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

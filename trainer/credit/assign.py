@@ -64,12 +64,16 @@ class CallCredit(Record, frozen=True, kw_only=True):
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
-    """Hold a call's credit and the recorded call; `position` is its index in the episode."""
+    """Hold a call's credit and the recorded call; `position` is its index in the episode.
+
+    `correction` is the share of the loss of its right reply, 0 where nobody stated one.
+    """
 
     episode_id: UUID
     episode: str
     call: TransitionRow
     position: int
+    correction: float = 0.0
 
 
 class CreditedAccounts(Record, frozen=True, kw_only=True):

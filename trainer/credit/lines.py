@@ -27,20 +27,27 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 class FeedbackLine(Record, frozen=True, kw_only=True):
     """Hold one feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970.
 
-    A `value` of None takes back what was stated before.
+    A `value` of None takes back what was stated before. `correction` is the right reply.
     """
 
     metric: str
     value: float | str | None
     at: datetime | Seconds
     source: str | None = None
+    correction: str | None = None
 
     @property
     def feedback(self) -> Feedback:
         """Return it as the store has it, with a zone."""
         at = datetime.fromtimestamp(self.at, UTC) if isinstance(self.at, float) else self.at
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-        return Feedback(metric=self.metric, value=self.value, at=at, source=self.source)
+        return Feedback(
+            metric=self.metric,
+            value=self.value,
+            at=at,
+            source=self.source,
+            correction=self.correction,
+        )
 
 
 class EventLine(Record, frozen=True, kw_only=True):
@@ -92,6 +99,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
     """Hold one call's credit, with the fields in the order in which they are written.
 
     `parts` are what each metric adds to the reward, which are written where that is a sum.
+    `correction` is that of an update: its own share of the loss, or why it is not trained.
     """
 
     episode: str
@@ -104,6 +112,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
     weight: float
     reason: str | None
     parts: Mapping[str, float] | msgspec.UnsetType = msgspec.UNSET
+    correction: float | str | msgspec.UnsetType = msgspec.UNSET
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:

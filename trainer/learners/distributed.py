@@ -74,6 +74,7 @@ class _LeadingLearner:
         self.interrupt = learner.interrupt
         self.misfit = learner.misfit
         self.why_unreplayable = learner.why_unreplayable
+        self.reply_ids = learner.reply_ids
         self.probe_rows = learner.probe_rows
         self.policy_logprobs = learner.policy_logprobs
         self.restore = partial(self._everywhere, learner.restore)

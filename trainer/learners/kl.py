@@ -128,11 +128,15 @@ def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> lis
     `rewards` are sums over a row's tokens. Their mean over the update, weighted by the rows, is
     subtracted: without this baseline every sample would be pushed down. Credit assignment has
     already divided rewards by their spread, so the coefficient is in units of the advantage.
+    Corrections, which the policy did not sample, have none.
     """
-    total = sum(row.weight for row in rows)
-    mean = sum(rewards[row.key] * row.weight for row in rows) / total
+    own = [row for row in rows if not row.is_correction]
+    total = sum(row.weight for row in own) or 1.0
+    mean = sum(rewards[row.key] * row.weight for row in own) / total
     return [
-        msgspec.structs.replace(row, advantage=row.advantage + rewards[row.key] - mean)
+        row
+        if row.is_correction
+        else msgspec.structs.replace(row, advantage=row.advantage + rewards[row.key] - mean)
         for row in rows
     ]
 

@@ -121,6 +121,7 @@ class Learner:
         self.probe_rows = partial(probe_rows, self._tokenizer)
         self.misfit = self._base.misfit
         self.why_unreplayable = self._base.why_unreplayable
+        self.reply_ids = self._base.reply_ids
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
@@ -332,7 +333,8 @@ class Learner:
             trained, off_policy = self._take_steps(rows, newest)
             # Those of the first step were scored before the policy moved.
             first = split_steps(rows, self._recipe.batch.steps)[0]
-            kept = self._shorten(metered_rows(first, FEWEST_MOVED), start)
+            first = [row for row in first if not row.is_correction]
+            kept = self._shorten(metered_rows(first, FEWEST_MOVED), start) if first else {}
         metrics = self._take_metrics()
         distance = self._meter(metered)
         give_freed_memory_back()
@@ -387,7 +389,7 @@ class Learner:
             with says_no_room("while it was looked for rows that are not finite"):
                 blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
-        if masked and all(masked):
+        if masked and all(masked) and not any(row.is_correction for row in rows):
             # Nothing was learned, but the optimiser's moments went on.
             why = "none of its calls carries loss: too far off the policy (off_policy.sequence_min)"
             raise Unusable(why, dict.fromkeys((row.episode_id for row in rows), why), OFF_POLICY)

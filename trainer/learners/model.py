@@ -35,6 +35,7 @@ from trainer.batches import Row
 from trainer.errors import LearnerError
 from trainer.learners.adapter import FUSED, MIXER, attach_adapter, detach
 from trainer.learners.budget import says_no_room
+from trainer.learners.corrections import reply_ids
 from trainer.learners.flops import Throughput, counted_flops
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.kernels.process import be_deterministic
@@ -400,3 +401,11 @@ class Base:
         """Return why the masks of a call's grammar cannot be made, or None if they can."""
         spelled = Vocabulary(self.tokenizer, self._model).spelled(distribution)
         return self._grammars.why_not(spelled, sampled_ids)
+
+    def reply_ids(
+        self, request: bytes | None, prompt_ids: Sequence[int], text: str
+    ) -> tuple[int, ...] | str:
+        """Return a correction's token ids, (S,), or why there are none."""
+        ends = self._model.generation_config.eos_token_id
+        ends = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        return reply_ids(self.tokenizer, ends, request, prompt_ids, text)

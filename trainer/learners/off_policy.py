@@ -68,7 +68,7 @@ def mean_drift(
     differences = [
         own - sampled
         for row, values in zip(rows, policy, strict=True)
-        if row.version == newest and not row.recomputed
+        if row.version == newest and not (row.recomputed or row.is_correction)
         for own, sampled in zip(values, row.sampled_logprobs, strict=True)
     ]
     mean = fsum(differences) / len(differences) if differences else 0.0

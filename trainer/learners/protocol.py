@@ -89,6 +89,11 @@ class LearnerProtocol(Protocol):
     ) -> str | None:
         """Return why a call's grammar cannot be replayed, or None if it can."""
 
+    def reply_ids(
+        self, request: bytes | None, prompt_ids: Sequence[int], text: str
+    ) -> tuple[int, ...] | str:
+        """Return a correction's token ids, (S,), or why there are none."""
+
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens under a version.
 

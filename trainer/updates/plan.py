@@ -1,6 +1,7 @@
 """Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from math import exp, fsum, isfinite, log, sqrt
 from statistics import fmean, pstdev
 from typing import Any, Final
@@ -12,9 +13,10 @@ from store.claims import Claim, Outcome
 from store.records import Record, TransitionRow
 from store.tenants import bare, task_family
 from store.values.grammars import GRAMMAR
-from trainer.batches import Row, training_rows
+from trainer.batches import Row, correction_rows, training_rows
 from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
+from trainer.credit.corrections import correction_of, corrections_of
 from trainer.credit.moving import MovingBaselines
 from trainer.recipes.recipe import Recipe
 
@@ -39,11 +41,13 @@ class LeftOut(Record, frozen=True, kw_only=True):
             that the server did not give.
         unreplayed_calls: why, by call id, for calls whose grammar cannot be replayed.
         off_policy_episodes: the effective sample size of episodes that the policy is too far from.
+        refused_corrections: why, by call id, for corrections (`refused_corrections`, `reply_ids`).
     """
 
     lost_versions: Mapping[int, str] = {}
     unreplayed_calls: Mapping[str, str] = {}
     off_policy_episodes: Mapping[UUID, float] = {}
+    refused_corrections: Mapping[str, str] = {}
 
     @classmethod
     def recorded(cls, metrics: Mapping[str, Any]) -> "LeftOut":
@@ -60,6 +64,7 @@ class LeftOut(Record, frozen=True, kw_only=True):
 
 
 NOTHING: Final = LeftOut()
+NO_REPLIES: Final[Mapping[str, Sequence[int]]] = {}
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -79,8 +84,15 @@ class Plan(Record, frozen=True, kw_only=True):
     baselines: dict[str, Any] | None
 
 
-def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Plan:
+def plan_update(
+    claim: Claim,
+    recipe: Recipe,
+    left_out: LeftOut = NOTHING,
+    replies: Mapping[str, Sequence[int]] = NO_REPLIES,
+) -> Plan:
     """Assign credit to a claim and derive rows, outcomes and metrics.
+
+    `replies` has the token ids of corrections by their call's id; without them they get no rows.
 
     The result is the same for a claim that was consumed long ago, unless feedback was added since.
     Episodes that are too far off the policy count in the baseline of the others and are not
@@ -102,6 +114,10 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         trust=claim.trust,
     )
     trust = {bare(name): share for name, share in claim.trust.items()}
+    refused = left_out.refused_corrections
+    corrected = {call.id for call, _ in corrected_calls(claim) if str(call.id) not in refused}
+    transitions = with_corrections(credited.transitions, corrected)
+    credited = msgspec.structs.replace(credited, transitions=tuple(transitions))
     rows = training_rows(credited.transitions, imitated=recipe.kept is not None)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_episodes(claim, credited, outcomes, recipe)
@@ -109,12 +125,14 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
     step_share = sqrt(min(1.0, signal / whole))
     return Plan(
         credited=credited.transitions,
-        rows=tuple(rows),
+        rows=(*rows, *correction_rows(credited.transitions, replies)),
         outcomes=outcomes,
         metrics={
             **_metrics(claim, credited, rows, outcomes),
             **left_out.metrics,
             **({"trust": trust} if trust else {}),
+            "corrections": sum(credit.correction > 0 for credit in credited.transitions),
+            "corrections_refused": dict(Counter(left_out.refused_corrections.values())),
             "signal_episodes": signal,
             "step_share": step_share,
         },
@@ -126,7 +144,7 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
 
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
-    trained = {credit.episode_id for credit in credited if credit.reason is None}
+    trained = {one.episode_id for one in credited if one.reason is None or one.correction}
     # The reason of a trainable call explains why its episode is not trained; that of a call
     # which is untrainable by itself does not.
     reasons = {credit.episode_id: credit.reason for credit in credited}
@@ -150,7 +168,8 @@ def _signal_episodes(
     """Return how many episodes are trained; of imitation, those of the groups with one.
 
     One whose final reward is just its baseline counts for what AIR weighs without any spread: else
-    what is left once a policy has learned its tasks would move it by whole steps.
+    what is left once a policy has learned its tasks would move it by whole steps. One with a
+    correction counts whole.
     """
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
     if recipe.kept is not None and recipe.claim.group_size > 1:
@@ -165,6 +184,8 @@ def _signal_episodes(
         if credit.episode_id in trained and compared is not None:
             own = 1.0 if compared.final != 0.0 else of_air * compared.air_weight
             signal[credit.episode_id] = max(signal[credit.episode_id], own)
+        if credit.correction:
+            signal[credit.episode_id] = 1.0
     return fsum(signal.values())
 
 
@@ -262,6 +283,64 @@ def _with_calls(claim: Claim, change: Callable[[TransitionRow], TransitionRow]) 
     return replace(claim, groups=tuple(groups))
 
 
+# What somebody states as a call's right reply is trained on the call's recorded prompt. Whose
+# prompt's ids are not known, or are another policy's, is refused here; what cannot be made token
+# ids, by the learner (`trainer.learners.corrections`).
+
+
+def corrected_calls(claim: Claim) -> Iterator[tuple[TransitionRow, str]]:
+    """Return the calls of a claim whose right replies were stated, with these."""
+    for group in claim.groups:
+        for episode in group.episodes:
+            texts = corrections_of(episode.feedback, [call.feedback for call in episode.calls])
+            pairs = zip(episode.calls, texts, strict=True)
+            yield from ((call, text) for call, text in pairs if text is not None)
+
+
+def refused_corrections(claim: Claim, recipe: Recipe) -> dict[str, str]:
+    """Return why, by the call's id, for corrections that cannot be trained whatever they say.
+
+    One that was stated of an episode of several calls goes by the episode's id.
+    """
+    refused = {
+        str(episode.id): "several_calls"
+        for group in claim.groups
+        for episode in group.episodes
+        if len(episode.calls) > 1 and correction_of(episode.feedback) is not None
+    }
+    for call, _ in corrected_calls(claim):
+        if recipe.learner == "ppo":
+            refused[str(call.id)] = "ppo"
+        elif call.policy != claim.policy or call.policy_version is None:
+            refused[str(call.id)] = "other_policy"
+        elif call.reason is not None and call.reason not in IMITABLE:
+            refused[str(call.id)] = call.reason
+    return refused
+
+
+def with_corrections(
+    credited: Sequence[TransitionCredit], corrected: Container[UUID]
+) -> list[TransitionCredit]:
+    """Return the credit of an update with its corrections' shares of the loss; 1 in sum.
+
+    `corrected` are the ids of calls. The corrections of an episode count as one more episode of
+    the mean weight, and share it.
+    """
+    of_episodes = Counter(one.episode_id for one in credited if one.call.id in corrected)
+    if not of_episodes:
+        return list(credited)
+    trained = len({one.episode_id for one in credited if one.weight})
+    each = 1.0 / (trained + len(of_episodes))
+    return [
+        msgspec.structs.replace(
+            one,
+            weight=one.weight * trained * each,
+            correction=each / of_episodes[one.episode_id] if one.call.id in corrected else 0.0,
+        )
+        for one in credited
+    ]
+
+
 # Calls with exact ids whose log-probabilities the server did not give. The version that sampled
 # them is immutable, so it gives the same ones again: such rows are `recomputed` as the update
 # begins.
@@ -288,7 +367,7 @@ def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
     The newest comes first: it is mostly the one that the learner holds.
     """
-    waiting = [row for row in rows if not row.sampled_logprobs]
+    waiting = [row for row in rows if not row.sampled_logprobs and not row.is_correction]
     versions = sorted({row.version for row in waiting}, reverse=True)
     return {version: [row for row in waiting if row.version == version] for version in versions}
 

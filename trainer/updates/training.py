@@ -30,7 +30,9 @@ from trainer.updates.plan import (
     LeftOut,
     Plan,
     calls_with_grammar,
+    corrected_calls,
     plan_update,
+    refused_corrections,
     rows_to_compute,
     shares_by_episode,
     smallest_in,
@@ -97,14 +99,17 @@ class Training:
             LearnerError: some rows cannot be computed with, or most were sampled by a server that
                 is at fault.
         """
+        refused, replies = await self._corrections(claim, recipe)
+        left_out = LeftOut(refused_corrections=refused)
         if recipe.kept is not None:
             # Nothing is compared with what sampled the rows.
-            return plan_update(claim, recipe)
-        left_out = LeftOut(
+            return plan_update(claim, recipe, left_out, replies)
+        left_out = msgspec.structs.replace(
+            left_out,
             lost_versions=await self._lost_versions(claim),
             unreplayed_calls=await self._unreplayed(claim),
         )
-        plan = plan_update(claim, recipe, left_out)
+        plan = plan_update(claim, recipe, left_out, replies)
         if not plan.rows:
             return plan
         limits = recipe.off_policy
@@ -114,13 +119,34 @@ class Training:
             await doubt(len(distant), len(shares))
         if distant:
             left_out = msgspec.structs.replace(left_out, off_policy_episodes=distant)
-            plan = plan_update(claim, recipe, left_out)
+            plan = plan_update(claim, recipe, left_out, replies)
         logprobs = {row.key: row.sampled_logprobs for row in rows}
         return msgspec.structs.replace(
             plan,
             rows=tuple(with_logprobs(plan.rows, logprobs)),
             metrics=plan.metrics | smallest_in(shares),
         )
+
+    async def _corrections(
+        self, claim: Claim, recipe: Recipe
+    ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+        """Return why, by call id, corrections cannot be trained, and the others' token ids."""
+        refused = refused_corrections(claim, recipe)
+
+        def work() -> dict[str, tuple[int, ...] | str]:
+            return {
+                str(call.id): self._learner.reply_ids(
+                    call.request, unpack_ids(call.tokens.prompt_ids), text
+                )
+                for call, text in corrected_calls(claim)
+                if str(call.id) not in refused
+            }
+
+        made = await in_thread(self._learner, work)
+        refused |= {call: why for call, why in made.items() if isinstance(why, str)}
+        for call, why in refused.items():
+            log.warning("correction_refused", about=call, reason=why)
+        return refused, {call: ids for call, ids in made.items() if not isinstance(ids, str)}
 
     async def _lost_versions(self, claim: Claim) -> dict[int, str]:
         """Return why, by version, for those that can no longer compute a claim's log-probabilities.
@@ -186,7 +212,7 @@ class Training:
         def work() -> tuple[Sequence[Row], dict[UUID, float]]:
             self._learner.restore(folder)
             complete = self._recomputed(rows)
-            others = [row for row in complete if row.version != parent]
+            others = [row for row in complete if row.version != parent and not row.is_correction]
             if not others:
                 return complete, {}
             # Another version may have been computed with since.

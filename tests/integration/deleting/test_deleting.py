@@ -69,7 +69,8 @@ def about_everything(key: str, word: str) -> list[SpoolRecord]:
     )
     raw = call(key, request=None, request_raw=word.encode(), reply=None, reply_raw=word.encode())
     said = now(statement("reward", 0.5, episode=key, key=f"key {word}"))
-    about_call = now(statement(f"metric {word}", 0.5, call=str(first.id)))
+    right = f"the reply with {word}"
+    about_call = now(statement(f"metric {word}", 0.5, call=str(first.id), correction=right))
     unmatched = now(statement("late", 0.5, response=f"response {word} later"))
     return [first, second, raw, said, about_call, unmatched]
 

@@ -8,6 +8,7 @@ import pytest
 
 from proxy.errors import BadRequest
 from proxy.feedback_body import parse_feedback
+from store.ids import new_id
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 
@@ -51,6 +52,16 @@ def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
         ({"value": 1, "withdrawn": True, "episode": "e"}, "left out where withdrawn"),
         ({"value": 1, "withdrawn": 1, "episode": "e"}, "withdrawn must be true or false"),
         ({"metric": "tool_status", "withdrawn": True, "episode": "e"}, "not a field"),
+        ({"correction": "so", "episode": "e"}, "value must be a finite number"),
+        ({"value": 0, "correction": 1, "episode": "e"}, "correction must be a string of at most"),
+        ({"value": 0, "correction": "s" * 65_537, "episode": "e"}, "at most 65536 characters"),
+        ({"value": 0, "correction": " ", "episode": "e"}, "correction must be the right reply"),
+        ({"value": 0, "correction": "a\x00", "episode": "e"}, "correction must not .* U\\+0000"),
+        ({"withdrawn": True, "correction": "so", "episode": "e"}, "be left out where withdrawn"),
+        (
+            {"metric": "tool_status", "value": "ok", "correction": "so", "episode": "e"},
+            "correction is not a field",
+        ),
         ({"episode": "e"}, "value"),
         ({"value": 1}, "exactly one of episode, call, response"),
         ({"value": 1, "episode": "e", "call": "c"}, "episode and call"),
@@ -68,6 +79,14 @@ def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
 def test_what_is_wrong_is_named(body: Any, named: str) -> None:
     with pytest.raises(BadRequest, match=named):
         parse(body)
+
+
+@pytest.mark.parametrize("text", ["so", " so\n", "s" * 65_536, "ü"])
+def test_correction_stands_beside_a_value_as_it_came(text: str) -> None:
+    [item] = parse({"value": 0, "correction": text, "call": str(new_id())}).items
+    assert (item.value, item.correction) == (0.0, text)
+    [item] = parse({"value": 0, "correction": None, "episode": "e"}).items
+    assert item.correction is None
 
 
 def test_infinite_numbers_and_bad_json_are_refused() -> None:

@@ -284,6 +284,14 @@ def test_values_in_words_and_tool_details_of_feedback_are_searched(stated: Feedb
     assert CANARY.encode() not in msgspec.json.encode(REDACTOR.feedback(stated))
 
 
+def test_correction_with_a_match_is_left_out_and_the_value_beside_it_kept() -> None:
+    said = statement("reward", 0.0, episode="e1", correction=f"Ask {CANARY}.")
+    [item] = REDACTOR.feedback(said).items
+    assert (item.value, item.correction) == (0.0, None)
+    plain = statement("reward", 0.0, episode="e1", correction="Ask him.")
+    assert REDACTOR.feedback(plain).items[0].correction == "Ask him."
+
+
 # Failures, and dead letters
 
 

@@ -13,7 +13,7 @@ from store.claims import Claim
 from store.ids import new_id
 from store.records import Episode, Group, Tokens, ToolCall, ToolEvent, ToolStatus, TransitionRow
 from tests.support.records import tokens
-from tests.support.stored import episode, transition
+from tests.support.stored import episode, said, transition
 from trainer.batches import PLAIN, Row, bare_row, with_logprobs
 from trainer.recipes.recipe import CreditOptions, Recipe
 from trainer.updates.claiming import claim_rule
@@ -23,6 +23,7 @@ from trainer.updates.plan import (
     calls_with_grammar,
     effective_share,
     plan_update,
+    refused_corrections,
     rows_to_compute,
     shares_by_episode,
     smallest_in,
@@ -419,3 +420,89 @@ def test_dropped_group_gives_no_signal() -> None:
     held = claimed((first, second), rewarded(1.0, 0.0))
     found = plan_update(held, recipe(claim={"groups": 4, "group_size": 2}), far)
     assert (found.step_share, len(found.rows)) == (0.5, 2)
+
+
+# Corrections
+
+
+def corrected(value: float, *calls: TransitionRow, **changes: Any) -> Episode:
+    """An episode whose last call has a correction."""
+    made = list(calls or [transition()])
+    stated = said(0.0, correction="right")
+    made[-1] = msgspec.structs.replace(made[-1], feedback=(stated,), **changes)
+    return of_calls(value, *made)
+
+
+def test_correction_is_one_more_row_of_its_call_beside_the_others() -> None:
+    call = transition(tokens=tokens([7, 8], [9], -0.5), policy_version=2)
+    claim = claimed((episode(1.0), corrected(0.0, transition(), call)), parent_version=5)
+    replies = {str(call.id): (40, 41, 2)}
+    found = plan_update(claim, DEFAULT, replies=replies)
+    *ordinary, row = found.rows
+    assert [one.is_correction for one in (*ordinary, row)] == [False, False, False, True]
+    assert (list(row.prompt_ids), list(row.sampled_ids)) == ([7, 8], [40, 41, 2])
+    assert (row.sampled_logprobs, row.distribution, row.advantage) == ((), PLAIN, 1.0)
+    assert (row.weight, row.version) == (pytest.approx(1 / 3), 2)
+    assert math.isclose(math.fsum(one.weight for one in found.rows), 1.0)
+    assert len({one.key for one in found.rows}) == 4
+    assert (found.metrics["corrections"], found.metrics["corrections_refused"]) == (1, {})
+    # What is measured of the policy is measured of what it sampled.
+    assert rows_to_compute(found.rows) == {}
+    without = plan_update(claimed((episode(1.0), episode(0.0, 2))), DEFAULT).metrics
+    assert found.metrics["trained_episodes"] == without["trained_episodes"] == 2
+
+
+@pytest.mark.parametrize("equal", ["episode", "token", "call", "auto"])
+def test_corrections_of_an_episode_share_the_weight_of_one_episode_more(equal: str) -> None:
+    stated = (said(0.0, correction="right"),)
+    calls = [transition(feedback=stated, tokens=tokens([1], [2] * size)) for size in (3, 9, 27)]
+    claim = claimed((episode(1.0), of_calls(0.0, *calls)))
+    rule = recipe(credit={"equal_weight": equal})
+    found = plan_update(claim, rule, replies={str(call.id): (5,) for call in calls})
+    plain = plan_update(claim, rule, LeftOut(refused_corrections={str(c.id): "" for c in calls}))
+    shares = [row.weight for row in found.rows if row.is_correction]
+    assert shares == [pytest.approx(1 / 9)] * 3
+    for one, other in zip(found.credited, plain.credited, strict=True):
+        assert (one.advantage, one.weight) == (other.advantage, pytest.approx(other.weight * 2 / 3))
+    assert math.isclose(math.fsum(row.weight for row in found.rows), 1.0)
+
+
+def test_episode_that_only_its_correction_trains_counts_whole() -> None:
+    lone = corrected(0.5, transition(trainable=False, reason="greedy"))
+    [call] = lone.calls
+    found = plan_update(claimed((lone, episode(0.5))), DEFAULT, replies={str(call.id): (3,)})
+    assert (found.outcomes[0].trained, found.outcomes[0].reason) == (True, None)
+    alike = plan_update(claimed((episode(0.5), episode(0.5))), DEFAULT)
+    assert found.metrics["signal_episodes"] > alike.metrics["signal_episodes"]
+    assert found.metrics["signal_episodes"] >= 1.0
+
+
+def test_what_cannot_be_corrected_is_refused_by_name() -> None:
+    two = msgspec.structs.replace(episode(0.0, 2), feedback=(said(0.0, correction="right"),))
+    theirs = corrected(0.0, policy="other")
+    fixed = corrected(0.0, policy_version=None)
+    odd = corrected(0.0, trainable=False, reason="no_token_ids")
+    greedy = corrected(0.0, trainable=False, reason="greedy")
+    claim = claimed((two, theirs, fixed, odd, greedy, corrected(1.0)))
+    wanted = {
+        str(two.id): "several_calls",
+        str(theirs.calls[0].id): "other_policy",
+        str(fixed.calls[0].id): "other_policy",
+        str(odd.calls[0].id): "no_token_ids",
+    }
+    assert refused_corrections(claim, DEFAULT) == wanted
+    ppo = refused_corrections(claim, DEFAULT.model_copy(update={"learner": "ppo"}))
+    assert set(ppo.values()) == {"several_calls", "ppo"}
+    left_out = LeftOut(refused_corrections=wanted)
+    found = plan_update(claim, DEFAULT, left_out)
+    assert found.metrics["corrections"] == 2
+    counted = {"several_calls": 1, "other_policy": 2, "no_token_ids": 1}
+    assert found.metrics["corrections_refused"] == counted
+    assert LeftOut.recorded(found.metrics) == left_out
+
+
+def test_row_that_is_imitated_has_its_correction_beside_it() -> None:
+    claim = claimed((corrected(1.0),))
+    call = claim.groups[0].episodes[0].calls[0]
+    found = plan_update(claim, recipe(**IMITATES), replies={str(call.id): (3, 4)})
+    assert [(row.is_correction, row.weight) for row in found.rows] == [(False, 0.5), (True, 0.5)]

@@ -9,6 +9,9 @@ This is a policy gradient with truncated importance weights, in one forward pass
 and the mean over a call's tokens are folded into the advantages (B, T), which is exact since
 neither is negative. Sequences too far off the policy carry no loss: TRL's hook for such a mask
 (`get_off_policy_mask`) applies the rule in `trainer.learners.off_policy`.
+
+A correction is compared with nothing: its sampled log-probabilities are those of π itself, so that
+its ratio is 1, and with A = 1 its loss is that of `sft`, −log π.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +27,9 @@ from torch import Tensor
 from trl import import_utils
 
 from store.values.packing import pack_logprobs
-from trainer.batches import Row, Way
+from trainer.batches import Row, Way, with_logprobs
 from trainer.errors import LearnerError
+from trainer.learners.kl import by_row
 from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready
 from trainer.learners.off_policy import RowComparison, compare, keeps_loss
 from trainer.recipes.recipe import OffPolicyOptions, Recipe
@@ -67,9 +71,12 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
         """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
-        self._rows = rows
-        loss: Tensor = self._compute_loss(self.model, self.tensors_of(rows))
-        return loss + self.kl.loss(rows, self.scored.logprobs)
+        self.scored = self.score(rows, hidden=self.needs_hidden)
+        own = by_row(rows, self.scored.logprobs)
+        corrections = {row.key: own[row.key] for row in rows if row.is_correction}
+        self._rows = with_logprobs(rows, corrections)
+        loss: Tensor = self._compute_loss(self.model, self.tensors_of(self._rows))
+        return loss + self.kl.loss(self._rows, self.scored.logprobs)
 
     def tensors_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return the tensors that TRL's loss reads."""
@@ -83,7 +90,6 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         logits_to_keep: int,
         **_: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        self.scored = self.score(self._rows, hidden=self.needs_hidden)
         lengths = [len(row.sampled_ids) for row in self._rows]
         logprobs, entropies = self.scored.logprobs, self.scored.entropies
         return pad_rows(logprobs, lengths), pad_rows(entropies, lengths), None
@@ -100,6 +106,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         bounds = torch.tensor([rule.sequence_bounds(len(row.sampled_ids)) for row in self._rows])
         least, most = bounds.to(mask.device).split(1, dim=1)
         keeps = keeps_loss(log_ratios, mask, least, most, self.drift)
+        keeps[[row.is_correction for row in self._rows]] = 1.0
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [
@@ -109,7 +116,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
                 policy_logprobs=pack_logprobs(own[: len(row.sampled_ids)]),
             )
             for comparison, row, own in zip(compared, self._rows, policy.tolist(), strict=True)
-            if row.weight > 0
+            if row.weight > 0 and not row.is_correction
         ]
         return keeps
 

@@ -3,6 +3,7 @@
 import html
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -186,3 +187,33 @@ async def test_person_scores_and_skips_by_keys(reviewed: Pages) -> None:
         await tab.page.keyboard.press("5")
         await tab.page.get_by_text("Posted reward 1.0: new").wait_for()
         assert await tab.page.get_by_role("heading", name="old").is_visible()
+
+
+async def test_person_writes_the_right_reply_below_what_was_said(
+    reviewed: Pages, ledger: AsyncEngine, tmp_path: Path
+) -> None:
+    async with chromium() as browser, view(browser, reviewed.address, WIDE) as tab:
+        await tab.open("/review?policy=m")
+        await tab.page.get_by_text("Correct a reply").click()
+        await tab.settled()
+        options = tab.page.get_by_label("Reply of").locator("option")
+        assert await options.all_inner_texts() == ["call 1, default"]
+        written = tab.page.get_by_label("The right reply, in full")
+        # Number keys write, and post nothing, while one writes.
+        await written.fill("It is 5.\nOr 55.")
+        await written.press("5")
+        assert await tab.page.get_by_role("status").count() == 0
+        await tab.page.screenshot(path=tmp_path / "review.png")
+        await tab.page.get_by_role("button", name="1 0", exact=True).click()
+        await tab.page.get_by_text("Posted reward 0.0, a correction: mute").wait_for()
+    query = text(
+        "SELECT f.value, f.correction, f.target_kind FROM feedback f"
+        " JOIN episodes e ON e.id = f.episode_id WHERE e.key = 'mute' ORDER BY f.correction"
+    )
+
+    async def stored() -> bool:
+        async with ledger.connect() as connection:
+            rows = (await connection.execute(query)).all()
+        return rows == [(0.0, "It is 5.\nOr 55.5", "call"), (0.0, None, "episode")]
+
+    await eventually(stored)

@@ -30,6 +30,21 @@ def test_form_states_the_metrics_that_were_chosen(
     assert {one["episode"] for one in stated} == {"e1"}
 
 
+def test_correction_is_stated_of_its_call_with_the_first_value() -> None:
+    given = {
+        "value:reward": "0",
+        "value:verdict": "bad",
+        "call": "c1",
+        "correction": " So\r\nis it. ",
+    }
+    *_, stated = statements_of(given, [REWARD, VERDICT], "e1")
+    assert stated == {"metric": "reward", "value": 0.0, "call": "c1", "correction": "So\nis it."}
+    without = statements_of(given | {"correction": " \r\n"}, [REWARD, VERDICT], "e1")
+    assert ["correction" in one for one in without] == [False, False]
+    with pytest.raises(Refusal):
+        statements_of({"call": "c1", "correction": "So."}, [REWARD], "e1")
+
+
 @pytest.mark.parametrize("value", ["1.5", "nan", "inf", "good", "", "1e999"])
 def test_form_with_no_value_of_the_metric_is_refused(value: str) -> None:
     with pytest.raises(Refusal):

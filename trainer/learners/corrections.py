@@ -1,0 +1,76 @@
+"""Tokenise a person's correction: the one text that Pawl makes token ids of.
+
+The prompt's ids stay the recorded ones. The base model's own chat template renders the recorded
+messages, once as a prompt and once with the correction as the reply. The first must come to exactly
+the recorded ids, and the second must begin with them. So no template, and no setting of one, that
+differs from the server's trains anything (docs/explanation/invariants.md, 4).
+"""
+
+from collections.abc import Container, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+Refusal = Literal["no_messages", "other_template", "special_tokens", "no_end_of_turn"]
+# What apply_chat_template reads beside the template's variables, which a request may not set.
+_OURS: Final = {"tokenize": False, "chat_template": None, "continue_final_message": False}
+
+
+def reply_ids(
+    tokenizer: Any,
+    ends: Container[int],
+    request: bytes | None,
+    prompt_ids: Sequence[int],
+    text: str,
+) -> tuple[int, ...] | Refusal:
+    """Return the token ids of `text` as the reply to a prompt, (S,), or why there are none.
+
+    The last is that of the end of the turn, one of `ends`.
+
+    - `no_messages`: the request is no chat, or is not kept.
+    - `other_template`: the template does not give the recorded ids, or changes the correction.
+    - `special_tokens`: the correction has a token that is no text, such as the end of a turn.
+    - `no_end_of_turn`: the template does not end the reply.
+    """
+    try:
+        body = msgspec.json.decode(request or b"{}")
+        if not (isinstance(body, dict) and body.get("messages")):
+            return "no_messages"
+        before, whole = _rendered(tokenizer, body, text)
+    except Exception:  # A template is a program, of a request that is anybody's.
+        return "other_template"
+    prompt, ids, alone = (
+        tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, whole, text)
+    )
+    added = tokenizer.added_tokens_decoder
+    if any(token in added and added[token].special for token in alone):
+        return "special_tokens"
+    is_said = whole.startswith(before) and text.strip() in whole[len(before) :]
+    if not is_said or prompt != list(prompt_ids) or ids[: len(prompt)] != prompt:
+        return "other_template"
+    reply = ids[len(prompt) :]
+    end = next((place for place, token in enumerate(reply) if token in ends), None)
+    return "no_end_of_turn" if end is None else tuple(reply[: end + 1])
+
+
+def _rendered(tokenizer: Any, body: dict[str, Any], text: str) -> tuple[str, str]:
+    """Return the text of a request's prompt, and the same with a reply."""
+    messages = [_as_vllm_reads(message) for message in body["messages"]]
+    named = {"tools": body.get("tools"), **(body.get("chat_template_kwargs") or {}), **_OURS}
+    render = tokenizer.apply_chat_template
+    reply = {"role": "assistant", "content": text}
+    return (
+        render(messages, **(named | {"add_generation_prompt": True})),
+        render([*messages, reply], **(named | {"add_generation_prompt": False})),
+    )
+
+
+def _as_vllm_reads(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as vLLM gives it to a template: texts joined, arguments parsed."""
+    content = message.get("content")
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        message["content"] = "\n".join(part["text"] for part in content)
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        function["arguments"] = msgspec.json.decode(function.get("arguments") or "{}")
+    return message
