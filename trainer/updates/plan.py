@@ -12,7 +12,7 @@ from store.claims import Claim, Outcome
 from store.records import Record, TransitionRow
 from store.tenants import bare, task_family
 from store.values.grammars import GRAMMAR
-from trainer.batches import Row, training_rows
+from trainer.batches import Row, RowKey, training_rows
 from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.moving import MovingBaselines
@@ -97,6 +97,7 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         baselines=msgspec.convert(claim.baselines or {}, MovingBaselines),
         withheld=dict.fromkeys(left_out.off_policy_episodes, OFF_POLICY),
         kept=recipe.kept,
+        taught=recipe.teacher is not None,
         reward=recipe.reward_rule,
         reward_range=recipe.reward_range,
     )
@@ -120,6 +121,24 @@ def plan_update(claim: Claim, recipe: Recipe, left_out: LeftOut = NOTHING) -> Pl
         if recipe.credit.compares_episodes
         else None,
     )
+
+
+def taught_plan(plan: Plan, teacher: Mapping[RowKey, Sequence[float]]) -> Plan:
+    """Return the plan with the advantages that a teacher gives, and the KL to it as `teacher_kl`.
+
+    `teacher` are its log-probabilities (S,) of each row's sampled tokens. A token's advantage is
+    log teacher − log sampled, whose mean is an estimate of −KL(policy ‖ teacher) in nats a token;
+    what follows a token does not count ("On-Policy Distillation", Thinking Machines, 2025; MiniLLM,
+    arXiv:2306.08543, with all that follows).
+    """
+    rows, every = list[Row](), list[float]()
+    for row in plan.rows:
+        pairs = zip(teacher[row.key], row.sampled_logprobs, strict=True)
+        own = tuple(wanted - sampled for wanted, sampled in pairs)
+        rows.append(msgspec.structs.replace(row, token_advantages=own))
+        every += own
+    metrics = plan.metrics | {"teacher_kl": -fsum(every) / len(every)}
+    return msgspec.structs.replace(plan, rows=tuple(rows), metrics=metrics)
 
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
