@@ -40,7 +40,7 @@ from trainer.updates.claiming import EXPIRE_S, Claiming, claim_rule
 from trainer.updates.plan import Plan
 from trainer.updates.recording import Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
-from trainer.updates.teacher import teacher_of
+from trainer.updates.teacher import Teacher
 from trainer.updates.training import Training
 from trainer.updates.versions import Versions
 
@@ -78,7 +78,8 @@ class Loop:
         self._pacing = Pacing(servers, policy, recipe, publisher.together, known=publisher.known)
         self._claiming = Claiming(engine, self._rule, recipe.model_dump(mode="json"), self._pacing)
         self._versions = Versions(engine, folder, policy)
-        teacher = teacher_of(recipe, learner.vocabulary_probe, settings.teacher_api_key)
+        key, probe = settings.teacher_api_key, learner.vocabulary_probe
+        teacher = recipe.teacher and Teacher(recipe.teacher, probe, key)
         self._training = Training(learner, folder, self._versions, teacher)
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, folder, policy)

@@ -24,7 +24,7 @@ from trainer.publishing.adapters import folders, read_manifest, version_folder
 from trainer.recipes.recipe import Recipe
 from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import looks_like_a_fault
-from trainer.updates.teacher import teacher_of
+from trainer.updates.teacher import Teacher
 from trainer.updates.training import Training
 
 log = structlog.get_logger()
@@ -92,7 +92,7 @@ async def train_episodes(
     misfit = None if start is None else learner.misfit(start)
     if misfit is not None:
         raise AdapterError(f"{start}: {misfit} than {model}: set PAWL_MODEL to that one")
-    teacher = teacher_of(recipe, learner.vocabulary_probe, teacher_key)
+    teacher = recipe.teacher and Teacher(recipe.teacher, learner.vocabulary_probe, teacher_key)
     training = Training(learner, out, _Folders(out, policy, begun), teacher)
     baselines = None if manifest is None else manifest.baselines
     number = first_number(episodes, policy, parent)

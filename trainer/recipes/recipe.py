@@ -370,10 +370,7 @@ class SftOptions(RecipeOptions):
 
 
 class TeacherOptions(RecipeOptions):
-    """Set `[teacher]`: the model that the learner "distill" trains towards.
-
-    vLLM serves it, with the policy's tokenizer (`trainer.updates.teacher`).
-    """
+    """Set `[teacher]`: a model with the policy's tokenizer, which "distill" trains towards."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")] = Field(
         description="Base URL of the teacher's vLLM, with its /v1, as the trainer sees it; without "

@@ -6,6 +6,7 @@ those at temperature one, whatever settings or grammar the policy sampled with.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 from pydantic import SecretStr
@@ -13,19 +14,20 @@ from pydantic import SecretStr
 from trainer.batches import Row, RowKey
 from trainer.errors import TOO_LONG, PublishError, TeacherError, Unusable, UpstreamAway
 from trainer.publishing.model_server import ModelServer
-from trainer.recipes.recipe import Recipe, TeacherOptions
+from trainer.recipes.recipe import TeacherOptions
 
 # Requests that a teacher computes at once.
 AT_ONCE: Final = 8
-# Returns a text that tells tokenizers apart, and its ids by the policy's own.
-Probe = Callable[[], tuple[str, Sequence[int]]]
 
 
 class Teacher(NamedTuple):
-    """Ask the teacher of one policy; its server is sent the `key`, if there is one."""
+    """Ask the teacher of one policy.
+
+    `probe` returns a text that tells tokenizers apart, and its ids by the policy's own.
+    """
 
     options: TeacherOptions
-    probe: Probe
+    probe: Callable[[], tuple[str, Sequence[int]]]
     key: SecretStr | None
 
     async def logprobs(self, rows: Sequence[Row]) -> dict[RowKey, list[float]]:
@@ -44,7 +46,12 @@ class Teacher(NamedTuple):
                 text, ids = self.probe()
                 if await server.token_ids(name, text) != list(ids):
                     raise PublishError("its tokenizer is another than the policy's")
-                _check_lengths(rows, listed[name].get("max_model_len"))
+                # It must sample a token, too.
+                most = listed[name].get("max_model_len") or inf
+                too_long = {row.episode_id: str(row.size) for row in rows if row.size >= most}
+                if too_long:
+                    why = f"some calls are too long for the teacher's context of {most} tokens"
+                    raise Unusable(why, too_long, TOO_LONG)
                 return await self._ask(server, rows)
         except (UpstreamAway, PublishError) as error:
             raise TeacherError(
@@ -73,24 +80,8 @@ class Teacher(NamedTuple):
         }
 
 
-def _check_lengths(rows: Sequence[Row], context: int | None) -> None:
-    # It must sample a token, too.
-    too_long = {row.episode_id: str(row.size) for row in rows if context and row.size >= context}
-    if too_long:
-        why = f"some calls have more tokens than fit into the teacher's context of {context}"
-        raise Unusable(why, too_long, TOO_LONG)
-
-
-def teacher_of(recipe: Recipe, probe: Probe, key: SecretStr | None) -> Teacher | None:
-    """Return the teacher of a recipe's policy, or None if it has none."""
-    return None if recipe.teacher is None else Teacher(recipe.teacher, probe, key)
-
-
 def chains_of_beginnings(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows of which each is a beginning of the first: it alone need be computed.
-
-    Later calls of an episode mostly repeat the earlier ones, reply and all.
-    """
+    """Group rows, such as an episode's calls, that are beginnings of the first of their group."""
     chains: list[list[Row]] = []
     # In this order rows follow those that they are a beginning of.
     for row in sorted(rows, key=lambda row: row.ids.tobytes(), reverse=True):

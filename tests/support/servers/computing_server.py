@@ -31,6 +31,7 @@ class Server:
         self._base_name = base_name
         self._root = str(model)
         self._base: Any = AutoModelForCausalLM.from_pretrained(self._root, dtype=torch.float32)
+        self._words: Any = AutoTokenizer.from_pretrained(self._root)
         self._adapted: Any = None
         self._paths: dict[str, str] = {}
         self._bytes: dict[str, str] = {}
@@ -84,8 +85,9 @@ class Server:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
-        words = AutoTokenizer.from_pretrained(self._root)
-        return web.json_response({"tokens": words(text, add_special_tokens=False)["input_ids"]})
+        return web.json_response(
+            {"tokens": self._words(text, add_special_tokens=False)["input_ids"]}
+        )
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -203,7 +203,10 @@ def test_wrong_name_of_a_key_is_refused_with_the_right_one(kind: str, key: str) 
         (b"= 1", "is not TOML"),
         (b"a = " + b"[" * 5000, "cannot be read: it nests too deep"),
         (b"a = " + b"9" * 5000, "cannot be read: a number has too many digits"),
-        (b"learner = true", "learner: Input should be 'grpo', 'ppo', 'sft' or 'distill'; or leave it out for"),
+        (
+            b"learner = true",
+            "learner: Input should be 'grpo', 'ppo', 'sft' or 'distill'; or leave it out for",
+        ),
     ],
 )
 def test_file_that_is_no_toml_is_refused(tmp_path: Path, text: bytes, says: str) -> None:
