@@ -79,7 +79,7 @@ class Loop:
         self._claiming = Claiming(engine, self._rule, recipe.model_dump(mode="json"), self._pacing)
         self._versions = Versions(engine, folder, policy)
         key, probe = settings.teacher_api_key, learner.vocabulary_probe
-        teacher = recipe.teacher and Teacher(recipe.teacher, probe, key)
+        teacher = Teacher(recipe.teacher, probe, key) if recipe.teacher else None
         self._training = Training(learner, folder, self._versions, teacher)
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, folder, policy)

@@ -92,7 +92,8 @@ async def train_episodes(
     misfit = None if start is None else learner.misfit(start)
     if misfit is not None:
         raise AdapterError(f"{start}: {misfit} than {model}: set PAWL_MODEL to that one")
-    teacher = recipe.teacher and Teacher(recipe.teacher, learner.vocabulary_probe, teacher_key)
+    probe = learner.vocabulary_probe
+    teacher = Teacher(recipe.teacher, probe, teacher_key) if recipe.teacher else None
     training = Training(learner, out, _Folders(out, policy, begun), teacher)
     baselines = None if manifest is None else manifest.baselines
     number = first_number(episodes, policy, parent)

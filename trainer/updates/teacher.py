@@ -37,7 +37,8 @@ class Teacher(NamedTuple):
             TeacherError: it does not answer, or its tokenizer is not the policy's.
             Unusable: some rows are too long for its context.
         """
-        name, key = self.options.model, self.key and self.key.get_secret_value()
+        name = self.options.model
+        key = self.key.get_secret_value() if self.key else None
         try:
             async with ModelServer(self.options.url, key=key) as server:
                 listed = await server.models()
