@@ -50,7 +50,10 @@ def explain_past(past: PastUpdate) -> ExplainedUpdate:
     """
     recipe = _recipe(past)
     plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
-    return ExplainedUpdate(past, recipe, plan, _differences(past, plan))
+    notes = _differences(past, plan)
+    if recipe.teacher is not None:
+        notes.append("a teacher gave each token its advantage, which the ledger does not keep")
+    return ExplainedUpdate(past, recipe, plan, notes)
 
 
 def _recipe(past: PastUpdate) -> Recipe:

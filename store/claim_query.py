@@ -62,6 +62,9 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
     than `max_staleness` versions ago are stale (None: none are): they fill groups with fresh ones,
     and expire after `max_age_s` (`store.claims`).
+
+    With `finished_after_s` no reward is needed: an episode without one counts as a member once it
+    has been silent for so many seconds.
     """
 
     policy: str
@@ -76,6 +79,7 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     fewest: int = 32
     most_groups: int | None = None
     least_reward: float | None = None
+    finished_after_s: float | None = None
 
     @property
     def whole(self) -> int:
@@ -114,6 +118,14 @@ _FAILED = f"""
     WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE}
         AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
         AND last_call_at < now() - make_interval(secs => :failed_after_s)
+"""
+_FINISHED = f"""
+    UNION ALL
+    SELECT episode_id, task, version, last_call_at + make_interval(secs => :finished_after_s),
+        CAST(NULL AS double precision), failed, version >= :oldest
+    FROM episode_policies
+    WHERE policy = :policy AND scored_at IS NULL AND {FREE}
+        AND last_call_at < now() - make_interval(secs => :finished_after_s)
 """
 # Members of each task that the policy's last updates before a given time consumed. OFFSET 0 makes
 # the planner look each update up: it would rather read all that was ever consumed.
@@ -238,6 +250,7 @@ async def _ready_groups(
         (_SCORED, True),
         (_CALL_SCORED, rule.call_rewards_after_s is not None),
         (_FAILED, rule.failed_after_s is not None),
+        (_FINISHED, rule.finished_after_s is not None),
     )
     but = await _not_left(connection, rule.policy, untrusted)
     signal = _SPREAD if rule.needs_spread else _ANY_SIGNAL

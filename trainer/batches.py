@@ -41,6 +41,7 @@ class Row(Record, frozen=True, kw_only=True):
     Shapes: `prompt_ids` (P,), `sampled_ids` and `sampled_logprobs` (S,) in nats, S ≥ 1. `position`
     is the call's index among its episode's calls, `version` the policy version that sampled it,
     and `distribution` what the server made of that policy's logits before it sampled.
+    `token_advantages` (S,) take the place of `advantage`, where each token has its own.
     `r_total` is its return, `advantage` the return against the baseline, `weight` its share of
     the update's loss. The server did not give the log-probabilities of a `recomputed` row: they
     are empty until the version that sampled it has computed them. They stay empty where rows are
@@ -64,6 +65,7 @@ class Row(Record, frozen=True, kw_only=True):
     recomputed: bool = False
     is_correction: bool = False
     masks: tuple[bytes, ...] = ()
+    token_advantages: tuple[float, ...] = ()
 
     @property
     def key(self) -> RowKey:
@@ -125,8 +127,6 @@ def training_rows(credited: Iterable[TransitionCredit], *, imitated: bool = Fals
 
 
 def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
-    assert credit.advantage is not None
-    assert credit.r_total is not None
     call, tokens = credit.call, credit.call.tokens
     return Row(
         episode_id=credit.episode_id,
@@ -136,8 +136,9 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
         sampled_ids=ids_array(tokens.sampled_ids),
         sampled_logprobs=() if imitated else tuple(unpack_logprobs(tokens.sampled_logprobs)),
         distribution=PLAIN if imitated else distribution_of(call.sampling),
-        r_total=credit.r_total,
-        advantage=credit.advantage,
+        # Both are None only where a teacher gives each token its own advantage.
+        r_total=credit.r_total or 0.0,
+        advantage=credit.advantage or 0.0,
         weight=credit.weight,
         version=call.policy_version or 0,
         recomputed=not imitated and not tokens.sampled_logprobs,

@@ -5,6 +5,7 @@ from typing import Any, Final
 from uuid import UUID
 
 OUT_OF_MEMORY: Final = "out_of_memory"
+TOO_LONG: Final = "too_long"
 
 
 class TrainerError(Exception):
@@ -84,6 +85,10 @@ class LearnerError(TrainerError):
 
 class ServerAtFault(LearnerError):
     """Report that a model server, which a self-test found at fault, may have sampled an update."""
+
+
+class TeacherError(LearnerError):
+    """Report that a teacher is away, or is not what the recipe says; it is asked again."""
 
 
 class CompanionFailed(LearnerError):

@@ -204,6 +204,8 @@ def _why_not(episode: Episode, recipe: Recipe, policy: str) -> str | None:
     imitated = IMITABLE if recipe.kept is not None else ()
     if not any(c.policy == policy and (c.trainable or c.reason in imitated) for c in episode.calls):
         return "no_trainable_call"
+    if recipe.teacher is not None:
+        return None
     of_calls = recipe.credit.pays_single_calls and any(
         reward_of(call.feedback, recipe.reward_rule).value is not None for call in episode.calls
     )

@@ -24,7 +24,7 @@ from store.claims import Claim
 from store.errors import ClaimSpoilt
 from store.read.evaluations import Evaluation, evaluations
 from store.versions import PolicyVersion
-from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, Unusable
+from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, TeacherError, Unusable
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_pause
 from trainer.publishing.adapters import version_folder
@@ -40,6 +40,7 @@ from trainer.updates.claiming import EXPIRE_S, Claiming, claim_rule
 from trainer.updates.plan import Plan
 from trainer.updates.recording import Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
+from trainer.updates.teacher import Teacher
 from trainer.updates.training import Training
 from trainer.updates.versions import Versions
 
@@ -77,7 +78,9 @@ class Loop:
         self._pacing = Pacing(servers, policy, recipe, publisher.together, known=publisher.known)
         self._claiming = Claiming(engine, self._rule, recipe.model_dump(mode="json"), self._pacing)
         self._versions = Versions(engine, folder, policy)
-        self._training = Training(learner, folder, self._versions)
+        key, probe = settings.teacher_api_key, learner.vocabulary_probe
+        teacher = Teacher(recipe.teacher, probe, key) if recipe.teacher else None
+        self._training = Training(learner, folder, self._versions, teacher)
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, folder, policy)
         self._cleaning = Cleaning(engine, servers, policy, folder)
@@ -89,7 +92,7 @@ class Loop:
         # The next update, if it was claimed and planned while its parent was published.
         self._ahead: tuple[Claim, Plan] | None = None
         own_folder = version_folder(folder, policy, 0).parent
-        self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe)
+        self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe, teacher)
 
     async def finish_killed(self) -> None:
         """Finish or abandon the update that a killed trainer left."""
@@ -110,8 +113,8 @@ class Loop:
     async def check_server(self) -> None:
         """Test whether the model servers would serve a version as meant.
 
-        Where memory is short, or all adapter slots are taken, training pauses, and the test is done
-        again until it is known.
+        Where memory is short, a teacher cannot be used, or all adapter slots are taken, training
+        pauses, and the test is done again until it is known.
 
         Raises:
             PublishError: one would not; the message says why, and what to do.
@@ -123,8 +126,8 @@ class Loop:
             return
         try:
             await self._self_test.check()
-        except ShortOfMemory as error:
-            self._breaker.doubt(str(error), "out_of_memory")
+        except (ShortOfMemory, TeacherError) as error:
+            self._breaker.doubt(str(error), _pause_reason(error))
             self._log_pause()
         else:
             self._breaker.settle()
@@ -347,6 +350,11 @@ class Loop:
         of_most = isinstance(error, Unusable) and looks_like_a_fault(len(error.episodes), members)
         if error.is_poison and not of_most:
             return
+        if isinstance(error, TeacherError):
+            # Another try would fail as well.
+            self._breaker.doubt(str(error), _pause_reason(error))
+            self._log_pause()
+            return
         why: str | None = str(error)
         if error.doubts_servers:
             self._breaker.note_drift()
@@ -377,4 +385,6 @@ class Loop:
 def _pause_reason(error: LearnerError) -> PauseReason:
     if error.doubts_servers or isinstance(error, ServerAtFault):
         return "server"
+    if isinstance(error, TeacherError):
+        return "teacher"
     return "out_of_memory" if isinstance(error, ShortOfMemory) else "failed"

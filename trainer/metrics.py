@@ -78,6 +78,8 @@ FIGURES: Final[Mapping[str, str]] = {
     "kl_to_base": "KL of the trained policy to its base model on what it was trained on, nats"
     " per token",
     "kl_tokens": "Tokens that kl_to_base was measured on",
+    "teacher_kl": "KL of the policy, as it sampled, to its teacher, nats per token: their mean"
+    " difference of log-probabilities",
     "rows": "Calls in training form",
     "recomputed_rows": "Rows whose sampling log-probabilities were computed again",
     "row_tokens": "Tokens of the rows",

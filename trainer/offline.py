@@ -11,6 +11,7 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 
 import msgspec
 import structlog
+from pydantic import SecretStr
 
 from store.claims import Claim
 from store.records import Episode, Group
@@ -23,6 +24,7 @@ from trainer.publishing.adapters import folders, read_manifest, version_folder
 from trainer.recipes.recipe import Recipe
 from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import looks_like_a_fault
+from trainer.updates.teacher import Teacher
 from trainer.updates.training import Training
 
 log = structlog.get_logger()
@@ -63,6 +65,7 @@ async def train_episodes(
     *,
     start: Path | None = None,
     seed: int = 0,
+    teacher_key: SecretStr | None = None,
     trackers: Trackers,
 ) -> Mapping[str, int]:
     """Train one update after the other; return how many episodes are in none, by reason.
@@ -89,7 +92,9 @@ async def train_episodes(
     misfit = None if start is None else learner.misfit(start)
     if misfit is not None:
         raise AdapterError(f"{start}: {misfit} than {model}: set PAWL_MODEL to that one")
-    training = Training(learner, out, _Folders(out, policy, begun))
+    probe = learner.vocabulary_probe
+    teacher = Teacher(recipe.teacher, probe, teacher_key) if recipe.teacher else None
+    training = Training(learner, out, _Folders(out, policy, begun), teacher)
     baselines = None if manifest is None else manifest.baselines
     number = first_number(episodes, policy, parent)
     for groups in updates:

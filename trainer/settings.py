@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl
+from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, SecretStr
 from pydantic_settings import NoDecode
 
 from store.settings import Listen, PoliciesFile, Settings, StoreSettings
@@ -112,6 +112,9 @@ class TrainerSettings(ServerSettings):
     )
     poll_s: float = Field(
         default=1.0, gt=0, description="pause between checks of the store, in seconds"
+    )
+    teacher_api_key: SecretStr | None = Field(
+        default=None, description="key for the teacher of the learner distill, if its server asks"
     )
     trackers: Names = Field(
         default=(),

@@ -74,7 +74,10 @@ def credit(
             lines, notes = explained.lines, explained.notes
         else:
             refuse_unread()
-            lines, notes = explain_file(str(file), load_recipe(recipe or "default")), ()
+            rules = load_recipe(recipe or "default")
+            if rules.teacher is not None:
+                fail("with this recipe a teacher gives each token its advantage: none is in a file")
+            lines, notes = explain_file(str(file), rules), ()
     except TrainerError as error:
         fail(str(error))
     for note in notes:

@@ -22,7 +22,10 @@ from trainer.settings import TrainerSettings
 from trainer.trackers import Trackers
 
 # What a terminal shows of an update, in this order.
-SHOWN: Final = ("reward_mean", "trained_episodes", "episodes", "loss", "grad_norm", "kl_to_base")
+SHOWN: Final = (
+    *("reward_mean", "trained_episodes", "episodes", "loss", "grad_norm"),
+    *("kl_to_base", "teacher_kl"),
+)
 
 
 def train(
@@ -107,6 +110,7 @@ def train(
                         show,
                         start=start,
                         seed=settings.seed,
+                        teacher_key=settings.teacher_api_key,
                         trackers=trackers,
                     )
                 )

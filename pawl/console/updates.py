@@ -25,7 +25,11 @@ SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
     FAMILIES: {},
     "Entropy, nats a token": {"entropy": "of the policy"},
     "Loss": {"loss": "loss"},
-    "KL, nats a token": {"kl_to_base": "to the base model", "drift_kl": "server to trainer"},
+    "KL, nats a token": {
+        "kl_to_base": "to the base model",
+        "teacher_kl": "to the teacher",
+        "drift_kl": "server to trainer",
+    },
     "Effective sample size": {"effective_sample_size": "share of the tokens"},
     "Clipped": {
         "clip_share": "clipped tokens",

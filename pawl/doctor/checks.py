@@ -98,6 +98,8 @@ PAUSES: Final[Mapping[PauseReason, str]] = {
     "server": "start the model server as docs/howto/operate.md says; the trainer's log has what it"
     " does wrong (self_test)",
     "server_away": "start the model server; the trainer tests it, and goes on by itself",
+    "teacher": "start the teacher, or correct [teacher] in the recipe: the trainer's log says what"
+    " is wrong (training_paused); the trainer tests it, and goes on by itself",
     "no_slot": f"a version gives its slot up within {LONGEST_KEPT_S:g} s, and the trainer goes on"
     " by itself; to wait less, set PAWL_ADAPTER_SLOTS higher and start Pawl again",
 }

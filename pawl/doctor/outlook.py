@@ -71,11 +71,12 @@ def outlook_of(
     has no version yet.
     """
     alike = counts.alike if rule.needs_spread else 0
-    usable = counts.scored - alike
+    needs_rewards = rule.finished_after_s is None
+    usable = counts.scored - alike if needs_rewards else counts.ended
     if usable <= 0 or counts.first_at is None:
         return None
     unused = {
-        NO_REWARD: counts.episodes - counts.scored,
+        NO_REWARD: counts.episodes - counts.scored if needs_rewards else 0,
         ALIKE: alike,
         QUARANTINED: counts.quarantined,
     }
@@ -88,7 +89,7 @@ def outlook_of(
         time=time,
         next_update=missing * time / usable,
         first_seen=(FIRST_SEEN[0] * time / counts.scored, FIRST_SEEN[1] * time / counts.scored)
-        if is_untrained
+        if is_untrained and needs_rewards
         else None,
     )
 

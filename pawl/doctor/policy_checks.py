@@ -48,7 +48,7 @@ def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Find episodes without rewards: all of them, or many of those that are over."""
     counts = policy.counts
     lacks = sum(policy.lacks.values())
-    if not counts.episodes:
+    if not counts.episodes or (policy.recipe and policy.recipe.teacher):
         return None
     if lacks and lacks > MOST_UNTRAINED * (lacks + counts.scored):
         lack = max(policy.lacks, key=lambda one: policy.lacks[one])
@@ -86,7 +86,7 @@ def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
 def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
     """Find rewards that are all equal, or equal within each group, so that nothing is learned."""
     counts, rule = policy.counts, policy.rule
-    if rule is None or counts.most is None or counts.least is None:
+    if rule is None or rule.finished_after_s or counts.most is None or counts.least is None:
         return None
     figures: dict[str, Figure] = {
         "with_reward": counts.scored,

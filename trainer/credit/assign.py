@@ -15,7 +15,7 @@ import msgspec
 from store.records import Episode, Group, Record, TransitionRow
 from store.tenants import task_family
 from store.values.rewards import NO_PARTS, REWARD_ALONE, RewardRule
-from trainer.credit.advantages import Advantage, Comparison, EpisodeReturns, advantages
+from trainer.credit.advantages import UNSCORED, Advantage, Comparison, EpisodeReturns, advantages
 from trainer.credit.air import RewardRange
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import (
@@ -47,7 +47,8 @@ UNTRUSTED: Final = "untrusted"
 class CallCredit(Record, frozen=True, kw_only=True):
     """Hold one call's rewards, advantage and share of the update's loss.
 
-    `r_final`, `r_total` and `advantage` are None if nobody scored the call. `r_total` is r_final
+    `r_final`, `r_total` and `advantage` are None if nobody scored the call; `advantage` also where
+    a teacher gives each token its own. `r_total` is r_final
     plus what AIR counts for. `reason` says why the call is not trained; it is None for calls that
     are. `parts` are what each metric adds to `r_final`, where that is a sum. `comparison` has the
     steps from the return to the advantage.
@@ -101,6 +102,7 @@ def assign_credit(
     baselines: MovingBaselines = NO_MOVING_BASELINES,
     withheld: Mapping[UUID, str] = NONE_WITHHELD,
     kept: SftOptions | None = None,
+    taught: bool = False,
     reward: RewardRule = REWARD_ALONE,
     reward_range: RewardRange = UNIT_RANGE,
     trust: Mapping[str, float] = ALL_TRUSTED,
@@ -114,6 +116,7 @@ def assign_credit(
       counts in the baseline of the others and is not trained.
     - So is an episode in `withheld`, which says why by episode id.
     - An episode that `kept` does not keep is not trained (None: all are kept).
+    - Where calls are `taught`, a teacher gives the advantages, and no reward is needed.
 
     `baselines` are the moving baselines that the last update left. `reward` says what a reward is
     the sum of, and `reward_range` how low and high it may be. `trust` is what the opinions of each
@@ -128,7 +131,9 @@ def assign_credit(
 
     accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
-    credited = credit_accounts(accounts, rule, baselines, kept, reward_range, trust)
+    # Where a teacher gives the advantages, no opinion counts.
+    trust = ALL_TRUSTED if taught else trust
+    credited = credit_accounts(accounts, rule, baselines, kept, reward_range, trust, taught=taught)
     flat = [pair for group in accounted for pair in group]
     new = [
         (episode, credit, mean)
@@ -192,10 +197,13 @@ def credit_accounts(
     kept: SftOptions | None = None,
     reward_range: RewardRange = UNIT_RANGE,
     trust: Mapping[str, float] = ALL_TRUSTED,
+    *,
+    taught: bool = False,
 ) -> CreditedAccounts:
     """Return the advantage and weight of every call, ordered by group, episode and call.
 
-    Of each group only the episodes are trained that `kept` keeps (None: all).
+    Of each group only the episodes are trained that `kept` keeps (None: all). `taught` calls need
+    no reward, and have no advantage here.
     """
     scale = claim_scale([account for group in groups for account in group], rule, reward_range)
     episodes = [
@@ -208,8 +216,13 @@ def credit_accounts(
     if kept is not None:
         episodes = with_best_kept(episodes, kept)
     by_episode, after = advantages(episodes, rule, baselines, reward_range)
+    if taught:
+        by_episode = [[UNSCORED] * len(own) for own in by_episode]
     reasons = [
-        [_reason(episode, position, advantage, trust) for position, advantage in enumerate(own)]
+        [
+            _reason(episode, place, advantage, trust, taught=taught)
+            for place, advantage in enumerate(own)
+        ]
         for episode, own in zip(episodes, by_episode, strict=True)
     ]
     sampled = [
@@ -250,13 +263,18 @@ def _call_credit(
 
 
 def _reason(
-    episode: EpisodeReturns, position: int, advantage: Advantage, trust: Mapping[str, float]
+    episode: EpisodeReturns,
+    position: int,
+    advantage: Advantage,
+    trust: Mapping[str, float],
+    *,
+    taught: bool,
 ) -> str | None:
     """Return why a call is not trained, or None; reasons of the whole episode come first."""
     account, call = episode.account, episode.returns[position]
     if account.excluded is not None or account.earlier:
         return account.excluded or "earlier"
-    if call.r_final is None:
+    if call.r_final is None and not taught:
         return "failed" if account.failed else call.lacks or "unscored"
     no_weight = UNTRUSTED if trust.get(call.source or "", 1.0) == 0.0 else None
     if no_weight or advantage.reason:

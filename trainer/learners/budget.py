@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from trainer.batches import Row, RowKey, Way, computed_tokens, plan_micro_batches
-from trainer.errors import CompanionFailed, ShortOfMemory, Unusable
+from trainer.errors import TOO_LONG, CompanionFailed, ShortOfMemory, Unusable
 from trainer.learners.processes import NO_MEMORY, Processes
 
 log = structlog.get_logger()
@@ -30,7 +30,6 @@ LONGEST_WAIT: Final = 64
 NO_CPU_MEMORY: Final = "can't allocate memory"
 # What CUDA says, outside torch's allocator: an `AcceleratorError`, which is no `OutOfMemoryError`.
 NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
-TOO_LONG: Final = "too_long"
 REMEDY: Final = (
     "lower batch.micro_batch_tokens, leave batch.gradient_checkpointing at auto, or give the model"
     " server less (--gpu-memory-utilization)"

@@ -76,6 +76,7 @@ class _LeadingLearner:
         self.why_unreplayable = learner.why_unreplayable
         self.reply_ids = learner.reply_ids
         self.probe_rows = learner.probe_rows
+        self.vocabulary_probe = learner.vocabulary_probe
         self.policy_logprobs = learner.policy_logprobs
         self.restore = partial(self._everywhere, learner.restore)
         self.update = partial(self._everywhere, learner.update)

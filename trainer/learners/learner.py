@@ -47,6 +47,7 @@ from trainer.learners.self_test import (
     nudge,
     probe_rows,
     rehearsal_rows,
+    vocabulary_probe,
 )
 from trainer.learners.steps import (
     Step,
@@ -76,7 +77,13 @@ IN_BETWEEN = "trained on, and not saved as a version"
 # Tokens of the longest row that is rehearsed: half a minute's work for 8B parameters on an H100.
 LONGEST_TRIED: Final = 65_536
 # What makes the TRL trainer of each learner, by the recipe's `learner`.
-TRAINERS: Final = {"grpo": make_trainer, "ppo": make_ppo_trainer, "sft": make_sft_trainer}
+TRAINERS: Final = {
+    "grpo": make_trainer,
+    "ppo": make_ppo_trainer,
+    "sft": make_sft_trainer,
+    # A policy gradient too, with a teacher's advantages.
+    "distill": make_trainer,
+}
 # TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
 FIGURES: Final = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
@@ -119,6 +126,7 @@ class Learner:
         self._tokenizer = self._base.tokenizer
         self.processes = self._base.processes
         self.probe_rows = partial(probe_rows, self._tokenizer)
+        self.vocabulary_probe = partial(vocabulary_probe, self._tokenizer)
         self.misfit = self._base.misfit
         self.why_unreplayable = self._base.why_unreplayable
         self.reply_ids = self._base.reply_ids

@@ -70,6 +70,9 @@ class LearnerProtocol(Protocol):
     def probe_rows(self) -> list[Row]:
         """Return rows to probe a version with, the same for every version."""
 
+    def vocabulary_probe(self) -> tuple[str, Sequence[int]]:
+        """Return a text that tells tokenizers apart, and the ids that the model's own gives it."""
+
     def rehearse(self) -> None:
         """Train a new adapter on made-up rows; the learner must be restored before it trains.
 

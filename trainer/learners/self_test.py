@@ -33,6 +33,8 @@ PROBE_TEXTS: Final = (
     " library is open from ten to six on weekdays, and from ten to two on Saturdays.",
 )
 PROBE_LENGTH: Final = 32
+# Words, plain or added, that tokenizers are compared by.
+PROBED_WORDS: Final = 256
 
 
 def probe_rows(tokenizer: Any) -> list[Row]:
@@ -48,6 +50,18 @@ def probe_rows(tokenizer: Any) -> list[Row]:
         ids = (ids * PROBE_LENGTH)[:PROBE_LENGTH]
         rows.append(bare_row(number, ids[: PROBE_LENGTH // 2], ids[PROBE_LENGTH // 2 :]))
     return rows
+
+
+def vocabulary_probe(tokenizer: Any) -> tuple[str, list[int]]:
+    """Return a text of words from all over the vocabulary, and its ids.
+
+    Another tokenizer gives it other ids. Added tokens are among the words: in these the
+    tokenizers of one family differ.
+    """
+    kinds = (range(len(tokenizer)), sorted(tokenizer.get_added_vocab().values()))
+    words = [one for ids in kinds for one in ids[:: max(1, len(ids) // PROBED_WORDS)]]
+    text = " ".join(tokenizer.decode([word]) for word in words)
+    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def nudge(model: Any, rows: Sequence[Row], effect: float, seed: int) -> None:

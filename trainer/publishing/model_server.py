@@ -65,11 +65,15 @@ class ModelServer:
     the adapter, and `PublishError` where it refuses, or does not report what was asked for.
     """
 
-    def __init__(self, base_url: str, files: AdapterFiles | None = None) -> None:
+    def __init__(
+        self, base_url: str, files: AdapterFiles | None = None, *, key: str | None = None
+    ) -> None:
         """Store the base URL, with its `/v1`; `async with` opens the connection pool.
 
-        `files` are how versions get to machines that do not share the trainer's folder.
+        `files` are how versions get to machines that do not share the trainer's folder. `key` is
+        sent with each request, if there is one.
         """
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._base_url = base_url.rstrip("/")
         self.files = files or AdapterFiles()
         # What logs, metrics and messages call the server.
@@ -77,7 +81,9 @@ class ModelServer:
 
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=3.0))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(keepalive_timeout=3.0), headers=self._headers
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,6 +115,16 @@ class ModelServer:
         root = self._base_url.removesuffix("/v1")
         status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
         return body if status == 200 and isinstance(body, str) else ""
+
+    async def token_ids(self, model: str, text: str) -> list[int]:
+        """Return the ids that a model's tokenizer gives a text, with no special tokens added."""
+        root = self._base_url.removesuffix("/v1")
+        asked = {"model": model, "prompt": text, "add_special_tokens": False}
+        status, body = await self._ask("POST", f"{root}/tokenize", asked, LIST_S)
+        try:
+            return list(map(int, body["tokens"]))
+        except _NOT_REPORTED as error:
+            raise PublishError(f"no token ids at {root}/tokenize: {status} {body}") from error
 
     async def token_texts(self, model: str, ids: Sequence[int]) -> list[str] | None:
         """Return the text of each token id of a model, or None if the server does not tell.

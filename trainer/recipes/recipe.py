@@ -369,6 +369,21 @@ class SftOptions(RecipeOptions):
     epochs: Epochs = 1
 
 
+class TeacherOptions(RecipeOptions):
+    """Set `[teacher]`: a model with the policy's tokenizer, which "distill" trains towards."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")] = Field(
+        description="Base URL of the teacher's vLLM, with its /v1, as the trainer sees it; without "
+        "a login: a key belongs into PAWL_TEACHER_API_KEY, which is recorded nowhere."
+    )
+    model: Text = Field(description="Name that this server has for the teacher.")
+    finished_after_s: Seconds = Field(
+        default=60.0,
+        description="An episode without a reward is finished this long after its last call, and "
+        "may be trained; one with a reward at once. Calls that come later are not trained.",
+    )
+
+
 class LoraOptions(RecipeOptions):
     """Set `[lora]`: the adapter's shape."""
 
@@ -552,9 +567,10 @@ class EvaluationOptions(RecipeOptions):
 class Recipe(RecipeOptions):
     """Hold a complete recipe; keys that a file leaves out have their defaults."""
 
-    learner: Literal["grpo", "ppo", "sft"] = Field(
+    learner: Literal["grpo", "ppo", "sft", "distill"] = Field(
         default="grpo",
-        description="Learning algorithm: GRPO, PPO with a critic, or SFT on successful episodes.",
+        description="Learning algorithm: GRPO, PPO with a critic, SFT on successful episodes, or "
+        "on-policy distillation from a teacher, which needs no rewards.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="float32",
@@ -576,6 +592,7 @@ class Recipe(RecipeOptions):
     kl: KlOptions = KlOptions()
     ppo: PpoOptions = PpoOptions()
     sft: SftOptions = SftOptions()
+    teacher: TeacherOptions | None = None
     lora: LoraOptions = LoraOptions()
     publish: PublishOptions = PublishOptions()
     evaluation: EvaluationOptions | None = None
@@ -621,18 +638,32 @@ class Recipe(RecipeOptions):
         return self
 
     @model_validator(mode="after")
-    def _sft_compares_nothing(self) -> "Recipe":
-        """Refuse for SFT what it would leave without effect, or would lose episodes by."""
-        if self.learner != "sft":
+    def _others_compare_nothing(self) -> "Recipe":
+        """Refuse for SFT and distillation what would have no effect, or would lose episodes."""
+        if self.learner not in ("sft", "distill"):
             return self
         credit = self.credit
         if credit.compares_episodes or credit.normalisation != "none":
             raise ValueError(
-                'learner "sft" compares episodes with none: set credit.baseline = "none" and '
-                'credit.normalisation = "none"'
+                f'learner "{self.learner}" compares episodes with none: set credit.baseline ='
+                ' "none" and credit.normalisation = "none"'
             )
         if self.kl.coefficient and self.kl.place == "reward":
-            raise ValueError('learner "sft" has no reward in its loss: set kl.place = "loss"')
+            raise ValueError(
+                f'learner "{self.learner}" has no reward in its loss: set kl.place = "loss"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_fits_the_learner(self) -> "Recipe":
+        """Refuse distillation without a teacher or by groups, and a teacher that nobody asks."""
+        if (self.learner == "distill") != (self.teacher is not None):
+            raise ValueError(
+                'teacher: learner "distill" needs a section [teacher], with url and model, and no'
+                " other learner has a use for one"
+            )
+        if self.teacher is not None and self.claim.group_size != 1:
+            raise ValueError('learner "distill" compares nothing: set claim.group_size = 1')
         return self
 
     @model_validator(mode="after")

@@ -33,21 +33,25 @@ EXPIRE_S: Final = 60.0
 
 def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
     """Return the store's claim rule for a recipe and a policy."""
-    rule, credit = recipe.claim, recipe.credit
+    rule, credit, teacher = recipe.claim, recipe.credit, recipe.teacher
     # The store compares no rewards of single calls.
     compares = not credit.pays_single_calls
+    # Where no reward is needed, silence alone ends an episode.
+    fails = teacher is None and recipe.failed_reward is not None
+    waits_for_calls = teacher is None and credit.pays_single_calls
     return ClaimRule(
         policy=policy,
         group_size=rule.group_size,
         groups=rule.groups,
         max_age_s=rule.max_age_s,
         max_staleness=rule.max_staleness,
-        failed_after_s=None if recipe.failed_reward is None else FAILED_AFTER_S,
-        call_rewards_after_s=rule.call_rewards_after_s if credit.pays_single_calls else None,
+        failed_after_s=FAILED_AFTER_S if fails else None,
+        call_rewards_after_s=rule.call_rewards_after_s if waits_for_calls else None,
         needs_spread=credit.compares_episodes and compares,
         failed_reward=recipe.failed_reward,
         most_groups=PACED * rule.groups,
         least_reward=recipe.kept.min_reward if recipe.kept is not None and compares else None,
+        finished_after_s=None if teacher is None else teacher.finished_after_s,
     )
 
 

@@ -13,7 +13,7 @@ from store.claims import Claim, Outcome
 from store.records import Record, TransitionRow
 from store.tenants import bare, task_family
 from store.values.grammars import GRAMMAR
-from trainer.batches import Row, correction_rows, training_rows
+from trainer.batches import Row, RowKey, correction_rows, training_rows
 from trainer.credit.advantages import AIR_SPREAD
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.corrections import correction_of, corrections_of
@@ -109,6 +109,7 @@ def plan_update(
         baselines=msgspec.convert(claim.baselines or {}, MovingBaselines),
         withheld=dict.fromkeys(left_out.off_policy_episodes, OFF_POLICY),
         kept=recipe.kept,
+        taught=recipe.teacher is not None,
         reward=recipe.reward_rule,
         reward_range=recipe.reward_range,
         trust=claim.trust,
@@ -143,6 +144,27 @@ def plan_update(
     )
 
 
+def taught_plan(plan: Plan, teacher: Mapping[RowKey, Sequence[float]]) -> Plan:
+    """Return the plan with the advantages that a teacher gives, and the KL to it as `teacher_kl`.
+
+    `teacher` are its log-probabilities (S,) of each row's sampled tokens. A token's advantage is
+    log teacher − log sampled, whose mean is an estimate of −KL(policy ‖ teacher) in nats a token;
+    what follows a token does not count ("On-Policy Distillation", Thinking Machines, 2025; MiniLLM,
+    arXiv:2306.08543, with all that follows).
+    """
+    rows, every = list[Row](), list[float]()
+    for row in plan.rows:
+        if row.is_correction:
+            rows.append(row)
+            continue
+        pairs = zip(teacher[row.key], row.sampled_logprobs, strict=True)
+        own = tuple(wanted - sampled for wanted, sampled in pairs)
+        rows.append(msgspec.structs.replace(row, token_advantages=own))
+        every += own
+    metrics = plan.metrics | {"teacher_kl": -fsum(every) / len(every)}
+    return msgspec.structs.replace(plan, rows=tuple(rows), metrics=metrics)
+
+
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
     trained = {one.episode_id for one in credited if one.reason is None or one.correction}
     # The reason of a trainable call explains why its episode is not trained; that of a call
@@ -167,9 +189,9 @@ def _signal_episodes(
 ) -> float:
     """Return how many episodes are trained; of imitation, those of the groups with one.
 
-    One whose final reward is just its baseline counts for what AIR weighs without any spread: else
-    what is left once a policy has learned its tasks would move it by whole steps. One with a
-    correction counts whole.
+    One whose final reward is just its baseline counts for what AIR weighs without any spread, and
+    one of a group that earned the same for its advantage: else what is left once a policy has
+    learned its tasks would move it by whole steps. One with a correction counts whole.
     """
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
     if recipe.kept is not None and recipe.claim.group_size > 1:
@@ -178,15 +200,28 @@ def _signal_episodes(
     if not recipe.credit.compares_episodes:
         return len(trained)
     signal = dict.fromkeys(trained, 0.0)
+    alike = _alike(claim, credited)
     of_air = min(1.0, recipe.credit.air_lambda / AIR_SPREAD)
     for credit in credited.transitions:
         compared = credit.comparison
         if credit.episode_id in trained and compared is not None:
             own = 1.0 if compared.final != 0.0 else of_air * compared.air_weight
+            if credit.episode_id in alike:
+                own = min(1.0, abs(compared.value))
             signal[credit.episode_id] = max(signal[credit.episode_id], own)
         if credit.correction:
             signal[credit.episode_id] = 1.0
     return fsum(signal.values())
+
+
+def _alike(claim: Claim, credited: Credited) -> set[UUID]:
+    """Return the episodes of groups of several that earned the same."""
+    alike: set[UUID] = set()
+    for group in claim.groups:
+        rewards = {credited.returns[one.id].r_final for one in group.episodes}
+        if group.task and len(rewards) == 1 and len(group.episodes) > 1:
+            alike |= {one.id for one in group.episodes}
+    return alike
 
 
 def _metrics(

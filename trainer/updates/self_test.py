@@ -17,12 +17,20 @@ import structlog
 
 from store.values.sampling import Distribution
 from trainer.batches import Row, bare_row
-from trainer.errors import LearnerError, NotFetched, PublishError, ShortOfMemory, UpstreamAway
+from trainer.errors import (
+    LearnerError,
+    NotFetched,
+    PublishError,
+    ShortOfMemory,
+    TeacherError,
+    UpstreamAway,
+)
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing.adapters import MANIFEST, write_hashes, written_sha256
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import Compared, why_misfit
 from trainer.recipes.recipe import Recipe
+from trainer.updates.teacher import Teacher
 from trainer.updates.training import in_thread
 
 log = structlog.get_logger()
@@ -47,8 +55,10 @@ class ServerSelfTest:
         servers: Replicas,
         policy: str,
         recipe: Recipe,
+        teacher: Teacher | None = None,
     ) -> None:
         """Store what is tested; `folder` is that of the policy's versions."""
+        self._teacher = teacher
         self._learner = learner
         self._folder = folder.resolve() / TRIAL
         self._servers = servers
@@ -79,10 +89,11 @@ class ServerSelfTest:
         Raises:
             PublishError: a version would not be served as meant, as long as nobody changes that.
             ShortOfMemory: there is too little memory at the moment to find out.
+            TeacherError: the teacher cannot be used at the moment.
         """
         try:
             why = await self._result()
-        except ShortOfMemory:
+        except (ShortOfMemory, TeacherError):
             raise
         except LearnerError as error:
             why = str(error)
@@ -91,6 +102,8 @@ class ServerSelfTest:
 
     async def _result(self) -> str | None:
         # Before anything is computed for nobody.
+        if self._teacher is not None:
+            await self._teacher.logprobs(self._learner.probe_rows())
         servers = tuple(await self._servers.ask(ModelServer.models))
         try:
             rows = await in_thread(self._learner, self._write)

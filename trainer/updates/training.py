@@ -36,9 +36,11 @@ from trainer.updates.plan import (
     rows_to_compute,
     shares_by_episode,
     smallest_in,
+    taught_plan,
     too_far,
     versions_to_ask,
 )
+from trainer.updates.teacher import Teacher
 
 log = structlog.get_logger()
 
@@ -82,9 +84,14 @@ class Training:
     """Run the steps of an update that need the learner, one at a time, each in a thread."""
 
     def __init__(
-        self, learner: LearnerProtocol, adapter_dir: Path, versions: VersionFolders
+        self,
+        learner: LearnerProtocol,
+        adapter_dir: Path,
+        versions: VersionFolders,
+        teacher: Teacher | None = None,
     ) -> None:
-        """Store the learner, the folder that versions are written into, and where each is."""
+        """Store the learner, the folder of all versions, where each is, and the teacher, if any."""
+        self._teacher = teacher
         self._learner = learner
         self._adapter_dir = adapter_dir
         self._versions = versions
@@ -93,7 +100,8 @@ class Training:
         """Plan a claim's update, without the episodes that its parent version is too far from.
 
         Its rows have all their log-probabilities: the versions that sampled them compute those that
-        the server did not give. `doubt` is called where a server may be at fault.
+        the server did not give. A teacher gives its own, if there is one. `doubt` is called where a
+        server may be at fault.
 
         Raises:
             LearnerError: some rows cannot be computed with, or most were sampled by a server that
@@ -121,11 +129,15 @@ class Training:
             left_out = msgspec.structs.replace(left_out, off_policy_episodes=distant)
             plan = plan_update(claim, recipe, left_out, replies)
         logprobs = {row.key: row.sampled_logprobs for row in rows}
-        return msgspec.structs.replace(
+        plan = msgspec.structs.replace(
             plan,
             rows=tuple(with_logprobs(plan.rows, logprobs)),
             metrics=plan.metrics | smallest_in(shares),
         )
+        sampled = [row for row in plan.rows if not row.is_correction]
+        if self._teacher is None or not sampled:
+            return plan
+        return taught_plan(plan, await self._teacher.logprobs(sampled))
 
     async def _corrections(
         self, claim: Claim, recipe: Recipe

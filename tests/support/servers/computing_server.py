@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 from aiohttp import web
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # By this name a proxy knows a server that gives token ids.
 ENGINE: Final = "vllm"
@@ -31,6 +31,7 @@ class Server:
         self._base_name = base_name
         self._root = str(model)
         self._base: Any = AutoModelForCausalLM.from_pretrained(self._root, dtype=torch.float32)
+        self._words: Any = AutoTokenizer.from_pretrained(self._root)
         self._adapted: Any = None
         self._paths: dict[str, str] = {}
         self._bytes: dict[str, str] = {}
@@ -44,6 +45,7 @@ class Server:
         app.router.add_post("/v1/load_lora_adapter", self._load)
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/tokenize", self._tokenize)
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -80,6 +82,12 @@ class Server:
     async def _unload(self, request: web.Request) -> web.Response:
         self._paths.pop((await request.json())["lora_name"], None)
         return web.Response(text="Success")
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        text = (await request.json())["prompt"]
+        return web.json_response(
+            {"tokens": self._words(text, add_special_tokens=False)["input_ids"]}
+        )
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()

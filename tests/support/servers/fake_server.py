@@ -44,11 +44,17 @@ class FakeModelServer:
         self.asked = 0
         # The text of each token id that it knows; none: it has no tokenizer.
         self.texts: dict[int, str] = {}
+        # The key that it asks for, and how many tokens it says that it takes.
+        self.key: str | None = None
+        self.context: int | None = None
         # How it answers chat completions; None: not at all.
         self.chats: Handler | None = None
 
-    async def models(self, _: web.Request) -> web.Response:
-        listed = [{"id": "m", "root": "/base", "parent": None, "owned_by": "vllm"}]
+    async def models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        base = {"id": "m", "root": "/base", "parent": None, "owned_by": "vllm"}
+        listed: list[dict[str, Any]] = [base | {"max_model_len": self.context}]
         listed += [{"id": name, "root": path, "parent": "m"} for name, path in self.loaded.items()]
         return web.json_response({"data": listed})
 

@@ -9,6 +9,7 @@ from typing import Any, Final, get_args
 
 import pytest
 from prometheus_client import REGISTRY
+from pydantic import SecretStr
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -125,6 +126,9 @@ class FakeLearner:
     def probe_rows(self) -> list[Row]:
         return [bare_row(0, [1, 2, 3], [4, 5])]
 
+    def vocabulary_probe(self) -> tuple[str, list[int]]:
+        return "words", [7]
+
     def rehearse(self) -> None:
         if self.fails:
             raise self.fails
@@ -161,6 +165,7 @@ class Bench:
         self.folder = folder
         self.recipe = RECIPE
         self.slots: int | None = None
+        self.teacher_key: SecretStr | None = None
         self.learner: Any = FakeLearner(server, folder)
         server.logprobs["m"] = OWN
 
@@ -201,7 +206,7 @@ class Bench:
 
     def loop(self, servers: Replicas) -> Loop:
         publisher = Publisher(self.engine, servers, "m", self.recipe)
-        settings = TrainerSettings(adapter_dir=self.folder)
+        settings = TrainerSettings(adapter_dir=self.folder, teacher_api_key=self.teacher_key)
         return Loop(settings, self.recipe, self.engine, publisher, self.learner, "m")
 
     @asynccontextmanager

@@ -113,6 +113,15 @@ EVALUATED = {
     "evaluation.command": '"a"',
     "evaluation.answer": '"f"',
 }
+# The same beside a key of its teacher.
+TAUGHT = {
+    "learner": '"distill"',
+    "claim.group_size": "1",
+    "credit.baseline": '"none"',
+    "credit.normalisation": '"none"',
+    "teacher.url": '"http://h/v1"',
+    "teacher.model": '"big"',
+}
 INSTEAD = {"evaluation.python": "evaluation.command", "evaluation.judge": "evaluation.answer"}
 
 
@@ -137,6 +146,8 @@ def text_of(file: File, key: str, value: str) -> str:
     if key.startswith("evaluation."):
         values |= EVALUATED
         values.pop(INSTEAD.get(key, ""), None)
+    if key.startswith("teacher."):
+        values |= TAUGHT
     if key == "field":
         del values["pattern"]
     values[key] = value
@@ -192,7 +203,10 @@ def test_wrong_name_of_a_key_is_refused_with_the_right_one(kind: str, key: str) 
         (b"= 1", "is not TOML"),
         (b"a = " + b"[" * 5000, "cannot be read: it nests too deep"),
         (b"a = " + b"9" * 5000, "cannot be read: a number has too many digits"),
-        (b"learner = true", "learner: Input should be 'grpo', 'ppo' or 'sft'; or leave it out for"),
+        (
+            b"learner = true",
+            "learner: Input should be 'grpo', 'ppo', 'sft' or 'distill'; or leave it out for",
+        ),
     ],
 )
 def test_file_that_is_no_toml_is_refused(tmp_path: Path, text: bytes, says: str) -> None:

@@ -27,6 +27,7 @@ from trainer.updates.plan import (
     rows_to_compute,
     shares_by_episode,
     smallest_in,
+    taught_plan,
     too_far,
     versions_to_ask,
 )
@@ -126,10 +127,11 @@ OF_ONE = {"group_size": 1, "groups": 8}
     ("groups", "tables", "share"),
     [
         pytest.param(
-            [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 0.5)],
+            # Of the family's six rewards four are 1: 1/3 above the mean, by a spread of √(2/9).
+            [rewarded(1.0, 0.0), rewarded(1.0, 1.0), rewarded(0.0, 1.0)],
             {"claim": {"groups": 1}},
-            (4 / 8) ** 0.5,
-            id="groups without spread give no signal",
+            ((4 + 2 * (1 / 3) / (2 / 9) ** 0.5) / 8) ** 0.5,
+            id="a group that earned the same counts for its advantage over its family",
         ),
         pytest.param(
             [rewarded(1.0, 0.0), rewarded(1.0, 0.5), rewarded(0.0, 0.5)],
@@ -138,10 +140,10 @@ OF_ONE = {"group_size": 1, "groups": 8}
             id="no more than a whole step",
         ),
         pytest.param(
-            # λ 0.2 against a spread of 0.5, and by half of that where the reward is half a success.
-            [(with_tool(r, "ok"), with_tool(r, "malformed")) for r in (0.0, 0.5) for _ in range(4)],
+            # λ 0.2 against a spread of 0.5, and half of that as the reward is half a success.
+            [(with_tool(0.5, "ok"), with_tool(0.5, "malformed")) for _ in range(8)],
             {"claim": {"groups": 8, "group_size": 2}},
-            0.3**0.5,
+            0.2**0.5,
             id="groups whose tools alone differ count for what AIR weighs",
         ),
         pytest.param(
@@ -198,6 +200,49 @@ def test_an_update_that_imitates_waits_for_successes_and_not_for_spread() -> Non
     # What single calls were given is not known in the store.
     credit = IMITATES["credit"] | {"assignment": "call"}  # type: ignore[operator]
     assert claim_rule(recipe(learner="sft", credit=credit), "m").least_reward is None
+
+
+# A teacher
+
+TAUGHT = {
+    "learner": "distill",
+    "claim": {"group_size": 1, "groups": 4},
+    "credit": {"baseline": "none", "normalisation": "none"},
+    "teacher": {"url": "http://h/v1", "model": "big", "finished_after_s": 5.0},
+}
+
+
+def test_taught_episodes_need_no_reward() -> None:
+    stale = of_calls(1.0, transition(policy_version=1))
+    greedy = of_calls(None, transition(trainable=False, reason="greedy"))
+    fresh = [of_calls(reward, transition(policy_version=4)) for reward in (None, 0.25, 1.0)]
+    claim = claimed((*fresh, stale, greedy), oldest_version=3, parent_version=4)
+    found = plan_update(claim, recipe(**TAUGHT))
+    reasons = [one.reason for one in found.outcomes]
+    assert reasons == [None, None, None, "stale", "no_trainable_call"]
+    assert [row.weight for row in found.rows] == pytest.approx([1 / 3] * 3)
+    # The rewards that there are: to be watched, and for nothing else.
+    assert found.metrics["reward_mean"] == pytest.approx(2.25 / 3)
+    assert [one.advantage for one in found.credited] == [None] * 5
+    assert found.step_share == pytest.approx((3 / 4) ** 0.5)
+
+
+def test_advantage_of_a_token_is_what_the_teacher_gives_it_above_what_the_policy_gave() -> None:
+    calls = [transition(tokens=tokens([1, 2], [3, 4], -1.0)), transition()]
+    plan = plan_update(claimed((of_calls(None, *calls),)), recipe(**TAUGHT))
+    first, second = plan.rows
+    found = taught_plan(plan, {first.key: [-3.0, -0.5], second.key: [-1.0, -2.5]})
+    assert [row.token_advantages for row in found.rows] == [(-2.0, 0.5), (0.0, -1.5)]
+    # KL(policy ‖ teacher): the mean over the four tokens of log policy − log teacher.
+    assert found.metrics["teacher_kl"] == pytest.approx((2.0 - 0.5 + 0.0 + 1.5) / 4)
+
+
+def test_a_taught_update_waits_for_silence_alone() -> None:
+    credit = TAUGHT["credit"] | {"assignment": "call"}  # type: ignore[operator]
+    rule = claim_rule(recipe(**TAUGHT | {"credit": credit}), "m")
+    assert (rule.finished_after_s, rule.group_size) == (5.0, 1)
+    assert (rule.failed_after_s, rule.call_rewards_after_s) == (None, None)
+    assert claim_rule(DEFAULT, "m").finished_after_s is None
 
 
 # Imitation

@@ -18,6 +18,11 @@ EXAMPLES = [
 ]
 SUM = '[reward.right]\nrange = [0, 2]\n[reward."cost in €"]\nweight = -0.5\nrange = [0, 4]\n'
 EVALUATED = "[publish]\nmode = 'evaluated'\n[evaluation]\n"
+TEACHER = "[teacher]\nurl = 'http://h:1/v1'\nmodel = 'big'\n"
+DISTILL = (
+    "learner = 'distill'\n[claim]\ngroup_size = 1\n"
+    f"[credit]\nbaseline = 'none'\nnormalisation = 'none'\n{TEACHER}"
+)
 SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 
 
@@ -100,6 +105,14 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
         (f"{SFT}\n[kl]\ncoefficient = 0.1\nplace = 'reward'", 'set kl.place = "loss"'),
         (f"{SFT}\n[sft]\nmost_per_task = 0", "sft.most_per_task"),
         (f"{SFT}\n[sft]\nmin_reward = inf", "sft.min_reward"),
+        (DISTILL.replace(TEACHER, ""), r"needs a section \[teacher\], with url and model"),
+        (TEACHER, r"teacher: .* no other learner has a use for one"),
+        (DISTILL.replace("group_size = 1", ""), "set claim.group_size = 1"),
+        (DISTILL.replace("baseline = 'none'", ""), 'set credit.baseline = "none" and'),
+        (f"{DISTILL}[kl]\ncoefficient = 0.1\nplace = 'reward'", 'set kl.place = "loss"'),
+        (DISTILL.replace("http:", "ftp:"), "teacher.url"),
+        (DISTILL.replace("h:1", "me:secret@h:1"), "teacher.url"),
+        (DISTILL.replace("model = 'big'", ""), "teacher.model"),
         ("[off_policy]\nratio_cap = inf", "off_policy.ratio_cap"),
         ("[kl]\nplace = 'prompt'", "kl.place"),
         ("[gate]\nmode = 'gated'", r"moved to \[publish\]: .*base_share is control_share"),

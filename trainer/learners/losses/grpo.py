@@ -129,14 +129,18 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
 def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
     """Return the tensors that TRL's `_compute_loss` reads, of shapes (B, P) and (B, T).
 
-    `advantages[b, t]` = advantage · weight / T_b, so that a row's share of the loss is its
-    weight whatever its length. `num_items_in_batch` is 1 for each process, because weights
-    sum to one already.
+    `advantages[b, t]` = advantage · weight / T_b, with the row's advantage or the token's, so that
+    a row's share of the loss is its weight whatever its length. `num_items_in_batch` is 1 for each
+    process, because weights sum to one already.
     """
     lengths = [len(row.sampled_ids) for row in rows]
     completion_ids = pad_rows(_flat([row.sampled_ids for row in rows], torch.long), lengths)
     mask = pad_rows(torch.ones(sum(lengths)), lengths)
-    each = torch.tensor([row.advantage * row.weight / len(row.sampled_ids) for row in rows])
+    each = [
+        advantage * row.weight / len(row.sampled_ids)
+        for row in rows
+        for advantage in row.token_advantages or [row.advantage] * len(row.sampled_ids)
+    ]
     tensors = {
         # Pawl's forward pass reads the rows themselves; TRL only concatenates these.
         "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.long),
@@ -144,7 +148,7 @@ def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
         "completion_ids": completion_ids,
         "completion_mask": mask,
         "old_per_token_logps": _sampled_logprobs(rows),
-        "advantages": each[:, None] * mask,
+        "advantages": pad_rows(torch.tensor(each), lengths),
         "num_items_in_batch": torch.tensor(float(accelerator.num_processes)),
     }
     return {name: tensor.to(accelerator.device) for name, tensor in tensors.items()}

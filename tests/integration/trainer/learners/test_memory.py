@@ -16,9 +16,8 @@ from tests.support.trainer.families import FAMILIES, write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer import run
 from trainer.batches import Row
-from trainer.errors import OUT_OF_MEMORY, ShortOfMemory, Unusable
+from trainer.errors import OUT_OF_MEMORY, TOO_LONG, ShortOfMemory, Unusable
 from trainer.learners import model, scoring
-from trainer.learners.budget import TOO_LONG
 from trainer.learners.kernels.layers import SwiGlu
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe

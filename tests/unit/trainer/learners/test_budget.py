@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.batches import Row, bare_row
-from trainer.errors import OUT_OF_MEMORY, CompanionFailed, Unusable
+from trainer.errors import OUT_OF_MEMORY, TOO_LONG, CompanionFailed, Unusable
 from trainer.learners.budget import (
     LONGEST_WAIT,
-    TOO_LONG,
     Budget,
     MicroBatches,
     NoRoom,
