@@ -134,6 +134,6 @@ def _question(episode: Episode) -> str | None:
     said = [one for one in asked or () if isinstance(one, dict) and one.get("role") == "user"]
     content = said[-1].get("content") if said else None
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        return "\n".join(texts) if all(isinstance(one, str) for one in texts) else None
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "\n".join(map(str, texts)) if texts and None not in texts else None
     return content if isinstance(content, str) else None
