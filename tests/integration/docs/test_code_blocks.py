@@ -145,7 +145,7 @@ async def test_page_about_the_first_week_runs(
     page = HOWTO / "first-week.md"
     upstream.models = ["m", "m@0"]
     async with engine.begin() as connection:
-        await trained(connection, "m", 1)
+        await trained(connection, 0)
     (tmp_path / "my_agent.py").write_text(code_of(HOWTO / "rollout.md", "python"))
     (tmp_path / "my_judge.py").write_text(code_of(page, "python"))
     steps = code_of(page, "sh").replace("http://127.0.0.1:8100", proxy.url)
