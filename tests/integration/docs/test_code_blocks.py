@@ -19,12 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.judging.answers import read_verdict
 from proxy.feedback_body import parse_feedback
 from store.keys import list_keys
-from store.version_states import ensure_base
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.docs.documents import split_blocks
 from tests.support.docs.shell_lines import commands
-from tests.support.ledger.lineage import add_in_state
+from tests.support.ledger.lineage import set_state, trained
 from tests.support.rollouts import Runner
 from tests.support.servers.fake_upstream import FakeUpstream
 
@@ -146,8 +145,8 @@ async def test_page_about_the_first_week_runs(
     page = HOWTO / "first-week.md"
     upstream.models = ["m", "m@0"]
     async with engine.begin() as connection:
-        await ensure_base(connection, "m", "m")
-        await add_in_state(connection, "m", 1, "loaded")
+        await trained(connection, 0)
+        await set_state(connection, "m", 1, "loaded")
     (tmp_path / "my_agent.py").write_text(code_of(HOWTO / "rollout.md", "python"))
     (tmp_path / "my_judge.py").write_text(code_of(page, "python"))
     steps = code_of(page, "sh").replace("http://127.0.0.1:8100", proxy.url)
@@ -178,4 +177,7 @@ async def test_page_about_the_first_week_runs(
     async with engine.connect() as connection:
         query = "SELECT split, count(*) FROM episodes GROUP BY split"
         # The recorded episode of the held-out task, and its run; the rewarded one is trained on.
-        assert dict((await connection.execute(text(query))).tuples()) == {"eval": 2, "train": 1}
+        assert dict((await connection.execute(text(query))).tuples().all()) == {
+            "eval": 2,
+            "train": 1,
+        }
