@@ -1,18 +1,24 @@
-"""Write JSON lines (`pawl export`): episodes, oldest first, or what their evaluation came to."""
+"""Write JSON lines (`pawl export`): episodes, what their evaluation came to, or held-out tasks."""
 
 from datetime import UTC, datetime
-from typing import IO
+from hashlib import sha256
+from typing import IO, Any, Final
 from uuid import UUID
 
 import msgspec
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.errors import Damaged
+from store.errors import Damaged, StoreError
+from store.link.claimable import refresh
 from store.read.browsing import fates_of
 from store.read.episodes import read_in_batches
 from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
+from store.records import EVAL, TRAIN, Episode
+from store.schema.tables import SPLIT
 from store.selecting import Selection, selected
+from store.tenants import bare
 from store.version_queries import list_versions
 
 
@@ -55,3 +61,79 @@ async def export_curve(engine: AsyncEngine, selection: Selection, out: IO[bytes]
     for point in curve:
         out.write(msgspec.json.encode(point) + b"\n")
     return len(curve)
+
+
+_TASK: Final = "COALESCE(e.joined_task, e.task)"
+# Locked in the order of keys, as everywhere. An update that holds one of them gives it up.
+_UNTRAINED: Final = text(
+    f"""
+    SELECT e.id, {_TASK} AS task FROM episodes e
+    WHERE e.root IS NULL AND e.deleted_at IS NULL AND {SPLIT} = '{TRAIN}'
+        AND {_TASK} IN (SELECT {_TASK} FROM episodes e WHERE e.id = ANY(:ids))
+        AND {_TASK} NOT IN (
+            SELECT {_TASK} FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
+            WHERE p.claimed_by IS NOT NULL AND {_TASK} IS NOT NULL)
+    ORDER BY e.key FOR NO KEY UPDATE OF e
+    """
+)
+_HOLD_OUT: Final = text(
+    f"""
+    UPDATE episodes SET split = '{EVAL}',
+        joined_split = CASE WHEN joined_split IS NOT NULL THEN '{EVAL}' END
+    WHERE id = ANY(:ids) OR root = ANY(:ids)
+    """
+)
+
+
+async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], most: int) -> int:
+    """Write up to `most` tasks of the selected episodes to `out`, and return their number.
+
+    All recorded episodes of these tasks become evaluation. A task that an update has claimed, or
+    whose episode cannot be read back or asks in no text, is passed over. The choice is by a hash
+    of the task.
+
+    Raises:
+        StoreError: no task can be held out.
+    """
+    async with engine.begin() as connection:
+        found = await connection.execute(_UNTRAINED, {"ids": await selected(connection, selection)})
+        of_task: dict[str, list[UUID]] = {}
+        for row in found:
+            of_task.setdefault(row.task, []).append(row.id)
+        order = sorted(of_task, key=lambda task: sha256(task.encode()).digest())
+        questions: dict[str, str] = {}
+        async for batch in read_in_batches(connection, [of_task[task][0] for task in order]):
+            for episode in batch.episodes:
+                question = _question(episode)
+                if question and episode.task and len(questions) < most:
+                    questions[episode.task] = question
+            if len(questions) == most:
+                break
+        if not questions:
+            raise StoreError(
+                "no task can be held out: every selected episode is evaluation already, shares "
+                "its task with one that is trained on, or asks in no text"
+            )
+        ids = [one for task in questions for one in of_task[task]]
+        await connection.execute(_HOLD_OUT, {"ids": ids})
+        await refresh(connection, ids)
+        for task, question in questions.items():
+            out.write(msgspec.json.encode({"id": bare(task), "question": question}) + b"\n")
+        out.flush()
+    return len(questions)
+
+
+def _question(episode: Episode) -> str | None:
+    """Return the last user message of the first call, if it is all text."""
+    request: Any = msgspec.json.decode(episode.calls[0].request or b"null")
+    if not isinstance(request, dict):
+        return None
+    asked = request.get("messages", request.get("input"))
+    if isinstance(asked, str):
+        return asked
+    said = [one for one in asked or () if isinstance(one, dict) and one.get("role") == "user"]
+    content = said[-1].get("content") if said else None
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "\n".join(map(str, texts)) if texts and None not in texts else None
+    return content if isinstance(content, str) else None

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 from uuid import UUID
@@ -54,6 +55,16 @@ def export(
             "--curve", help="Write the mean reward of evaluation of each version instead."
         ),
     ] = False,
+    hold_out: Annotated[
+        int | None,
+        typer.Option(
+            "--hold-out",
+            metavar="N",
+            min=1,
+            help="Write N recorded tasks instead, for `pawl rollout` and `pawl evaluate`; their "
+            "episodes are never trained on.",
+        ),
+    ] = None,
 ) -> None:
     """Write recorded episodes as JSON lines, one episode each, oldest first.
 
@@ -64,10 +75,17 @@ def export(
     With --curve a line is a version of a policy, with its `episodes` of the `eval` split, how many
     of them are `scored`, their `mean` reward, and the 95 % interval from `low` to `high`.
 
-    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
-    in it. Status 2: an episode cannot be read back; each such episode is named with the reason,
-    and all others are written; or --curve stands with an option that chooses episodes.
+    With --hold-out a line is a task: its `id`, and as its `question` the last user message of its
+    episode's first call. All recorded episodes of these tasks become evaluation, for good. A task
+    of which an update has claimed an episode is not chosen.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing but by
+    --hold-out is changed in it. Status 2: an episode cannot be read back; each such episode is
+    named with the reason, and all others are written; or --curve stands with an option that chooses
+    episodes, or --hold-out finds no task.
     """
+    if curve and hold_out is not None:
+        fail("--curve and --hold-out write different files: give one of them")
     if curve and any(option is not None for option in (since, agent)):
         fail(
             "--curve is about all evaluation episodes of a policy, so none can be chosen: leave out"
@@ -75,12 +93,15 @@ def export(
         )
     selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
     write = exporting.export_curve if curve else exporting.export
+    what = "versions" if curve else "episodes"
+    if hold_out is not None:
+        write, what = partial(exporting.hold_out, most=hold_out), "held-out tasks"
     if out is None:
         with_engine(lambda engine: write(engine, selection, sys.stdout.buffer))
         return
     with out.open("wb") as file:
         count = with_engine(lambda engine: write(engine, selection, file))
-    print(f"{count} {'versions' if curve else 'episodes'} written to {out}", file=sys.stderr)
+    print(f"{count} {what} written to {out}", file=sys.stderr)
 
 
 class DeleteFlags(Record, frozen=True, kw_only=True):

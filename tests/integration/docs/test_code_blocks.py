@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.docs.documents import split_blocks
 from tests.support.docs.shell_lines import commands
+from tests.support.ledger.lineage import set_state, trained
 from tests.support.rollouts import Runner
 from tests.support.servers.fake_upstream import FakeUpstream
 
@@ -136,3 +137,47 @@ async def test_page_about_keys_runs(
         keys = {key.name: key for key in await list_keys(connection)}
     assert keys["agent"].revoked_at is not None
     assert keys["ops"].revoked_at is None
+
+
+async def test_page_about_the_first_week_runs(
+    proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream, database_url: str, tmp_path: Path
+) -> None:
+    page = HOWTO / "first-week.md"
+    upstream.models = ["m", "m@0"]
+    async with engine.begin() as connection:
+        await trained(connection, 0)
+        await set_state(connection, "m", 1, "loaded")
+    (tmp_path / "my_agent.py").write_text(code_of(HOWTO / "rollout.md", "python"))
+    (tmp_path / "my_judge.py").write_text(code_of(page, "python"))
+    steps = code_of(page, "sh").replace("http://127.0.0.1:8100", proxy.url)
+    # A record is stored a moment after its call.
+    held = "until pawl export --hold-out 50 --out held-out.jsonl; do sleep 0.2; done"
+    steps = steps.replace("pawl export --hold-out 50 --out held-out.jsonl", held)
+    script = f'set -eu\npawl() {{ {sys.executable} -P -m pawl.cli "$@"; }}\n{steps}'
+    environment = os.environ | {
+        "DATABASE_URL": database_url,
+        "PAWL_LISTEN": proxy.url.removeprefix("http://"),
+        "PYTHONPATH": str(ROOT),
+        "OPENAI_API_KEY": "unused",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = await asyncio.to_thread(
+        subprocess.run,
+        ["bash", "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=KEYS_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [task] = [json.loads(line) for line in (tmp_path / "held-out.jsonl").read_text().splitlines()]
+    assert task["question"] == "What is the capital of Peru?"
+    assert task["id"].startswith("prompt:")
+    async with engine.connect() as connection:
+        query = "SELECT split, count(*) FROM episodes GROUP BY split"
+        # The recorded episode of the held-out task, and its run; the rewarded one is trained on.
+        assert dict((await connection.execute(text(query))).tuples().all()) == {
+            "eval": 2,
+            "train": 1,
+        }

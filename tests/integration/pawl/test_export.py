@@ -3,6 +3,7 @@
 import io
 import json
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.episodes import export as export_command
-from pawl.export import export, export_curve
+from pawl.export import export, export_curve, hold_out
 from store import claims
+from store.errors import StoreError
 from store.records import SpoolRecord, ToolCall
 from store.selecting import Selection, selected
 from store.values.intervals import wilson
@@ -156,3 +158,37 @@ def test_curve_of_some_episodes_is_refused(
         export_command(curve=True, **chosen)
     assert ended.value.code == 2
     assert "leave out --since and --agent" in capsys.readouterr().err
+
+
+def asking(episode: str, question: str, **said: Any) -> SpoolRecord:
+    request = json.dumps({"model": "m", "messages": [{"role": "user", "content": question}]})
+    return call(episode, request=request.encode(), **said)
+
+
+async def test_held_out_tasks_are_written_and_their_episodes_are_evaluation(
+    engine: AsyncEngine,
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        records = [
+            asking("a1", "What is 1?", task="a", policy_version=0),
+            asking("a2", "What is 1?", task="a", policy_version=0),
+            *(asking(f"b{n}", f"What is {n}0?", task=f"b{n}", policy_version=0) for n in range(3)),
+            call("no text", task="c"),
+        ]
+        rewards = [reward(1.0, episode=one) for one in ("a1", "a2", "b0", "b1", "b2")]
+        await ingest(connection, [*records, *rewards])
+    tasks = await exported(engine, partial(hold_out, most=2))
+    assert len(tasks) == 2
+    assert all(set(task) == {"id", "question"} for task in tasks)
+    held = {task["id"] for task in tasks}
+    for line in await exported(engine):
+        assert line["split"] == ("eval" if line["task"] in held else "train")
+    async with engine.connect() as connection:
+        query = "SELECT task FROM episode_policies WHERE claimable"
+        claimable = set((await connection.execute(text(query))).scalars())
+    assert claimable == {"a", "b0", "b1", "b2", "c"} - held
+    rest = await exported(engine, partial(hold_out, most=9))
+    assert {task["id"] for task in rest} == {"a", "b0", "b1", "b2"} - held
+    with pytest.raises(StoreError, match="no task can be held out"):
+        await exported(engine, partial(hold_out, most=9))

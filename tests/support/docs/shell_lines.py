@@ -15,7 +15,19 @@ from tests.conftest import ROOT
 
 # Programs of the system, or of the reader, whose options are not ours to check.
 OTHERS: Final = frozenset(
-    {"claude", "createdb", "curl", "docker", "mkdir", "nginx", "pg_dump", "pg_restore", "pip", "rm"}
+    {
+        "claude",
+        "createdb",
+        "curl",
+        "docker",
+        "echo",
+        "mkdir",
+        "nginx",
+        "pg_dump",
+        "pg_restore",
+        "pip",
+        "rm",
+    }
     | {"accelerate", "ray", "uv", "vllm"}
 )
 # Programs that a reader has.
