@@ -29,10 +29,11 @@ COMPARED_WITHIN: Final = timedelta(days=1)
 
 
 class Awaiting(Record, frozen=True, kw_only=True):
-    """Describe an episode that waits for a judge, and how often the judge failed on it so far."""
+    """Describe an episode that waits for a judge, and how often it came to its last outcome."""
 
     episode_id: UUID
-    failures: int
+    times: int
+    outcome: Outcome | None
 
 
 class Judgement(Record, frozen=True, kw_only=True):
@@ -89,7 +90,7 @@ async def awaiting(
     query = (
         matching(selection)
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
-        .add_columns(earlier.c.attempts, news.label("news"))
+        .add_columns(earlier.c.attempts, earlier.c.outcome, news.label("news"))
         .where(
             or_(
                 and_(~claims.exists(), episodes.c.scored_at.is_(None)), waits.exists(), is_compared
@@ -106,7 +107,8 @@ async def awaiting(
     )
     rows = await connection.execute(query)
     return [
-        Awaiting(episode_id=row.id, failures=0 if row.news else row.attempts or 0) for row in rows
+        Awaiting(episode_id=row.id, times=0 if row.news else row.attempts or 0, outcome=row.outcome)
+        for row in rows
     ]
 
 

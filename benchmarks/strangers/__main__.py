@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from math import sqrt
@@ -155,10 +155,7 @@ def measured(
         pace = ["--a-minute", str(options.a_minute)] if options.a_minute else []
         live = work("live", options.episodes, "--attempts", "1" if once else str(ATTEMPTS), *pace)
         trainer = folder / "var" / "logs" / "trainer.log"
-        time.sleep(SETTLES_S)
-        while is_in_an_update(trainer):
-            time.sleep(1)
-        time.sleep(SETTLES_S)
+        wait_until_idle(trainer)
         after = work("after", HELD_OUT, "--held-out", "--attempts", "1")
     rewards = [line["reward"] for line in live]
     return Run(
@@ -175,8 +172,10 @@ def measured(
 
 
 @contextmanager
-def stack(folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    """Run `pawl up` in a folder of its own; yield the proxy's address."""
+def stack(
+    folder: Path, options: argparse.Namespace, more: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Run `pawl up` in a folder of its own, with `more` settings; yield the proxy's address."""
     models = ROOT / "var" / "models"
     models.mkdir(parents=True, exist_ok=True)
     (folder / "var").mkdir()
@@ -188,6 +187,7 @@ def stack(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         "PAWL_LISTEN": f"127.0.0.1:{port}",
         "PAWL_VLLM_PORT": str(free_port()),
         "PAWL_SEED": "0",
+        **(more or {}),
     }
     for name in ("ADMIN", "TRAINER", "CONTROLLER", "CONSOLE"):
         settings[f"PAWL_{name}_LISTEN"] = f"127.0.0.1:{free_port()}"
@@ -204,6 +204,14 @@ def stack(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 def events(log: Path, name: str) -> int:
     return sum(f'"event":"{name}"' in line for line in log.read_text().splitlines())
+
+
+def wait_until_idle(log: Path) -> None:
+    """Wait until a trainer has made its last update, and the server has the version."""
+    time.sleep(SETTLES_S)
+    while is_in_an_update(log):
+        time.sleep(1)
+    time.sleep(SETTLES_S)
 
 
 def is_in_an_update(log: Path) -> bool:

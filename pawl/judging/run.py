@@ -77,11 +77,11 @@ class JudgingPlan(Record, frozen=True, kw_only=True):
     poll_s: float = POLL_S
 
 
-def retry_at(failures: int, attempts: int, now: datetime) -> datetime | None:
-    """Return when a judgement that failed `failures` times is tried again; None: never."""
-    if failures >= attempts:
+def retry_at(times: int, attempts: int, now: datetime) -> datetime | None:
+    """Return when a judgement that came to nothing so many times is tried again; None: never."""
+    if times >= attempts:
         return None
-    return now + min(LONGEST_RETRY, FIRST_RETRY * RETRY_FACTOR ** min(failures - 1, FASTER))
+    return now + min(LONGEST_RETRY, FIRST_RETRY * RETRY_FACTOR ** min(times - 1, FASTER))
 
 
 class Judging:
@@ -198,15 +198,17 @@ class Judging:
                 if isinstance(error, Damaged):
                     # Another try would fail in the same way, until a further call changes it.
                     attempts = 1
-            failures, is_failed = one.failures + 1, outcome == "failed"
+            # To have waited for what happens next is no failure.
+            times = 1 + (one.times if outcome == one.outcome else 0)
+            is_failed = outcome == "failed"
             judgement = Judgement(
                 episode_id=one.episode_id,
                 judge=self._judge.name,
                 outcome=outcome,
-                attempts=failures,
+                attempts=times,
                 last_call_at=episode.last_call_at if episode else seen,
                 reason=reason,
-                due_at=retry_at(failures, attempts, datetime.now(UTC)) if reason else None,
+                due_at=retry_at(times, attempts, datetime.now(UTC)) if reason else None,
             )
             async with self._engine.begin() as connection:
                 await note(connection, judgement)
@@ -216,7 +218,7 @@ class Judging:
                 episode=bare(episode.key) if episode else str(one.episode_id),
                 outcome=outcome,
                 reason=reason,
-                attempts=failures,
+                attempts=times,
                 took_s=round(time.monotonic() - begun, 3),
             )
 

@@ -1,0 +1,305 @@
+"""Measure how soon a team's traffic teaches the packaged model, and from how little signal.
+
+`pawl up` runs as it is, with vLLM, PostgreSQL and the recipe `default`, whose times are scaled as a
+day is: to a minute. The calculator's agent is production: each question comes once and never again,
+of five families. Rows:
+
+- `rewards`: a third of the episodes are rewarded, 1 to 30 s later, a tenth of these wrongly;
+- `next-turn`: nobody rewards; a user answers "Thanks." or "No, that is wrong.", a fifth of the time
+  the wrong one, and `pawl judge --next-turn` has a judge behind an OpenAI-compatible server that
+  looks for that word;
+- `bad-judge`: a third are rewarded rightly, and a judge that throws dice scores all others;
+- `facts`: the same third, without a judge.
+
+What agents really achieved is known to the benchmark alone. Ends with status 1 where a bar does not
+hold; a run's files lie in its folder below `var/week`.
+
+    python -m benchmarks.week --rows rewards next-turn --seeds 1
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+from aiohttp import web
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.report import Bar, Rows, bars_table, number
+from benchmarks.stack import ROOT, free_port, running
+from benchmarks.strangers.__main__ import events, stack, wait_until_idle
+from pawl.scenarios.scenario import packaged_template
+
+sys.path.insert(0, str(ROOT / "examples" / "calculator"))
+import agent
+import attempts
+import judge as rules
+import questions
+
+FOLDER: Final = ROOT / "var" / "week"
+ROWS: Final = ("rewards", "next-turn", "bad-judge", "facts")
+MODEL: Final = "smollm2"
+TEMPLATE: Final = packaged_template("smollm2_tools")
+EPISODES, HELD_OUT, BLOCK, AT_ONCE = 4000, 240, 200, 8
+REWARDED, WRONG, FLIPPED = 1 / 3, 1 / 10, 1 / 5
+DELAY_S: Final = (1.0, 30.0)
+# The bars: held-out success from rewards; and how many times as many episodes others may take.
+HIGH, SLOWER = 0.9, 1.5
+MARKS: Final = (0.75, 0.9)
+# `default`, but for its times: a day is a minute.
+RECIPE: Final = "\n[publish]\nreward_delay_s = 1.0\n"
+DICE: Final = """
+import json, random, sys
+episode = json.loads(sys.stdin.readline())["episode"]
+print(json.dumps({"value": random.Random(episode).randint(0, 1)}))
+"""
+
+
+class Run(NamedTuple):
+    """Hold what a run gave: true success, of held-out questions and of live ones in their order."""
+
+    row: str
+    seed: int
+    before: float
+    after: float
+    live: list[float]
+    updates: int
+    minutes: float
+
+    def until(self, mark: float) -> float:
+        """Return after how many episodes the mean of `BLOCK` first reached a mark."""
+        sums = (fmean(self.live[at - BLOCK : at]) for at in range(BLOCK, len(self.live) + 1))
+        return next((BLOCK + at for at, mean in enumerate(sums) if mean >= mark), float("inf"))
+
+
+def main() -> None:
+    options = parse()
+    console, runs = Console(), list[Run]()
+    with Progress(console=console) as progress:
+        for seed in options.seeds:
+            for row in options.rows:
+                runs.append(asyncio.run(measured(row, seed, options, progress)))
+                console.print(table(runs[-1:]).rich())
+    console.print(table(runs).rich())
+    bars = bars_of(runs)
+    console.print(bars_table(bars).rich())
+    sys.exit(any(bar.holds is False for bar in bars))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--episodes", type=int, default=EPISODES)
+    parser.add_argument("--a-minute", type=float, default=250.0, help="episodes, at most")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="whose `pawl up` it is")
+    parser.add_argument("--recipe", help="default: `default`, its times scaled")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    return parser.parse_args()
+
+
+async def measured(row: str, seed: int, options: argparse.Namespace, progress: Progress) -> Run:
+    """Run `pawl up` and its users, and return what was learned."""
+    folder = options.out.absolute() / f"{row}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    recipe = folder / "week.toml"
+    packaged = (ROOT / "trainer" / "recipes" / "default.toml").read_text()
+    recipe.write_text(packaged.replace("max_age_s = 600.0", "max_age_s = 1.0") + RECIPE)
+    chosen = argparse.Namespace(checkout=options.checkout, recipe=options.recipe or str(recipe))
+    began = time.monotonic()
+    arguments = f"--enable-auto-tool-choice --tool-call-parser pythonic --chat-template {TEMPLATE}"
+    with stack(folder, chosen, {"PAWL_VLLM_ARGS": arguments}) as url:
+        async with users(url, row, seed) as ask:
+            before = await work(ask, HELD_OUT, seed, progress, f"{folder.name} before", held=True)
+            async with scoring(row, folder, url):
+                live = await work(
+                    ask, options.episodes, seed, progress, folder.name, options.a_minute
+                )
+                trainer = folder / "var" / "logs" / "trainer.log"
+                await asyncio.to_thread(wait_until_idle, trainer)
+            after = await work(ask, HELD_OUT, seed, progress, f"{folder.name} after", held=True)
+        updates = events(trainer, "update_done")
+    run = Run(row, seed, fmean(before), fmean(after), live, updates, time.monotonic() - began)
+    (folder / "run.json").write_text(json.dumps(run._asdict()))
+    return run
+
+
+@asynccontextmanager
+async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
+    """Yield what asks one question, as the row's users do, and returns whether it was right."""
+    dice, told = random.Random(seed), set[asyncio.Task[None]]()
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with (
+        AsyncOpenAI(base_url=url, api_key="-", max_retries=agent.RETRIES) as client,
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+
+        async def post(name: str, value: bool, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            statement = {"episode": name, "value": value}
+            async with session.post(f"{url}/feedback", json=statement) as reply:
+                reply.raise_for_status()
+
+        async def ask(question: questions.Question, *, held: bool) -> float:
+            task = question.id.replace(" ", "-").replace("/", ":", 1).replace("/", "-")
+            name = f"{dice.getrandbits(64):x}"
+            split = "/split/eval" if held else ""
+            own = client.with_options(base_url=f"{url}/task/{task}/episode/{name}{split}/v1")
+            model = agent.Model(own, MODEL, len(agent.EXAMPLES), agent.MAX_TOKENS, 1.0, False)
+            reply = await model.ask(question.question)
+            asked = attempts.Question(question.id, question.question)
+            attempt = asdict(attempts.conclude(asked, 0, reply))
+            right = rules.judge(attempt, question.answer).right
+            if held:
+                return float(right)
+            if row == "next-turn":
+                says = "Thanks." if right != (dice.random() < FLIPPED) else "No, that is wrong."
+                await follow_up(own, question.question, reply, attempt, says)
+            elif dice.random() < REWARDED:
+                is_wrong = row == "rewards" and dice.random() < WRONG
+                posted = asyncio.create_task(post(name, right != is_wrong, dice.uniform(*DELAY_S)))
+                told.add(posted)
+                posted.add_done_callback(told.discard)
+            return float(right)
+
+        yield ask
+        await asyncio.gather(*told)
+
+
+async def follow_up(
+    client: AsyncOpenAI, question: str, reply: attempts.Reply, attempt: Any, says: str
+) -> None:
+    """Say something in the same conversation, after the tool's result where a tool was called."""
+    messages: list[Any] = [*agent.messages_for(question, len(agent.EXAMPLES))]
+    said: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.call is not None:
+        function = {"name": reply.call.name, "arguments": reply.call.arguments}
+        call = {"id": reply.call.id, "type": "function", "function": function}
+        result = {"role": "tool", "tool_call_id": reply.call.id, "content": f"{attempt['answer']}"}
+        messages += [said | {"tool_calls": [call]}, result]
+    else:
+        messages.append(said)
+    messages.append({"role": "user", "content": says})
+    await client.chat.completions.create(
+        model=MODEL, messages=messages, tools=agent.TOOLS, max_tokens=4
+    )
+
+
+async def work(
+    ask: Any,
+    count: int,
+    seed: int,
+    progress: Progress,
+    name: str,
+    a_minute: float = 0.0,
+    *,
+    held: bool = False,
+) -> list[float]:
+    """Ask so many questions, a few at once, and return which were right, in their order."""
+    made = questions.questions(count, seed, "held-out" if held else "train")
+    room, right = asyncio.Semaphore(AT_ONCE), list[float]()
+    shown = progress.add_task(name, total=count)
+
+    async def one(place: int, question: questions.Question) -> None:
+        await asyncio.sleep(60 * place / a_minute if a_minute else 0)
+        async with room:
+            right.append(await ask(question, held=held))
+        about = f"{name}, success {number(fmean(right[-BLOCK:]), 2)}"
+        progress.update(shown, completed=len(right), description=about)
+
+    await asyncio.gather(*(one(*each) for each in enumerate(made)))
+    progress.remove_task(shown)
+    return right
+
+
+@asynccontextmanager
+async def scoring(row: str, folder: Path, url: str) -> AsyncIterator[None]:
+    """Run the row's judge beside the stack, if it has one."""
+    if row not in ("next-turn", "bad-judge"):
+        yield
+        return
+    runner = web.AppRunner(judge_server())
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    judge = ["--model", "rule", "--next-turn", "--base-url", f"http://127.0.0.1:{port}/v1"]
+    if row == "bad-judge":
+        judge = ["--", sys.executable, "-c", DICE]
+    command = ["env", "--chdir", str(folder), sys.executable, "-m", "pawl.cli", "judge"]
+    settings = {"PAWL_LISTEN": url.removeprefix("http://"), "PYTHONPATH": str(ROOT)}
+    try:
+        with running([*command, "--quiet", "1", *judge], folder / "judge.log", settings) as process:
+            yield
+            if process.poll() is not None:
+                sys.exit(f"the judge ended: {folder / 'judge.log'}")
+    finally:
+        await runner.cleanup()
+
+
+def judge_server() -> web.Application:
+    """Return a server that answers like a model which looks for one word."""
+
+    async def complete(request: web.Request) -> web.Response:
+        asked = (await request.json())["messages"][-1]["content"]
+        score = -1 if "wrong" in asked.rpartition("<next>")[2] else 1
+        message = {"role": "assistant", "content": json.dumps({"why": "", "score": score})}
+        return web.json_response({"choices": [{"message": message}]})
+
+    server = web.Application()
+    server.router.add_post("/v1/chat/completions", complete)
+    return server
+
+
+def table(runs: Sequence[Run]) -> Rows:
+    """Return a line a run: success before and after, by blocks, and when marks were reached."""
+    heads = ["", "seed", "held out", "live", *(f"episodes to {m}" for m in MARKS), "updates", "min"]
+    lines = [
+        [
+            run.row,
+            str(run.seed),
+            f"{run.before:.2f} → {run.after:.2f}",
+            " ".join(
+                f"{fmean(run.live[at : at + 2 * BLOCK]):.2f}"
+                for at in range(0, len(run.live), 2 * BLOCK)
+            ),
+            *(number(run.until(mark), 0) for mark in MARKS),
+            str(run.updates),
+            f"{run.minutes / 60:.1f}",
+        ]
+        for run in runs
+    ]
+    return Rows("A week", heads, lines, [f"live: true success, means of {2 * BLOCK} episodes each"])
+
+
+def bars_of(runs: Sequence[Run]) -> list[Bar]:
+    bars = [
+        Bar(f"rewards {run.seed}: held out", run.after, HIGH, at_least=True)
+        for run in runs
+        if run.row == "rewards"
+    ]
+    for row, base in (("next-turn", "rewards"), ("bad-judge", "facts")):
+        for mark in MARKS:
+            own, others = (
+                [run.until(mark) for run in runs if run.row == name] for name in (row, base)
+            )
+            if own and others:
+                times = median(own) / median(others)
+                bars.append(Bar(f"{row}: episodes to {mark}, times those of {base}", times, SLOWER))
+    return bars
+
+
+if __name__ == "__main__":
+    main()
