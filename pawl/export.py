@@ -18,7 +18,7 @@ from store.read.lines import encoded_line
 from store.records import EVAL, TRAIN, Episode
 from store.schema.tables import SPLIT
 from store.selecting import Selection, selected
-from store.tenants import bare
+from store.tenants import DEFAULT, bare
 from store.version_queries import list_versions
 
 
@@ -64,7 +64,6 @@ async def export_curve(engine: AsyncEngine, selection: Selection, out: IO[bytes]
 
 
 _TASK: Final = "COALESCE(e.joined_task, e.task)"
-# Locked in the order of keys, as everywhere. An update that holds one of them gives it up.
 _UNTRAINED: Final = text(
     f"""
     SELECT e.id, {_TASK} AS task FROM episodes e
@@ -73,9 +72,10 @@ _UNTRAINED: Final = text(
         AND {_TASK} NOT IN (
             SELECT {_TASK} FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
             WHERE p.claimed_by IS NOT NULL AND {_TASK} IS NOT NULL)
-    ORDER BY e.key FOR NO KEY UPDATE OF e
     """
 )
+# Locked in the order of keys, as everywhere. An update that holds one of them gives it up.
+_LOCK: Final = text("SELECT FROM episodes WHERE id = ANY(:ids) ORDER BY key FOR NO KEY UPDATE")
 _HOLD_OUT: Final = text(
     f"""
     UPDATE episodes SET split = '{EVAL}',
@@ -88,13 +88,15 @@ _HOLD_OUT: Final = text(
 async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], most: int) -> int:
     """Write up to `most` tasks of the selected episodes to `out`, and return their number.
 
-    All recorded episodes of these tasks become evaluation. A task that an update has claimed, or
+    They are those of one tenant, the default one unless another is selected. All recorded episodes
+    of these tasks become evaluation. A task that an update has claimed, or
     whose episode cannot be read back or asks in no text, is passed over. The choice is by a hash
     of the task.
 
     Raises:
         StoreError: no task can be held out.
     """
+    selection = msgspec.structs.replace(selection, tenant=selection.tenant or DEFAULT)
     async with engine.begin() as connection:
         found = await connection.execute(_UNTRAINED, {"ids": await selected(connection, selection)})
         of_task: dict[str, list[UUID]] = {}
@@ -115,6 +117,7 @@ async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], mo
                 "its task with one that is trained on, or asks in no text"
             )
         ids = [one for task in questions for one in of_task[task]]
+        await connection.execute(_LOCK, {"ids": ids})
         await connection.execute(_HOLD_OUT, {"ids": ids})
         await refresh(connection, ids)
         for task, question in questions.items():

@@ -217,6 +217,8 @@ class _Statement:
         if text is not None and (is_withdrawn or not text.strip()):
             wanted = "must be the right reply, in full, and be left out where withdrawn is true"
             raise self._error(CORRECTION, wanted)
+        if text is not None and self._fields.get(SOURCE) is not None:
+            raise self._error(CORRECTION, "is a fact: leave `source`; no judge may state one")
         return text
 
     def _value(self) -> float | str:

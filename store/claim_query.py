@@ -237,7 +237,9 @@ async def _ready_groups(
     connection: AsyncConnection, rule: ClaimRule, oldest: int, most: int
 ) -> Sequence[Any]:
     """Return the first groups with and without signal, each up to `most` episodes, in order."""
-    trust = await trust_in_judges(connection, rule.policy)
+    # Where no reward is needed, no opinion counts.
+    needs_reward = rule.finished_after_s is None
+    trust = await trust_in_judges(connection, rule.policy) if needs_reward else {}
     untrusted = [source for source, share in trust.items() if not share]
     values = msgspec.structs.asdict(rule) | {
         "untrusted": untrusted,
@@ -343,7 +345,8 @@ _SAID: Final = f"""EXISTS (
         WHERE (part.id = episode_policies.episode_id OR part.root = episode_policies.episode_id)
             AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms) AND"""
 _UNTRUSTED: Final = f"""({_SAID} f.source = ANY(CAST(:untrusted AS text[])))
-    AND NOT {_SAID} (f.source IS NULL OR f.source <> ALL(CAST(:untrusted AS text[])))))
+    AND NOT {_SAID} (f.value IS NOT NULL OR f.label IS NOT NULL)
+        AND (f.source IS NULL OR f.source <> ALL(CAST(:untrusted AS text[])))))
 """
 _WERE_FAULTS: Final = text("SELECT EXISTS (SELECT FROM fault_times WHERE policy = :policy)")
 _WERE_ROLLED_BACK: Final = text(

@@ -16,6 +16,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from store.ids import lowest_id_at, time_of
 from store.read.episodes import is_of
 from store.read.lines import QUIET
 from store.records import Record
@@ -64,22 +65,26 @@ async def awaiting(
 ) -> list[Awaiting]:
     """Return at most `limit` episodes of a selection that wait for `judge`, oldest first.
 
-    A policy that may still claim them has no score of them; or they are of the last day and among
-    the share `compared` (0 to 1) of those with a fact, which the judge is compared with. Their last
-    call was before `quiet_since`. Quarantined ones are left out. `now` is compared with the time of
-    the next attempt.
+    A policy that may still claim them has no score of them, or none but other judges' opinions; or
+    they are of the last day and among the share `compared` (0 to 1) of those with a fact, which the
+    judge is compared with. Their last call was before `quiet_since`. Quarantined ones are left out.
+    `now` is compared with the time of the next attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
     last_call = func.greatest(episodes.c.last_call_at, of_parts.scalar_subquery())
     claims = select(episode_policies).where(episode_policies.c.episode_id == episodes.c.id)
-    waits = claims.where(
-        episode_policies.c.claimed_by.is_(None), episode_policies.c.scored_at.is_(None)
-    )
-    facts = select(feedback).where(
-        feedback.c.episode_id == episodes.c.id,
+    about = select(feedback).where(feedback.c.episode_id == episodes.c.id)
+    facts = about.where(
         feedback.c.source.is_(None),
-        feedback.c.value.is_not(None),
+        or_(feedback.c.value.is_not(None), feedback.c.label.is_not(None)),
+    )
+    only_opinions = and_(about.where(feedback.c.source.is_not(None)).exists(), ~facts.exists())
+    free = claims.where(episode_policies.c.claimed_by.is_(None))
+    waits = or_(
+        and_(~claims.exists(), episodes.c.scored_at.is_(None)),
+        free.where(episode_policies.c.scored_at.is_(None)).exists(),
+        and_(free.exists(), only_opinions),
     )
     drawn = func.mod(func.hashtextextended(cast(episodes.c.id, Text), 0), 1000)
     is_compared = and_(
@@ -92,9 +97,7 @@ async def awaiting(
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
         .add_columns(earlier.c.attempts, earlier.c.outcome, news.label("news"))
         .where(
-            or_(
-                and_(~claims.exists(), episodes.c.scored_at.is_(None)), waits.exists(), is_compared
-            ),
+            or_(waits, is_compared),
             episodes.c.quarantined_reason.is_(None),
             last_call < quiet_since,
             or_(
@@ -117,20 +120,23 @@ async def attempts_at_task(
 ) -> list[UUID]:
     """Return the newest attempts at the task of an episode whose last call was before a time.
 
-    The episode, whose key is as it is kept, comes first. One without a task has no others.
+    They began at most a day before it or later. The episode, whose key is as it is kept, comes
+    first; it is missing where it goes on. One without a task has no others.
     """
     task = func.coalesce(episodes.c.joined_task, episodes.c.task)
-    own = select(episodes.c.id, task.label("task")).where(episodes.c.key == key).subquery()
+    asked = select(episodes.c.id, task.label("task")).where(episodes.c.key == key)
+    own = (await connection.execute(asked)).one()
     query = (
         select(episodes.c.id)
-        .join(own, or_(episodes.c.id == own.c.id, task == own.c.task))
         .where(
+            episodes.c.id >= lowest_id_at(time_of(own.id) - COMPARED_WITHIN),
+            task == own.task if own.task is not None else episodes.c.id == own.id,
             episodes.c.root.is_(None),
             episodes.c.deleted_at.is_(None),
             episodes.c.quarantined_reason.is_(None),
             episodes.c.last_call_at < quiet_since,
         )
-        .order_by((episodes.c.id == own.c.id).desc(), episodes.c.id.desc())
+        .order_by((episodes.c.id == own.id).desc(), episodes.c.id.desc())
         .limit(most)
     )
     return list((await connection.execute(query)).scalars())

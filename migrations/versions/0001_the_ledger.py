@@ -414,7 +414,10 @@ def upgrade() -> None:
     )
     op.create_index("ix_feedback_request_id", "feedback", ["request_id"])
     op.create_index(
-        "ix_feedback_source", "feedback", ["id"], postgresql_where=sa.text("source IS NOT NULL")
+        "ix_feedback_source",
+        "feedback",
+        ["source", "target_kind", "id"],
+        postgresql_where=sa.text("source IS NOT NULL"),
     )
     op.create_table(
         "freed_consumptions",

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 ANYWHERE: Final = ("0.0.0.0", "::")
 HERE: Final = ("127.0.0.1", "localhost", "::1", *ANYWHERE)
+# As `/feedback` takes it for the source of an opinion.
+MAX_NAME: Final = 1024
 OUTCOMES: Final = ("judged", "cannot_tell", "failed")
 
 
@@ -66,6 +68,8 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
         judge = await _judge(flags, proxy, session, _Recorded(engine, tenant, flags.quiet))
         url = flags.feedback_url or feedback_url(proxy.listen)
         feedback = FeedbackClient(session, _url("--feedback-url", url), key=client.headers)
+        if len(judge.name) > MAX_NAME:
+            raise JudgeError(f"a judge's name has at most {MAX_NAME} characters: give it a --name")
         if flags.again:
             async with engine.begin() as connection:
                 await forget_unjudged(connection, judge.name, tenant)
@@ -95,10 +99,10 @@ class _Recorded:
         self._tenant = tenant
         self._quiet = timedelta(seconds=quiet_s)
 
-    async def range_of(self, policy: str | None) -> tuple[float, float]:
+    async def range_of(self, policy: str) -> tuple[float, float]:
         """Return the lowest and the highest reward of a policy, 0 and 1 where none is declared."""
         async with self._engine.connect() as connection:
-            scales = await scales_of(connection, policy or "")
+            scales = await scales_of(connection, policy)
         own = next((scale for scale in scales if scale.metric == REWARD), None)
         return (own.low, own.high) if own else (0.0, 1.0)
 
@@ -144,11 +148,12 @@ async def _judge(
             f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
             "an agent's. Name the model's own server with --base-url"
         )
+    api_key = os.environ.get("OPENAI_API_KEY")
     options: dict[str, Any] = {
         "base_url": base_url,
-        "model": flags.model or await base_model(session, base_url),
+        "model": flags.model or await base_model(session, base_url, api_key),
         "temperature": flags.temperature,
-        "api_key": os.environ.get("OPENAI_API_KEY"),
+        "api_key": api_key,
         "timeout_s": flags.timeout,
         "max_chars": flags.max_chars,
         "name": flags.name,

@@ -88,7 +88,8 @@ def has_tests_status(script: str, pattern: re.Pattern[str]) -> bool | None:
 
 
 def _passed(execution: Execution, is_own: bool) -> bool | None:
-    in_background = any("background" in name and on for name, on in execution.arguments.items())
+    given = execution.arguments if isinstance(execution.arguments, dict) else {}
+    in_background = any("background" in name and on for name, on in given.items())
     if is_own and not in_background and execution.succeeded is not None:
         return execution.succeeded
     if _FAILED.search(execution.text):

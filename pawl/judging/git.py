@@ -78,7 +78,11 @@ class GitJudge:
 
     def _path(self, name: str) -> str | None:
         """Return a file's path in the repository; None if it lies outside."""
-        path = Path(os.path.realpath(self._folder / name))
+        try:
+            path = Path(os.path.realpath(self._folder / name))
+        except ValueError:
+            # No file has a name with a zero byte.
+            return None
         return str(path.relative_to(self._root)) if path.is_relative_to(self._root) else None
 
     def _lines(self, commit: str, path: str) -> set[str] | None:

@@ -45,7 +45,7 @@ class ModelJudge:
         self._parameters = {"model": model, "temperature": temperature}
         self._timeout_s = timeout_s
         self._max_chars = max_chars
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = _key(api_key)
 
     async def _answer(self, messages: list[Message]) -> str:
         """Return what the model answers.
@@ -85,7 +85,11 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def base_model(session: aiohttp.ClientSession, base_url: str) -> str:
+def _key(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def base_model(session: aiohttp.ClientSession, base_url: str, api_key: str | None) -> str:
     """Return the name of the first model at a server that is no adapter.
 
     Raises:
@@ -94,7 +98,7 @@ async def base_model(session: aiohttp.ClientSession, base_url: str) -> str:
     """
     url = base_url.rstrip("/") + "/models"
     try:
-        async with asyncio.timeout(SHORT_S), session.get(url) as reply:
+        async with asyncio.timeout(SHORT_S), session.get(url, headers=_key(api_key)) as reply:
             found = msgspec.json.decode(await reply.read(), type=_Models).data
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
         raise Away(f"{url} does not answer with its models: {error}") from error

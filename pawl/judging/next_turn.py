@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from math import fsum
 from typing import Any, Final
 
+from pawl.by_hand import split_name
 from pawl.judging.answers import JudgeFailed, Statement
 from pawl.judging.model import Message, ModelJudge, fenced, last_object
 from pawl.judging.rubric import lines_of, members_of, number, reply_of, shared
@@ -26,8 +27,8 @@ reply was wrong or did not help (it is corrected, asked again, rejected, or the 
 if it shows neither."""
 SCORES: Final = (-1, 0, 1)
 
-# The lowest and the highest reward of the policy of this name (None: a call that none served).
-RangeOf = Callable[[str | None], Awaitable[tuple[float, float]]]
+# The lowest and the highest reward of the policy of this name ("": a call that none served).
+RangeOf = Callable[[str], Awaitable[tuple[float, float]]]
 
 
 class NextTurnJudge(ModelJudge):
@@ -55,7 +56,7 @@ class NextTurnJudge(ModelJudge):
             if not after:
                 continue
             score = _score(await self._answer(next_messages(call, after, self._max_chars)))
-            low, high = await self._range_of(call["policy"])
+            low, high = await self._range_of(split_name(call["policy"] or "")[0])
             stated.append({"call": call["call"], "value": low + (score + 1) / 2 * (high - low)})
         if len(calls) > 1 and stated:
             mean = fsum(one["value"] for one in stated) / len(stated)

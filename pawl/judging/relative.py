@@ -68,8 +68,8 @@ class RelativeJudge(ModelJudge):
         async with self._asking:
             if episode not in self._known:
                 attempts = await self._attempts_of(episode)
-                if len(attempts) < 2:
-                    raise NotYet("it is the only attempt at its task so far")
+                if len(attempts) < 2 or attempts[0][0] != episode:
+                    raise NotYet("it is the only attempt at its task so far, or it goes on")
                 messages = relative_messages(
                     self._rubric, [shown for _, shown in attempts], self._max_chars
                 )

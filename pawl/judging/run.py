@@ -236,7 +236,15 @@ class Judging:
         statements = self._unsent.pop(shown, None)
         if statements is None:
             line = encoded_line(episode, datetime.now(UTC), self._plan.quiet)
-            statements = await self._judge.judge(name, line)
+            try:
+                statements = await self._judge.judge(name, line)
+            except JudgeError:
+                raise
+            except Exception as error:
+                if is_unavailable(error):
+                    raise
+                # What one episode says must not end the judge for all others.
+                raise JudgeFailed(f"the judge broke: {type(error).__name__}: {error}") from error
         if not statements:
             return "cannot_tell"
         # An opinion, which overrides no fact that was stated meanwhile.

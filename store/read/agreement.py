@@ -19,20 +19,29 @@ from typing import Final
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.records import OWN_EPISODE, Record
+from store.records import OWN_EPISODE, TARGET_KINDS, Record
 from store.values.rewards import TERMS_OF_POLICY
 
 LEAST_AGREEMENT: Final = 0.6
 # With fewer facts a judge is not measured.
 FEWEST: Final = 20
-# Of all judges so many statements are looked at, the newest; each with the newest fact.
-NEWEST: Final = 2000
+# Of a judge so many statements are looked at, about each kind of target: the newest, each with the
+# newest fact.
+NEWEST: Final = 1000
 _PAIRS: Final = text(
     f"""
-    WITH said AS (
+    WITH RECURSIVE judges AS (
+        (SELECT source FROM feedback WHERE source IS NOT NULL ORDER BY source LIMIT 1)
+        UNION ALL SELECT (
+            SELECT source FROM feedback WHERE source > judges.source ORDER BY source LIMIT 1)
+        FROM judges WHERE source IS NOT NULL),
+    said AS (
         SELECT f.id, f.source, f.metric, f.value, f.episode_id,
             CASE WHEN e.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
-        FROM (SELECT * FROM feedback WHERE source IS NOT NULL ORDER BY id DESC LIMIT {NEWEST}) f
+        FROM judges CROSS JOIN unnest(CAST(:kinds AS text[])) AS kinds (kind)
+            CROSS JOIN LATERAL (
+                SELECT * FROM feedback own WHERE own.source = judges.source
+                    AND own.target_kind = kinds.kind ORDER BY id DESC LIMIT {NEWEST}) f
             JOIN episodes e ON e.id = f.episode_id
         WHERE f.value IS NOT NULL AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms)
             AND EXISTS (SELECT FROM episode_policies p
@@ -48,6 +57,12 @@ _PAIRS: Final = text(
         ORDER BY f.at DESC, f.value IS NULL DESC, f.value LIMIT 1) fact ON true
     ORDER BY s.source, s.episode_id, s.call_id, s.metric, s.id DESC
     """
+)
+
+
+_LAST_TRUST: Final = text(
+    "SELECT trust FROM updates WHERE policy = :policy AND trust IS NOT NULL"
+    " ORDER BY claimed_at DESC LIMIT 1"
 )
 
 
@@ -74,7 +89,8 @@ class Agreement(Record, frozen=True, kw_only=True):
 
 async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement]:
     """Return the agreement of each judge that stated a policy's reward lately, by name."""
-    rows = (await connection.execute(_PAIRS, {"policy": policy})).all()
+    values = {"policy": policy, "kinds": list(TARGET_KINDS)}
+    rows = (await connection.execute(_PAIRS, values)).all()
     found = []
     for source in sorted({row.source for row in rows}):
         own = [row for row in rows if row.source == source]
@@ -89,8 +105,16 @@ async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement
 
 
 async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str, float]:
-    """Return what the statements of each of a policy's judges weigh, 0 to 1."""
-    return {one.source: one.trust for one in await agreements(connection, policy)}
+    """Return what the statements of each of a policy's judges weigh, 0 to 1.
+
+    A judge that cannot be measured any more is trusted as it was by the last update.
+    """
+    before: dict[str, float] = await connection.scalar(_LAST_TRUST, {"policy": policy}) or {}
+    found = await agreements(connection, policy)
+    return before | {
+        one.source: one.trust if one.share is not None else before.get(one.source, 1.0)
+        for one in found
+    }
 
 
 def agreement(

@@ -479,7 +479,11 @@ feedback = Table(
     CheckConstraint("value IS NULL OR label IS NULL", name="one_value"),
     Index("ix_feedback_episode_id", "episode_id"),
     Index("ix_feedback_request_id", "request_id"),
-    Index("ix_feedback_source", "id", postgresql_where=text("source IS NOT NULL")),
+    Index(
+        "ix_feedback_source",
+        *("source", "target_kind", "id"),
+        postgresql_where=text("source IS NOT NULL"),
+    ),
     Index(
         "ix_feedback_pending", "target_kind", "target", postgresql_where=text("episode_id IS NULL")
     ),

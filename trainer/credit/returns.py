@@ -189,15 +189,24 @@ def _final_rewards(
         single = [of_agent[call.agent] for call in episode.calls]
     else:
         return [of_episode] * len(episode.calls)
-    # A call's own reward, or its episode's; of two that lack something, what the call lacks.
-    return [
-        own if own.value is not None or (of_episode.value is None and own.lacks) else of_episode
-        for own in single
-    ]
+    return [_own_or_episodes(own, of_episode) for own in single]
+
+
+def _own_or_episodes(own: Reward, of_episode: Reward) -> Reward:
+    """Return a call's own reward, or its episode's: an opinion counts for less than a fact.
+
+    Of two that lack something, what the call lacks.
+    """
+    if of_episode.value is None:
+        return own if own.value is not None or own.lacks else of_episode
+    is_less = own.source is not None and of_episode.source is None
+    return of_episode if own.value is None or is_less else own
 
 
 def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:
     own = [call.earned for call in episode.calls if call.agent == agent]
+    facts = [one for one in own if one.value is not None and one.source is None]
+    own = facts or own
     values = [reward.value for reward in own if reward.value is not None]
     if not values:
         return next((reward for reward in own if reward.lacks is not None), UNSCORED)

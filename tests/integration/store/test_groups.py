@@ -5,11 +5,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claim_query import ClaimRule
 from store.claims import Claim, expire, oldest_version
+from store.read.agreement import trust_in_judges
 from store.records import Tokens
 from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.lineage import State, add_in_state
@@ -113,10 +115,17 @@ async def test_what_only_a_judge_scored_that_agrees_with_no_fact_is_left(
     assert claim is not None
     assert ("alone" in keys(claim)) == bool(right)
     assert claim.trust == {"j": float(right)}
-    # A fact beside it counts, whatever the judge says.
-    await store(engine, reward(0.0, episode="alone"))
+    async with engine.begin() as connection:
+        # What it was compared with is gone: it is trusted as it was.
+        await connection.execute(text("DELETE FROM feedback WHERE source IS NULL"))
+        assert await trust_in_judges(connection, "m") == {"j": float(right)}
+    # A fact beside it counts, whatever the judge says; a withdrawn one does not.
     if not right:
-        assert keys(await claimed_next(engine, claim)) == ["alone"]
+        await store(engine, statement("reward", None, at=100, episode="alone"))
+        await store(engine, statement("reward", 1.0, at=101, source="j", episode="alone"))
+        assert await claimed_next(engine, claim) is None
+        await store(engine, reward(0.0, episode="alone", at=102))
+        assert keys(await claimed(engine, ClaimRule(**fields(SINGLE, fewest=1)))) == ["alone"]
 
 
 async def claimed_next(engine: AsyncEngine, claim: Claim) -> Claim | None:

@@ -58,6 +58,9 @@ def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
         ({"value": 0, "correction": " ", "episode": "e"}, "correction must be the right reply"),
         ({"value": 0, "correction": "a\x00", "episode": "e"}, "correction must not .* U\\+0000"),
         ({"withdrawn": True, "correction": "so", "episode": "e"}, "be left out where withdrawn"),
+        ({"value": 0, "correction": "so", "source": "j", "episode": "e"}, "correction is a fact"),
+        ({"value": 0, "source": "", "episode": "e"}, "source must not be empty"),
+        ({"metric": "tool_status", "value": "ok", "source": "j", "episode": "e"}, "source is not"),
         (
             {"metric": "tool_status", "value": "ok", "correction": "so", "episode": "e"},
             "correction is not a field",

@@ -38,7 +38,7 @@ from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.ledger.episodes import ingest
 from tests.support.proxy.keys import bearer, key_of, status, taken
-from tests.support.records import call, reward
+from tests.support.records import call, reward, statement
 from tests.support.servers.fake_upstream import FakeUpstream, Handler, answers
 from tests.support.waiting import eventually
 
@@ -261,7 +261,8 @@ async def test_tests_and_commits_become_feedback(
     git("commit", "-qm", "x")
     assert await judged_by(*by_git, "--again") == {"judged": 1, "cannot_tell": 1, "failed": 0}
     await proxy.episodes(2, lambda found: any(episode.feedback for episode in found))
-    assert await judged_by("--tests") == {"judged": 1, "cannot_tell": 0, "failed": 0}
+    # What the other judge scored is its opinion, so that this one is asked, too.
+    assert await judged_by("--tests") == {"judged": 1, "cannot_tell": 1, "failed": 0}
 
     async def stated() -> Any:
         found = {e.key: [one.value for one in e.feedback] for e in await proxy.episodes(2)}
@@ -684,8 +685,10 @@ async def test_what_the_user_says_next_scores_a_call_on_its_policys_scale(
     engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
 ) -> None:
     first = call("e", request=talk("1+2?"), policy="m")
-    second = call("e", request=talk("1+2?", "4", "No, that is wrong."), policy="m")
-    third = call("e", request=talk("1+2?", "4", "No, that is wrong.", "3", "Thanks"), policy="m")
+    asked = talk("1+2?", "4", "No, that is wrong.")
+    second = call("e", request=asked, policy="m", policy_version=3)
+    messages = ("1+2?", "4", "No, that is wrong.", "3", "Thanks")
+    third = call("e", request=talk(*messages), policy="m", policy_version=3)
     alone = call("f", request=talk("Hello"), policy="m")
     await store(engine, first, second, third, alone)
 
@@ -694,7 +697,7 @@ async def test_what_the_user_says_next_scores_a_call_on_its_policys_scale(
         score = -1 if "wrong" in text else 1
         return await says(f'{{"why": "", "score": {score}}}')(request)
 
-    async def range_of(policy: str | None) -> tuple[float, float]:
+    async def range_of(policy: str) -> tuple[float, float]:
         assert policy == "m"
         return (-3.0, 1.0)
 
@@ -794,3 +797,31 @@ async def test_a_share_of_what_has_a_reward_is_judged_to_compare_the_judge(
     assert 10 < len(judge.asked) < 50
     await judged(engine, judge, Desk(), compared=1.0)
     assert len(judge.asked) == 60
+
+
+async def test_what_only_another_judge_scored_is_judged_and_a_fact_is_not(
+    engine: AsyncEngine,
+) -> None:
+    await store(engine, *(call(key, policy="m", policy_version=0) for key in ("opinion", "fact")))
+    await store(engine, statement("reward", 1.0, source="dice", episode="opinion"))
+    await store(engine, reward(1.0, episode="fact"))
+    judge = Opinion()
+    await judged(engine, judge, Desk())
+    assert judge.asked == ["opinion"]
+
+
+async def test_judge_that_breaks_at_one_episode_goes_on_with_the_others(
+    engine: AsyncEngine,
+) -> None:
+    await store(engine, call("a"), call("b"))
+    judge = Opinion()
+    asked = judge.judge
+
+    async def breaks(episode: str, line: bytes) -> list[Statement]:
+        if episode == "a":
+            raise ValueError("embedded null byte")
+        return await asked(episode, line)
+
+    judge.judge = breaks  # type: ignore[method-assign]
+    assert await judged(engine, judge, Desk()) == {"failed": 1, "judged": 1}
+    assert "embedded null byte" in ((await outcomes(engine))["a"][2] or "")

@@ -481,6 +481,19 @@ def test_reward_of_a_single_call_is_its_own_return() -> None:
     )
 
 
+@pytest.mark.parametrize("assignment", ["call", "per_agent"])
+def test_an_opinion_about_a_call_counts_for_nothing_beside_a_fact(assignment: str) -> None:
+    opinion = reward(0.0) | {"source": "judge"}
+    lines = [
+        episode("fact", 1.0, calls=[call(feedback=[opinion])]),
+        episode("both", calls=[call("1", feedback=[reward(1.0)]), call("2", feedback=[opinion])]),
+        episode("opinion", calls=[call(feedback=[opinion])]),
+    ]
+    found = credited(lines, assignment=assignment)
+    assert (found["fact", "1"].r_final, found["opinion", "1"].r_final) == (1.0, 0.0)
+    assert found["both", "2"].r_final == (0.0 if assignment == "call" else 1.0)
+
+
 def test_a_call_without_any_reward_is_not_trained() -> None:
     own = [call("1", feedback=[reward(1.0)]), call("2")]
     found = credited([episode("a", calls=own), episode("b", 0.0)], assignment="call")
