@@ -76,7 +76,7 @@ class Run(NamedTuple):
     after: float
     live: list[float]
     updates: int
-    minutes: float
+    seconds: float
 
     def until(self, mark: float) -> float:
         """Return after how many episodes the mean of `BLOCK` first reached a mark."""
@@ -277,7 +277,7 @@ def table(runs: Sequence[Run]) -> Rows:
             ),
             *(number(run.until(mark), 0) for mark in MARKS),
             str(run.updates),
-            f"{run.minutes / 60:.1f}",
+            f"{run.seconds / 60:.1f}",
         ]
         for run in runs
     ]
