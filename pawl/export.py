@@ -9,6 +9,7 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.claim_query import lock
 from store.errors import Damaged, StoreError
 from store.link.claimable import refresh
 from store.read.browsing import fates_of
@@ -74,8 +75,6 @@ _UNTRAINED: Final = text(
             WHERE p.claimed_by IS NOT NULL AND {_TASK} IS NOT NULL)
     """
 )
-# Locked in the order of keys, as everywhere. An update that holds one of them gives it up.
-_LOCK: Final = text("SELECT FROM episodes WHERE id = ANY(:ids) ORDER BY key FOR NO KEY UPDATE")
 _HOLD_OUT: Final = text(
     f"""
     UPDATE episodes SET split = '{EVAL}',
@@ -117,7 +116,8 @@ async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], mo
                 "its task with one that is trained on, or asks in no text"
             )
         ids = [one for task in questions for one in of_task[task]]
-        await connection.execute(_LOCK, {"ids": ids})
+        # An update that has claimed one of them meanwhile gives it up.
+        await lock(connection, ids)
         await connection.execute(_HOLD_OUT, {"ids": ids})
         await refresh(connection, ids)
         for task, question in questions.items():

@@ -58,11 +58,15 @@ _PAIRS: Final = text(
     ORDER BY s.source, s.episode_id, s.call_id, s.metric, s.id DESC
     """
 )
-
-
+# Each update that is claimed carries on what the last one knew; those that expire, or import a
+# version, have none. Where there never was a judge, few are looked at.
 _LAST_TRUST: Final = text(
-    "SELECT trust FROM updates WHERE policy = :policy AND trust IS NOT NULL"
-    " ORDER BY claimed_at DESC LIMIT 1"
+    """
+    SELECT trust FROM (
+        SELECT trust, claimed_at FROM updates WHERE policy = :policy
+        ORDER BY claimed_at DESC LIMIT 200) newest
+    WHERE trust IS NOT NULL ORDER BY claimed_at DESC LIMIT 1
+    """
 )
 
 

@@ -215,11 +215,15 @@ def _signal_episodes(
 
 
 def _alike(claim: Claim, credited: Credited) -> set[UUID]:
-    """Return the episodes of groups of several that earned the same."""
+    """Return the episodes of groups of several that earned the same.
+
+    What late members are compared with is no part of the claim: these count as in any group.
+    """
     alike: set[UUID] = set()
     for group in claim.groups:
         rewards = {credited.returns[one.id].r_final for one in group.episodes}
-        if group.task and len(rewards) == 1 and len(group.episodes) > 1:
+        is_whole = group.task and not group.earlier and len(group.episodes) > 1
+        if is_whole and len(rewards) == 1:
             alike |= {one.id for one in group.episodes}
     return alike
 
