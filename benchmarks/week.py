@@ -8,6 +8,9 @@ of five families. Rows:
 - `next-turn`: nobody rewards; a user answers "Thanks." or "No, that is wrong.", a fifth of the time
   the wrong one, and `pawl judge --next-turn` has a judge behind an OpenAI-compatible server that
   looks for that word;
+- `corrections`: as `rewards`, and for a fifth of the failures somebody posts the right reply;
+- `teacher`: nobody rewards; `distill` learns from a finished version of `pawl demo`, which the same
+  vLLM serves (`make demo` comes first, or `--teacher FOLDER`);
 - `bad-judge`: a third are rewarded rightly, and a judge that throws dice scores all others;
 - `facts`: the same third, without a judge.
 
@@ -21,10 +24,11 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +45,7 @@ from benchmarks.report import Bar, Rows, bars_table, number
 from benchmarks.stack import ROOT, free_port, running
 from benchmarks.strangers.__main__ import events, stack, wait_until_idle
 from pawl.scenarios.scenario import packaged_template
+from pawl.stack.model import unpacked_model
 
 sys.path.insert(0, str(ROOT / "examples" / "calculator"))
 import agent
@@ -49,17 +54,45 @@ import judge as rules
 import questions
 
 FOLDER: Final = ROOT / "var" / "week"
-ROWS: Final = ("rewards", "next-turn", "bad-judge", "facts")
+ROWS: Final = ("rewards", "next-turn", "corrections", "teacher", "bad-judge", "facts")
 MODEL: Final = "smollm2"
 TEMPLATE: Final = packaged_template("smollm2_tools")
 EPISODES, HELD_OUT, BLOCK, AT_ONCE = 4000, 240, 200, 8
-REWARDED, WRONG, FLIPPED = 1 / 3, 1 / 10, 1 / 5
+REWARDED, WRONG, FLIPPED, CORRECTED = 1 / 3, 1 / 10, 1 / 5, 1 / 5
 DELAY_S: Final = (1.0, 30.0)
-# The bars: held-out success from rewards; and how many times as many episodes others may take.
-HIGH, SLOWER = 0.9, 1.5
+# The bars: held-out success from rewards; and how many times the episodes of another row each may
+# take until its success is at these marks.
+HIGH: Final = 0.9
 MARKS: Final = (0.75, 0.9)
+TIMES: Final = {
+    "next-turn": ("rewards", 1.5),
+    "corrections": ("rewards", 0.8),
+    "teacher": ("rewards", 0.3),
+    "bad-judge": ("facts", 1.5),
+}
 # `default`, but for its times: a day is a minute.
 RECIPE: Final = "\n[publish]\nreward_delay_s = 1.0\n"
+TEACHER: Final = "teacher"
+DISTILL: Final = """
+learner = "distill"
+dtype = "auto"
+[teacher]
+url = "http://127.0.0.1:{port}/v1"
+model = "teacher"
+finished_after_s = 5.0
+[claim]
+group_size = 1
+groups = 64
+max_age_s = 1.0
+[credit]
+baseline = "none"
+normalisation = "none"
+[batch]
+steps = 2
+micro_batch_tokens = 8192
+[publish]
+control_share = 0.0
+"""
 DICE: Final = """
 import json, random, sys
 episode = json.loads(sys.stdin.readline())["episode"]
@@ -106,6 +139,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--a-minute", type=float, default=250.0, help="episodes, at most")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="whose `pawl up` it is")
     parser.add_argument("--recipe", help="default: `default`, its times scaled")
+    parser.add_argument(
+        "--teacher", type=Path, default=ROOT / "var" / "demo", help="a folder with adapters"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER)
     return parser.parse_args()
 
@@ -115,13 +151,24 @@ async def measured(row: str, seed: int, options: argparse.Namespace, progress: P
     folder = options.out.absolute() / f"{row}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    port = free_port()
     recipe = folder / "week.toml"
     packaged = (ROOT / "trainer" / "recipes" / "default.toml").read_text()
-    recipe.write_text(packaged.replace("max_age_s = 600.0", "max_age_s = 1.0") + RECIPE)
+    scaled = packaged.replace("max_age_s = 600.0", "max_age_s = 1.0") + RECIPE
+    recipe.write_text(DISTILL.format(port=port) if row == TEACHER else scaled)
     chosen = argparse.Namespace(checkout=options.checkout, recipe=options.recipe or str(recipe))
     began = time.monotonic()
-    arguments = f"--enable-auto-tool-choice --tool-call-parser pythonic --chat-template {TEMPLATE}"
-    with stack(folder, chosen, {"PAWL_VLLM_ARGS": arguments}) as url:
+    arguments = "--enable-auto-tool-choice --tool-call-parser pythonic"
+    if row == TEACHER:
+        newest = max(options.teacher.rglob("adapter_model.safetensors"), key=modified)
+        arguments += f" --lora-modules {TEACHER}={newest.parent.absolute()}"
+    settings = {
+        "PAWL_VLLM_ARGS": arguments,
+        "PAWL_VLLM_PORT": str(port),
+        "PAWL_MODEL": str(model_with_template(folder / "model")),
+        "PAWL_POLICY": MODEL,
+    }
+    with stack(folder, chosen, settings) as url:
         async with users(url, row, seed) as ask:
             before = await work(ask, HELD_OUT, seed, progress, f"{folder.name} before", held=True)
             async with scoring(row, folder, url):
@@ -137,6 +184,22 @@ async def measured(row: str, seed: int, options: argparse.Namespace, progress: P
     return run
 
 
+def modified(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def model_with_template(folder: Path) -> Path:
+    """Make a folder of the packaged model that has the calculator's chat template as its own.
+
+    Corrections need that: they are tokenised by the template in the model's folder.
+    """
+    folder.mkdir()
+    for file in unpacked_model(ROOT / "var" / "models").iterdir():
+        source = TEMPLATE if file.name == "chat_template.jinja" else file
+        (folder / file.name).symlink_to(source)
+    return folder
+
+
 @asynccontextmanager
 async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
     """Yield what asks one question, as the row's users do, and returns whether it was right."""
@@ -147,9 +210,9 @@ async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
 
-        async def post(name: str, value: bool, after_s: float) -> None:
-            await asyncio.sleep(after_s)
-            statement = {"episode": name, "value": value}
+        async def post(name: str, value: bool, **more: str) -> None:
+            await asyncio.sleep(dice.uniform(*DELAY_S))
+            statement = {"episode": name, "value": value, **more}
             async with session.post(f"{url}/feedback", json=statement) as reply:
                 reply.raise_for_status()
 
@@ -168,15 +231,27 @@ async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
             if row == "next-turn":
                 says = "Thanks." if right != (dice.random() < FLIPPED) else "No, that is wrong."
                 await follow_up(own, question.question, reply, attempt, says)
-            elif dice.random() < REWARDED:
-                is_wrong = row == "rewards" and dice.random() < WRONG
-                posted = asyncio.create_task(post(name, right != is_wrong, dice.uniform(*DELAY_S)))
-                told.add(posted)
-                posted.add_done_callback(told.discard)
+            elif row == "corrections" and not right and dice.random() < CORRECTED:
+                later(post(name, False, correction=right_reply(question.question)))
+            elif row != TEACHER and dice.random() < REWARDED:
+                is_wrong = row in ("rewards", "corrections") and dice.random() < WRONG
+                later(post(name, right != is_wrong))
             return float(right)
+
+        def later(posting: Coroutine[Any, Any, None]) -> None:
+            task = asyncio.create_task(posting)
+            told.add(task)
+            task.add_done_callback(told.discard)
 
         yield ask
         await asyncio.gather(*told)
+
+
+def right_reply(question: str) -> str:
+    """Return what the model should write to call the calculator, as its template writes calls."""
+    stated = re.search(r"\d+( [*+-] \d+)+", question)
+    expression = stated[0] if stated else " * ".join(re.findall(r"\d+", question))
+    return f"[{attempts.TOOL_NAME}(expression={json.dumps(expression)})]"
 
 
 async def follow_up(
@@ -290,14 +365,14 @@ def bars_of(runs: Sequence[Run]) -> list[Bar]:
         for run in runs
         if run.row == "rewards"
     ]
-    for row, base in (("next-turn", "rewards"), ("bad-judge", "facts")):
+    for row, (base, most) in TIMES.items():
         for mark in MARKS:
             own, others = (
                 [run.until(mark) for run in runs if run.row == name] for name in (row, base)
             )
             if own and others:
                 times = median(own) / median(others)
-                bars.append(Bar(f"{row}: episodes to {mark}, times those of {base}", times, SLOWER))
+                bars.append(Bar(f"{row}: episodes to {mark}, times those of {base}", times, most))
     return bars
 
 
