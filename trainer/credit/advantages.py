@@ -51,7 +51,8 @@ class Comparison(Record, frozen=True, kw_only=True):
     """Hold the steps from a call's return to its advantage, `value`.
 
     `final` and `air` are the differences of final reward and AIR from their baselines, less the
-    update's mean difference where the normalisation centres them.
+    update's mean difference where the normalisation centres them. `is_alike` says that all of the
+    group have earned the same, so that the baseline is the family's.
     """
 
     baseline: float
@@ -62,6 +63,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     air: float
     air_divisor: float
     air_weight: float
+    is_alike: bool = False
 
     @property
     def value(self) -> float:
@@ -139,10 +141,11 @@ def advantages(
     against = _compared(units, rule, after, (min([low, *earned]), max([high, *earned])))
     scaled = _scaled(units, against, rule, high - low)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
-    for unit, (final, air, weight), compared in zip(units, against, scaled, strict=True):
+    for unit, other, compared in zip(units, against, scaled, strict=True):
         # No signal, unless final rewards or AIR give one.
-        air_tells = air.reason is None and weight > 0.0
-        reason = None if air_tells and final.reason != "alone" else final.reason
+        air_tells = other.air.reason is None and other.weight > 0.0
+        reason = other.final.reason
+        reason = None if air_tells and reason != "alone" else reason
         for position, one in zip(unit.positions, compared, strict=True):
             result[unit.episode][position] = Advantage(
                 value=one.value if reason is None else 0.0, reason=reason, comparison=one
@@ -150,8 +153,16 @@ def advantages(
     return result, after.pruned()
 
 
-# What the final rewards and the AIR of some calls are compared with, and `f`.
-Against = tuple[BaselineValue, BaselineValue, float]
+class Against(Record, frozen=True, kw_only=True):
+    """Hold what the final rewards and the AIR of some calls are compared with.
+
+    `weight` is `f`, and `is_alike` is that of their comparisons.
+    """
+
+    final: BaselineValue
+    air: BaselineValue
+    weight: float
+    is_alike: bool
 
 
 def _scaled(
@@ -163,31 +174,30 @@ def _scaled(
     """
     normalisation = NORMALISATIONS[rule.normalisation]
     pairs = list(zip(units, against, strict=True))
-    finals = [[value - final.value for value in unit.finals] for unit, (final, _, _) in pairs]
-    airs = [[value - air.value for value in unit.airs] for unit, (_, air, _) in pairs]
+    finals = [[value - other.final.value for value in unit.finals] for unit, other in pairs]
+    airs = [[value - other.air.value for value in unit.airs] for unit, other in pairs]
     by_baseline = normalisation.spread_over == "baseline"
-    spreads = [final.spread if by_baseline else None for final, _, _ in against]
+    spreads = [other.final.spread if by_baseline else None for other in against]
     if normalisation.spread_over == "update":
-        counts = [final.reason != "alone" for final, _, _ in against]
+        counts = [other.final.reason != "alone" for other in against]
         finals, airs = _centred(finals, counts), _centred(airs, counts)
         spreads = [spread_about(0.0, list(compress(finals, counts)))] * len(finals)
     return [
         [
             Comparison(
-                baseline=of_finals.value,
+                baseline=other.final.value,
                 final=final,
                 divisor=_divisor(spread, width * SMALLEST_SPREAD),
-                final_weight=weight if normalisation.is_focal else 1.0,
-                air_baseline=of_airs.value,
+                final_weight=other.weight if normalisation.is_focal else 1.0,
+                air_baseline=other.air.value,
                 air=air,
                 air_divisor=_divisor(spread, width * AIR_SPREAD),
-                air_weight=weight,
+                air_weight=other.weight,
+                is_alike=other.is_alike,
             )
             for final, air in zip(own, own_airs, strict=True)
         ]
-        for own, own_airs, spread, (of_finals, of_airs, weight) in zip(
-            finals, airs, spreads, against, strict=True
-        )
+        for own, own_airs, spread, other in zip(finals, airs, spreads, against, strict=True)
     ]
 
 
@@ -245,17 +255,20 @@ def _compared(
     by_index: dict[int, Against] = {}
     for indices in compared.values():
         own = [units[index] for index in indices]
-        is_alike = len({final for unit in own for final in unit.finals}) == 1
-        if baseline.needs_group and (len(own) == 1 or is_alike):
+        is_alone = len(own) == 1
+        is_alike = baseline.needs_group and len({f for unit in own for f in unit.finals}) == 1
+        if is_alike or (baseline.needs_group and is_alone):
             family, agent = own[0].family, own[0].agent
-            final = moving.of_finals(family, agent)
-            finals = [family_value(unit.finals, final) for unit in own]
+            average = moving.of_finals(family, agent)
+            finals = [family_value(unit.finals, average) for unit in own]
             airs = [family_value(unit.airs, moving.of_airs(family, agent)) for unit in own]
-            weight = air_weight([final.mean], reward_range)
+            weight = air_weight([average.mean], reward_range)
         else:
             finals = baseline.values([unit.finals for unit in own])
             airs = baseline.values([unit.airs for unit in own])
             weight = air_weight([mean_of(unit.finals) for unit in own], reward_range)
-        both = zip(finals, airs, strict=True)
-        by_index |= {i: (*pair, weight) for i, pair in zip(indices, both, strict=True)}
+        for index, final, air in zip(indices, finals, airs, strict=True):
+            by_index[index] = Against(
+                final=final, air=air, weight=weight, is_alike=is_alike and not is_alone
+            )
     return [by_index[index] for index in range(len(units))]

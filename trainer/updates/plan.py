@@ -200,32 +200,17 @@ def _signal_episodes(
     if not recipe.credit.compares_episodes:
         return len(trained)
     signal = dict.fromkeys(trained, 0.0)
-    alike = _alike(claim, credited)
     of_air = min(1.0, recipe.credit.air_lambda / AIR_SPREAD)
     for credit in credited.transitions:
         compared = credit.comparison
         if credit.episode_id in trained and compared is not None:
             own = 1.0 if compared.final != 0.0 else of_air * compared.air_weight
-            if credit.episode_id in alike:
+            if compared.is_alike:
                 own = min(1.0, abs(compared.value))
             signal[credit.episode_id] = max(signal[credit.episode_id], own)
         if credit.correction:
             signal[credit.episode_id] = 1.0
     return fsum(signal.values())
-
-
-def _alike(claim: Claim, credited: Credited) -> set[UUID]:
-    """Return the episodes of groups of several that earned the same.
-
-    What late members are compared with is no part of the claim: these count as in any group.
-    """
-    alike: set[UUID] = set()
-    for group in claim.groups:
-        rewards = {credited.returns[one.id].r_final for one in group.episodes}
-        is_whole = group.task and not group.earlier and len(group.episodes) > 1
-        if is_whole and len(rewards) == 1:
-            alike |= {one.id for one in group.episodes}
-    return alike
 
 
 def _metrics(

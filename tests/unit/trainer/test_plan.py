@@ -522,6 +522,22 @@ def test_episode_that_only_its_correction_trains_counts_whole() -> None:
     assert found.metrics["signal_episodes"] >= 1.0
 
 
+@pytest.mark.parametrize(("earlier", "is_alike"), [((), True), ((0.0,), True), ((1.0,), False)])
+def test_members_of_a_group_that_earned_the_same_count_for_their_advantage(
+    earlier: tuple[float, ...], is_alike: bool
+) -> None:
+    others = rewarded(0.3, 0.0, 0.3, 0.0)
+    group = Group(task="a/1", episodes=rewarded(0.0, 0.0), earlier=rewarded(*earlier))
+    mixed = Group(task="a/2", episodes=others)
+    found = plan_update(claimed(groups=(group, mixed)), DEFAULT)
+    members = {one.id for one in group.episodes}
+    own = [one.comparison for one in found.credited if one.episode_id in members]
+    assert [one.is_alike for one in own if one is not None] == [is_alike] * 2
+    weighed = sum(min(1.0, abs(one.value)) if is_alike else 1.0 for one in own if one is not None)
+    assert 0.0 < weighed <= 2.0
+    assert found.metrics["signal_episodes"] == pytest.approx(4.0 + weighed)
+
+
 def test_what_cannot_be_corrected_is_refused_by_name() -> None:
     two = msgspec.structs.replace(episode(0.0, 2), feedback=(said(0.0, correction="right"),))
     theirs = corrected(0.0, policy="other")
