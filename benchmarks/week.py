@@ -64,6 +64,8 @@ DELAY_S: Final = (1.0, 30.0)
 # take until its success is at these marks.
 HIGH: Final = 0.9
 MARKS: Final = (0.75, 0.9)
+# A run ends before its last episode once live success is so high.
+ENOUGH: Final = 0.95
 TIMES: Final = {
     "next-turn": ("rewards", 1.5),
     "corrections": ("rewards", 0.8),
@@ -135,7 +137,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--episodes", type=int, default=EPISODES)
+    parser.add_argument("--episodes", type=int, default=EPISODES, help="at most")
     parser.add_argument("--a-minute", type=float, default=250.0, help="episodes, at most")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="whose `pawl up` it is")
     parser.add_argument("--recipe", help="default: `default`, its times scaled")
@@ -288,14 +290,23 @@ async def work(
     room, right = asyncio.Semaphore(AT_ONCE), list[float]()
     shown = progress.add_task(name, total=count)
 
-    async def one(place: int, question: questions.Question) -> None:
-        await asyncio.sleep(60 * place / a_minute if a_minute else 0)
-        async with room:
+    async def one(question: questions.Question) -> None:
+        try:
             right.append(await ask(question, held=held))
+        finally:
+            room.release()
         about = f"{name}, success {number(fmean(right[-BLOCK:]), 2)}"
         progress.update(shown, completed=len(right), description=about)
 
-    await asyncio.gather(*(one(*each) for each in enumerate(made)))
+    began = time.monotonic()
+    async with asyncio.TaskGroup() as asked:
+        for place, question in enumerate(made):
+            if not held and len(right) >= BLOCK and fmean(right[-BLOCK:]) >= ENOUGH:
+                break
+            due = began + 60 * place / a_minute if a_minute else 0.0
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await room.acquire()
+            asked.create_task(one(question))
     progress.remove_task(shown)
     return right
 
