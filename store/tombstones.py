@@ -12,7 +12,7 @@ which then finds all of it, or wholly after it, and then sees its tombstones
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import date, datetime, timedelta
 from hashlib import sha256
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -26,6 +26,7 @@ from store.tenants import same_tenant, tenant_of
 
 # A kind of target, and a name of that kind.
 Named = tuple[TargetKind, str]
+R = TypeVar("R", bound=SpoolRecord)
 # What a deleted episode's row has in place of its key, before the digest. No client can name an
 # episode so: names are printable.
 PREFIX: Final = "\x1fdeleted:"
@@ -52,12 +53,7 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
     elif isinstance(record, GapRecord):
         yield from (("episode", key) for key in record.episodes)
     elif isinstance(record, FeedbackRecord):
-        yield from names_in_feedback(record)
-
-
-def names_in_feedback(record: FeedbackRecord) -> list[Named]:
-    """Return the targets of a POST of feedback."""
-    return [(item.target_kind, item.target) for item in record.items]
+        yield from ((item.target_kind, item.target) for item in record.items)
 
 
 def names_of(call: CallRecord) -> list[Named]:
@@ -78,7 +74,7 @@ def keys_left(keys: Sequence[str], deleted: Set[UUID]) -> tuple[str, ...]:
     return tuple(key for key in keys if digest_of("episode", key) not in deleted)
 
 
-def without_deleted(record: SpoolRecord, deleted: Set[UUID]) -> SpoolRecord | None:
+def without_deleted(record: R, deleted: Set[UUID]) -> R | None:
     """Return what is left of a record without the deleted names; None: nothing is.
 
     One POST of feedback, and one mark of lost calls, may be about several episodes.
@@ -89,16 +85,11 @@ def without_deleted(record: SpoolRecord, deleted: Set[UUID]) -> SpoolRecord | No
         keys = keys_left(record.episodes, deleted)
         return msgspec.structs.replace(record, episodes=keys) if keys else None
     if isinstance(record, FeedbackRecord):
-        return feedback_without(record, deleted)
+        items = tuple(
+            item for item in record.items if digest_of(item.target_kind, item.target) not in deleted
+        )
+        return msgspec.structs.replace(record, items=items) if items else None
     return record
-
-
-def feedback_without(record: FeedbackRecord, deleted: Set[UUID]) -> FeedbackRecord | None:
-    """Return what is left of a POST of feedback; None: nothing is."""
-    items = tuple(
-        item for item in record.items if digest_of(item.target_kind, item.target) not in deleted
-    )
-    return msgspec.structs.replace(record, items=items) if items else None
 
 
 # Statements whose target had not arrived when they were stored.
