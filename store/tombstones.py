@@ -107,9 +107,8 @@ _EMPTY: Final = """
         AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)
         AND NOT EXISTS (SELECT FROM tool_events e WHERE e.at = $1 AND e.id >= $2 AND e.id < $3
                         AND e.target_kind IS NOT NULL)
-    RETURNING r.idempotency_key
+    RETURNING 1
 """
-_KEYS: Final = "DELETE FROM feedback_keys WHERE idempotency_key = ANY($1) RETURNING 1"
 BEFORE: Final = timedelta(seconds=1)
 AFTER: Final = timedelta(hours=1)
 
@@ -129,24 +128,20 @@ async def _forget(driver: Any, query: str, values: Sequence[Any]) -> dict[str, i
     feedback = await driver.fetch(query.format(table="feedback"), *values)
     events = await driver.fetch(query.format(table="tool_events"), *values)
     moments = {row[0] for row in (*feedback, *events)}
-    requests, keys = await _forget_requests(driver, moments)
     return {
         "feedback": len(feedback),
         "tool_events": len(events),
-        "feedback_requests": requests,
-        "feedback_keys": keys,
+        "feedback_requests": await _forget_requests(driver, moments),
     }
 
 
-async def _forget_requests(driver: Any, moments: Iterable[datetime]) -> tuple[int, int]:
-    """Delete the requests of these times that no statement is left of, and their keys."""
-    requests, keys = 0, list[str]()
+async def _forget_requests(driver: Any, moments: Iterable[datetime]) -> int:
+    """Delete the requests of these times that no statement is left of; return how many."""
+    requests = 0
     for at in sorted(moments):
         bounds = lowest_id_at(at - BEFORE), lowest_id_at(at + AFTER)
-        gone = await driver.fetch(_EMPTY, at, *bounds)
-        requests += len(gone)
-        keys += [row[0] for row in gone if row[0] is not None]
-    return requests, len(await driver.fetch(_KEYS, keys)) if keys else 0
+        requests += len(await driver.fetch(_EMPTY, at, *bounds))
+    return requests
 
 
 # Key of the advisory lock that is held until the transaction ends.
