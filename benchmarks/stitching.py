@@ -27,7 +27,7 @@ from proxy.formats.base import ModelRequest, ReplySummary, WireFormat
 from proxy.formats.registry import FORMATS
 from proxy.identity.call_memory import RESPONSE, CallMemory, provided_fingerprints
 from proxy.identity.identify import CallIdentity, identify, retry_count
-from proxy.routing import Kind, Route
+from proxy.routing import Route
 from store.ids import new_id
 
 RECORDING: Final = Path(__file__).with_name("recordings") / "stitching.json"
@@ -156,7 +156,7 @@ def replay(runs: Sequence[Sequence[Exchange]], proxies: int, seed: int) -> list[
         memory = connected[run]
         body = json.dumps(exchange.body).encode()
         request = ModelRequest(body, fields=exchange.body)
-        route = Route(kind=Kind.CALL, path="", wire_format=FORMATS[exchange.dialect])
+        route = Route(path="", wire_format=FORMATS[exchange.dialect])
         call = new_id()
         before = perf_counter()
         who = identify(exchange.headers, route, request, str(call), memory)

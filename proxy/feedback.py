@@ -4,10 +4,10 @@ If all targets are known, the status is 200 (`stored`). A target that is not kno
 (`pending`) and is matched when it arrives.
 
 A repeat under an `Idempotency-Key` adds nothing. The key is taken first in this worker's memory,
-before anything is awaited; then on this machine, by a symbolic link to the body's hash; then in
-PostgreSQL, if that answers in time. Another body under the same key is refused if any of the three
-knows the key. A repeat of the same body gets the same answer. It is recorded again unless it is
-known to be durable; the ledger then counts it once.
+before anything is awaited; then on this machine, by a symbolic link to the body's hash. Another
+body under the same key is refused if either knows the key, or if the ledger does and answers in
+time. A repeat of the same body gets the same answer. It is recorded again unless it is known to be
+durable; the ledger then counts it once.
 """
 
 import asyncio
@@ -34,11 +34,10 @@ from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.spool.recorder import Recorder
 from proxy.spool.segments import CapturedCall
-from store.questions import known_targets
+from store.questions import known_targets, stored_bodies
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
 from store.tenants import bare, same_tenant
-from store.write.feedback_keys import KeyState, give_key_back, take_key
 
 log = structlog.get_logger()
 
@@ -171,23 +170,19 @@ class IdempotencyStore:
         taken = await asyncio.to_thread(self._files.take, key, body_hash)
         if taken is not None and taken != body_hash:
             raise _reused(key)
-        key_state = await self._lookup.ask(
-            lambda driver: take_key(driver, key, body_hash), within_s=LOOK_UP_S
+        stored = await self._lookup.ask(
+            lambda driver: stored_bodies(driver, key), within_s=LOOK_UP_S
         )
-        if key_state is KeyState.ANOTHERS:
+        if stored and body_hash not in stored:
             if taken is None:
                 await asyncio.to_thread(self._files.give_back, key)
             raise _reused(key)
         try:
-            answer = await state(key_state is KeyState.STORED)
+            answer = await state(bool(stored))
         except SpoolFull:
             # Nothing was recorded, so the client may use the key again, for any body.
             if taken is None:
                 await asyncio.to_thread(self._files.give_back, key)
-                await self._lookup.ask(
-                    lambda driver: give_key_back(driver, key, body_hash),
-                    within_s=LOOK_UP_S,
-                )
             raise
         self._body_hashes[key] = body_hash
         if len(self._body_hashes) > REMEMBERED:

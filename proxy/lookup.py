@@ -2,20 +2,19 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import structlog
 
 from proxy.settings import ProxySettings
 from store.driver import Connect, connector, is_away
+from store.embedded import EmbeddedPostgres
 
 log = structlog.get_logger()
 
 # After a failed query no other is tried for this long.
 PAUSE_S: Final = 1.0
 AT_ONCE: Final = 2
-URL_FILE: Final = "database.url"
 Answer = TypeVar("Answer")
 
 
@@ -23,9 +22,10 @@ class Lookup:
     """Query the database from the serving path, where it can be reached."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        """Take the database's URL from the settings, or from the file of an embedded server."""
-        self._configured_url = settings.database_url
-        self._url_file = url_file(settings.spool_dir)
+        """Take the URL of the settings' database, or of the server that the ingester starts."""
+        url, embedded = settings.database_url, EmbeddedPostgres(settings.data_dir)
+        self._url = embedded.url if url is None else url.get_secret_value()
+        self._is_embedded = url is None
         self._connect: Connect | None = None
         # Connections that are open, and not in use.
         self._idle: list[Any] = []
@@ -57,16 +57,16 @@ class Lookup:
         if loop.time() < self._not_before:
             return None
         try:
-            url = self._url() if self._connect is None else None
-            if url is not None:
-                self._connect = connector(url)
             if self._connect is None:
-                return None
+                self._connect = connector(self._url)
             async with asyncio.timeout(within_s):
                 return await self._on_connection(self._connect, question)
         except Exception as error:
             # No call and no feedback may fail because of the database, whatever the error is.
             self._not_before = loop.time() + PAUSE_S
+            if self._is_embedded and isinstance(error, FileNotFoundError):
+                # The server has no socket: it has not been started yet, or was stopped.
+                return None
             tell = log.warning if is_away(error) else log.exception
             tell("lookup_failed", reason=type(error).__name__)
             return None
@@ -86,18 +86,7 @@ class Lookup:
         self._idle.append(driver)
         return answer
 
-    def _url(self) -> str | None:
-        if self._configured_url is not None:
-            return self._configured_url.get_secret_value()
-        # The ingester that starts an embedded server writes the URL of its socket into this file.
-        return self._url_file.read_text() if self._url_file.exists() else None
-
     def close(self) -> None:
         """Close the connections to the database."""
         for driver in self._idle:
             driver.terminate()
-
-
-def url_file(spool_dir: Path) -> Path:
-    """Return the path of the file with the URL of an embedded PostgreSQL."""
-    return spool_dir / URL_FILE

@@ -79,7 +79,7 @@ FIRST_CHUNK_SECONDS = Histogram(
 )
 ADDED_SECONDS = Histogram(
     "pawl_added_seconds",
-    "Proxy time a call took beside its upstream's: before the request left, and at its end.",
+    "Time that the end of a reply waited until its call's record was on disk.",
     buckets=ADDED,
 )
 TOKENS = Counter("pawl_tokens_total", "Tokens recorded, `prompt` or `sampled`.", ["policy", "kind"])

@@ -426,10 +426,8 @@ class Redactor:
         # Why a record cannot be read may quote it; the place in the code does not.
         is_unread = entry.reason.startswith(CANNOT_BE_READ)
         reason = ": ".join(entry.reason.split(": ")[:2]) if is_unread else entry.reason
-        if isinstance(entry.record, CallRecord | FeedbackRecord):
+        if isinstance(entry.record, CallRecord | FeedbackRecord | GapRecord):
             return encode_payload(entry.record), reason
-        if isinstance(entry.record, GapRecord):
-            return entry.piece.data, reason
         try:
             frame = decode_payload(entry.piece.data)
             if isinstance(frame, CapturedCall):

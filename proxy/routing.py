@@ -8,7 +8,6 @@ forwarded untouched and unrecorded.
 
 import re
 from collections.abc import Collection
-from enum import Enum
 from typing import Final
 from urllib.parse import unquote
 
@@ -22,24 +21,11 @@ from store.grants import Scope
 FEEDBACK: Final = "/feedback"
 
 
-class Kind(Enum):
-    """Name the ways in which a request is handled."""
-
-    CALL = "call"
-    FORWARD = "forward"
-    FEEDBACK = "feedback"
-
-
-# Looking a member of an enumeration up takes long in Python 3.11.
-STATED: Final = Kind.FEEDBACK
-
-
 class Route(msgspec.Struct, frozen=True):
-    """Describe an allowed request: its kind, the upstream's path, and the names in its prefix."""
+    """Describe an allowed request: the upstream's path, and the names in its prefix."""
 
-    kind: Kind
     path: str
-    # The format that a recorded call speaks.
+    # The format that a recorded call speaks; what has none is feedback, or forwarded.
     wire_format: WireFormat | None = None
     task: str | None = None
     episode: str | None = None
@@ -56,7 +42,7 @@ class Route(msgspec.Struct, frozen=True):
     @property
     def scope(self) -> Scope:
         """Return what a key must be for."""
-        if self.kind is STATED:
+        if self.path == FEEDBACK:
             return "feedback"
         return "admin" if self.administers else "infer"
 
@@ -108,7 +94,7 @@ RULES: Final = tuple(
     (
         frozenset(methods.split()),
         re.compile(pattern + r"\Z", re.ASCII),
-        Route(Kind.FORWARD, "", label=label, administers=administers, keeps=keeps),
+        Route("", label=label, administers=administers, keeps=keeps),
     )
     for table, administers, keeps in (
         (_PASSED_ON, False, False),
@@ -122,13 +108,12 @@ RULES: Final = tuple(
 def exact_routes(formats: Collection[WireFormat]) -> dict[tuple[str, str], Route]:
     """Return the routes whose paths are exact, by method and path."""
     routes = {
-        ("POST", one.path): Route(Kind.CALL, one.path, wire_format=one, label=one.path)
-        for one in formats
+        ("POST", one.path): Route(one.path, wire_format=one, label=one.path) for one in formats
     }
     beside = [("POST", path) for one in formats for path in one.forwarded]
     for method, path in (*beside, *_FORWARDED):
-        routes[method, path] = Route(Kind.FORWARD, path, label=path)
-    routes["POST", FEEDBACK] = Route(Kind.FEEDBACK, FEEDBACK, label=FEEDBACK)
+        routes[method, path] = Route(path, label=path)
+    routes["POST", FEEDBACK] = Route(FEEDBACK, label=FEEDBACK)
     return routes
 
 
@@ -167,7 +152,7 @@ def _route(method: str, path: str) -> Route:
     if plain is not None:
         return plain
     if reading == "GET" and _MODEL.match(path):
-        return Route(Kind.FORWARD, path, label="/v1/models")
+        return Route(path, label="/v1/models")
     for methods, pattern, route in RULES:
         if reading in methods and pattern.match(path):
             return msgspec.structs.replace(route, path=path)

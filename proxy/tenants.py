@@ -187,8 +187,33 @@ def check_call(
         NotServed: it names a version that is hidden from its sender.
         BadRequest: it has a field that is not its tenant's to send, or more than one meaning.
     """
-    if tenant != owners.sole:
-        _check_object(owners, tenant, path, headers, request)
+    if tenant == owners.sole:
+        return
+    if request.parsed is None:
+        # A server may read what the proxy cannot: another encoding, or an object of any depth.
+        raise BadRequest(
+            "The body is not a JSON object in UTF-8, or it is nested too deep, so it is not "
+            "known which model it names: send a JSON object",
+            code="invalid_json",
+        )
+    _type_of(headers, request.body)
+    try:
+        repeated = repeated_name(request)
+        fields = _all_fields(request)
+    except ValueError as error:
+        raise BadRequest(
+            f"The body cannot be read ({error}), so it is not known what it names: send numbers "
+            "of fewer digits, or texts in their place",
+            code="invalid_json",
+        ) from error
+    if repeated is not None:
+        raise BadRequest(
+            f"An object of the body has {shown(repeated)!r} twice, and which of the two counts is "
+            "not the same for all servers: send it once",
+            param=shown(repeated),
+            code="unclear_body",
+        )
+    _check_fields(owners, tenant, path, fields)
 
 
 def check_forwarded(
@@ -199,7 +224,7 @@ def check_forwarded(
         return
     content_type = _type_of(headers, request.body)
     if not content_type.lower().startswith(FORM):
-        _check_object(owners, tenant, path, headers, request)
+        check_call(owners, tenant, path, headers, request)
         return
     try:
         form = read_form(content_type, request.body)
@@ -236,36 +261,6 @@ def check_headers(owners: Owners, tenant: str, headers: Headers) -> None:
         # Nearly no value has an @; a product's name and version may.
         if b"@" in value and not is_of_any_tenant(name):
             owners.check(tenant, value.decode("latin-1"), name.decode("latin-1"))
-
-
-def _check_object(
-    owners: Owners, tenant: str, path: str, headers: Headers, request: ModelRequest
-) -> None:
-    if request.parsed is None and tenant != owners.sole:
-        # A server may read what the proxy cannot: another encoding, or an object of any depth.
-        raise BadRequest(
-            "The body is not a JSON object in UTF-8, or it is nested too deep, so it is not "
-            "known which model it names: send a JSON object",
-            code="invalid_json",
-        )
-    _type_of(headers, request.body)
-    try:
-        repeated = repeated_name(request)
-        fields = _all_fields(request)
-    except ValueError as error:
-        raise BadRequest(
-            f"The body cannot be read ({error}), so it is not known what it names: send numbers "
-            "of fewer digits, or texts in their place",
-            code="invalid_json",
-        ) from error
-    if repeated is not None:
-        raise BadRequest(
-            f"An object of the body has {shown(repeated)!r} twice, and which of the two counts is "
-            "not the same for all servers: send it once",
-            param=shown(repeated),
-            code="unclear_body",
-        )
-    _check_fields(owners, tenant, path, fields)
 
 
 def _all_fields(request: ModelRequest) -> Mapping[str, Any]:

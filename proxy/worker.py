@@ -30,7 +30,7 @@ from proxy.policies.shared_pins import SharedPins
 from proxy.policies.version_file import VersionFile
 from proxy.policies.versions import MAX_PINS, Versions
 from proxy.redaction import open_redactor
-from proxy.routing import Kind, find_route
+from proxy.routing import FEEDBACK, find_route
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.upstreams import open_upstreams
@@ -41,8 +41,6 @@ from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
-# Looking a member of an enumeration up takes long in Python 3.11.
-CALL, FEEDBACK = Kind.CALL, Kind.FEEDBACK
 HEALTH: Final = "/healthz"
 QUEUE_S: Final = 0.05
 PINS_S: Final = 5.0
@@ -78,10 +76,9 @@ def data_handler(
         try:
             route = find_route(exchange.method, exchange.target.partition("?")[0])
             usage = gate.admit(exchange, route.scope)
-            kind = route.kind
-            if kind is CALL:
+            if route.wire_format is not None:
                 await answer_call(parts, exchange, route, usage)
-            elif kind is FEEDBACK:
+            elif route.path == FEEDBACK:
                 await feedback.handle(exchange)
             else:
                 await forward(

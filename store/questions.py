@@ -62,6 +62,16 @@ def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUI
         yield same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
 
 
+# Bodies of feedback that came with an idempotency key
+
+_BODIES: Final = "SELECT body_hash FROM feedback_requests WHERE idempotency_key = $1"
+
+
+async def stored_bodies(driver: Any, key: str) -> set[str]:
+    """Return the hashes of the stored bodies of feedback that came with an idempotency key."""
+    return {row[0] for row in await driver.fetch(_BODIES, key)}
+
+
 # Responses that an API keeps under their ids, to be gone on from
 
 # Other APIs' replies may have any id, also one that their client chose.

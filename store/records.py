@@ -236,8 +236,8 @@ class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
     api_key: str | None = None
 
 
-class GapRecord(Record, frozen=True, kw_only=True, tag="gap"):
-    """Mark episodes that lost calls before these could be kept."""
+class GapRecord(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
+    """Mark episodes as incomplete, because records of their calls could not be written."""
 
     id: UUID
     episodes: tuple[str, ...]

@@ -12,7 +12,7 @@ which then finds all of it, or wholly after it, and then sees its tombstones
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import date, datetime, timedelta
 from hashlib import sha256
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -26,6 +26,7 @@ from store.tenants import same_tenant, tenant_of
 
 # A kind of target, and a name of that kind.
 Named = tuple[TargetKind, str]
+R = TypeVar("R", bound=SpoolRecord)
 # What a deleted episode's row has in place of its key, before the digest. No client can name an
 # episode so: names are printable.
 PREFIX: Final = "\x1fdeleted:"
@@ -52,12 +53,7 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
     elif isinstance(record, GapRecord):
         yield from (("episode", key) for key in record.episodes)
     elif isinstance(record, FeedbackRecord):
-        yield from names_in_feedback(record)
-
-
-def names_in_feedback(record: FeedbackRecord) -> list[Named]:
-    """Return the targets of a POST of feedback."""
-    return [(item.target_kind, item.target) for item in record.items]
+        yield from ((item.target_kind, item.target) for item in record.items)
 
 
 def names_of(call: CallRecord) -> list[Named]:
@@ -78,7 +74,7 @@ def keys_left(keys: Sequence[str], deleted: Set[UUID]) -> tuple[str, ...]:
     return tuple(key for key in keys if digest_of("episode", key) not in deleted)
 
 
-def without_deleted(record: SpoolRecord, deleted: Set[UUID]) -> SpoolRecord | None:
+def without_deleted(record: R, deleted: Set[UUID]) -> R | None:
     """Return what is left of a record without the deleted names; None: nothing is.
 
     One POST of feedback, and one mark of lost calls, may be about several episodes.
@@ -89,16 +85,11 @@ def without_deleted(record: SpoolRecord, deleted: Set[UUID]) -> SpoolRecord | No
         keys = keys_left(record.episodes, deleted)
         return msgspec.structs.replace(record, episodes=keys) if keys else None
     if isinstance(record, FeedbackRecord):
-        return feedback_without(record, deleted)
+        items = tuple(
+            item for item in record.items if digest_of(item.target_kind, item.target) not in deleted
+        )
+        return msgspec.structs.replace(record, items=items) if items else None
     return record
-
-
-def feedback_without(record: FeedbackRecord, deleted: Set[UUID]) -> FeedbackRecord | None:
-    """Return what is left of a POST of feedback; None: nothing is."""
-    items = tuple(
-        item for item in record.items if digest_of(item.target_kind, item.target) not in deleted
-    )
-    return msgspec.structs.replace(record, items=items) if items else None
 
 
 # Statements whose target had not arrived when they were stored.
@@ -116,9 +107,8 @@ _EMPTY: Final = """
         AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)
         AND NOT EXISTS (SELECT FROM tool_events e WHERE e.at = $1 AND e.id >= $2 AND e.id < $3
                         AND e.target_kind IS NOT NULL)
-    RETURNING r.idempotency_key
+    RETURNING 1
 """
-_KEYS: Final = "DELETE FROM feedback_keys WHERE idempotency_key = ANY($1) RETURNING 1"
 BEFORE: Final = timedelta(seconds=1)
 AFTER: Final = timedelta(hours=1)
 
@@ -138,24 +128,20 @@ async def _forget(driver: Any, query: str, values: Sequence[Any]) -> dict[str, i
     feedback = await driver.fetch(query.format(table="feedback"), *values)
     events = await driver.fetch(query.format(table="tool_events"), *values)
     moments = {row[0] for row in (*feedback, *events)}
-    requests, keys = await _forget_requests(driver, moments)
     return {
         "feedback": len(feedback),
         "tool_events": len(events),
-        "feedback_requests": requests,
-        "feedback_keys": keys,
+        "feedback_requests": await _forget_requests(driver, moments),
     }
 
 
-async def _forget_requests(driver: Any, moments: Iterable[datetime]) -> tuple[int, int]:
-    """Delete the requests of these times that no statement is left of, and their keys."""
-    requests, keys = 0, list[str]()
+async def _forget_requests(driver: Any, moments: Iterable[datetime]) -> int:
+    """Delete the requests of these times that no statement is left of; return how many."""
+    requests = 0
     for at in sorted(moments):
         bounds = lowest_id_at(at - BEFORE), lowest_id_at(at + AFTER)
-        gone = await driver.fetch(_EMPTY, at, *bounds)
-        requests += len(gone)
-        keys += [row[0] for row in gone if row[0] is not None]
-    return requests, len(await driver.fetch(_KEYS, keys)) if keys else 0
+        requests += len(await driver.fetch(_EMPTY, at, *bounds))
+    return requests
 
 
 # Key of the advisory lock that is held until the transaction ends.

@@ -125,14 +125,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("policy", "called_since", name="pk_fault_times"),
     )
     op.create_table(
-        "feedback_keys",
-        sa.Column("idempotency_key", sa.Text(), nullable=False),
-        sa.Column("body_hash", sa.Text(), nullable=False),
-        sa.Column("at", TIME, server_default=NOW, nullable=False),
-        sa.PrimaryKeyConstraint("idempotency_key", name="pk_feedback_keys"),
-    )
-    op.create_index("ix_feedback_keys_at", "feedback_keys", ["at"])
-    op.create_table(
         "feedback_requests",
         sa.Column("id", sa.Uuid(), nullable=False),
         sa.Column("idempotency_key", sa.Text()),
@@ -676,7 +668,6 @@ def downgrade() -> None:
         "links",
         "recording_outages",
         "feedback_requests",
-        "feedback_keys",
         "fault_times",
         "episodes",
         "dropped_days",

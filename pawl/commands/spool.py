@@ -18,17 +18,10 @@ from proxy.ingester.transcribe import NO_READERS, question_of, record_of
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.spool.folders import OPEN, SEALED
-from proxy.spool.segments import (
-    MOST_INFLATED,
-    CapturedCall,
-    Frame,
-    Gap,
-    decode_payload,
-    read_pieces,
-)
+from proxy.spool.segments import MOST_INFLATED, CapturedCall, Frame, decode_payload, read_pieces
 from proxy.tool_events import ResultReaders
 from store.database import is_no_records_fault
-from store.records import CallRecord, Record
+from store.records import CallRecord, GapRecord, Record
 from store.tenants import bare, tenant_of
 from store.write.ingest import Ingester
 
@@ -141,7 +134,7 @@ def _about(record: Frame | None) -> str:
         return f"call {UUID(bytes=record.id)} of episode {bare(record.episode)}"
     if isinstance(record, CallRecord):
         return f"call {record.id} of episode {bare(record.episode)}, redacted"
-    if isinstance(record, Gap):
+    if isinstance(record, GapRecord):
         return f"gap: the mark of {len(record.episodes)} episodes that miss a call"
     return f"feedback {record.id} ({len(record.items)} statements)"
 

@@ -271,7 +271,7 @@ class ChoicesReply(ReplyParser):
         for position, piece in enumerate(said.tool_calls or ()):
             # A whole message's calls have no index of their own.
             known = self._tools.setdefault(piece.index or position, ["", "", ""])
-            function = piece.function or _Function()
+            function = piece.function or FunctionPiece()
             known[0] = piece.id or known[0]
             known[1] = function.name or known[1]
             known[2] += function.arguments or ""
@@ -310,7 +310,9 @@ class ChoicesReply(ReplyParser):
         return changed
 
 
-class _Function(msgspec.Struct, gc=False):
+class FunctionPiece(msgspec.Struct, gc=False):
+    """Hold a tool call's name, which comes whole, and its arguments, which come in pieces."""
+
     name: str | None = None
     arguments: str | None = None
 
@@ -318,7 +320,7 @@ class _Function(msgspec.Struct, gc=False):
 class _ToolPiece(msgspec.Struct, gc=False):
     index: int = 0
     id: str | None = None
-    function: _Function | None = None
+    function: FunctionPiece | None = None
 
 
 class _Said(msgspec.Struct):
@@ -386,19 +388,21 @@ def _tool_calls(message: Any) -> tuple[ToolCall, ...]:
 Value = TypeVar("Value")
 
 
-class _Token(msgspec.Struct, gc=False):
+class TokenLogprob(msgspec.Struct, gc=False):
+    """Hold the log-probability of a sampled token."""
+
     logprob: float
 
 
-class _Logprobs(msgspec.Struct, gc=False):
+class Logprobs(msgspec.Struct, gc=False):
     """Hold log-probabilities in a chat's form (`content`) or a completion's (`token_logprobs`)."""
 
-    content: list[_Token] | None = None
+    content: list[TokenLogprob] | None = None
     token_logprobs: list[float | None] | None = None
 
 
 _ids: Final = msgspec.json.Decoder(list[TokenId])
-_logprobs: Final = msgspec.json.Decoder(_Logprobs)
+_logprobs: Final = msgspec.json.Decoder(Logprobs)
 
 
 class _Tokens:

@@ -35,19 +35,13 @@ class ErrorShape:
         return msgspec.json.encode(self._error(message, kind, param, code, status))
 
     def event(
-        self,
-        message: str,
-        kind: str = "server_error",
-        *,
-        sequence_number: int = 0,
-        status: int | None = None,
+        self, message: str, kind: str = "server_error", *, status: int | None = None
     ) -> bytes:
         """Return the event that ends a stream with an error.
 
-        `sequence_number` counts a response's events; no other API has one. `status` is what the
-        error would have had before the stream began, where that is known.
+        `status` is what the error would have had before the stream began, where that is known.
         """
-        error = msgspec.json.encode(self._event(message, kind, sequence_number, status))
+        error = msgspec.json.encode(self._event(message, kind, status))
         return self.event_line + b"data: %s\n\n" % error
 
     def _error(
@@ -55,9 +49,7 @@ class ErrorShape:
     ) -> dict[str, Any]:
         return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
-    def _event(
-        self, message: str, kind: str, sequence_number: int, status: int | None
-    ) -> dict[str, Any]:
+    def _event(self, message: str, kind: str, status: int | None) -> dict[str, Any]:
         return self._error(message, kind, None, None, status)
 
 
@@ -66,11 +58,9 @@ class ResponsesErrors(ErrorShape):
 
     event_line = b"event: error\n"
 
-    def _event(
-        self, message: str, kind: str, sequence_number: int, status: int | None
-    ) -> dict[str, Any]:
+    def _event(self, message: str, kind: str, status: int | None) -> dict[str, Any]:
         event: dict[str, Any] = {"type": "error", "code": kind, "message": message, "param": None}
-        return event | {"sequence_number": sequence_number}
+        return event | {"sequence_number": 0}
 
 
 # Anthropic's types by HTTP status (https://docs.anthropic.com/en/api/errors). 408 and 503 are not

@@ -24,7 +24,7 @@ from proxy.formats.base import (
     Sampled,
     Unread,
 )
-from proxy.formats.choices import added_members
+from proxy.formats.choices import FunctionPiece, Logprobs, added_members
 from proxy.formats.conversation import blocks_of
 from proxy.formats.errors import ANTHROPIC, ERROR_STATUSES
 from proxy.formats.raw_json import (
@@ -318,31 +318,16 @@ def _error_of(payload: dict[str, Any]) -> tuple[str, str, int | None] | None:
     return message, str(kind), code if type(code) is int else None
 
 
-class _Function(msgspec.Struct):
-    """Hold a tool call's name, which comes whole, and its arguments, which come in pieces."""
-
-    name: str | None = None
-    arguments: str | None = None
-
-
 class _ToolCall(msgspec.Struct):
     index: int = 0
     id: str | None = None
-    function: _Function = msgspec.field(default_factory=_Function)
+    function: FunctionPiece = msgspec.field(default_factory=FunctionPiece)
 
 
 class _Message(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     tool_calls: list[_ToolCall] | None = None
-
-
-class _Token(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -353,7 +338,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[TokenId] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
 
 
 class _Details(msgspec.Struct):

@@ -28,6 +28,7 @@ from proxy.formats.base import (
     WireFormat,
     with_changes,
 )
+from proxy.formats.choices import TokenLogprob
 from proxy.formats.conversation import (
     TOOL_ROLES,
     UNHEARD_ROLES,
@@ -397,11 +398,7 @@ class ResponsesReply(ReplyParser):
             return []
         if self._hide_logprobs:
             holder["logprobs"] = not_asked
-        return [token.logprob for token in msgspec.json.decode(logprobs, type=list[_Token])]
-
-
-class _Token(msgspec.Struct):
-    logprob: float
+        return [token.logprob for token in msgspec.json.decode(logprobs, type=list[TokenLogprob])]
 
 
 class _RawMessage(msgspec.Struct):

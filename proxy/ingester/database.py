@@ -14,14 +14,12 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.keys import KeyFile
-from proxy.lookup import url_file
 from proxy.metrics import DATABASE_UP, REWARD, REWARD_SUM, SERVING
 from proxy.policies.version_file import VersionFile, serving_of
 from proxy.settings import ProxySettings
 from store.database import explain, is_refusal, is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
-from store.files import write_private
 from store.grants import KeyRing
 from store.keys import key_ring
 from store.metrics import begin_at_zero
@@ -134,24 +132,7 @@ class Database:
             return self._settings.database_url.get_secret_value()
         if self._embedded is None:
             self._embedded = EmbeddedPostgres(self._settings.data_dir)
-        url = await asyncio.to_thread(self._embedded.ensure_running, within_s=LOOK_S)
-        self._tell_workers(url)
-        return url
-
-    def _tell_workers(self, url: str) -> None:
-        """Write the embedded server's URL to a file for the workers.
-
-        A failure is only logged: on a full disk, draining is what makes room again.
-        """
-        file = url_file(self._settings.spool_dir)
-        try:
-            if not file.exists() or file.read_text() != url:
-                partial = file.with_suffix(".part")
-                # It may hold a password.
-                write_private(partial, url.encode())
-                partial.replace(file)
-        except OSError as error:
-            log.error("workers_not_told", what=file.name, reason=str(error))
+        return await asyncio.to_thread(self._embedded.ensure_running, within_s=LOOK_S)
 
     async def _watch_once(self) -> None:
         assert self._engine is not None
@@ -164,8 +145,6 @@ class Database:
             self._unwritten = True
         if self._unwritten or not self._file.is_there():
             await self._write(versions)
-        if self._embedded is not None:
-            self._tell_workers(self._embedded.url)
 
     async def _write(self, versions: list[PolicyVersion]) -> None:
         try:

@@ -27,10 +27,9 @@ from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.admin_port import listen_on
-from store.database import driver_of, is_no_records_fault, is_unavailable
+from store.database import is_no_records_fault, is_unavailable
 from store.metrics import begin_at_zero, count_build
 from store.read.evaluations import evaluations
-from store.write.feedback_keys import forget_keys
 
 log = structlog.get_logger()
 
@@ -180,13 +179,9 @@ async def repeat(
         await asyncio.sleep(max(pause_s, LOOK_SHARE * (perf_counter() - began)))
 
 
-async def clean_keys(files: KeyFiles, engine: AsyncEngine | None) -> None:
-    """Delete idempotency keys that are a day old, on this machine and in the database."""
-    forgotten = await asyncio.to_thread(files.clean)
-    if engine is not None:
-        async with engine.begin() as connection:
-            forgotten += await forget_keys(await driver_of(connection))
-    log.info("idempotency_keys_forgotten", keys=forgotten)
+async def clean_keys(files: KeyFiles, _: AsyncEngine | None) -> None:
+    """Delete this machine's links of idempotency keys that are a day old."""
+    log.info("idempotency_keys_forgotten", keys=await asyncio.to_thread(files.clean))
 
 
 async def show_evaluations(engine: AsyncEngine | None) -> None:

@@ -26,27 +26,19 @@ from proxy.spool.folders import PRIVATE
 from proxy.spool.segments import (
     CapturedCall,
     Frame,
-    Gap,
     decode_payload,
     encode_payload,
     read_frames,
 )
+from store import tombstones
 from store.database import database_time
 from store.files import sync, write_private
 from store.ids import time_of
 from store.keep_days import Cuts, Periods, is_before
-from store.records import CallRecord, FeedbackRecord
+from store.records import FeedbackRecord, GapRecord
 from store.retaining import NOWHERE, Removed, remove_some
 from store.tenants import tenant_of
-from store.tombstones import (
-    Named,
-    digests,
-    feedback_without,
-    keys_left,
-    known,
-    last_deletion,
-    names_in_feedback,
-)
+from store.tombstones import Named, digests, keys_left, known, last_deletion
 
 log = structlog.get_logger()
 
@@ -82,25 +74,18 @@ def write_dead_letters(root: Path, letters: Sequence[DeadLetter]) -> None:
 CHANGED: Final = b"refused; what was about deleted episodes was removed from it"
 
 
-def names_in(frame: Frame) -> list[Named]:
+def names_in(frame: Frame) -> Iterable[Named]:
     """Return the names by which it is known whether a record, or a part of it, is deleted."""
-    if isinstance(frame, FeedbackRecord):
-        return names_in_feedback(frame)
-    return [("episode", key) for key in _keys_in(frame)]
+    if isinstance(frame, CapturedCall):
+        return [("episode", frame.episode)]
+    return tombstones.names_in(frame)
 
 
 def without_deleted(frame: Frame, deleted: Set[UUID]) -> Frame | None:
     """Return what is left of a record without the deleted names; None: nothing is."""
-    if isinstance(frame, FeedbackRecord):
-        return feedback_without(frame, deleted)
-    keys = keys_left(_keys_in(frame), deleted)
-    if keys and isinstance(frame, Gap):
-        return msgspec.structs.replace(frame, episodes=keys)
-    return frame if keys else None
-
-
-def _keys_in(frame: CapturedCall | CallRecord | Gap) -> tuple[str, ...]:
-    return frame.episodes if isinstance(frame, Gap) else (frame.episode,)
+    if isinstance(frame, CapturedCall):
+        return frame if keys_left([frame.episode], deleted) else None
+    return tombstones.without_deleted(frame, deleted)
 
 
 class DeletedLetters:
@@ -288,7 +273,7 @@ def _remove_from(path: Path, cuts: Cuts) -> bool:
     if len(kept) == len(names):
         return False
     left = None
-    if kept and isinstance(frame, Gap):
+    if kept and isinstance(frame, GapRecord):
         left = msgspec.structs.replace(frame, episodes=tuple(kept))
     replace_letter(path, left, OLD)
     return True
@@ -296,6 +281,6 @@ def _remove_from(path: Path, cuts: Cuts) -> bool:
 
 def _made_at(frame: Frame) -> datetime:
     """Return when a record was made."""
-    if isinstance(frame, CapturedCall | Gap):
+    if isinstance(frame, CapturedCall):
         return time_of(UUID(bytes=frame.id))
-    return time_of(frame.id) if isinstance(frame, CallRecord) else frame.at
+    return frame.at if isinstance(frame, FeedbackRecord) else time_of(frame.id)

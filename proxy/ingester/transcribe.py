@@ -27,10 +27,10 @@ from proxy.formats.base import (
 )
 from proxy.formats.raw_json import UNREADABLE, Object, parse_object
 from proxy.formats.registry import FORMATS
-from proxy.spool.segments import MOST_INFLATED, CapturedCall, Gap, Piece, decode_payload, inflate
+from proxy.spool.segments import MOST_INFLATED, CapturedCall, Piece, decode_payload, inflate
 from proxy.tool_events import ResultReaders, not_offered_events, result_events, text_digest
 from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
-from store.records import EXPLORED, CallRecord, GapRecord, SpoolRecord, Tokens, ToolEvent
+from store.records import EXPLORED, CallRecord, SpoolRecord, Tokens, ToolEvent
 from store.tenants import same_tenant
 from store.values.documents import nests_too_deep
 from store.values.packing import pack_ids, pack_logprobs
@@ -144,8 +144,6 @@ def record_of(
     frame = decode_payload(payload)
     if isinstance(frame, CapturedCall):
         return transcribe(frame, readers, most_reply)
-    if isinstance(frame, Gap):
-        return GapRecord(id=UUID(bytes=frame.id), episodes=frame.episodes)
     return frame
 
 

@@ -7,10 +7,10 @@ the thread goes on: an error gives False at once, and so does a commit that take
 `PATIENCE_S`; until the disk answers, new frames are refused at once. What failed is cut off again,
 so that the segment stays readable.
 
-A record that cannot be written is counted, and leaves a `Gap`, which names its episode. The writer
-thread writes it into a reserve that a full disk cannot refuse, before anybody gets an answer. If
-that fails too, the episodes are remembered, and the gap is written as soon as the disk works; a
-recording outage on disk stands for them meanwhile, in case this process is killed.
+A record that cannot be written is counted, and leaves a `GapRecord`, which names its episode. The
+writer thread writes it into a reserve that a full disk cannot refuse, before anybody gets an
+answer. If that fails too, the episodes are remembered, and the gap is written as soon as the disk
+works; a recording outage on disk stands for them meanwhile, in case this process is killed.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ import structlog
 from proxy.metrics import UNWRITTEN
 from proxy.redaction import Redactor
 from proxy.spool.folders import PASSING, Home, take_home
-from proxy.spool.segments import CapturedCall, Frame, Gap, encode_frame
+from proxy.spool.segments import CapturedCall, Frame, encode_frame
 from proxy.spool.writer import SegmentWriter
 from store.ids import new_id
-from store.records import FeedbackRecord
+from store.records import FeedbackRecord, GapRecord
 
 log = structlog.get_logger()
 
@@ -276,7 +276,7 @@ def _taken(take: Callable[[], Home]) -> Home | None:
 MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
-# Marks a frame that holds a `Gap`, which is not a client's record.
+# Marks a frame that holds a `GapRecord`, which is not a client's record.
 GAP: Final = "\0gap"
 
 
@@ -413,7 +413,7 @@ class Recorder:
         self._tell_of_gaps()
 
     def _tell_of_gaps(self) -> None:
-        """Write a `Gap` for the episodes that miss a record, unless one is being written."""
+        """Write a `GapRecord` for the episodes that miss a record, unless one is being written."""
         if not self._gaps or self._telling:
             return
         self._telling, self._gaps = tuple(self._gaps), {}
@@ -436,4 +436,4 @@ class Recorder:
 
 
 def _gap(episodes: tuple[str, ...]) -> bytes:
-    return encode_frame(Gap(id=new_id().bytes, episodes=episodes))
+    return encode_frame(GapRecord(id=new_id(), episodes=episodes))

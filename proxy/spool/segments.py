@@ -31,6 +31,7 @@ from store.records import (
     CallStatus,
     Confidence,
     FeedbackRecord,
+    GapRecord,
     Record,
     Split,
     ToolEvent,
@@ -102,15 +103,8 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     trace: str | None = None
 
 
-class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
-    """Mark episodes as incomplete, because records of their calls could not be written."""
-
-    id: bytes
-    episodes: tuple[str, ...]
-
-
 # A call that was redacted is recorded as the ledger has it.
-Frame = CapturedCall | CallRecord | FeedbackRecord | Gap
+Frame = CapturedCall | CallRecord | FeedbackRecord | GapRecord
 
 
 class ReplyTooLong(Exception):
@@ -140,8 +134,8 @@ _SYNC: Final = MAGIC + MARK
 _numbers: Final = count()
 _encoder: Final = msgspec.msgpack.Encoder()
 # msgspec cannot decode a union of structs that are arrays and one that is a map.
-_captured: Final[msgspec.msgpack.Decoder[CapturedCall | Gap]] = msgspec.msgpack.Decoder(
-    CapturedCall | Gap
+_captured: Final[msgspec.msgpack.Decoder[CapturedCall | GapRecord]] = msgspec.msgpack.Decoder(
+    CapturedCall | GapRecord
 )
 _ledgers: Final[msgspec.msgpack.Decoder[FeedbackRecord | CallRecord]] = msgspec.msgpack.Decoder(
     FeedbackRecord | CallRecord

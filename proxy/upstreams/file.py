@@ -19,9 +19,13 @@ from pydantic import (
 )
 
 from proxy.errors import BadUpstreams
-from proxy.upstreams.server import Style
 from store.toml_file import TableFile
 from store.values.sampling import parse_defaults
+
+# The header of OpenAI's API, that of many gateways, and Anthropic's choice: `x-api-key` for its
+# own API, and a bearer token for the one in OpenAI's format
+# (https://docs.anthropic.com/en/api/openai-sdk).
+Style = Literal["authorization", "x-api-key", "anthropic"]
 
 TABLE: Final = "upstream"
 ANTHROPIC: Final = "api.anthropic.com"

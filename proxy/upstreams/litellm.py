@@ -20,7 +20,6 @@ from proxy.formats.errors import OPENAI
 from proxy.http.client import Torn
 from proxy.http.wire import JSON, Headers
 from proxy.upstreams.file import UpstreamSpec
-from proxy.upstreams.server import Reply
 
 CHAT: Final = "/v1/chat/completions"
 EMBEDDINGS: Final = "/v1/embeddings"
@@ -209,7 +208,7 @@ class LitellmUpstream:
                 "pip install 'pawl-rl[litellm]'"
             )
 
-    async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
+    async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> "LitellmReply":
         """Send a request through litellm; the client's headers are not passed to the provider.
 
         Raises:
@@ -252,11 +251,11 @@ class LitellmUpstream:
 
     async def ask_where_served(
         self, model: str, method: str, target: str, headers: Headers, body: bytes
-    ) -> Reply | None:
+    ) -> "LitellmReply":
         """Do what `ask` does: a provider has no replicas, and no adapter is loaded there."""
         return await self.ask(method, target, headers, body)
 
-    async def fetch(self, target: str, headers: Headers) -> Reply:
+    async def fetch(self, target: str, headers: Headers) -> "LitellmReply":
         """Return an entry for the model in the path: a claimed model is taken to exist."""
         model = target.partition("?")[0].removeprefix("/v1/models/")
         return LitellmReply(200, [JSON], self._entry(model))

@@ -13,7 +13,7 @@ import re
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
-from typing import Final, Literal, Protocol
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +29,7 @@ from proxy.errors import (
     UpstreamUnreachable,
 )
 from proxy.formats.raw_json import UNREADABLE
+from proxy.http import client
 from proxy.http.client import (
     NoReply,
     NotSent,
@@ -39,6 +40,8 @@ from proxy.http.client import (
 )
 from proxy.http.exchange import BodyStream
 from proxy.http.wire import CREDENTIALS, Headers
+from proxy.upstreams.file import Style
+from proxy.upstreams.litellm import LitellmReply
 from store.settings import without_login
 
 EVENT_STREAM: Final = b"text/event-stream"
@@ -52,84 +55,6 @@ MAGIC: Final = b"\x1f\x8b"
 ERRORS: Final = 400
 # Bytes decoded at once: a small piece may decode to very many.
 STEP: Final = 256 * 1024
-
-
-class Reply(Protocol):
-    """Give a reply whose head has come; its body may still be on its way."""
-
-    status: int
-    reason: bytes
-    # As they came.
-    headers: Headers
-
-    def header(self, wanted: bytes) -> bytes | None:
-        """Return a header's value, or None; `wanted` is its name in lower case."""
-
-    def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes.
-
-        Raises:
-            Torn: the body broke off.
-        """
-
-    async def read(self, limit: int | None = None) -> bytes | None:
-        """Return the whole body, or None once it is longer than `limit` bytes.
-
-        Raises:
-            Torn: the body broke off.
-        """
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the whole body has come and was taken."""
-
-    def unread(self) -> bytes:
-        """Return the bytes of a torn body that came and were not taken."""
-
-    def close(self) -> None:
-        """Release the reply; if it has not ended, its sender is told to stop."""
-
-    def discard(self) -> None:
-        """Release the reply and close what it came over, ended or not."""
-
-
-def comes_in_events(reply: Reply) -> bool:
-    """Return whether a reply is a stream of events that can be read as one."""
-    kind = reply.header(b"content-type") or b""
-    return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
-
-
-def readable(reply: Reply) -> Reply:
-    """Return the reply with plain bytes; an error in an unknown coding is returned as it is.
-
-    Raises:
-        UnreadableCoding: the reply is not an error and has an unknown coding, so that what was
-            added to its request could not be removed from it.
-    """
-    coding = (reply.header(CODING) or b"").strip().lower()
-    if coding in PLAIN:
-        return reply
-    if coding in KNOWN:
-        return Decoded(reply)
-    if reply.status >= ERRORS:
-        return reply
-    name = coding.decode("latin-1")[:40]
-    raise UnreadableCoding(
-        f"The model server was asked for a reply without content coding, and sent one in {name!r}, "
-        "which this proxy cannot decode to take out the token ids that it asked for. Turn "
-        "compression off there, or in what stands before it",
-        code="unreadable_coding",
-    )
-
-
-def as_came(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
-    """Return the headers and body to pass on, where `out` was made of the decoded `body`.
-
-    They are the original ones, coding included, if `out` is the same as `body`.
-    """
-    if isinstance(reply, Decoded) and out == body:
-        return reply.coded.headers, reply.raw
-    return reply.headers, out
 
 
 class Decoder:
@@ -181,13 +106,13 @@ class Decoder:
 class Decoded:
     """Pass a reply on with its content coding removed."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: "Reply") -> None:
         """Wrap `reply`, whose coding is one of `KNOWN`."""
         self.coded = reply
         self.raw = b""
-        self.status = reply.status
-        self.reason = reply.reason
-        self.headers = [pair for pair in reply.headers if pair[0].lower() != CODING]
+        self.status: int = reply.status
+        self.reason: bytes = reply.reason
+        self.headers: Headers = [pair for pair in reply.headers if pair[0].lower() != CODING]
         self._decoder = Decoder()
         self._ended = False
 
@@ -244,6 +169,49 @@ class Decoded:
         self.coded.discard()
 
 
+# A reply whose head has come; its body may still be on its way.
+Reply = client.Reply | LitellmReply | Decoded
+
+
+def comes_in_events(reply: Reply) -> bool:
+    """Return whether a reply is a stream of events that can be read as one."""
+    kind = reply.header(b"content-type") or b""
+    return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
+
+
+def readable(reply: Reply) -> Reply:
+    """Return the reply with plain bytes; an error in an unknown coding is returned as it is.
+
+    Raises:
+        UnreadableCoding: the reply is not an error and has an unknown coding, so that what was
+            added to its request could not be removed from it.
+    """
+    coding = (reply.header(CODING) or b"").strip().lower()
+    if coding in PLAIN:
+        return reply
+    if coding in KNOWN:
+        return Decoded(reply)
+    if reply.status >= ERRORS:
+        return reply
+    name = coding.decode("latin-1")[:40]
+    raise UnreadableCoding(
+        f"The model server was asked for a reply without content coding, and sent one in {name!r}, "
+        "which this proxy cannot decode to take out the token ids that it asked for. Turn "
+        "compression off there, or in what stands before it",
+        code="unreadable_coding",
+    )
+
+
+def as_came(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
+    """Return the headers and body to pass on, where `out` was made of the decoded `body`.
+
+    They are the original ones, coding included, if `out` is the same as `body`.
+    """
+    if isinstance(reply, Decoded) and out == body:
+        return reply.coded.headers, reply.raw
+    return reply.headers, out
+
+
 LOCATION: Final = b"location"
 REDIRECTS: Final = range(300, 400)
 # Of what is relative to this proxy a path's beginning is all that there is. Browsers' rules take a
@@ -275,11 +243,6 @@ def check_redirect(reply: Reply, api_key: str | None) -> None:
 
 
 log = structlog.get_logger()
-
-# The header of OpenAI's API, that of many gateways, and Anthropic's choice: `x-api-key` for its
-# own API, and a bearer token for the one in OpenAI's format
-# (https://docs.anthropic.com/en/api/openai-sdk).
-Style = Literal["authorization", "x-api-key", "anthropic"]
 
 ANTHROPICS_OWN: Final = ("/v1/messages", "/v1/models")
 VERSION: Final = (b"anthropic-version", b"2023-06-01")

@@ -498,18 +498,8 @@ feedback_requests = Table(
     Column("body_hash", Text),
     Column("at", When, nullable=False),
     Column("api_key", Text),
-    # Two bodies with one key may both be stored, if their proxies could not reach the database.
+    # Two bodies with one key may both be stored, if neither proxy knew of the other's.
     UniqueConstraint("idempotency_key", "body_hash"),
-)
-
-# Idempotency keys taken within the last day, including those whose bodies are not stored yet.
-feedback_keys = Table(
-    "feedback_keys",
-    metadata,
-    Column("idempotency_key", Text, primary_key=True),
-    Column("body_hash", Text, nullable=False),
-    Column("at", When, nullable=False, server_default=text("now()")),
-    Index("ix_feedback_keys_at", "at"),
 )
 
 # The results of asking judges about episodes. A judge is not asked again, or not before `due_at`.

@@ -16,10 +16,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.episodes import UnknownEpisodes, as_text, choose, delete_episodes, drained
 from proxy.ingester import removing as deleting
 from proxy.ingester.removing import DeadLetter, write_dead_letters
-from proxy.spool.segments import Frame, Gap, decode_payload, encode_frame, encode_payload
+from proxy.spool.segments import Frame, decode_payload, encode_frame, encode_payload
 from store.deleting import Receipt
 from store.ids import new_id
-from store.records import FeedbackRecord
+from store.records import FeedbackRecord, GapRecord
 from store.selecting import Selection
 from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy
@@ -99,7 +99,7 @@ async def test_dead_letters_lose_what_is_about_it_and_keep_the_rest(
     ]
     before = [path.read_bytes() for path in kept]
     shared = letter(tmp_path, "shared", both)
-    lost = letter(tmp_path, "lost", Gap(id=new_id().bytes, episodes=(GONE, "kept")))
+    lost = letter(tmp_path, "lost", GapRecord(id=new_id(), episodes=(GONE, "kept")))
     letter(tmp_path, "call", captured(GONE))
     letter(tmp_path, "rewarded", reward(1.0, episode=GONE))
     letter(tmp_path, "damaged", b"damaged " + msgspec.msgpack.encode(GONE) + b" frames")
@@ -117,7 +117,7 @@ async def test_dead_letters_lose_what_is_about_it_and_keep_the_rest(
     assert isinstance(left, FeedbackRecord)
     assert [item.target for item in left.items] == ["kept"]
     gap = decode_payload(lost.read_bytes())
-    assert isinstance(gap, Gap)
+    assert isinstance(gap, GapRecord)
     assert gap.episodes == ("kept",)
     # Again, as after a kill.
     [again] = await receipts(engine, tmp_path, GONE)

@@ -12,7 +12,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.identity.identify import what_is_wrong
 from store import claims
 from store.claim_query import ClaimRule
-from store.database import driver_of
 from store.deleting import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
@@ -22,7 +21,6 @@ from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
 from store.selecting import Selection, named, selected
 from store.values.digests import PREFIX, TOOL_CALL
 from store.version_states import ensure_base
-from store.write.feedback_keys import KeyState, take_key
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import store_in_batches
 from tests.support.ledger.deleting import deleted, exported, places_with
@@ -82,10 +80,6 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> frozenset[Any]:
 async def test_nothing_of_it_is_left_and_all_else_is_as_before(engine: AsyncEngine) -> None:
     kept = about_everything("kept", "kept-word")
     gone = about_everything(f"gone {CANARY}", CANARY)
-    async with engine.begin() as connection:
-        driver = await driver_of(connection)
-        taken = await take_key(driver, f"key {CANARY}", "hash")
-    assert taken is KeyState.OWN
     # What names nothing that is stored cannot be known to be about it.
     await store(engine, *kept, *gone[:-1])
     async with engine.begin() as connection:
@@ -111,7 +105,6 @@ async def test_nothing_of_it_is_left_and_all_else_is_as_before(engine: AsyncEngi
         "tool_events": 1,
         "feedback": 2,
         "feedback_requests": 2,
-        "feedback_keys": 1,
         "judgements": 1,
         "provided_fingerprints": 1,
         "needed_fingerprints": 1,

@@ -15,12 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.ingester import removing as outdated
 from proxy.ingester.ingester import repeat
 from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, write_dead_letters
-from proxy.spool.segments import Frame, Gap, encode_payload
+from proxy.spool.segments import Frame, encode_payload
 from store.claim_query import ClaimRule
 from store.ids import lowest_id_at, time_of
 from store.keep_days import Cuts, Periods
 from store.read.stats import totals
-from store.records import CallRecord
+from store.records import CallRecord, GapRecord
 from store.retaining import LOST_CALLS, RETAIN_LOCK, remove_some
 from store.tenants import scoped
 from store.values.digests import PREFIX
@@ -250,8 +250,8 @@ def test_dead_letters_are_kept_for_the_days_of_their_tenant(tmp_path: Path) -> N
     said = reward(1.0, episode=scoped("a", "e"), at=-400 * 86_400)
     letter(tmp_path, "said", said)
     keys = [scoped(tenant, "e") for tenant in ("a", "b", "c")]
-    letter(tmp_path, "gap", Gap(id=old.bytes, episodes=tuple(keys)))
-    letter(tmp_path, "gap a", Gap(id=old.bytes, episodes=(keys[0],)))
+    letter(tmp_path, "gap", GapRecord(id=old, episodes=tuple(keys)))
+    letter(tmp_path, "gap a", GapRecord(id=old, episodes=(keys[0],)))
     for torn in (tmp_path / "dead").glob("torn*"):
         os.utime(torn, (0, time_of(old).timestamp()))
     assert remove_old_letters(tmp_path, cuts) == 5

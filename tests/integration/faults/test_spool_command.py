@@ -5,8 +5,9 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.spool import as_lines, look, replay_letters
-from proxy.spool.segments import Frame, Gap, encode_frame, read_frames
+from proxy.spool.segments import Frame, encode_frame, read_frames
 from store.ids import new_id
+from store.records import GapRecord
 from store.selecting import selected
 from store.tenants import scoped
 from tests.support.records import captured, reward, statement
@@ -50,7 +51,7 @@ async def test_only_a_tenants_letters_are_shown_and_replayed(
     keys = {tenant: scoped(tenant, "e") for tenant in ("a", "b", "default")}
     for tenant, key in keys.items():
         write_dead_letters(tmp_path, tenant, payload(captured(key)), "the partition was missing")
-    gap = Gap(id=new_id().bytes, episodes=(keys["a"], keys["b"]))
+    gap = GapRecord(id=new_id(), episodes=(keys["a"], keys["b"]))
     write_dead_letters(tmp_path, "gap", payload(gap), "refused")
     write_dead_letters(tmp_path, "torn", b"torn", "a torn frame")
 

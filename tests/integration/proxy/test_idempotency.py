@@ -9,7 +9,6 @@ from typing import Any
 from uuid import uuid4
 
 import aiohttp
-import msgspec
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -18,11 +17,7 @@ from proxy.feedback import KEEP_S, KeyFiles
 from proxy.ingester.ingester import ingesting
 from proxy.metrics import KEY_CONFLICTS
 from proxy.spool.writer import SegmentWriter
-from store.database import driver_of
-from store.write.feedback_keys import KeyState, forget_keys, give_key_back, take_key
-from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy, settings_for, working
-from tests.support.records import statement
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import awaited, until
 
@@ -101,10 +96,16 @@ async def test_workers_of_one_machine_share_keys_without_a_database(
 
 
 @pytest.mark.usefixtures("_patient_lookups")
-async def test_proxies_of_one_database_share_keys(workers: Workers, tmp_path: Path) -> None:
+async def test_proxies_of_one_database_share_the_keys_of_stored_bodies(
+    workers: Workers, tmp_path: Path
+) -> None:
     one, other = [await workers.start(tmp_path / name) for name in ("one", "other")]
-    answers = await both(one, other, (1, 2), uuid4().hex)
-    assert sorted(status for status, _ in answers) == [202, 409]
+    headers = {"Idempotency-Key": uuid4().hex}
+    assert (await one.feedback(said(1), **headers))[0] == 202
+    await workers.exits.enter_async_context(ingesting(one.settings))
+    assert await workers.stored(1) == [1.0]
+    for value, status in ((2, 409), (1, 202), (2, 409)):
+        assert (await other.feedback(said(value), **headers))[0] == status
 
 
 async def test_proxies_without_a_database_store_both_bodies_and_count_the_conflict(
@@ -136,26 +137,6 @@ async def test_key_whose_body_was_not_taken_is_free_again(
         assert (await worker.feedback(said(1), **headers))[0] == 507
     assert (await worker.feedback(said(2), **headers))[0] == 202
     assert (await worker.feedback(said(1), **headers))[0] == 409
-
-
-async def test_key_in_the_database_is_its_first_takers_for_a_day(engine: AsyncEngine) -> None:
-    async with engine.begin() as connection:
-        driver = await driver_of(connection)
-        assert await take_key(driver, "k", "a") is KeyState.OWN
-        assert await take_key(driver, "k", "a") is KeyState.OWN
-        assert await take_key(driver, "k", "b") is KeyState.ANOTHERS
-        await give_key_back(driver, "k", "b")
-        assert await take_key(driver, "k", "b") is KeyState.ANOTHERS
-        await give_key_back(driver, "k", "a")
-        assert await take_key(driver, "k", "b") is KeyState.OWN
-        await connection.execute(text("UPDATE feedback_keys SET at = now() - interval '25 hours'"))
-        assert await forget_keys(driver) == 1
-    record = msgspec.structs.replace(statement("reward", 1.0, key="k", episode="e"), body_hash="a")
-    await Ingester().store(engine, [record])
-    async with engine.begin() as connection:
-        driver = await driver_of(connection)
-        assert await take_key(driver, "k", "a") is KeyState.STORED
-        assert await take_key(driver, "k", "b") is KeyState.ANOTHERS
 
 
 def test_key_on_disk_is_forgotten_in_time_and_beyond_the_limit(

@@ -15,14 +15,17 @@ from pathlib import Path
 import asyncpg
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from pawl.database import kept_postgres
+from proxy.lookup import Lookup
 from store import embedded
 from store.database import is_unavailable
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from tests.conftest import ROOT
-from tests.support.waiting import until_true
+from tests.integration.conftest import settings_for
+from tests.support.waiting import eventually, until_true
 
 AT_ONCE = 6
 # Asks for the server, uses it until a line comes, and ends as a command does.
@@ -393,3 +396,21 @@ async def test_cancelled_start_of_the_stack_leaves_no_server(folder: Path) -> No
     await asyncio.wait([running])
     assert running.cancelled()
     assert EmbeddedPostgres(folder).pid is None
+
+
+async def test_worker_asks_the_server_once_it_runs_and_does_not_log_its_absence(
+    folder: Path,
+) -> None:
+    lookup = Lookup(settings_for(None, "http://127.0.0.1:9/v1", folder))
+    server = EmbeddedPostgres(folder)
+
+    async def is_answered() -> bool:
+        return await lookup.ask(lambda driver: driver.fetchval("SELECT 1"), within_s=60) == 1
+
+    with capture_logs() as logs:
+        assert not await is_answered()
+    assert logs == []
+    await asyncio.to_thread(server.ensure_running)
+    await eventually(is_answered)
+    lookup.close()
+    await asyncio.to_thread(server.stop)

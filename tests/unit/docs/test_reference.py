@@ -19,7 +19,7 @@ from proxy.identity.identify import episode_names, read_hints
 from proxy.ingester.admin import admin_app
 from proxy.ingester.drain import Progress
 from proxy.metrics import CALLS
-from proxy.routing import RULES, Kind, find_route
+from proxy.routing import RULES, find_route
 from proxy.shared_memory import ProcessState, State, readiness
 from scripts.reference import FOLDER, METRICS, SETTINGS, metrics_of, name_of, pages
 from store.ids import new_id
@@ -50,11 +50,11 @@ def cells(heading: str) -> list[list[str]]:
 
 
 def test_recorded_paths_are_those_of_the_code() -> None:
-    calls = {path for (_, path), route in routes._EXACT.items() if route.kind is Kind.CALL}
+    calls = {path for (_, path), route in routes._EXACT.items() if route.wire_format}
     documented = set(DOCUMENT["paths"]) - {"/feedback", "/healthz", "/readyz", "/metrics"}
     assert documented == calls == {row[0].split()[1] for row in cells("## Recorded calls")}
     assert all(set(DOCUMENT["paths"][path]) == {"post"} for path in documented)
-    assert find_route("POST", "/feedback").kind is Kind.FEEDBACK
+    assert find_route("POST", "/feedback").scope == "feedback"
 
 
 def forwarded() -> list[tuple[str, str]]:
@@ -69,7 +69,7 @@ def forwarded() -> list[tuple[str, str]]:
 
 def test_every_route_that_is_listed_as_forwarded_is_let_through() -> None:
     for method, path in forwarded():
-        assert find_route(method, path).kind is Kind.FORWARD, (method, path)
+        assert find_route(method, path).wire_format is None, (method, path)
 
 
 def test_every_route_that_is_let_through_is_listed() -> None:
@@ -83,8 +83,8 @@ def test_every_route_that_is_let_through_is_listed() -> None:
         assert matching, rule.label
         for method in methods:
             assert any(one == method and pattern.match(path) for one, path in listed)
-    exact = {where for where, route in routes._EXACT.items() if route.kind is Kind.FORWARD}
-    assert exact <= set(listed)
+    exact = {where for where, route in routes._EXACT.items() if not route.wire_format}
+    assert exact - {("POST", "/feedback")} <= set(listed)
 
 
 def test_number_of_segments_that_is_listed_is_the_largest() -> None:
@@ -92,7 +92,7 @@ def test_number_of_segments_that_is_listed_is_the_largest() -> None:
         for path in route["paths"]:
             if most := re.search(r"\[/\{id\}\] \(0 to (\d+) times\)", path):
                 start, count = path[: most.start()], int(most[1])
-                assert find_route("GET", start + "/x" * count).kind is Kind.FORWARD
+                assert find_route("GET", start + "/x" * count).wire_format is None
                 with pytest.raises(NotAllowed):
                     find_route("GET", start + "/x" * (count + 1))
 

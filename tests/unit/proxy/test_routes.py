@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import NotAllowed
 from proxy.formats.registry import FORMATS
-from proxy.routing import RULES, Kind, exact_routes, find_route
+from proxy.routing import RULES, exact_routes, find_route
 
 FORBIDDEN = [
     "/v1/load_lora_adapter",
@@ -58,10 +58,10 @@ def test_nothing_but_the_listed_paths_gets_through(path: str) -> None:
 
 
 def test_a_chat_call_is_recorded_and_models_are_forwarded() -> None:
-    assert find_route("POST", "/v1/chat/completions").kind is Kind.CALL
-    assert find_route("GET", "/v1/models").kind is Kind.FORWARD
+    assert find_route("POST", "/v1/chat/completions").wire_format is FORMATS["chat"]
+    assert find_route("GET", "/v1/models").wire_format is None
     assert find_route("GET", "/v1/models/org/name@3").path == "/v1/models/org/name@3"
-    assert find_route("POST", "/feedback").kind is Kind.FEEDBACK
+    assert find_route("POST", "/feedback").scope == "feedback"
 
 
 def test_prefix_parts_stand_alone_but_in_order() -> None:
@@ -95,7 +95,7 @@ OF_OPENAI = [
 @pytest.mark.parametrize(("method", "path"), OF_OPENAI)
 def test_the_rest_of_openais_api_is_forwarded(method: str, path: str) -> None:
     route = find_route(method, "/episode/e" + path)
-    assert (route.kind, route.path, route.episode) == (Kind.FORWARD, path, "e")
+    assert (route.wire_format, route.path, route.episode) == (None, path, "e")
     assert route.label.startswith("/v1/")
     assert "1" not in route.label.removeprefix("/v1/")
 

@@ -16,7 +16,7 @@ from proxy.formats.registry import FORMATS
 from proxy.identity.call_memory import needed_fingerprints, provided_fingerprints
 from proxy.ingester.transcribe import question_of, transcribe
 from proxy.intake import Intake
-from proxy.routing import Kind, find_route
+from proxy.routing import find_route
 from proxy.spool.segments import CapturedCall
 from store.records import CallRecord
 from store.values.packing import unpack_ids
@@ -75,9 +75,9 @@ async def call(
 
 def test_its_paths_are_routes() -> None:
     found = find_route("POST", "/task/t/v1/toys")
-    assert (found.kind, found.path, found.task) == (Kind.CALL, "/v1/toys", "t")
+    assert (found.path, found.task) == ("/v1/toys", "t")
     assert found.wire_format is TOY
-    assert find_route("POST", "/v1/toys/count").kind is Kind.FORWARD
+    assert find_route("POST", "/v1/toys/count").wire_format is None
 
 
 async def test_a_call_is_rewritten_filtered_and_recorded(intake: Intake, tmp_path: Path) -> None:

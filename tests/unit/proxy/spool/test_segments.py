@@ -18,7 +18,6 @@ from proxy.spool.segments import (
     MAGIC,
     MARK,
     CapturedCall,
-    Gap,
     Piece,
     decode_payload,
     encode_frame,
@@ -26,12 +25,14 @@ from proxy.spool.segments import (
     read_pieces,
 )
 from store.database import make_engine
+from store.ids import new_id
+from store.records import GapRecord
 from store.values.packing import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tests.support.records import captured, reward
 
 
 def test_records_come_back_as_they_were() -> None:
-    gap = Gap(id=b"i" * 16, episodes=("e1", "e2"))
+    gap = GapRecord(id=new_id(), episodes=("e1", "e2"))
     records = [captured(), reward(0.5, episode="e", key="k"), gap]
     data = b"".join(encode_frame(record) for record in records)
     assert [decode_payload(payload) for _, payload in read_frames(data)] == records

@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from proxy.errors import BadUpstreams, Redirected
-from proxy.upstreams.file import load_upstreams, parse_upstreams
+from proxy.upstreams.file import Style, load_upstreams, parse_upstreams
 from proxy.upstreams.litellm import LitellmReply
-from proxy.upstreams.server import VERSION, Key, Style, check_redirect
+from proxy.upstreams.server import VERSION, Key, check_redirect
 from proxy.upstreams.upstreams import ModelTable
 
 WHOLE = """
