@@ -16,7 +16,6 @@ from pawl.scenarios.agent import Ran
 from store.read.stats import PolicyTotals
 from store.records import Record, UpdateRow
 
-WELL_FORMED = ("ok", "error")
 # A judge's metric that says whether a run called its tool as it should, 1 or 0.
 FORMED = "well_formed"
 
@@ -44,18 +43,8 @@ class Wave:
     @property
     def well_formed(self) -> float | None:
         """Return the share of results with a well-formed tool call; None: nobody says it."""
-        verdicts = [_well_formed(one) for one in self.results]
-        known = [one for one in verdicts if one is not None]
+        known = [one.metrics[FORMED] for one in self.results if FORMED in one.metrics]
         return fmean(known) if known else None
-
-
-def _well_formed(result: Ran) -> float | None:
-    """Return what the judge says of it, or else how the agent itself says that its tool ended."""
-    if FORMED in result.metrics:
-        return result.metrics[FORMED]
-    if not isinstance(result.value, dict):
-        return None
-    return float((result.value.get("tool") or {}).get("status") in WELL_FORMED)
 
 
 class HeldOut(Record, frozen=True, kw_only=True):
