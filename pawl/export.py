@@ -1,4 +1,4 @@
-"""Write JSON lines (`pawl export`): episodes, what their evaluation came to, or held-out tasks."""
+"""Write JSON lines (`pawl export`): episodes, or held-out tasks."""
 
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -14,13 +14,11 @@ from store.errors import Damaged, StoreError
 from store.link.claimable import refresh
 from store.read.browsing import fates_of
 from store.read.episodes import read_in_batches
-from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
 from store.records import EVAL, TRAIN, Episode
 from store.schema.tables import SPLIT
 from store.selecting import Selection, selected
 from store.tenants import DEFAULT, bare
-from store.version_queries import list_versions
 
 
 async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
@@ -50,18 +48,6 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
         reasons = "\n".join(damaged.values())
         raise Damaged(f"{reasons}; the other {count} episodes are written", damaged)
     return count
-
-
-async def export_curve(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
-    """Write the evaluation of each version, of the selected policies, and return their number."""
-    async with engine.connect() as connection:
-        curve = await evaluations(connection, selection.policy)
-        if selection.tenant is not None:
-            own = {v.name for v in await list_versions(connection) if v.tenant == selection.tenant}
-            curve = [point for point in curve if point.policy in own]
-    for point in curve:
-        out.write(msgspec.json.encode(point) + b"\n")
-    return len(curve)
 
 
 _TASK: Final = "COALESCE(e.joined_task, e.task)"
