@@ -1,26 +1,20 @@
-"""Write JSON lines (`pawl export`): episodes, what their evaluation came to, or held-out tasks."""
+"""Write JSON lines (`pawl export`): episodes, or held-out tasks."""
 
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import IO, Any, Final
+from typing import IO, Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.claim_query import lock
 from store.errors import Damaged, StoreError
-from store.link.claimable import refresh
 from store.read.browsing import fates_of
 from store.read.episodes import read_in_batches
-from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
-from store.records import EVAL, TRAIN, Episode
-from store.schema.tables import SPLIT
-from store.selecting import Selection, selected
+from store.records import Episode
+from store.selecting import Selection, keep_for_evaluation, selected, untrained_tasks
 from store.tenants import DEFAULT, bare
-from store.version_queries import list_versions
 
 
 async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
@@ -52,38 +46,6 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     return count
 
 
-async def export_curve(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
-    """Write the evaluation of each version, of the selected policies, and return their number."""
-    async with engine.connect() as connection:
-        curve = await evaluations(connection, selection.policy)
-        if selection.tenant is not None:
-            own = {v.name for v in await list_versions(connection) if v.tenant == selection.tenant}
-            curve = [point for point in curve if point.policy in own]
-    for point in curve:
-        out.write(msgspec.json.encode(point) + b"\n")
-    return len(curve)
-
-
-_TASK: Final = "COALESCE(e.joined_task, e.task)"
-_UNTRAINED: Final = text(
-    f"""
-    SELECT e.id, {_TASK} AS task FROM episodes e
-    WHERE e.root IS NULL AND e.deleted_at IS NULL AND {SPLIT} = '{TRAIN}'
-        AND {_TASK} IN (SELECT {_TASK} FROM episodes e WHERE e.id = ANY(:ids))
-        AND {_TASK} NOT IN (
-            SELECT {_TASK} FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
-            WHERE p.claimed_by IS NOT NULL AND {_TASK} IS NOT NULL)
-    """
-)
-_HOLD_OUT: Final = text(
-    f"""
-    UPDATE episodes SET split = '{EVAL}',
-        joined_split = CASE WHEN joined_split IS NOT NULL THEN '{EVAL}' END
-    WHERE id = ANY(:ids) OR root = ANY(:ids)
-    """
-)
-
-
 async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], most: int) -> int:
     """Write up to `most` tasks of the selected episodes to `out`, and return their number.
 
@@ -97,10 +59,7 @@ async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], mo
     """
     selection = msgspec.structs.replace(selection, tenant=selection.tenant or DEFAULT)
     async with engine.begin() as connection:
-        found = await connection.execute(_UNTRAINED, {"ids": await selected(connection, selection)})
-        of_task: dict[str, list[UUID]] = {}
-        for row in found:
-            of_task.setdefault(row.task, []).append(row.id)
+        of_task = await untrained_tasks(connection, await selected(connection, selection))
         order = sorted(of_task, key=lambda task: sha256(task.encode()).digest())
         questions: dict[str, str] = {}
         async for batch in read_in_batches(connection, [of_task[task][0] for task in order]):
@@ -115,11 +74,7 @@ async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], mo
                 "no task can be held out: every selected episode is evaluation already, shares "
                 "its task with one that is trained on, or asks in no text"
             )
-        ids = [one for task in questions for one in of_task[task]]
-        # An update that has claimed one of them meanwhile gives it up.
-        await lock(connection, ids)
-        await connection.execute(_HOLD_OUT, {"ids": ids})
-        await refresh(connection, ids)
+        await keep_for_evaluation(connection, [one for task in questions for one in of_task[task]])
         for task, question in questions.items():
             out.write(msgspec.json.encode({"id": bare(task), "question": question}) + b"\n")
         out.flush()

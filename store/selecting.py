@@ -1,18 +1,23 @@
-"""Select whole episodes: by key or id, or by conditions such as a task, a time or an API key."""
+"""Select whole episodes: by key or id, or by conditions such as a task, a time or an API key.
+
+Tasks of selected episodes can be kept for evaluation (`pawl export --hold-out`).
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Row, Select, and_, exists, func, literal, or_, select
+from sqlalchemy import ColumnElement, Row, Select, and_, exists, func, literal, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.claim_query import lock
 from store.errors import UnknownNames
 from store.ids import lowest_id_at
+from store.link.claimable import refresh
 from store.read.episodes import is_of
-from store.records import Record
-from store.schema.tables import api_keys, episodes, feedback, feedback_requests, transitions
+from store.records import EVAL, TRAIN, Record
+from store.schema.tables import SPLIT, api_keys, episodes, feedback, feedback_requests, transitions
 from store.tenants import DEFAULT, bare, scoped, tenant_of
 from store.tombstones import key_once_deleted
 
@@ -179,3 +184,45 @@ async def _key_ids(connection: AsyncConnection, tenant: str, key: str) -> list[s
             " changed: `pawl keys list` shows them"
         )
     return ids
+
+
+# Tasks that are kept for evaluation
+
+_TASK: Final = "COALESCE(e.joined_task, e.task)"
+_UNTRAINED: Final = text(
+    f"""
+    SELECT e.id, {_TASK} AS task FROM episodes e
+    WHERE e.root IS NULL AND e.deleted_at IS NULL AND {SPLIT} = '{TRAIN}'
+        AND {_TASK} IN (SELECT {_TASK} FROM episodes e WHERE e.id = ANY(:ids))
+        AND {_TASK} NOT IN (
+            SELECT {_TASK} FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
+            WHERE p.claimed_by IS NOT NULL AND {_TASK} IS NOT NULL)
+    """
+)
+_HOLD_OUT: Final = text(
+    f"""
+    UPDATE episodes SET split = '{EVAL}',
+        joined_split = CASE WHEN joined_split IS NOT NULL THEN '{EVAL}' END
+    WHERE id = ANY(:ids) OR root = ANY(:ids)
+    """
+)
+
+
+async def untrained_tasks(
+    connection: AsyncConnection, ids: Sequence[UUID]
+) -> dict[str, list[UUID]]:
+    """Return the tasks of these episodes that no update has claimed, with all their episodes.
+
+    Episodes that are evaluation already are left out.
+    """
+    of_task: dict[str, list[UUID]] = {}
+    for row in await connection.execute(_UNTRAINED, {"ids": list(ids)}):
+        of_task.setdefault(row.task, []).append(row.id)
+    return of_task
+
+
+async def keep_for_evaluation(connection: AsyncConnection, ids: Sequence[UUID]) -> None:
+    """Make these episodes evaluation, for good; an update that has claimed one gives it up."""
+    await lock(connection, ids)
+    await connection.execute(_HOLD_OUT, {"ids": list(ids)})
+    await refresh(connection, ids)

@@ -50,6 +50,11 @@ class Verdict:
     reward: float
     tool_status: str | None
 
+    @property
+    def well_formed(self) -> bool:
+        """Return whether the reply called the tool, in the right form."""
+        return self.tool_status in ("ok", "error")
+
 
 def as_number(text: str | None) -> float | None:
     """Return the number that a text is, apart from spaces, commas and a final full stop."""
@@ -85,11 +90,13 @@ def feedback(result: Item, verdict: Verdict) -> list[Item]:
 def verdict(told: Item) -> list[Item]:
     """Judge one run, for a program that runs the agent: its task and its output line.
 
-    The reward is for the whole run, and so names no target; the tool's status is for its call.
+    The tool's status is for its call; all else is for the whole run, and so names no target.
     """
     result = json.loads(told["output"])
-    items = feedback(result, judge(result, float(told["task"]["answer"])))
-    return [item if item["metric"] == "tool_status" else without_target(item) for item in items]
+    judged = judge(result, float(told["task"]["answer"]))
+    items = feedback(result, judged)
+    items = [item if item["metric"] == "tool_status" else without_target(item) for item in items]
+    return [*items, {"metric": "well_formed", "value": int(judged.well_formed)}]
 
 
 def without_target(item: Item) -> Item:
@@ -112,7 +119,7 @@ class Tally:
             "questions": len(self.verdicts),
             "success": mean(verdict.right for verdict in every),
             "reward": mean(verdict.reward for verdict in every),
-            "well_formed": mean(verdict.tool_status in ("ok", "error") for verdict in every),
+            "well_formed": mean(verdict.well_formed for verdict in every),
             "spread": mean(mixed),
             "failed_calls": self.failed_calls,
             "unknown_questions": self.unknown,

@@ -49,12 +49,6 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: standard output.")
     ] = None,
-    curve: Annotated[
-        bool,
-        typer.Option(
-            "--curve", help="Write the mean reward of evaluation of each version instead."
-        ),
-    ] = False,
     hold_out: Annotated[
         int | None,
         typer.Option(
@@ -72,28 +66,16 @@ def export(
     with a `reason`, in an `update`; `scored`, and waits for one; or still `open`, `unscored`,
     `failed` or `quarantined`.
 
-    With --curve a line is a version of a policy, with its `episodes` of the `eval` split, how many
-    of them are `scored`, their `mean` reward, and the 95 % interval from `low` to `high`.
-
     With --hold-out a line is a task: its `id`, and as its `question` the last user message of its
     episode's first call. All recorded episodes of these tasks become evaluation, for good. A task
     of which an update has claimed an episode is not chosen.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing but by
     --hold-out is changed in it. Status 2: an episode cannot be read back; each such episode is
-    named with the reason, and all others are written; or --curve stands with an option that chooses
-    episodes, or --hold-out finds no task.
+    named with the reason, and all others are written; or --hold-out finds no task.
     """
-    if curve and hold_out is not None:
-        fail("--curve and --hold-out write different files: give one of them")
-    if curve and any(option is not None for option in (since, agent)):
-        fail(
-            "--curve is about all evaluation episodes of a policy, so none can be chosen: leave out"
-            " --since and --agent"
-        )
     selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
-    write = exporting.export_curve if curve else exporting.export
-    what = "versions" if curve else "episodes"
+    write, what = exporting.export, "episodes"
     if hold_out is not None:
         write, what = partial(exporting.hold_out, most=hold_out), "held-out tasks"
     if out is None:

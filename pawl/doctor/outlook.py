@@ -37,8 +37,8 @@ class Outlook(Record, frozen=True, kw_only=True):
         most = max(self.unused, key=lambda why: self.unused[why], default=None)
         if most == NO_REWARD:
             return (
-                "send rewards for more runs, or let `pawl judge` score them, such as by what the user"
-                " says next, or by the tests that the agent ran (docs/howto/first-week.md)"
+                "send rewards for more runs, or let `pawl judge` score them, such as by what the"
+                " user says next, or by the tests that the agent ran (docs/howto/first-week.md)"
             )
         if most == ALIKE:
             return "give tasks that succeed sometimes, or rewards between all and nothing"

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import math
 import os
 import signal
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -143,13 +142,13 @@ class FunctionJudge(RunJudge):
 class Ran(Record, frozen=True, kw_only=True):
     """Hold what came of one run of the agent: the `sample`-th of its task.
 
-    `value` is what the agent returned, `error` why it failed; one of them is None. `metrics` are
-    what the judge says of it.
+    `output` is what the agent printed or returned, `error` why it failed (None: it did not).
+    `metrics` are what the judge says of it.
     """
 
     task: str
     sample: int
-    value: Any
+    output: str
     error: str | None
     metrics: dict[str, float]
 
@@ -241,7 +240,7 @@ class WorkingAgent:
             Ran(
                 task=key.task,
                 sample=key.sample,
-                value=None if failed else _value(ended.output),
+                output=ended.output,
                 error=f"{ended.error}: {ended.detail}" if failed else None,
                 metrics={} if failed else metrics_of(ended.statements),
             )
@@ -279,14 +278,6 @@ class WorkingAgent:
         await self._session.close()
 
 
-def _value(output: str) -> Any:
-    """Return what an agent returned: an object, or else a text."""
-    if output.startswith("{"):
-        with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(output)
-    return output
-
-
 class Exam(Record, frozen=True, kw_only=True):
     """Hold what came of the held-out tasks: the mean score, and all results."""
 
@@ -304,7 +295,7 @@ async def examine(
 ) -> Exam:
     """Give the agent the held-out tasks, and judge what it does: an evaluation.
 
-    The results go to NAME.jsonl in `folder`, beside journals and logs.
+    The journal NAME-1.rollout.jsonl in `folder` has all results.
 
     Raises:
         ScenarioFailed: the agent or the judge failed.
@@ -317,12 +308,5 @@ async def examine(
         results = agent.collect()
     finally:
         await agent.stop()
-    lines = []
-    for one in results:
-        # What the agent returned, if it was an object.
-        value = one.value if isinstance(one.value, dict) else {"output": one.value}
-        line = {**value, "id": one.task, "sample": one.sample, "error": one.error}
-        lines.append(json.dumps(line, ensure_ascii=False))
-    (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     scores = [one.metrics[scenario.score] for one in results if scenario.score in one.metrics]
     return Exam(score=round(fmean(scores), 4) if scores else None, results=results)

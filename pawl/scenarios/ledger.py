@@ -14,7 +14,7 @@ from store.claims import list_updates
 from store.database import is_unavailable, make_engine
 from store.policy_table import PolicySpec
 from store.read.evaluations import Evaluation, evaluations
-from store.read.stats import PolicyTotals, policy_totals, totals
+from store.read.stats import PolicyTotals, policy_totals
 from store.records import TRAIN, Record, UpdateRow
 from store.version_queries import list_versions
 from store.versions import PolicyVersion
@@ -61,7 +61,7 @@ class Ledger:
         progress = self._progress
         progress.updates = [update for update in self._updates if update.state == "done"]
         progress.serving = serving_version(self._versions, progress.policy)
-        progress.totals = await self._ask(totals) or progress.totals
+        progress.totals = await self._ask(policy_totals) or progress.totals
 
     def trained(self, number: int) -> bool:
         """Return whether a wave's number of updates is done (`is_trained`)."""
@@ -93,12 +93,11 @@ class Ledger:
             calls = int(sum(map(float, CALLS.findall(await reply.text()))))
         deadline = asyncio.get_running_loop().time() + STORED_S
         while True:
-            counted = await self._ask(totals)
-            stored = 0 if counted is None else counted.calls
+            by_policy = await self._ask(policy_totals)
+            stored = sum(one.calls for one in by_policy or ())
             if stored >= calls or asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(LOOK_S)
-        by_policy = await self._ask(policy_totals)
         if by_policy is None:
             return None
         return {

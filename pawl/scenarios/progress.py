@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pawl.scenarios.agent import Ran
-from store.read.stats import Totals
+from store.read.stats import PolicyTotals
 from store.records import Record, UpdateRow
 
-WELL_FORMED = ("ok", "error")
 # A judge's metric that says whether a run called its tool as it should, 1 or 0.
 FORMED = "well_formed"
 
@@ -44,18 +43,8 @@ class Wave:
     @property
     def well_formed(self) -> float | None:
         """Return the share of results with a well-formed tool call; None: nobody says it."""
-        verdicts = [_well_formed(one) for one in self.results]
-        known = [one for one in verdicts if one is not None]
+        known = [one.metrics[FORMED] for one in self.results if FORMED in one.metrics]
         return fmean(known) if known else None
-
-
-def _well_formed(result: Ran) -> float | None:
-    """Return what the judge says of it, or else how the agent itself says that its tool ended."""
-    if FORMED in result.metrics:
-        return result.metrics[FORMED]
-    if not isinstance(result.value, dict):
-        return None
-    return float((result.value.get("tool") or {}).get("status") in WELL_FORMED)
 
 
 class HeldOut(Record, frozen=True, kw_only=True):
@@ -75,6 +64,7 @@ class Progress:
         phase: what it does now, in words.
         minutes: its time limit.
         updates: the trainer's finished updates.
+        totals: what the ledger has of each policy.
         serving: the version of that policy that serves; 0 is the base model.
     """
 
@@ -86,7 +76,7 @@ class Progress:
     held_out: list[HeldOut] = field(default_factory=list)
     waves: list[Wave] = field(default_factory=list)
     updates: Sequence[UpdateRow] = ()
-    totals: Totals | None = None
+    totals: Sequence[PolicyTotals] = ()
     serving: int = 0
     failed_runs: int = 0
 
@@ -124,14 +114,13 @@ def render(progress: Progress) -> Group:
 def _facts(progress: Progress) -> Table:
     latest = progress.done_updates[-1].metrics if progress.done_updates else {}
     staleness = latest.get("staleness_mean")
-    totals = progress.totals
     grid = Table.grid(padding=(0, 2))
     cells = {
         "update": str(len(progress.done_updates)),
         "version serving": f"@{progress.serving}" if progress.serving else "base",
         "staleness": "–" if staleness is None else f"{staleness:.1f}",
-        "calls recorded": str(totals.calls if totals else 0),
-        "episodes trained": str(totals.trained_episodes if totals else 0),
+        "calls recorded": str(sum(one.calls for one in progress.totals)),
+        "episodes trained": str(sum(one.trained_episodes for one in progress.totals)),
         "held-out before": _share(progress.before),
     }
     grid.add_row(*[Text(name, style="dim") for name in cells])

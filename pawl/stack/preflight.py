@@ -16,14 +16,6 @@ MEMORY_GIB: Final = 6
 DISK_GIB: Final = 3
 # PyPI has the CUDA build of torch alone.
 TORCH_FOR_CPUS: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
-VARIABLES: Final = {
-    "vLLM": "PAWL_VLLM_PORT",
-    "proxy": "PAWL_LISTEN",
-    "proxy admin": "PAWL_ADMIN_LISTEN",
-    "trainer metrics": "PAWL_TRAINER_LISTEN",
-    "controller": "PAWL_CONTROLLER_LISTEN",
-    "console": "PAWL_CONSOLE_LISTEN",
-}
 
 
 class NotReady(Exception):
@@ -31,20 +23,20 @@ class NotReady(Exception):
 
 
 def check_ports(ports: dict[str, int]) -> None:
-    """Check that all ports, by their purpose in `VARIABLES`, are free on 127.0.0.1.
+    """Check that all ports, by the settings that name them, are free on 127.0.0.1.
 
     Raises:
         NotReady: a port is taken.
     """
-    for purpose, port in ports.items():
+    for setting, port in ports.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise NotReady(
-                    f"port {port} ({purpose}) is taken: stop the program that listens there, "
-                    f"or choose another port ({VARIABLES[purpose]})"
+                    f"port {port} of {setting} is taken: stop the program that listens there, "
+                    "or set another port"
                 ) from error
 
 

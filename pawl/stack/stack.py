@@ -57,6 +57,17 @@ class StackPlan(Record, frozen=True, kw_only=True):
     train_gpus: Sequence[int] = ()
     settings: Mapping[str, str] = {}
 
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Return the addresses of the processes, by the settings that state them."""
+        return {
+            "PAWL_LISTEN": self.listen,
+            "PAWL_ADMIN_LISTEN": self.admin_listen,
+            "PAWL_TRAINER_LISTEN": self.trainer_listen,
+            "PAWL_CONTROLLER_LISTEN": self.controller_listen,
+            "PAWL_CONSOLE_LISTEN": self.console_listen,
+        }
+
 
 def configured_plan(
     model: str,
@@ -169,15 +180,9 @@ def preflight(plan: StackPlan) -> None:
     Raises:
         NotReady: something is missing; the message names it and the remedy.
     """
-    ports = {
-        "proxy": address(plan.listen)[1],
-        "proxy admin": address(plan.admin_listen)[1],
-        "trainer metrics": address(plan.trainer_listen)[1],
-        "controller": address(plan.controller_listen)[1],
-        "console": address(plan.console_listen)[1],
-    }
+    ports = {setting: address(stated)[1] for setting, stated in plan.addresses.items()}
     if plan.upstream_url is None:
-        ports["vLLM"] = plan.vllm.port
+        ports["PAWL_VLLM_PORT"] = plan.vllm.port
         check_vllm()
         check_memory()
         check_gpus("PAWL_SERVE_GPUS", plan.vllm.gpus)
@@ -216,11 +221,7 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
     environment = {
         "DATABASE_URL": database_url,
         "PAWL_UPSTREAM_URL": upstream,
-        "PAWL_LISTEN": plan.listen,
-        "PAWL_ADMIN_LISTEN": plan.admin_listen,
-        "PAWL_TRAINER_LISTEN": plan.trainer_listen,
-        "PAWL_CONTROLLER_LISTEN": plan.controller_listen,
-        "PAWL_CONSOLE_LISTEN": plan.console_listen,
+        **plan.addresses,
         "PAWL_DATA_DIR": str(plan.data_dir.resolve()),
         "PYTHONWARNINGS": "ignore",
     }

@@ -1,61 +1,18 @@
-"""Count everything stored, for the display and summary of `pawl demo` and `pawl example`."""
+"""Count what is stored, for the display and summary of `pawl demo` and `pawl example`."""
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.records import EVAL, Record
-from store.schema.tables import SPLIT
-
-
-class Totals(Record, frozen=True, kw_only=True):
-    """Count calls and episodes over everything stored.
-
-    An episode counts as consumed, or trained, once for each policy that consumed it.
-    """
-
-    calls: int
-    trainable_calls: int
-    episodes: int
-    consumed_episodes: int
-    trained_episodes: int
-    trained_unscored_episodes: int
-    twice_consumed_episodes: int
-    eval_episodes: int
-    consumed_eval_episodes: int
-
-
-_TOTALS = text(
-    f"""
-    SELECT
-      (SELECT count(*) FROM transitions) AS calls,
-      (SELECT count(*) FROM transitions WHERE trainable) AS trainable_calls,
-      (SELECT count(*) FROM episodes WHERE root IS NULL AND deleted_at IS NULL) AS episodes,
-      (SELECT count(*) FROM consumptions) AS consumed_episodes,
-      (SELECT count(*) FROM consumptions WHERE trained) AS trained_episodes,
-      (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
-            JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
-        WHERE c.trained AND p.scored_at IS NULL
-            AND p.call_scored_at IS NULL AND e.deleted_at IS NULL) AS trained_unscored_episodes,
-      (SELECT count(*) FROM (SELECT episode_id FROM consumptions
-        GROUP BY episode_id, policy HAVING count(*) > 1) twice) AS twice_consumed_episodes,
-      (SELECT count(*) FROM episodes
-        WHERE root IS NULL AND deleted_at IS NULL AND {SPLIT} = '{EVAL}') AS eval_episodes,
-      (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
-        WHERE {SPLIT} = '{EVAL}') AS consumed_eval_episodes
-    """
-)
-
-
-async def totals(connection: AsyncConnection) -> Totals:
-    """Count all stored calls and episodes."""
-    row = (await connection.execute(_TOTALS)).one()
-    return Totals(**row._mapping)
+from store.records import Record
 
 
 class PolicyTotals(Record, frozen=True, kw_only=True):
-    """Count what is stored of one policy; versions are those that an update made."""
+    """Count what is stored of one policy; versions are those that an update made.
 
-    policy: str
+    Calls without a policy are counted under None.
+    """
+
+    policy: str | None
     calls: int
     trainable_calls: int
     failed_calls: int
@@ -71,7 +28,7 @@ _POLICY_TOTALS = text(
         WHERE c.policy = t.policy AND c.trained) AS trained_episodes
     FROM (SELECT policy, count(*) AS calls, count(*) FILTER (WHERE trainable) AS trainable_calls,
             count(*) FILTER (WHERE status <> 'complete' OR http_status <> 200) AS failed_calls
-          FROM transitions WHERE policy IS NOT NULL GROUP BY policy) t
+          FROM transitions GROUP BY policy) t
     ORDER BY t.policy
     """
 )

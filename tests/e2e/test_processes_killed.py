@@ -20,12 +20,12 @@ from pawl.stack.stack import Stack
 from store import claims
 from store.database import make_engine
 from store.read.episodes import read_episodes
-from store.read.stats import totals
 from store.records import Episode
 from store.selecting import selected
 from store.values.packing import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
+from tests.support.ledger.totals import totals
 from tests.support.waiting import awaited
 from trainer.publishing.model_server import ModelServer
 

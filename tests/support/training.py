@@ -166,7 +166,7 @@ def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(2, 97, (count,), generator=generator).tolist())
 
-    found = []
+    found: list[Row] = []
     for _ in range(groups):
         prompt = ids(9)
         for member in range(members):

@@ -12,9 +12,9 @@ import aiohttp
 from pawl.stack.stack import Stack
 from store import claims
 from store.database import make_engine
-from store.read.stats import totals
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY, make_episode
+from tests.support.ledger.totals import totals
 from tests.support.waiting import eventually
 
 OK = 200

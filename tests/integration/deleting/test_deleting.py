@@ -16,7 +16,6 @@ from store.deleting import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
 from store.judging import Judgement, note
-from store.read.stats import totals
 from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
 from store.selecting import Selection, named, selected
 from store.values.digests import PREFIX, TOOL_CALL
@@ -24,6 +23,7 @@ from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import store_in_batches
 from tests.support.ledger.deleting import deleted, exported, places_with
+from tests.support.ledger.totals import totals
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward, statement, tokens, tool_event
 

@@ -19,7 +19,6 @@ from proxy.spool.segments import Frame, encode_payload
 from store.claim_query import ClaimRule
 from store.ids import lowest_id_at, time_of
 from store.keep_days import Cuts, Periods
-from store.read.stats import totals
 from store.records import CallRecord, GapRecord
 from store.retaining import LOST_CALLS, RETAIN_LOCK, remove_some
 from store.tenants import scoped
@@ -28,6 +27,7 @@ from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_deleting import body, digest
 from tests.support.ledger.deleting import exported, places_with
+from tests.support.ledger.totals import totals
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, captured, reward
 from tests.support.waiting import awaited

@@ -10,13 +10,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.episodes import export as export_command
-from pawl.export import export, export_curve, hold_out
+from pawl.export import export, hold_out
 from store import claims
 from store.errors import StoreError
 from store.records import SpoolRecord, ToolCall
 from store.selecting import Selection, selected
-from store.values.intervals import wilson
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tool_event
@@ -122,42 +120,6 @@ async def test_split_is_a_field(engine: AsyncEngine) -> None:
         await ingest(connection, [call("t"), call("e"), call("e", split="eval")])
     lines = await exported(engine)
     assert {line["episode"]: line["split"] for line in lines} == {"t": "train", "e": "eval"}
-
-
-async def test_curve_has_a_line_for_each_evaluated_version(filled: AsyncEngine) -> None:
-    async with filled.begin() as connection:
-        for version, values in ((1, (0.0, 0.0, 1.0)), (2, (1.0, 1.0, 1.0))):
-            for number, value in enumerate(values):
-                key = f"eval-{version}-{number}"
-                asked = call(key, split="eval", policy="writer", policy_version=version, task=key)
-                await ingest(connection, [asked, reward(value, episode=key)])
-        open_one = call("eval-open", split="eval", policy="checker", policy_version=4)
-        await ingest(connection, [open_one])
-    checker, first, second = await exported(filled, export_curve)
-    nothing = {"mean": None, "low": None, "high": None}
-    assert checker == {"policy": "checker", "version": 4, "episodes": 1, "scored": 0} | nothing
-    low, high = wilson(1 / 3, 3)
-    assert first == {
-        "policy": "writer",
-        "version": 1,
-        "episodes": 3,
-        "scored": 3,
-        "mean": pytest.approx(1 / 3),
-        "low": pytest.approx(low),
-        "high": pytest.approx(high),
-    }
-    assert (second["version"], second["mean"], second["high"]) == (2, 1.0, 1.0)
-    assert await exported(filled, export_curve, policy="checker") == [checker]
-
-
-@pytest.mark.parametrize("chosen", [{"agent": "writer"}, {"since": NOW}])
-def test_curve_of_some_episodes_is_refused(
-    chosen: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        export_command(curve=True, **chosen)
-    assert ended.value.code == 2
-    assert "leave out --since and --agent" in capsys.readouterr().err
 
 
 def asking(episode: str, question: str, **said: Any) -> SpoolRecord:

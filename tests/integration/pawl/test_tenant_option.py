@@ -56,7 +56,6 @@ async def lines(pawl: Pawl, *arguments: str) -> list[dict[str, Any]]:
         (("policies", "list", "--json"), "name", "of-"),
         (("policies", "check", "--json"), "version", "of-"),
         (("keys", "list", "--json"), "name", "key-"),
-        (("export", "--curve"), "policy", "of-"),
     ],
 )
 async def test_lists_have_the_tenants_own_alone(

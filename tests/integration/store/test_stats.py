@@ -30,7 +30,7 @@ async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> 
     await consume_all(engine, claim, version=1)
     async with engine.connect() as connection:
         found = {one.policy: one for one in await policy_totals(connection)}
-    assert set(found) == {"writer", "checker"}
+    assert set(found) == {"writer", "checker", None}
     assert found["writer"] == PolicyTotals(
         policy="writer",
         calls=3,
@@ -41,3 +41,4 @@ async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> 
     )
     assert found["checker"].calls == 1
     assert found["checker"].trainable_calls == 0
+    assert (found[None].calls, found[None].trained_episodes) == (1, 0)

@@ -7,12 +7,12 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.claims import begin_update, consume
-from store.read.stats import totals
 from store.schema.tables import MANIFEST_SHA256
 from store.tenants import DEFAULT, scoped
 from store.version_queries import list_versions
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
+from tests.support.ledger.totals import totals
 from tests.support.records import call
 from tests.support.trainer.policies import Policies
 from trainer.errors import TrainerError

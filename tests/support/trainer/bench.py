@@ -15,7 +15,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, version_states
 from store.claims import UpdateRow, list_updates
-from store.read.stats import totals
 from store.records import CallRecord, SpoolRecord
 from store.schema.tables import consumptions, episode_policies
 from store.values.packing import pack_logprobs
@@ -24,6 +23,7 @@ from store.version_states import ensure_base
 from store.versions import PolicyVersion
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.episodes import ingest
+from tests.support.ledger.totals import totals
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
 from trainer.batches import Row, RowKey, bare_row

@@ -306,7 +306,18 @@ def test_verdict_on_a_run_is_about_the_run_and_its_tool_call() -> None:
         {"metric": "reward", "value": judge.RIGHT},
         {"metric": "success", "value": 1},
         {"metric": "tool_status", "value": "ok", "response": "r1", **named},
+        {"metric": "well_formed", "value": 1},
     ]
+
+
+@pytest.mark.parametrize(
+    ("status", "well_formed"), [("ok", 1), ("error", 1), ("malformed", 0), (None, 0)]
+)
+def test_run_is_well_formed_if_it_called_its_tool_in_the_right_form(
+    status: str | None, well_formed: int
+) -> None:
+    told = {"task": {"answer": 84}, "output": json.dumps(result("84", status))}
+    assert judge.verdict(told)[-1] == {"metric": "well_formed", "value": well_formed}
 
 
 def result(answer: str | None, status: str | None, **more: Any) -> dict[str, Any]:

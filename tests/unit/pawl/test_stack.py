@@ -27,25 +27,32 @@ from tests.conftest import ROOT
 # The machine
 
 
-@pytest.mark.parametrize(
-    ("purpose", "variable"),
-    [
-        ("proxy", "PAWL_LISTEN"),
-        ("proxy admin", "PAWL_ADMIN_LISTEN"),
-        ("vLLM", "PAWL_VLLM_PORT"),
-        ("trainer metrics", "PAWL_TRAINER_LISTEN"),
-        ("controller", "PAWL_CONTROLLER_LISTEN"),
-        ("console", "PAWL_CONSOLE_LISTEN"),
-    ],
-)
-def test_taken_port_is_named_with_its_variable(purpose: str, variable: str) -> None:
+def test_taken_port_is_named_with_its_setting() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(NotReady, match=rf"port {port} \({purpose}\).*\({variable}\)"):
-            check_ports({purpose: port})
-    check_ports({purpose: port})
+        with pytest.raises(NotReady, match=f"port {port} of PAWL_LISTEN is taken"):
+            check_ports({"PAWL_LISTEN": port})
+    check_ports({"PAWL_LISTEN": port})
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "PAWL_LISTEN",
+        "PAWL_ADMIN_LISTEN",
+        "PAWL_TRAINER_LISTEN",
+        "PAWL_CONTROLLER_LISTEN",
+        "PAWL_CONSOLE_LISTEN",
+    ],
+)
+def test_address_of_the_plan_is_that_of_its_setting(
+    setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(setting, "127.0.0.1:9")
+    plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path)
+    assert [name for name, stated in plan.addresses.items() if stated == "127.0.0.1:9"] == [setting]
 
 
 def test_too_little_memory_and_disk_are_said_with_figures(tmp_path: Path) -> None:

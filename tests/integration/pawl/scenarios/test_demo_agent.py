@@ -34,10 +34,10 @@ async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path
         await agent.stop()
     assert {result.sample for result in agent.results} == {0, 1}
     assert all(result.error is None for result in agent.results)
-    assert len({result.value["response_id"] for result in agent.results}) == 8
+    assert len({json.loads(result.output)["response_id"] for result in agent.results}) == 8
     assert {call["task"] for call in fake.calls} == {"q0", "q1", "q2", "q3"}
     assert {asked["model"] for asked in fake.asked} == {"m"}
-    assert {one["metric"] for one in fake.statements} == {"reward", "success"}
+    assert {one["metric"] for one in fake.statements} == {"reward", "success", "well_formed"}
     assert set(fake.rewards()) == {call["episode"] for call in fake.calls}
 
 
@@ -56,9 +56,10 @@ async def test_an_evaluation_says_so_and_writes_its_results(
 ) -> None:
     exam = await examine(DEMO, fake.url, QUESTIONS, tmp_path, name="before")
     assert (exam.score, len(exam.results), exam.failed) == (0.0, 4, 0)
-    out = tmp_path / "before.jsonl"
     assert {call["split"] for call in fake.calls} == {"eval"}
-    ids = [json.loads(line)["response_id"] for line in out.read_text().splitlines()]
+    journal = (tmp_path / "before-1.rollout.jsonl").read_text().splitlines()
+    ended = [line for line in map(json.loads, journal) if line["line"] == "ended"]
+    ids = [json.loads(line["output"])["response_id"] for line in ended]
     assert len(set(ids)) == 4
 
 

@@ -11,9 +11,9 @@ from sqlalchemy import select
 from store import claims, version_states
 from store.errors import UnknownUpdate
 from store.read.past import past_update
-from store.read.stats import totals
 from store.schema.tables import updates
 from tests.support.faults.killing import Killed, killing
+from tests.support.ledger.totals import totals
 from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.importing import NOWHERE, RATE, WEIGHTS, Bench, bench
 from tests.support.training import write_adapter

@@ -146,4 +146,4 @@ def test_taken_port_is_named(said: Said, monkeypatch: pytest.MonkeyPatch) -> Non
         holder.listen()
         port = holder.getsockname()[1]
         monkeypatch.setenv("PAWL_CONTROLLER_LISTEN", f"127.0.0.1:{port}")
-        assert f"port {port} (controller) is taken" in said("calculator")
+        assert f"port {port} of PAWL_CONTROLLER_LISTEN is taken" in said("calculator")
