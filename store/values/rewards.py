@@ -1,11 +1,8 @@
 """Make one reward of what was said, a weighted sum of named metrics: here, and in SQL (pure)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from math import fsum, isnan
 from typing import Final, Literal
-
-import msgspec
 
 from store.records import OWN_EPISODE, REWARD, Feedback, Record
 
@@ -47,18 +44,6 @@ class RewardRule(Record, frozen=True, kw_only=True):
         """Return the lowest and the highest reward that the sum can come to."""
         ends = [sorted((term.weight * term.low, term.weight * term.high)) for term in self.terms]
         return fsum(low for low, _ in ends), fsum(high for _, high in ends)
-
-    @property
-    def digest(self) -> str:
-        """Return what tells this rule from all others: rewards of two rules have two units."""
-        return sha256(msgspec.json.encode([_as_read(term) for term in self.terms])).hexdigest()
-
-
-def _as_read(term: RewardTerm) -> list[object]:
-    """Return what a term says, alike for one of a recipe and one that a database returned."""
-    texts = sorted((text, float(value)) for text, value in term.texts.items())
-    default = None if term.default is None else float(term.default)
-    return [term.metric, float(term.weight), float(term.low), float(term.high), default, texts]
 
 
 # What is done where a recipe names no metric.
