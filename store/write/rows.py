@@ -206,9 +206,9 @@ def storable_call(call: CallRecord) -> CallRecord:
     # Nearly always all of them are, and one look at all together is cheaper than one at each.
     if not _is_plain("".join(filter(None, texts))):
         changed = {
-            name: storable_text(value)
+            name: fixed
             for name, value in zip(_TEXTS, texts, strict=True)
-            if value is not None and not _is_storable(value)
+            if value is not None and (fixed := storable_text(value)) != value
         }
     response_id = changed.get("response_id", call.response_id)
     if isinstance(response_id, str) and len(bare(response_id).encode()) > MAX_INDEXED_BYTES:
@@ -223,13 +223,9 @@ def storable_call(call: CallRecord) -> CallRecord:
 def storable_event(event: ToolEvent) -> ToolEvent:
     """Return the event with storable texts, or the event itself if all of them are."""
     changed = {
-        name: storable_text(value)
-        for name, value in (
-            ("tool_id", event.tool_id),
-            ("name", event.name),
-            ("detail", event.detail),
-        )
-        if value is not None and not _is_storable(value)
+        name: fixed
+        for name in ("tool_id", "name", "detail")
+        if (value := getattr(event, name)) is not None and (fixed := storable_text(value)) != value
     }
     return msgspec.structs.replace(event, **changed) if changed else event
 
@@ -237,15 +233,3 @@ def storable_event(event: ToolEvent) -> ToolEvent:
 def _is_plain(value: str) -> bool:
     """Return whether a text is storable as it is; of one beyond ASCII this does not tell."""
     return value.isascii() and "\x00" not in value
-
-
-def _is_storable(value: str) -> bool:
-    if _is_plain(value):
-        return True
-    if "\x00" in value:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
