@@ -16,9 +16,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -597,16 +595,6 @@ class Recipe(RecipeOptions):
     publish: PublishOptions = PublishOptions()
     evaluation: EvaluationOptions | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _gate_has_moved(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "gate" in given:
-            raise ValueError(
-                'gate: the section has moved to [publish]: mode = "gated" is "canary" there,'
-                " base_share is control_share, and deadline_s is decide_within_h, in hours"
-            )
-        return given
-
     @model_validator(mode="after")
     def _evaluation_fits_the_mode(self) -> "Recipe":
         """Refuse the mode "evaluated" without tasks, and tasks that nothing would ask."""
@@ -685,14 +673,6 @@ class Recipe(RecipeOptions):
                 f" {high - low:g}"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_an_empty_sum(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `reward` out where no metric is named: such recipes are recorded as ever."""
-        values: dict[str, Any] = handler(self)
-        if not self.reward:
-            values.pop("reward", None)
-        return values
 
     @property
     def reward_rule(self) -> RewardRule:

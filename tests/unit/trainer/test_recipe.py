@@ -115,7 +115,6 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
         (DISTILL.replace("model = 'big'", ""), "teacher.model"),
         ("[off_policy]\nratio_cap = inf", "off_policy.ratio_cap"),
         ("[kl]\nplace = 'prompt'", "kl.place"),
-        ("[gate]\nmode = 'gated'", r"moved to \[publish\]: .*base_share is control_share"),
         ("[publish]\nmode = 'gated'", "publish.mode"),
         ("[publish]\napprove = 1", "publish.approve"),
         ("[publish]\ncontrol_shar = 0.1", "'publish.control_shar': did you mean control_share"),
@@ -218,9 +217,8 @@ def test_versions_are_judged_by_the_range_of_the_sum_and_by_the_evaluation() -> 
     assert PublishOptions.model_validate(plain) == Recipe().publish
 
 
-def test_sum_is_recorded_and_read_back_and_no_sum_leaves_no_trace() -> None:
+def test_sum_is_recorded_and_read_back() -> None:
     recipe = parse_recipe(SUM, "test")
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
     assert list(recipe.reward) == ["right", "cost in €"]
-    assert "reward" not in Recipe().model_dump(mode="json")
     assert Recipe.model_validate(Recipe().model_dump(mode="json")) == Recipe()
