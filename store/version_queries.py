@@ -7,7 +7,6 @@ however many versions there ever were.
 from collections.abc import Collection
 from datetime import datetime
 from typing import Any, Final
-from uuid import UUID
 
 from sqlalchemy import ColumnElement, func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -283,18 +282,14 @@ async def list_events(
     version: int | None = None,
     *,
     most: int = 100,
-    before: UUID | None = None,
 ) -> list[PolicyEvent]:
     """Return changes of state of policy `name`, the newest first.
 
-    `version` limits them to one version's. There are at most `most`; `before` is the id of the
-    event that they come before, to go on from there.
+    `version` limits them to one version's. There are at most `most`.
     """
     query = select(policy_events).where(policy_events.c.name == name)
     if version is not None:
         query = query.where(policy_events.c.version == version)
-    if before is not None:
-        query = query.where(policy_events.c.id < before)
     rows = await connection.execute(query.order_by(policy_events.c.id.desc()).limit(most))
     return [PolicyEvent(**row._mapping) for row in rows]
 

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.read.browsing import APART, OWN
-from store.records import EVAL, OWN_EPISODE, Record, Split
+from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
 
 # How far back, and how many calls, and episodes of a policy, are looked at.
@@ -68,7 +68,7 @@ _EPISODES: Final = text(
         FROM episode_policies WHERE policy = :policy AND episode_id >= :first
         ORDER BY episode_id DESC LIMIT {MOST_EPISODES}),
     wholes AS (
-        SELECT n.*, e.quarantined_reason, e.method,
+        SELECT n.*, e.quarantined_reason,
             COALESCE(n.scored_at, CASE WHEN CAST(:calls_are_paid AS boolean)
                 THEN n.call_scored_at END) AS paid_at,
             n.last_call_at < now() - CAST(:over AS interval) AS is_over
@@ -85,10 +85,8 @@ _EPISODES: Final = text(
         count(*) FILTER (WHERE is_over AND paid_at IS NOT NULL) AS ended_scored,
         min(last_call_at) FILTER (WHERE paid_at IS NULL) AS unscored_since,
         min(paid_at) AS scored_since,
-        count(*) FILTER (WHERE paid_at > now() - interval '1 day') AS scored_today,
         min(reward) FILTER (WHERE paid_at IS NOT NULL) AS least,
         max(reward) FILTER (WHERE paid_at IS NOT NULL) AS most,
-        count(*) FILTER (WHERE method = '{OWN_EPISODE}') AS unnamed,
         (SELECT count(*) FROM tasks) AS tasks,
         (SELECT max(members) FROM tasks) AS largest_group,
         (SELECT count(*) FROM tasks WHERE is_group) AS groups,
@@ -167,9 +165,9 @@ class Tended(Record, frozen=True, kw_only=True):
 class EpisodeCounts(Record, frozen=True, kw_only=True):
     """Count the newest episodes of a policy; all but the three last fields without quarantined.
 
-    `ended` are those that were silent for `OVER`; `unnamed` those of which a client named nothing.
-    `groups` are tasks with several scored episodes, and `groups_that_differ` those
-    of them with more than one reward; `alike` are the episodes of the others.
+    `ended` are those that were silent for `OVER`. `groups` are tasks with several scored episodes,
+    and `groups_that_differ` those of them with more than one reward; `alike` are the episodes of
+    the others.
     """
 
     episodes: int = 0
@@ -179,10 +177,8 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
     ended_scored: int = 0
     unscored_since: datetime | None = None
     scored_since: datetime | None = None
-    scored_today: int = 0
     least: float | None = None
     most: float | None = None
-    unnamed: int = 0
     tasks: int = 0
     largest_group: int | None = None
     groups: int = 0

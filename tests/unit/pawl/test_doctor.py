@@ -67,7 +67,6 @@ COUNTS = EpisodeCounts(
     ended=30,
     ended_scored=30,
     scored_since=HOUR,
-    scored_today=40,
     least=0.0,
     most=1.0,
     tasks=10,

@@ -144,9 +144,8 @@ async def test_event_says_who_changed_a_state_and_on_what_that_rests(engine: Asy
         # What it is already, it need not become.
         await promote(connection, "m", 1)
     async with engine.connect() as connection:
-        newest = (await list_events(connection, "m", 1, most=1))[0]
+        newest, before = await list_events(connection, "m", 1, most=2)
         assert (newest.reason, newest.actor, newest.evidence) == ("better", "controller", proof)
-        [before] = await list_events(connection, "m", 1, most=1, before=newest.id)
         assert before.to_state == "canary"
         # What rests on nothing has no evidence, and not JSON's null.
         given = "SELECT count(*) FROM policy_events WHERE jsonb_typeof(evidence) <> 'object'"
