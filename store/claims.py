@@ -29,7 +29,7 @@ from store.claim_query import (
     lock_free,
     rolled_back_episodes,
 )
-from store.errors import ClaimLost, HoldsRolledBack, LineEnded, TurnedEvaluation
+from store.errors import ClaimLost, ClaimSpoilt
 from store.ids import new_id
 from store.link.claimable import refresh
 from store.read.agreement import trust_in_judges
@@ -306,11 +306,9 @@ async def consume(
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
-        TurnedEvaluation: a call said since the claim that one of its episodes is evaluation;
-            nothing was written.
-        HoldsRolledBack: a version that sampled one of them was rolled back since; nothing was
-            written.
-        LineEnded: the version that it was trained from failed or ended since; nothing was written.
+        ClaimSpoilt: since the claim a call said that one of its episodes is evaluation, a version
+            that sampled one was rolled back, or the version that it was trained from failed or
+            ended; nothing was written.
     """
     await _refuse_evaluation(connection, update_id)
     await lock_policies(connection, [policy])
@@ -370,13 +368,13 @@ async def _refuse_evaluation(connection: AsyncConnection, update_id: UUID) -> No
     """Lock the episodes that an update holds: none becomes evaluation before they are spent.
 
     Raises:
-        TurnedEvaluation: a call said since the claim that one of them is evaluation.
+        ClaimSpoilt: a call said since the claim that one of them is evaluation.
     """
     held = await connection.execute(_HELD_SPLITS, {"update_id": update_id})
     turned = [row.key for row in held if row.split == EVAL]
     if turned:
         named = ", ".join(map(repr, turned[:TOLD]))
-        raise TurnedEvaluation(
+        raise ClaimSpoilt(
             f"a call said that {len(turned)} of its episodes are evaluation after update"
             f" {update_id} had claimed them ({named}): release the update, and claim again"
         )
@@ -388,13 +386,13 @@ async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_i
     The caller holds the policy (`store.version_states.lock_policies`), so none is meanwhile.
 
     Raises:
-        HoldsRolledBack: one was.
+        ClaimSpoilt: one was.
     """
     values = {"policy": policy, "update_id": update_id}
     held = list((await connection.execute(_HELD_ROLLED_BACK, values)).scalars())
     if held:
         named = ", ".join(map(repr, held[:TOLD]))
-        raise HoldsRolledBack(
+        raise ClaimSpoilt(
             f"a version that sampled {len(held)} of its episodes was rolled back after update"
             f" {update_id} had claimed them ({named}): release the update, and claim again"
         )
@@ -412,7 +410,7 @@ async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
         policies.c.ended_at.is_not(None) | policies.c.state.in_(("rejected", "rolled_back")),
     )
     if (parent := await connection.scalar(query)) is not None:
-        raise LineEnded(
+        raise ClaimSpoilt(
             f"update {update_id} was trained from {parent}, which has failed since, or has ended as"
             " the policy's line started again: release the update, and claim again"
         )

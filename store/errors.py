@@ -42,18 +42,6 @@ class ClaimSpoilt(StoreError):
     """
 
 
-class TurnedEvaluation(ClaimSpoilt):
-    """Report that an update holds an episode that turned out to be evaluation."""
-
-
-class HoldsRolledBack(ClaimSpoilt):
-    """Report that an update holds an episode of a version that was rolled back since its claim."""
-
-
-class LineEnded(ClaimSpoilt):
-    """Report that an update was trained from a version that has failed, or ended, since."""
-
-
 class BadPolicies(StoreError):
     """Report that the file that `PAWL_POLICIES` names cannot be used."""
 

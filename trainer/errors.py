@@ -40,14 +40,6 @@ class PublishError(TrainerError):
         self.evidence = evidence
 
 
-class FailedProbe(PublishError):
-    """Report that a new version is not served as it was trained."""
-
-
-class TooFar(PublishError):
-    """Report that a version is further from its base model than the recipe allows."""
-
-
 class FilesAltered(PublishError):
     """Report that a version is not loaded, because its files are not those that were written."""
 

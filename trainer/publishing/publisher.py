@@ -17,7 +17,7 @@ from store.read.gates import newest_promoted
 from store.schema.tables import KL_TO_BASE
 from store.version_states import lock_policies, set_state
 from store.versions import PolicyVersion
-from trainer.errors import FailedProbe, PublishError, TooFar
+from trainer.errors import PublishError
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.adapters import check_files
 from trainer.publishing.model_server import ModelServer, Replicas
@@ -174,7 +174,7 @@ class Publisher:
         probe = compare(served, trained, await served_logprobs(server, other, rows))
         reason = rejection_reason(probe, self._rule.tolerance)
         if reason is not None:
-            raise FailedProbe(reason)
+            raise PublishError(reason)
         return probe
 
     async def _other_than(self, server: ModelServer, name: str, before: str) -> str:
@@ -239,12 +239,12 @@ def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:
     Of an import there is none: it was trained on nothing here.
 
     Raises:
-        TooFar: it is above the bound.
+        PublishError: it is above the bound.
     """
     kl, most = version.kl_to_base, rule.most_kl_to_base
     if kl is None or most is None or kl <= most:
         return
-    raise TooFar(
+    raise PublishError(
         f"its KL to the base model is {kl:.4g} nats a token on what it was trained on, and"
         f" publish.most_kl_to_base is {most:g}: it may have forgotten what it was not trained on;"
         " set kl.coefficient, lower optimizer.learning_rate, or raise the bound",

@@ -14,7 +14,7 @@ from store import claims, version_states
 from store.claim_query import ClaimRule
 from store.claims import Claim, expire, oldest_version
 from store.deleting import delete_episode
-from store.errors import LineEnded, NotGated, RolledBack, StateChanged, UnknownPolicy
+from store.errors import ClaimSpoilt, NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.read.gates import gated
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
@@ -185,7 +185,7 @@ async def test_running_update_is_abandoned_and_loses_its_claim(engine: AsyncEngi
     under_way = await claim_from(engine, 2)
     retrained = await again(engine, 1, "w3/e0")
     assert retrained.left_out == 1
-    with pytest.raises(LineEnded):
+    with pytest.raises(ClaimSpoilt, match="trained from m@2, which has failed since, or has ended"):
         await consume_all(engine, under_way, version=3)
     async with engine.begin() as connection:
         assert await claims.release(connection, under_way.update_id, "given up") == 0
@@ -199,7 +199,7 @@ async def test_update_from_an_ended_version_is_refused(engine: AsyncEngine) -> N
     await line(engine, 2)
     await again(engine, 1)
     late = await claim_from(engine, 2)
-    with pytest.raises(LineEnded, match="trained from m@2, which has failed since, or has ended"):
+    with pytest.raises(ClaimSpoilt, match="trained from m@2, which has failed since, or has ended"):
         await consume_all(engine, late, version=3)
     async with engine.begin() as connection:
         assert await claims.release(connection, late.update_id, "it came too late") == 4

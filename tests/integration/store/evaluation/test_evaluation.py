@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import claims
 from store.claim_query import ClaimRule
 from store.claims import Claim, expire, set_aside
-from store.errors import TurnedEvaluation
+from store.errors import ClaimSpoilt
 from store.link.joins import TOO_LATE
 from store.read.evaluations import Evaluation, evaluations
 from store.records import CallRecord, Episode
@@ -154,7 +154,7 @@ async def test_what_turns_evaluation_under_a_claim_is_not_consumed(engine: Async
     claim = await take(engine, PAIRS)
     assert claim is not None
     await store(engine, call("a", task="q", split="eval"))
-    with pytest.raises(TurnedEvaluation, match="'a'"):
+    with pytest.raises(ClaimSpoilt, match=r"1 of its episodes are evaluation .*'a'"):
         await consume_all(engine, claim)
     await release(engine, claim)
     assert keys(await take(engine)) == {"b"}
@@ -167,7 +167,7 @@ async def test_what_continues_a_claimed_episode_makes_it_evaluation(engine: Asyn
     assert claim is not None
     await store(engine, own("e", "eval", needs=(told,)))
     assert (await by_key(engine))["e"].quarantined_reason == TOO_LATE
-    with pytest.raises(TurnedEvaluation):
+    with pytest.raises(ClaimSpoilt, match="1 of its episodes are evaluation"):
         await consume_all(engine, claim)
     await release(engine, claim)
     assert await take(engine) is None

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store import claims
 from store.claim_query import ClaimRule
 from store.claims import expire
-from store.errors import TurnedEvaluation
+from store.errors import ClaimSpoilt
 from store.records import Episode, SpoolRecord
 from store.values.digests import ACROSS, PREFIX, TOOL_CALL
 from store.version_states import ensure_base
@@ -162,7 +162,9 @@ class Ledger:
                 version=None,
                 adapter_path=None,
             )
-        except TurnedEvaluation:
+        except ClaimSpoilt as error:
+            if "are evaluation" not in str(error):
+                raise
             await nested.rollback()
             await self.release(connection, policy)
         self.running.pop(policy, None)

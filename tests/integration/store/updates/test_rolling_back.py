@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store import version_states
 from store.claim_query import ClaimRule, find_ready, waiting_updates
 from store.claims import expire, release
-from store.errors import HoldsRolledBack, LineEnded, NotGated, RolledBack
+from store.errors import ClaimSpoilt, NotGated, RolledBack
 from store.read.gates import newest_promoted
 from store.records import SpoolRecord
 from store.version_queries import (
@@ -263,7 +263,7 @@ async def test_update_of_a_version_that_fell_meanwhile_makes_none(engine: AsyncE
     assert claim is not None
     async with engine.begin() as connection:
         assert await fall(connection, 1) == 0
-    with pytest.raises(LineEnded, match="trained from m@2, which has failed since"):
+    with pytest.raises(ClaimSpoilt, match="trained from m@2, which has failed since"):
         await consume_all(engine, claim, {}, 3)
     assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rejected"}
 
@@ -378,7 +378,7 @@ async def test_what_an_update_held_already_is_not_consumed(engine: AsyncEngine) 
     assert claim is not None
     async with engine.begin() as connection:
         await roll_back_two(connection)
-    with pytest.raises(HoldsRolledBack, match="sampled 5 of its episodes was rolled back"):
+    with pytest.raises(ClaimSpoilt, match="sampled 5 of its episodes was rolled back"):
         await consume_all(engine, claim, {}, 5)
     async with engine.begin() as connection:
         assert await numbered_version(connection, "m", 5) is None
