@@ -1,7 +1,8 @@
 """Remember the calls that later calls may be stored as additions to: the tips of recent threads.
 
-The cache of one drainer, limited in size. It holds only calls whose rows are committed. A call
-whose base is not in it is stored whole, so an evicted entry costs disk space and nothing else.
+The cache of one drainer, limited in size. It holds calls whose rows are committed, or are of the
+transaction under way: one that fails leaves an empty cache. A call whose base is not in it is
+stored whole, so a missing entry costs disk space and nothing else.
 """
 
 from collections import OrderedDict
@@ -55,60 +56,14 @@ class Bases:
         self._tips: OrderedDict[str, list[Base]] = OrderedDict()
         self._provided_by: dict[bytes, str] = {}
 
-    def batch(self) -> "Batch":
-        """Open a view in which the calls of one batch can be bases of each other."""
-        return Batch(self)
-
-    def of(self, episode: str) -> list[Base]:
-        """Return the tips of an episode."""
-        return self._tips.get(episode, [])
-
-    def provided_to(self, needs: Iterable[bytes]) -> list[Base]:
-        """Return the tips of the episode that provides the first known fingerprint of `needs`.
-
-        A call that names no episode may have one of its own until the store joins it.
-        """
-        keys = (self._provided_by.get(digest) for digest in needs)
-        key = next((key for key in keys if key is not None), None)
-        return [] if key is None else self.of(key)
-
-    def remember(self, episodes: Iterable[tuple[str, list[Base]]]) -> None:
-        """Replace the tips of these episodes."""
-        for episode, tips in episodes:
-            self._forget(self._tips.pop(episode, ()))
-            self._tips[episode] = tips
-            self._provided_by |= {digest: episode for tip in tips for digest in tip.provides}
-            self._size += sum(map(_size, tips))
-        while self._size > self._capacity:
-            _, tips = self._tips.popitem(last=False)
-            self._forget(tips)
-
-    def _forget(self, tips: Iterable[Base]) -> None:
-        tips = list(tips)
-        self._size -= sum(map(_size, tips))
-        for digest in (digest for tip in tips for digest in tip.provides):
-            self._provided_by.pop(digest, None)
-
-
-class Batch:
-    """Keep the tips that one batch adds apart from the cache until its rows are committed."""
-
-    def __init__(self, bases: Bases) -> None:
-        """Store the cache that the batch reads now, and changes on `commit`."""
-        self._bases = bases
-        self._tips: dict[str, list[Base]] = {}
-        self._provided_by: dict[bytes, str] = {}
-
     def store(self, call: CallRecord) -> Stored:
-        """Return the columns to store `call` with; later calls of the batch may add to it."""
+        """Return the columns to store `call` with; later calls may be stored as additions to it."""
         request, prompt_ids = call.request, call.tokens.prompt_ids
         whole = Stored(request=request, prompt_ids=prompt_ids)
         if request is None:
             return whole
-        tips = self._tips.get(call.episode)
-        if tips is None:
-            tips = self._tips[call.episode] = list(self._bases.of(call.episode))
-        base = _nearest(tips or self._tips_provided_to(call), call)
+        tips = list(self.of(call.episode))
+        base = _nearest(tips or self._provided_to(call.needs), call)
         stored = whole if base is None else _added(base, request, prompt_ids)
         if base is not None and base in tips:
             shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
@@ -124,19 +79,37 @@ class Batch:
                 provides=call.provides,
             )
         )
-        self._provided_by |= dict.fromkeys(call.provides, call.episode)
-        del tips[:-TIPS]
+        self._remember(call.episode, tips[-TIPS:])
         return stored
 
-    def _tips_provided_to(self, call: CallRecord) -> list[Base]:
-        for digest in call.needs:
-            if digest in self._provided_by:
-                return self._tips[self._provided_by[digest]]
-        return self._bases.provided_to(call.needs)
+    def of(self, episode: str) -> list[Base]:
+        """Return the tips of an episode."""
+        return self._tips.get(episode, [])
 
-    def commit(self) -> None:
-        """Add the batch's tips to the cache. Call it once the batch's rows are committed."""
-        self._bases.remember(self._tips.items())
+    def _provided_to(self, needs: Iterable[bytes]) -> list[Base]:
+        """Return the tips of the episode that provides the first known fingerprint of `needs`.
+
+        A call that names no episode may have one of its own until the store joins it.
+        """
+        keys = (self._provided_by.get(digest) for digest in needs)
+        key = next((key for key in keys if key is not None), None)
+        return [] if key is None else self.of(key)
+
+    def _remember(self, episode: str, tips: list[Base]) -> None:
+        """Replace the tips of an episode."""
+        self._forget(self._tips.pop(episode, ()))
+        self._tips[episode] = tips
+        self._provided_by |= {digest: episode for tip in tips for digest in tip.provides}
+        self._size += sum(map(_size, tips))
+        while self._size > self._capacity:
+            _, evicted = self._tips.popitem(last=False)
+            self._forget(evicted)
+
+    def _forget(self, tips: Iterable[Base]) -> None:
+        tips = list(tips)
+        self._size -= sum(map(_size, tips))
+        for digest in (digest for tip in tips for digest in tip.provides):
+            self._provided_by.pop(digest, None)
 
 
 def _nearest(tips: list[Base], call: CallRecord) -> Base | None:

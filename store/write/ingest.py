@@ -43,7 +43,7 @@ from store.records import (
 from store.schema.partitions import ensure_partition
 from store.tombstones import admit
 from store.values.digests import as_uuid, levels
-from store.write.bases import Bases, Batch
+from store.write.bases import Bases
 from store.write.rows import (
     EVENT_COLUMNS,
     FEEDBACK_COLUMNS,
@@ -109,7 +109,7 @@ _INSERT_REQUESTS = """
 async def write(
     driver: Any,
     records: Sequence[SpoolRecord],
-    batch: Batch,
+    bases: Bases,
     question_of: QuestionOf = no_question,
     *,
     repeated: bool,
@@ -134,7 +134,7 @@ async def write(
             query = "SELECT id FROM transitions WHERE id = ANY($1)"
             known = {row[0] for row in await driver.fetch(query, list(calls))}
         await _place_calls(driver, list(calls.values()), question_of, written)
-        await _write_calls(driver, known, batch, written)
+        await _write_calls(driver, known, bases, written)
     gaps = [record for record in records if isinstance(record, GapRecord)]
     if gaps:
         written.linked += await mark_gaps(driver, gaps)
@@ -161,13 +161,13 @@ async def _place_calls(
     await add_policies(driver, written.calls, changed)
 
 
-async def _write_calls(driver: Any, known: set[UUID], batch: Batch, written: Written) -> None:
+async def _write_calls(driver: Any, known: set[UUID], bases: Bases, written: Written) -> None:
     """Write the rows of the calls in `written`, but for those that are `known`."""
     new = written.calls
     if known:
         new = [(call, episode) for call, episode in new if call.id not in known]
     # A generator, so that each row is in memory only until it is sent.
-    rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
+    rows = (transition_row(call, episode, bases.store(call)) for call, episode in new)
     provided = [
         (as_uuid(digest, call.split), episode) for call, episode in new for digest in call.provides
     ]
@@ -345,22 +345,22 @@ class Ingester:
                 if repeated:
                     raise
                 self._days.clear()
-                self._bases = Bases()
         raise AssertionError("unreachable: the second try returns or raises")
 
     async def _store_on(
         self, driver: Any, records: Sequence[SpoolRecord], repeated: bool
     ) -> frozenset[UUID]:
+        # A call of a transaction that fails is no base: its row is not there.
+        bases, self._bases = self._bases, Bases()
         async with driver.transaction():
             admitted = await admit(driver, records)
             if admitted.deletion != self._deletion:
                 # A call that another adds to may be gone.
-                self._bases, self._deletion = Bases(), admitted.deletion
-            batch = self._bases.batch()
+                bases, self._deletion = Bases(), admitted.deletion
             written = await write(
-                driver, admitted.records, batch, self._question_of, repeated=repeated
+                driver, admitted.records, bases, self._question_of, repeated=repeated
             )
-        batch.commit()
+        self._bases = bases
         # After the commit: of two batches at the same time, at least the later sees the other.
         conflicts = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
         if conflicts and self._on_conflicts is not None:

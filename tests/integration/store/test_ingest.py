@@ -126,6 +126,15 @@ async def test_a_partition_that_was_dropped_is_made_again(engine: AsyncEngine) -
     assert [c.request for c in episode.calls] == [request]
 
 
+async def test_call_of_a_batch_that_failed_is_no_base(engine: AsyncEngine) -> None:
+    ingester, request = Ingester(), b"x" * 300
+    with pytest.raises(Refused):
+        await ingester.store(engine, [call("a", request=request), call("b", status="lost")])
+    await ingester.store(engine, [call("a", request=request)])
+    [episode] = await episodes(engine)
+    assert [c.request for c in episode.calls] == [request]
+
+
 async def test_known_targets(engine: AsyncEngine) -> None:
     record = call(response_id="r1")
     await store(engine, record)

@@ -36,7 +36,7 @@ from tests.support.records import captured
 
 record = transcribe(captured("e", request=b'{"model":"m"}'))
 call = storable_call(record)
-values = transition_row(call, call.id, Bases().batch().store(call))
+values = transition_row(call, call.id, Bases().store(call))
 row = SimpleNamespace(**dict(zip(TRANSITION_COLUMNS, values, strict=True)))
 part = SimpleNamespace(
     id=call.id, key="e", root=None, task=None, joined_task=None, method="header",

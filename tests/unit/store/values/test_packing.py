@@ -63,10 +63,7 @@ def thread(turns: int, episode: str = "e", agent: str = "a") -> list[CallRecord]
 
 
 def stored(bases: Bases, calls: list[CallRecord]) -> list[Any]:
-    batch = bases.batch()
-    rows = [Stored(c, transition_row(c, c.id, batch.store(c))) for c in calls]
-    batch.commit()
-    return rows
+    return [Stored(c, transition_row(c, c.id, bases.store(c))) for c in calls]
 
 
 def assert_whole(rows: list[Any], calls: list[CallRecord]) -> None:
@@ -116,13 +113,6 @@ def test_agents_that_take_turns_add_to_their_own_calls() -> None:
     rows = {row.id: row for row in stored(Bases(), turns)}
     assert rows[writer[2].id].parent_id == writer[1].id
     assert rows[checker[2].id].parent_id == checker[1].id
-
-
-def test_a_batch_that_was_not_committed_is_no_base() -> None:
-    bases = Bases()
-    first, second = thread(2)
-    bases.batch().store(first)
-    assert bases.batch().store(second).parent_id is None
 
 
 def test_a_day_stands_alone() -> None:
