@@ -70,13 +70,13 @@ def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
             remedy=f"POST a reward for each run to {facts.data_url}/feedback, or run `pawl judge`",
             needs_person=counts.ended > 0,
         )
-    unscored = counts.ended - counts.ended_scored
+    unscored = counts.ended - counts.scored
     if unscored > MOST_UNTRAINED * counts.ended:
         return Finding(
             title=f"{policy.name}: {unscored} of {counts.ended} episodes that are over have no"
             " reward",
             since=counts.unscored_since,
-            figures={"ended": counts.ended, "with_reward": counts.ended_scored},
+            figures={"ended": counts.ended, "with_reward": counts.scored},
             remedy="POST the missing rewards to /feedback, or run `pawl judge`",
         )
     return None

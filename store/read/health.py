@@ -71,7 +71,7 @@ _EPISODES: Final = text(
         SELECT n.*, e.quarantined_reason,
             COALESCE(n.scored_at, CASE WHEN CAST(:calls_are_paid AS boolean)
                 THEN n.call_scored_at END) AS paid_at,
-            n.last_call_at < now() - CAST(:over AS interval) AS is_over
+            n.last_call_at < now() - CAST(:over AS interval) AS is_silent
         FROM newest n JOIN episodes e ON e.id = n.episode_id
         WHERE e.root IS NULL AND e.deleted_at IS NULL AND {SPLIT} <> '{EVAL}'),
     counted AS (SELECT * FROM wholes WHERE quarantined_reason IS NULL),
@@ -81,8 +81,7 @@ _EPISODES: Final = text(
         FROM counted WHERE paid_at IS NOT NULL AND task IS NOT NULL GROUP BY task)
     SELECT count(*) AS episodes, min(last_call_at) AS first_at,
         count(*) FILTER (WHERE paid_at IS NOT NULL) AS scored,
-        count(*) FILTER (WHERE is_over) AS ended,
-        count(*) FILTER (WHERE is_over AND paid_at IS NOT NULL) AS ended_scored,
+        count(*) FILTER (WHERE is_silent OR paid_at IS NOT NULL) AS ended,
         min(last_call_at) FILTER (WHERE paid_at IS NULL) AS unscored_since,
         min(paid_at) AS scored_since,
         min(reward) FILTER (WHERE paid_at IS NOT NULL) AS least,
@@ -165,7 +164,7 @@ class Tended(Record, frozen=True, kw_only=True):
 class EpisodeCounts(Record, frozen=True, kw_only=True):
     """Count the newest episodes of a policy; all but the three last fields without quarantined.
 
-    `ended` are those that were silent for `OVER`. `groups` are tasks with several scored episodes,
+    `ended` are those that have a reward, or were silent for `OVER`. `groups` are tasks with several scored episodes,
     and `groups_that_differ` those of them with more than one reward; `alike` are the episodes of
     the others.
     """
@@ -174,7 +173,6 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
     first_at: datetime | None = None
     scored: int = 0
     ended: int = 0
-    ended_scored: int = 0
     unscored_since: datetime | None = None
     scored_since: datetime | None = None
     least: float | None = None

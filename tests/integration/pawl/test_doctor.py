@@ -298,6 +298,13 @@ async def test_nothing_needs_a_person_in_a_system_that_works(stack: Stack) -> No
     assert [one.title for one in await stack.findings() if one.needs_person] == []
 
 
+async def test_new_episodes_that_have_a_reward_are_over_as_well(stack: Stack) -> None:
+    await no_rewards(stack)
+    await stack.work(*(("c", float(n % 2)) for n in range(8)))
+    first = (await stack.findings())[0]
+    assert first.title == "m: 8 of 16 episodes that are over have no reward"
+
+
 async def test_system_that_is_wholly_away_is_one_finding_in_time(stack: Stack) -> None:
     await another_database(stack)
     for part in stack.parts:

@@ -64,8 +64,7 @@ COUNTS = EpisodeCounts(
     episodes=40,
     first_at=HOUR,
     scored=40,
-    ended=30,
-    ended_scored=30,
+    ended=40,
     scored_since=HOUR,
     least=0.0,
     most=1.0,
@@ -302,7 +301,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             True,
         ),
         (
-            facts(counted(ended_scored=10)),
+            facts(counted(scored=10, ended=30)),
             "m: 20 of 30 episodes that are over have no reward",
             "`pawl judge`",
             True,
