@@ -17,7 +17,7 @@ DAY: Final = timedelta(days=1)
 
 
 class Outlook(Record, frozen=True, kw_only=True):
-    """Say how many of the episodes recorded within `time` can be trained, and when they are.
+    """Say how many episodes recorded within `time` count towards an update, and when it comes.
 
     `unused` counts the others by the reason. `next_update` is the time until there are enough for
     an update; zero: there are. `first_seen` is the time until a version may be seen to be better
@@ -53,8 +53,8 @@ class Outlook(Record, frozen=True, kw_only=True):
         unused = ", ".join(f"{number} {why}" for why, number in self.unused.items())
         because = f" (of {self.recorded}: {unused})" if unused else ""
         update = f"in {about(self.next_update)}" if self.next_update else "now"
-        text = f"about {usable} of {recorded} episodes {per} can be trained{because}; the next"
-        text += f" update {update}"
+        text = f"about {usable} of {recorded} episodes {per} count towards an update{because};"
+        text += f" the next update {update}"
         if self.first_seen is not None:
             soonest, latest = map(about, self.first_seen)
             text += (
@@ -68,7 +68,7 @@ class Outlook(Record, frozen=True, kw_only=True):
 def outlook_of(
     counts: EpisodeCounts, rule: ClaimRule, updates: float, now: datetime, *, is_untrained: bool
 ) -> Outlook | None:
-    """Return the outlook of a policy; None: nothing of it can be trained so far.
+    """Return the outlook of a policy; None: nothing of it counts so far.
 
     `updates` is how many updates the episodes that wait suffice for, and `is_untrained` whether it
     has no version yet.

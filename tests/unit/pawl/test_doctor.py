@@ -401,7 +401,7 @@ def test_system_that_works_has_an_outlook_alone() -> None:
     [outlook] = findings(facts())
     assert not outlook.needs_person
     assert outlook.title == (
-        "m: about 40 of 40 episodes an hour can be trained; the next update now"
+        "m: about 40 of 40 episodes an hour count towards an update; the next update now"
     )
 
 
@@ -442,8 +442,8 @@ def test_outlook_says_how_many_can_be_trained_why_not_the_others_and_when() -> N
     assert not found.needs_person
     assert found.figures == {"usable": 20, "without a reward": 10, "all alike": 20}
     assert found.title == (
-        "m: about 10 of 25 episodes a day can be trained (of 50: 10 without a reward, 20 all"
-        " alike); the next update in about 19 hours; a first difference in about 12 days to"
+        "m: about 10 of 25 episodes a day count towards an update (of 50: 10 without a reward,"
+        " 20 all alike); the next update in about 19 hours; a first difference in about 12 days to"
         " 75 days, if it takes 250 episodes as the packaged task does, or 1500 as the slowest of"
         " six others"
     )

@@ -110,7 +110,8 @@ async def test_overview_says_how_many_episodes_can_be_trained_and_when(
         await ensure_base(connection, "m")
         await ingest(connection, [*(one for pair in records for one in pair), call("unpaid")])
     page = await shown(console, "/overview/doctor")
-    assert "m: about 5 of 6 episodes an hour can be trained (of 6: 1 without a reward)" in page
+    counted = "about 5 of 6 episodes an hour count towards an update (of 6: 1 without a reward)"
+    assert f"m: {counted}" in page
     assert "send rewards for more runs, or let `pawl judge` score them, such as by" in page
 
 

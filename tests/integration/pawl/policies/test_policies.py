@@ -226,7 +226,7 @@ async def test_show_has_the_live_reward_of_each_version(pawl: Pawl, engine: Asyn
     table = printed(versions_table(await versions_of(engine, "m", None, "default")), width=200)
     assert "live reward  of episodes" in table[0]
     [outlook] = [one["outlook"] for one in await lines(pawl, "show", "m") if "outlook" in one]
-    assert outlook.startswith("about 5 of 6 episodes an hour can be trained (of 6: 1 without a")
+    assert outlook.startswith("about 5 of 6 episodes an hour count towards an update (of 6: 1 with")
     assert outlook in " ".join(" ".join(table).split())
 
 
