@@ -165,8 +165,8 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
     """Count the newest episodes of a policy; all but the three last fields without quarantined.
 
     `ended` are those that have a reward, or were silent for `OVER`. `groups` are tasks with several
-    scored episodes, and `groups_that_differ` those of them with more than one reward; `alike` are the episodes of
-    the others.
+    scored episodes, and `groups_that_differ` those of them with more than one reward; `alike` are
+    the episodes of the others.
     """
 
     episodes: int = 0
