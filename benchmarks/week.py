@@ -145,7 +145,16 @@ def parse() -> argparse.Namespace:
         "--teacher", type=Path, default=ROOT / "var" / "demo", help="a folder with adapters"
     )
     parser.add_argument("--out", type=Path, default=FOLDER)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if TEACHER in options.rows:
+        adapters = options.teacher.rglob("adapter_model.safetensors")
+        newest = max(adapters, key=lambda path: path.stat().st_mtime, default=None)
+        if newest is None:
+            parser.error(
+                "no adapter to learn from: run `make demo` first, or name --teacher FOLDER"
+            )
+        options.teacher = newest.parent.absolute()
+    return options
 
 
 async def measured(row: str, seed: int, options: argparse.Namespace, progress: Progress) -> Run:
@@ -162,8 +171,7 @@ async def measured(row: str, seed: int, options: argparse.Namespace, progress: P
     began = time.monotonic()
     arguments = "--enable-auto-tool-choice --tool-call-parser pythonic"
     if row == TEACHER:
-        newest = max(options.teacher.rglob("adapter_model.safetensors"), key=modified)
-        arguments += f" --lora-modules {TEACHER}={newest.parent.absolute()}"
+        arguments += f" --lora-modules {TEACHER}={options.teacher}"
     settings = {
         "PAWL_VLLM_ARGS": arguments,
         "PAWL_VLLM_PORT": str(port),
@@ -184,10 +192,6 @@ async def measured(row: str, seed: int, options: argparse.Namespace, progress: P
     run = Run(row, seed, fmean(before), fmean(after), live, updates, time.monotonic() - began)
     (folder / "run.json").write_text(json.dumps(run._asdict()))
     return run
-
-
-def modified(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def model_with_template(folder: Path) -> Path:

@@ -23,9 +23,9 @@ class Lookup:
 
     def __init__(self, settings: ProxySettings) -> None:
         """Take the URL of the settings' database, or of the server that the ingester starts."""
-        url, embedded = settings.database_url, EmbeddedPostgres(settings.data_dir)
-        self._url = embedded.url if url is None else url.get_secret_value()
-        self._is_embedded = url is None
+        url = settings.database_url
+        self._embedded = EmbeddedPostgres(settings.data_dir) if url is None else None
+        self._url = url.get_secret_value() if url is not None else ""
         self._connect: Connect | None = None
         # Connections that are open, and not in use.
         self._idle: list[Any] = []
@@ -58,13 +58,15 @@ class Lookup:
             return None
         try:
             if self._connect is None:
-                self._connect = connector(self._url)
+                if self._embedded is not None:
+                    self._embedded.check_owner()
+                self._connect = connector(self._embedded.url if self._embedded else self._url)
             async with asyncio.timeout(within_s):
                 return await self._on_connection(self._connect, question)
         except Exception as error:
             # No call and no feedback may fail because of the database, whatever the error is.
             self._not_before = loop.time() + PAUSE_S
-            if self._is_embedded and isinstance(error, FileNotFoundError):
+            if self._embedded is not None and isinstance(error, FileNotFoundError):
                 # The server has no socket: it has not been started yet, or was stopped.
                 return None
             tell = log.warning if is_away(error) else log.exception

@@ -108,6 +108,17 @@ class EmbeddedPostgres:
             " DATABASE_URL to where yours is"
         )
 
+    def check_owner(self) -> None:
+        """Check that nobody else has made the server's folders, who would read what is asked there.
+
+        Raises:
+            PermissionError: somebody has.
+            FileNotFoundError: there is none, or the server was never started.
+        """
+        for folder in (self.folder, self._socket_dir):
+            if folder.lstat().st_uid != _server_user()[0]:
+                raise PermissionError(f"{folder} belongs to another user; set PAWL_DATA_DIR")
+
     @property
     def programs(self) -> Path:
         """Return the folder of PostgreSQL's programs, or raise StoreError: not installed."""
@@ -225,9 +236,7 @@ class EmbeddedPostgres:
         if not self._socket_dir.exists():
             self._socket_dir.mkdir(mode=0o700)
             os.chown(self._socket_dir, *_server_user())
-        for folder in (self.folder, self._socket_dir):
-            if folder.lstat().st_uid != uid:
-                raise PermissionError(f"{folder} belongs to another user; set PAWL_DATA_DIR")
+        self.check_owner()
         # We have the lock and no server runs: these are remains, perhaps with the id of a process
         # that is no server. Backends of a killed server keep a new one from starting all the same.
         for remains in (self.folder / "postmaster.pid", self._socket_dir / f"{SOCKET}.lock"):

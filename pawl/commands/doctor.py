@@ -22,8 +22,8 @@ def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     all only to PAWL_API_KEY with the scope read. Figures are of the newest calls and episodes.
 
     Status 1: something needs a person (`!`). What is marked with `·` passes by itself. The last
-    lines are the policies' outlooks: how many episodes can be trained, and when the next update
-    comes.
+    lines are the policies' outlooks: how many episodes count towards an update, and when the next
+    one comes.
     """
     try:
         found = asyncio.run(examine(read_settings(DoctorSettings), tenant=tenant))

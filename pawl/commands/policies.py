@@ -100,8 +100,8 @@ def show(
     of time since the update before in which the model computed nothing. If PAWL_POLICIES says that
     the policy explores, so does the line of the version that serves. Its `warnings` say where
     traffic and recipe do not fit, so that episodes are not trained, and what to change; its
-    `outlook` how many episodes can be trained, and when the next update comes. New episodes begin
-    with the versions that have an `arm`: the one that serves, a canary and the
+    `outlook` how many episodes count towards an update, and when the next one comes. New episodes
+    begin with the versions that have an `arm`: the one that serves, a canary and the
     control with their `share`. An `unloaded` version is on no model server. If a version waits for
     `pawl policies promote`, its line says why, with the evidence.
 

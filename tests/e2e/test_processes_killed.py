@@ -126,7 +126,7 @@ async def kill(pid: int | None) -> None:
 async def check_the_ledger(worker: Worker) -> None:
     """No call lost, no request failed, no episode trained twice; something went live."""
     assert [r for r in worker.agent.results if r.error] == []
-    replies = [result.value["response_id"] for result in worker.agent.results]
+    replies = [json.loads(result.output)["response_id"] for result in worker.agent.results]
     async with worker.engine.connect() as connection:
         stored = text(
             "SELECT count(DISTINCT response_id) FROM transitions WHERE response_id = ANY(:r)"

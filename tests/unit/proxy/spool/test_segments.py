@@ -187,6 +187,14 @@ def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_aft
     assert [piece.records for piece in found] == [1, 1, 1]
 
 
+def test_a_gap_with_the_bytes_of_its_id_is_read() -> None:
+    gap = GapRecord(id=new_id(), episodes=("e1",))
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(gap))
+    assert fields.count(str(gap.id)) == 1
+    old = [gap.id.bytes if field == str(gap.id) else field for field in fields]
+    assert decode_payload(msgspec.msgpack.encode(old)) == gap
+
+
 def test_a_spool_from_before_the_last_fields_is_read() -> None:
     """Its tools' syntax, its episode's arm, its key and its trace are then unknown, as before."""
     last = ["hermes", "canary", "0123456789abcdef", "00-1-2-01"]
