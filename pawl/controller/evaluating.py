@@ -14,6 +14,7 @@ from pawl.controller.comparison import Comparison
 from pawl.rollout.evaluation import EvaluationJob, evaluate
 from pawl.rollout.setup import Setup
 from pawl.settings import ClientSettings, read_settings
+from proxy.settings import ProxySettings
 from store.read.gates import Standing
 from store.values.rewards import REWARD_ALONE, RewardRule
 from trainer.recipes.recipe import EvaluationOptions, PublishOptions
@@ -120,10 +121,11 @@ async def evaluate_candidate(
     updates = [one.version.update_id for one in (candidate, serving)]
     about = repr((updates, sorted(gate.items())))
     digest = sha256(about.encode() + await asyncio.to_thread(tasks.read_bytes)).hexdigest()
+    url = options.url or f"http://{read_settings(ProxySettings).listen}"
     setup = Setup(
         tasks=tasks,
         journal=folder / f"{new}-{serving.version.version}-{digest[:16]}.jsonl",
-        url=options.url.rstrip("/").removesuffix("/v1"),
+        url=url.rstrip("/").removesuffix("/v1"),
         headers=read_settings(ClientSettings).headers,
         command=options.command,
         python=options.python,

@@ -264,6 +264,12 @@ def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
     if tried is None or standing.frozen:
         return None
     controller = facts.controller
+    if controller.value("pawl_controller_gate_failed", policy=policy.name):
+        return Finding(
+            title=f"{tried.version.served_name} cannot be judged",
+            since=tried.since,
+            remedy="do what `policy_not_judged` in the controller's log says is missing",
+        )
     figures: dict[str, Figure] = {}
     about = {"policy": policy.name, "compared": "trial"}
     for version, count in controller.values("pawl_controller_gate_episodes", **about).items():

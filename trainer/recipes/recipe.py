@@ -542,9 +542,10 @@ class EvaluationOptions(RecipeOptions):
         default=2000, description="Most runs of both versions together that one decision may cost."
     )
     timeout_s: Seconds = Field(default=600.0, description="Time limit of one run, in seconds.")
-    url: Text = Field(
-        default="http://127.0.0.1:8100",
-        description="Address of the proxy, as the controller sees it.",
+    url: Text | None = Field(
+        default=None,
+        description="Base URL of the proxy, as the controller sees it. Unset: that of the "
+        "controller's own PAWL_LISTEN.",
     )
 
     @model_validator(mode="after")

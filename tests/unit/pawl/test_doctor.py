@@ -106,6 +106,9 @@ def sample(name: str, value: float, **labels: str) -> Sample:
     return Sample(name=name, labels=labels, value=value)
 
 
+NOT_JUDGED = sample("pawl_controller_gate_failed", 1.0, policy="m")
+
+
 def trainer(*samples: Sample) -> Process:
     return Process(address="127.0.0.1:8102", samples=samples)
 
@@ -379,6 +382,12 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             True,
         ),
         (facts(policy(standing=TRIED)), "m@2 is being tried", "wait", False),
+        (
+            facts(policy(standing=TRIED), controller=Process(address="", samples=(NOT_JUDGED,))),
+            "m@2 cannot be judged",
+            "`policy_not_judged` in the controller's log",
+            True,
+        ),
         (facts(proxy=Process(address="", asks_key=True)), "PAWL_API_KEY is not", "read", False),
         (facts(trainer=trainer(LONGEST)), "Calls longer than 512", "PAWL_MAX_MODEL_LEN=512", False),
     ],

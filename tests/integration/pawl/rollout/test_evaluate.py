@@ -156,6 +156,7 @@ async def test_unusable_option_is_refused(
     assert message in outcome.errors
 
 
+@pytest.mark.parametrize("says", ["recipe", "setting"])
 @pytest.mark.parametrize(("hours", "verdict"), [(12.0, "better"), (1e-9, None)])
 async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
     fake: FakeProxy,
@@ -163,6 +164,7 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
     monkeypatch: pytest.MonkeyPatch,
     hours: float,
     verdict: str | None,
+    says: str,
 ) -> None:
     monkeypatch.chdir(runner.folder)
     monkeypatch.setattr(tempfile, "tempdir", str(runner.folder))
@@ -172,7 +174,10 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
         "answer": "a",
         "tries": 2,
     }
-    options["url"] = fake.url
+    if says == "recipe":
+        options["url"] = fake.url
+    else:
+        monkeypatch.setenv("PAWL_LISTEN", fake.url.removeprefix("http://"))
     rule = Recipe.model_validate({"publish": {"mode": "evaluated"}, "evaluation": options})
     # In a database that is made anew, versions of other updates have the same names.
     for runs in (1, 2):
