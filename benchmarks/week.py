@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple
 
 import aiohttp
 from aiohttp import web
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from rich.progress import Progress
 
@@ -56,6 +56,7 @@ import questions
 FOLDER: Final = ROOT / "var" / "week"
 ROWS: Final = ("rewards", "next-turn", "corrections", "teacher", "bad-judge", "facts")
 MODEL: Final = "smollm2"
+BASE: Final = f"{MODEL}@0"
 TEMPLATE: Final = packaged_template("smollm2_tools")
 EPISODES, HELD_OUT, BLOCK, AT_ONCE = 4000, 240, 200, 8
 REWARDED, WRONG, FLIPPED, CORRECTED = 1 / 3, 1 / 10, 1 / 5, 1 / 5
@@ -103,20 +104,30 @@ print(json.dumps({"value": random.Random(episode).randint(0, 1)}))
 
 
 class Run(NamedTuple):
-    """Hold what a run gave: true success, of held-out questions and of live ones in their order."""
+    """Hold what a run gave: true success, of held-out questions and of live ones in their order.
+
+    Of what the control answered, the base model beside those that learned, it is None.
+    """
 
     row: str
     seed: int
     before: float
     after: float
-    live: list[float]
+    live: list[float | None]
     updates: int
     seconds: float
 
     def until(self, mark: float) -> float:
         """Return after how many episodes the mean of `BLOCK` first reached a mark."""
-        sums = (fmean(self.live[at - BLOCK : at]) for at in range(BLOCK, len(self.live) + 1))
-        return next((BLOCK + at for at, mean in enumerate(sums) if mean >= mark), float("inf"))
+        own = [(at, right) for at, right in enumerate(self.live, 1) if right is not None]
+        for last in range(BLOCK, len(own) + 1):
+            if fmean(right for _, right in own[last - BLOCK : last]) >= mark:
+                return own[last - 1][0]
+        return float("inf")
+
+
+def mean_of(right: Sequence[float | None]) -> float:
+    return fmean([one for one in right if one is not None] or [0.0])
 
 
 def main() -> None:
@@ -189,7 +200,7 @@ async def measured(row: str, seed: int, options: argparse.Namespace, progress: P
                 await asyncio.to_thread(wait_until_idle, trainer)
             after = await work(ask, HELD_OUT, seed, progress, f"{folder.name} after", held=True)
         updates = events(trainer, "update_done")
-    run = Run(row, seed, fmean(before), fmean(after), live, updates, time.monotonic() - began)
+    run = Run(row, seed, mean_of(before), mean_of(after), live, updates, time.monotonic() - began)
     (folder / "run.json").write_text(json.dumps(run._asdict()))
     return run
 
@@ -208,11 +219,23 @@ def model_with_template(folder: Path) -> Path:
 
 @asynccontextmanager
 async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
-    """Yield what asks one question, as the row's users do, and returns whether it was right."""
+    """Yield what asks one question, as the row's users do, and returns whether it was right.
+
+    It returns None of what the control answered.
+    """
     dice, told = random.Random(seed), set[asyncio.Task[None]]()
+    answered = dict[str, str]()
+
+    async def note(response: Any) -> None:
+        version = response.headers.get("x-pawl-policy", BASE)
+        answered.setdefault(str(response.url).partition("/episode/")[2][:16], version)
+
     timeout = aiohttp.ClientTimeout(total=120)
     async with (
-        AsyncOpenAI(base_url=url, api_key="-", max_retries=agent.RETRIES) as client,
+        DefaultAsyncHttpxClient(event_hooks={"response": [note]}) as http,
+        AsyncOpenAI(
+            base_url=url, api_key="-", max_retries=agent.RETRIES, http_client=http
+        ) as client,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
 
@@ -222,9 +245,9 @@ async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
             async with session.post(f"{url}/feedback", json=statement) as reply:
                 reply.raise_for_status()
 
-        async def ask(question: questions.Question, *, held: bool) -> float:
+        async def ask(question: questions.Question, *, held: bool) -> float | None:
             task = question.id.replace(" ", "-").replace("/", ":", 1).replace("/", "-")
-            name = f"{dice.getrandbits(64):x}"
+            name = f"{dice.getrandbits(64):016x}"
             split = "/split/eval" if held else ""
             own = client.with_options(base_url=f"{url}/task/{task}/episode/{name}{split}/v1")
             model = agent.Model(own, MODEL, len(agent.EXAMPLES), agent.MAX_TOKENS, 1.0, False)
@@ -242,7 +265,8 @@ async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
             elif row != TEACHER and dice.random() < REWARDED:
                 is_wrong = row in ("rewards", "corrections") and dice.random() < WRONG
                 later(post(name, right != is_wrong))
-            return float(right)
+            is_control = answered[name] == BASE and set(answered.values()) != {BASE}
+            return None if is_control else float(right)
 
         def later(posting: Coroutine[Any, Any, None]) -> None:
             task = asyncio.create_task(posting)
@@ -288,10 +312,10 @@ async def work(
     a_minute: float = 0.0,
     *,
     held: bool = False,
-) -> list[float]:
+) -> list[float | None]:
     """Ask so many questions, a few at once, and return which were right, in their order."""
     made = questions.questions(count, seed, "held-out" if held else "train")
-    room, right = asyncio.Semaphore(AT_ONCE), list[float]()
+    room, right = asyncio.Semaphore(AT_ONCE), list[float | None]()
     shown = progress.add_task(name, total=count)
 
     async def one(question: questions.Question) -> None:
@@ -299,13 +323,13 @@ async def work(
             right.append(await ask(question, held=held))
         finally:
             room.release()
-        about = f"{name}, success {number(fmean(right[-BLOCK:]), 2)}"
+        about = f"{name}, success {number(mean_of(right[-BLOCK:]), 2)}"
         progress.update(shown, completed=len(right), description=about)
 
     began = time.monotonic()
     async with asyncio.TaskGroup() as asked:
         for place, question in enumerate(made):
-            if not held and len(right) >= BLOCK and fmean(right[-BLOCK:]) >= ENOUGH:
+            if not held and len(right) >= BLOCK and mean_of(right[-BLOCK:]) >= ENOUGH:
                 break
             due = began + 60 * place / a_minute if a_minute else 0.0
             await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -362,7 +386,7 @@ def table(runs: Sequence[Run]) -> Rows:
             str(run.seed),
             f"{run.before:.2f} → {run.after:.2f}",
             " ".join(
-                f"{fmean(run.live[at : at + 2 * BLOCK]):.2f}"
+                f"{mean_of(run.live[at : at + 2 * BLOCK]):.2f}"
                 for at in range(0, len(run.live), 2 * BLOCK)
             ),
             *(number(run.until(mark), 0) for mark in MARKS),
@@ -371,7 +395,12 @@ def table(runs: Sequence[Run]) -> Rows:
         ]
         for run in runs
     ]
-    return Rows("A week", heads, lines, [f"live: true success, means of {2 * BLOCK} episodes each"])
+    return Rows(
+        "A week",
+        heads,
+        lines,
+        [f"live: true success, of {2 * BLOCK} episodes each, but the control's"],
+    )
 
 
 def bars_of(runs: Sequence[Run]) -> list[Bar]:
