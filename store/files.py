@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def sync(path: Path) -> None:
@@ -28,17 +29,36 @@ def write_private(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk failed or is full; an earlier file of that name is as it was.
     """
+    with whole_file(path, 0o600) as file:
+        file.write(data)
+
+
+@contextmanager
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """Give a new file to write into, and at the end put it, synced, in the place of `path`.
+
+    Where the block fails, an earlier file of that name is as it was. What is no file, such as a
+    pipe, is written as it is.
+
+    Raises:
+        OSError: there is no such folder, or the disk failed or is full.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
     # An existing file may be readable by others, or open in a reader: make a new one.
+    path = path.resolve()
     partial = path.with_name(f"{path.name}.new")
     partial.unlink(missing_ok=True)
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
 

@@ -29,7 +29,8 @@ from pawl.settings import read_settings
 from proxy.ingester.removing import letters_of, remove_letters, waiting
 from proxy.settings import ProxySettings
 from store.deleting import Receipt, delete_episode, deleted_before, mark_deleted
-from store.errors import StoreError
+from store.errors import Damaged, StoreError
+from store.files import whole_file
 from store.records import Record
 from store.selecting import Chosen, Selection, named, selected
 from store.tenants import DEFAULT, bare, scoped
@@ -81,8 +82,15 @@ def export(
     if out is None:
         with_engine(lambda engine: write(engine, selection, sys.stdout.buffer))
         return
-    with out.open("wb") as file:
-        count = with_engine(lambda engine: write(engine, selection, file))
+    damaged = None
+    with whole_file(out) as file:
+        try:
+            count = with_engine(lambda engine: write(engine, selection, file))
+        except Damaged as error:
+            # All others are written.
+            damaged = error
+    if damaged is not None:
+        raise damaged
     print(f"{count} {what} written to {out}", file=sys.stderr)
 
 

@@ -24,6 +24,7 @@ from pawl.rollout.evaluation import Evaluation, EvaluationJob, Failure, Outcome,
 from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.running import Rollout
 from pawl.rollout.tasks import RolloutError
+from store.files import whole_file
 from trainer.recipes.recipe import PublishOptions
 
 STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
@@ -112,7 +113,8 @@ def evaluate_command(flags: Flags) -> None:
         fail(str(error))
     Console().print(report(evaluation))
     if flags.json is not None:
-        flags.json.write_bytes(msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n")
+        with whole_file(flags.json) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n")
     if flags.picture is not None:
         draw(flags.picture, evaluation)
     raise SystemExit(STATUS[evaluation.outcome])
@@ -325,7 +327,8 @@ def draw(path: Path, evaluation: Evaluation) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path)
+    with whole_file(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or None)
     plt.close(figure)
 
 

@@ -4,18 +4,21 @@ import io
 import json
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from benchmarks.stack import free_port
 from pawl.export import export, hold_out
 from store import claims
-from store.errors import StoreError
+from store.errors import Damaged, StoreError
 from store.records import SpoolRecord, ToolCall
 from store.selecting import Selection, selected
 from store.version_states import ensure_base
+from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tool_event
 
@@ -154,3 +157,25 @@ async def test_held_out_tasks_are_written_and_their_episodes_are_evaluation(
     assert {task["id"] for task in rest} == {"a", "b0", "b1", "b2"} - held
     with pytest.raises(StoreError, match="no task can be held out"):
         await exported(engine, partial(hold_out, most=9))
+
+
+async def test_export_without_a_database_leaves_the_earlier_file(
+    pawl: Pawl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "episodes.jsonl"
+    out.write_text("earlier\n")
+    monkeypatch.setenv("DATABASE_URL", f"postgresql://postgres@127.0.0.1:{free_port()}/none")
+    assert isinstance((await pawl("export", "--out", str(out))).exception, OSError)
+    assert out.read_text() == "earlier\n"
+    assert list(tmp_path.glob("*.new")) == []
+
+
+async def test_episode_that_cannot_be_read_back_keeps_none_of_the_others_from_the_file(
+    pawl: Pawl, filled: AsyncEngine, tmp_path: Path
+) -> None:
+    async with filled.begin() as connection:
+        broken = "UPDATE transitions SET sampled_ids = '\\x00' WHERE episode_id ="
+        await connection.execute(text(f"{broken} (SELECT id FROM episodes WHERE key = 'scored')"))
+    out = tmp_path / "episodes.jsonl"
+    assert isinstance((await pawl("export", "--out", str(out))).exception, Damaged)
+    assert len(out.read_text().splitlines()) == 4
