@@ -227,8 +227,10 @@ async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
     answered = dict[str, str]()
 
     async def note(response: Any) -> None:
-        version = response.headers.get("x-pawl-policy", BASE)
-        answered.setdefault(str(response.url).partition("/episode/")[2][:16], version)
+        # What is asked again was answered by nobody.
+        if response.is_success:
+            name = str(response.url).partition("/episode/")[2][:16]
+            answered.setdefault(name, response.headers["x-pawl-policy"])
 
     timeout = aiohttp.ClientTimeout(total=120)
     async with (

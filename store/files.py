@@ -34,9 +34,10 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def whole_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+def whole_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
     """Give a new file to write into, and at the end put it, synced, in the place of `path`.
 
+    It gets the permissions `mode`; without it those of the earlier file, or of any new one.
     Where the block fails, an earlier file of that name is as it was. What is no file, such as a
     pipe, is written as it is.
 
@@ -51,9 +52,12 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     path = path.resolve()
     partial = path.with_name(f"{path.name}.new")
     partial.unlink(missing_ok=True)
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    created = 0o666 if mode is None else mode
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, created)
     try:
         with os.fdopen(handle, "wb") as file:
+            if mode is None and path.exists():
+                shutil.copymode(path, partial)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -43,6 +43,15 @@ def test_pipe_is_written_as_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pipe]
 
 
+def test_file_keeps_the_permissions_of_the_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"secret")
+    path.chmod(0o600)
+    with whole_file(path) as file:
+        file.write(b"x")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_private_file_is_its_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"")
