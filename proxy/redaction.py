@@ -422,7 +422,7 @@ class Redactor:
         return replace(record, items=items) if hits else record
 
     def letter(self, entry: Entry) -> tuple[bytes, str]:
-        """Return a dead letter's content and reason; no content of a record that is unreadable."""
+        """Return a dead letter's bytes and reason, without the content of an unreadable record."""
         # Why a record cannot be read may quote it; the place in the code does not.
         is_unread = entry.reason.startswith(CANNOT_BE_READ)
         reason = ": ".join(entry.reason.split(": ")[:2]) if is_unread else entry.reason

@@ -357,7 +357,7 @@ def added_members(request: ModelRequest) -> dict[bytes, Member]:
 
 
 def _is_ids_only(choices: list[Object]) -> bool:
-    """Return whether a chunk is empty now that what was added is removed.
+    """Return whether a chunk is empty without the ids and log-probabilities that Pawl asked for.
 
     vLLM sends a chunk with an empty delta only to carry ids or log-probabilities that were asked
     for. Whatever is still in it was asked for by the client.

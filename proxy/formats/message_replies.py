@@ -50,7 +50,7 @@ class MessagesReply(ReplyParser):
     _is_message = False
 
     def begin(self) -> None:
-        """Begin without anything gathered."""
+        """Forget what was read of an earlier reply."""
         # The message so far.
         self._message: Message = {}
 
@@ -154,7 +154,7 @@ class TranslatedReply(MessagesReply):
     _body = b""
 
     def begin(self) -> None:
-        """Begin without anything gathered."""
+        """Forget what was read of an earlier reply."""
         super().begin()
         # The client's name for the model, if another was put in its place.
         self._asked_model = None if self._model is None else self._request.model
@@ -286,7 +286,7 @@ _ESCAPE: Final = re.compile(
 
 
 def _read_chat(data: bytes) -> "_Chat | None":
-    """Return the parsed completion or chunk, or None if it is neither."""
+    """Return vLLM's chat completion, or a chunk of one; None: the bytes are neither."""
     try:
         return _chat_reply.decode(data)
     except UNREADABLE:
