@@ -289,7 +289,7 @@ class ResponsesReply(ReplyParser):
         return members
 
     def summary(self) -> ReplySummary:
-        """Return the reply's id and its text so far; its tool calls once the last event has come."""
+        """Return the reply's id and text so far, and its tool calls once the last event came."""
         response = self._response or {}
         return ReplySummary(
             response_id=string_or_none(response.get("id")),
