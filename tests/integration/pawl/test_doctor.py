@@ -62,7 +62,7 @@ class Stack:
             await self.proxy.chat(headers=headers, **asked)
             if value is not None:
                 await self.proxy.feedback({"metric": "reward", "value": value, "episode": name})
-        await self.proxy.episodes(len(rewards), lambda found: all(map(is_scored(rewards), found)))
+        await self.proxy.episodes(len(rewards), are_stored(rewards))
 
     async def findings(self) -> list[Finding]:
         """Examine it, within the time that a person is promised."""
@@ -72,9 +72,17 @@ class Stack:
         return found
 
 
-def is_scored(rewards: tuple[tuple[str, float | None], ...]) -> Callable[[Any], bool]:
-    wanted = {f"{task}-{n}" for n, (task, value) in enumerate(rewards) if value is not None}
-    return lambda episode: bool(episode.feedback) or episode.key not in wanted
+def are_stored(rewards: tuple[tuple[str, float | None], ...]) -> Callable[[list[Any]], bool]:
+    """Return whether all episodes of these tasks are stored, and the rewards of those with one."""
+    names = {f"{task}-{n}" for n, (task, _) in enumerate(rewards)}
+    scored = {f"{task}-{n}" for n, (task, value) in enumerate(rewards) if value is not None}
+
+    def all_there(episodes: list[Any]) -> bool:
+        return names <= {e.key for e in episodes} and scored <= {
+            e.key for e in episodes if e.feedback
+        }
+
+    return all_there
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
