@@ -129,12 +129,11 @@ async def write(
     statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
     written = Written()
     if calls:
-        known = set[UUID]()
         if repeated:
             query = "SELECT id FROM transitions WHERE id = ANY($1)"
-            known = {row[0] for row in await driver.fetch(query, list(calls))}
+            written.known = {row[0] for row in await driver.fetch(query, list(calls))}
         await _place_calls(driver, list(calls.values()), question_of, written)
-        await _write_calls(driver, known, bases, written)
+        await _write_calls(driver, bases, written)
     gaps = [record for record in records if isinstance(record, GapRecord)]
     if gaps:
         written.linked += await mark_gaps(driver, gaps)
@@ -161,11 +160,9 @@ async def _place_calls(
     await add_policies(driver, written.calls, changed)
 
 
-async def _write_calls(driver: Any, known: set[UUID], bases: Bases, written: Written) -> None:
-    """Write the rows of the calls in `written`, but for those that are `known`."""
-    new = written.calls
-    if known:
-        new = [(call, episode) for call, episode in new if call.id not in known]
+async def _write_calls(driver: Any, bases: Bases, written: Written) -> None:
+    """Write the rows of the calls in `written`, but for those that were stored before."""
+    new = [(call, episode) for call, episode in written.calls if call.id not in written.known]
     # A generator, so that each row is in memory only until it is sent.
     rows = (transition_row(call, episode, bases.store(call)) for call, episode in new)
     provided = [

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import claims
 from store.claim_query import ClaimRule
 from store.database import driver_of
+from store.ids import new_id
 from store.link.joins import (
     DOUBTFUL_CALL,
     DOUBTFUL_NEED,
@@ -20,11 +21,13 @@ from store.link.joins import (
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
+from store.link.settle import settle
 from store.questions import known_targets, pinned_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.version_states import ensure_base
-from store.write.ingest import Ingester
+from store.write.bases import Bases
+from store.write.ingest import Ingester, write
 from tests.support.ledger.any_order import same_in_any_order
 from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, statement, tokens, tool_event
@@ -166,6 +169,51 @@ async def test_what_many_were_told_says_nothing_of_them(engine: AsyncEngine, bat
     assert {e.key: e.quarantined_reason for e in found} == {
         e.key: DOUBTFUL_NEED if e.key.startswith("b") else None for e in found
     }
+
+
+# Rows that the current transaction read.
+_ROWS_READ = "SELECT sum(coalesce(seq_tup_read, 0) + idx_tup_fetch) FROM pg_stat_xact_user_tables"
+
+
+@pytest.mark.parametrize("first_provides", ["told", "nothing"])
+async def test_rows_read_for_a_call_do_not_grow_with_equal_calls_before(
+    engine: AsyncEngine, first_provides: str
+) -> None:
+    def equal_conversations(count: int) -> list[CallRecord]:
+        names = [str(new_id()) for _ in range(count)]
+        again = "told" if first_provides == "nothing" else "told again"
+        first = [own(f"a-{name}", told=[first_provides]) for name in names]
+        return first + [own(f"b-{name}", repeats=["told"], told=[again]) for name in names]
+
+    ingester, read = Ingester(), []
+    for _ in range(2):
+        for _ in range(3):
+            await ingester.store(engine, equal_conversations(200))
+        async with engine.connect() as connection:
+            driver = await driver_of(connection)
+            # Plans as of a table that has its statistics, not of an empty one.
+            await driver.execute("ANALYZE")
+            async with driver.transaction():
+                await driver.execute("SET LOCAL enable_seqscan = off")
+                before = await driver.fetchval(_ROWS_READ)
+                written = await write(driver, equal_conversations(5), Bases(), repeated=False)
+                await settle(driver, written)
+                read.append(await driver.fetchval(_ROWS_READ) - before)
+    assert 10 * read[1] <= 11 * read[0]
+
+
+async def test_batch_repeated_after_a_crash_takes_back_a_join_that_others_skipped(
+    engine: AsyncEngine,
+) -> None:
+    crashed = [own(f"x{n}", told=["hello"]) for n in range(MOST_PROVIDERS + 2)]
+    await store(engine, own("a", told=["hello"]), own("b", repeats=["hello"]))
+    async with engine.connect() as connection:
+        driver = await driver_of(connection)
+        async with driver.transaction():
+            await write(driver, crashed, Bases(), repeated=False)
+    await store(engine, own("y", told=["hello"]))
+    await store(engine, *crashed)
+    assert {e.key: e.quarantined_reason for e in await episodes(engine)}["b"] == DOUBTFUL_NEED
 
 
 async def test_a_call_that_the_proxy_placed_in_doubt_quarantines(engine: AsyncEngine) -> None:
