@@ -17,6 +17,7 @@ from aiohttp import web
 from pawl.processes import stop_event
 from pawl.settings import AdaptersSettings
 from store.admin_port import listen_on
+from store.limited_bodies import LimitedResponse
 from store.schema.tables import MANIFEST_SHA256
 from store.settings import without_login
 from trainer.errors import NotFetched
@@ -48,7 +49,7 @@ async def run(settings: AdaptersSettings) -> None:
         # A model server closes idle connections after 5 s, and no POST is sent again by itself.
         pool = aiohttp.TCPConnector(keepalive_timeout=3.0)
         session = await exits.enter_async_context(
-            aiohttp.ClientSession(connector=pool, timeout=limit)
+            aiohttp.ClientSession(connector=pool, timeout=limit, response_class=LimitedResponse)
         )
         server = AdapterServer(settings, session)
         server.files.hold()

@@ -25,6 +25,7 @@ from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.running import Rollout
 from pawl.rollout.tasks import RolloutError
 from store.files import whole_file
+from store.limited_bodies import LimitedResponse
 from trainer.recipes.recipe import PublishOptions
 
 STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
@@ -139,7 +140,9 @@ async def run_evaluation(flags: Flags) -> Evaluation:
             "one of the two"
         )
     setup = flags.setup(command, lambda tasks: flags.journal or tasks)
-    async with aiohttp.ClientSession(headers=setup.headers) as session:
+    async with aiohttp.ClientSession(
+        headers=setup.headers, response_class=LimitedResponse
+    ) as session:
         models = await ProxyClient(session, setup.url).models()
     new, old = versions(models, flags.policy, flags.against)
     if flags.journal is None:

@@ -31,6 +31,7 @@ from store.claim_query import waiting_episodes, waiting_updates
 from store.database import database_time, explain, is_too_slow, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import BadPolicies, StoreError
+from store.limited_bodies import LimitedResponse
 from store.link.claimable import lacking
 from store.policy_table import PolicyTable, open_policies
 from store.read.agreement import agreements
@@ -65,7 +66,7 @@ T = TypeVar("T")
 async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
     """Return what all parts say, asked at once."""
     unusable, table = _files(settings)
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(response_class=LimitedResponse) as session:
         facts, proxy, trainer, controller, servers, (disks, letters) = await asyncio.gather(
             _stored(settings, engine, tenant, table),
             _process(session, settings.admin_listen, settings.headers),

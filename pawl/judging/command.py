@@ -29,6 +29,7 @@ from pawl.settings import ClientSettings, StackSettings, read_settings
 from proxy.settings import ProxySettings
 from store.judging import attempts_at_task, forget_unjudged, scales_of
 from store.keys import tenant_of_key
+from store.limited_bodies import LimitedResponse
 from store.read.episodes import read_episodes
 from store.read.lines import encoded_line
 from store.records import REWARD
@@ -60,7 +61,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
     # No limit of the client's: each judge and each post has a time limit of its own.
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
-        aiohttp.ClientSession(timeout=timeout) as session,
+        aiohttp.ClientSession(timeout=timeout, response_class=LimitedResponse) as session,
         open_engine(read_settings(StackSettings), makes=False) as engine,
     ):
         async with engine.connect() as connection:

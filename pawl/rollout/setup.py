@@ -18,6 +18,7 @@ from pawl.rollout.judges import AnswerJudge, CommandJudge, RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.running import Job, Rollout
 from pawl.rollout.tasks import RolloutError, Task, parse_tasks
+from store.limited_bodies import LimitedResponse
 from store.records import Record
 
 
@@ -116,7 +117,9 @@ class Setup(Record, frozen=True, kw_only=True):
         """
         judge, agent = self.make_judge(), self.make_agent()
         timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=timeout, headers=self.headers) as session:
+        async with aiohttp.ClientSession(
+            timeout=timeout, headers=self.headers, response_class=LimitedResponse
+        ) as session:
             proxy = ProxyClient(session, self.url)
             models = await proxy.models()
             for model in filter(None, (plan.policy, plan.against)):

@@ -271,6 +271,8 @@ class Key:
 
 # How long a replica may take to say which models it has, to a call that waits for one.
 LIST_S: Final = 2.0
+# A longer list is not read.
+LIST_BYTES: Final = 4 << 20
 # What was seen so short a time ago is taken to be so still: no server restarts within it.
 SHARED_S: Final = 0.1
 NO_LIST: Final = (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE)
@@ -309,7 +311,7 @@ class Listing:
             async with asyncio.timeout(LIST_S):
                 reply = await ask(self._pool, "GET", self._target, shown, None)
                 try:
-                    body = await reply.read() or b""
+                    body = await reply.read(LIST_BYTES) or b""
                 finally:
                     reply.close()
             return {model.id for model in msgspec.json.decode(body, type=_Listed).data}
@@ -521,11 +523,16 @@ class Upstream:
         try:
             async with asyncio.timeout(LOOK_S):
                 reply = await self.fetch("/v1/models", headers)
-                body = await reply.read() or b""
+                try:
+                    body = await reply.read(LIST_BYTES)
+                finally:
+                    reply.close()
         except (Torn, TimeoutError) as error:
             raise UpstreamBroke(
                 f"the list of models did not come: {type(error).__name__}"
             ) from error
+        if body is None:
+            raise UpstreamBroke(f"the list of models has more than {LIST_BYTES >> 20} MiB")
         if reply.status in REFUSED:
             raise NoModels(f"the server refuses to list its models: status {reply.status}")
         try:

@@ -14,6 +14,7 @@ from typing import Any, Final, Self, TypeVar
 import aiohttp
 import structlog
 
+from store.limited_bodies import LimitedResponse
 from store.records import Record
 from store.schema.tables import MANIFEST_SHA256
 from store.settings import without_login
@@ -82,7 +83,9 @@ class ModelServer:
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(keepalive_timeout=3.0), headers=self._headers
+            connector=aiohttp.TCPConnector(keepalive_timeout=3.0),
+            headers=self._headers,
+            response_class=LimitedResponse,
         )
         return self
 

@@ -16,6 +16,7 @@ import pytest
 
 from proxy.errors import BadUpstreams
 from proxy.settings import ProxySettings
+from proxy.upstreams.server import LIST_BYTES
 from proxy.upstreams.upstreams import SamplingDefaults, check_upstreams, open_upstreams
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, StartProxy, settings_for
@@ -159,6 +160,12 @@ async def test_lists_of_models_are_one(setup: Setup) -> None:
         ("m", "vllm"),
         ("gpt-4", "somebody"),
     ]
+
+
+async def test_list_past_the_limit_counts_as_missing(setup: Setup) -> None:
+    setup.hosted.models = ["x" * LIST_BYTES]
+    reply = await setup.proxy.ask("GET", "/v1/models")
+    assert reply.headers["x-pawl-warning"] == "no list of models from upstream hosted"
 
 
 async def test_list_that_is_missing_is_warned_of(setup: Setup) -> None:

@@ -1,5 +1,7 @@
 """A model server that does not report what the trainer needs is told so, and stops no process."""
 
+import gzip
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from trainer.errors import PublishError
+from store.limited_bodies import MOST_BYTES
+from trainer.errors import PublishError, UpstreamAway
 from trainer.publishing.model_server import ModelServer
 
 IDS = [1, 2, 3]
@@ -53,6 +56,7 @@ async def answering(make: Callable[[], web.Response]) -> AsyncIterator[ModelServ
     app = web.Application()
     for path in ("/v1/completions", "/tokenize", "/detokenize"):
         app.router.add_post(path, completions)
+    app.router.add_get("/v1/models", completions)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -91,3 +95,17 @@ async def test_what_is_reported_is_read() -> None:
     told = {"token_logprobs": [-1.0, -2.0]}
     async with answering(lambda: choice(token_ids=[4, 5], logprobs=told)) as server:
         assert await server.sample("m", IDS, 2.0, 2) == [(4, -1.0), (5, -2.0)]
+
+
+async def test_model_list_that_unpacks_to_more_than_the_limit_is_not_read_on() -> None:
+    bomb = gzip.compress(bytes(20 * MOST_BYTES))
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with answering(lambda: web.Response(body=bomb, headers=headers)) as server:
+        tracemalloc.start()
+        try:
+            with pytest.raises(UpstreamAway, match="BodyTooLong"):
+                await server.models()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 3 * MOST_BYTES
