@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -44,6 +44,20 @@ def wait_passively() -> None:
     It is read when torch is first imported, so this comes before.
     """
     os.environ.setdefault(*PASSIVE_WAITING)
+
+
+def spinning_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment by which waiting threads spin all the same.
+
+    GOMP_SPINCOUNT overrides OMP_WAIT_POLICY, see the manual of GNU's libgomp.
+    """
+    name, passive = PASSIVE_WAITING
+    quiet = {name: ("", passive), "GOMP_SPINCOUNT": ("", "0")}
+    return {
+        name: environment[name]
+        for name, values in quiet.items()
+        if environment.get(name, "").strip().upper() not in values
+    }
 
 
 def yield_cores(niceness: int = 10) -> None:

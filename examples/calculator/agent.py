@@ -143,7 +143,7 @@ class Model:
 @functools.cache
 def warm_client() -> AsyncOpenAI:
     """Return one client, with its connections, for all questions of a process."""
-    return AsyncOpenAI(timeout=60.0, max_retries=RETRIES)
+    return AsyncOpenAI(max_retries=RETRIES)
 
 
 async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     temperature = float(os.environ.get("AGENT_TEMPERATURE", "1"))
     parser.add_argument("--temperature", type=float, default=temperature)
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one model call")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one model call")
     parser.add_argument("--stream", action="store_true", help="ask for streamed replies")
     return parser.parse_args()
 

@@ -437,6 +437,16 @@ def too_long(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def spinning(facts: Facts) -> Iterator[Finding]:
+    """Find environment variables of this shell by which Pawl's threads spin while they wait."""
+    for name, value in facts.spinning.items():
+        yield Finding(
+            title=f"{name}={value:.40} makes waiting threads take cores from other processes",
+            remedy=f"unset {name} where `pawl up` was started, and start it again",
+            needs_person=False,
+        )
+
+
 def controller_away(facts: Facts) -> Iterator[Finding]:
     """Find a controller that does not answer; it matters where something is to be decided."""
     if facts.controller.answers:

@@ -21,12 +21,13 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(policy_checks.trained_badly, policy_checks.outside_range, policy_checks.drifted),
     *(policy_checks.frozen, policy_checks.not_as_trained),
     *(checks.controller_away, policy_checks.undecided),
-    *(checks.missing_key, checks.too_long, policy_checks.learns),
+    *(checks.missing_key, checks.too_long, checks.spinning, policy_checks.learns),
 )
 # Of processes, servers and disks, which all tenants share.
 OF_PARTS: Final[tuple[Check, ...]] = (
     *(checks.unusable_files, checks.storage, checks.proxy_away, checks.server_away),
     *(checks.trainer_away, checks.no_slot, checks.controller_away, checks.missing_key),
+    checks.spinning,
 )
 # With figures that name such parts.
 NAME_PARTS: Final[tuple[Check, ...]] = (checks.database, policy_checks.not_as_trained)

@@ -125,7 +125,8 @@ class Facts(Record, frozen=True, kw_only=True):
     `data_url` is where agents call. `unusable` are settings with a file that cannot be used, each
     with the reason. `tenant` is whose facts they are; None: all's. `database` is why it does not
     answer; `is_late`: it took too long for all questions. `unbegun` are policies of the file that
-    no trainer ever began. `letters` are dead letters in the spool of this machine.
+    no trainer ever began. `letters` are dead letters in the spool of this machine. `spinning` are
+    environment variables by which waiting threads spin.
     """
 
     now: datetime
@@ -140,6 +141,7 @@ class Facts(Record, frozen=True, kw_only=True):
     servers: tuple[Server, ...] = ()
     disks: tuple[Disk, ...] = ()
     letters: int = 0
+    spinning: Mapping[str, str] = NOTHING
     calls: tuple[CallKind, ...] = ()
     unmatched: Unmatched = Unmatched()
     policies: tuple[PolicyFacts, ...] = ()

@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.by_hand import why_waits
 from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, Process, Ready, Server
+from pawl.processes import spinning_threads
 from pawl.settings import DoctorSettings
 from pawl.stack.preflight import GIB
 from proxy.errors import BadUpstreams
@@ -86,6 +87,7 @@ async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: s
         servers=tuple(servers),
         disks=disks,
         letters=0 if tenant is not None else letters,
+        spinning=spinning_threads(os.environ),
     )
 
 

@@ -313,6 +313,19 @@ async def test_new_episodes_that_have_a_reward_are_over_as_well(stack: Stack) ->
     assert first.title == "m: 8 of 16 episodes that are over have no reward"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "1000")]
+)
+async def test_environment_that_lets_threads_spin_is_named(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    await stack.work(*GOOD)
+    [found] = [one for one in await stack.findings() if name in one.title]
+    assert found.title.startswith(f"{name}={value} makes waiting threads")
+    assert (f"unset {name}" in found.remedy, found.needs_person) == (True, False)
+
+
 async def test_system_that_is_wholly_away_is_one_finding_in_time(stack: Stack) -> None:
     await another_database(stack)
     for part in stack.parts:
