@@ -35,6 +35,7 @@ from proxy.http.exchange import Exchange
 from proxy.http.wire import CREDENTIALS, Headers
 from proxy.settings import Access
 from proxy.spool.folders import PRIVATE
+from store.browsers import why_foreign
 from store.files import sync, whole_folder, write_private
 from store.grants import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of
 
@@ -231,6 +232,7 @@ _NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
 # An id that is always in the table, as nobody's, and an id that never is; no key has either.
 _ALWAYS: Final = bytes(2 * ID_BYTES)
 _NEVER: Final = b"\1" * (2 * ID_BYTES)
+_MAKE: Final = "`pawl keys create NAME`"
 _SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 # Headers by which a reverse proxy says that it relays a request (RFC 7239, RFC 9110 §7.6.3, and
@@ -256,12 +258,14 @@ NOTHING: Final = Shown()
 class Gate:
     """Check the credentials of requests against the known keys, and hold keys to their limits."""
 
-    def __init__(self, access: Access, workers: int = 1) -> None:
+    def __init__(self, access: Access, workers: int = 1, hosts: tuple[str, ...] = ()) -> None:
         """Begin without knowing the keys: until `take`, nobody is let in.
 
-        Each of `workers` holds a key to its share of the key's limits.
+        Each of `workers` holds a key to its share of the key's limits. `hosts` are those of
+        `PAWL_ALLOWED_HOSTS`.
         """
         self._access = access
+        self._hosts = hosts
         self._workers = workers
         self._usages: dict[str, Usage] = {}
         self._known: KeyRing | None = None
@@ -312,7 +316,8 @@ class Gate:
         credential = shown.credential
         if credential is not None and (self._asks or credential.startswith(MARK)):
             exchange.headers = without_credentials(exchange.headers, shown)
-        grant = self.check(shown, scope, local=not self._asks and exchange.local)
+        local = not self._asks and exchange.local
+        grant = self.check(shown, scope, (exchange.method, exchange.headers), local=local)
         if grant is None:
             return None
         exchange.tenant, exchange.api_key = grant.tenant, grant.id
@@ -330,20 +335,27 @@ class Gate:
             raise _too_many(grant, wait_s)
         return usage
 
-    def check(self, shown: Shown, scope: Scope, *, local: bool) -> Grant | None:
-        """Return the grant by which a request is let in, or None if no key is required.
+    def check(
+        self, shown: Shown, scope: Scope, request: tuple[str, Headers], *, local: bool
+    ) -> Grant | None:
+        """Return the grant by which a request, its method and headers, is let in.
 
-        That the request is `local`, from this machine, counts only where no key was made.
+        It is None if no key is required. That the request is `local`, from this machine, counts
+        only where no key was made.
 
         Raises:
             NoKey: the request has no key, or a wrong or revoked one.
             OutOfScope: the key lacks the scope.
-            Forbidden: no key was made, and the request comes from another machine.
+            Forbidden: no key was made, and the request comes from another machine, or may be that
+                of another site's page.
             KeysUnknown: keys may have been made, and cannot be read.
         """
         if not self._asks:
             if self._access == "loopback" and (shown.relayed or not local):
                 raise _not_local(shown)
+            why = why_foreign(*request, self._hosts, loopback=self._access == "loopback")
+            if why is not None:
+                raise Forbidden(f"{why}, or make an API key: {_MAKE}", code="foreign_page")
             return None
         if self._known is None:
             raise KeysUnknown(
@@ -397,8 +409,8 @@ def _too_many(grant: Grant, wait_s: int) -> TooMany:
 def _not_local(shown: Shown) -> Forbidden:
     reason = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
     return Forbidden(
-        f"No API key was made yet, so only this machine may call, and {reason}. Make a key with "
-        "`pawl keys create NAME`, or open the port to anyone with PAWL_ACCESS=anyone",
+        f"No API key was made yet, so only this machine may call, and {reason}. Make a key: "
+        f"{_MAKE}, or open the port to anyone with PAWL_ACCESS=anyone",
         code="not_loopback",
     )
 

@@ -174,7 +174,7 @@ async def serving(
     )
     keys = IdempotencyStore(KeyFiles(settings.spool_dir), parts.lookup)
     feedback = FeedbackEndpoint(parts.recorder, parts.targets, parts.lookup, parts.intake, keys)
-    gate = Gate(settings.access, settings.workers)
+    gate = Gate(settings.access, settings.workers, settings.allowed_hosts)
     server = Server(
         data_handler(
             parts,

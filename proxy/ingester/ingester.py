@@ -110,13 +110,14 @@ async def _working(
         redactor=redactor,
         send_spans=None if spans is None else spans.send,
     )
-    gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
+    gate = Gate(settings.access, hosts=settings.allowed_hosts)
+    key_file = KeyFile(settings.spool_dir)
     gate.take(key_file.read())
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
     count_build()
     begin_at_zero(KNOWN)
-    admin = await listen_on(app, settings.admin_listen)
+    admin = await listen_on(app, settings.admin_listen, None)
     keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import Forbidden, KeysUnknown, NoKey, ProxyError
 from proxy.http.server import is_loopback
-from proxy.http.wire import CREDENTIALS
+from proxy.http.wire import CREDENTIALS, Headers
 from proxy.keys import (
     NO_KEYS,
     NOTHING,
@@ -53,12 +53,13 @@ def gate_with(known: KeyRing | None, access: Access = "loopback") -> Gate:
 def refused(gate: Gate, shown: Shown, scope: Scope = "infer", *, local: bool = True) -> object:
     """The class of the refusal, or None."""
     try:
-        gate.check(shown, scope, local=local)
+        gate.check(shown, scope, ASKED, local=local)
     except ProxyError as error:
         return type(error)
     return None
 
 
+ASKED: tuple[str, Headers] = ("GET", [])
 ANYBODY = Shown()
 RELAYED = Shown(relayed=True)
 
@@ -95,7 +96,7 @@ def test_loopback_alone_may_call_while_no_key_was_made(shown: Shown, local: bool
 
 def test_refusal_of_a_relayed_request_names_what_opens_the_port() -> None:
     with pytest.raises(Forbidden, match=r"pawl keys create NAME.*PAWL_ACCESS=anyone") as told:
-        gate_with(NO_KEYS).check(RELAYED, "infer", local=True)
+        gate_with(NO_KEYS).check(RELAYED, "infer", ASKED, local=True)
     assert "reverse proxy" in str(told.value)
 
 
