@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
+from proxy.errors import BadRequest, Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
 from proxy.http.exchange import Exchange
 from proxy.http.wire import CREDENTIALS, Headers
 from proxy.settings import Access
@@ -75,10 +75,13 @@ def share_of(limit: int | None, workers: int) -> int | None:
 class Usage:
     """A key's use of one worker: running requests, and requests and tokens of the last minute."""
 
-    __slots__ = ("_at_once", "_begun", "_per_minute", "_running", "_spent", "_taken", "_tokens")
+    __slots__ = (
+        *("_at_once", "_begun", "_grant", "_per_minute", "_running", "_spent", "_taken", "_tokens"),
+    )
 
     def __init__(self) -> None:
         """Begin without a request, and without limits."""
+        self._grant = _NOBODY
         self._per_minute: int | None = None
         self._at_once: int | None = None
         self._tokens: int | None = None
@@ -95,6 +98,7 @@ class Usage:
 
     def hold_to(self, grant: Grant, workers: int) -> None:
         """Take the limits of a key, of which `workers` workers have a share each."""
+        self._grant = grant
         self._per_minute = share_of(grant.per_minute, workers)
         self._at_once = share_of(grant.at_once, workers)
         self._tokens = share_of(grant.tokens_per_minute, workers)
@@ -115,15 +119,37 @@ class Usage:
         wait_s = self._until_tokens(now) if takes_tokens else None
         if wait_s is not None:
             return wait_s
-        if self._per_minute is not None:
-            begun = self._begun
-            while begun and begun[0] <= now - WINDOW_S:
-                begun.popleft()
-            if len(begun) >= self._per_minute:
-                # Once the request before the last `per_minute` - 1 is a minute old.
-                return _until_old(begun[-self._per_minute], now)
-            begun.append(now)
-        self._running += 1
+        wait_s = self._count(now, 1)
+        if wait_s is None:
+            self._running += 1
+        return wait_s
+
+    def count_statements(self, now: float, number: int) -> None:
+        """Count a request of `/feedback`, which has begun, as each of its statements.
+
+        Raises:
+            BadRequest: they are more than the key may state in a minute.
+            TooMany: the key has stated too much for now; the request counts as one.
+        """
+        if self._per_minute is not None and number > self._per_minute:
+            raise BadRequest(
+                f"The body holds {number} statements, and this API key may send "
+                f"{self._per_minute} a minute on this connection: send them in parts"
+            )
+        if self._count(now, number - 1) is not None:
+            raise _too_many(self._grant, self._count(now, number) or BUSY_S)
+
+    def _count(self, now: float, number: int) -> int | None:
+        """Count `number` requests, or none and return after how many seconds they may come."""
+        if self._per_minute is None:
+            return None
+        begun = self._begun
+        while begun and begun[0] <= now - WINDOW_S:
+            begun.popleft()
+        over = len(begun) + number - self._per_minute
+        if over > 0:
+            return _until_old(begun[over - 1], now)
+        begun.extend([now] * number)
         return None
 
     def spend(self, now: float, tokens: int) -> None:

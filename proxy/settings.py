@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode
 
 from proxy.tool_events import ResultReaders, parse_readers
-from store.keep_days import Periods, read_periods
+from store.keep_days import MOST_DAYS, Periods, read_periods
 from store.records import EVAL_TASKS
 from store.settings import ALLOWED_HOSTS, AllowedHosts, Listen, PoliciesFile, StoreSettings
 from store.values.sampling import parse_defaults
@@ -152,6 +152,13 @@ class ProxySettings(StoreSettings):
         description="how many days records are kept, such as 90, or 90,acme=7,audit=forever with "
         "tenants of which others are: older episodes and calls are removed, trained or not; a "
         "tenant without days keeps them for ever",
+    )
+    keep_pending_days: int = Field(
+        default=30,
+        ge=1,
+        le=MOST_DAYS,
+        description="how many days feedback waits for its target to come; of each tenant the "
+        "newest 100,000 such statements wait",
     )
 
     otel: bool = Field(

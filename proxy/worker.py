@@ -79,7 +79,7 @@ def data_handler(
             if route.wire_format is not None:
                 await answer_call(parts, exchange, route, usage)
             elif route.path == FEEDBACK:
-                await feedback.handle(exchange)
+                await feedback.handle(exchange, usage)
             else:
                 await forward(
                     exchange,
