@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from operator import itemgetter
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -137,6 +138,19 @@ class _Protocol(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
+        # Those that wait for a request must not keep others out: the longest silent one ends.
+        there = [
+            one
+            for one in self.connections
+            if isinstance(one, _Protocol) and not one.transport.is_closing()
+        ]
+        silent = [
+            (one.timeout_keep_alive_task.when(), one)
+            for one in there
+            if one.timeout_keep_alive_task is not None
+        ]
+        if len(there) >= MOST_AT_ONCE and silent:
+            min(silent, key=itemgetter(0))[1].transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close it, also in the middle of a request."""
