@@ -53,7 +53,7 @@ async def run(settings: AdaptersSettings) -> None:
         )
         server = AdapterServer(settings, session)
         server.files.hold()
-        port = await listen_on(server.app(), settings.adapters_listen)
+        port = await listen_on(server.app(), settings.adapters_listen, settings.allowed_hosts)
         exits.push_async_callback(port.cleanup)
         # First, as the port waits for those who wait for files.
         exits.push_async_callback(server.files.close)

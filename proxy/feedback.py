@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 from typing import Final
 
 import msgspec
@@ -30,6 +31,7 @@ from proxy.feedback_body import parse_feedback
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON
 from proxy.intake import Claim, Intake
+from proxy.keys import Usage
 from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.spool.recorder import Recorder
@@ -263,11 +265,13 @@ class FeedbackEndpoint:
         self._intake = intake
         self._keys = keys
 
-    async def handle(self, exchange: Exchange) -> None:
-        """Answer one POST.
+    async def handle(self, exchange: Exchange, usage: Usage | None) -> None:
+        """Answer one POST; `usage` is what the client's key uses, if keys are required.
 
         Raises:
-            BadRequest: a statement is malformed; nothing was taken.
+            BadRequest: a statement is malformed, or there are more than a key may state in a
+                minute; nothing was taken.
+            TooMany: the key has stated too much for now; nothing was taken.
             KeyReused: the `Idempotency-Key` belongs to another body; nothing was taken.
             TooLarge: the body is larger than `PAWL_MAX_FEEDBACK_KB`.
             Overloaded: there is no room for the body now.
@@ -275,6 +279,8 @@ class FeedbackEndpoint:
         """
         with self._intake.budget.claim() as claim:
             record = await self._read(exchange, claim)
+            if usage is not None:
+                usage.count_statements(monotonic(), len(record.items))
             key, body_hash = record.idempotency_key, record.body_hash
             if key is None or body_hash is None:
                 answer = await self._state(record, False)

@@ -14,6 +14,7 @@ from store.ids import new_id
 from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
 from store.tenants import DEFAULT, scoped
 from store.values.documents import Size
+from store.values.rewards import LARGEST
 
 TOOL_STATUS: Final = "tool_status"
 TARGETS: Final = ("episode", "call", "response")
@@ -235,6 +236,9 @@ class _Statement:
                 "must be a finite number, true, false or a short text, not "
                 f'{_shown(value)}; to take back what was stated send "withdrawn": true instead',
             )
+        if abs(number) > LARGEST:
+            wanted = f"must be a number from {-LARGEST:g} to {LARGEST:g}, not {_shown(value)}"
+            raise self._error("value", wanted)
         return number
 
     def _label(self, value: str) -> str:

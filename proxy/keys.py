@@ -30,11 +30,12 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
+from proxy.errors import BadRequest, Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
 from proxy.http.exchange import Exchange
 from proxy.http.wire import CREDENTIALS, Headers
 from proxy.settings import Access
 from proxy.spool.folders import PRIVATE
+from store.browsers import why_foreign
 from store.files import sync, whole_folder, write_private
 from store.grants import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of
 
@@ -74,10 +75,13 @@ def share_of(limit: int | None, workers: int) -> int | None:
 class Usage:
     """A key's use of one worker: running requests, and requests and tokens of the last minute."""
 
-    __slots__ = ("_at_once", "_begun", "_per_minute", "_running", "_spent", "_taken", "_tokens")
+    __slots__ = (
+        *("_at_once", "_begun", "_grant", "_per_minute", "_running", "_spent", "_taken", "_tokens"),
+    )
 
     def __init__(self) -> None:
         """Begin without a request, and without limits."""
+        self._grant = _NOBODY
         self._per_minute: int | None = None
         self._at_once: int | None = None
         self._tokens: int | None = None
@@ -94,6 +98,7 @@ class Usage:
 
     def hold_to(self, grant: Grant, workers: int) -> None:
         """Take the limits of a key, of which `workers` workers have a share each."""
+        self._grant = grant
         self._per_minute = share_of(grant.per_minute, workers)
         self._at_once = share_of(grant.at_once, workers)
         self._tokens = share_of(grant.tokens_per_minute, workers)
@@ -114,15 +119,37 @@ class Usage:
         wait_s = self._until_tokens(now) if takes_tokens else None
         if wait_s is not None:
             return wait_s
-        if self._per_minute is not None:
-            begun = self._begun
-            while begun and begun[0] <= now - WINDOW_S:
-                begun.popleft()
-            if len(begun) >= self._per_minute:
-                # Once the request before the last `per_minute` - 1 is a minute old.
-                return _until_old(begun[-self._per_minute], now)
-            begun.append(now)
-        self._running += 1
+        wait_s = self._count(now, 1)
+        if wait_s is None:
+            self._running += 1
+        return wait_s
+
+    def count_statements(self, now: float, number: int) -> None:
+        """Count a request of `/feedback`, which has begun, as each of its statements.
+
+        Raises:
+            BadRequest: they are more than the key may state in a minute.
+            TooMany: the key has stated too much for now; the request counts as one.
+        """
+        if self._per_minute is not None and number > self._per_minute:
+            raise BadRequest(
+                f"The body holds {number} statements, and this API key may send "
+                f"{self._per_minute} a minute on this connection: send them in parts"
+            )
+        if self._count(now, number - 1) is not None:
+            raise _too_many(self._grant, self._count(now, number) or BUSY_S)
+
+    def _count(self, now: float, number: int) -> int | None:
+        """Count `number` requests, or none and return after how many seconds they may come."""
+        if self._per_minute is None:
+            return None
+        begun = self._begun
+        while begun and begun[0] <= now - WINDOW_S:
+            begun.popleft()
+        over = len(begun) + number - self._per_minute
+        if over > 0:
+            return _until_old(begun[over - 1], now)
+        begun.extend([now] * number)
         return None
 
     def spend(self, now: float, tokens: int) -> None:
@@ -231,6 +258,7 @@ _NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
 # An id that is always in the table, as nobody's, and an id that never is; no key has either.
 _ALWAYS: Final = bytes(2 * ID_BYTES)
 _NEVER: Final = b"\1" * (2 * ID_BYTES)
+_MAKE: Final = "`pawl keys create NAME`"
 _SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 # Headers by which a reverse proxy says that it relays a request (RFC 7239, RFC 9110 §7.6.3, and
@@ -256,12 +284,14 @@ NOTHING: Final = Shown()
 class Gate:
     """Check the credentials of requests against the known keys, and hold keys to their limits."""
 
-    def __init__(self, access: Access, workers: int = 1) -> None:
+    def __init__(self, access: Access, workers: int = 1, hosts: tuple[str, ...] = ()) -> None:
         """Begin without knowing the keys: until `take`, nobody is let in.
 
-        Each of `workers` holds a key to its share of the key's limits.
+        Each of `workers` holds a key to its share of the key's limits. `hosts` are those of
+        `PAWL_ALLOWED_HOSTS`.
         """
         self._access = access
+        self._hosts = hosts
         self._workers = workers
         self._usages: dict[str, Usage] = {}
         self._known: KeyRing | None = None
@@ -312,7 +342,8 @@ class Gate:
         credential = shown.credential
         if credential is not None and (self._asks or credential.startswith(MARK)):
             exchange.headers = without_credentials(exchange.headers, shown)
-        grant = self.check(shown, scope, local=not self._asks and exchange.local)
+        local = not self._asks and exchange.local
+        grant = self.check(shown, scope, (exchange.method, exchange.headers), local=local)
         if grant is None:
             return None
         exchange.tenant, exchange.api_key = grant.tenant, grant.id
@@ -330,20 +361,27 @@ class Gate:
             raise _too_many(grant, wait_s)
         return usage
 
-    def check(self, shown: Shown, scope: Scope, *, local: bool) -> Grant | None:
-        """Return the grant by which a request is let in, or None if no key is required.
+    def check(
+        self, shown: Shown, scope: Scope, request: tuple[str, Headers], *, local: bool
+    ) -> Grant | None:
+        """Return the grant by which a request, its method and headers, is let in.
 
-        That the request is `local`, from this machine, counts only where no key was made.
+        It is None if no key is required. That the request is `local`, from this machine, counts
+        only where no key was made.
 
         Raises:
             NoKey: the request has no key, or a wrong or revoked one.
             OutOfScope: the key lacks the scope.
-            Forbidden: no key was made, and the request comes from another machine.
+            Forbidden: no key was made, and the request comes from another machine, or may be that
+                of another site's page.
             KeysUnknown: keys may have been made, and cannot be read.
         """
         if not self._asks:
             if self._access == "loopback" and (shown.relayed or not local):
                 raise _not_local(shown)
+            why = why_foreign(*request, self._hosts, loopback=self._access == "loopback")
+            if why is not None:
+                raise Forbidden(f"{why}, or make an API key: {_MAKE}", code="foreign_page")
             return None
         if self._known is None:
             raise KeysUnknown(
@@ -397,8 +435,8 @@ def _too_many(grant: Grant, wait_s: int) -> TooMany:
 def _not_local(shown: Shown) -> Forbidden:
     reason = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
     return Forbidden(
-        f"No API key was made yet, so only this machine may call, and {reason}. Make a key with "
-        "`pawl keys create NAME`, or open the port to anyone with PAWL_ACCESS=anyone",
+        f"No API key was made yet, so only this machine may call, and {reason}. Make a key: "
+        f"{_MAKE}, or open the port to anyone with PAWL_ACCESS=anyone",
         code="not_loopback",
     )
 

@@ -118,7 +118,8 @@ DELETED = Counter(
 OUTDATED = Counter(
     "pawl_outdated_total",
     "Removed as older than PAWL_KEEP_DAYS: `episodes`, `calls`, `statements`, dead `letters`, and"
-    " `unspent` episodes, which no policy had consumed.",
+    " `unspent` episodes, which no policy had consumed; and `pending` statements, whose target did"
+    " not come in PAWL_KEEP_PENDING_DAYS or which were too many.",
     ["what"],
 )
 # Workers count these alone, in one step, and the ingester adds them to both totals that they belong
@@ -233,7 +234,7 @@ KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
     REFUSED: [
         [*(error.__name__ for error in refusals()), *(f"slow_{step}" for step in SLOW_STEPS)]
     ],
-    OUTDATED: [("episodes", "calls", "statements", "letters", "unspent")],
+    OUTDATED: [("episodes", "calls", "statements", "letters", "unspent", "pending")],
     FEEDBACK: [("reward", "tool_status", "other"), ("known", "pending")],
     TOOL_STATUS: [get_args(ToolStatus)],
     SPANS: [("sent", "dropped")],

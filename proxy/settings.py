@@ -7,9 +7,9 @@ from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode
 
 from proxy.tool_events import ResultReaders, parse_readers
-from store.keep_days import Periods, read_periods
+from store.keep_days import MOST_DAYS, Periods, read_periods
 from store.records import EVAL_TASKS
-from store.settings import Listen, PoliciesFile, StoreSettings
+from store.settings import ALLOWED_HOSTS, AllowedHosts, Listen, PoliciesFile, StoreSettings
 from store.values.sampling import parse_defaults
 
 # Who may call while no key was ever made.
@@ -58,6 +58,7 @@ class ProxySettings(StoreSettings):
         description="who may call the proxy's ports, and see the console, while no API key was "
         "ever made: callers on `loopback`, only who has a key (`keys`), or `anyone`",
     )
+    allowed_hosts: AllowedHosts = ALLOWED_HOSTS
     spool_dir: Path = Field(
         default=Path("var/spool"), description="directory where records wait on disk"
     )
@@ -151,6 +152,13 @@ class ProxySettings(StoreSettings):
         description="how many days records are kept, such as 90, or 90,acme=7,audit=forever with "
         "tenants of which others are: older episodes and calls are removed, trained or not; a "
         "tenant without days keeps them for ever",
+    )
+    keep_pending_days: int = Field(
+        default=30,
+        ge=1,
+        le=MOST_DAYS,
+        description="how many days feedback waits for its target to come; of each tenant the "
+        "newest 100,000 such statements wait",
     )
 
     otel: bool = Field(

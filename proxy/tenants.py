@@ -13,6 +13,9 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from ipaddress import ip_address
+from socket import inet_aton, inet_ntoa
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
@@ -169,7 +172,16 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "extra_body": "write its fields beside the others",
     "conversation": "send the conversation itself",
     **dict.fromkeys(("file_id", "file_ids", "container", "uuid"), "send the content itself"),
+    **dict.fromkeys(
+        _words("url audio_url file_url image_url server_url video_url"),
+        "write a public address as http://HOST or https://HOST, or send the content itself",
+    ),
 }
+# An address that all readers take alike: some would leave out a space or turn a backslash.
+_URL: Final = re.compile(
+    r"https?://(?:[^\s/?#@\\]*@)?(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d*)?(?:[/?#][^\s\\]*)?",
+    re.ASCII | re.IGNORECASE,
+)
 _CONTENT_TYPE: Final = b"content-type"
 _CONTENT_ENCODING: Final = b"content-encoding"
 # A response of another worker is known once the ingester has stored it, which takes a moment.
@@ -347,6 +359,8 @@ def _refused_in(owners: Owners, tenant: str, value: object, *, is_item: bool) ->
                 return f".{name}"
             if name == MODEL:
                 owners.check(tenant, member if isinstance(member, str) else None)
+            if name.endswith("url") and isinstance(member, str) and not _is_public(member):
+                return f".{name}"
             refused = _refused_in(owners, tenant, member, is_item=False)
             if refused is not None:
                 return f".{name}{refused}"
@@ -358,13 +372,30 @@ def _refused_in(owners: Owners, tenant: str, value: object, *, is_item: bool) ->
     return None
 
 
+def _is_public(url: str) -> bool:
+    """Return whether a text names no place, or one that all readers look for in the internet."""
+    if ":" not in url or url[:5].lower() == "data:":
+        return True
+    named = _URL.fullmatch(url)
+    host = "" if named is None else named[1].lower().strip("[].")
+    with suppress(OSError):
+        # An IPv4 address has many forms, such as 0x7f.1.
+        host = inet_ntoa(inet_aton(host))
+    try:
+        return ip_address(host).is_global
+    except ValueError:
+        return "." in host and not host.endswith((".localhost", ".local", ".internal"))
+
+
 def _check_items(items: object) -> None:
     """Check that the items of a response's input are no references to items that are kept."""
     for index, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, list):
+            raise _not_allowed(f"input[{index}]", "send its items beside the others")
         if not isinstance(item, dict):
             continue
         kind = item.get("type")
-        if kind is None and "role" in item:
+        if kind is None and item.get("role"):
             # The type of a message may be left out, as may that of a reference.
             continue
         said_in = ITEMS.get(kind) if isinstance(kind, str) else None

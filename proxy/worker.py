@@ -79,7 +79,7 @@ def data_handler(
             if route.wire_format is not None:
                 await answer_call(parts, exchange, route, usage)
             elif route.path == FEEDBACK:
-                await feedback.handle(exchange)
+                await feedback.handle(exchange, usage)
             else:
                 await forward(
                     exchange,
@@ -174,7 +174,7 @@ async def serving(
     )
     keys = IdempotencyStore(KeyFiles(settings.spool_dir), parts.lookup)
     feedback = FeedbackEndpoint(parts.recorder, parts.targets, parts.lookup, parts.intake, keys)
-    gate = Gate(settings.access, settings.workers)
+    gate = Gate(settings.access, settings.workers, settings.allowed_hosts)
     server = Server(
         data_handler(
             parts,

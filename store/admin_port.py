@@ -1,12 +1,15 @@
-"""Listen on an admin port, which aiohttp serves, without letting its clients fill the log."""
+"""Listen on an admin port, which aiohttp serves: no client fills the log, no web page asks."""
 
+from collections.abc import Awaitable, Callable
 from logging import LogRecord
 from typing import Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
+from aiohttp.typedefs import Middleware
 
+from store.browsers import why_foreign
 from store.settings import address
 
 # What aiohttp raises for a head or body that it cannot read, and for a client that went away
@@ -14,13 +17,20 @@ from store.settings import address
 _CLIENTS_FAULT: Final = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
-async def listen_on(app: web.Application, listen: str) -> web.AppRunner:
+async def listen_on(
+    app: web.Application, listen: str, hosts: tuple[str, ...] | None
+) -> web.AppRunner:
     """Serve an application on the address `listen`, until the runner's `cleanup`.
+
+    Requests of other sites' pages are refused, but for those that `hosts` allow; None: the
+    application checks by itself who asks.
 
     Raises:
         OSError: the port is taken.
     """
     server_logger.addFilter(is_a_failure)
+    if hosts is not None:
+        app.middlewares.append(_without_foreign_pages(hosts))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, port = address(listen)
@@ -30,6 +40,20 @@ async def listen_on(app: web.Application, listen: str) -> web.AppRunner:
         await runner.cleanup()
         raise
     return runner
+
+
+def _without_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
+    @web.middleware
+    async def refuse(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        why = why_foreign(request.method, request.raw_headers, hosts)
+        if why is None:
+            return await handler(request)
+        error = {"message": why, "type": "invalid_request_error", "code": "foreign_page"}
+        return web.json_response({"error": error}, status=403)
+
+    return refuse
 
 
 def is_a_failure(record: LogRecord) -> bool:

@@ -11,7 +11,7 @@ that its episodes are looked for, and its calls counted, without any lock.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -34,6 +34,8 @@ RETAIN_LOCK: Final = 0x5041574F
 # unless a single episode has more.
 MOST: Final = 200
 MOST_CALLS: Final = 1000
+# Most statements of a tenant that wait for their target.
+MOST_PENDING: Final = 100_000
 WHY: Final = "an episode that it held was outdated"
 LOST_CALLS: Final = (
     "calls of this episode were dropped, because they were older than PAWL_KEEP_DAYS"
@@ -152,6 +154,20 @@ _STRAY: Final = f"""
         SELECT s.id FROM {{table}} s {_with_cut("s.target")}
         WHERE s.episode_id IS NULL AND s.at < cut.at LIMIT $6)
 """
+# The condition is repeated outside, as a target may come meanwhile.
+_PENDING: Final = f"""
+    DELETE FROM {{table}} WHERE episode_id IS NULL AND id IN (
+        SELECT id FROM (
+            SELECT id, at, row_number() OVER (
+                PARTITION BY {tenant_in("target")} ORDER BY id DESC) AS place
+            FROM {{table}} WHERE episode_id IS NULL AND target IS NOT NULL) pending
+        WHERE place > $1 OR at < now() - $2::interval LIMIT $3)
+    RETURNING {{key}}
+"""
+_EMPTY_REQUESTS: Final = """
+    DELETE FROM feedback_requests r WHERE id = ANY($1)
+        AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)
+"""
 # Whose a request without a key was, nobody knows once its statements are gone.
 _REQUESTS: Final = f"""
     DELETE FROM feedback_requests WHERE id IN (
@@ -187,6 +203,23 @@ class _Step(NamedTuple):
     cuts: Cuts
     latest: date
     after: UUID
+
+
+async def remove_pending(engine: AsyncEngine, days: int) -> int:
+    """Remove some statements about what has not come in `days`, or beyond a tenant's newest.
+
+    Their requests go with their last statement. Return the number of statements removed; 0:
+    nothing is left, or another process removes it.
+    """
+    async with engine.begin() as connection:
+        driver = await driver_of(connection)
+        if not await driver.fetchval(f"SELECT pg_try_advisory_xact_lock({RETAIN_LOCK})"):
+            return 0
+        limits = MOST_PENDING, timedelta(days=days), MOST_CALLS
+        gone = await driver.fetch(_PENDING.format(table="feedback", key="request_id"), *limits)
+        await driver.execute(_EMPTY_REQUESTS, [row[0] for row in gone])
+        events = await driver.fetch(_PENDING.format(table="tool_events", key="id"), *limits)
+    return len(gone) + len(events)
 
 
 async def remove_some(engine: AsyncEngine, cuts: Cuts, after: UUID = NOWHERE) -> Removed | None:

@@ -9,12 +9,14 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    BeforeValidator,
     Field,
     SecretStr,
     field_validator,
 )
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SecretsSettingsSource,
     SettingsConfigDict,
@@ -45,6 +47,39 @@ PoliciesFile = Annotated[
     ),
 ]
 Listen = Annotated[str, AfterValidator(_host_and_port)]
+
+
+def separated(value: object) -> object:
+    """Return the parts of a comma-separated text; another value stays as it is."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _is_host(value: str) -> str:
+    if not re.fullmatch(r"[\w.:\[\]-]+", value, re.ASCII):
+        raise ValueError(
+            f"{value!r:.80} is no host: write a name such as pawl.example.com, .example.com for all"
+            " names below it, or localhost:3000 for the pages of that host and port"
+        )
+    return value.lower()
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(separated)]
+# Here for the same reason: all ports ask for these names while no key protects them.
+AllowedHosts = Annotated[
+    tuple[Annotated[str, AfterValidator(_is_host)], ...],
+    NoDecode,
+    BeforeValidator(separated),
+    Field(
+        description="names with a dot that requests without an API key may have as their `Host`, "
+        "and hosts, with their port, of web pages that may send such requests; comma-separated, "
+        "and with a dot before it a name stands for all below it; IP addresses and names without "
+        "a dot need no entry"
+    ),
+]
+ALLOWED_HOSTS: Final = (
+    *(".localhost", "host.docker.internal", "host.containers.internal"),
+    *(".svc", ".svc.cluster.local"),
+)
 
 
 def address(listen: str) -> tuple[str, int]:

@@ -5,6 +5,7 @@ import gc
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import web
@@ -91,7 +92,10 @@ async def _work(
         count_build()
         # Model servers may want versions while the model is loaded, which takes minutes.
         is_up = asyncio.Event()
-        port = await listen_on(port_app(settings, is_up), settings.trainer_listen)
+        # Those who fetch versions name the trainer as its own setting does.
+        own = urlsplit(settings.adapter_source or "").hostname
+        hosts = (*settings.allowed_hosts, *filter(None, [own]))
+        port = await listen_on(port_app(settings, is_up), settings.trainer_listen, hosts)
         stack.push_async_callback(port.cleanup)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)

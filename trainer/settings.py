@@ -7,14 +7,19 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, SecretStr
 from pydantic_settings import NoDecode
 
-from store.settings import Listen, PoliciesFile, Settings, StoreSettings
+from store.settings import (
+    ALLOWED_HOSTS,
+    AllowedHosts,
+    Listen,
+    Names,
+    PoliciesFile,
+    Settings,
+    StoreSettings,
+    separated,
+)
 
 # Adapter slots of a server that does not say: what `pawl up` and the Compose file give their vLLM.
 USUAL_SLOTS: Final = 8
-
-
-def _separated(value: object) -> object:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 def _numbered(value: object) -> object:
@@ -27,8 +32,7 @@ def _numbered(value: object) -> object:
     return cards or value
 
 
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_separated)]
-Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
+Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(separated)]
 Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_numbered)]
 
 
@@ -61,6 +65,7 @@ class SourceSettings(Settings):
         description="most that fetched versions take on a disk, in GB; those that were asked for "
         "longest ago are removed, but for what the model server has loaded",
     )
+    allowed_hosts: AllowedHosts = ALLOWED_HOSTS
 
 
 class ServerSettings(StoreSettings, SourceSettings):

@@ -47,7 +47,10 @@ class KeyFlags(Record, frozen=True, kw_only=True):
     per_minute: Annotated[
         int | None,
         typer.Option(
-            min=1, max=100_000, help="Requests that may begin in any minute, in one proxy."
+            min=1,
+            max=100_000,
+            help="Requests that may begin in any minute, in one proxy; each statement of feedback "
+            "counts as one.",
         ),
     ] = None
     at_once: Annotated[

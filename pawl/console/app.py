@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from operator import itemgetter
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -38,6 +39,7 @@ from pawl.settings import ConsoleSettings
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, Shown, shown_in
+from store.browsers import why_of_another_site
 from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow
 from store.grants import MARK, SCOPES
 from store.keys import key_ring
@@ -57,7 +59,6 @@ STOP_S: Final = 5
 # Until a connection's next request has come, whole; silent ones count among `MOST_AT_ONCE`.
 REQUEST_S: Final = 10
 MOST_AT_ONCE: Final = 200
-SAFE: Final = ("GET", "HEAD")
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; "
@@ -137,6 +138,19 @@ class _Protocol(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
+        # Those that wait for a request must not keep others out: the longest silent one ends.
+        there = [
+            one
+            for one in self.connections
+            if isinstance(one, _Protocol) and not one.transport.is_closing()
+        ]
+        silent = [
+            (one.timeout_keep_alive_task.when(), one)
+            for one in there
+            if one.timeout_keep_alive_task is not None
+        ]
+        if len(there) >= MOST_AT_ONCE and silent:
+            min(silent, key=itemgetter(0))[1].transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close it, also in the middle of a request."""
@@ -229,8 +243,7 @@ class Guard:
         """Return who asks.
 
         Raises:
-            ProxyError: the request shows no key that lets it in, as `Gate.check` says.
-            Refusal: it has no key, and names a host that may be somebody else's.
+            ProxyError: it is not let in, as `Gate.check` says.
         """
         headers = request.headers.raw
         shown = shown_in(headers)
@@ -240,14 +253,14 @@ class Guard:
             key = request.cookies.get(COOKIE, "").encode() or key
         relayed = shown.relayed or any(name.startswith(b"x-forwarded-") for name, _ in headers)
         local = is_loopback(request.scope.get("client")) and not relayed
-        gate = Gate(self._settings.access)
+        gate = Gate(self._settings.access, hosts=self._settings.allowed_hosts)
         async with console_of(request).engine.connect() as connection:
             gate.take(await key_ring(connection))
-        grant = gate.check(Shown(key, relayed), "read", local=local)
+        asked = request.method, headers
+        grant = gate.check(Shown(key, relayed), "read", asked, local=local)
         # What the viewer states goes on to the proxy with the viewer's own key.
         request.state.credential = key.decode() if grant is not None and key is not None else None
         if grant is None:
-            self._refuse_unknown_host(request)
             # `PAWL_ACCESS=anyone` lets anyone look.
             scopes = SCOPES if local else ("read",)
             return Viewer(name=NOBODY, tenant=None, scopes=frozenset(scopes))
@@ -255,40 +268,16 @@ class Guard:
         tenant = None if sees_all else grant.tenant
         return Viewer(name=grant.name, tenant=tenant, scopes=frozenset(grant.scopes))
 
-    def _refuse_unknown_host(self, request: Request) -> None:
-        """Refuse a name that another site may have pointed at this machine (DNS rebinding).
-
-        No such name is this machine's own address, or has no dot. Other addresses may be those of
-        a server in front, which need not say that it relays.
-        """
-        host = urlsplit("//" + request.headers.get("host", "")).hostname or "."
-        listens_on, _ = address(self._settings.console_listen)
-        is_own = host == listens_on or host.endswith(".localhost") or is_loopback((host,))
-        if ("." in host or ":" in host) and not is_own:
-            raise Refusal(
-                403,
-                "This name is not known to be the console's",
-                "No API key was made yet, so the console answers to this machine's own address and "
-                "to names without a dot alone, such as localhost. Make a key with `pawl keys "
-                "create NAME --scope read`: then any name will do.",
-            )
-
 
 def refuse_cross_site(request: Request) -> None:
     """Refuse what a page of another site asks for, unless a person only follows its link.
 
-    Browsers say where a request comes from; what says neither is no browser, and has no cookie.
+    With a key too: browsers send the cookie that has it.
 
     Raises:
         Refusal: the request comes from another site, and changes something or is for a part of it.
     """
-    is_page = request.headers.get("sec-fetch-dest", "document") == "document"
-    if request.method in SAFE and is_page:
-        return
-    site = request.headers.get("sec-fetch-site")
-    origin = request.headers.get("origin")
-    same = urlsplit(origin or "").netloc == request.headers.get("host")
-    if site not in (None, "same-origin", "none") or (site is None and origin and not same):
+    if why_of_another_site(request.method, dict(request.headers.raw), ()) is not None:
         raise Refusal(
             403,
             "This was sent from another site",

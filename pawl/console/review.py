@@ -95,6 +95,7 @@ async def review(request: Request) -> Response:
             connection, policy.name, doubt, scales, tenant, before=before, until=until, most=MOST
         )
         calls = await _calls(connection, queue[0].episode_id) if queue else {}
+        done = await _score(connection, uuid_in(query.get("done")), tenant)
     return page(
         request,
         "review.html",
@@ -107,9 +108,21 @@ async def review(request: Request) -> Response:
         calls=calls,
         steps=steps_of(scales[0]) if len(scales) == 1 and not scales[0].texts else [],
         once=secrets.token_urlsafe(12),
-        done=query.get("done"),
+        done=done,
         is_first=before is None and until is None,
     )
+
+
+async def _score(connection: AsyncConnection, episode: UUID | None, tenant: str) -> str | None:
+    """Return the key of a tenant's episode and what was stated of it so far, or None."""
+    key = None if episode is None else await key_to_review(connection, episode, tenant)
+    if episode is None or key is None:
+        return None
+    said = []
+    with suppress(Damaged):
+        detail = await episode_detail(connection, episode)
+        said = [one for one in detail.statements if one.counts and not one.call] if detail else []
+    return ", ".join([key, *(f"{one.metric} {one.label or one.value}" for one in said)])
 
 
 async def _calls(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
@@ -158,12 +171,7 @@ async def _post(request: Request, tenant: str, doubt: Doubt) -> Response:
     if status not in TAKEN:
         why = f"{url} answered {status}: {answer}"
         raise Refusal(max(status, 400), "The proxy refused the score", why)
-    shown = ", ".join(
-        "a correction" if "correction" in one else f"{one['metric']} {one['value']}"
-        for one in statements
-    )
-    done = f"{shown}: {key}"[:300]
-    query = {"policy": policy.name, "kind": doubt, "before": episode, "done": done}
+    query = {"policy": policy.name, "kind": doubt, "before": episode, "done": episode}
     return RedirectResponse(console.url("review", query=query), 303)
 
 

@@ -90,6 +90,8 @@ def vllm_command(options: VllmOptions) -> list[str]:
         # Log-probabilities are of the distribution that was sampled from, and sampling defaults
         # are those that the proxy knows, not the model's own.
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        # With an empty list it would fetch from anywhere; no host has this name (RFC 2606).
+        *("--allowed-media-domains", "none.invalid"),
         *("--enable-auto-tool-choice", "--tool-call-parser", options.tool_parser),
     ]
     if options.sampling_defaults:

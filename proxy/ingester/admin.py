@@ -145,7 +145,9 @@ def guarded_by(gate: Gate) -> Middleware:
 
 def _begin(gate: Gate, request: web.Request) -> Usage | None:
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
-    grant = gate.check(shown_in(list(request.raw_headers)), "read", local=is_loopback(peer))
+    headers = list(request.raw_headers)
+    asked = request.method, headers
+    grant = gate.check(shown_in(headers), "read", asked, local=is_loopback(peer))
     request[TENANT] = DEFAULT if grant is None else grant.tenant
     return None if grant is None else gate.begin(grant, takes_tokens=False)
 

@@ -19,7 +19,7 @@ from proxy.feedback import KeyFiles
 from proxy.ingester.admin import OwnersFile, admin_app, unsettled
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
-from proxy.ingester.removing import DeletedLetters, remove_outdated
+from proxy.ingester.removing import DeletedLetters, remove_outdated, remove_pending
 from proxy.keys import Gate, KeyFile
 from proxy.metrics import EVAL_EPISODES, EVAL_REWARD, KNOWN
 from proxy.redaction import Redactor, open_redactor
@@ -110,13 +110,14 @@ async def _working(
         redactor=redactor,
         send_spans=None if spans is None else spans.send,
     )
-    gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
+    gate = Gate(settings.access, hosts=settings.allowed_hosts)
+    key_file = KeyFile(settings.spool_dir)
     gate.take(key_file.read())
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
     count_build()
     begin_at_zero(KNOWN)
-    admin = await listen_on(app, settings.admin_listen)
+    admin = await listen_on(app, settings.admin_listen, None)
     keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
@@ -147,6 +148,10 @@ def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[Non
         "clean-keys": repeat(partial(clean_keys, files), connect, KEYS_S),
         "evaluations": repeat(show_evaluations, connect, EVALUATIONS_S, 0.0),
         "deleted": repeat(deleted.remove, connect, DELETED_S),
+        "pending": repeat(
+            partial(remove_pending, settings.keep_pending_days),
+            *(connect, OUTDATED_S, OUTDATED_FIRST_S),
+        ),
     }
     if periods is not None:
         remove = partial(remove_outdated, root, periods)

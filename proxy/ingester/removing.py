@@ -30,7 +30,7 @@ from proxy.spool.segments import (
     encode_payload,
     read_frames,
 )
-from store import tombstones
+from store import retaining, tombstones
 from store.database import database_time
 from store.files import sync, write_private
 from store.ids import time_of
@@ -213,6 +213,15 @@ async def remove_outdated(root: Path, periods: Periods, engine: AsyncEngine | No
     if letters:
         OUTDATED.labels("letters").inc(letters)
         log.info("outdated_letters_removed", letters=letters)
+
+
+async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
+    """Remove statements about what never came, step by step, and count them."""
+    removed = 1
+    while engine is not None and removed:
+        removed = await retaining.remove_pending(engine, days)
+        OUTDATED.labels("pending").inc(removed)
+        await asyncio.sleep(STEP_S)
 
 
 async def remove_all(engine: AsyncEngine, cuts: Cuts) -> None:

@@ -6,8 +6,8 @@ from typing import Final, Literal
 
 from store.records import OWN_EPISODE, REWARD, Feedback, Record
 
-# Values count up to ± this one, so that squares and sums of rewards stay finite.
-LARGEST: Final = 1e100
+# Values are taken, and count, up to ± this one, so that squares and sums of rewards stay finite.
+LARGEST: Final = 1e15
 NO_TEXTS: Final[Mapping[str, float]] = {}
 NO_PARTS: Final[Mapping[str, float]] = {}
 # Why something was said of an episode, or a call, and it has no reward all the same.

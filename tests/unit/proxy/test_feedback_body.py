@@ -76,6 +76,8 @@ def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
         ({"metric": "tool_status", "value": "fine", "episode": "e"}, "ok, error, timeout"),
         ([{"value": 1, "episode": "e"}, {"value": {}, "episode": "e"}], r"\[1\].value"),
         ([], "1 to"),
+        ({"value": 1.1e15, "episode": "e"}, "^value must be a number from -1e"),
+        ([{"metric": "m", "value": -1.8e307, "episode": "e"}], r"^\[0\].value must be a number"),
         ("reward", "object"),
     ],
 )
@@ -90,6 +92,13 @@ def test_correction_stands_beside_a_value_as_it_came(text: str) -> None:
     assert (item.value, item.correction) == (0.0, text)
     [item] = parse({"value": 0, "correction": None, "episode": "e"}).items
     assert item.correction is None
+
+
+@pytest.mark.parametrize("value", [1e15, -1e15, 5e-324])
+def test_largest_values_are_taken_as_they_are(value: float) -> None:
+    assert [item.value for item in parse({"value": value, "episode": "e"}).items] == [value]
+    duration = {"metric": "tool_status", "value": "ok", "ms": 1e16, "episode": "e"}
+    assert parse(duration).items[0].tool is not None
 
 
 def test_infinite_numbers_and_bad_json_are_refused() -> None:

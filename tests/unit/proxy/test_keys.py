@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.errors import Forbidden, KeysUnknown, NoKey, ProxyError
+from proxy.errors import BadRequest, Forbidden, KeysUnknown, NoKey, ProxyError, TooMany
 from proxy.http.server import is_loopback
-from proxy.http.wire import CREDENTIALS
+from proxy.http.wire import CREDENTIALS, Headers
 from proxy.keys import (
     NO_KEYS,
     NOTHING,
@@ -53,12 +53,13 @@ def gate_with(known: KeyRing | None, access: Access = "loopback") -> Gate:
 def refused(gate: Gate, shown: Shown, scope: Scope = "infer", *, local: bool = True) -> object:
     """The class of the refusal, or None."""
     try:
-        gate.check(shown, scope, local=local)
+        gate.check(shown, scope, ASKED, local=local)
     except ProxyError as error:
         return type(error)
     return None
 
 
+ASKED: tuple[str, Headers] = ("GET", [])
 ANYBODY = Shown()
 RELAYED = Shown(relayed=True)
 
@@ -95,7 +96,7 @@ def test_loopback_alone_may_call_while_no_key_was_made(shown: Shown, local: bool
 
 def test_refusal_of_a_relayed_request_names_what_opens_the_port() -> None:
     with pytest.raises(Forbidden, match=r"pawl keys create NAME.*PAWL_ACCESS=anyone") as told:
-        gate_with(NO_KEYS).check(RELAYED, "infer", local=True)
+        gate_with(NO_KEYS).check(RELAYED, "infer", ASKED, local=True)
     assert "reverse proxy" in str(told.value)
 
 
@@ -278,6 +279,32 @@ def test_no_minute_has_more_requests_than_the_limit_and_the_wait_suffices(
         held.end()
     for at in begun:
         assert sum(at - WINDOW_S < other <= at for other in begun) <= limit
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 6)), max_size=40))
+def test_no_minute_has_more_statements_than_the_limit_and_the_wait_suffices(
+    limit: int, lists: list[tuple[float, int]]
+) -> None:
+    held, now = usage(per_minute=limit), 1000.0
+    stated: list[float] = []
+    for pause, number in lists:
+        now += pause
+        if held.begin(now) is not None:
+            continue
+        held.end()
+        try:
+            held.count_statements(now, number)
+        except BadRequest:
+            assert number > limit
+            continue
+        except TooMany as error:
+            now += error.retry_after_s or 0
+            assert held.begin(now) is None
+            held.end()
+            held.count_statements(now, number)
+        stated += [now] * number
+    for at in stated:
+        assert sum(at - WINDOW_S < other <= at for other in stated) <= limit
 
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=60))

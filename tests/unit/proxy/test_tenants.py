@@ -67,7 +67,7 @@ CONTENTS: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"type": "image", "source": {"type": "file", "file_id": "f"}}, "source.file_id"),
     (MESSAGES, {"type": "container_upload", "file_id": "f"}, "file_id"),
 ]
-ITEMS: list[tuple[dict[str, Any], str]] = [
+ITEMS: list[tuple[Any, str]] = [
     ({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}, ".content[0].file_id"),
     ({"type": "computer_call_output", "output": {"file_id": "f"}}, ".output.file_id"),
     ({"type": "code_interpreter_call", "container_id": "cntr_1"}, ".container_id"),
@@ -77,6 +77,10 @@ ITEMS: list[tuple[dict[str, Any], str]] = [
     ({"type": None, "id": "msg_1"}, ""),
     ({"type": "reasoning", "id": "rs_1", "summary": []}, ""),
     ({"type": "image_generation_call", "id": "ig_1", "result": None}, ""),
+    ({"role": None, "id": "msg_1"}, ""),
+    ({"role": "", "id": "msg_1"}, ""),
+    ([{"type": "item_reference", "id": "msg_1"}], ""),
+    ([{"id": "msg_1"}], ""),
     ({"type": "nobody_knows", "id": "x"}, ""),
     ({"type": ["reasoning"], "id": "x"}, ""),
 ]
@@ -156,6 +160,48 @@ def test_field_that_is_not_on_the_list_is_refused_by_its_name(
         )
 
 
+INSIDE = [
+    *("file:///etc/passwd", "FILE:/etc/passwd", "http://169.254.169.254/latest", "http:/127.0.0.1"),
+    *(
+        "https://localhost/x",
+        "http://vllm:8000/x",
+        "http://10.0.0.1/x",
+        "http://[::1]/",
+        "http://[fd00::1]",
+    ),
+    *("http://0x7f.1/", "http://2130706433/", "http://017700000001", "http://100.64.0.1"),
+    *("http://a@192.168.0.1:80/x", "http://[::ffff:10.0.0.1]/", "http://metadata.google.internal"),
+    *(
+        "http://8.8.8.8\\@127.0.0.1/",
+        " http://127.0.0.1",
+        "ht\ntp://127.0.0.1",
+        "http://127.0.0.1.",
+    ),
+    *("http://１２７.0.0.1/", "http://%31%32%37.0.0.1/", "http:///x", "http://[::1"),
+]
+
+
+@pytest.mark.parametrize("url", INSIDE)
+def test_address_within_the_servers_network_is_refused(url: str) -> None:
+    for path, fields, param in (
+        (CHAT, user({"type": "image_url", "image_url": {"url": url}}), "image_url.url"),
+        (CHAT, user({"type": "video_url", "video_url": {"url": url}}), "video_url.url"),
+        (RESPONSES, item({"role": "user", "content": [{"image_url": url}]}), "image_url"),
+        (MESSAGES, user({"type": "image", "source": {"type": "url", "url": url}}), "source.url"),
+    ):
+        called(DEFAULT, path, fields)
+        with pytest.raises(BadRequest, match="public address") as refused:
+            called("a", path, fields)
+        assert (refused.value.param or "").endswith(param)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.com/a.png?u=http://127.0.0.1", "HTTP://8.8.8.8:80/x", "data:,file:x"]
+)
+def test_public_address_is_let_through(url: str) -> None:
+    called("a", CHAT, user({"type": "image_url", "image_url": {"url": url}}))
+
+
 SCHEMA = {"type": "object", "properties": {"file_id": {"type": "string"}}, "required": ["file_id"]}
 ALLOWED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, user({"type": "image_url", "image_url": URL}, {"type": "text", "text": "file_id"})),
@@ -171,7 +217,7 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     (MESSAGES, {"context_management": {"edits": [{"type": "clear_thinking", "keep": "all"}]}}),
     (MESSAGES, {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}),
     (RESPONSES, {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}),
-    (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://x", "headers": {"a": "b"}}]}),
+    (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://x.org", "headers": {"a": "b"}}]}),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}),
     (RESPONSES, {"input": "q", "previous_response_id": "resp_1", "store": False}),
     (RESPONSES, item({"role": "assistant", "id": "msg_1", "content": "yes"})),

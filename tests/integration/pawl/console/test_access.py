@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.types import Message
 
-from pawl.console.app import app_of, failure
+from pawl.console.app import MOST_AT_ONCE, app_of, failure
 from pawl.console.pages import reading
 from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
@@ -70,6 +70,16 @@ async def test_silent_connection_is_closed(
             await asyncio.wait_for(reader.read(), 5)
             assert reader.at_eof()
             writer.close()
+
+
+async def test_silent_connections_keep_nobody_out(console: Pages) -> None:
+    host, port = console.address.split("/")[2].split(":")
+    waiting = [await asyncio.open_connection(host, int(port)) for _ in range(MOST_AT_ONCE + 50)]
+    for _, writer in waiting[::2]:
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: ")
+    assert [(await console.get(path)).status for path in ("/healthz", "/")] == [200, 200]
+    for _, writer in waiting:
+        writer.close()
 
 
 async def test_form_that_breaks_off_is_no_failure(database_url: str) -> None:

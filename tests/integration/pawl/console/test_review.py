@@ -4,6 +4,7 @@ import html
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -82,6 +83,12 @@ async def test_queue_has_what_its_sentence_says_newest_first(
     assert shown(await console.get(f"/review?policy=m&kind={kind}")) == keys
 
 
+async def test_text_of_a_link_is_not_shown_as_posted(console: Pages, ledger: AsyncEngine) -> None:
+    for done in ("Your%20key%20is%20wrong", str(uuid4())):
+        page = (await console.get(f"/review?policy=m&done={done}")).body.decode()
+        assert ("Posted" in page, "Your key" in page) == (False, False)
+
+
 @pytest.fixture
 async def reviewed(
     proxy: Proxy, open_console: OpenConsole, ledger: AsyncEngine
@@ -120,9 +127,7 @@ async def test_score_is_posted_once_with_the_viewers_key_though_sent_twice(
         sent = await reviewed.ask("POST", "/review?policy=m", anna, **form)
         assert sent.status == 303, sent.body
     assert "before=" in sent.headers["Location"]
-    following = await reviewed.get(sent.headers["Location"], anna)
-    assert shown(following) == ["new", "old"]
-    assert "Posted reward 0.75: mute" in re.sub("<[^>]+>", "", following.body.decode())
+    assert shown(await reviewed.get(sent.headers["Location"], anna)) == ["new", "old"]
     query = text(
         "SELECT f.value, k.name FROM feedback f JOIN feedback_requests r ON r.id = f.request_id"
         " JOIN api_keys k ON k.id = r.api_key"
@@ -134,6 +139,8 @@ async def test_score_is_posted_once_with_the_viewers_key_though_sent_twice(
             return (await connection.execute(query)).all() == [(0.75, "anna")]
 
     await eventually(stored)
+    following = (await reviewed.get(sent.headers["Location"], anna)).body.decode()
+    assert "Posted: mute, reward 0.75" in re.sub("<[^>]+>", "", following)
     # It has left the queue, and every other part of it.
     assert shown(await reviewed.get("/review?policy=m", anna)) == ["new", "old"]
     assert shown(await reviewed.get("/review?policy=m&kind=uncertain", anna)) == ["unsure"]
@@ -185,7 +192,7 @@ async def test_person_scores_and_skips_by_keys(reviewed: Pages) -> None:
         await tab.page.keyboard.press("s")
         await tab.page.get_by_role("heading", name="new").wait_for()
         await tab.page.keyboard.press("5")
-        await tab.page.get_by_text("Posted reward 1.0: new").wait_for()
+        await tab.page.get_by_text("Posted: new").wait_for()
         assert await tab.page.get_by_role("heading", name="old").is_visible()
 
 
@@ -205,7 +212,7 @@ async def test_person_writes_the_right_reply_below_what_was_said(
         assert await tab.page.get_by_role("status").count() == 0
         await tab.page.screenshot(path=tmp_path / "review.png")
         await tab.page.get_by_role("button", name="1 0", exact=True).click()
-        await tab.page.get_by_text("Posted reward 0.0, a correction: mute").wait_for()
+        await tab.page.get_by_text("Posted: mute").wait_for()
     query = text(
         "SELECT f.value, f.correction, f.target_kind FROM feedback f"
         " JOIN episodes e ON e.id = f.episode_id WHERE e.key = 'mute' ORDER BY f.correction"

@@ -87,6 +87,19 @@ async def test_feedback_is_taken_when_the_tokens_are_used_up(
     assert (await proxy.feedback({"value": 1.0, "episode": "e1"}, **key))[0] == 200
 
 
+async def test_each_statement_of_a_list_counts(proxy: Proxy, engine: AsyncEngine) -> None:
+    few, _ = await two_keys(proxy, engine, "feedback", per_minute=3)
+    reward = {"value": 1.0, "episode": "e1"}
+    status, body = await proxy.feedback([reward] * 4, **few)
+    assert (status, "send them in parts" in body["error"]["message"]) == (400, True)
+    status, body = await proxy.feedback([reward] * 3, **few)
+    assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+    few = bearer(await made(engine, "other", "feedback", limits=Limits(per_minute=3)))
+    await taken(proxy, few["Authorization"].removeprefix("Bearer "))
+    said: list[object] = [[reward] * 2, reward, reward]
+    assert [(await proxy.feedback(one, **few))[0] for one in said] == [202, 202, 429]
+
+
 async def test_client_that_leaves_makes_room(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
