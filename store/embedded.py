@@ -255,7 +255,7 @@ class EmbeddedPostgres:
         """
         uid, gid = _server_user()
         try:
-            tried = [self.programs / "postgres", "-V"]
+            tried = [str(self.programs / "postgres"), "-V"]
             subprocess.run(tried, user=uid, group=gid, cwd="/", capture_output=True, check=True)
         except (PermissionError, subprocess.CalledProcessError):
             copied = _in_tmp(self.folder, "-programs")

@@ -39,6 +39,7 @@ SLOW: Final = (
     "tests/integration/trainer/learners/test_processes.py",
     "tests/integration/trainer/learners/test_sharing.py",
     "tests/integration/trainer/publishing/test_files_by_state.py",
+    "tests/integration/trainer/publishing/test_hostile_imports.py",
     "tests/integration/trainer/recovery/test_misconfigured.py",
     "tests/integration/trainer/test_distillation.py::test_policy_moves_towards_its_teacher",
 )
