@@ -29,6 +29,7 @@ SLOW: Final = (
     "tests/integration/pawl/console/test_browser.py",
     "tests/integration/pawl/rollout/test_evaluate.py",
     "tests/integration/pawl/rollout/test_rollout.py",
+    "tests/integration/pawl/test_unusable_databases.py",
     "tests/integration/pawl/serving/test_rolling_upgrade.py",
     "tests/integration/proxy/test_limits.py",
     "tests/integration/store/test_embedded.py",
