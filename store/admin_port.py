@@ -1,5 +1,9 @@
 """Listen on an admin port, which aiohttp serves, without letting its clients fill the log."""
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging import LogRecord
 from typing import Final
 
@@ -7,6 +11,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
+from store.errors import NotListening
 from store.settings import address
 
 # What aiohttp raises for a head or body that it cannot read, and for a client that went away
@@ -14,22 +19,42 @@ from store.settings import address
 _CLIENTS_FAULT: Final = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
-async def listen_on(app: web.Application, listen: str) -> web.AppRunner:
-    """Serve an application on the address `listen`, until the runner's `cleanup`.
+async def listen_on(app: web.Application, listen: str, setting: str) -> web.AppRunner:
+    """Serve an application on the address `listen` of a setting, until the runner's `cleanup`.
 
     Raises:
-        OSError: the port is taken.
+        NotListening: the port is taken, or the machine has no such address.
     """
     server_logger.addFilter(is_a_failure)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, port = address(listen)
     try:
-        await web.TCPSite(runner, host, port).start()
+        with listening_on(listen, setting):
+            await web.TCPSite(runner, host, port).start()
     except BaseException:
         await runner.cleanup()
         raise
     return runner
+
+
+@contextmanager
+def listening_on(listen: str, setting: str) -> Iterator[None]:
+    """Raise NotListening for an error of listening, within the block, on a setting's address."""
+    try:
+        yield
+    # The second is of a host's name that cannot be asked for.
+    except (OSError, UnicodeError) as error:
+        code = error.errno if isinstance(error, OSError) else None
+        taken = code == errno.EADDRINUSE
+        # asyncio's own message repeats the address; the resolver's numbers are negative.
+        why = os.strerror(code) if code is not None and code > 0 else "no such host is known here"
+        remedy = (
+            "stop the program that listens there, or set another port"
+            if taken
+            else ("set HOST:PORT with an address of this machine, such as 127.0.0.1")
+        )
+        raise NotListening(f"{setting}={listen} cannot be listened on: {why}: {remedy}") from error
 
 
 def is_a_failure(record: LogRecord) -> bool:

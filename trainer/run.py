@@ -91,7 +91,9 @@ async def _work(
         count_build()
         # Model servers may want versions while the model is loaded, which takes minutes.
         is_up = asyncio.Event()
-        port = await listen_on(port_app(settings, is_up), settings.trainer_listen)
+        port = await listen_on(
+            port_app(settings, is_up), settings.trainer_listen, "PAWL_TRAINER_LISTEN"
+        )
         stack.push_async_callback(port.cleanup)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)

@@ -29,7 +29,7 @@ async def controller(settings: ControllerSettings) -> None:
     """Keep every replica's adapters loaded, and judge versions, until SIGTERM or SIGINT.
 
     Raises:
-        OSError: its port cannot be listened on.
+        NotListening: its port cannot be listened on.
         TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
     """
     stop = stop_event()
@@ -41,7 +41,9 @@ async def controller(settings: ControllerSettings) -> None:
         servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
         count_build()
-        port = await listen_on(app_of(servable, controllers), settings.controller_listen)
+        port = await listen_on(
+            app_of(servable, controllers), settings.controller_listen, "PAWL_CONTROLLER_LISTEN"
+        )
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
         looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
