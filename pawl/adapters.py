@@ -40,7 +40,7 @@ async def run(settings: AdaptersSettings) -> None:
     """Fetch and pass on until SIGTERM or SIGINT.
 
     Raises:
-        OSError: its port cannot be listened on.
+        NotListening: its port cannot be listened on.
         TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
     """
     stop = stop_event()
@@ -53,7 +53,12 @@ async def run(settings: AdaptersSettings) -> None:
         )
         server = AdapterServer(settings, session)
         server.files.hold()
-        port = await listen_on(server.app(), settings.adapters_listen, settings.allowed_hosts)
+        port = await listen_on(
+            server.app(),
+            settings.adapters_listen,
+            "PAWL_ADAPTERS_LISTEN",
+            settings.allowed_hosts,
+        )
         exits.push_async_callback(port.cleanup)
         # First, as the port waits for those who wait for files.
         exits.push_async_callback(server.files.close)

@@ -117,9 +117,10 @@ def main() -> None:
         from store.database import explain, is_no_records_fault
 
         # An OSError of a connection to PostgreSQL is Python's own, and names no file.
+        if isinstance(error, OSError) and error.filename is not None:
+            fail(f"{error.filename} cannot be used: {error.strerror}: name another, or mend that")
         is_other = isinstance(error, OSError) and (
-            error.filename is not None
-            or type(error).__module__ not in ("builtins", "socket", "ssl")
+            type(error).__module__ not in ("builtins", "socket", "ssl")
         )
         if is_other or not is_no_records_fault(error):
             raise

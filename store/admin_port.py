@@ -1,6 +1,9 @@
 """Listen on an admin port, which aiohttp serves: no client fills the log, no web page asks."""
 
-from collections.abc import Awaitable, Callable
+import errno
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from logging import LogRecord
 from typing import Final
 
@@ -10,6 +13,7 @@ from aiohttp.log import server_logger
 from aiohttp.typedefs import Middleware
 
 from store.browsers import why_foreign
+from store.errors import NotListening
 from store.settings import address
 
 # What aiohttp raises for a head or body that it cannot read, and for a client that went away
@@ -18,15 +22,15 @@ _CLIENTS_FAULT: Final = (HttpProcessingError, web.RequestPayloadError, Connectio
 
 
 async def listen_on(
-    app: web.Application, listen: str, hosts: tuple[str, ...] | None
+    app: web.Application, listen: str, setting: str, hosts: tuple[str, ...] | None
 ) -> web.AppRunner:
-    """Serve an application on the address `listen`, until the runner's `cleanup`.
+    """Serve an application on the address `listen` of a setting, until the runner's `cleanup`.
 
     Requests of other sites' pages are refused, but for those that `hosts` allow; None: the
     application checks by itself who asks.
 
     Raises:
-        OSError: the port is taken.
+        NotListening: the port is taken, or the machine has no such address.
     """
     server_logger.addFilter(is_a_failure)
     if hosts is not None:
@@ -35,7 +39,8 @@ async def listen_on(
     await runner.setup()
     host, port = address(listen)
     try:
-        await web.TCPSite(runner, host, port).start()
+        with listening_on(listen, setting):
+            await web.TCPSite(runner, host, port).start()
     except BaseException:
         await runner.cleanup()
         raise
@@ -54,6 +59,25 @@ def _without_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
         return web.json_response({"error": error}, status=403)
 
     return refuse
+
+
+@contextmanager
+def listening_on(listen: str, setting: str) -> Iterator[None]:
+    """Raise NotListening for an error of listening, within the block, on a setting's address."""
+    try:
+        yield
+    # The second is of a host's name that cannot be asked for.
+    except (OSError, UnicodeError) as error:
+        code = error.errno if isinstance(error, OSError) else None
+        taken = code == errno.EADDRINUSE
+        # asyncio's own message repeats the address; the resolver's numbers are negative.
+        why = os.strerror(code) if code is not None and code > 0 else "no such host is known here"
+        remedy = (
+            "stop the program that listens there, or set another port"
+            if taken
+            else ("set HOST:PORT with an address of this machine, such as 127.0.0.1")
+        )
+        raise NotListening(f"{setting}={listen} cannot be listened on: {why}: {remedy}") from error
 
 
 def is_a_failure(record: LogRecord) -> bool:

@@ -137,7 +137,8 @@ def is_deadlock(error: BaseException) -> bool:
 def explain(error: BaseException) -> str:
     """Return in one line what PostgreSQL, or its driver, says, and what to do about it."""
     error = _driver_error(error)
-    reason = " ".join(str(error).split()) or type(error).__name__
+    silence = "it does not answer in time" if isinstance(error, TimeoutError) else ""
+    reason = " ".join(str(error).split()) or silence or type(error).__name__
     if "rejected SSL upgrade" in reason:
         return (
             f"{reason}: a server without TLS needs sslmode=disable in DATABASE_URL, or no sslmode"

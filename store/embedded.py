@@ -40,11 +40,16 @@ LOG_TAIL: Final = 2000
 # PostgreSQL's message while processes of a killed server are still ending.
 STILL_IN_USE: Final = "pre-existing shared memory block"
 
-# $0 is the folder of PostgreSQL's programs, $1 that of the server's files.
+# The folder that a process works in. The kernel asks for no permission for the folders above it, so
+# the server's user need not be able to pass these.
+HERE: Final = "/proc/self/cwd"
+# Of the server's command line, which tells everybody where its files are.
+NAMED: Final = "pawl.folder="
+# $0 is the folder of PostgreSQL's programs; both scripts run in that of the server's files.
 INITIALISE: Final = f"""
 exec >/dev/null
-"$0/initdb" --auth=trust --encoding=utf8 -U postgres -D "$1" && echo CREATE DATABASE {DATABASE} |
-  "$0/postgres" --single -c exit_on_error=on -D "$1" postgres
+"$0/initdb" --auth=trust --encoding=utf8 -U postgres -D {HERE} && echo CREATE DATABASE {DATABASE} |
+  "$0/postgres" --single -c exit_on_error=on -D {HERE} postgres
 """
 # This shell becomes the server ($$), after it has started the guard. The guard reads a pipe of the
 # owner: a line means that the server has ended, the pipe's end that the owner has. PostgreSQL's
@@ -53,9 +58,9 @@ SERVE: Final = f"""
 exec 3<&0 </dev/null
 ( ( read -r line <&3 && exit
     kill -INT $$; sleep 1
-    for second in $(seq {STOP_S}); do [ /proc/$$/cwd -ef "$1" ] || exit; kill -INT $$; sleep 1; done
+    for second in $(seq {STOP_S}); do [ /proc/$$/cwd -ef . ] || exit; kill -INT $$; sleep 1; done
     kill -QUIT $$ ) & )
-exec "$0/postgres" -D "$1" -h '' -k "$2" 3<&-
+exec "$0/postgres" -D {HERE} -h '' -k "$1" -c "{NAMED}$2" 3<&-
 """
 
 
@@ -74,8 +79,7 @@ class EmbeddedPostgres:
         self.log = self.folder / "log"
         self._socket_dir = self.folder
         if len(os.fsencode(self.folder / SOCKET)) > MAX_SOCKET_PATH:
-            digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
-            self._socket_dir = Path("/tmp", f"pawl-{digest[:16]}")
+            self._socket_dir = _in_tmp(self.folder)
         self.url = f"postgresql://postgres:@/{DATABASE}?host={self._socket_dir}"
         self._owner_file = self.folder.with_name(OWNER)
         self._mutex = threading.Lock()
@@ -225,14 +229,9 @@ class EmbeddedPostgres:
         return self._owner_file.read_text().partition("\n")[0]
 
     def _start(self) -> None:
-        uid = _server_user()[0]
-        if uid != os.geteuid():
-            # Let the server's own user pass the folders above its files, and use the programs.
-            above = map(str, (*self.folder.parents, *self.programs.parents))
-            for permit in (["o+x", *above], ["-R", "o+rX", str(self.programs.parent)]):
-                subprocess.run(["chmod", *permit], capture_output=True, check=False)
+        programs = self._usable_programs()
         if not (self.folder / "PG_VERSION").exists():
-            self._initialise()
+            self._initialise(programs)
         if not self._socket_dir.exists():
             self._socket_dir.mkdir(mode=0o700)
             os.chown(self._socket_dir, *_server_user())
@@ -243,14 +242,39 @@ class EmbeddedPostgres:
             remains.unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            self._server = self._run(SERVE, log.fileno(), self.folder, self._socket_dir)
+            socket_dir = HERE if self._socket_dir == self.folder else self._socket_dir
+            self._server = self._run(
+                programs, SERVE, log.fileno(), self.folder, socket_dir, self.folder
+            )
 
-    def _initialise(self) -> None:
+    def _usable_programs(self) -> Path:
+        """Return a folder of PostgreSQL's programs that the server's user can use.
+
+        Those of root alone, as in an environment below /root, are copied to /tmp, again at each
+        start. Their own permissions stay as they are.
+        """
+        uid, gid = _server_user()
+        try:
+            tried = [str(self.programs / "postgres"), "-V"]
+            subprocess.run(tried, user=uid, group=gid, cwd="/", capture_output=True, check=True)
+        except (PermissionError, subprocess.CalledProcessError):
+            copied = _in_tmp(self.folder, "-programs")
+            shutil.rmtree(copied, ignore_errors=True)
+            installed = self.programs.parents[2]
+            # The wheel has its libraries beside its package, and programs find them by that.
+            package = self.programs.parents[1].relative_to(installed)
+            for part in (self.programs.parent, installed / f"{package}.libs"):
+                shutil.copytree(part, copied / part.relative_to(installed), symlinks=True)
+            subprocess.run(["chmod", "-R", "go+rX,go-w", copied], check=True)
+            return copied / self.programs.relative_to(installed)
+        return self.programs
+
+    def _initialise(self, programs: Path) -> None:
         """Create the server's files and the empty database, or nothing."""
         made = Path(tempfile.mkdtemp(prefix="postgres.new-", dir=self.folder.parent))
         try:
             os.chown(made, *_server_user())
-            process = self._run(INITIALISE, subprocess.PIPE, made)
+            process = self._run(programs, INITIALISE, subprocess.PIPE, made)
             errors = process.communicate()[1]
             if process.returncode:
                 raise OSError(errors[-LOG_TAIL:].decode(errors="replace").strip())
@@ -260,16 +284,17 @@ class EmbeddedPostgres:
             for unfinished in self.folder.parent.glob("postgres.new-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _run(self, script: str, errors: int, *folders: Path) -> "subprocess.Popen[bytes]":
-        """Start a shell script as the server's user."""
+    def _run(
+        self, programs: Path, script: str, errors: int, folder: Path, *arguments: Path | str
+    ) -> "subprocess.Popen[bytes]":
+        """Start a shell script as the server's user, in `folder`."""
         uid, gid = _server_user()
         return subprocess.Popen(
-            ["sh", "-c", script, self.programs, *folders],
+            ["sh", "-c", script, programs, *arguments],
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
-            # A folder that the user may enter.
-            cwd="/",
+            cwd=folder,
             user=uid,
             group=gid,
             extra_groups=[] if os.geteuid() == 0 else None,
@@ -296,7 +321,8 @@ class EmbeddedPostgres:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, IndexError, ValueError):
             return None, False
-        if os.path.basename(command[0]) != b"postgres" or os.fsencode(self.folder) not in command:
+        named = os.fsencode(f"{NAMED}{self.folder}")
+        if os.path.basename(command[0]) != b"postgres" or named not in command:
             return None, False
         # PostgreSQL's `utils/pidfile.h`: line 8 is the status.
         return pid, "".join(lines[7:8]).strip() == "ready"
@@ -309,11 +335,18 @@ def running_servers() -> list[Path]:
         # Another may have ended meanwhile, or be hidden.
         with suppress(OSError):
             program, *arguments = (process / "cmdline").read_bytes().split(b"\0")
-            if os.path.basename(program) == b"postgres" and arguments[:1] == [b"-D"]:
-                folder = Path(os.fsdecode(arguments[1]))
+            named = [one for one in map(os.fsdecode, arguments) if one.startswith(NAMED)]
+            if os.path.basename(program) == b"postgres" and named:
+                folder = Path(named[-1].removeprefix(NAMED))
                 if folder.with_name(OWNER).exists():
                     folders.add(folder)
     return sorted(folders)
+
+
+def _in_tmp(folder: Path, kind: str = "") -> Path:
+    """Return the place in /tmp that belongs to the server of `folder`."""
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()
+    return Path("/tmp", f"pawl-{digest[:16]}{kind}")
 
 
 def _server_user() -> tuple[int, int]:

@@ -8,6 +8,10 @@ class StoreError(Exception):
     """Report that the store could not complete an operation."""
 
 
+class NotListening(StoreError):
+    """Report that a port cannot be listened on; the message names its setting and the remedy."""
+
+
 class NewerSchema(StoreError):
     """Report that a newer version of Pawl has migrated the database, which does not serve this one.
 

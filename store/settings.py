@@ -102,7 +102,9 @@ _URL: Final = re.compile(
     re.DOTALL,
 )
 _HOST: Final = re.compile(
-    r"(?P<host>/.*|\[[0-9a-fA-F:.]+\]|[\w.-]+)(:(?P<port>[^:]*))?", re.ASCII | re.DOTALL
+    # A part of a name has at most 63 characters (RFC 1035).
+    r"(?P<host>/.*|\[[0-9a-fA-F:.]+\]|[\w-]{1,63}(\.[\w-]{1,63})*\.?)(:(?P<port>[^:]*))?",
+    re.ASCII | re.DOTALL,
 )
 # Those of libpq's parameters that the driver understands, or sends to the server.
 _PARAMETERS: Final = {
@@ -180,7 +182,7 @@ def _host(host: str, port: str) -> dict[str, str]:
         raise StoreError("DATABASE_URL must have HOST, HOST:PORT or several, with commas")
     port = (parts and parts["port"]) or port
     if port and not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536):
-        raise StoreError("DATABASE_URL must have a number as its port")
+        raise StoreError("DATABASE_URL must have a number from 1 to 65535 as its port")
     return {**({"host": parts["host"]} if parts else {}), **({"port": port} if port else {})}
 
 

@@ -29,6 +29,7 @@ SLOW: Final = (
     "tests/integration/pawl/console/test_browser.py",
     "tests/integration/pawl/rollout/test_evaluate.py",
     "tests/integration/pawl/rollout/test_rollout.py",
+    "tests/integration/pawl/test_unusable_databases.py",
     "tests/integration/pawl/serving/test_rolling_upgrade.py",
     "tests/integration/proxy/test_limits.py",
     "tests/integration/store/test_embedded.py",
@@ -39,6 +40,7 @@ SLOW: Final = (
     "tests/integration/trainer/learners/test_processes.py",
     "tests/integration/trainer/learners/test_sharing.py",
     "tests/integration/trainer/publishing/test_files_by_state.py",
+    "tests/integration/trainer/publishing/test_hostile_imports.py",
     "tests/integration/trainer/recovery/test_misconfigured.py",
     "tests/integration/trainer/test_distillation.py::test_policy_moves_towards_its_teacher",
 )

@@ -17,13 +17,19 @@ from store import claims
 from store.claims import IMPORTED_FROM
 from store.policy_table import open_policies
 from store.versions import PolicyVersion
-from trainer.errors import AdapterError, FilesUnread, PublishError, UpstreamAway
+from trainer.errors import FilesUnread, PublishError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
 from trainer.policies import base_model, check_publishing, importing_policy, lock_policy
 from trainer.publishing import adapters
 from trainer.publishing.adapters import BASE_FILE, NewVersion, sha256_of
-from trainer.publishing.foreign import WEIGHTS, read_config, why_another_base, why_not_plain
+from trainer.publishing.foreign import (
+    WEIGHTS,
+    read_config,
+    refused,
+    why_another_base,
+    why_not_plain,
+)
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.sources import trainers_files
@@ -163,4 +169,4 @@ class Import:
 
 def _refuse(directory: Path, why: str | None) -> None:
     if why is not None:
-        raise AdapterError(f"{directory} cannot be imported: {why}")
+        raise refused(directory, why)

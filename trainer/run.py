@@ -95,7 +95,8 @@ async def _work(
         # Those who fetch versions name the trainer as its own setting does.
         own = urlsplit(settings.adapter_source or "").hostname
         hosts = (*settings.allowed_hosts, *filter(None, [own]))
-        port = await listen_on(port_app(settings, is_up), settings.trainer_listen, hosts)
+        app = port_app(settings, is_up)
+        port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
         stack.push_async_callback(port.cleanup)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_type_hints
 
 import msgspec
@@ -38,6 +39,12 @@ def fail(message: str) -> NoReturn:
     """End with status 2, after one line on standard error."""
     print(f"pawl: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def check_above(option: str, file: Path | None) -> None:
+    """End with status 2 unless the file that an option names, if any, has a folder to be in."""
+    if file is not None and not file.absolute().parent.is_dir():
+        fail(f"{option}: there is no folder {file.absolute().parent}; make it, or name another")
 
 
 def a_tenant(name: str | None) -> str | None:

@@ -13,6 +13,7 @@ from pawl.commands.common import AsJson, OfTenant, fail, grid, in_database, writ
 from pawl.credit import explain_past
 from pawl.settings import refuse_unread
 from store.read.past import past_update
+from store.settings import MOST
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.errors import CreditLineError, TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
@@ -87,9 +88,12 @@ def credit(
 
 def _version_or_id(text: str) -> int | UUID:
     try:
-        return int(text) if text.isdecimal() else UUID(text)
+        which = int(text) if text.isdecimal() else UUID(text)
     except ValueError:
-        fail(f"--update is a version's number or an update's id, not {text!r}")
+        which = MOST + 1
+    if isinstance(which, int) and which > MOST:
+        fail(f"--update is a version's number or an update's id, not {text!r:.80}")
+    return which
 
 
 def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:

@@ -20,6 +20,7 @@ from pawl.commands.common import (
     OfTenant,
     Since,
     a_tenant,
+    check_above,
     fail,
     takes,
     with_engine,
@@ -76,6 +77,7 @@ def export(
     named with the reason, and all others are written; or --hold-out finds no task.
     """
     selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
+    check_above("--out", out)
     write, what = exporting.export, "episodes"
     if hold_out is not None:
         write, what = partial(exporting.hold_out, most=hold_out), "held-out tasks"

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pawl.by_hand import split_name
-from pawl.commands.common import fail, takes
+from pawl.commands.common import check_above, fail, takes
 from pawl.commands.rollout import AgentFlags, Display, stopped_by_signals
 from pawl.controller.comparison import ArmFigures, Figures
 from pawl.rollout.evaluation import Evaluation, EvaluationJob, Failure, Outcome, Pairs, evaluate
@@ -103,8 +103,7 @@ def evaluate_command(flags: Flags) -> None:
     130: Ctrl-C.
     """
     for option, path in (("--json", flags.json), ("--picture", flags.picture)):
-        if path is not None and not path.absolute().parent.is_dir():
-            fail(f"{option}: there is no folder {path.absolute().parent}; make it, or name another")
+        check_above(option, path)
     # Before the work that is to be shown in it.
     if flags.picture is not None and importlib.util.find_spec("matplotlib") is None:
         fail("--picture needs matplotlib: install Pawl's extra `demo`, or leave it")

@@ -54,7 +54,8 @@ class KeyFlags(Record, frozen=True, kw_only=True):
         ),
     ] = None
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="Requests that may run at once, in one proxy.")
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Requests that may run at once, in one proxy."),
     ] = None
     tokens_per_minute: Annotated[
         int | None,

@@ -36,7 +36,7 @@ def proxy(
     settings = read_settings(ProxySettings)
     if workers is not None:
         settings = settings.model_copy(update={"workers": workers})
-    _run(serve(settings), "the proxy", "PAWL_LISTEN and PAWL_ADMIN_LISTEN")
+    _run(serve(settings), "the proxy")
 
 
 def trainer(
@@ -124,11 +124,11 @@ def controller() -> None:
     from pawl.controller.run import controller as run
     from pawl.settings import ControllerSettings
 
-    _run(run(read_settings(ControllerSettings)), "the controller", "PAWL_CONTROLLER_LISTEN")
+    _run(run(read_settings(ControllerSettings)), "the controller")
 
 
-def _run(process: Coroutine[Any, Any, None], name: str, listen: str) -> None:
-    """Run a process to its end; `listen` is the setting of a port, which may be taken."""
+def _run(process: Coroutine[Any, Any, None], name: str) -> None:
+    """Run a process to its end."""
     from trainer.errors import TrainerError
 
     try:
@@ -136,10 +136,7 @@ def _run(process: Coroutine[Any, Any, None], name: str, listen: str) -> None:
     except TrainerError as error:
         fail(str(error))
     except OSError as error:
-        fail(
-            f"{name} cannot start: {error.strerror or error}. If a port is taken, stop the "
-            f"program that listens on it, or set {listen}"
-        )
+        fail(f"{name} cannot go on: {error}: this user needs that, or name another")
 
 
 def adapters() -> None:
@@ -160,7 +157,7 @@ def adapters() -> None:
     settings = read_settings(AdaptersSettings)
     if settings.adapter_source is None:
         fail("PAWL_ADAPTER_SOURCE is not set: `pawl adapters` fetches from there")
-    _run(run(settings), "`pawl adapters`", "PAWL_ADAPTERS_LISTEN")
+    _run(run(settings), "`pawl adapters`")
 
 
 def console() -> None:
@@ -177,7 +174,7 @@ def console() -> None:
     from pawl.console.app import run
     from pawl.settings import ConsoleSettings
 
-    _run(run(read_settings(ConsoleSettings)), "the console", "PAWL_CONSOLE_LISTEN")
+    _run(run(read_settings(ConsoleSettings)), "the console")
 
 
 def migrate(

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.common import OfTenant, with_engine
 from pawl.settings import read_settings
 from proxy.ingester.removing import FOLDER, LETTER, REASON, names_in
+from proxy.ingester.segment_reader import Segment
 from proxy.ingester.transcribe import NO_READERS, question_of, record_of
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
@@ -70,8 +71,8 @@ class DeadLetter(Record, frozen=True, kw_only=True):
 class SpoolView(Record, frozen=True, kw_only=True):
     """Describe the contents of a spool directory: its segments, and its letters, oldest first.
 
-    Some of the readable `records` may be in the database already; of the `damaged` ones the
-    ingester makes dead letters.
+    The `records` are those that are not in the database yet; a segment whose records all are goes
+    once it is full. Of the `damaged` ones the ingester makes dead letters.
     """
 
     segments: int
@@ -94,8 +95,9 @@ def look(folder: Path, tenant: str | None = None) -> SpoolView:
             # A running proxy has stored its records and deleted it since it was listed.
             continue
         segments, size = segments + 1, size + len(content)
+        stored = Segment(path).stored.offset
         for piece in read_pieces(content, ended=path.suffix == SEALED):
-            records += not piece.damage
+            records += not piece.damage and piece.start >= stored
             damaged += piece.records if piece.damage else 0
     letters = sorted((folder / FOLDER).glob(f"*{LETTER}"))
     return SpoolView(
@@ -176,7 +178,9 @@ async def replay_letters(
 
 def as_lines(view: SpoolView) -> list[str]:
     """Return the view as lines of text."""
-    lines = [f"{view.records} records in {view.segments} segments ({view.bytes} bytes)"]
+    lines = [
+        f"{view.records} records wait to be stored; {view.segments} segments ({view.bytes} bytes)"
+    ]
     if view.damaged:
         lines.append(f"{view.damaged} damaged records, which cannot be read")
     lines.append(f"{len(view.dead_letters)} dead letters")

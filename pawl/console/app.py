@@ -39,6 +39,7 @@ from pawl.settings import ConsoleSettings
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, Shown, shown_in
+from store.admin_port import listening_on
 from store.browsers import why_of_another_site
 from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow
 from store.grants import MARK, SCOPES
@@ -75,7 +76,7 @@ async def run(settings: ConsoleSettings) -> None:
     """Serve the console until SIGTERM or SIGINT.
 
     Raises:
-        OSError: its port cannot be listened on.
+        NotListening: its port cannot be listened on.
     """
     stop = stop_event()
     async with contextlib.AsyncExitStack() as exits:
@@ -96,12 +97,14 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
     """Serve the console, and yield its address.
 
     Raises:
-        OSError: its port cannot be listened on.
+        NotListening: its port cannot be listened on.
     """
     host, port = address(settings.console_listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     app = app_of(settings, database_url)
-    with socket.create_server((host, port), family=family, backlog=128) as listener:
+    with listening_on(settings.console_listen, "PAWL_CONSOLE_LISTEN"):
+        listener = socket.create_server((host, port), family=family, backlog=128)
+    with listener:
         config = uvicorn.Config(
             app,
             # It limits how long a request's head may be.

@@ -29,7 +29,7 @@ async def controller(settings: ControllerSettings) -> None:
     """Keep every replica's adapters loaded, and judge versions, until SIGTERM or SIGINT.
 
     Raises:
-        OSError: its port cannot be listened on.
+        NotListening: its port cannot be listened on.
         TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
     """
     stop = stop_event()
@@ -41,8 +41,12 @@ async def controller(settings: ControllerSettings) -> None:
         servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
         count_build()
-        app = app_of(servable, controllers)
-        port = await listen_on(app, settings.controller_listen, settings.allowed_hosts)
+        port = await listen_on(
+            app_of(servable, controllers),
+            settings.controller_listen,
+            "PAWL_CONTROLLER_LISTEN",
+            settings.allowed_hosts,
+        )
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
         looks = {"controller": servable.look, "gate": Deciding(evaluations).look}

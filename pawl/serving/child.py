@@ -9,18 +9,21 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import structlog
 import uvloop
 
 from pawl.logs import configure_logging
-from pawl.serving.process import DISK_FAILS, LEAVE, LEAVE_S, STOP
+from pawl.serving.process import DISK_FAILS, LEAVE, LEAVE_S, MOST_REPORTED, STOP, UP
+from proxy.errors import ProxyError
 from proxy.settings import ProxySettings
 from proxy.shared_memory import PINS, count_in, read_states
 from proxy.spool.folders import PASSING
+from store.errors import StoreError
 
 log = structlog.get_logger()
 
@@ -87,17 +90,16 @@ def return_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
 
 
-def _report_up(ready: int) -> None:
-    """Tell the supervisor that this process is up; `_until_stopped` notices if it has ended."""
-    try:
-        os.write(ready, b"up")
-    except BrokenPipeError:
-        return
-    finally:
-        os.close(ready)
+def _report(ready: IO[bytes], report: bytes = UP) -> None:
+    """Tell the supervisor that this process is up, or why it cannot start.
+
+    `_until_stopped` notices if the supervisor has ended.
+    """
+    with suppress(BrokenPipeError), ready:
+        ready.write(report)
 
 
-async def _ingest(ready: int, shared: Path) -> None:
+async def _ingest(ready: IO[bytes], shared: Path) -> None:
     from proxy.ingester.ingester import ingesting
 
     spare_the_collector()
@@ -106,11 +108,11 @@ async def _ingest(ready: int, shared: Path) -> None:
     # An ingester whose supervisor was killed holds the spool until it has stored what it can.
     states = partial(read_states, shared)
     async with ingesting(ProxySettings(), patience_s=PATIENCE_S, processes=states):
-        _report_up(ready)
+        _report(ready)
         await _until_stopped()
 
 
-async def _work(ready: int, shared: Path, listener: int) -> None:
+async def _work(ready: IO[bytes], shared: Path, listener: int) -> None:
     from proxy.policies.shared_pins import SharedPins
     from proxy.worker import serving
 
@@ -124,7 +126,7 @@ async def _work(ready: int, shared: Path, listener: int) -> None:
         return all(one.state == "stopping" for one in read_states(shared))
 
     async with serving(settings, bound, pins, stopping) as server:
-        _report_up(ready)
+        _report(ready)
         await _until_stopped(
             partial(server.finish_within, settings.calls_end_s),
             partial(server.finish_within, LEAVE_S),
@@ -142,16 +144,20 @@ def main() -> None:
     configure_logging(gather=arguments.kind == "worker")
     # Must come before the imports in `_ingest` and `_work`: these create the metrics.
     count_in(arguments.shared)
+    ready = os.fdopen(arguments.ready, "wb", buffering=0)
     try:
         if arguments.kind == "ingester":
-            uvloop.run(_ingest(arguments.ready, arguments.shared))
+            uvloop.run(_ingest(ready, arguments.shared))
         else:
-            uvloop.run(_work(arguments.ready, arguments.shared, arguments.listener))
-    except OSError as error:
-        if error.errno not in PASSING:
+            uvloop.run(_work(ready, arguments.shared, arguments.listener))
+    except (OSError, StoreError, ProxyError) as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            log.error("disk_fails", reason=str(error))
+            sys.exit(DISK_FAILS)
+        if ready.closed:
             raise
-        log.error("disk_fails", reason=str(error))
-        sys.exit(DISK_FAILS)
+        _report(ready, str(error).encode()[:MOST_REPORTED])
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ MOST_EARLY_ENDS: Final = 5
 # SIGKILL comes from outside (the kernel, when memory is short), and a disk may work again: neither
 # is a failed start.
 PASSING_ENDS: Final = (-signal.SIGKILL, DISK_FAILS)
+# What a process reports: this, or why it cannot start.
+UP: Final = b"up"
+MOST_REPORTED: Final = 4096
 # How long a process that is to replace another may take until it is up.
 START_S: Final = 120.0
 # How long a process that closed its pipe without coming up may take to end by itself.
@@ -60,6 +63,7 @@ class Running:
         process: the process.
         started: when it was started, on the monotonic clock.
         up: becomes true when the process reports that it is up, and false if it ends before.
+        why: what it said, in that case, of why it cannot start.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, ready: int) -> None:
@@ -67,17 +71,19 @@ class Running:
         self.process = process
         self.started = time.monotonic()
         self.up: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.why = ""
         self._ready = ready
         asyncio.get_running_loop().add_reader(ready, self._on_ready)
 
     def _on_ready(self) -> None:
         """Read the report; if the pipe closes without one, the process never came up."""
         loop = asyncio.get_running_loop()
-        report = os.read(self._ready, 16)
+        report = os.read(self._ready, MOST_REPORTED)
         loop.remove_reader(self._ready)
         os.close(self._ready)
         if not self.up.done():
-            self.up.set_result(bool(report))
+            self.why = "" if report == UP else report.decode(errors="replace")
+            self.up.set_result(report == UP)
 
 
 class Child:
@@ -251,8 +257,12 @@ class Child:
         log.error("child_ended", child=self.name, status=status, again_in_s=pause_s)
         self._show("restarting", restarts=self._state.restarts + 1, last_exit=status)
         if self._early_ends >= MOST_EARLY_ENDS and not self._gave_up.done():
-            why = f"{self.name} ends as soon as it is started: its log above says why"
-            self._gave_up.set_exception(DoesNotStart(why))
+            self._gave_up.set_exception(
+                DoesNotStart(
+                    f"{self.name} cannot start: "
+                    + (running.why or f"it ended {self._early_ends} times, {_ended_with(status)}")
+                )
+            )
 
     async def _see_up(self, new: Running) -> None:
         try:
@@ -265,8 +275,8 @@ class Child:
         status = await self._end_failed(new)
         self._others.discard(new)
         raise NotReplaced(
-            f"the process that was to replace {self.name} did not come up (status {status}): "
-            "its log above says why. The old process goes on serving"
+            f"the process that was to replace {self.name} did not come up:"
+            f" {new.why or _ended_with(status)}. The old process goes on serving"
         )
 
     async def _end_failed(self, new: Running) -> int:
@@ -300,6 +310,10 @@ class Child:
             log.exception("watching_failed", child=self.name)
             if self._present is not None and self._present.process.returncode is not None:
                 await self._start_again()
+
+
+def _ended_with(status: int) -> str:
+    return f"with status {status}; what it wrote before it ended stands in the log above"
 
 
 async def end(

@@ -18,11 +18,14 @@ import structlog
 
 from pawl.processes import run_module, stop_event
 from pawl.serving.process import Child, NotReplaced
-from proxy.errors import BadRedaction, BadUpstreams, NoSpans
+from pawl.stack.preflight import NotReady, check_folder
+from proxy.errors import BadRedaction, BadUpstreams, DoesNotStart, NoSpans
 from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import SharedFolder, write_states
+from proxy.spool.folders import PASSING
 from proxy.upstreams.upstreams import check_upstreams
+from store.admin_port import listening_on
 from store.errors import BadPolicies
 from store.policy_table import open_policies
 from store.settings import address
@@ -40,14 +43,16 @@ def listening(listen: str, count: int) -> list[socket.socket]:
     connections that wait in its queue, to its successor.
 
     Raises:
-        OSError: the port is taken.
+        NotListening: the port is taken, or the machine has no such address.
     """
     host, port = address(listen)
-    # With SO_REUSEPORT, binding succeeds on a port that another program shares: check first.
-    _bound(host, port, shared=False).close()
-    listeners = [_bound(host, port, shared=True) for _ in range(count)]
+    with listening_on(listen, "PAWL_LISTEN"):
+        # With SO_REUSEPORT, binding succeeds on a port that another program shares: check first.
+        _bound(host, port, shared=False).close()
+        listeners = [_bound(host, port, shared=True) for _ in range(count)]
+        for listener in listeners:
+            listener.listen(BACKLOG)
     for listener in listeners:
-        listener.listen(BACKLOG)
         listener.setblocking(False)
         listener.set_inheritable(True)
     return listeners
@@ -72,13 +77,19 @@ async def serve(settings: ProxySettings) -> None:
     Errors of the first start are raised. A process that was up once is restarted without end.
 
     Raises:
-        OSError: a port is taken.
+        NotListening: a port is taken.
         BadUpstreams, BadRedaction: the file of upstreams, or of redaction rules, cannot be used.
         NoSpans: spans are wanted, and cannot be sent.
         BadPolicies: the file of policies cannot be used.
-        DoesNotStart: a process never came up.
+        DoesNotStart: a process never came up, or there can be no spool.
     """
     _check_files(settings)
+    try:
+        check_folder("PAWL_SPOOL_DIR", settings.spool_dir)
+    except NotReady as error:
+        # A full or failing disk is waited for.
+        if getattr(error.__cause__, "errno", None) not in PASSING:
+            raise DoesNotStart(str(error)) from error
     stop, replace = stop_event(), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replace.set)
     listeners = listening(settings.listen, settings.workers)

@@ -70,7 +70,9 @@ def check_folder(setting: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         is_ours = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
-        raise NotReady(f"{setting}={folder} cannot be made: {error.strerror}") from error
+        raise NotReady(
+            f"{setting}={folder} cannot be made: {error.strerror}: set another folder"
+        ) from error
     if not is_ours:
         raise NotReady(f"{setting}={folder} cannot be written to by this user: set another folder")
 

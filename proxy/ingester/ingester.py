@@ -60,7 +60,7 @@ async def ingesting(
 
     Raises:
         SpoolInUse: another ingester holds the spool directory.
-        OSError: the admin port is taken.
+        NotListening: the admin port is taken.
         BadRedaction: what redacts cannot be used.
     """
     redactor = open_redactor(settings)
@@ -117,7 +117,7 @@ async def _working(
     app = admin_app(database, drainer, gate, owners, processes)
     count_build()
     begin_at_zero(KNOWN)
-    admin = await listen_on(app, settings.admin_listen, None)
+    admin = await listen_on(app, settings.admin_listen, "PAWL_ADMIN_LISTEN", None)
     keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")

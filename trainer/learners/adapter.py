@@ -23,6 +23,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -31,7 +32,14 @@ from trainer.errors import AdapterError, FilesUnread, LearnerError
 from trainer.learners.kernels.layers import make_adapter_lean
 from trainer.learners.scoring import decoder_of
 from trainer.publishing.adapters import BASE_FILE, STATE, read_base, reading, write_base
-from trainer.publishing.foreign import SIDES, WEIGHTS, read_config, why_other_layers
+from trainer.publishing.foreign import (
+    SIDES,
+    USUAL_ALPHA,
+    WEIGHTS,
+    read_config,
+    refused,
+    why_other_layers,
+)
 from trainer.recipes.recipe import AUTO, LoraOptions
 
 log = structlog.get_logger()
@@ -50,6 +58,8 @@ FOLDED: Final = frozenset({"kv_b_proj"})
 # Kernels of Mamba 2 multiply by it themselves, past any adapter; PEFT refuses to adapt it.
 FUSED: Final = frozenset({"out_proj", "conv1d"})
 MIXER: Final = "Mamba2Mixer"
+# What PEFT puts before a layer's name in a file of weights.
+OF_PEFT: Final = "base_model.model."
 # The name of the optimiser's state.
 OPTIMIZER: Final = "optimizer"
 
@@ -330,42 +340,52 @@ def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any
     return state
 
 
-def check_weights(model: PeftModel, base_hash: str, folder: Path) -> None:
-    """Refuse the adapter in `folder` unless it is one of the layers of `model`, and does something.
+def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path) -> None:
+    """Write the adapter in `adapter`, of the layers of `model`, into `folder`, for `_restored`.
 
     `model` has a new adapter of the recipe's; `base_hash` is that of its base.
 
     Raises:
         AdapterError: it cannot be a version; the message says why, and what to do.
     """
-    if (folder / BASE_FILE).exists() and read_base(folder) != base_hash:
-        raise _refused(
-            folder,
+    if (adapter / BASE_FILE).exists() and read_base(adapter) != base_hash:
+        raise refused(
+            adapter,
             f"it was trained on another base model, says its {BASE_FILE}: import one of this",
         )
-    weights = _read(folder / WEIGHTS)
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    rank = int(read_config(folder)["r"])
-    why = why_other_layers(shapes, rank, _layers(model)) or _why_no_numbers(weights)
-    if why is not None:
-        raise _refused(folder, why)
+    config, path = read_config(adapter), adapter / WEIGHTS
+    try:
+        with safe_open(str(path), "pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            why = why_other_layers(shapes, config, _layers(model))
+            weights = {name: file.get_tensor(name) for name in shapes} if why is None else {}
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
+    if why := why or _why_no_numbers(weights):
+        raise refused(adapter, why)
+    save_file(weights, folder / WEIGHTS)
+    layers = {name.removeprefix(OF_PEFT).rpartition(".lora_")[0] for name in weights}
+    LoraConfig(
+        r=config["r"],
+        lora_alpha=config.get("lora_alpha", USUAL_ALPHA),
+        use_rslora=bool(config.get("use_rslora")),
+        target_modules=sorted(layers),
+        task_type=TASK,
+    ).save_pretrained(str(folder))
 
 
-def check_loaded(model: PeftModel, folder: Path) -> None:
-    """Refuse the adapter in `folder`, which `model` was given, if PEFT passed over some of it.
+def check_loaded(model: PeftModel, adapter: Path, folder: Path) -> None:
+    """Refuse `adapter`, which `model` was given from `folder`, if PEFT passed over some of it.
 
     Raises:
-        AdapterError: the layers in its configuration are not those that it has weights of.
+        AdapterError: it did.
     """
     # It would ask the model hub whether embeddings are to be saved as well.
     loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
-    odd = sorted(loaded.keys() ^ _read(folder / WEIGHTS).keys())
+    with safe_open(str(folder / WEIGHTS), "pt") as file:
+        odd = sorted(loaded.keys() ^ file.keys())
     if odd:
-        raise _refused(
-            folder,
-            f"its target_modules and its weights name different layers ({odd[0]}): save the"
-            " adapter again",
-        )
+        raise refused(adapter, f"PEFT does not load its {odd[0]}: save the adapter again")
 
 
 def _layers(model: PeftModel) -> dict[str, tuple[int, int]]:
@@ -374,14 +394,6 @@ def _layers(model: PeftModel) -> dict[str, tuple[int, int]]:
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer)
     }
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(str(path), "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
 
 
 def _why_no_numbers(weights: Mapping[str, Tensor]) -> str | None:
@@ -393,7 +405,3 @@ def _why_no_numbers(weights: Mapping[str, Tensor]) -> str | None:
     if not any(bool(tensor.any()) for name, tensor in weights.items() if name.endswith(SIDES[1])):
         return "all its lora_B are zero, so that it changes nothing: was it trained at all?"
     return None
-
-
-def _refused(folder: Path, why: str) -> AdapterError:
-    return AdapterError(f"{folder} cannot be imported: {why}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -19,10 +20,10 @@ from trainer.errors import Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
     check_loaded,
-    check_weights,
     load_state,
     save_adapter,
     save_state,
+    write_checked,
 )
 from trainer.learners.budget import (
     REMEDY,
@@ -307,10 +308,12 @@ class Learner:
             AdapterError: it cannot be a version; the message says why, and what to do.
             ShortOfMemory: memory ran out.
         """
-        check_weights(self._model, self._base.hash, adapter)
-        self._stands_at = IN_BETWEEN
-        self._start(adapter)
-        check_loaded(self._model, adapter)
+        with TemporaryDirectory(prefix="pawl-adapter-") as name:
+            folder = Path(name)
+            write_checked(self._model, self._base.hash, adapter, folder)
+            self._stands_at = IN_BETWEEN
+            self._start(folder)
+            check_loaded(self._model, adapter, folder)
 
     def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""

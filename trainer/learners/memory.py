@@ -25,7 +25,7 @@ from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
-from trainer.learners.model import loader_of, precision, weight_bytes
+from trainer.learners.model import loader_of, loading, precision, weight_bytes
 from trainer.learners.scoring import decoder_of
 from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
@@ -117,17 +117,12 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         LearnerError: there is no such configuration, no layer of it can be run, or the recipe asks
             to pack a base that cannot be.
     """
-    try:
+    with loading(model, "planned"):
         config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             # Some operations of experts take nothing wider.
             base = loader_of(config).from_config(config, dtype=torch.bfloat16)
         base.set_attn_implementation(PLANNED)
-    except (OSError, ValueError) as error:
-        raise LearnerError(
-            f"the model {model!r} cannot be planned: {error}; name a folder with a config.json of"
-            " a causal language model"
-        ) from error
     make_base_lean(base)
     parameters = sum(parameter.numel() for parameter in base.parameters())
     weights = weight_bytes(base, recipe, device)

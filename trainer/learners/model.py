@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 from accelerate import PartialState
+from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
 from safetensors import SafetensorError
 from torch import Tensor
@@ -176,7 +177,7 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
             f"base_bits = {bits} needs bitsandbytes: install it with `pip install"
             " 'pawl-rl[trainer]'`, or leave base_bits out of the recipe"
         )
-    with _loading(model):
+    with loading(model):
         shapes = outline(AutoConfig.from_pretrained(model))
     packed = _packable(shapes)
     linear = (name for name, part in shapes.named_modules() if type(part) is torch.nn.Linear)
@@ -235,20 +236,24 @@ def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) ->
     Raises:
         LearnerError: the model cannot be loaded.
     """
-    with _loading(model):
+    with loading(model):
         loader = loader_of(AutoConfig.from_pretrained(model))
         base = loader.from_pretrained(model, dtype=dtype, **how)
         return base, AutoTokenizer.from_pretrained(model)
 
 
 @contextmanager
-def _loading(model: str) -> Iterator[None]:
+def loading(model: str, done: str = "loaded") -> Iterator[None]:
+    """Raise LearnerError for an error, within the block, of what is `done` with a model."""
     try:
         yield
     except (OSError, ValueError) as error:
+        # The hub's own message is about how names are written.
+        is_no_name = HFValidationError in map(type, (error, error.__cause__, error.__context__))
+        why = "there is no such folder" if is_no_name else " ".join(str(error).split())
         raise LearnerError(
-            f"the model {model!r} cannot be loaded: {error}; set PAWL_MODEL to the folder or name"
-            " of a causal language model"
+            f"the model {model!r} cannot be {done}: {why}; name"
+            " one of the hub, or a folder with the config.json of a causal language model"
         ) from error
 
 

@@ -122,7 +122,7 @@ def _manifest(folder: Path) -> Manifest | None:
     try:
         with reading(path):
             return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
     except FileMissing:
         return None
@@ -233,7 +233,7 @@ def read_base(folder: Path) -> str:
     try:
         with reading(path):
             return msgspec.json.decode(path.read_bytes(), type=BaseHash).base
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
 
 

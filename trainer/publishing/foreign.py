@@ -3,9 +3,13 @@
 What it must be is what training writes and the model server takes: plain LoRA on some of the
 layers that the recipe trains, not above its rank, on the policy's base model. Each function
 returns why it is not, with what to do; `read_config` alone reads a file.
+
+PEFT gets a configuration that is written anew: expressions for names of layers, which may take PEFT
+hours, are not matched, as the weights name their layers.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +35,23 @@ PLAIN: Final = (
 # Ways to begin that leave the base model as it was. With the others (PiSSA, OLoRA, LoftQ …) an
 # adapter is one of a changed base, unless PEFT converted it when it was saved.
 BEGINNINGS: Final = ("gaussian", "orthogonal", "eva", "mica", "lora_ga")
+# What else is read of it: a test, and which value passes.
+USABLE: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "lora_alpha": (
+        lambda value: type(value) in (int, float) and 0 < value <= 1e6,
+        "a number above 0, a million at most,",
+    ),
+    "use_rslora": (lambda value: isinstance(value, bool | None), "true or false"),
+    "target_modules": (
+        lambda value: (
+            isinstance(value, str | None)
+            or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+        ),
+        "a list of names",
+    ),
+}
+# PEFT's own, where a configuration has none.
+USUAL_ALPHA: Final = 8
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -40,7 +61,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         AdapterError: there is no adapter, or it cannot be read.
     """
     for name in SERVED:
-        if not (folder / name).is_file():
+        # Unlike pathlib's, it raises nothing, whatever the name.
+        if not os.path.isfile(folder / name):
             raise AdapterError(
                 f"{folder} is no PEFT adapter: it has no {name}; name the folder that"
                 " `save_pretrained` wrote (with safe_serialization, PEFT's default)"
@@ -48,8 +70,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
+
+
+def refused(folder: Path, why: str) -> AdapterError:
+    """Return the error that the adapter in `folder` cannot be imported, in one line."""
+    # It tells values of the adapter's, which may have any length.
+    line = "".join(one if one.isprintable() else " " for one in why[:600])
+    return AdapterError(f"{folder} cannot be imported: {line}")
 
 
 def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
@@ -60,14 +89,17 @@ def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
     kind, rank = config.get("peft_type"), config.get("r")
     if kind != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
         return (
-            f"its peft_type is {kind!r} and its task_type {config.get('task_type')!r}, and only"
-            " LORA for CAUSAL_LM is trained and served: train such an adapter"
+            f"its peft_type is {kind!r:.80} and its task_type {config.get('task_type')!r:.80}, and"
+            " only LORA for CAUSAL_LM is trained and served: train such an adapter"
         )
-    if not isinstance(rank, int) or not 0 < rank <= lora.rank:
+    if type(rank) is not int or not 0 < rank <= lora.rank:
         return (
-            f"its rank (r) is {rank!r}, and the recipe's lora.rank is {lora.rank}: train one of a"
-            " rank up to that, or set lora.rank and the model server's --max-lora-rank higher"
+            f"its rank (r) is {rank!r:.80}, and the recipe's lora.rank is {lora.rank}: train one of"
+            " a rank up to that, or set lora.rank and the model server's --max-lora-rank higher"
         )
+    for name, (is_usable, usable) in USABLE.items():
+        if name in config and not is_usable(config[name]):
+            return f"its {name} is {config[name]!r:.80}, and {usable} is needed: save it again"
     # Keys whose values a plain adapter does not have.
     odd = sorted(name for name in config.keys() - set(PLAIN) if config[name])
     if config.get("bias", "none") != "none":
@@ -77,8 +109,8 @@ def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
         odd.append("init_lora_weights")
     if odd:
         return (
-            f"it has {odd[0]} = {config[odd[0]]!r}, and only plain LoRA is trained and served:"
-            f" train one without, or remove the key from its {CONFIG} if it changes nothing"
+            f"it has {odd[0]:.80} = {config[odd[0]]!r:.80}, and only plain LoRA is trained and"
+            f" served: train one without, or remove the key from its {CONFIG} if it changes nothing"
         )
     return None
 
@@ -86,24 +118,29 @@ def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
 def why_another_base(config: Mapping[str, Any], model: str) -> str | None:
     """Return why a configuration is of another base than `model`, a name or a folder, or None."""
     named = config.get("base_model_name_or_path")
-    if isinstance(named, str) and named and Path(named).resolve() == Path(model).resolve():
+    named_path = named if isinstance(named, str) and named and "\0" not in named else None
+    if named_path and os.path.realpath(named_path) == os.path.realpath(model):
         return None
     return (
-        f"its base model is {named!r}, and the policy's is {model!r}: train it on that one; if"
+        f"its base model is {named!r:.80}, and the policy's is {model!r}: train it on that one; if"
         f" they are the same model, write that name as base_model_name_or_path into its {CONFIG}"
     )
 
 
 def why_other_layers(
-    shapes: Mapping[str, Sequence[int]], rank: int, layers: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, Sequence[int]],
+    config: Mapping[str, Any],
+    layers: Mapping[str, tuple[int, int]],
 ) -> str | None:
     """Return why weights of these shapes are not of these layers, or None if they are.
 
     Args:
         shapes: of each tensor in the file, by its name.
-        rank: what the configuration says.
+        config: of a plain adapter (`why_not_plain`): its rank, and the layers that it names.
         layers: the layers that the recipe trains: inputs and outputs, by name.
     """
+    rank, named, used = config["r"], config.get("target_modules"), set[str]()
+    names = frozenset(named) if isinstance(named, list) else None
     for name in shapes:
         layer = name.removesuffix(SIDES[0]).removesuffix(SIDES[1])
         if layer == name:
@@ -113,6 +150,11 @@ def why_other_layers(
                 f"its {name} is of a layer that the recipe's lora.target_modules does not train"
                 " or the base model does not have: add the layer to the recipe, or train without"
             )
+        parts = layer.split(".")
+        called = {".".join(parts[at:]) for at in range(len(parts))} & (names or set())
+        if names is not None and not called:
+            return f"its target_modules do not name its {name}: save the adapter again"
+        used |= called
         inputs, outputs = layers[layer]
         for side, shape in zip(SIDES, ([rank, inputs], [outputs, rank]), strict=True):
             own = shapes.get(layer + side)
@@ -121,4 +163,9 @@ def why_other_layers(
                     f"its {layer + side} is {'missing' if own is None else list(own)} and"
                     f" {shape} is needed: is it of this base model and of rank {rank}?"
                 )
-    return None if shapes else "it has no weights: save the adapter again"
+    if not shapes:
+        return "it has no weights: save the adapter again"
+    unused = sorted((names or set()) - used)
+    return (
+        f"it has no weights of {unused[0]!r:.80}, which its target_modules name" if unused else None
+    )

@@ -6,6 +6,8 @@ The learner computes for minutes and blocks its thread; the event loop stays fre
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 from uuid import UUID
@@ -17,7 +19,7 @@ from store.claims import Claim
 from store.values.packing import unpack_ids
 from store.values.sampling import distribution_of
 from trainer.batches import Row, RowKey, with_logprobs
-from trainer.errors import AdapterError, Interrupted
+from trainer.errors import AdapterError, Interrupted, LearnerError
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
@@ -256,9 +258,18 @@ class Training:
         return self._learner.policy_logprobs()
 
     async def probe(self) -> tuple[ProbeRow, ...]:
-        """Return what to probe the trained policy with, with its log-probabilities."""
+        """Return what to probe the trained policy with, with its log-probabilities.
+
+        Raises:
+            LearnerError: they are not finite.
+        """
         rows = self._learner.probe_rows()
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
+        if not all(map(isfinite, chain.from_iterable(of_rows))):
+            raise LearnerError(
+                "with its weights no log-probability is finite: its training failed, or its"
+                " lora_alpha is too large"
+            )
         return tuple(
             ProbeRow(ids=tuple(row.ids), logprobs=tuple(logprobs))
             for row, logprobs in zip(rows, of_rows, strict=True)

@@ -117,7 +117,10 @@ async def stack(engine: AsyncEngine, database_url: str, tmp_path: Path) -> Async
         )
         running = await parts["controller"].enter_async_context(controlling(engine, server.url))
         port = await listen_on(
-            app_of(running.servable, running.controllers), settings.controller_listen, ()
+            app_of(running.servable, running.controllers),
+            settings.controller_listen,
+            "PAWL_CONTROLLER_LISTEN",
+            (),
         )
         parts["controller"].push_async_callback(port.cleanup)
         await run_trainer(parts["trainer"], engine, settings)
@@ -141,7 +144,8 @@ async def run_trainer(exits: AsyncExitStack, engine: AsyncEngine, settings: Doct
     exits.push_async_callback(claims.leave_policy, guard, "m")
     is_up = asyncio.Event()
     is_up.set()
-    port = await listen_on(port_app(settings, is_up), settings.trainer_listen, ())
+    app = port_app(settings, is_up)
+    port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", ())
     exits.push_async_callback(port.cleanup)
 
 

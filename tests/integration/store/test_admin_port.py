@@ -33,7 +33,7 @@ async def listening() -> AsyncIterator[int]:
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/broken", broken)
     port = free_port()
-    runner = await listen_on(app, f"127.0.0.1:{port}", ("metrics.example",))
+    runner = await listen_on(app, f"127.0.0.1:{port}", "PAWL_ADMIN_LISTEN", ("metrics.example",))
     try:
         yield port
     finally:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -330,6 +332,36 @@ def test_full_disk_is_reported_and_leaves_nothing_half_done(folder: Path, is_fir
     finally:
         # A guard may be about to leave.
         until_true(lambda: not subprocess.run(["umount", disk], check=False).returncode)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the server has another user")
+def test_folders_outside_of_the_data_directory_keep_their_permissions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of PostgreSQL's programs too, as in an environment below /root."""
+    programs, installed = EmbeddedPostgres(folder).programs, folder / "installed"
+    for part in (programs.parent, Path(f"{programs.parents[1]}.libs")):
+        shutil.copytree(part, installed / part.relative_to(programs.parents[2]))
+    own = installed / programs.relative_to(programs.parents[2])
+    monkeypatch.setattr(EmbeddedPostgres, "programs", own)
+    above, data_dir = folder / "above", folder / "above" / "var"
+    data_dir.mkdir(parents=True)
+    for closed in (folder, above, data_dir, installed, own.parent / "share"):
+        closed.chmod(0o700)
+
+    server = EmbeddedPostgres(data_dir)
+    copied = embedded._in_tmp(server.folder, "-programs")
+    try:
+        assert server.ensure_running() == server.url
+        assert server.folder in embedded.running_servers()
+
+        for closed in (folder, above, data_dir, installed, own.parent / "share"):
+            assert stat.filemode(closed.stat().st_mode) == "drwx------"
+        assert copied.stat().st_uid == os.geteuid()
+        assert not copied.stat().st_mode & 0o022
+    finally:
+        server.stop()
+        shutil.rmtree(copied, ignore_errors=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")

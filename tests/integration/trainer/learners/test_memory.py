@@ -208,7 +208,7 @@ PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
     ),
     "writing": ("trainer.learners.learner.save_adapter", lambda made: made.save(Path("1"))),
     "import": (
-        "trainer.learners.learner.check_weights",
+        "trainer.learners.learner.write_checked",
         lambda made: made.adopt(Path("1")),
     ),
 }
