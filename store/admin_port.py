@@ -1,13 +1,12 @@
 """Listen on an admin port, which aiohttp serves: no client fills the log, no web page asks."""
 
-from collections.abc import Awaitable, Callable
 from logging import LogRecord
 from typing import Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from store.browsers import why_foreign
 from store.settings import address
@@ -22,8 +21,7 @@ async def listen_on(
 ) -> web.AppRunner:
     """Serve an application on the address `listen`, until the runner's `cleanup`.
 
-    Requests of other sites' pages are refused, but for those that `hosts` allow; None: the
-    application checks by itself who asks.
+    Requests of other pages than those that `hosts` name are refused; None: `app` looks itself.
 
     Raises:
         OSError: the port is taken.
@@ -44,9 +42,7 @@ async def listen_on(
 
 def _without_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
     @web.middleware
-    async def refuse(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
         why = why_foreign(request.method, request.raw_headers, hosts)
         if why is None:
             return await handler(request)

@@ -41,8 +41,8 @@ async def controller(settings: ControllerSettings) -> None:
         servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
         count_build()
-        app = app_of(servable, controllers)
-        port = await listen_on(app, settings.controller_listen, settings.allowed_hosts)
+        app, hosts = app_of(servable, controllers), settings.allowed_hosts
+        port = await listen_on(app, settings.controller_listen, hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
         looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
