@@ -75,13 +75,10 @@ def share_of(limit: int | None, workers: int) -> int | None:
 class Usage:
     """A key's use of one worker: running requests, and requests and tokens of the last minute."""
 
-    __slots__ = (
-        *("_at_once", "_begun", "_grant", "_per_minute", "_running", "_spent", "_taken", "_tokens"),
-    )
+    __slots__ = ("_at_once", "_begun", "_per_minute", "_running", "_spent", "_taken", "_tokens")
 
     def __init__(self) -> None:
         """Begin without a request, and without limits."""
-        self._grant = _NOBODY
         self._per_minute: int | None = None
         self._at_once: int | None = None
         self._tokens: int | None = None
@@ -98,7 +95,6 @@ class Usage:
 
     def hold_to(self, grant: Grant, workers: int) -> None:
         """Take the limits of a key, of which `workers` workers have a share each."""
-        self._grant = grant
         self._per_minute = share_of(grant.per_minute, workers)
         self._at_once = share_of(grant.at_once, workers)
         self._tokens = share_of(grant.tokens_per_minute, workers)
@@ -125,29 +121,27 @@ class Usage:
         return wait_s
 
     def count_statements(self, now: float, number: int) -> None:
-        """Count a request of `/feedback`, which has begun, as each of its statements.
+        """Count a request, which has begun, as each of its statements.
 
         Raises:
             BadRequest: they are more than the key may state in a minute.
             TooMany: the key has stated too much for now; the request counts as one.
         """
+        limit = f"The API key is limited to {self._per_minute} statements a minute here"
         if self._per_minute is not None and number > self._per_minute:
-            raise BadRequest(
-                f"The body holds {number} statements, and this API key may send "
-                f"{self._per_minute} a minute on this connection: send them in parts"
-            )
+            raise BadRequest(f"{limit}, and the body holds {number}: send them in parts")
         if self._count(now, number - 1) is not None:
-            raise _too_many(self._grant, self._count(now, number) or BUSY_S)
+            wait_s = self._count(now, number) or BUSY_S
+            raise TooMany(f"{limit}: send this again in {wait_s} s", wait_s)
 
     def _count(self, now: float, number: int) -> int | None:
         """Count `number` requests, or none and return after how many seconds they may come."""
-        if self._per_minute is None:
+        begun, limit = self._begun, self._per_minute
+        if limit is None:
             return None
-        begun = self._begun
         while begun and begun[0] <= now - WINDOW_S:
             begun.popleft()
-        over = len(begun) + number - self._per_minute
-        if over > 0:
+        if (over := len(begun) + number - limit) > 0:
             return _until_old(begun[over - 1], now)
         begun.extend([now] * number)
         return None
@@ -287,8 +281,7 @@ class Gate:
     def __init__(self, access: Access, workers: int = 1, hosts: tuple[str, ...] = ()) -> None:
         """Begin without knowing the keys: until `take`, nobody is let in.
 
-        Each of `workers` holds a key to its share of the key's limits. `hosts` are those of
-        `PAWL_ALLOWED_HOSTS`.
+        Each of `workers` holds a key to its share of the limits. `hosts`: `PAWL_ALLOWED_HOSTS`.
         """
         self._access = access
         self._hosts = hosts
@@ -381,7 +374,7 @@ class Gate:
                 raise _not_local(shown)
             why = why_foreign(*request, self._hosts, loopback=self._access == "loopback")
             if why is not None:
-                raise Forbidden(f"{why}, or make an API key: {_MAKE}", code="foreign_page")
+                raise Forbidden(f"{why}, or make a key with {_MAKE}", code="foreign_page")
             return None
         if self._known is None:
             raise KeysUnknown(
@@ -435,8 +428,8 @@ def _too_many(grant: Grant, wait_s: int) -> TooMany:
 def _not_local(shown: Shown) -> Forbidden:
     reason = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
     return Forbidden(
-        f"No API key was made yet, so only this machine may call, and {reason}. Make a key: "
-        f"{_MAKE}, or open the port to anyone with PAWL_ACCESS=anyone",
+        f"No API key was made yet, so only this machine may call, and {reason}. Make a key "
+        f"with {_MAKE}, or open the port to anyone with PAWL_ACCESS=anyone",
         code="not_loopback",
     )
 

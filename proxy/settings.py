@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode
 from proxy.tool_events import ResultReaders, parse_readers
 from store.keep_days import MOST_DAYS, Periods, read_periods
 from store.records import EVAL_TASKS
-from store.settings import ALLOWED_HOSTS, AllowedHosts, Listen, PoliciesFile, StoreSettings
+from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.sampling import parse_defaults
 
 # Who may call while no key was ever made.
@@ -58,7 +58,6 @@ class ProxySettings(StoreSettings):
         description="who may call the proxy's ports, and see the console, while no API key was "
         "ever made: callers on `loopback`, only who has a key (`keys`), or `anyone`",
     )
-    allowed_hosts: AllowedHosts = ALLOWED_HOSTS
     spool_dir: Path = Field(
         default=Path("var/spool"), description="directory where records wait on disk"
     )

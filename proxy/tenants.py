@@ -174,7 +174,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("file_id", "file_ids", "container", "uuid"), "send the content itself"),
     **dict.fromkeys(
         _words("url audio_url file_url image_url server_url video_url"),
-        "write a public address as http://HOST or https://HOST, or send the content itself",
+        "name a public address by http:// or https://, or send the content itself",
     ),
 }
 # An address that all readers take alike: some would leave out a space or turn a backslash.

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import LogRecord
 from typing import Final
@@ -10,7 +10,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from store.browsers import why_foreign
 from store.errors import NotListening
@@ -26,8 +26,7 @@ async def listen_on(
 ) -> web.AppRunner:
     """Serve an application on the address `listen` of a setting, until the runner's `cleanup`.
 
-    Requests of other sites' pages are refused, but for those that `hosts` allow; None: the
-    application checks by itself who asks.
+    Requests of other pages than those that `hosts` name are refused; None: `app` looks itself.
 
     Raises:
         NotListening: the port is taken, or the machine has no such address.
@@ -49,9 +48,7 @@ async def listen_on(
 
 def _without_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
     @web.middleware
-    async def refuse(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
         why = why_foreign(request.method, request.raw_headers, hosts)
         if why is None:
             return await handler(request)

@@ -164,10 +164,7 @@ _PENDING: Final = f"""
         WHERE place > $1 OR at < now() - $2::interval LIMIT $3)
     RETURNING {{key}}
 """
-_EMPTY_REQUESTS: Final = """
-    DELETE FROM feedback_requests r WHERE id = ANY($1)
-        AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)
-"""
+_EMPTY: Final = "id = ANY($1) AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)"
 # Whose a request without a key was, nobody knows once its statements are gone.
 _REQUESTS: Final = f"""
     DELETE FROM feedback_requests WHERE id IN (
@@ -206,10 +203,9 @@ class _Step(NamedTuple):
 
 
 async def remove_pending(engine: AsyncEngine, days: int) -> int:
-    """Remove some statements about what has not come in `days`, or beyond a tenant's newest.
+    """Remove statements about what did not come in `days`, and a tenant's beyond `MOST_PENDING`.
 
-    Their requests go with their last statement. Return the number of statements removed; 0:
-    nothing is left, or another process removes it.
+    Their requests go with them. Return the number of some that were removed; 0: no more are left.
     """
     async with engine.begin() as connection:
         driver = await driver_of(connection)
@@ -217,7 +213,8 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
             return 0
         limits = MOST_PENDING, timedelta(days=days), MOST_CALLS
         gone = await driver.fetch(_PENDING.format(table="feedback", key="request_id"), *limits)
-        await driver.execute(_EMPTY_REQUESTS, [row[0] for row in gone])
+        requests = [row[0] for row in gone]
+        await driver.execute(f"DELETE FROM feedback_requests r WHERE {_EMPTY}", requests)
         events = await driver.fetch(_PENDING.format(table="tool_events", key="id"), *limits)
     return len(gone) + len(events)
 

@@ -54,32 +54,7 @@ def separated(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-def _is_host(value: str) -> str:
-    if not re.fullmatch(r"[\w.:\[\]-]+", value, re.ASCII):
-        raise ValueError(
-            f"{value!r:.80} is no host: write a name such as pawl.example.com, .example.com for all"
-            " names below it, or localhost:3000 for the pages of that host and port"
-        )
-    return value.lower()
-
-
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(separated)]
-# Here for the same reason: all ports ask for these names while no key protects them.
-AllowedHosts = Annotated[
-    tuple[Annotated[str, AfterValidator(_is_host)], ...],
-    NoDecode,
-    BeforeValidator(separated),
-    Field(
-        description="names with a dot that requests without an API key may have as their `Host`, "
-        "and hosts, with their port, of web pages that may send such requests; comma-separated, "
-        "and with a dot before it a name stands for all below it; IP addresses and names without "
-        "a dot need no entry"
-    ),
-]
-ALLOWED_HOSTS: Final = (
-    *(".localhost", "host.docker.internal", "host.containers.internal"),
-    *(".svc", ".svc.cluster.local"),
-)
 
 
 def address(listen: str) -> tuple[str, int]:
@@ -229,6 +204,15 @@ class Settings(BaseSettings):
         default=None,
         description="folder in which each file holds the value of the variable that it is named "
         "like, as Docker and Kubernetes mount secrets; unset: /run/secrets, if it is there",
+    )
+    allowed_hosts: Names = Field(
+        default=(
+            *(".localhost", "host.docker.internal", "host.containers.internal"),
+            *(".svc", ".svc.cluster.local"),
+        ),
+        description="names with a dot by which requests without an API key may name the host of a "
+        "port, .example.com for all names below it, and hosts, with their port, of web pages that "
+        "may send such requests; IP addresses and names without a dot need no entry",
     )
 
     @classmethod

@@ -93,8 +93,7 @@ async def _work(
         # Model servers may want versions while the model is loaded, which takes minutes.
         is_up = asyncio.Event()
         # Those who fetch versions name the trainer as its own setting does.
-        own = urlsplit(settings.adapter_source or "").hostname
-        hosts = (*settings.allowed_hosts, *filter(None, [own]))
+        hosts = (*settings.allowed_hosts, str(urlsplit(settings.adapter_source or "").hostname))
         app = port_app(settings, is_up)
         port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
         stack.push_async_callback(port.cleanup)

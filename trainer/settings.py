@@ -7,16 +7,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, SecretStr
 from pydantic_settings import NoDecode
 
-from store.settings import (
-    ALLOWED_HOSTS,
-    AllowedHosts,
-    Listen,
-    Names,
-    PoliciesFile,
-    Settings,
-    StoreSettings,
-    separated,
-)
+from store.settings import Listen, Names, PoliciesFile, Settings, StoreSettings, separated
 
 # Adapter slots of a server that does not say: what `pawl up` and the Compose file give their vLLM.
 USUAL_SLOTS: Final = 8
@@ -65,7 +56,6 @@ class SourceSettings(Settings):
         description="most that fetched versions take on a disk, in GB; those that were asked for "
         "longest ago are removed, but for what the model server has loaded",
     )
-    allowed_hosts: AllowedHosts = ALLOWED_HOSTS
 
 
 class ServerSettings(StoreSettings, SourceSettings):

@@ -40,7 +40,7 @@ from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, Shown, shown_in
 from store.admin_port import listening_on
-from store.browsers import why_of_another_site
+from store.browsers import why_foreign
 from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow
 from store.grants import MARK, SCOPES
 from store.keys import key_ring
@@ -141,19 +141,15 @@ class _Protocol(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
-        # Those that wait for a request must not keep others out: the longest silent one ends.
-        there = [
-            one
-            for one in self.connections
-            if isinstance(one, _Protocol) and not one.transport.is_closing()
-        ]
+        # Half of the places are for requests: the longest silent connection ends.
         silent = [
-            (one.timeout_keep_alive_task.when(), one)
-            for one in there
-            if one.timeout_keep_alive_task is not None
+            (one.timeout_keep_alive_task.when(), one.transport)
+            for one in self.connections
+            if isinstance(one, _Protocol) and one.timeout_keep_alive_task
+            if not one.transport.is_closing()
         ]
-        if len(there) >= MOST_AT_ONCE and silent:
-            min(silent, key=itemgetter(0))[1].transport.close()
+        if len(silent) > MOST_AT_ONCE / 2:
+            min(silent, key=itemgetter(0))[1].close()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close it, also in the middle of a request."""
@@ -280,7 +276,7 @@ def refuse_cross_site(request: Request) -> None:
     Raises:
         Refusal: the request comes from another site, and changes something or is for a part of it.
     """
-    if why_of_another_site(request.method, dict(request.headers.raw), ()) is not None:
+    if why_foreign(request.method, request.headers.raw, None) is not None:
         raise Refusal(
             403,
             "This was sent from another site",

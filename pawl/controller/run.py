@@ -41,12 +41,9 @@ async def controller(settings: ControllerSettings) -> None:
         servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
         count_build()
-        port = await listen_on(
-            app_of(servable, controllers),
-            settings.controller_listen,
-            "PAWL_CONTROLLER_LISTEN",
-            settings.allowed_hosts,
-        )
+        app, hosts = app_of(servable, controllers), settings.allowed_hosts
+        listen = settings.controller_listen
+        port = await listen_on(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
         looks = {"controller": servable.look, "gate": Deciding(evaluations).look}

@@ -1,13 +1,13 @@
 """Serve the admin port: `/healthz`, `/readyz` and `/metrics`."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from proxy.error_replies import CHALLENGE, UNAUTHORIZED
@@ -124,9 +124,7 @@ def guarded_by(gate: Gate) -> Middleware:
     """Return the middleware that asks for a key with the scope `read`."""
 
     @web.middleware
-    async def admit(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in OPEN:
             return await handler(request)
         try:
@@ -146,8 +144,8 @@ def guarded_by(gate: Gate) -> Middleware:
 def _begin(gate: Gate, request: web.Request) -> Usage | None:
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
     headers = list(request.raw_headers)
-    asked = request.method, headers
-    grant = gate.check(shown_in(headers), "read", asked, local=is_loopback(peer))
+    shown, asked = shown_in(headers), (request.method, headers)
+    grant = gate.check(shown, "read", asked, local=is_loopback(peer))
     request[TENANT] = DEFAULT if grant is None else grant.tenant
     return None if grant is None else gate.begin(grant, takes_tokens=False)
 

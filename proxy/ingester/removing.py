@@ -217,9 +217,7 @@ async def remove_outdated(root: Path, periods: Periods, engine: AsyncEngine | No
 
 async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
     """Remove statements about what never came, step by step, and count them."""
-    removed = 1
-    while engine is not None and removed:
-        removed = await retaining.remove_pending(engine, days)
+    while engine is not None and (removed := await retaining.remove_pending(engine, days)):
         OUTDATED.labels("pending").inc(removed)
         await asyncio.sleep(STEP_S)
 
