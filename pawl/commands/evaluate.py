@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -132,13 +131,7 @@ async def run_evaluation(flags: Flags) -> Evaluation:
         [first, *_] = error.errors()
         why = ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
         raise RolloutError(f"--margin, --range: {why}") from error
-    command = shlex.join(flags.command) if flags.command else None
-    if (command is None) == (flags.python is None):
-        raise RolloutError(
-            "say what to run with `-- PROGRAM ARGUMENTS` at the end, or --python MODULE:FUNCTION, "
-            "one of the two"
-        )
-    setup = flags.setup(command, lambda tasks: flags.journal or tasks)
+    setup = flags.setup(flags.command, lambda tasks: flags.journal or tasks)
     async with aiohttp.ClientSession(
         headers=setup.headers, response_class=LimitedResponse
     ) as session:

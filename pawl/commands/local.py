@@ -14,7 +14,7 @@ from pawl.processes import stop_event
 from pawl.scenarios.run import DEMO, RunOptions, run_scenario
 from pawl.scenarios.scenario import ScenarioFailed
 from pawl.settings import ConsoleSettings, StackSettings, read_settings, refuse_unread
-from pawl.stack.model import unpacked_model
+from pawl.stack.model import unpacked_unless_stopped
 from pawl.stack.preflight import NotReady, check_folder, check_torch
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import StackPlan, configured_plan, running_stack
@@ -166,17 +166,26 @@ def _run_scenario(options: RunOptions, what: str) -> None:
 
 
 async def run_stack(settings: StackSettings) -> None:
-    """Start the stack, print how it is used, and wait for SIGINT or SIGTERM.
+    """Start the stack, print how it is used, and keep it until SIGINT or SIGTERM.
+
+    These end it while it starts, too.
 
     Raises:
         NotReady: the machine cannot run the stack; nothing was started.
         ProcessFailed: a process cannot be kept running.
     """
-    stop = stop_event()
+    stopping = asyncio.create_task(stop_event().wait())
+    running = asyncio.create_task(_run_stack(settings))
+    await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def _run_stack(settings: StackSettings) -> None:
     console = Console(stderr=True)
-    plan = await asyncio.to_thread(_plan, settings)
-    if stop.is_set():
-        return
+    plan = await _plan(settings)
     with console.status("starting") as status:
         async with running_stack(
             plan, lambda waiting: status.update(f"waiting for {waiting}")
@@ -191,20 +200,19 @@ async def run_stack(settings: StackSettings) -> None:
             admin = f"http://{plan.admin_listen}"
             console.print(f"Health: {admin}/readyz   Metrics: {admin}/metrics")
             console.print("Ctrl-C stops everything.")
-            while not stop.is_set():
+            while True:
                 stack.check()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), CHECK_S)
+                await asyncio.sleep(CHECK_S)
 
 
-def _plan(settings: StackSettings) -> StackPlan:
+async def _plan(settings: StackSettings) -> StackPlan:
     check_folder("PAWL_DATA_DIR", settings.data_dir)
     proxy = read_settings(ProxySettings)
     trainer = read_settings(TrainerSettings)
     outside = "upstream_url" in proxy.model_fields_set
     model = settings.model
     if model is None and not outside:
-        model = str(unpacked_model(settings.data_dir / "models"))
+        model = str(await unpacked_unless_stopped(settings.data_dir / "models"))
     # One trainer trains them all; they have one base model.
     chosen = chosen_policies(trainer, open_policies(trainer.policies))
     policy = trainer.policy

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -71,8 +72,8 @@ class AgentFlags(Record, frozen=True, kw_only=True):
         str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
     ] = None
 
-    def setup(self, command: str | None, journal: Callable[[Path], Path]) -> Setup:
-        """Return what they say, with an agent's command, and the journal for a file of tasks.
+    def setup(self, program: Sequence[str] | None, journal: Callable[[Path], Path]) -> Setup:
+        """Return what they say, with an agent's program, and the journal for a file of tasks.
 
         Raises:
             RolloutError: there is no file of tasks, or the address is none.
@@ -86,7 +87,7 @@ class AgentFlags(Record, frozen=True, kw_only=True):
             journal=journal(self.tasks),
             url=proxy_address(self.url),
             headers=read_settings(ClientSettings).headers,
-            command=command,
+            command=shlex.join(program) if program else None,
             python=self.python,
             judge=self.judge,
             answer=self.answer,
@@ -100,7 +101,8 @@ class Flags(AgentFlags, frozen=True, kw_only=True):
     """Hold what may be written after `pawl rollout`."""
 
     command: Annotated[
-        str | None, typer.Option(help="Program that is started for each run, as in a shell.")
+        list[str] | None,
+        typer.Argument(help="After `--`: program that is started for each run."),
     ] = None
     samples: Annotated[
         int,
@@ -131,7 +133,8 @@ class Flags(AgentFlags, frozen=True, kw_only=True):
 def rollout(flags: Flags) -> None:
     """Run an agent on a file of tasks, and post rewards for what comes out.
 
-    The agent is any program (--command) or Python function (--python). It gets its task on
+    `pawl rollout --tasks FILE --answer FIELD -- PROGRAM ARGUMENTS`. The agent is any program (after
+    `--`) or Python function (--python). It gets its task on
     standard input, and OPENAI_BASE_URL and ANTHROPIC_BASE_URL, which name task, episode and
     split. A run that fails or takes too long gets no reward, but the metric run_failed. The same
     command goes on where it was stopped or killed. Needs a proxy, and no database.

@@ -63,7 +63,7 @@ class CommandAgent(Agent):
         if not command or shutil.which(command[0]) is None:
             shown = command[0] if command else ""
             raise RolloutError(
-                f"--command: the program {shown!r} is not found or not executable: give its path, "
+                f"the program {shown!r} is not found or not executable: give its path, "
                 "or `chmod +x` it"
             )
         self._command = list(command)

@@ -80,13 +80,13 @@ class Setup(Record, frozen=True, kw_only=True):
         """
         if (self.command is None) == (self.python is None):
             raise RolloutError(
-                'say what to run with --command "PROGRAM ARGUMENTS" or --python MODULE:FUNCTION, '
-                "one of the two"
+                "say what to run with `-- PROGRAM ARGUMENTS` at the end, or --python"
+                " MODULE:FUNCTION, one of the two"
             )
         if self.python is not None:
             log = self.journal.with_suffix(".log").absolute()
             return FunctionAgent(self.python, log, self.at_once, folder=Path.cwd())
-        return CommandAgent(_words_of("--command", self.command or ""))
+        return CommandAgent(_words_of("the program", self.command or ""))
 
     def make_judge(self) -> RunJudge:
         """Return what scores the runs; if nothing is named, it says nothing about any.

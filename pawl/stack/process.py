@@ -1,6 +1,7 @@
 """Run a child process with a log file: restarted when it ends, never outliving its parent."""
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -63,15 +64,19 @@ class Process:
         await self._spawn()
         self._keeping = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
 
-    async def stop(self) -> None:
-        """Stop the process and all that it started: SIGTERM, and SIGKILL after `stop_s`."""
+    async def stop(self, within_s: float = math.inf) -> None:
+        """Stop the process and all that it started: SIGTERM, and SIGKILL after `stop_s`.
+
+        A shorter `within_s` (seconds) counts in its place.
+        """
         self._stopping = True
+        stop_s = min(self._stop_s, within_s)
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), self._stop_s)
+                await asyncio.wait_for(self._process.wait(), stop_s)
             except TimeoutError:
-                log.warning("process_killed", process=self.name, after_s=self._stop_s)
+                log.warning("process_killed", process=self.name, after_s=stop_s)
                 self._kill_group()
                 await self._process.wait()
         self._kill_group()

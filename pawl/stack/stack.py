@@ -30,6 +30,8 @@ from store.settings import address
 from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 # A first start downloads the model.
+# How long each process may take to end that is stopped before all are ready.
+STOP_STARTING_S: Final = 4.0
 READY_S: Final = 1200.0
 POLL_S: Final = 0.25
 # How long the proxy's supervisor may take beyond `PAWL_STOP_GRACE_S` when it is stopped.
@@ -163,14 +165,20 @@ async def running_stack(
             postgres = await exits.enter_async_context(kept_postgres(plan.data_dir))
             database_url = postgres.url
         stack = Stack(plan, database_url, postgres)
-        for process in _processes(plan, database_url):
-            await process.start()
-            exits.push_async_callback(process.stop)
-            stack.processes[process.name] = process
-            if process.name == "vllm" and has_gpu():
-                # It measures the GPU's free memory as it starts: the trainer must not take any yet.
-                await _wait_until_ready(stack, tell)
-        await _wait_until_ready(stack, tell)
+        try:
+            for process in _processes(plan, database_url):
+                await process.start()
+                exits.push_async_callback(process.stop)
+                stack.processes[process.name] = process
+                if process.name == "vllm" and has_gpu():
+                    # It measures the GPU's free memory as it starts: the trainer must not take any.
+                    await _wait_until_ready(stack, tell)
+            await _wait_until_ready(stack, tell)
+        except BaseException:
+            # Nobody was served yet, and who stops it may kill it after ten seconds, as Docker does.
+            stops = (process.stop(STOP_STARTING_S) for process in stack.processes.values())
+            await asyncio.gather(*stops)
+            raise
         yield stack
 
 

@@ -14,7 +14,8 @@ from pawl.rollout.journal import Begun, Ended, Key, Line
 from tests.conftest import ROOT
 from tests.support.waiting import until
 
-COMMAND = ("--command", f"{sys.executable} agent.py")
+# A `Runner` takes it before the options, and writes it after them.
+COMMAND = ("--", sys.executable, "agent.py")
 TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": f"echo q{number % 3}"} for number in range(6)]
 AGENT = '''
 """Asks what its task says, and does what else its task says."""
@@ -104,6 +105,8 @@ class Runner:
         self, *options: str, terminal: int = asyncio.subprocess.PIPE, **environment: str
     ) -> asyncio.subprocess.Process:
         """Start the command; what it shows goes to the terminal of that descriptor, if any."""
+        if options[: len(COMMAND)] == COMMAND:
+            options = (*options[len(COMMAND) :], *COMMAND)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "pawl.cli", *self.command, "--tasks", "tasks.jsonl"),
             *("--url", self.url, *options),

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -87,8 +88,8 @@ async def test_the_agent_of_the_runners_page_runs(
     (folder / "my_agent.py").write_text(code_of(page, "python"))
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # Each try is a process that imports an SDK, or costs a call: two show what eight do.
-    fewer = ["-n", "2"] if "-n" in options else []
-    outcome = await runner.run(*options, *fewer, PATH=here)
+    fewer = ["2" if before == "-n" else one for before, one in pairwise(["", *options])]
+    outcome = await runner.run(*fewer, PATH=here)
     assert outcome.status == 0, outcome.errors
     assert outcome.summary["rewarded"] == outcome.summary["planned"]
     asked = {request["model"] for request in upstream.requests}

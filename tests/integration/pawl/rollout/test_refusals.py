@@ -19,10 +19,9 @@ ADVICE = "http:// or https:// URL: give the address that `pawl proxy` or `pawl u
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"command": None}, "say what to run with --command"),
+        ({"command": None}, "say what to run with `-- PROGRAM ARGUMENTS` at the end"),
         ({"python": "agent:answer"}, "one of the two"),
-        ({"command": "no-such-program x"}, "--command: the program 'no-such-program' is not"),
-        ({"command": "a 'b"}, "--command cannot be split into words"),
+        ({"command": ["no-such-program", "x"]}, "the program 'no-such-program' is not found"),
         ({"judge": "no-such-judge"}, "--judge: the judge's program 'no-such-judge'"),
         ({"judge": "x", "answer": "a"}, "--judge and --answer both score a run"),
         ({"answer": "b"}, "line 1: the task has no field 'b', which --answer names"),
@@ -51,7 +50,7 @@ async def test_unusable_option_is_refused_by_name(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    usual: dict[str, Any] = {"tasks": Path("tasks.jsonl"), "url": fake.url, "command": "cat"}
+    usual: dict[str, Any] = {"tasks": Path("tasks.jsonl"), "url": fake.url, "command": ["cat"]}
     with pytest.raises(RolloutError, match=re.escape(message)):
         await run_rollout(Flags(**(usual | options)))
 

@@ -4,6 +4,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -104,7 +105,8 @@ def said(
 ) -> Said:
     """The line by which `pawl example NAME` refuses; nothing is unpacked or started."""
     monkeypatch.setattr("pawl.commands.local.check_torch", lambda: None)
-    monkeypatch.setattr("pawl.scenarios.run.unpacked_model", lambda folder: folder)
+    unpacked = AsyncMock(side_effect=lambda folder: folder)
+    monkeypatch.setattr("pawl.scenarios.run.unpacked_unless_stopped", unpacked)
     monkeypatch.setattr("pawl.stack.stack.check_memory", lambda: None)
     monkeypatch.chdir(tmp_path)
 
