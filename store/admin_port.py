@@ -1,6 +1,5 @@
 """Listen on an admin port, which aiohttp serves: no client fills the log, no web page asks."""
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,18 +62,14 @@ def listening_on(listen: str, setting: str) -> Iterator[None]:
     """Raise NotListening for an error of listening, within the block, on a setting's address."""
     try:
         yield
-    # The second is of a host's name that cannot be asked for.
+    # The second is of a host's name that cannot be asked for; the resolver's numbers are negative.
     except (OSError, UnicodeError) as error:
-        code = error.errno if isinstance(error, OSError) else None
-        taken = code == errno.EADDRINUSE
-        # asyncio's own message repeats the address; the resolver's numbers are negative.
-        why = os.strerror(code) if code is not None and code > 0 else "no such host is known here"
-        remedy = (
-            "stop the program that listens there, or set another port"
-            if taken
-            else ("set HOST:PORT with an address of this machine, such as 127.0.0.1")
-        )
-        raise NotListening(f"{setting}={listen} cannot be listened on: {why}: {remedy}") from error
+        code = getattr(error, "errno", None) or 0
+        why = os.strerror(code) if code > 0 else "no such host is known here"
+        raise NotListening(
+            f"{setting}={listen} cannot be listened on: {why}: stop the program that listens there,"
+            " or set another HOST:PORT, such as 127.0.0.1:8100"
+        ) from error
 
 
 def is_a_failure(record: LogRecord) -> bool:

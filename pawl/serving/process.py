@@ -257,12 +257,8 @@ class Child:
         log.error("child_ended", child=self.name, status=status, again_in_s=pause_s)
         self._show("restarting", restarts=self._state.restarts + 1, last_exit=status)
         if self._early_ends >= MOST_EARLY_ENDS and not self._gave_up.done():
-            self._gave_up.set_exception(
-                DoesNotStart(
-                    f"{self.name} cannot start: "
-                    + (running.why or f"it ended {self._early_ends} times, {_ended_with(status)}")
-                )
-            )
+            why = running.why or f"it ended {self._early_ends} times, with status {status}"
+            self._gave_up.set_exception(DoesNotStart(f"{self.name} cannot start: {why}"))
 
     async def _see_up(self, new: Running) -> None:
         try:
@@ -276,7 +272,7 @@ class Child:
         self._others.discard(new)
         raise NotReplaced(
             f"the process that was to replace {self.name} did not come up:"
-            f" {new.why or _ended_with(status)}. The old process goes on serving"
+            f" {new.why or f'it ended with status {status}'}. The old process goes on serving"
         )
 
     async def _end_failed(self, new: Running) -> int:
@@ -310,10 +306,6 @@ class Child:
             log.exception("watching_failed", child=self.name)
             if self._present is not None and self._present.process.returncode is not None:
                 await self._start_again()
-
-
-def _ended_with(status: int) -> str:
-    return f"with status {status}; what it wrote before it ended stands in the log above"
 
 
 async def end(

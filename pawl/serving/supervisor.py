@@ -18,7 +18,6 @@ import structlog
 
 from pawl.processes import run_module, stop_event
 from pawl.serving.process import Child, NotReplaced
-from pawl.stack.preflight import NotReady, check_folder
 from proxy.errors import BadRedaction, BadUpstreams, DoesNotStart, NoSpans
 from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
@@ -85,11 +84,13 @@ async def serve(settings: ProxySettings) -> None:
     """
     _check_files(settings)
     try:
-        check_folder("PAWL_SPOOL_DIR", settings.spool_dir)
-    except NotReady as error:
+        settings.spool_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         # A full or failing disk is waited for.
-        if getattr(error.__cause__, "errno", None) not in PASSING:
-            raise DoesNotStart(str(error)) from error
+        if error.errno not in PASSING:
+            place = f"PAWL_SPOOL_DIR={settings.spool_dir}"
+            why = f"{place} cannot be made: {error.strerror}: set another folder"
+            raise DoesNotStart(why) from error
     stop, replace = stop_event(), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replace.set)
     listeners = listening(settings.listen, settings.workers)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 from pawl.processes import run_module
 from pawl.stack.preflight import NotReady
@@ -64,9 +64,7 @@ def unpacked_model(models_dir: Path, stopping: threading.Event | None = None) ->
     # Of several that start at once one unpacks, and the others wait: the kernel releases the lock
     # when its process ends, however it ends.
     with folder.with_suffix(".lock").open("a") as lock:
-        while not _locked(lock):
-            if stopping.wait(POLL_S):
-                raise KeyboardInterrupt
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_whole():
             partial = folder.with_suffix(".part")
             # What an unpacking that was killed has left.
@@ -85,14 +83,6 @@ def unpacked_model(models_dir: Path, stopping: threading.Event | None = None) ->
                 raise subprocess.CalledProcessError(process.returncode, command)
             partial.rename(folder)
     return folder
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def write_safetensors(gguf: Path, folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import structlog
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -181,13 +181,8 @@ def parts_of(base: Any) -> list[ModelModule]:
 
 
 def _restored(base: Any, adapter: Path) -> PeftModel:
-    with reading(adapter):
-        config = LoraConfig.from_pretrained(str(adapter))
-        # An adapter from elsewhere may have others. Pawl trains without dropout, and whatever the
-        # weights began as, they are read now.
-        config.lora_dropout, config.init_lora_weights, config.task_type = 0.0, True, TASK
-        with _names_as_they_are():
-            return PeftModel.from_pretrained(base, str(adapter), config=config, is_trainable=True)
+    with reading(adapter), _names_as_they_are():
+        return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
 
 
 def _new(base: Any, lora: LoraOptions, seed: int) -> PeftModel:
@@ -357,7 +352,7 @@ def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path)
     try:
         with safe_open(str(path), "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-            why = why_other_layers(shapes, config, _layers(model))
+            why = why_other_layers(shapes, config["r"], _layers(model))
             weights = {name: file.get_tensor(name) for name in shapes} if why is None else {}
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
@@ -372,20 +367,6 @@ def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path)
         target_modules=sorted(layers),
         task_type=TASK,
     ).save_pretrained(str(folder))
-
-
-def check_loaded(model: PeftModel, adapter: Path, folder: Path) -> None:
-    """Refuse `adapter`, which `model` was given from `folder`, if PEFT passed over some of it.
-
-    Raises:
-        AdapterError: it did.
-    """
-    # It would ask the model hub whether embeddings are to be saved as well.
-    loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
-    with safe_open(str(folder / WEIGHTS), "pt") as file:
-        odd = sorted(loaded.keys() ^ file.keys())
-    if odd:
-        raise refused(adapter, f"PEFT does not load its {odd[0]}: save the adapter again")
 
 
 def _layers(model: PeftModel) -> dict[str, tuple[int, int]]:

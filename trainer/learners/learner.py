@@ -19,7 +19,6 @@ from trainer.batches import WAYS, Row, RowKey, Way, split_steps, with_logprobs
 from trainer.errors import Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
-    check_loaded,
     load_state,
     save_adapter,
     save_state,
@@ -309,11 +308,9 @@ class Learner:
             ShortOfMemory: memory ran out.
         """
         with TemporaryDirectory(prefix="pawl-adapter-") as name:
-            folder = Path(name)
-            write_checked(self._model, self._base.hash, adapter, folder)
+            write_checked(self._model, self._base.hash, adapter, Path(name))
             self._stands_at = IN_BETWEEN
-            self._start(folder)
-            check_loaded(self._model, adapter, folder)
+            self._start(Path(name))
 
     def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""

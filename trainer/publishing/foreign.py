@@ -4,12 +4,12 @@ What it must be is what training writes and the model server takes: plain LoRA o
 layers that the recipe trains, not above its rank, on the policy's base model. Each function
 returns why it is not, with what to do; `read_config` alone reads a file.
 
-PEFT gets a configuration that is written anew: expressions for names of layers, which may take PEFT
-hours, are not matched, as the weights name their layers.
+PEFT gets a configuration that is written anew, of the layers that the weights name: to match the
+expressions of one that was found may take it hours.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,21 +35,6 @@ PLAIN: Final = (
 # Ways to begin that leave the base model as it was. With the others (PiSSA, OLoRA, LoftQ …) an
 # adapter is one of a changed base, unless PEFT converted it when it was saved.
 BEGINNINGS: Final = ("gaussian", "orthogonal", "eva", "mica", "lora_ga")
-# What else is read of it: a test, and which value passes.
-USABLE: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "lora_alpha": (
-        lambda value: type(value) in (int, float) and 0 < value <= 1e6,
-        "a number above 0, a million at most,",
-    ),
-    "use_rslora": (lambda value: isinstance(value, bool | None), "true or false"),
-    "target_modules": (
-        lambda value: (
-            isinstance(value, str | None)
-            or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-        ),
-        "a list of names",
-    ),
-}
 # PEFT's own, where a configuration has none.
 USUAL_ALPHA: Final = 8
 
@@ -97,9 +82,13 @@ def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
             f"its rank (r) is {rank!r:.80}, and the recipe's lora.rank is {lora.rank}: train one of"
             " a rank up to that, or set lora.rank and the model server's --max-lora-rank higher"
         )
-    for name, (is_usable, usable) in USABLE.items():
-        if name in config and not is_usable(config[name]):
-            return f"its {name} is {config[name]!r:.80}, and {usable} is needed: save it again"
+    alpha, scaled = config.get("lora_alpha", USUAL_ALPHA), config.get("use_rslora")
+    is_scale = type(alpha) in (int, float) and 0 < alpha <= 1e6
+    if not is_scale or not isinstance(scaled, bool | None):
+        return (
+            f"its lora_alpha is {alpha!r:.80} and its use_rslora {scaled!r:.80}, and a number above"
+            " 0 (to a million) and true or false are needed: save the adapter again"
+        )
     # Keys whose values a plain adapter does not have.
     odd = sorted(name for name in config.keys() - set(PLAIN) if config[name])
     if config.get("bias", "none") != "none":
@@ -128,19 +117,15 @@ def why_another_base(config: Mapping[str, Any], model: str) -> str | None:
 
 
 def why_other_layers(
-    shapes: Mapping[str, Sequence[int]],
-    config: Mapping[str, Any],
-    layers: Mapping[str, tuple[int, int]],
+    shapes: Mapping[str, Sequence[int]], rank: int, layers: Mapping[str, tuple[int, int]]
 ) -> str | None:
     """Return why weights of these shapes are not of these layers, or None if they are.
 
     Args:
         shapes: of each tensor in the file, by its name.
-        config: of a plain adapter (`why_not_plain`): its rank, and the layers that it names.
+        rank: what the configuration says.
         layers: the layers that the recipe trains: inputs and outputs, by name.
     """
-    rank, named, used = config["r"], config.get("target_modules"), set[str]()
-    names = frozenset(named) if isinstance(named, list) else None
     for name in shapes:
         layer = name.removesuffix(SIDES[0]).removesuffix(SIDES[1])
         if layer == name:
@@ -150,11 +135,6 @@ def why_other_layers(
                 f"its {name} is of a layer that the recipe's lora.target_modules does not train"
                 " or the base model does not have: add the layer to the recipe, or train without"
             )
-        parts = layer.split(".")
-        called = {".".join(parts[at:]) for at in range(len(parts))} & (names or set())
-        if names is not None and not called:
-            return f"its target_modules do not name its {name}: save the adapter again"
-        used |= called
         inputs, outputs = layers[layer]
         for side, shape in zip(SIDES, ([rank, inputs], [outputs, rank]), strict=True):
             own = shapes.get(layer + side)
@@ -163,9 +143,4 @@ def why_other_layers(
                     f"its {layer + side} is {'missing' if own is None else list(own)} and"
                     f" {shape} is needed: is it of this base model and of rank {rank}?"
                 )
-    if not shapes:
-        return "it has no weights: save the adapter again"
-    unused = sorted((names or set()) - used)
-    return (
-        f"it has no weights of {unused[0]!r:.80}, which its target_modules name" if unused else None
-    )
+    return None if shapes else "it has no weights: save the adapter again"

@@ -266,10 +266,7 @@ class Training:
         rows = self._learner.probe_rows()
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
         if not all(map(isfinite, chain.from_iterable(of_rows))):
-            raise LearnerError(
-                "with its weights no log-probability is finite: its training failed, or its"
-                " lora_alpha is too large"
-            )
+            raise LearnerError("with its weights no result is finite: its training failed")
         return tuple(
             ProbeRow(ids=tuple(row.ids), logprobs=tuple(logprobs))
             for row, logprobs in zip(rows, of_rows, strict=True)

@@ -129,7 +129,7 @@ async def test_new_child_that_does_not_come_up_leaves_the_old_one_serving(one: K
     await one.up()
     old = one.pid()
     one.broken(True)
-    with pytest.raises(NotReplaced, match="did not come up: with status 3"):
+    with pytest.raises(NotReplaced, match="did not come up: it ended with status 3"):
         await one.child.replace()
     assert one.pid() == old
     assert one.child.state.state == "up"

@@ -84,21 +84,6 @@ CONFIGS: dict[str, Change] = {
         for value in ("NaN", "Infinity", "-Infinity", "1e999", "")
     },
     **{
-        f"names {n}": with_config(target_modules=one)
-        for n, one in enumerate(
-            (
-                5,
-                {"q_proj": 1},
-                [5],
-                [["q_proj"]],
-                [None],
-                [],
-                ["(a+)+$"],
-                ["q_proj", "v_proj", "\n"],
-            )
-        )
-    },
-    **{
         f"kind {kind}": with_config(peft_type=kind)
         for kind in ("LOHA", "IA3", "PREFIX_TUNING", "lora", "", None, 5, ["LORA"], {"LORA": 1})
     },
@@ -216,7 +201,13 @@ async def test_hostile_adapter_is_refused_in_a_line_and_leaves_nothing(
         {"exclude_modules": r"(\w+[._]?)+!"},
         {"layers_pattern": ["(.*)*!"], "layers_to_transform": [0, "x", {}]},
         {"target_modules": "all-linear", "exclude_modules": 5, "lora_dropout": ["much"]},
-        {"target_modules": None, "revision": {"a": 1}, "auto_mapping": "x", "peft_version": 9},
+        {"target_modules": ["q_proj", "(a+)+$", 5, None, {"a": 1}]},
+        {
+            "target_modules": {"q_proj": 1},
+            "revision": {"a": 1},
+            "auto_mapping": "x",
+            "peft_version": 9,
+        },
     ],
 )
 async def test_expressions_are_not_matched_as_the_weights_name_their_layers(

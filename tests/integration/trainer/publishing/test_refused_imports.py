@@ -90,7 +90,6 @@ REFUSED = {
     "all its lora_B are zero": with_weights(lambda w: [one.zero_() for one in w.values()]),
     r"lora_A\.weight is missing": with_weights(lambda w: w.pop(first(w))),
     "save it in 16 or 32 bits": with_weights(lambda w: w.update({first(w): w[first(w)].char()})),
-    r"its target_modules do not name its .*v_proj\.lora_A": with_config(target_modules=["q_proj"]),
     r"adapter_model\.safetensors cannot be read": lambda folder, _: (folder / WEIGHTS).write_bytes(
         b"half"
     ),

@@ -79,8 +79,8 @@ def test_the_base_is_told_by_its_name_or_its_folder(tmp_path: Path) -> None:
 
 
 def test_shapes_of_the_layers_fit() -> None:
-    assert why_other_layers(SHAPES, CONFIG, LAYERS) is None
-    assert why_other_layers(SHAPES, CONFIG, LAYERS | {"model.k_proj": (1, 1)}) is None
+    assert why_other_layers(SHAPES, 8, LAYERS) is None
+    assert why_other_layers(SHAPES, 8, LAYERS | {"model.k_proj": (1, 1)}) is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_shapes_of_the_layers_fit() -> None:
     ],
 )
 def test_other_shapes_are_refused_by_name(shapes: dict[str, tuple[int, ...]], said: str) -> None:
-    why = why_other_layers(shapes, CONFIG, LAYERS)
+    why = why_other_layers(shapes, 8, LAYERS)
     assert why is not None
     assert said in why
 
