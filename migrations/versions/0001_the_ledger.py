@@ -50,6 +50,11 @@ def upgrade() -> None:
         postgresql_where=sa.text("revoked_at IS NULL"),
     )
     op.create_table(
+        "common_fingerprints",
+        sa.Column("digest", sa.Uuid(), nullable=False),
+        sa.PrimaryKeyConstraint("digest", name="pk_common_fingerprints"),
+    )
+    op.create_table(
         "deleted_names",
         sa.Column("digest", sa.Uuid(), nullable=False),
         sa.Column("deletion", sa.BigInteger(), nullable=False),
@@ -672,6 +677,7 @@ def downgrade() -> None:
         "episodes",
         "dropped_days",
         "deleted_names",
+        "common_fingerprints",
         "api_keys",
     ):
         op.drop_table(table)

@@ -7,6 +7,7 @@ computed from all that is stored, so that neither the order of arrival nor a rep
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 from uuid import UUID
 
@@ -28,14 +29,12 @@ class Written(msgspec.Struct):
     """Collect the parts of a written batch that refer to other records, or may be referred to.
 
     `calls` are pairs of a call and its episode's id; `provided` are the fingerprints that they
-    provide, each as that of either split.
+    provide, each as it is stored and as that of the other split.
     """
 
     calls: list[tuple[CallRecord, UUID]] = []
-    provided: list[UUID] = []
+    provided: list[tuple[UUID, UUID]] = []
     statements: list[FeedbackRecord] = []
-    # Calls that were stored before. If a crash came between, they were not settled.
-    known: set[UUID] = set()
     # Episodes that are linked to others already.
     linked: list[UUID] = []
     # Episodes whose scores must be computed again, because their first call may have changed.
@@ -80,7 +79,8 @@ async def meets_others(driver: Any, written: Written) -> bool:
         return True
     if written.span is None:
         return False
-    return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, written.provided))
+    provided = list(chain.from_iterable(written.provided))
+    return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, provided))
 
 
 async def settle(driver: Any, written: Written) -> dict[str, int]:
@@ -175,30 +175,26 @@ _LINK = f"""
             AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = n.call_id
                             AND (l.level < d.level OR l.level = d.level AND l.too_common))) found
     WHERE level = surest
-    ON CONFLICT DO NOTHING RETURNING call_id
+    ON CONFLICT DO NOTHING RETURNING call_id, level, provided_by
 """
-# Digests that so many episodes provided before this batch that every stored call that needs one has
-# found it too common, its own episode not counted: another provider changes nothing. So a call is
-# stored as fast after half a million equal ones as after none.
-_COMMON_BEFORE = f"""
+# Digests that so many episodes provide that they are too common for every call that needs one, its
+# own episode not counted.
+_COMMON = f"""
     SELECT digest FROM unnest($1::uuid[]) AS d (digest) WHERE {MOST_PROVIDERS + 1} < (
         SELECT count(DISTINCT episode_id) FROM (
             SELECT episode_id FROM provided_fingerprints WHERE digest = d.digest
-            LIMIT {64 * MOST_PROVIDERS}) told
-        WHERE episode_id <> ALL ($2))
+            LIMIT {64 * MOST_PROVIDERS}) told)
 """
+_NOTED = "SELECT digest FROM common_fingerprints WHERE digest = ANY($1)"
+_NOTE = "INSERT INTO common_fingerprints SELECT unnest($1::uuid[]) ON CONFLICT DO NOTHING"
 _MARK_TOO_COMMON = f"""
     UPDATE links SET too_common = true WHERE (call_id, level) IN (
         SELECT call_id, level FROM links WHERE call_id = ANY($1)
         GROUP BY 1, 2 HAVING count(*) > {MOST_PROVIDERS})
 """
-# A need that is too common says nothing about its providers, but what it said before it became so
-# must be taken back. The calls `$2` had no link before.
-_ENDS = """
-    SELECT DISTINCT unnest(CASE WHEN too_common AND call_id = ANY($2) THEN ARRAY[needed_by]
-                           ELSE ARRAY[needed_by, provided_by] END)
-    FROM links WHERE call_id = ANY($1)
-"""
+_LINKED = (
+    "SELECT call_id, level, provided_by, needed_by, too_common FROM links WHERE call_id = ANY($1)"
+)
 # These episodes and all that can be reached from them through links.
 _REACHED = """
     WITH RECURSIVE reached (id) AS (
@@ -212,18 +208,30 @@ _REACHED = """
 
 
 async def _link(driver: Any, written: Written) -> set[UUID]:
-    """Store links for the needs that the batch has or meets; return the affected episodes."""
-    needing, provided = written.needing(), {*written.provided}
-    if not written.known:
-        common = await driver.fetch(_COMMON_BEFORE, list(provided), written.episodes())
-        provided -= {row[0] for row in common}
-    rows = await driver.fetch(_LINK, list(provided), needing)
-    calls = list({row[0] for row in rows})
-    if not calls:
+    """Store links for the needs that the batch has or meets; return the affected episodes.
+
+    Needs that a common digest meets are looked for once, so that a call is stored as fast after
+    half a million equal ones as after none.
+    """
+    stored = list({digest for digest, _ in written.provided})
+    common = {row[0] for row in await driver.fetch(_COMMON, stored)} if stored else set[UUID]()
+    noted = {row[0] for row in await driver.fetch(_NOTED, list(common))} if common else common
+    provided = {*chain.from_iterable(pair for pair in written.provided if pair[0] not in noted)}
+    rows = await driver.fetch(_LINK, list(provided), written.needing())
+    if common - noted:
+        await driver.execute(_NOTE, list(common - noted))
+    if not rows:
         return set(written.linked)
+    calls, new = list({row[0] for row in rows}), {tuple(row) for row in rows}
     await driver.execute(_MARK_TOO_COMMON, calls)
-    new = [] if written.known else needing
-    return {*written.linked, *(row[0] for row in await driver.fetch(_ENDS, calls, new))}
+    ends = set(written.linked)
+    for *link, needed_by, too_common in await driver.fetch(_LINKED, calls):
+        ends.add(needed_by)
+        # A need that is too common says nothing about its providers, but what it said before is
+        # taken back.
+        if not too_common or tuple(link) not in new:
+            ends.add(link[-1])
+    return ends
 
 
 async def _lock(driver: Any, episodes: set[UUID]) -> None:

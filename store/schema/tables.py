@@ -239,7 +239,8 @@ transitions = Table(
 # `provided_fingerprints`: what later calls may repeat of a call, such as the id of a tool call.
 # `needed_fingerprints`: what a call repeats of earlier ones, where its proxy could not join it to
 # an episode. A fingerprint has 16 bytes and is stored as uuid, the smallest type of that size.
-# `links` holds the matches, which are few.
+# `links` holds the matches, which are few. `common_fingerprints` are those that so many episodes
+# provided that no need of them is looked for again.
 provided_fingerprints = Table(
     "provided_fingerprints",
     metadata,
@@ -248,6 +249,10 @@ provided_fingerprints = Table(
     Index("ix_provided_fingerprints_digest", "digest"),
     # BRIN, because it is looked up when an episode is deleted, and every call adds rows.
     Index("ix_provided_fingerprints_episode_id", "episode_id", postgresql_using="brin"),
+)
+
+common_fingerprints = Table(
+    "common_fingerprints", metadata, Column("digest", Uuid, primary_key=True)
 )
 
 needed_fingerprints = Table(

@@ -33,7 +33,7 @@ from store.link.settle import Written, meets_others, settle, settle_outages
 from store.records import (
     EVAL,
     OWN_EPISODE,
-    SPLITS,
+    TRAIN,
     CallRecord,
     FeedbackRecord,
     GapRecord,
@@ -129,11 +129,12 @@ async def write(
     statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
     written = Written()
     if calls:
+        known = set[UUID]()
         if repeated:
             query = "SELECT id FROM transitions WHERE id = ANY($1)"
-            written.known = {row[0] for row in await driver.fetch(query, list(calls))}
+            known = {row[0] for row in await driver.fetch(query, list(calls))}
         await _place_calls(driver, list(calls.values()), question_of, written)
-        await _write_calls(driver, bases, written)
+        await _write_calls(driver, known, bases, written)
     gaps = [record for record in records if isinstance(record, GapRecord)]
     if gaps:
         written.linked += await mark_gaps(driver, gaps)
@@ -154,15 +155,19 @@ async def _place_calls(
     """Write the calls' episodes, and note which call is of which."""
     episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
-    written.provided += [
-        as_uuid(digest, split) for call in calls for digest in call.provides for split in SPLITS
-    ]
+    for call in calls:
+        other = TRAIN if call.split == EVAL else EVAL
+        written.provided += [
+            (as_uuid(digest, call.split), as_uuid(digest, other)) for digest in call.provides
+        ]
     await add_policies(driver, written.calls, changed)
 
 
-async def _write_calls(driver: Any, bases: Bases, written: Written) -> None:
-    """Write the rows of the calls in `written`, but for those that were stored before."""
-    new = [(call, episode) for call, episode in written.calls if call.id not in written.known]
+async def _write_calls(driver: Any, known: set[UUID], bases: Bases, written: Written) -> None:
+    """Write the rows of the calls in `written`, but for those that are `known`."""
+    new = written.calls
+    if known:
+        new = [(call, episode) for call, episode in new if call.id not in known]
     # A generator, so that each row is in memory only until it is sent.
     rows = (transition_row(call, episode, bases.store(call)) for call, episode in new)
     provided = [

@@ -21,7 +21,7 @@ from store.link.joins import (
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
-from store.link.settle import settle
+from store.link.settle import Written, settle
 from store.questions import known_targets, pinned_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
@@ -202,18 +202,57 @@ async def test_rows_read_for_a_call_do_not_grow_with_equal_calls_before(
     assert 10 * read[1] <= 11 * read[0]
 
 
-async def test_batch_repeated_after_a_crash_takes_back_a_join_that_others_skipped(
+async def written_only(engine: AsyncEngine, *records: CallRecord) -> Written:
+    """Commit a batch without settling it, as by another ingester or before a crash."""
+    async with engine.begin() as connection:
+        return await write(await driver_of(connection), records, Bases(), repeated=False)
+
+
+async def settled(engine: AsyncEngine, written: Written) -> None:
+    async with engine.begin() as connection:
+        await settle(await driver_of(connection), written)
+
+
+async def test_providers_of_a_batch_before_a_crash_make_a_need_too_common(
     engine: AsyncEngine,
 ) -> None:
     crashed = [own(f"x{n}", told=["hello"]) for n in range(MOST_PROVIDERS + 2)]
     await store(engine, own("a", told=["hello"]), own("b", repeats=["hello"]))
-    async with engine.connect() as connection:
-        driver = await driver_of(connection)
-        async with driver.transaction():
-            await write(driver, crashed, Bases(), repeated=False)
+    await written_only(engine, *crashed)
     await store(engine, own("y", told=["hello"]))
     await store(engine, *crashed)
     assert {e.key: e.quarantined_reason for e in await episodes(engine)}["b"] == DOUBTFUL_NEED
+
+
+async def test_providers_that_two_ingesters_write_before_either_settles_are_all_seen(
+    engine: AsyncEngine,
+) -> None:
+    few = [own(f"a{n}", told=["hello"]) for n in range(MOST_PROVIDERS)]
+    await store(engine, own("b", repeats=["hello"]), *few)
+    batches = [
+        await written_only(engine, *(own(f"{name}{n}", told=["hello"]) for n in range(2)))
+        for name in ("x", "y")
+    ]
+    for batch in batches:
+        await settled(engine, batch)
+    assert {e.key: e.quarantined_reason for e in await episodes(engine)} == {
+        e.key: DOUBTFUL_NEED if e.key == "b" else None for e in await episodes(engine)
+    }
+
+
+async def test_link_that_another_ingester_made_first_is_taken_back(engine: AsyncEngine) -> None:
+    await store(engine, own("first"))
+    needing = await written_only(engine, own("b", repeats=["hello"]))
+    await store(engine, own("a", told=["hello"]))
+    many = [own(f"x{n}", told=["hello"]) for n in range(MOST_PROVIDERS + 2)]
+    providing = await written_only(engine, *many)
+    await settled(engine, needing)
+    await settled(engine, providing)
+    found = await episodes(engine)
+    assert len(found) == len(many) + 3
+    assert {e.key: e.quarantined_reason for e in found} == {
+        e.key: DOUBTFUL_NEED if e.key == "b" else None for e in found
+    }
 
 
 async def test_a_call_that_the_proxy_placed_in_doubt_quarantines(engine: AsyncEngine) -> None:
