@@ -186,7 +186,7 @@ async def test_person_scores_episodes_by_number_keys_alone(
     listen = proxy.url.removeprefix("http://")
     async with open_console(listen=listen) as console, view(browser, console.address) as tab:
         await tab.open("/review?policy=m")
-        for pressed, posted in (("5", "Posted reward 1.0: b"), ("1", "Posted reward 0.0: a")):
+        for pressed, posted in (("5", "Posted: b"), ("1", "Posted: a")):
             await tab.page.keyboard.press(pressed)
             await tab.page.get_by_text(posted).wait_for()
     assert tab.wrongs == []
