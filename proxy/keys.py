@@ -75,11 +75,21 @@ def share_of(limit: int | None, workers: int) -> int | None:
 class Usage:
     """A key's use of one worker: running requests, and requests and tokens of the last minute."""
 
-    __slots__ = ("_at_once", "_begun", "_per_minute", "_running", "_spent", "_taken", "_tokens")
+    __slots__ = (
+        "_at_once",
+        "_begun",
+        "_most_statements",
+        "_per_minute",
+        "_running",
+        "_spent",
+        "_taken",
+        "_tokens",
+    )
 
     def __init__(self) -> None:
         """Begin without a request, and without limits."""
         self._per_minute: int | None = None
+        self._most_statements: int | None = None
         self._at_once: int | None = None
         self._tokens: int | None = None
         self._begun: deque[float] = deque()
@@ -96,6 +106,7 @@ class Usage:
     def hold_to(self, grant: Grant, workers: int) -> None:
         """Take the limits of a key, of which `workers` workers have a share each."""
         self._per_minute = share_of(grant.per_minute, workers)
+        self._most_statements = grant.per_minute
         self._at_once = share_of(grant.at_once, workers)
         self._tokens = share_of(grant.tokens_per_minute, workers)
         if self._per_minute is None:
@@ -127,12 +138,17 @@ class Usage:
             BadRequest: they are more than the key may state in a minute.
             TooMany: the key has stated too much for now; the request counts as one.
         """
-        limit = f"The API key is limited to {self._per_minute} statements a minute here"
-        if self._per_minute is not None and number > self._per_minute:
+        if self._per_minute is None or self._most_statements is None:
+            return
+        limit = f"The API key is limited to {self._most_statements} statements a minute"
+        if number > self._most_statements:
             raise BadRequest(f"{limit}, and the body holds {number}: send them in parts")
-        if self._count(now, number - 1) is not None:
-            wait_s = self._count(now, number) or BUSY_S
+        # More than this worker's share is taken where nothing else came in the minute.
+        share = min(number, self._per_minute)
+        if self._count(now, share - 1) is not None:
+            wait_s = self._count(now, share) or BUSY_S
             raise TooMany(f"{limit}: send this again in {wait_s} s", wait_s)
+        self._begun.extend([now] * (number - share))
 
     def _count(self, now: float, number: int) -> int | None:
         """Count `number` requests, or none and return after how many seconds they may come."""

@@ -61,8 +61,10 @@ def _is_ours(host: str, hosts: tuple[str, ...], loopback: bool) -> bool:
     named = _HOST.fullmatch(host)
     name = named[1] if named else ""
     try:
-        # Nobody looks an address up, so it cannot be pointed elsewhere.
-        return ip_address(name).is_loopback or not loopback
+        # Nobody looks an address up, so it cannot be pointed elsewhere. 0.0.0.0 is this machine.
+        address = ip_address(name)
+        return address.is_loopback or address.is_unspecified or not loopback
     except ValueError:
+        name = name.rstrip(".")
         below = tuple(one for one in hosts if one.startswith("."))
         return name != "" and ("." not in name or name in hosts or name.endswith(below))

@@ -260,6 +260,13 @@ class EmbeddedPostgres:
         except (PermissionError, subprocess.CalledProcessError):
             copied = _in_tmp(self.folder, "-programs")
             shutil.rmtree(copied, ignore_errors=True)
+            try:
+                # Who else made a folder of this name could put programs of their own into it.
+                copied.mkdir(mode=0o755)
+            except FileExistsError:
+                raise StoreError(
+                    f"{copied}, the place of PostgreSQL's programs, cannot be removed: remove it"
+                ) from None
             installed = self.programs.parents[2]
             # The wheel has its libraries beside its package, and programs find them by that.
             package = self.programs.parents[1].relative_to(installed)

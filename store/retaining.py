@@ -30,6 +30,7 @@ from store.tombstones import PREFIX, forget_matched
 
 # Key of the advisory lock of whoever removes: another ingester does nothing meanwhile.
 RETAIN_LOCK: Final = 0x5041574F
+PENDING_LOCK: Final = 0x50415750
 # Most episodes, statements or requests that one transaction removes, and most calls of a tenant,
 # unless a single episode has more.
 MOST: Final = 200
@@ -161,7 +162,7 @@ _PENDING: Final = f"""
             SELECT id, at, row_number() OVER (
                 PARTITION BY {tenant_in("target")} ORDER BY id DESC) AS place
             FROM {{table}} WHERE episode_id IS NULL AND target IS NOT NULL) pending
-        WHERE place > $1 OR at < now() - $2::interval LIMIT $3)
+        WHERE place > $1 OR at < $2 LIMIT $3)
     RETURNING {{key}}
 """
 _EMPTY: Final = "id = ANY($1) AND NOT EXISTS (SELECT FROM feedback f WHERE f.request_id = r.id)"
@@ -209,9 +210,11 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
     """
     async with engine.begin() as connection:
         driver = await driver_of(connection)
-        if not await driver.fetchval(f"SELECT pg_try_advisory_xact_lock({RETAIN_LOCK})"):
+        if not await driver.fetchval(f"SELECT pg_try_advisory_xact_lock({PENDING_LOCK})"):
             return 0
-        limits = MOST_PENDING, timedelta(days=days), MOST_CALLS
+        # Two clocks have to agree: one that is wrong by a month must not drop all that waits.
+        now = min(datetime.now(UTC), await driver.fetchval("SELECT now()"))
+        limits = MOST_PENDING, now - timedelta(days=days), MOST_CALLS
         gone = await driver.fetch(_PENDING.format(table="feedback", key="request_id"), *limits)
         requests = [row[0] for row in gone]
         await driver.execute(f"DELETE FROM feedback_requests r WHERE {_EMPTY}", requests)

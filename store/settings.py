@@ -55,6 +55,7 @@ def separated(value: object) -> object:
 
 
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(separated)]
+HostNames = Annotated[Names, AfterValidator(lambda names: tuple(map(str.lower, names)))]
 
 
 def address(listen: str) -> tuple[str, int]:
@@ -205,7 +206,7 @@ class Settings(BaseSettings):
         description="folder in which each file holds the value of the variable that it is named "
         "like, as Docker and Kubernetes mount secrets; unset: /run/secrets, if it is there",
     )
-    allowed_hosts: Names = Field(
+    allowed_hosts: HostNames = Field(
         default=(
             *(".localhost", "host.docker.internal", "host.containers.internal"),
             *(".svc", ".svc.cluster.local"),

@@ -77,7 +77,7 @@ def unpacked_model(models_dir: Path, stopping: threading.Event | None = None) ->
                     if stopping.wait(POLL_S):
                         process.kill()
                         process.wait()
-            if process.returncode in (-signal.SIGINT, -signal.SIGKILL):
+            if stopping.is_set() or process.returncode == -signal.SIGINT:
                 raise KeyboardInterrupt
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, command)

@@ -38,6 +38,7 @@ from store.records import (
     FeedbackRecord,
     GapRecord,
     OutageRecord,
+    Split,
     SpoolRecord,
 )
 from store.schema.partitions import ensure_partition
@@ -156,7 +157,7 @@ async def _place_calls(
     episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
     for call in calls:
-        other = TRAIN if call.split == EVAL else EVAL
+        other: Split = TRAIN if call.split == EVAL else EVAL
         written.provided += [
             (as_uuid(digest, call.split), as_uuid(digest, other)) for digest in call.provides
         ]
