@@ -139,10 +139,6 @@ class NoModels(ProxyError, status=502, fault="upstream", kind="upstream_error"):
     """Report that the upstream's answer to a request for its models was not a list of models."""
 
 
-class ReplyTooLarge(ProxyError, status=502, fault="proxy", kind="server_error"):
-    """Report that a recorded reply in one piece is larger than `PAWL_MAX_REPLY_MB`."""
-
-
 class SpoolFull(ProxyError, status=507, kind="storage_error"):
     """Report that a record that must be durable before the answer could not be written to disk."""
 

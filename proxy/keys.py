@@ -197,13 +197,21 @@ def _until_old(at: float, now: float) -> int:
 
 
 def tokens_of(
-    request: bytes, reply: bytes, *, deflated: bool = False, refused: bool = False
+    request: bytes,
+    reply: bytes,
+    *,
+    deflated: bool = False,
+    refused: bool = False,
+    whole_bytes: int = 0,
 ) -> int:
     """Return how many tokens a call took: those of its prompt and of all its choices.
 
     `reply` is JSON or events, deflated (zlib) if `deflated`; an empty one costs nothing. One that
-    is `refused`, an error, costs only what its usage says.
+    is `refused`, an error, costs only what its usage says. One of which only the beginning was kept
+    costs by the `whole_bytes` that it had.
     """
+    if whole_bytes:
+        return math.ceil((len(request) + whole_bytes) / BYTES_A_TOKEN)
     if not reply:
         return 0
     if deflated:

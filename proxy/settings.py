@@ -129,13 +129,13 @@ class ProxySettings(StoreSettings):
         default=192,
         ge=1,
         description="memory of one worker for requests and replies in flight, in MiB; when it is "
-        "full, new requests are answered with 503",
+        "full, new requests are answered with 503. A reply in one piece, or an event of a stream, "
+        "of more than a sixth of it is passed on and not stored",
     )
     max_reply_mb: int = Field(
         default=256,
         ge=1,
-        description="largest recorded reply in one piece, and the most of a stream that is stored, "
-        "in MiB",
+        description="longest reply that is stored, in MiB; a longer one is passed on",
     )
     tool_results: Annotated[InstanceOf[ResultReaders], NoDecode, BeforeValidator(_readers)] = Field(
         default=ResultReaders(),

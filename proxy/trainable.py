@@ -43,6 +43,7 @@ Reason = Literal[
     "unknown_policy",
     "fixed_policy",
     "nested_too_deep",
+    "reply_too_long",
     "redacted",
 ]
 

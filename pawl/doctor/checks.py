@@ -80,6 +80,7 @@ REASONS: Final[Mapping[str, str]] = {
     "unknown_policy": "ask for the policy by its name, or for one of its versions",
     "fixed_policy": "set trained = true in PAWL_POLICIES",
     "nested_too_deep": "send less deeply nested JSON",
+    "reply_too_long": "ask for shorter replies, or raise PAWL_IN_FLIGHT_MB and PAWL_MAX_REPLY_MB",
     "redacted": "narrow the rules of PAWL_REDACTION: redacted calls are not trained",
 }
 WHATS: Final[Mapping[str, str]] = {

@@ -4,22 +4,28 @@ An answer is received first (`receive`) and its end released later (`release`): 
 call is recorded, so that the end leaves only once the record is durable. An answer changes while it
 is received, for a call can be broken off at any chunk, and its record says how far the reply came.
 A call holds its answer, and no answer its call: neither would be freed until garbage is collected.
+
+What an answer holds of a reply is charged to the memory budget as it comes. While the budget is
+full the upstream is not read further. A reply that is too long, or for which there is no room in
+time, is passed on to its end, and only its beginning is recorded: a client is never cut off.
 """
 
+import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
-from time import perf_counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from proxy.errors import ReplyTooLarge, ReplyTorn
+from proxy.errors import Overloaded, ReplyTorn
 from proxy.formats.base import ReplyParser
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
 from proxy.intake import Claim
 from proxy.metrics import FIRST_CHUNK_SECONDS
-from proxy.upstreams.server import Reply, as_came
+from proxy.upstreams.server import Decoded, Reply, as_came
 from store.records import CallStatus
 
 if TYPE_CHECKING:
@@ -28,11 +34,36 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ERRORS: Final = 400
-# A reply in one piece is in memory as it comes, as it leaves and as it is recorded.
-REPLY_COPIES: Final = 3
-# A reply's bytes wait in memory until its end; beyond this size they are deflated.
+# A reply in one piece, or a line of a stream, is in memory so many times until it is recorded.
+REPLY_COPIES: Final = 6
+# Longest wait for room in the budget, in seconds, and the pause between two looks.
+ROOM_S: Final = 10.0
+LOOK_S: Final = 0.05
+# A reply's bytes wait in memory until its end; beyond this size they are deflated. Of a reply that
+# is too long only so many bytes are kept.
 DEFLATE_FROM: Final = 64 * 1024
 LEVEL: Final = 1
+# Memory that a deflated piece takes beside its bytes (approximate).
+PACKED_BYTES: Final = 256
+
+
+async def has_room(claim: Claim, size: int, within_s: float) -> bool:
+    """Claim `size` bytes in all once there is room; return False if that takes `within_s`."""
+    until = monotonic() + within_s
+    while True:
+        try:
+            claim.ask(size)
+        except Overloaded:
+            if monotonic() >= until:
+                return False
+            await asyncio.sleep(LOOK_S)
+        else:
+            return True
+
+
+def most_held(call: "Call") -> int:
+    """Return the bytes of the longest reply in one piece, or line, that fits into memory."""
+    return min(call.parts.max_reply, call.parts.intake.budget.limit // REPLY_COPIES)
 
 
 class StreamedAnswer:
@@ -40,6 +71,7 @@ class StreamedAnswer:
 
     streamed = True
     __slots__ = (
+        "_base",
         "_headers",
         "_held",
         "_pieces",
@@ -64,7 +96,9 @@ class StreamedAnswer:
         self._headers = headers
         self._held = b""
         self._why_torn: str | None = None
-        self.buffer = ReplyBuffer(claim.add)
+        # What the request holds of the budget.
+        self._base = claim.held
+        self.buffer = ReplyBuffer()
         self.parser: ReplyParser | None = None
         # From the request's arrival to the first chunk.
         self.first_chunk_ms: float | None = None
@@ -83,8 +117,10 @@ class StreamedAnswer:
                     seconds = perf_counter() - call.arrived_at
                     self.first_chunk_ms = seconds * 1000
                     FIRST_CHUNK_SECONDS.observe(seconds)
-                buffer.add(chunk)
+                has_grown = buffer.add(chunk)
                 exchange.write(parser.feed(chunk))
+                if has_grown:
+                    await self._make_room(call, parser)
                 if parser.at_end:
                     break
                 await exchange.drained()
@@ -95,6 +131,26 @@ class StreamedAnswer:
                 return "truncated"
         self._held = b"" if parser.at_end else parser.finish()
         return "complete" if parser.ended else "truncated"
+
+    async def _make_room(self, call: "Call", parser: ReplyParser) -> None:
+        """Charge what is held by now; where it is too much, give up what need not be held.
+
+        A stream that is too long is not stored, and leaves line by line as before. A line that is
+        too long leaves as it comes, with what was added to it.
+        """
+        buffer, within_s = self.buffer, ROOM_S
+        if buffer.dropped:
+            parser.forget()
+            within_s = 0.0
+        wanted = self._base + buffer.held + parser.gathered + REPLY_COPIES * parser.waiting
+        fits = parser.waiting <= most_held(call) and await has_room(call.claim, wanted, within_s)
+        if not fits and parser.waiting > DEFLATE_FROM:
+            call.exchange.write(parser.pass_line())
+        if not (buffer.dropped or (fits and buffer.total <= call.parts.max_reply)):
+            log.warning("reply_too_long", call=call.name, bytes=buffer.total)
+            buffer.drop()
+            parser.forget()
+            call.claim.add(self._base - call.claim.held)
 
     async def release(self, call: "Call") -> None:
         """Send the end; tear a reply that broke off, as a clean end would make it look whole."""
@@ -121,6 +177,8 @@ class StreamedAnswer:
         try:
             async for chunk in self._pieces:
                 exchange.write(parser.feed(chunk))
+                if parser.waiting > DEFLATE_FROM:
+                    exchange.write(parser.pass_line())
                 await exchange.drained()
         except Torn as error:
             log.info("stream_torn_after_its_end", call=call.name, reason=str(error))
@@ -131,42 +189,41 @@ class WholeAnswer:
 
     streamed = False
     first_chunk_ms = None
-    __slots__ = ("_body", "_headers", "_out", "_reply", "buffer", "parser")
+    __slots__ = ("_base", "_body", "_headers", "_out", "_passes", "_reply", "buffer", "parser")
 
     def __init__(self, reply: Reply, headers: Headers, claim: Claim) -> None:
         """Begin an answer of which nothing has come; the arguments are `StreamedAnswer`'s."""
         self._reply = reply
         self._headers = headers
         self._body = self._out = b""
-        self.buffer = ReplyBuffer(claim.add)
+        self._base = claim.held
+        # It is too long to be held: it leaves as it comes.
+        self._passes = False
+        self.buffer = ReplyBuffer()
         self.parser: ReplyParser | None = None
 
     async def receive(self, call: "Call") -> CallStatus:
         """Read the whole reply; nothing of it is passed on before its record is durable.
 
+        One that is too long to be held is passed on as it comes, all but its last piece.
+
         Raises:
             ReplyTorn: the reply broke off; what came of it is in the buffer.
-            ReplyTooLarge: it is longer than `PAWL_MAX_REPLY_MB`.
         """
-        reply, most = self._reply, call.parts.max_reply
-        length = reply.header(b"content-length")
-        if length is not None and length.isdigit():
-            call.claim.add(REPLY_COPIES * min(int(length), most))
+        reply = self._reply
         try:
-            body = await reply.read(most)
+            body = await self._read(call)
+            if body is None:
+                return await self._pass_on(call)
         except Torn as error:
             log.warning("reply_torn", call=call.name, reason=str(error))
-            self.buffer.keep(reply.unread())
+            if not self._passes:
+                self.buffer.keep(reply.unread())
             raise ReplyTorn(
                 f"The model server's reply broke off before its end: {error}. "
                 "Nothing of it was passed on",
                 code="upstream_broke",
             ) from error
-        if body is None:
-            raise ReplyTooLarge(
-                "The model server's reply, which comes in one piece, is larger than this proxy "
-                "holds to record it; PAWL_MAX_REPLY_MB sets how much, and a stream has no limit"
-            )
         self.buffer.keep(body)
         routed = call.routed
         parser = self.parser = call.format.reply(
@@ -176,8 +233,69 @@ class WholeAnswer:
         self._body, self._out = body, parser.finish()
         return "complete"
 
+    async def _read(self, call: "Call") -> bytes | None:
+        """Return the whole reply, or None if it is too long, or there is no room for it in time.
+
+        Raises:
+            Torn: the reply broke off.
+        """
+        reply, claim, most = self._reply, call.claim, most_held(call)
+        wanted = self._base
+        length = reply.header(b"content-length")
+        if length is not None and length.isdigit() and int(length) > most:
+            return None
+
+        def charge(so_far: int) -> None:
+            nonlocal wanted
+            wanted = self._base + REPLY_COPIES * so_far
+            claim.ask(wanted)
+
+        while await has_room(claim, wanted, ROOM_S):
+            with suppress(Overloaded):
+                body = await reply.read(most, charge)
+                # What came last, or what it decodes to, is charged without being asked.
+                wanted = self._base + REPLY_COPIES * len(body or b"")
+                claim.add(max(wanted - claim.held, 0))
+                return body
+        return None
+
+    async def _pass_on(self, call: "Call") -> CallStatus:
+        """Pass a reply on that is too long to be held, as it comes, all but its last piece.
+
+        Raises:
+            Torn: the reply broke off.
+        """
+        reply, exchange, buffer = self._reply, call.exchange, self.buffer
+        if isinstance(reply, Decoded):
+            # What was decoded of it, or could not be, is not recorded.
+            self._out, reply = reply.raw, reply.coded
+            buffer.drop()
+            buffer.add(self._out)
+        self._passes = True
+        log.warning("reply_too_long", call=call.name, bytes=call.claim.held // REPLY_COPIES)
+        head = reply.status, reply.reason, [*for_client(reply.headers), *self._headers]
+        length = reply.header(b"content-length")
+        if length is None:
+            exchange.begin(*head)
+        else:
+            exchange.begin_sized(*head, length)
+        async for piece in reply.pieces():
+            exchange.write(self._out)
+            self._out = piece
+            if buffer.dropped:
+                buffer.add(piece)
+            else:
+                buffer.keep(piece)
+                buffer.drop()
+            await exchange.drained()
+            call.claim.add(self._base + len(piece) - call.claim.held)
+        return "complete"
+
     async def release(self, call: "Call") -> None:
-        """Send the reply, once its record is durable."""
+        """Send the reply, or the end of one that was passed on, once its record is durable."""
+        if self._passes:
+            call.exchange.end(self._out)
+            return
         reply = self._reply
         as_sent, out = as_came(reply, self._body, self._out)
         headers = [*for_client(as_sent), *self._headers]
@@ -190,35 +308,64 @@ Answer = StreamedAnswer | WholeAnswer
 class ReplyBuffer:
     """Keep a reply's bytes as they come; a long stream is compressed in memory."""
 
-    __slots__ = ("_deflater", "_grown", "_packed", "_pieces", "_size")
+    __slots__ = ("_deflater", "_packed", "_packed_bytes", "_pieces", "_size", "_total", "dropped")
 
-    def __init__(self, grown: Callable[[int], None] | None = None) -> None:
-        """Begin empty; `grown` is called with the size of each compressed piece that is kept."""
-        self._grown = grown
+    def __init__(self) -> None:
+        """Begin empty."""
         self._pieces: list[bytes] = []
         self._size = 0
+        # How many bytes came before those in `_pieces`.
+        self._total = 0
         self._packed: list[bytes] = []
+        self._packed_bytes = 0
         self._deflater: zlib._Compress | None = None
+        self.dropped = False
+
+    @property
+    def held(self) -> int:
+        """Return how many bytes are kept in memory."""
+        return self._packed_bytes + self._size
+
+    @property
+    def total(self) -> int:
+        """Return how many bytes came in all."""
+        return self._total + self._size
 
     def keep(self, data: bytes) -> None:
         """Keep a reply that came in one piece: it is in memory anyway."""
         self._pieces.append(data)
-
-    def add(self, data: bytes) -> None:
-        """Keep a piece of a stream."""
-        self._pieces.append(data)
         self._size += len(data)
-        if self._size > DEFLATE_FROM:
+
+    def add(self, data: bytes) -> bool:
+        """Keep a piece of a stream; return whether `DEFLATE_FROM` more bytes have come."""
+        if not self.dropped:
+            self._pieces.append(data)
+        self._size += len(data)
+        if self._size <= DEFLATE_FROM:
+            return False
+        if self.dropped:
+            self._total, self._size = self.total, 0
+        else:
             self._pack()
+        return True
+
+    def drop(self) -> None:
+        """Keep only the beginning of a reply that is too long; what comes is counted."""
+        data, is_deflated = self.take()
+        if is_deflated:
+            data = zlib.decompressobj().decompress(data, DEFLATE_FROM)
+        data = data[:DEFLATE_FROM]
+        self._total, self._size, self.dropped = self.total, 0, True
+        self._pieces, self._packed, self._packed_bytes, self._deflater = [data], [], 0, None
 
     def _pack(self) -> None:
         if self._deflater is None:
             self._deflater = zlib.compressobj(LEVEL)
         packed = self._deflater.compress(b"".join(self._pieces))
         self._packed.append(packed)
+        self._packed_bytes += len(packed) + PACKED_BYTES
+        self._total += self._size
         self._pieces, self._size = [], 0
-        if self._grown is not None:
-            self._grown(len(packed))
 
     def take(self) -> tuple[bytes, bool]:
         """Return all bytes, and whether they are deflated (zlib format, RFC 1950)."""

@@ -122,6 +122,7 @@ def _captured(call: "Call", status: CallStatus, provided: tuple[bytes, ...]) -> 
         arm=serving.arm,
         api_key=call.exchange.api_key,
         trace=identity.trace,
+        reply_bytes=0 if answer is None else answer.buffer.total,
     )
 
 
@@ -136,6 +137,7 @@ def _spend(usage: Usage, capture: CapturedCall) -> None:
             capture.reply,
             deflated=capture.deflated,
             refused=(capture.http_status or ERRORS) >= ERRORS,
+            whole_bytes=capture.reply_bytes if capture.too_long else 0,
         )
         usage.spend(monotonic(), used)
     except Exception:

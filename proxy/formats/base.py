@@ -4,6 +4,8 @@ A wire format is a subclass of `WireFormat` and one of `ReplyParser`, and a line
 `proxy.formats.registry`. Nothing outside this package knows any format by its name.
 """
 
+import re
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -137,6 +139,20 @@ EVENT: Final = b"event:"
 DONE: Final = b"[DONE]"
 LF: Final = 10
 CR: Final = 13
+_END: Final = rb"(?:\r\n|\n|\r)"
+_LINE_END: Final = re.compile(_END)
+# Comments without quotes and blank lines, as many as follow each other; or one line.
+_RUNS: Final = re.compile(rb'(?:(?::[^"\r\n]*+)?+%b)++|[^\r\n]*+%b' % (_END, _END))
+# Lines up to the first blank one, the blank one, and what follows.
+_FIRST_BLANK: Final = re.compile(rb"((?:[^\r\n]++%b)*+)(%b?+)(.*+)" % (_END, _END), re.DOTALL)
+
+
+# Without these and without quotes, lines leave as they come.
+_TELLING: Final = (b"data", b"event", BOM)
+# In fewer bytes runs are not looked for: nearly all chunks are one event.
+SHORT: Final = 1024
+# How a comment and a blank line begin.
+_QUIET: Final = b":\r\n"
 
 
 class ReplyParser:
@@ -150,6 +166,8 @@ class ReplyParser:
     line leaves at once. An unfinished line waits for its end. A `data:` line that cannot be read by
     itself waits for the rest of its event, for it may be a part of the event's data. From the line
     that ends the reply on, bytes are held back until the record is durable.
+
+    The caller bounds what is held: by `pass_line` what waits, by `forget` what is gathered.
     """
 
     # Whether a stream's last event has come whole; what follows is not recorded.
@@ -159,6 +177,10 @@ class ReplyParser:
     _unread = 0
     _holding = False
     _skip_blank = False
+    # The rest of a line passes that was too long to be held.
+    _passing = False
+    # Approximate memory of what was gathered for `summary`, in bytes.
+    gathered = 0
 
     def __init__(
         self,
@@ -187,13 +209,16 @@ class ReplyParser:
         self._model = None
         if served_name is not None and request.model not in (None, served_name):
             self._model = msgspec.Raw(msgspec.json.encode(request.model))
-        # A whole reply's bytes so far, or those of an unfinished line.
-        self._partial: list[bytes] = []
+        # A whole reply's bytes so far.
+        self._pieces: list[bytes] = []
+        # An unfinished line.
+        self._partial = bytearray()
         # An event whose first line of data could not be read by itself, from that line on.
-        self._open: list[bytes] = []
+        self._open = bytearray()
         # What waits for the record, from the reply's end on.
-        self._held: list[bytes] = []
+        self._held = bytearray()
         self.begin()
+        self._hidden = (*self.added(b""), b"model")
 
     def begin(self) -> None:
         """Set up what the format keeps of a reply, before the first byte."""
@@ -236,66 +261,141 @@ class ReplyParser:
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes as they came, and return those that may leave at once."""
         if not self._streamed:
-            self._partial.append(chunk)
+            self._pieces.append(chunk)
             return b""
         leaving: list[bytes] = []
-        for line in self._lines(chunk):
+        if self._passing:
+            end = _LINE_END.search(chunk)
+            at = len(chunk) if end is None else end.end()
+            out = self._passed(chunk[:at])
+            self._passing, chunk = end is None, chunk[at:]
+            if self._holding:
+                self._held += out
+            else:
+                leaving.append(out)
+        lines, take = self._lines(chunk)
+        for line in lines:
             if len(line) > 2 and not self._end_seen and self.is_end(line):
                 self._end_seen = self._holding = True
                 self.at_end = line.startswith(DATA)
-            (self._held if self._holding else leaving).append(self._line(line))
+            if self._holding:
+                self._held += take(line)
+            else:
+                leaving.append(take(line))
         return b"" if self._reading else b"".join(leaving)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many bytes wait: of an unfinished line or event, and from the end on."""
+        return len(self._partial) + len(self._open) + len(self._held)
+
+    def pass_line(self) -> bytes:
+        """Return what waits as it came; the rest of an unfinished line will leave as it comes.
+
+        Past the reply's end nothing may leave before the record is durable, so the reply counts as
+        `at_end` and what waits is left to `release`.
+        """
+        self._passing = bool(self._partial) and self._partial[-1] != CR
+        out = self._passed(bytes(self._open + self._partial))
+        self._open.clear()
+        self._partial.clear()
+        if self._holding:
+            self._held += out
+            self.at_end = True
+            return b""
+        return out
+
+    def _passed(self, data: bytes) -> bytes:
+        """Return what leaves of a line that is too long to be held."""
+        return data
+
+    def forget(self) -> None:
+        """Forget what was gathered of a reply that is too long to be stored."""
+        self.gathered = 0
+        self.begin()
 
     def finish(self) -> bytes:
         """Take the upstream's end, and return the bytes held back until the record is durable."""
-        rest, self._partial = b"".join(self._partial), []
         if not self._streamed:
             self._end_seen = True
-            out = self.whole(rest)
+            out = self.whole(b"".join(self._pieces))
             return b"" if self._reading else out
+        rest = bytes(self._partial)
+        self._partial.clear()
         if rest:
             self._end_seen = self._end_seen or self.is_end(rest)
-            self._held.append(self._unfinished(rest))
+            self._held += self._unfinished(rest)
         elif self._open:
-            self._held.append(self._dispatch(b""))
+            self._held += self._dispatch(b"")
         return self.release()
 
     def release(self) -> bytes:
         """Return what was held back, once the record is durable; later bytes leave as they come."""
-        held = b"" if self._reading else b"".join(self._held)
-        self._held, self._holding = [], False
+        held = b"" if self._reading else bytes(self._held)
+        self._held.clear()
+        self._holding = False
         return held
 
     def hide(self, data: bytes) -> bytes:
         """Return data that cannot be parsed without what no client may see."""
+        if b'"' not in data or not any(name in data for name in self._hidden):
+            return data
         members = self.added(data)
         if self._model is not None:
             served = msgspec.json.encode(self._served_name)
             members[b"model"] = Member(opens=STRING, instead=bytes(self._model), only=served)
         return without(data, members)
 
-    def _lines(self, chunk: bytes) -> list[bytes]:
-        """Return the lines that `chunk` completes; they end in LF, CR or both.
+    def _lines(self, chunk: bytes) -> tuple[list[bytes], Callable[[bytes], bytes]]:
+        """Return the lines that `chunk` completes, and the method that takes each.
 
-        A CR that is the last byte so far may be half of a line's end: it waits for the next byte.
+        Lines end in LF, CR or both. A CR that is the last byte so far may be half of a line's end:
+        it waits for the next byte. Comments and blank lines may come in one piece for `_run`.
         """
         if self._partial and chunk:
-            is_waiting = self._partial[-1][-1] == CR
-            self._partial.append(chunk)
-            # A line in many pieces is joined once, at its end.
+            is_waiting = self._partial[-1] == CR
+            self._partial += chunk
+            # A line in many pieces is copied once, at its end.
             if not is_waiting and b"\n" not in chunk and b"\r" not in chunk:
-                return []
-            chunk, self._partial = b"".join(self._partial), []
-        lines = chunk.splitlines(keepends=True)
-        if lines and lines[-1][-1] != LF:
-            self._partial.append(lines.pop())
-        return lines
+                return [], self._line
+            chunk = bytes(self._partial)
+            self._partial.clear()
+        if not chunk.endswith(b"\n"):
+            end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r", 0, -1)) + 1
+            self._partial += chunk[end:]
+            chunk = chunk[:end]
+        if b'"' not in chunk and not any(mark in chunk for mark in _TELLING):
+            return [chunk] if chunk else [], self._run
+        if len(chunk) > SHORT and (b"\n:" in chunk or b"\n\n\n" in chunk or b"\r" in chunk):
+            return _RUNS.findall(chunk), self._run
+        return chunk.splitlines(keepends=True), self._line
+
+    def _run(self, run: bytes) -> bytes:
+        """Return what leaves of one line, or of a run of lines without data that hide nothing.
+
+        Only the first blank line of a run can end an event.
+        """
+        if run[0] in _QUIET and b'"' not in run and not self._awaits_blank():
+            return self._quiet(run)
+        match = _FIRST_BLANK.fullmatch(run)
+        assert match is not None
+        lines, blank, rest = match.groups()
+        out = self._line(lines) if lines else b""
+        return out + self._line(blank) + self._quiet(rest) if blank else out
+
+    def _awaits_blank(self) -> bool:
+        """Return whether a blank line would change anything."""
+        return bool(self._open) or self._skip_blank or self._end_seen > self.at_end
+
+    def _quiet(self, run: bytes) -> bytes:
+        """Return what leaves of comments and blank lines after which no event is open."""
+        return run
 
     def _line(self, line: bytes) -> bytes:
         """Return what leaves of a line."""
         if self._open:
             if line.strip():
-                self._open.append(line)
+                self._open += line
                 return b""
             self.at_end = self._end_seen
             return self._dispatch(line)
@@ -305,7 +405,7 @@ class ReplyParser:
         try:
             out = self.event(data)
         except Unread:
-            self._open.append(line)
+            self._open += line
             return b""
         if out is None:
             self._skip_blank = True
@@ -326,7 +426,7 @@ class ReplyParser:
 
     def _dispatch(self, blank: bytes) -> bytes:
         """Return an event whose data is on several lines, as it leaves."""
-        lines, self._open = self._open, []
+        lines = self._open_lines()
         data = _joined(lines)
         try:
             out = self.event(data)
@@ -342,9 +442,16 @@ class ReplyParser:
         """Return an event that was cut off: it is passed on without a call of `event`."""
         if rest.startswith(BOM):
             return BOM + self._unfinished(rest[len(BOM) :])
-        lines = [line if _is_data(line) else self.hide(line) for line in [*self._open, rest]]
-        self._open, data = [], _joined(lines)
+        came = [*self._open_lines(), rest]
+        lines = [line if _is_data(line) else self.hide(line) for line in came]
+        data = _joined(lines)
         return _with_data(lines, data, self.hide(data))
+
+    def _open_lines(self) -> list[bytes]:
+        """Return the lines of the event that could not be read, which ends with them."""
+        lines = bytes(self._open).splitlines(keepends=True)
+        self._open.clear()
+        return lines
 
 
 def _joined(lines: list[bytes]) -> bytes:

@@ -41,6 +41,8 @@ from store.records import ToolCall
 
 IDS: Final = "return_token_ids"
 LOGPROBS: Final = "logprobs"
+# Memory that a piece of text takes beside its characters (approximate).
+PIECE_BYTES: Final = 64
 
 
 class ChoicesFormat(WireFormat):
@@ -120,8 +122,8 @@ class ChoicesReply(ReplyParser):
             if self._streamed:
                 self._merged = _Merged(self.reply_object)
         # The first choice's words, and by index the id, name and arguments of its tool calls.
-        self._texts: list[str] = []
-        self._tools: dict[int, list[str]] = {}
+        self._texts = Pieces()
+        self._tools: dict[int, tuple[dict[str, str], Pieces]] = {}
         # By the index of each choice of a stream: whether its reason to finish has come.
         self._finished: dict[bytes, bool] = {}
 
@@ -192,7 +194,7 @@ class ChoicesReply(ReplyParser):
         return ReplySummary(
             response_id=self._response_id,
             text="".join(self._texts),
-            tool_calls=tuple(ToolCall(id=i, name=n, arguments=a) for i, n, a in calls),
+            tool_calls=tuple(ToolCall(arguments="".join(a), **named) for named, a in calls),
         )
 
     def facts(self) -> ReplyFacts:
@@ -268,13 +270,17 @@ class ChoicesReply(ReplyParser):
             return
         if isinstance(said.content, str):
             self._texts.append(said.content)
+            self.gathered += len(said.content) + PIECE_BYTES
         for position, piece in enumerate(said.tool_calls or ()):
             # A whole message's calls have no index of their own.
-            known = self._tools.setdefault(piece.index or position, ["", "", ""])
-            function = piece.function or FunctionPiece()
-            known[0] = piece.id or known[0]
-            known[1] = function.name or known[1]
-            known[2] += function.arguments or ""
+            index, function = piece.index or position, piece.function or FunctionPiece()
+            if index not in self._tools:
+                self._tools[index] = {"id": "", "name": ""}, Pieces()
+            named, arguments = self._tools[index]
+            named["id"] = piece.id or named["id"]
+            named["name"] = function.name or named["name"]
+            arguments.append(function.arguments or "")
+            self.gathered += len(arguments[-1]) + PIECE_BYTES
 
     def _take_prompt(self, holder: Object) -> bool:
         """Take out prompt ids; a chat has them beside its choices, a completion within each choice.
@@ -493,7 +499,7 @@ class _Merged:
             if "delta" in choice:
                 _merge_delta(said.setdefault("message", {}), _decoded(choice["delta"]) or {})
             if "text" in choice:
-                said["text"] = said.get("text", "") + _decoded(choice["text"])
+                append_text(said, "text", _decoded(choice["text"]))
             if "message" in choice:
                 message = _decoded(choice["message"])
                 if message is not None or "message" not in said:
@@ -512,7 +518,8 @@ class _Merged:
         choices = []
         for index in sorted(self._choices):
             said, others = self._choices[index]
-            choices.append(said | {name: _decoded(raw) for name, raw in others.items()})
+            others_decoded = {name: _decoded(raw) for name, raw in others.items()}
+            choices.append(joined(said) | others_decoded)
         head = {name: _decoded(raw) for name, raw in self._head.items() if name != "choices"}
         return head | {"object": self._reply_object, "choices": choices}
 
@@ -529,8 +536,45 @@ def _decoded(raw: msgspec.Raw) -> Any:
         return json.loads(bytes(raw))
 
 
+class Pieces(list[str]):
+    """Hold a text as it comes: adding a piece takes the same time however long the text is."""
+
+
+class _ByIndex(msgspec.Struct, gc=False):
+    """Hold a list that comes in pieces, its members by their `index`."""
+
+    members: dict[int, dict[str, Any]]
+
+
+def append_text(holder: dict[str, Any], name: str, piece: str) -> None:
+    """Add a piece to a text of `holder`, which is `Pieces` from then on.
+
+    Raises:
+        TypeError: what is there, or the piece, is no text.
+    """
+    known = holder.get(name, "")
+    if not isinstance(piece, str) or not isinstance(known, str | Pieces):
+        raise TypeError(f"{name} is no text")
+    if isinstance(known, str):
+        known = holder[name] = Pieces([known])
+    known.append(piece)
+
+
+def joined(value: Any) -> Any:
+    """Return a value with all that came in pieces put together; its objects are kept."""
+    if isinstance(value, Pieces):
+        return "".join(value)
+    if isinstance(value, _ByIndex):
+        return [joined(value.members[index]) for index in sorted(value.members)]
+    if isinstance(value, dict):
+        value.update([(name, joined(member)) for name, member in value.items()])
+    elif isinstance(value, list):
+        value[:] = map(joined, value)
+    return value
+
+
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add one delta to `message`, in place.
+    """Add one delta to `message`, in place; `joined` puts its pieces together.
 
     Strings are appended, lists whose members have an `index` are merged by it, and anything else is
     replaced.
@@ -539,15 +583,20 @@ def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
         known = message.get(name)
         if value is None:
             message.setdefault(name, None)
-        elif isinstance(value, str) and isinstance(known, str) and name not in _WHOLE_STRINGS:
-            message[name] = known + value
+        elif (
+            isinstance(value, str)
+            and isinstance(known, str | Pieces)
+            and name not in _WHOLE_STRINGS
+        ):
+            append_text(message, name, value)
         elif isinstance(value, dict) and isinstance(known, dict):
             _merge_delta(known, value)
         elif isinstance(value, list) and all(map(_is_indexed, value)):
-            by_index = {member["index"]: member for member in known or []}
+            if not isinstance(known, _ByIndex):
+                known = _ByIndex({member["index"]: member for member in known or []})
             for piece in value:
-                _merge_delta(by_index.setdefault(piece["index"], {}), piece)
-            message[name] = [by_index[index] for index in sorted(by_index)]
+                _merge_delta(known.members.setdefault(piece["index"], {}), piece)
+            message[name] = known
         else:
             message[name] = value
 

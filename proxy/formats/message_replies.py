@@ -24,7 +24,14 @@ from proxy.formats.base import (
     Sampled,
     Unread,
 )
-from proxy.formats.choices import FunctionPiece, Logprobs, added_members
+from proxy.formats.choices import (
+    FunctionPiece,
+    Logprobs,
+    Pieces,
+    added_members,
+    append_text,
+    joined,
+)
 from proxy.formats.conversation import blocks_of
 from proxy.formats.errors import ANTHROPIC, ERROR_STATUSES
 from proxy.formats.raw_json import (
@@ -56,7 +63,7 @@ class MessagesReply(ReplyParser):
 
     def summary(self) -> ReplySummary:
         """Return the message's text and tool calls so far; a tool call counts once it is whole."""
-        message = self._message
+        message = joined(self._message)
         return ReplySummary(
             response_id=string_or_none(message.get("id")),
             text=_text_of(message),
@@ -65,7 +72,7 @@ class MessagesReply(ReplyParser):
 
     def facts(self) -> ReplyFacts:
         """Return the message's facts."""
-        message, too_deep = self._message, self._is_too_deep()
+        message, too_deep = joined(self._message), self._is_too_deep()
         if not (message or self._is_message):
             return ReplyFacts(None, None, None, None, (), self._sampled(), too_deep)
         usage = message.get("usage")
@@ -118,6 +125,7 @@ class ForwardedReply(MessagesReply):
         if event is None:
             raise Unread
         _merge_event(self._message, event)
+        self.gathered += len(data)
         return out
 
     def is_end(self, line: bytes) -> bool:
@@ -160,8 +168,8 @@ class TranslatedReply(MessagesReply):
         self._asked_model = None if self._model is None else self._request.model
         if self._streamed:
             self._events = _Events(self._asked_model)
-            # Data that is not a chunk by itself; it may be the first line of several.
-            self._parts: list[bytes] = []
+            # Lines of data that are not a chunk by themselves; there may be more of them.
+            self._parts = bytearray()
 
     def whole(self, body: bytes) -> bytes:
         """Return the message, or the error in Anthropic's format.
@@ -206,7 +214,7 @@ class TranslatedReply(MessagesReply):
             return self._encoded(self._events.stop())
         chunk = None if self._parts else _read_chat(data)
         if chunk is None:
-            self._parts.append(data)
+            self._parts += data + b"\n"
             return b""
         return self._chunk(chunk, data)
 
@@ -215,14 +223,34 @@ class TranslatedReply(MessagesReply):
         return self._line(rest) if self.is_end(rest) else b""
 
     def _other(self, line: bytes) -> bytes:
-        if line.startswith(b":"):
-            return line.rstrip(b"\r\n") + b"\n\n"
         if line.startswith(BOM):
             return self._line(line[len(BOM) :])
         if not self._parts or self._failed or self._is_done or line.strip():
-            return b""
-        data, self._parts = b"\n".join(self._parts), []
+            return self._quiet(line)
+        data = bytes(self._parts[:-1])
+        self._parts.clear()
         return self._chunk(_read_chat(data), data)
+
+    def _awaits_blank(self) -> bool:
+        return bool(self._parts)
+
+    def _quiet(self, run: bytes) -> bytes:
+        return b"".join([line + b"\n\n" for line in run.splitlines() if line.startswith(b":")])
+
+    @property
+    def waiting(self) -> int:
+        """Return how many bytes wait, those of a chunk and of a text behind a tool's too."""
+        return super().waiting + len(self._parts) + self._events.waiting
+
+    def _passed(self, data: bytes) -> bytes:
+        """Return an error: what is too long to be held cannot be translated."""
+        self._parts.clear()
+        return b"" if self._failed or self._is_done else self._chunk(None, b"")
+
+    def forget(self) -> None:
+        """Forget the message so far; its events go on."""
+        self.gathered, self._message = 0, {}
+        self._events.forget()
 
     def _chunk(self, chunk: "_Chat | None", data: bytes) -> bytes:
         if chunk is None or chunk.choices is None:
@@ -238,6 +266,7 @@ class TranslatedReply(MessagesReply):
         for event in events:
             _merge_event(self._message, event)
             encoded += [b"event: ", event["type"].encode(), b"\ndata: ", _encode(event), b"\n\n"]
+        self.gathered += sum(map(len, encoded))
         return b"".join(encoded)
 
     def _take_tokens(self, reply: "_Chat") -> None:
@@ -472,12 +501,19 @@ class _Events:
         self._open: str | None = None
         self._tool: str | None = None
         self._tools: dict[int, str] = {}
-        # The arguments in the last tool's block; None before there is one.
+        # The arguments in the last tool's block, None before there is one; whether they are whole.
         self._arguments: list[str] | None = None
+        self._is_whole: bool | None = None
         # Text within a tool's block waits for the block's end.
         self._waiting: list[str] = []
+        self.waiting = 0
         self._finish: str | None = None
         self._stop: int | str | None = None
+
+    def forget(self) -> None:
+        """Forget the last tool's arguments so far."""
+        if self._arguments is not None:
+            self._arguments, self._is_whole = [], None
 
     def take(self, chunk: _Chat) -> list[Event]:
         """Return a chunk's events; the first opens the message, one without choices ends it."""
@@ -502,12 +538,13 @@ class _Events:
         return {"type": "message_start", "message": message}
 
     def _end(self, usage: _Usage | None) -> Event:
-        arguments = self._arguments
+        if self._is_whole is None:
+            self._is_whole = self._arguments is not None and _is_json("".join(self._arguments))
         reason, sequence = _stop_reason(
             self._finish or "stop",
             self._stop,
-            tool_used=arguments is not None,
-            tool_complete=arguments is not None and _is_json("".join(arguments)),
+            tool_used=self._arguments is not None,
+            tool_complete=self._is_whole,
         )
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return {"type": "message_delta", "delta": delta, "usage": _usage_of(usage)}
@@ -518,6 +555,7 @@ class _Events:
             events += self._piece("thinking", delta.reasoning)
         if delta.content and self._open == "tool_use":
             self._waiting.append(delta.content)
+            self.waiting += len(delta.content)
         elif delta.content:
             events += self._piece("text", delta.content)
         for call in delta.tool_calls or ():
@@ -537,10 +575,11 @@ class _Events:
             if self._tool != call.id and name is not None:
                 tool_use = {"id": call.id, "name": name, "input": {}}
                 events = [*self._close(), self._block("tool_use", tool_use)]
-                self._tool, self._arguments = call.id, []
+                self._tool, self._arguments, self._is_whole = call.id, [], None
         running = self._tool is not None and self._tool == self._tools.get(call.index)
         if arguments and running and self._arguments is not None:
             self._arguments.append(arguments)
+            self._is_whole = None
             events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
         return events
 
@@ -554,7 +593,7 @@ class _Events:
 
     def _close(self) -> list[Event]:
         """Return the events that end the open block, and the text that waited for its end."""
-        waiting, self._waiting = "".join(self._waiting), []
+        waiting, self._waiting, self.waiting = "".join(self._waiting), [], 0
         events = self._end_block()
         if waiting:
             events += [*self._piece("text", waiting), *self._end_block()]
@@ -610,11 +649,13 @@ def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
     if not isinstance(block, dict):
         return
     if stop and _PARTIAL_INPUT in block:
-        block["input"] = _input_of(block.pop(_PARTIAL_INPUT))
+        block["input"] = _input_of("".join(block.pop(_PARTIAL_INPUT)))
     if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
         source, target = _BLOCK_DELTAS[delta["type"]]
         if isinstance(delta.get(source), str):
-            block[target] = str(block.get(target) or "") + delta[source]
+            if not isinstance(block.get(target), Pieces):
+                block[target] = str(block.get(target) or "")
+            append_text(block, target, delta[source])
 
 
 def _input_of(text: str) -> Any:

@@ -28,7 +28,7 @@ from proxy.formats.base import (
     WireFormat,
     with_changes,
 )
-from proxy.formats.choices import TokenLogprob
+from proxy.formats.choices import PIECE_BYTES, TokenLogprob
 from proxy.formats.conversation import (
     TOOL_ROLES,
     UNHEARD_ROLES,
@@ -344,6 +344,7 @@ class ResponsesReply(ReplyParser):
             self._response = decoded_object(event["response"])
         elif kind == _TEXT_DELTA:
             self._deltas.append(msgspec.json.decode(event["delta"], type=str))
+            self.gathered += len(self._deltas[-1]) + PIECE_BYTES
             self._restore_text(event, _EMPTY)
         elif kind == "response.content_part.done":
             part = msgspec.json.decode(event["part"], type=Object)

@@ -11,7 +11,7 @@ import httptools
 import structlog
 
 from proxy.http import wire
-from proxy.http.exchange import BodyStream
+from proxy.http.exchange import BodyStream, Grown
 from proxy.http.wire import Headers
 
 # vLLM closes idle connections after 5 s; one that is reused must be younger.
@@ -238,13 +238,17 @@ class Reply:
         while data := await self.body.more():
             yield data
 
-    def read(self, limit: int | None = None) -> Coroutine[Any, Any, bytes | None]:
+    def read(
+        self, limit: int | None = None, grown: Grown | None = None
+    ) -> Coroutine[Any, Any, bytes | None]:
         """Return the whole body, or None once it is longer than `limit` bytes.
+
+        `grown` and what is kept are as in `BodyStream.whole`.
 
         Raises:
             Torn: the body broke off.
         """
-        return self.body.whole(limit)
+        return self.body.whole(limit, grown)
 
     @property
     def ended(self) -> bool:

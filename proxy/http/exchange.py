@@ -83,7 +83,8 @@ class BodyStream:
 
     def put(self, data: bytes) -> None:
         """Add bytes that arrived."""
-        if len(data) < SMALL and self._pieces:
+        if self._pieces and (len(data) < SMALL or not self._patient):
+            # A body that is read whole grows in one place, which is given back as a whole.
             self._join(data)
         else:
             self._pieces.append(data)
@@ -142,7 +143,8 @@ class BodyStream:
     async def whole(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None once it is longer than `limit` bytes.
 
-        `grown` is called with the number of bytes so far, whenever there are more.
+        `grown` is called with the number of bytes so far, whenever there are more. What came is
+        kept for the next reader if this one gets nothing: None, or an error of `grown`.
 
         Raises:
             ConnectionError: the body broke off.
@@ -152,12 +154,15 @@ class BodyStream:
         if self.braked:
             self.braked = False
             self._source.resume_reading()
-        while not self.ended:
-            if limit is not None and self._size > limit:
-                return None
-            if grown is not None:
-                grown(self._size)
-            await self._wait()
+        try:
+            while not self.ended:
+                if limit is not None and self._size > limit:
+                    return None
+                if grown is not None:
+                    grown(self._size)
+                await self._wait()
+        finally:
+            self._patient = True
         return self.within(limit)
 
     def within(self, limit: int | None) -> bytes | None:

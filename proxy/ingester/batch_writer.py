@@ -7,6 +7,7 @@ its segment is kept until it is settled.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
@@ -17,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.ingester.segment_reader import Held, Segment, Why
-from proxy.ingester.transcribe import Entry, question_of, raised_at, read_entry
+from proxy.ingester.transcribe import TAKES_LONG, Entry, question_of, raised_at, read_entry
 from proxy.metrics import (
     DEAD_LETTERS,
     DELETED,
@@ -44,6 +45,11 @@ log = structlog.get_logger()
 LETTER_AGAIN_S: Final = 1.0
 # Pause before a record that PostgreSQL did not take, while it answered, is tried again.
 UNANSWERED_AGAIN_S: Final = 30.0
+
+# A longer reply, in bytes, is read beside the drain.
+AT_ONCE: Final = 2**20
+# Most seconds for which pieces are read before those that were read are stored.
+READ_S: Final = 0.25
 
 TOLD: Final[dict[Why, str]] = {
     "letter": "a dead letter cannot be written to disk",
@@ -105,6 +111,8 @@ class BatchWriter:
         self._redactor = redactor
         self._send_spans = send_spans
         self._ingester = Ingester(count_conflicts, count_late, question_of)
+        # The long reply that is being read.
+        self._long: tuple[Held, asyncio.Task[list[Entry]]] | None = None
         self._turn = 0
         # The turn in which a record of each type was last stored.
         self._stored: dict[type, int] = {}
@@ -134,15 +142,26 @@ class BatchWriter:
         patience = READ_ONLY_PATIENCE if is_read_only(error) else PATIENCE
         return bool(self.trouble) or self.failures >= patience
 
-    def read(self, pieces: Iterable[Piece]) -> list[Entry]:
-        """Read pieces of a segment in order: each as a redacted record, or why it is unreadable."""
-        entries = [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
-        if self._redactor is None:
-            return entries
-        return [
-            entry._replace(record=self._redactor.record(entry.record)) if entry.record else entry
-            for entry in entries
-        ]
+    @property
+    def reads_long(self) -> bool:
+        """Return whether a long reply is being read."""
+        return self._long is not None
+
+    def read(self, pieces: Iterable[Piece], at_once: float = AT_ONCE) -> list[Entry]:
+        """Read pieces of a segment in order: each as a redacted record, or why it is unreadable.
+
+        The last pieces are left out if reading takes too long. So is the record of a call whose
+        reply is longer than `at_once` bytes, with the reason `TAKES_LONG`.
+        """
+        entries, began = [], monotonic()
+        for piece in pieces:
+            entry = read_entry(piece, self._readers, self._most_reply, at_once)
+            if self._redactor is not None and entry.record is not None:
+                entry = entry._replace(record=self._redactor.record(entry.record))
+            entries.append(entry)
+            if monotonic() - began > READ_S:
+                break
+        return entries
 
     async def settle(self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]) -> None:
         """Store entries of a segment; halve a batch that fails down to the record that fails.
@@ -164,7 +183,11 @@ class BatchWriter:
                 await self.settle(engine, segment, entries[:middle])
                 await self.settle(engine, segment, entries[middle:])
             return
-        await self._write_letters(segment, [entry for entry in entries if entry.record is None])
+        unread = [entry for entry in entries if entry.record is None]
+        for entry in unread:
+            if entry.reason == TAKES_LONG:
+                self._hold(segment, entry, "long", TAKES_LONG)
+        await self._write_letters(segment, [e for e in unread if e.reason != TAKES_LONG])
         # In one step with moving on: whoever cancels the drain meanwhile finds both, or neither.
         self._count(stored)
         settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
@@ -253,13 +276,52 @@ class BatchWriter:
     async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
         """Try held pieces again that are due, and return how many were settled."""
         moved = 0
+        # The segment of one that was read may be gone.
+        read = self._long if self._long is not None and self._long[1].done() else None
         for segment in segments:
             for held in sorted(segment.held.values()):
+                if held.why == "long":
+                    moved += await self._try_long(engine, segment, held)
+                    continue
                 if is_due(held, self._stored, monotonic()):
                     moved += await self._try_again(engine, segment, held)
                 if held.piece.start in segment.held:
                     self.trouble = TOLD[held.why]
+        if self._long is read:
+            self._long = None
         return moved
+
+    async def _try_long(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
+        """Read a long reply in a thread, one at a time; return whether it is read and settled.
+
+        Raises:
+            Exception: the database is away.
+        """
+        if self._long is None and segment.not_before <= monotonic():
+            reading = asyncio.to_thread(self._read_long, segment, held.piece)
+            self._long = held, asyncio.create_task(reading)
+        if self._long is None or self._long[0] is not held or not self._long[1].done():
+            return False
+        task = self._long[1]
+        self._long = None
+        try:
+            entries = task.result()
+        except OSError as error:
+            self._leave(segment, error)
+            return False
+        await self.settle(engine, segment, entries)
+        if segment.held.get(held.piece.start) is not held:
+            return False
+        segment.release(held)
+        return True
+
+    def _leave(self, segment: Segment, error: OSError) -> None:
+        segment.failed(error)
+        self.trouble = CANNOT_READ
+
+    def _read_long(self, segment: Segment, piece: Piece) -> list[Entry]:
+        data = segment.read(piece.begin, piece.end)
+        return self.read([piece._replace(data=data)], inf)
 
     async def _try_again(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
         """Store a held record or write it as a dead letter, and return whether it is settled.
@@ -271,8 +333,7 @@ class BatchWriter:
         try:
             data = await asyncio.to_thread(segment.read, begin, end)
         except OSError as error:
-            segment.failed(error)
-            self.trouble = CANNOT_READ
+            self._leave(segment, error)
             return False
         piece = held.piece._replace(data=data)
         entry = Entry(piece, None, held.reason)

@@ -383,7 +383,9 @@ class Drainer:
                 moved = None
                 await self.count()
             if moved == 0:
-                return
+                if not self._writer.reads_long:
+                    return
+                await asyncio.sleep(IDLE_S)
             if moved is None:
                 if not self.waiting:
                     return
@@ -420,6 +422,7 @@ class Drainer:
             self._is_behind |= segment.has_more
             self._count(segment, pieces)
             entries = self._writer.read(pieces)
+            self._is_behind |= len(entries) < len(pieces)
             await self._writer.settle(engine, segment, entries)
             moved += sum(not entry.piece.damage for entry in entries)
         self._show()

@@ -38,7 +38,8 @@ _CHECK: Final = struct.Struct(">I")
 # `letter`: a dead letter that the disk does not take yet.
 # `suspect`: storing it raised an unexpected error: the record's fault, or a bug that hits all.
 # `unanswered`: PostgreSQL answers, but fails over this record and reports a fault of its own.
-Why = Literal["letter", "suspect", "unanswered"]
+# `long`: its reply is long, and read beside the drain.
+Why = Literal["letter", "suspect", "unanswered", "long"]
 
 
 class Held(NamedTuple):
@@ -169,16 +170,16 @@ class Segment:
         return piece.records
 
     def advance(self, piece: Piece, records: int) -> None:
-        """Move on behind `piece`, of which `records` records are settled."""
-        self.stored = Place(piece.end, piece.number)
+        """Move on behind `piece`, of which `records` records are settled; never move back."""
+        if piece.end > self.stored.offset:
+            self.stored = Place(piece.end, piece.number)
         self.waiting -= records
         self._mark()
 
     def hold(self, held: Held) -> None:
         """Move on behind a piece that is kept for later; its bytes stay in the file."""
         self.held[held.piece.start] = held
-        if held.piece.end > self.stored.offset:
-            self.advance(held.piece, 0)
+        self.advance(held.piece, 0)
 
     def release(self, held: Held) -> None:
         """Forget a held piece, which is settled now."""

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -32,7 +33,7 @@ from proxy.tool_events import ResultReaders, not_offered_events, result_events, 
 from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
 from store.records import EXPLORED, CallRecord, SpoolRecord, Tokens, ToolEvent
 from store.tenants import same_tenant
-from store.values.documents import nests_too_deep
+from store.values.documents import MAX_DEPTH, nests_too_deep
 from store.values.packing import pack_ids, pack_logprobs
 
 _RESULT: Final = "tool_result"
@@ -87,9 +88,13 @@ def _texts(content: Any) -> Iterator[bytes]:
 
 
 TOO_DEEP: Final[Reason] = "nested_too_deep"
+TOO_LONG: Final[Reason] = "reply_too_long"
+# Least bytes of a reply that are read at once.
+BLOCK_BYTES: Final = 64 * 1024
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED)
 CANNOT_BE_READ: Final = "cannot be read"
+TAKES_LONG: Final = "takes long to be read"
 
 
 class Entry(NamedTuple):
@@ -100,10 +105,19 @@ class Entry(NamedTuple):
     reason: str
 
 
+class TakesLong(Exception):
+    """Report that a call's reply is too long to be read while others wait."""
+
+
 def read_entry(
-    piece: Piece, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
+    piece: Piece,
+    readers: ResultReaders = NO_READERS,
+    most_reply: int = MOST_INFLATED,
+    at_once: float = inf,
 ) -> Entry:
     """Return the record of a piece, or why it cannot be read.
+
+    The reason is `TAKES_LONG` if its reply is longer than `at_once` bytes.
 
     This never raises: a record that cannot be read must not stop the others.
     """
@@ -111,11 +125,13 @@ def read_entry(
         return Entry(piece, None, piece.damage)
     try:
         try:
-            return Entry(piece, record_of(piece.data, readers, most_reply), "")
+            return Entry(piece, record_of(piece.data, readers, most_reply, at_once), "")
         except MemoryError:
             # Other work may have held the memory: collect garbage and try once more.
             gc.collect()
             return Entry(piece, record_of(piece.data, readers, most_reply), "")
+    except TakesLong:
+        return Entry(piece, None, TAKES_LONG)
     except Exception as error:
         # Clients and models decide what is in it; reading it again would fail the same way.
         cause = f"{type(error).__name__} at {raised_at(error)}"
@@ -133,16 +149,22 @@ def raised_at(error: Exception) -> str:
 
 
 def record_of(
-    payload: bytes, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
+    payload: bytes,
+    readers: ResultReaders = NO_READERS,
+    most_reply: int = MOST_INFLATED,
+    at_once: float = inf,
 ) -> SpoolRecord:
     """Return the ledger's record in a spooled payload.
 
     Raises:
+        TakesLong: its reply is longer than `at_once` bytes.
         Exception: this version of Pawl cannot read it. The type is not narrower, because the
             content is a client's and a model's.
     """
     frame = decode_payload(payload)
     if isinstance(frame, CapturedCall):
+        if frame.reply_bytes > at_once and not frame.too_long:
+            raise TakesLong
         return transcribe(frame, readers, most_reply)
     return frame
 
@@ -160,13 +182,13 @@ def transcribe(
     request, shown = _read_request(captured.request, FORMATS[captured.dialect])
     raw = inflate(captured.reply, most_reply) if captured.deflated else captured.reply
     sent = request if captured.explored is None else with_explored(request, captured.explored)
-    facts, deep = _reply_facts(captured, sent, raw)
+    facts, unread = _reply_facts(captured, sent, raw)
     settings = judged_settings(captured, sent)
     if captured.explored is not None:
         settings = settings.with_setting(EXPLORED, captured.explored)
     reason: Reason | None
-    if deep:
-        reason = TOO_DEEP
+    if unread is not None:
+        reason = unread
     elif captured.policy is not None and captured.policy_version is None:
         reason = "fixed_policy"
     else:
@@ -276,16 +298,21 @@ def _read_request(body: bytes, wire_format: WireFormat) -> tuple[ModelRequest, O
 
 def _reply_facts(
     captured: CapturedCall, request: ModelRequest, raw: bytes
-) -> tuple[ReplyFacts, bool]:
-    """Return the reply's facts, and whether it or the request nests too deep to be read.
+) -> tuple[ReplyFacts, Reason | None]:
+    """Return the reply's facts, and why it or the request is not read, if it is not.
 
-    A reply that does is kept as raw bytes: all that is known is its id, which feedback may name.
+    A reply that nests too deep, or was too long to be kept whole, is stored as raw bytes: all that
+    is known is its id, which feedback may name.
     """
+    deep_request = TOO_DEEP if request.parsed is None and nests_too_deep(request.body) else None
     if captured.http_status is None:
         # The upstream gave no reply.
-        return NO_REPLY, request.parsed is None and nests_too_deep(request.body)
-    parts = raw.split(b"\n") if captured.streamed else [raw]
-    deep = any(map(nests_too_deep, parts))
+        return NO_REPLY, deep_request
+    unread: Reason | None = None
+    if captured.too_long:
+        unread = TOO_LONG
+    elif any(map(_is_deep, _blocks(raw)) if captured.streamed else [nests_too_deep(raw)]):
+        unread = TOO_DEEP
     wire_format, name = FORMATS[captured.dialect], captured.served_model
     rewritten = wire_format.rewrite(request, name, want_ids=captured.wanted_ids)
     parser = wire_format.reply(
@@ -293,16 +320,33 @@ def _reply_facts(
         name,
         streamed=captured.streamed,
         status=captured.http_status,
-        reading=not deep,
+        reading=unread is None,
     )
-    parser.feed(raw)
-    if captured.streamed or captured.status == "complete":
+    for block in _blocks(raw):
+        parser.feed(block)
+    if not captured.too_long and (captured.streamed or captured.status == "complete"):
         # The worker took what there was of a stream as its end.
         parser.finish()
-    if deep:
-        return msgspec.structs.replace(NO_REPLY, response_id=parser.summary().response_id), True
+    if unread is not None:
+        return msgspec.structs.replace(NO_REPLY, response_id=parser.summary().response_id), unread
     facts = parser.facts()
     arguments = (call.arguments.encode(errors="surrogatepass") for call in facts.tool_calls)
     if facts.too_deep or any(map(nests_too_deep, (facts.reply or b"", *arguments))):
-        return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id), True
-    return facts, request.parsed is None and nests_too_deep(request.body)
+        return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id), TOO_DEEP
+    return facts, deep_request
+
+
+def _blocks(raw: bytes) -> Iterator[bytes]:
+    """Yield a reply in blocks of whole lines: lines take many times their length, all at once."""
+    start = 0
+    while start < len(raw):
+        end = raw.find(b"\n", start + BLOCK_BYTES) + 1 or len(raw)
+        yield raw[start:end]
+        start = end
+
+
+def _is_deep(block: bytes) -> bool:
+    """Return whether a line of a block nests too deep."""
+    if block.count(b"[") + block.count(b"{") <= MAX_DEPTH:
+        return False
+    return any(map(nests_too_deep, block.split(b"\n")))

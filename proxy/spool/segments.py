@@ -101,6 +101,13 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     api_key: str | None = None
     # The client's trace context (`proxy.identity.identify.trace_context`).
     trace: str | None = None
+    # How many bytes the whole reply had, inflated; 0: unknown.
+    reply_bytes: int = 0
+
+    @property
+    def too_long(self) -> bool:
+        """Return whether `reply` is only the beginning: the whole was too long to be kept."""
+        return not self.deflated and self.reply_bytes > len(self.reply)
 
 
 # A call that was redacted is recorded as the ledger has it.

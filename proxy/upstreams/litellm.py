@@ -18,6 +18,7 @@ from proxy.errors import BadRequest, BadUpstreams, UpstreamSilent
 from proxy.formats.base import DONE, read_request
 from proxy.formats.errors import OPENAI
 from proxy.http.client import Torn
+from proxy.http.exchange import Grown
 from proxy.http.wire import JSON, Headers
 from proxy.upstreams.file import UpstreamSpec
 
@@ -312,7 +313,7 @@ class LitellmReply:
         """Yield the whole body."""
         yield self._body
 
-    async def read(self, limit: int | None = None) -> bytes | None:
+    async def read(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, whatever the limit: it is in memory already."""
         return self._body
 
@@ -360,7 +361,7 @@ class LitellmStream(LitellmReply):
         self._ended = True
         yield b"data: %s\n\n" % DONE
 
-    async def read(self, limit: int | None = None) -> bytes | None:
+    async def read(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return all events joined."""
         return b"".join([piece async for piece in self.pieces()])
 

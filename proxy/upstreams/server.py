@@ -38,7 +38,7 @@ from proxy.http.client import (
     Torn,
     ask,
 )
-from proxy.http.exchange import BodyStream
+from proxy.http.exchange import BodyStream, Grown
 from proxy.http.wire import CREDENTIALS, Headers
 from proxy.upstreams.file import Style
 from proxy.upstreams.litellm import LitellmReply
@@ -137,13 +137,15 @@ class Decoded:
         self._decoder.check_end()
         self._ended = True
 
-    async def read(self, limit: int | None = None) -> bytes | None:
+    async def read(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return the whole decoded body, or None once that is longer than `limit` bytes.
+
+        `grown` is called with the number of bytes before they are decoded.
 
         Raises:
             Torn: the body or its coding broke off.
         """
-        raw = await self.coded.read(limit)
+        raw = await self.coded.read(limit, grown)
         if raw is None:
             return None
         self.raw = raw

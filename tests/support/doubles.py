@@ -56,7 +56,7 @@ class SaidReply:
         if self._torn:
             raise Torn("it was said to")
 
-    async def read(self, limit: int | None = None) -> bytes | None:
+    async def read(self, limit: int | None = None, grown: Any = None) -> bytes | None:
         """Return the whole body."""
         if self._torn:
             raise Torn("it was said to")

@@ -1,0 +1,216 @@
+"""Replies that are too long to be held or stored: clients get them whole, and memory is bounded."""
+
+import asyncio
+import gzip
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.calls import answer
+from proxy.ingester import batch_writer, transcribe
+from proxy.ingester.drain import Drainer
+from proxy.intake import Budget, Claim
+from tests.integration.conftest import Proxy, StartProxy
+from tests.integration.faults.conftest import Spooled
+from tests.support.faults.counters import assert_adds_up
+from tests.support.records import captured
+from tests.support.servers.raw_upstream import (
+    JSON,
+    LAST,
+    RawUpstream,
+    chunked,
+    raw_upstream,
+    says,
+    sized,
+)
+from tests.support.waiting import until
+
+MB = 2**20
+IN_FLIGHT_MB = 24
+MOST = IN_FLIGHT_MB * MB // answer.REPLY_COPIES
+CHUNKED = b"HTTP/1.1 200 OK\r\n%b\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENTS = b"Content-Type: text/event-stream"
+IDS = {"token_ids": [7, 8], "prompt_token_ids": [1]}
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[RawUpstream]:
+    """It is vLLM: ids are asked of it."""
+    async with raw_upstream("vllm") as server:
+        yield server
+
+
+@pytest.fixture
+async def proxy(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
+    async with start_proxy(in_flight_mb=IN_FLIGHT_MB, max_reply_mb=12) as found:
+        yield found
+
+
+@pytest.fixture
+def most_used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The most of the budget that was used at once, in bytes."""
+    seen, move = [0], Budget._move
+
+    def noted(self: Budget, held: int, now: int) -> None:
+        move(self, held, now)
+        seen[0] = max(seen[0], self.used)
+
+    monkeypatch.setattr(Budget, "_move", noted)
+    return lambda: seen[0]
+
+
+def event(content: str, **more: object) -> bytes:
+    choice = {"index": 0, "delta": {"content": content}, "finish_reason": None} | more
+    return b"data: " + json.dumps({"id": "r1", "choices": [choice]}).encode() + b"\n\n"
+
+
+def whole(words: int) -> bytes:
+    choice = {"index": 0, "message": {"content": "x" * words}, "finish_reason": "stop"} | IDS
+    return json.dumps({"id": "r1", "choices": [choice]}).encode()
+
+
+async def stored(proxy: Proxy) -> Any:
+    call = await proxy.only_call()
+    return call.status, call.reason
+
+
+@pytest.mark.parametrize("framing", ["sized", "chunked", "gzip"])
+async def test_reply_in_one_piece_that_is_too_long_leaves_as_it_came(
+    proxy: Proxy, upstream: RawUpstream, most_used: Callable[[], int], framing: str
+) -> None:
+    body = whole(MOST + 1)
+    if framing == "sized":
+        upstream.script = says(sized(b"200 OK", body, JSON))
+    elif framing == "gzip":
+        packed = gzip.compress(body)
+        upstream.script = says(sized(b"200 OK", packed, JSON, b"Content-Encoding: gzip"))
+    else:
+        pieces = [body[at : at + 100_000] for at in range(0, len(body), 100_000)]
+        upstream.script = says(CHUNKED % JSON, *(chunked(piece) for piece in pieces), LAST)
+    response = await proxy.chat()
+    assert (response.status, response.json) == (200, json.loads(body))
+    assert await stored(proxy) == ("complete", "reply_too_long")
+    assert most_used() <= IN_FLIGHT_MB * MB
+
+
+async def test_line_that_is_too_long_leaves_as_it_came_and_the_others_without_ids(
+    proxy: Proxy, upstream: RawUpstream, most_used: Callable[[], int]
+) -> None:
+    lines = event("a", **IDS), event("x" * (MOST + MB), **IDS), event("b", **IDS)
+    stream = b"".join(lines) + event("", finish_reason="stop") + b"data: [DONE]\n\n"
+    pieces = [stream[at : at + 100_000] for at in range(0, len(stream), 100_000)]
+    upstream.script = says(CHUNKED % EVENTS, *(chunked(piece) for piece in pieces), LAST)
+    response = await proxy.chat(stream=True)
+    first, second, third, *_ = response.body.split(b"\n\n")
+    assert second == lines[1].strip()
+    assert [b"7" in line for line in (first, third)] == [False, False]
+    assert await stored(proxy) == ("complete", "reply_too_long")
+    assert most_used() <= IN_FLIGHT_MB * MB
+
+
+async def test_stream_that_is_too_long_leaves_without_ids_and_is_found_by_its_id(
+    proxy: Proxy, upstream: RawUpstream, most_used: Callable[[], int]
+) -> None:
+    block = event("x" * 1000, **IDS) * 100
+    ending = event("", finish_reason="stop") + b"data: [DONE]\n\n"
+    blocks = [chunked(block)] * (16 * MB // len(block))
+    upstream.script = says(CHUNKED % EVENTS, *blocks, chunked(ending), LAST)
+    response = await proxy.chat(stream=True)
+    assert response.body.count(b"x" * 1000) == 100 * len(blocks)
+    assert b"7" not in response.body
+    assert await stored(proxy) == ("complete", "reply_too_long")
+    async with proxy.engine.connect() as connection:
+        assert await connection.scalar(text("SELECT response_id FROM transitions")) == "r1"
+    assert most_used() <= IN_FLIGHT_MB * MB
+
+
+async def test_upstream_is_not_read_further_while_the_budget_is_full(
+    proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "REPLY_COPIES", 1)
+    body, asked = whole(11 * MB), asyncio.Event()
+    room = threading.Event()
+    ask = Claim.ask
+
+    def refused(self: Claim, size: int) -> None:
+        if size > 2 * MB and not room.is_set():
+            asked.set()
+            raise answer.Overloaded("full")
+        ask(self, size)
+
+    monkeypatch.setattr(Claim, "ask", refused)
+    pieces = [body[at : at + 16_000] for at in range(0, len(body), 16_000)]
+    upstream.script = says(CHUNKED % JSON, *(chunked(piece) for piece in pieces), LAST)
+    calling = asyncio.create_task(proxy.chat())
+    await asked.wait()
+    held = -1
+    while held != upstream.said:
+        held = upstream.said
+        await asyncio.sleep(0.2)
+    assert held < len(body)
+    room.set()
+    response = await calling
+    assert len(response.json["choices"][0]["message"]["content"]) == 11 * MB
+    assert (await stored(proxy))[0] == "complete"
+
+
+async def test_reply_without_room_in_time_leaves_as_it_came(
+    proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "ROOM_S", 0.1)
+    ask = Claim.ask
+
+    def refused(self: Claim, size: int) -> None:
+        if size > MB:
+            raise answer.Overloaded("full")
+        ask(self, size)
+
+    monkeypatch.setattr(Claim, "ask", refused)
+    body = whole(MB)
+    pieces = [body[at : at + 16_000] for at in range(0, len(body), 16_000)]
+    upstream.script = says(
+        CHUNKED % JSON, *(chunked(piece) for piece in pieces), LAST, pause_s=0.002
+    )
+    assert (await proxy.chat()).json == json.loads(body)
+    assert await stored(proxy) == ("complete", "reply_too_long")
+
+
+async def test_calls_are_stored_while_a_long_reply_is_read(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, read = threading.Event(), transcribe.transcribe
+
+    def slow(call: Any, *more: Any) -> Any:
+        if call.episode == "long":
+            assert go_on.wait(20)
+        return read(call, *more)
+
+    monkeypatch.setattr(transcribe, "transcribe", slow)
+    spooled = Spooled(tmp_path, engine, Drainer(tmp_path, lambda: engine, batch=10))
+    spooled.write(
+        captured("long", reply_bytes=batch_writer.AT_ONCE + 1, deflated=True), captured("a")
+    )
+    draining = asyncio.create_task(spooled.drainer.run())
+    await until(lambda: spooled.drainer.waiting == 1, within_s=10)
+    assert await spooled.names() == {"a"}
+    assert spooled.drainer.progress.state == "moving"
+    go_on.set()
+    # It cannot be inflated: a dead letter.
+    await until(lambda: len(spooled.letters()) == 1, within_s=10)
+    spooled.drainer.stop()
+    await draining
+    assert_adds_up()
+
+
+async def test_long_reply_is_stored_before_a_drain_ends(spooled: Spooled) -> None:
+    spooled.write(
+        captured("long", reply_bytes=batch_writer.AT_ONCE + 1, deflated=False), captured("a")
+    )
+    await spooled.drain()
+    assert (await spooled.names(), spooled.letters()) == ({"long", "a"}, [])
