@@ -5,6 +5,8 @@ import json
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.settings import ProxySettings
+from store.browsers import why_foreign
 from tests.integration.conftest import Proxy, StartProxy
 from tests.support.proxy.keys import bearer, made, taken
 
@@ -49,7 +51,9 @@ async def test_page_of_another_site_states_and_reads_nothing(
         {"Sec-Fetch-Mode": "cors", "Accept-Language": "*"},
         {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost:8100", "Host": "localhost"},
         *({"Host": own} for own in ("localhost:8100", "proxy:8100", "127.0.0.1", "[::1]:8100")),
-        *({"Host": own} for own in ("host.docker.internal:8100", "p.ns.svc.cluster.local")),
+        *({"Host": own} for own in ("host.docker.internal:8100", "p.ns.svc.cluster.local.")),
+        # As `pawl up` names a proxy that listens on all addresses.
+        {"Host": "0.0.0.0:8100"},
     ],
 )
 async def test_program_of_the_developer_is_let_in(proxy: Proxy, headers: dict[str, str]) -> None:
@@ -67,6 +71,13 @@ async def test_configured_names_and_pages_are_let_in(start_proxy: StartProxy) ->
             ({"Origin": "http://localhost:3001", "Sec-Fetch-Site": "same-site"}, 403),
         ):
             assert (await proxy.chat(headers=headers)).status == status
+
+
+def test_allowed_hosts_are_compared_in_lower_case() -> None:
+    hosts = ProxySettings.model_validate(
+        {"DATABASE_URL": "postgresql://h/d", "allowed_hosts": "Pawl.example, localhost:3000"}
+    ).allowed_hosts
+    assert why_foreign("GET", [(b"Host", b"PAWL.example:8100")], hosts) is None
 
 
 async def test_key_protects_without_a_look_at_names(proxy: Proxy, engine: AsyncEngine) -> None:

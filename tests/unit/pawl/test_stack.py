@@ -205,6 +205,15 @@ def test_interrupted_unpacking_leaves_no_traceback(
     assert capfd.readouterr().err == ""
 
 
+def test_unpacking_that_the_system_kills_is_an_error(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(model, "run_module", lambda _: [sys.executable, "-c", killed])
+    with pytest.raises(subprocess.CalledProcessError):
+        model.unpacked_model(models)
+
+
 async def test_stopped_start_ends_the_unpacking(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -307,6 +307,19 @@ def test_no_minute_has_more_statements_than_the_limit_and_the_wait_suffices(
         assert sum(at - WINDOW_S < other <= at for other in stated) <= limit
 
 
+def test_list_longer_than_a_workers_share_is_taken_in_an_empty_minute() -> None:
+    held = usage(workers=8, per_minute=10)
+    assert held.begin(0.0) is None
+    held.count_statements(0.0, 10)
+    assert held.begin(WINDOW_S / 2) is not None
+    assert held.begin(WINDOW_S + 1) is None
+    assert held.begin(WINDOW_S + 2) is None
+    with pytest.raises(TooMany):
+        held.count_statements(WINDOW_S + 2, 10)
+    with pytest.raises(BadRequest):
+        held.count_statements(WINDOW_S + 2, 11)
+
+
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=60))
 def test_no_more_requests_run_than_the_limit(limit: int, steps: list[bool]) -> None:
     held, running = usage(at_once=limit), 0
