@@ -134,6 +134,7 @@ class Unread(Exception):
 
 
 BOM: Final = b"\xef\xbb\xbf"
+MARKS: Final = re.compile(rb"(?:%b)+" % BOM)
 DATA: Final = b"data:"
 EVENT: Final = b"event:"
 DONE: Final = b"[DONE]"
@@ -417,9 +418,9 @@ class ReplyParser:
             self.at_end = self._end_seen
             skip, self._skip_blank = self._skip_blank, False
             return b"" if skip else line
-        if line[0] == BOM[0] and line.startswith(BOM):
+        if line[0] == BOM[0] and (marks := MARKS.match(line)):
             # A stream may begin with a byte order mark, which is no part of the first line.
-            return BOM + self._line(line[len(BOM) :])
+            return marks[0] + self._line(line[marks.end() :])
         # Lines of other fields carry no data. But a reader that knows fewer kinds of line ends
         # may take a part of one for data.
         return line if line.startswith(EVENT) else self.hide(line)
@@ -440,8 +441,8 @@ class ReplyParser:
 
     def _unfinished(self, rest: bytes) -> bytes:
         """Return an event that was cut off: it is passed on without a call of `event`."""
-        if rest.startswith(BOM):
-            return BOM + self._unfinished(rest[len(BOM) :])
+        if marks := MARKS.match(rest):
+            return marks[0] + self._unfinished(rest[marks.end() :])
         came = [*self._open_lines(), rest]
         lines = [line if _is_data(line) else self.hide(line) for line in came]
         data = _joined(lines)

@@ -17,6 +17,7 @@ from proxy.formats.base import (
     DATA,
     DONE,
     EVENT,
+    MARKS,
     NOTHING_SAMPLED,
     ReplyFacts,
     ReplyParser,
@@ -223,8 +224,8 @@ class TranslatedReply(MessagesReply):
         return self._line(rest) if self.is_end(rest) else b""
 
     def _other(self, line: bytes) -> bytes:
-        if line.startswith(BOM):
-            return self._line(line[len(BOM) :])
+        if marks := MARKS.match(line):
+            return self._line(line[marks.end() :])
         if not self._parts or self._failed or self._is_done or line.strip():
             return self._quiet(line)
         data = bytes(self._parts[:-1])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.formats import message_replies
-from proxy.formats.base import ModelRequest, ReplyParser, read_request
+from proxy.formats.base import BOM, ModelRequest, ReplyParser, read_request
 from proxy.formats.choices import _merge_delta
 from proxy.formats.message_replies import _merge_event
 from proxy.formats.registry import FORMATS
@@ -152,3 +152,12 @@ def test_end_that_is_given_up_waits_for_the_record() -> None:
     assert parser.feed(name + data) == b""
     assert (parser.pass_line(), parser.at_end) == (b"", True)
     assert parser.release() + parser.feed(b'x"}\n\n') == name + data + b'x"}\n\n'
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"data: x\n"])
+@pytest.mark.parametrize("api", list(FORMATS))
+def test_line_of_byte_order_marks_is_read_at_once(api: str, end: bytes) -> None:
+    line = BOM * 10_000 + end
+    parser = FORMATS[api].reply(read_request(b"{}"), None, streamed=True)
+    seen = parser.feed(line) + parser.finish()
+    assert seen == line or type(parser).__name__ == "TranslatedReply"
