@@ -77,7 +77,7 @@ def test_hosts_login_and_database_are_read_as_libpq_does(
     [
         ("/var/lib/pg", "must be a postgresql:// URL"),
         ("mysql+pymysql://h/d", "not mysql://"),
-        ("postgresql://h:secret/d", "a number as its port"),
+        ("postgresql://h:secret/d", "a number from 1 to 65535 as its port"),
         ("postgresql://u:secret@h/d?channel_binding=require", "the parameter channel_binding"),
         ("postgresql://u:secret@h/d?ssl=require", "the parameter ssl,"),
         ("postgresql://u:secret@h/d?sslmode=on", "as sslmode one of: disable, allow"),

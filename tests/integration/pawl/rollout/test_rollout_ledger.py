@@ -106,7 +106,7 @@ async def test_rollout_shows_its_key_and_the_agent_its_own(
     flags = Flags(
         tasks=Path("tasks.jsonl"),
         url=proxy.url,
-        command=f"{sys.executable} agent.py",
+        command=[sys.executable, "agent.py"],
         answer="a",
     )
     with pytest.raises(RolloutError, match="401: set PAWL_API_KEY"):

@@ -197,15 +197,15 @@ def test_a_gap_with_the_bytes_of_its_id_is_read() -> None:
 
 def test_a_spool_from_before_the_last_fields_is_read() -> None:
     """Its tools' syntax, its episode's arm, its key and its trace are then unknown, as before."""
-    last = ["hermes", "canary", "0123456789abcdef", "00-1-2-01"]
-    call = captured(tool_tag=last[0], arm="canary", api_key=last[2], trace=last[3])
+    last = ["hermes", "canary", "0123456789abcdef", "00-1-2-01", 9]
+    call = captured(tool_tag="hermes", arm="canary", api_key=last[2], trace=last[3], reply_bytes=9)
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call))
-    assert fields[-4:] == last
-    for missing in (1, 2, 3, 4):
+    assert fields[-5:] == last
+    for missing in (1, 2, 3, 4, 5):
         old = decode_payload(msgspec.msgpack.encode(fields[:-missing]))
         assert isinstance(old, CapturedCall)
-        there = last[: 4 - missing] + [None] * missing
-        assert [old.tool_tag, old.arm, old.api_key, old.trace] == there
+        there = last[: 5 - missing] + [None, None, None, None, 0][5 - missing :]
+        assert [old.tool_tag, old.arm, old.api_key, old.trace, old.reply_bytes] == there
 
 
 @pytest.fixture
