@@ -138,7 +138,7 @@ async def test_version_that_is_unloaded_meanwhile_is_not_called_worse(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "say what to run with `-- PROGRAM ARGUMENTS`"),
+        (("--answer", "a"), "say what to run with `-- PROGRAM ARGUMENTS`"),
         (("--python", "agent:answer"), "say with --answer FIELD or --judge COMMAND"),
         (
             ("--answer", "a", "--margin", "2", "--", "cat"),
