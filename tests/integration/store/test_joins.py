@@ -194,7 +194,6 @@ async def test_rows_read_for_a_call_do_not_grow_with_equal_calls_before(
             # Plans as of a table that has its statistics, not of an empty one.
             await driver.execute("ANALYZE")
             async with driver.transaction():
-                await driver.execute("SET LOCAL enable_seqscan = off")
                 before = await driver.fetchval(_ROWS_READ)
                 written = await write(driver, equal_conversations(5), Bases(), repeated=False)
                 await settle(driver, written)
