@@ -23,9 +23,9 @@ from store.values.digests import MATCHES
 
 # Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
-# All that follows looks single rows up. Where most calls are equal, statistics say that a digest
+# All statements here look single rows up. Where most calls are equal, statistics say that a digest
 # has most rows, and PostgreSQL would rather read the whole table.
-_BEGIN: Final = "SELECT pg_advisory_xact_lock($1), set_config('enable_seqscan', 'off', true)"
+_BY_INDEX: Final = "SET LOCAL enable_seqscan = off"
 
 
 class Written(msgspec.Struct):
@@ -83,7 +83,9 @@ async def meets_others(driver: Any, written: Written) -> bool:
     if written.span is None:
         return False
     provided = list(chain.from_iterable(written.provided))
-    return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, provided))
+    async with driver.transaction():
+        await driver.execute(_BY_INDEX)
+        return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, provided))
 
 
 async def settle(driver: Any, written: Written) -> dict[str, int]:
@@ -96,7 +98,7 @@ async def settle(driver: Any, written: Written) -> dict[str, int]:
     Raises:
         asyncpg.PostgresError: the database is away.
     """
-    await driver.execute(_BEGIN, SETTLE_LOCK)
+    await _begin(driver)
     matched = await _match(driver, written)
     rescored = {*written.rescored, *matched.values()}
     in_outage = await find_in_outage(driver, written.episodes(), written.span)
@@ -106,10 +108,16 @@ async def settle(driver: Any, written: Written) -> dict[str, int]:
 
 async def settle_outages(driver: Any, outages: Sequence[UUID]) -> bool:
     """Set aside some of the episodes under way in these outages; return whether there were any."""
-    await driver.execute(_BEGIN, SETTLE_LOCK)
+    await _begin(driver)
     in_outage = await find_under_way(driver, outages)
     await _bring(driver, set(), set(), in_outage)
     return bool(in_outage)
+
+
+async def _begin(driver: Any) -> None:
+    """Wait until no other transaction settles."""
+    await driver.execute(_BY_INDEX)
+    await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
 
 
 async def _bring(
