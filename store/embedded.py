@@ -260,19 +260,20 @@ class EmbeddedPostgres:
         except (PermissionError, subprocess.CalledProcessError):
             copied = _in_tmp(self.folder, "-programs")
             shutil.rmtree(copied, ignore_errors=True)
-            try:
-                # Who else made a folder of this name could put programs of their own into it.
-                copied.mkdir(mode=0o755)
-            except FileExistsError:
-                raise StoreError(
-                    f"{copied}, the place of PostgreSQL's programs, cannot be removed: remove it"
-                ) from None
             installed = self.programs.parents[2]
             # The wheel has its libraries beside its package, and programs find them by that.
             package = self.programs.parents[1].relative_to(installed)
-            for part in (self.programs.parent, installed / f"{package}.libs"):
-                shutil.copytree(part, copied / part.relative_to(installed), symlinks=True)
-            subprocess.run(["chmod", "-R", "go+rX,go-w", copied], check=True)
+            try:
+                # Who else made a folder of this name could put programs of their own into it.
+                copied.mkdir(mode=0o755)
+                for part in (self.programs.parent, installed / f"{package}.libs"):
+                    shutil.copytree(part, copied / part.relative_to(installed), symlinks=True)
+                subprocess.run(["chmod", "-R", "go+rX,go-w", copied], check=True)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise StoreError(
+                    f"PostgreSQL's programs cannot be copied to {copied}: {error}; make room there,"
+                    " or remove that folder"
+                ) from error
             return copied / self.programs.relative_to(installed)
         return self.programs
 

@@ -32,7 +32,7 @@ MAX_ERRORS: Final = 6
 
 
 class AgentFlags(Record, frozen=True, kw_only=True):
-    """Hold what may be written after any command that runs an agent on tasks."""
+    """Hold the options that all commands share which run an agent on tasks."""
 
     tasks: Annotated[
         Path | None, typer.Option(help="File of tasks, one JSON object a line; `id` names a task.")

@@ -268,7 +268,7 @@ class BatchWriter:
         return True
 
     def _written(self, entry: Entry) -> tuple[bytes, str]:
-        """Return what a dead letter holds of an entry, and the reason beside it."""
+        """Return the bytes and the reason of an entry's dead letter, redacted."""
         if self._redactor is None:
             return entry.piece.data, entry.reason
         return self._redactor.letter(entry)

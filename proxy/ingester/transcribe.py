@@ -299,7 +299,7 @@ def _read_request(body: bytes, wire_format: WireFormat) -> tuple[ModelRequest, O
 def _reply_facts(
     captured: CapturedCall, request: ModelRequest, raw: bytes
 ) -> tuple[ReplyFacts, Reason | None]:
-    """Return the reply's facts, and why it or the request is not read, if it is not.
+    """Return the reply's facts, and the reason if reply or request cannot be read.
 
     A reply that nests too deep, or was too long to be kept whole, is stored as raw bytes: all that
     is known is its id, which feedback may name.

@@ -199,6 +199,7 @@ def test_address_within_the_servers_network_is_refused(url: str) -> None:
     "url", ["https://example.com/a.png?u=http://127.0.0.1", "HTTP://8.8.8.8:80/x", "data:,file:x"]
 )
 def test_public_address_is_let_through(url: str) -> None:
+    # It raises for what is refused.
     called("a", CHAT, user({"type": "image_url", "image_url": {"url": url}}))
 
 
