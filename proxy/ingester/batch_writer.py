@@ -48,6 +48,9 @@ UNANSWERED_AGAIN_S: Final = 30.0
 
 # A longer reply, in bytes, is read beside the drain.
 AT_ONCE: Final = 2**20
+# A long reply that so many ingesters began to read, and did not outlive, becomes a dead letter.
+MOST_BEGUN: Final = 3
+ENDS_INGESTERS: Final = f"{MOST_BEGUN} ingesters ended while they read its reply"
 # Most seconds for which pieces are read before those that were read are stored.
 READ_S: Final = 0.25
 
@@ -320,8 +323,10 @@ class BatchWriter:
         self.trouble = CANNOT_READ
 
     def _read_long(self, segment: Segment, piece: Piece) -> list[Entry]:
-        data = segment.read(piece.begin, piece.end)
-        return self.read([piece._replace(data=data)], inf)
+        piece = piece._replace(data=segment.read(piece.begin, piece.end))
+        if segment.begin_reading(piece) >= MOST_BEGUN:
+            return [Entry(piece, None, ENDS_INGESTERS)]
+        return self.read([piece], inf)
 
     async def _try_again(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
         """Store a held record or write it as a dead letter, and return whether it is settled.

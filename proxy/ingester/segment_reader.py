@@ -25,6 +25,8 @@ Result = TypeVar("Result")
 log = structlog.get_logger()
 
 AT: Final = ".at"
+# Beside a segment: the offsets of long pieces that an ingester began to read, a line each time.
+BEGUN: Final = ".begun"
 # Bytes of a segment that are read at once.
 READ_BYTES: Final = 4 * 2**20
 # Pause before a segment that failed is tried again.
@@ -181,8 +183,28 @@ class Segment:
         self.held[held.piece.start] = held
         self.advance(held.piece, 0)
 
+    def begin_reading(self, piece: Piece) -> int:
+        """Note that a piece is being read; return how many ingesters ended in the midst of that."""
+        path = self.path.with_suffix(BEGUN)
+        try:
+            with path.open("a+") as file:
+                file.seek(0)
+                earlier = file.read().split().count(str(piece.begin))
+                file.write(f"{piece.begin}\n")
+        except OSError as error:
+            # It is read all the same: on a full disk nothing else makes room.
+            log.warning("reading_not_noted", segment=self.path.stem, reason=str(error))
+            return 0
+        return earlier
+
     def release(self, held: Held) -> None:
-        """Forget a held piece, which is settled now."""
+        """Forget a held piece, which is settled now.
+
+        Raises:
+            OSError: the note that it was being read could not be deleted.
+        """
+        if held.why == "long":
+            self.path.with_suffix(BEGUN).unlink(missing_ok=True)
         del self.held[held.piece.start]
         self.waiting -= held.piece.records
         self._mark()
@@ -246,7 +268,7 @@ class Segment:
         Raises:
             OSError: it could not be deleted.
         """
-        for suffix in (OPEN, SEALED, AT):
+        for suffix in (OPEN, SEALED, AT, BEGUN):
             self.path.with_suffix(suffix).unlink(missing_ok=True)
 
 

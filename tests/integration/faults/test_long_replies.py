@@ -3,7 +3,9 @@
 import asyncio
 import gzip
 import json
+import sys
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from proxy.calls import answer
 from proxy.ingester import batch_writer, transcribe
 from proxy.ingester.drain import Drainer
 from proxy.intake import Budget, Claim
+from proxy.spool.segments import CapturedCall
 from tests.integration.conftest import Proxy, StartProxy
 from tests.integration.faults.conftest import Spooled
 from tests.support.faults.counters import assert_adds_up
@@ -209,8 +212,57 @@ async def test_calls_are_stored_while_a_long_reply_is_read(
 
 
 async def test_long_reply_is_stored_before_a_drain_ends(spooled: Spooled) -> None:
-    spooled.write(
-        captured("long", reply_bytes=batch_writer.AT_ONCE + 1, deflated=False), captured("a")
-    )
-    await spooled.drain()
+    spooled.write(long_reply(), captured("a"))
+    await spooled.drainer.drain_rest()
     assert (await spooled.names(), spooled.letters()) == ({"long", "a"}, [])
+
+
+def long_reply() -> CapturedCall:
+    """Reading it takes place beside the drain."""
+    reply = zlib.compress(whole(batch_writer.AT_ONCE))
+    return captured("long", reply=reply, reply_bytes=batch_writer.AT_ONCE + 1, deflated=True)
+
+
+ENDS_WHILE_READING = """
+import asyncio, os, sys
+from pathlib import Path
+from proxy.ingester import transcribe
+from proxy.ingester.drain import Drainer
+from store.database import make_engine
+
+read = transcribe.transcribe
+def ends(call, *more):
+    return os._exit(9) if call.episode == "long" else read(call, *more)
+transcribe.transcribe = ends
+
+async def drain():
+    engine = make_engine(sys.argv[2])
+    await Drainer(Path(sys.argv[1]), lambda: engine).drain_rest()
+
+asyncio.run(drain())
+"""
+
+
+async def drain_and_end(spooled: Spooled) -> None:
+    """Drain in a process that ends while it reads the long reply."""
+    url = spooled.engine.url.render_as_string(hide_password=False)
+    arguments = "-c", ENDS_WHILE_READING, str(spooled.folder), url
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+    assert await process.wait() == 9
+
+
+async def test_long_reply_that_ends_ingesters_becomes_a_dead_letter(spooled: Spooled) -> None:
+    spooled.write(captured("a"), long_reply())
+    for _ in range(batch_writer.MOST_BEGUN):
+        await drain_and_end(spooled)
+    await Drainer(spooled.folder, lambda: spooled.engine).drain_rest()
+    assert await spooled.outcome() == (1, 1, [])
+    assert "3 ingesters ended while they read its reply" in spooled.reasons()
+
+
+async def test_long_reply_is_stored_after_an_ingester_ended(spooled: Spooled) -> None:
+    spooled.write(long_reply())
+    await drain_and_end(spooled)
+    await Drainer(spooled.folder, lambda: spooled.engine).drain_rest()
+    assert await spooled.outcome() == (1, 0, [])
+    assert list(spooled.folder.glob("*/*.begun")) == []
