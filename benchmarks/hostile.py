@@ -1,23 +1,29 @@
 """Send replies that cost much to read or to hold, and measure what others notice of each.
 
-An upstream of this process answers with one of the attacks by the name of the model: an endless
-reply in one piece, one HTTP chunk of 650 MB, events of 100 MB, long streams of text or of tool
-calls, and comments. Meanwhile another client makes ten small calls a second. For each attack: how
-late others are, how long their records take to be stored, the most memory of worker and ingester,
-what of it the worker still holds ten seconds later, and CPU of both.
+An upstream answers with one of the attacks by the name of the model: an endless reply in one
+piece, one HTTP chunk of 650 MB, events of 100 MB, long streams of text or of tool calls, and
+comments. The attack is repeated while another client makes 2,000 small calls, one after the other.
+Each connection of the upstream is a process; those that attack, and the clients that asked for it,
+have the lowest priority, so that others' times are the proxy's and not those of a scarce core. For
+each attack: how late others are, how long their records take to be stored, the most memory of
+worker and ingester, what of it the worker still holds ten seconds later, and CPU of both.
 
 `--checkout FOLDER` runs another checkout's proxy instead, for a comparison by hand; `--only NAME`
-runs one attack, `--calls N` is the number of identical calls (0: none).
+runs one attack, `--others N` is the number of others' calls, `--calls N` that of identical calls
+(0: none).
 """
 
 import argparse
 import asyncio
 import json
+import os
+import re
+import socketserver
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -38,8 +44,11 @@ REPLY: Final = json.dumps(
 END: Final = (
     b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 )
-WORKER_MB, INGESTER_MB, STORED_S, PINGS_MS = 300, 300, 2.0, 20
+WORKER_MB, INGESTER_MB, STORED_S, PINGS_MS, LATE_TIMES = 300, 300, 2.0, 20, 2
 LATER_S, REST_S = 10.0, 120.0
+PAUSE_S, LOOK_S = 0.01, 0.05
+LOWEST: Final = 19
+OK: Final = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%b\r\n\r\n"
 
 
 def event(delta: object) -> bytes:
@@ -107,34 +116,36 @@ ATTACKS: Final = {
 }
 
 
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one connection's requests: each attack by its model's name, all else with `REPLY`."""
-    try:
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            size = int((head.lower().partition(b"content-length: ")[2] or b"0").split(b"\r")[0])
-            body = await reader.readexactly(size) if size else b"{}"
-            attack = ATTACKS.get(json.loads(body).get("model", ""))
-            if attack is None:
+class Upstream(socketserver.StreamRequestHandler):
+    """Answer one connection's requests: an attack by its model's name, all else with `REPLY`."""
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            while head := b"".join(iter(self.rfile.readline, b"\r\n")):
+                size = int((head.lower().partition(b"content-length: ")[2] or b"0").split()[0])
+                body = self.rfile.read(size) if size else b"{}"
+                attack = ATTACKS.get(json.loads(body).get("model", ""))
+                if attack is not None:
+                    os.nice(LOWEST)
+                    self._attack(attack)
+                    return
                 answer = b'{"data": []}' if head.startswith(b"GET") else REPLY
-                lead = f"HTTP/1.1 200 OK\r\nContent-Type: {JSON}\r\nContent-Length: {len(answer)}"
-                writer.write(lead.encode() + b"\r\n\r\n" + answer)
-                continue
-            lead = f"HTTP/1.1 200 OK\r\nContent-Type: {attack.kind}\r\n"
-            writer.write(lead.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
-            if attack.one_chunk:
-                writer.write(b"%x\r\n" % attack.one_chunk)
-            for piece in attack.pieces():
-                framed = piece if attack.one_chunk else b"%x\r\n%b\r\n" % (len(piece), piece)
-                writer.write(framed if piece else b"")
-                await writer.drain()
-            writer.write(b"\r\n0\r\n\r\n" if attack.one_chunk else b"0\r\n\r\n")
-    except (OSError, asyncio.IncompleteReadError):
-        writer.close()
+                self.wfile.write(OK % (JSON.encode(), b"Content-Length: %d" % len(answer)) + answer)
+
+    def _attack(self, attack: Attack) -> None:
+        self.wfile.write(OK % (attack.kind.encode(), b"Transfer-Encoding: chunked"))
+        if attack.one_chunk:
+            self.wfile.write(b"%x\r\n" % attack.one_chunk)
+        for piece in filter(None, attack.pieces()):
+            self.wfile.write(piece if attack.one_chunk else b"%x\r\n%b\r\n" % (len(piece), piece))
+        self.wfile.write(b"\r\n0\r\n\r\n" if attack.one_chunk else b"0\r\n\r\n")
 
 
-async def upstream(port: int) -> None:
-    server = await asyncio.start_server(serve, "127.0.0.1", port)
-    await server.serve_forever()
+class UpstreamServer(socketserver.ForkingTCPServer):
+    """Give each connection a process."""
+
+    request_queue_size = 128
+    max_children = 200
 
 
 @dataclass
@@ -146,6 +157,7 @@ class Seen:
     memory: dict[str, int] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
     later: int = 0
+    attacks: int = 0
     own_s: float | None = None
 
 
@@ -162,53 +174,73 @@ class Watch:
         self._processes = {"worker": listens[proxy.port], "ingester": listens[proxy.admin]}
 
     async def call(self, model: str) -> str:
-        body = {"model": model, "messages": [], "stream": model in ATTACKS}
+        body = {"model": model, "messages": []}
         async with self._session.post(self._url, json=body) as response:
-            async for _ in response.content.iter_any():
-                pass
+            response.raise_for_status()
+            await response.read()
             return response.headers["x-pawl-call"]
+
+    async def attack(self, name: str) -> str | None:
+        """Have curl make one attack, to its end or as long as it may take; return the call's id."""
+        attack, body = ATTACKS[name], {"model": name, "messages": [], "stream": True}
+        curl = ["curl", "-sN", "--max-time", str(attack.within_s or REST_S)]
+        curl += ["-o", "/dev/null", "-D", "-", "-d", json.dumps(body), self._url]
+        process = await asyncio.create_subprocess_exec(
+            *("nice", "-n", str(LOWEST), *curl), stdout=asyncio.subprocess.PIPE
+        )
+        head, _ = await process.communicate()
+        found = re.search(rb"x-pawl-call: ([0-9a-f-]+)", head, re.IGNORECASE)
+        return None if found is None else found[1].decode()
+
+    async def stored(self, calls: Sequence[str]) -> set[str]:
+        found = await self._pool.fetch("SELECT id FROM transitions WHERE id = ANY($1)", calls)
+        return {str(row[0]) for row in found}
 
     async def is_stored(self, call: str, within_s: float) -> float | None:
         began = time.perf_counter()
         while (took := time.perf_counter() - began) < within_s:
-            if await self._pool.fetchval("SELECT 1 FROM transitions WHERE id = $1", call):
+            if await self.stored([call]):
                 return took
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
         return None
 
-    async def during(self, attack: Attack | None, name: str, seconds: float) -> Seen:
-        """Make others' calls while an attack runs and is stored, or for `seconds`."""
-        seen, stop, storing = Seen(), asyncio.Event(), set[asyncio.Task[None]]()
+    async def during(self, attack: Attack | None, name: str, others: int) -> Seen:
+        """Make `others` calls, one after the other, while an attack is repeated."""
+        seen, is_over = Seen(), asyncio.Event()
         cpu = {who: sum(p.cpu_times()[:2]) for who, p in self._processes.items()}
+        waiting: dict[str, float] = {}
 
-        async def store(call: str) -> None:
-            seen.stored.append(await self.is_stored(call, REST_S) or REST_S)
-
-        async def others() -> None:
-            while not stop.is_set():
-                began = time.perf_counter()
-                storing.add(asyncio.create_task(store(await self.call("m"))))
-                seen.late.append(time.perf_counter() - began)
-                await asyncio.sleep(0.1)
+        async def storing() -> None:
+            while waiting or not is_over.is_set():
+                for call in await self.stored(list(waiting)) if waiting else ():
+                    seen.stored.append(time.perf_counter() - waiting.pop(call))
+                await asyncio.sleep(LOOK_S)
 
         async def memory() -> None:
-            while not stop.is_set():
+            while True:
                 for who, process in self._processes.items():
                     seen.memory[who] = max(seen.memory.get(who, 0), process.memory_info().rss)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(LOOK_S)
 
-        beside = [asyncio.create_task(others()), asyncio.create_task(memory())]
-        if attack is None:
-            await asyncio.sleep(seconds)
-        else:
-            attackers = [asyncio.create_task(self.call(name)) for _ in range(attack.at_once)]
-            done, late = await asyncio.wait(attackers, timeout=attack.within_s)
-            for task in late:
-                task.cancel()
-            if attack.mb and done:
-                seen.own_s = await self.is_stored(await done.pop(), REST_S)
-        stop.set()
-        await asyncio.wait([*beside, *storing])
+        async def attacks(first: bool) -> None:
+            while attack is not None and not is_over.is_set():
+                call = await self.attack(name)
+                seen.attacks += 1
+                if attack.mb and call is not None and first and seen.own_s is None:
+                    seen.own_s = await self.is_stored(call, REST_S)
+
+        watching, storage = asyncio.create_task(memory()), asyncio.create_task(storing())
+        at_once = range(0 if attack is None else attack.at_once)
+        attackers = [asyncio.create_task(attacks(number == 0)) for number in at_once]
+        for _ in range(others):
+            began = time.perf_counter()
+            call = await self.call("m")
+            waiting[call] = time.perf_counter()
+            seen.late.append(waiting[call] - began)
+            await asyncio.sleep(PAUSE_S)
+        is_over.set()
+        await asyncio.gather(storage, *attackers)
+        watching.cancel()
         seen.cpu = {w: sum(p.cpu_times()[:2]) - cpu[w] for w, p in self._processes.items()}
         if attack is not None:
             await asyncio.sleep(LATER_S)
@@ -228,42 +260,46 @@ async def identical(watch: Watch, calls: int) -> list[float]:
     return rates
 
 
-async def measured(proxy: Proxy, only: str, calls: int) -> AsyncIterator[Rows]:
+async def measured(proxy: Proxy, options: argparse.Namespace) -> AsyncIterator[Rows]:
     lines, bars = [], []
     async with aiohttp.ClientSession() as session, asyncpg.create_pool(proxy.database_url) as pool:
         watch = Watch(proxy, session, pool)
-        await watch.during(None, "", 3)
-        quiet = await watch.during(None, "", 10)
-        p99 = percentile(quiet.late, 0.99)
+        await watch.during(None, "", options.others // 10)
         for name, attack in ATTACKS.items():
-            if only not in name:
+            if options.only not in name:
                 continue
+            quiet = await watch.during(None, "", options.others // 4)
             before = watch._processes["worker"].memory_info().rss / MB
-            seen = await watch.during(attack, name, 0)
+            seen = await watch.during(attack, name, options.others)
             worker, ingester = (seen.memory[who] / MB for who in ("worker", "ingester"))
-            late, stored = percentile(seen.late, 0.99), max(seen.stored, default=0.0)
-            cpu = [1000 * seen.cpu[who] / attack.mb if attack.mb else None for who in seen.cpu]
-            figures = [(seen.own_s, 1), (late * 1000, 0), (stored, 1), (worker, 0), (before, 0)]
-            figures += [(seen.later / MB, 0), (ingester, 0), *((one, 0) for one in cpu)]
+            alone, late = (1000 * percentile(one.late, 0.99) for one in (quiet, seen))
+            read_mb = attack.mb * seen.attacks
+            cpu = [
+                1000 * (seen.cpu[who] - 4 * quiet.cpu[who]) / read_mb if read_mb else None
+                for who in seen.cpu
+            ]
+            stored = max(seen.stored)
+            figures = [(seen.own_s, 1), (alone, 1), (late, 1), (stored, 1), (worker, 0)]
+            figures += [(before, 0), (seen.later / MB, 0), (ingester, 0)]
+            figures += [(one, 0) for one in cpu]
             lines.append([name, *(number(value, digits) for value, digits in figures)])
             bars.append(Bar(f"{name}: worker, MB", worker, WORKER_MB))
             bars.append(Bar(f"{name}: worker 10 s later, MB more", seen.later / MB - before, 40))
+            bars.append(Bar(f"{name}: p99 of others, times", late / alone, LATE_TIMES))
             bars.append(Bar(f"{name}: others stored after, s", stored, STORED_S))
             if name.startswith("comments"):
                 bars.append(Bar("comments: CPU, ms/MB", sum(one or 0.0 for one in cpu), PINGS_MS))
                 bars.append(Bar("comments: ingester, MB", ingester, INGESTER_MB))
-                bars.append(Bar("comments: p99 of others, times", late / p99, 2))
             if name == "text, 150 MB":
                 bars.append(Bar(f"{name}: stored after, s", seen.own_s, 10))
-        if calls:
+        if calls := options.calls:
             rates = await identical(watch, calls)
             lines.append([f"{calls:,} equal calls, stored/s", number(rates[0]), number(rates[-1])])
-            lines[-1] += [NONE] * 7
+            lines[-1] += [NONE] * 8
             bars.append(Bar("equal calls: last tenth to first", rates[-1] / rates[0], 0.8, True))
-    heads = ["", "own stored s", "others p99 ms", "others stored s", "worker MB", "before"]
-    heads += ["10 s later", "ingester MB", "worker ms/MB", "ingester ms/MB"]
-    note = f"others' p99 without attack: {p99 * 1000:.0f} ms"
-    yield Rows("Hostile replies", heads, lines, [note])
+    heads = ["", "own stored s", "others p99 ms, alone", "beside", "stored s", "worker MB"]
+    heads += ["before", "10 s later", "ingester MB", "worker ms/MB", "ingester ms/MB"]
+    yield Rows("Hostile replies", heads, lines, [f"others: {options.others} calls in turns"])
     yield bars_table(bars)
 
 
@@ -271,19 +307,20 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkout", type=Path, default=ROOT)
     parser.add_argument("--only", default="")
+    parser.add_argument("--others", type=int, default=2000)
     parser.add_argument("--calls", type=int, default=0)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        await upstream(options.serve)
+        UpstreamServer(("127.0.0.1", options.serve), Upstream).serve_forever()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = free_port()
         command = [sys.executable, "-m", "benchmarks.hostile", "--serve", str(port)]
         stack.enter_context(running(command, folder / "upstream.log"))
         proxy = stack.enter_context(running_proxy(folder, port, options.checkout.resolve()))
-        async for rows in measured(proxy, options.only, options.calls):
-            Console(width=160, file=sys.stdout).print(rows.rich())
+        async for rows in measured(proxy, options):
+            Console(width=180, file=sys.stdout).print(rows.rich())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Pieces of a body wait here for their reader; a brake stops senders that are too 
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Final
 
 from proxy.http import wire
@@ -128,7 +129,8 @@ class BodyStream:
     def raise_failure(self) -> None:
         """Raise the error that the body broke off with, if it did."""
         if self._failure is not None:
-            raise self._failure
+            # What is raised holds the reader's frames, and these hold this stream.
+            raise copy(self._failure)
 
     async def more(self) -> bytes:
         """Wait for more bytes and return them; empty at the end.

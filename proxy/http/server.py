@@ -223,6 +223,8 @@ class Connection(asyncio.Protocol):
             self._can_write.exception()
         if self.task is not None:
             self.task.cancel()
+        # Their exceptions hold the handler's frames, with all that it held of the reply.
+        self.task = self._can_write = None
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes; an invalid request is refused and the connection closed."""

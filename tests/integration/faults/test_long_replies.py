@@ -1,6 +1,7 @@
 """Replies that are too long to be held or stored: clients get them whole, and memory is bounded."""
 
 import asyncio
+import gc
 import gzip
 import json
 import sys
@@ -24,10 +25,13 @@ from tests.integration.faults.conftest import Spooled
 from tests.support.faults.counters import assert_adds_up
 from tests.support.records import captured
 from tests.support.servers.raw_upstream import (
+    CHAT,
     JSON,
     LAST,
     RawUpstream,
     chunked,
+    post,
+    raw_ask,
     raw_upstream,
     says,
     sized,
@@ -182,6 +186,48 @@ async def test_reply_without_room_in_time_leaves_as_it_came(
     )
     assert (await proxy.chat()).json == json.loads(body)
     assert await stored(proxy) == ("complete", "reply_too_long")
+
+
+@pytest.mark.parametrize("kind", [JSON, EVENTS], ids=["whole", "stream"])
+@pytest.mark.parametrize("end", ["client gone", "client slow and gone", "torn"])
+async def test_reply_that_breaks_off_leaves_memory_at_once(
+    proxy: Proxy, upstream: RawUpstream, kind: bytes, end: str
+) -> None:
+    """With reference cycles it would stay until garbage is collected, which is seldom."""
+    pieces = [chunked(b": ping\n" * 20_000)] * (200 if end == "client slow and gone" else 4)
+    upstream.script = says(CHUNKED % kind, *pieces, then="reset" if end == "torn" else "hang")
+    request = {"model": "m", "messages": [], "stream": kind == EVENTS}
+
+    async def broken_off() -> None:
+        if end != "torn":
+            _, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+            writer.write(post(CHAT, json.dumps(request).encode()))
+            if end == "client gone":
+                await until(lambda: upstream.said >= 4 * len(pieces[0]), within_s=10)
+            else:
+                await asyncio.sleep(0.5)
+            writer.transport.abort()
+            await upstream.left.wait()
+        else:
+            await raw_ask(proxy.port, post(CHAT, json.dumps(request).encode()))
+        upstream.said = 0
+        upstream.left.clear()
+
+    await broken_off()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        await broken_off()
+        await asyncio.sleep(0.1)
+        gc.collect()
+        kinds = {type(each) for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
+    names = {kind.__name__ for kind in kinds}
+    assert not names & {"Call", "ReplyBuffer", "bytearray", "frame"}
 
 
 async def test_calls_are_stored_while_a_long_reply_is_read(
