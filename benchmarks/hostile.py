@@ -133,7 +133,9 @@ class Upstream(socketserver.StreamRequestHandler):
                 self.wfile.write(OK % (JSON.encode(), b"Content-Length: %d" % len(answer)) + answer)
 
     def _attack(self, attack: Attack) -> None:
-        self.wfile.write(OK % (attack.kind.encode(), b"Transfer-Encoding: chunked"))
+        self.wfile.write(
+            OK % (attack.kind.encode(), b"Connection: close\r\nTransfer-Encoding: chunked")
+        )
         if attack.one_chunk:
             self.wfile.write(b"%x\r\n" % attack.one_chunk)
         for piece in filter(None, attack.pieces()):

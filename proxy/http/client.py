@@ -363,12 +363,12 @@ async def ask(
         data = wire.bodyless_head(method, target, pool.authority, headers)
     connection = pool.kept() or await pool.connect()
     connection.sending = pieces is not None
-    answer = connection.ask(data, to_head=method == "HEAD")
     if pieces is not None:
         push = _push(connection, pieces, chunked=length is None)
+        # It begins once the head is sent.
         connection.pushing = asyncio.create_task(push)
     try:
-        return await answer
+        return await connection.ask(data, to_head=method == "HEAD")
     except asyncio.CancelledError:
         # Nobody reads the reply any more, so the server must stop generating it.
         connection.transport.abort()

@@ -410,14 +410,13 @@ class Upstream:
             UpstreamBroke: the request was sent, and no reply came.
         """
         headers = self._with_key(headers, target)
-        unreached: NotSent | None = None
         for replica in self._in_order():
             try:
                 return await ask(
                     replica.pool, method, replica.prefix + target, headers, body, length
                 )
             except NotSent as error:
-                unreached = self._unreached(replica, error)
+                self._unreached(replica, error)
             except NoReply as error:
                 raise self._without_reply(replica, error) from error
         where = " and ".join(replica.root for replica in self.replicas)
@@ -425,7 +424,7 @@ class Upstream:
             f"The model server at {where} could not be reached. "
             f"Is it running, and is {self._named_in} right?",
             code="upstream_unreachable",
-        ) from unreached
+        )
 
     async def ask_where_served(
         self, model: str, method: str, target: str, headers: Headers, body: bytes
@@ -468,10 +467,9 @@ class Upstream:
         now = asyncio.get_running_loop().time()
         return sorted(self.replicas, key=lambda r: (r.avoid_until > now, r.pool.busy))
 
-    def _unreached(self, replica: Replica, error: NotSent) -> NotSent:
+    def _unreached(self, replica: Replica, error: NotSent) -> None:
         replica.avoid_until = asyncio.get_running_loop().time() + AVOID_S
         log.warning("replica_unreachable", replica=replica.root, reason=str(error))
-        return error
 
     def _without_reply(self, replica: Replica, error: NoReply) -> UpstreamBroke:
         silent = isinstance(error, Silent)

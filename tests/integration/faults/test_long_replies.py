@@ -189,17 +189,19 @@ async def test_reply_without_room_in_time_leaves_as_it_came(
 
 
 @pytest.mark.parametrize("kind", [JSON, EVENTS], ids=["whole", "stream"])
-@pytest.mark.parametrize("end", ["client gone", "client slow and gone", "torn"])
+@pytest.mark.parametrize("end", ["client gone", "client slow and gone", "torn", "not HTTP"])
 async def test_reply_that_breaks_off_leaves_memory_at_once(
     proxy: Proxy, upstream: RawUpstream, kind: bytes, end: str
 ) -> None:
     """With reference cycles it would stay until garbage is collected, which is seldom."""
     pieces = [chunked(b": ping\n" * 20_000)] * (200 if end == "client slow and gone" else 4)
     upstream.script = says(CHUNKED % kind, *pieces, then="reset" if end == "torn" else "hang")
+    if end == "not HTTP":
+        upstream.script = says(b"not HTTP\r\n\r\n")
     request = {"model": "m", "messages": [], "stream": kind == EVENTS}
 
     async def broken_off() -> None:
-        if end != "torn":
+        if end.startswith("client"):
             _, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
             writer.write(post(CHAT, json.dumps(request).encode()))
             if end == "client gone":
