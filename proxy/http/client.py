@@ -38,6 +38,10 @@ class Torn(ConnectionError):
     """Report that a reply broke off before its end."""
 
 
+# Most bytes of a reply that are worked on while other calls wait.
+TURN_BYTES: Final = 16 * 1024
+
+
 class UpstreamConnection(asyncio.Protocol):
     """Keep one connection to a server; asyncio and httptools call it back."""
 
@@ -230,13 +234,16 @@ class Reply:
         return wire.first_value(self.headers, wanted)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes.
+        """Yield the body as it comes; calls that wait have their turn between its pieces.
 
         Raises:
             Torn: the body broke off.
         """
         while data := await self.body.more():
-            yield data
+            yield data[:TURN_BYTES]
+            for at in range(TURN_BYTES, len(data), TURN_BYTES):
+                await asyncio.sleep(0)
+                yield data[at : at + TURN_BYTES]
 
     def read(
         self, limit: int | None = None, grown: Grown | None = None

@@ -43,6 +43,18 @@ async def test_a_reply_without_body_is_whole_with_its_head(status: bytes) -> Non
     assert kept
 
 
+async def test_others_have_their_turn_between_the_pieces_of_what_came_at_once() -> None:
+    _, connection, _ = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [HEAD + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000])
+    reply, turns, sizes = await answer, [], []
+    async for piece in reply.pieces():
+        asyncio.get_running_loop().call_soon(turns.append, len(sizes))
+        sizes.append(len(piece))
+    assert (sum(sizes), max(sizes)) == (100_000, module.TURN_BYTES)
+    assert turns[: len(sizes) - 1] == list(range(len(sizes) - 1))
+
+
 async def test_discarding_a_reply_leaves_its_connection_to_whoever_has_it_now() -> None:
     pool, connection, transport = upstream()
     answer = connection.ask(b"")
