@@ -233,6 +233,8 @@ RETRY_S: Final = 1.0
 # Most records that one transaction stores.
 BATCH: Final = 256
 IDLE_S: Final = 0.1
+# Longest wait for a batch that is being stored before what is on disk is counted.
+COUNT_S: Final = 1.0
 # After a turn that took all there was comes this pause, so that the next batch is larger: what a
 # transaction costs, here and in PostgreSQL, is shared by more records.
 GATHER_S: Final = 0.03
@@ -348,8 +350,18 @@ class Drainer:
             return
 
     async def count(self) -> None:
-        """Count the records that the workers have written up to now."""
-        async with self._busy:
+        """Count the records that the workers have written up to now.
+
+        They are counted later if PostgreSQL takes longer than `COUNT_S` for a batch: whoever asks
+        for figures must not wait for it.
+        """
+        try:
+            async with asyncio.timeout(COUNT_S):
+                await self._busy.acquire()
+        except TimeoutError:
+            log.warning("counting_put_off", waited_s=COUNT_S)
+            return
+        try:
             self._look()
             for segment in self._segments.values():
                 if segment.not_before > monotonic():
@@ -360,6 +372,8 @@ class Drainer:
                 except OSError as error:
                     self._leave(segment, error)
             self._show()
+        finally:
+            self._busy.release()
 
     async def _count_rest(self, segment: Segment) -> None:
         """Count what a segment has to its end; one read may give a part of it.

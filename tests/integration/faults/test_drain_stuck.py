@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy import make_url, text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.ingester import batch_writer, drain
 from proxy.ingester.drain import Drainer
@@ -210,4 +210,23 @@ async def test_postgres_outage_of_any_length_is_waited_for_and_blames_no_record(
         assert not traffic.drainer._writer.one_by_one
         traffic.engine = engine
         await away.dispose()
+        await traffic.assert_moves()
+
+
+async def has_waiters(connection: AsyncConnection) -> bool:
+    waiting = "SELECT FROM pg_locks WHERE NOT granted AND relation = 'episodes'::regclass"
+    return bool(await connection.scalar(text(f"SELECT EXISTS ({waiting})")))
+
+
+async def test_figures_do_not_wait_for_a_batch_that_postgres_does_not_end(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "COUNT_S", 0.1)
+    async with draining(tmp_path, engine) as traffic:
+        async with engine.begin() as locking:
+            await locking.execute(text("LOCK TABLE episodes"))
+            traffic.write()
+            await eventually(lambda: has_waiters(locking))
+            await asyncio.wait_for(traffic.drainer.count(), 10)
+            assert await has_waiters(locking)
         await traffic.assert_moves()
