@@ -99,7 +99,7 @@ class Load:
         body = wire.streamed(wire.prompt(f"{self._started} {began} "), self._plan.chunks)
         headers = {"Authorization": f"Bearer {wire.KEY}"}
         writer.write(wire.post("127.0.0.1", self._plan.path, body, headers))
-        rest, chunks, shows_ids = b"", 0, False
+        rest, chunks, shows_ids, is_done = b"", 0, False, False
         while data := await reader.read(2**16):
             now = time.perf_counter()
             if not rest and not chunks and not data.startswith(b"HTTP/1.1 200"):
@@ -112,10 +112,12 @@ class Load:
                 self._note(now, None if chunks else began, stamps)
                 chunks += len(stamps)
             shows_ids = shows_ids or IDS_SHOWN.search(lines) is not None
+            # The body may end in a later read than its last event.
+            is_done = is_done or b"data: [DONE]" in lines + rest
             if is_ended:
                 if shows_ids:
                     return "ids passed on"
-                is_whole = b"data: [DONE]" in lines + rest and chunks == self._plan.chunks
+                is_whole = is_done and chunks == self._plan.chunks
                 return "" if is_whole else "chunks missing"
         return "torn"
 

@@ -239,11 +239,10 @@ class Reply:
         Raises:
             Torn: the body broke off.
         """
-        while data := await self.body.more():
-            yield data[:TURN_BYTES]
-            for at in range(TURN_BYTES, len(data), TURN_BYTES):
+        while data := await self.body.more(TURN_BYTES):
+            yield data
+            if self.body.waits:
                 await asyncio.sleep(0)
-                yield data[at : at + TURN_BYTES]
 
     def read(
         self, limit: int | None = None, grown: Grown | None = None

@@ -78,6 +78,11 @@ class BodyStream:
         return self._waiter is not None
 
     @property
+    def waits(self) -> bool:
+        """Return whether bytes have arrived that were not taken."""
+        return bool(self._pieces)
+
+    @property
     def exhausted(self) -> bool:
         """Return whether the whole body has arrived and was taken."""
         return self.ended and not self._pieces
@@ -114,14 +119,16 @@ class BodyStream:
             self._failure = error
             self._wake()
 
-    def take(self) -> bytes:
-        """Return all unread bytes; empty if there are none."""
+    def take(self, most: int | None = None) -> bytes:
+        """Return all unread bytes, or the first `most`; empty if there are none."""
         pieces = self._pieces
         # Mostly there is one piece. The first piece is always `bytes`, and is not copied.
         data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
-        self._size = 0
-        if self.braked:
+        if most is not None and len(data) > most:
+            self._pieces, data = [data[most:]], data[:most]
+        self._size -= len(data)
+        if self.braked and not self._pieces:
             self.braked = False
             self._source.resume_reading()
         return data
@@ -132,15 +139,15 @@ class BodyStream:
             # What is raised holds the reader's frames, and these hold this stream.
             raise copy(self._failure)
 
-    async def more(self) -> bytes:
-        """Wait for more bytes and return them; empty at the end.
+    async def more(self, most: int | None = None) -> bytes:
+        """Wait for more bytes and return them, at most `most`; empty at the end.
 
         Raises:
             ConnectionError: the body broke off.
         """
         while not self._pieces and not self.ended:
             await self._wait()
-        return self.take()
+        return self.take(most)
 
     async def whole(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None once it is longer than `limit` bytes.

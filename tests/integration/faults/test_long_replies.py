@@ -188,6 +188,15 @@ async def test_reply_without_room_in_time_leaves_as_it_came(
     assert await stored(proxy) == ("complete", "reply_too_long")
 
 
+async def test_what_follows_the_end_of_a_stream_reaches_the_client(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    stream = event("hello") + b"data: [DONE]\n\n" + b": more\n" * 20_000
+    upstream.script = says(CHUNKED % EVENTS + chunked(stream), LAST)
+    assert (await proxy.chat(stream=True)).body == stream
+    assert await stored(proxy) == ("complete", "no_token_ids")
+
+
 @pytest.mark.parametrize("kind", [JSON, EVENTS], ids=["whole", "stream"])
 @pytest.mark.parametrize("end", ["client gone", "client slow and gone", "torn", "not HTTP"])
 async def test_reply_that_breaks_off_leaves_memory_at_once(
