@@ -326,7 +326,9 @@ class BatchWriter:
         piece = piece._replace(data=segment.read(piece.begin, piece.end))
         if segment.begin_reading(piece) >= MOST_BEGUN:
             return [Entry(piece, None, ENDS_INGESTERS)]
-        return self.read([piece], inf)
+        entries = self.read([piece], inf)
+        segment.end_reading()
+        return entries
 
     async def _try_again(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
         """Store a held record or write it as a dead letter, and return whether it is settled.

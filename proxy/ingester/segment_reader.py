@@ -197,14 +197,16 @@ class Segment:
             return 0
         return earlier
 
-    def release(self, held: Held) -> None:
-        """Forget a held piece, which is settled now.
+    def end_reading(self) -> None:
+        """Forget that a piece was being read, which has ended well.
 
         Raises:
-            OSError: the note that it was being read could not be deleted.
+            OSError: the note could not be deleted.
         """
-        if held.why == "long":
-            self.path.with_suffix(BEGUN).unlink(missing_ok=True)
+        self.path.with_suffix(BEGUN).unlink(missing_ok=True)
+
+    def release(self, held: Held) -> None:
+        """Forget a held piece, which is settled now."""
         del self.held[held.piece.start]
         self.waiting -= held.piece.records
         self._mark()
