@@ -139,9 +139,11 @@ async def test_person_logs_in_with_a_key_and_gets_to_the_page_that_was_asked_for
     ):
         await tab.open("/episodes?state=scored")
         for given in ("pawl_wrong", key):
+            # The field has the focus as soon as the page is there, and not before.
+            await tab.page.locator("#key:focus").wait_for()
             await tab.page.keyboard.type(given)
-            await tab.page.keyboard.press("Enter")
-            await tab.settled()
+            async with tab.page.expect_navigation():
+                await tab.page.keyboard.press("Enter")
         assert tab.page.url.endswith("/pawl/episodes?state=scored")
         assert await tab.page.get_by_role("heading", level=1).inner_text() == "Episodes"
         assert await tab.page.evaluate("document.cookie") == ""
