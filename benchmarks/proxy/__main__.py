@@ -476,14 +476,14 @@ def in_turns(checkout: Path, rounds: int, round_s: int, console: Console) -> Rat
     ratios: Ratios = {}
     with ExitStack() as stack:
         sides = [brought_up(places.of_checkout(path), stack) for path in (checkout, ROOT)]
-        for at_once in (ALONE, MANY):
+        for at_once, chars in LOADS.items():
             ratios[at_once] = {}
             for turn in range(rounds):
                 console.print(f"{at_once} at once, pair {turn + 1} of {rounds}")
                 pair: list[Any] = [None, None]
                 # Who comes second meets the machine as the first left it.
                 for side in (0, 1) if turn % 2 else (1, 0):
-                    pair[side] = load_calls(*sides[side], round_s, at_once, wire.PROMPT_CHARS)
+                    pair[side] = load_calls(*sides[side], round_s, at_once, chars)
                 theirs, ours = pair
                 each = {
                     "calls/s": ours.calls_per_s / theirs.calls_per_s,
@@ -506,6 +506,7 @@ def ratios_table(ratios: Ratios, other: str, rounds: int) -> Rows:
         for at_once, of in ratios.items()
     ]
     notes = [f"{rounds} pairs of turns each: the median, and the lowest and highest pair."]
+    notes.append(f"Replies of 2.9 KB; {LARGE_AT_ONCE} at once: of 100 KB.")
     title = f"this checkout, in turns with {other}"
     return Rows(title, ["ratio", *ratios[MANY]], lines, notes)
 

@@ -101,7 +101,7 @@ class BodyStream:
         self._wake()
 
     def _join(self, data: bytes) -> None:
-        """Append to the last piece; the first piece of all stays as it came, and is `bytes`."""
+        """Append to the last piece, which becomes a `bytearray`."""
         last = self._pieces[-1]
         if isinstance(last, bytearray):
             last += data
@@ -120,17 +120,31 @@ class BodyStream:
             self._wake()
 
     def take(self, most: int | None = None) -> bytes:
-        """Return all unread bytes, or the first `most`; empty if there are none."""
+        """Return all unread bytes, or at most the first `most`; empty if there are none."""
         pieces = self._pieces
-        # Mostly there is one piece. The first piece is always `bytes`, and is not copied.
-        data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
-        self._pieces = []
-        if most is not None and len(data) > most:
-            self._pieces, data = [data[most:]], data[:most]
+        if most is None or self._size <= most:
+            # Mostly there is one piece, `bytes`, which is not copied.
+            data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+            self._pieces = []
+        else:
+            data = self._first(most)
         self._size -= len(data)
         if self.braked and not self._pieces:
             self.braked = False
             self._source.resume_reading()
+        return data
+
+    def _first(self, most: int) -> bytes:
+        """Take at most `most` bytes of the first piece; what stays of it is not copied."""
+        first = self._pieces[0]
+        if len(first) <= most:
+            return bytes(self._pieces.pop(0))
+        if isinstance(first, bytes):
+            first = self._pieces[0] = bytearray(first)
+        with memoryview(first) as view:
+            data = bytes(view[:most])
+        # A `bytearray` loses its beginning without moving the rest.
+        del first[:most]
         return data
 
     def raise_failure(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -388,6 +389,27 @@ async def test_small_chunks_cost_about_what_they_hold() -> None:
     assert await body.whole() == b"".join(b"%02d" % n for n in range(100)) * (chunks // 100)
 
 
+async def test_body_is_taken_in_parts_at_a_cost_linear_in_its_size() -> None:
+    size, turn, copied = 16 * 2**20, 2**14, 0
+    body, piece = inflow(), b"x" * 2**18
+    reading = asyncio.create_task(body.whole(size - 1))
+    await asyncio.sleep(0)
+    for _ in range(size // len(piece)):
+        body.put(piece)
+    assert await reading is None
+    tracemalloc.start()
+    try:
+        while body.waits:
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            assert len(body.take(turn)) == turn
+            copied += tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    # All that is taken, and the rest as often as its memory is halved.
+    assert copied <= 3 * size
+
+
 @given(st.lists(st.binary(min_size=1, max_size=2 * SMALL), max_size=20), st.data())
 def test_joined_pieces_are_the_same_bytes(pieces: list[bytes], data: st.DataObject) -> None:
     async def through() -> None:
@@ -395,10 +417,14 @@ def test_joined_pieces_are_the_same_bytes(pieces: list[bytes], data: st.DataObje
         for piece in pieces:
             body.put(piece)
             if data.draw(st.booleans()):
-                part = body.take()
+                most = data.draw(st.none() | st.integers(1, 3 * SMALL))
+                part = body.take(most)
                 assert type(part) is bytes
+                assert most is None or len(part) <= most
                 taken += part
-        assert taken + body.take() == b"".join(pieces)
+        while part := body.take(data.draw(st.integers(1, 3 * SMALL))):
+            taken += part
+        assert taken == b"".join(pieces)
 
     asyncio.run(through())
 
