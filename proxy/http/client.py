@@ -39,7 +39,7 @@ class Torn(ConnectionError):
 
 
 # Most bytes of a reply that are worked on while other calls wait.
-TURN_BYTES: Final = 8 * 1024
+TURN_BYTES: Final = 16 * 1024
 # A thread that waits for the GIL takes some 50 us to wake. A loop that always has work releases it
 # for shorter: the thread that makes records durable waited 2 to 3 ms before each of its steps. In
 # seconds, to which Linux adds 50 us.
