@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -121,7 +122,7 @@ class Upstream(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         with suppress(OSError):
-            while head := b"".join(iter(self.rfile.readline, b"\r\n")):
+            while head := b"".join(takewhile(bytes.strip, self.rfile)):
                 size = int((head.lower().partition(b"content-length: ")[2] or b"0").split()[0])
                 body = self.rfile.read(size) if size else b"{}"
                 attack = ATTACKS.get(json.loads(body).get("model", ""))
