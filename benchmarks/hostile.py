@@ -122,7 +122,7 @@ class Upstream(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         with suppress(OSError):
-            while head := b"".join(takewhile(bytes.strip, self.rfile)):
+            while head := b"".join(takewhile(lambda line: line != b"\r\n", self.rfile)):
                 size = int((head.lower().partition(b"content-length: ")[2] or b"0").split()[0])
                 body = self.rfile.read(size) if size else b"{}"
                 attack = ATTACKS.get(json.loads(body).get("model", ""))
