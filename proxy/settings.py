@@ -130,7 +130,7 @@ class ProxySettings(StoreSettings):
         ge=1,
         description="memory of one worker for requests and replies in flight, in MiB; when it is "
         "full, new requests are answered with 503. A reply in one piece, or an event of a stream, "
-        "of more than a sixth of it is passed on and not stored",
+        "of more than a seventh of it is passed on and not stored",
     )
     max_reply_mb: int = Field(
         default=256,

@@ -62,8 +62,11 @@ async def has_room(claim: Claim, size: int, within_s: float) -> bool:
 
 
 def most_held(call: "Call") -> int:
-    """Return the bytes of the longest reply in one piece, or line, that fits into memory."""
-    return min(call.parts.max_reply, call.parts.intake.budget.limit // REPLY_COPIES)
+    """Return the bytes of the longest reply in one piece, or line, that fits into memory.
+
+    Room for one copy more is left to what the call holds besides.
+    """
+    return min(call.parts.max_reply, call.parts.intake.budget.limit // (REPLY_COPIES + 1))
 
 
 class StreamedAnswer:

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from proxy.calls.answer import ERRORS, Answer, StreamedAnswer, WholeAnswer
-from proxy.calls.recording import Recorded, note_call, record
+from proxy.calls.recording import Recorded, ReplyRead, note_call, read_reply, record
 from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, refuse, send_internal_error
 from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn, Unexpected
 from proxy.exploring import Changes, Exploring, explored, header_of, is_chosen
@@ -25,7 +25,7 @@ from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.wire import Headers, for_upstream
 from proxy.identity.call_memory import CallMemory
 from proxy.identity.identify import identify, identity_alone
-from proxy.intake import Claim, Intake
+from proxy.intake import LONG_BYTES, Claim, Intake
 from proxy.keys import Usage
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, REFUSED, WARNINGS
@@ -130,6 +130,7 @@ class Call:
         "name",
         "own",
         "parts",
+        "reading",
         "reply",
         "request",
         "route",
@@ -163,6 +164,8 @@ class Call:
         self.warnings: tuple[str, ...] = ()
         self.reply: Reply | None = None
         self.answer: Answer | None = None
+        # Of a long reply: its being read beside the event loop.
+        self.reading: asyncio.Task[ReplyRead] | None = None
         self._failure: Exception | None = None
         self._recorded: Recorded | None = None
 
@@ -479,6 +482,9 @@ class Call:
     async def _make_durable(self, status: CallStatus) -> None:
         """Record the call, and wait until the record is durable: only then may the end leave."""
         before = perf_counter()
+        if self.answer is not None and self.answer.buffer.total > LONG_BYTES:
+            self.reading = asyncio.create_task(self.parts.intake.beside(read_reply, self))
+            await asyncio.wait([self.reading])
         await self._record(status).on_disk
         ADDED_SECONDS.observe(perf_counter() - before)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from proxy.calls.call import Call
 
 log = structlog.get_logger()
+# A reply's summary, and the fingerprints of its call.
+ReplyRead = tuple[ReplySummary, tuple[bytes, ...]]
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -50,21 +52,29 @@ def record(call: "Call", status: CallStatus) -> Recorded:
         return Recorded(capture, parts.recorder.lose(call.identity.episode))
 
 
-def _summary_and_provided(
-    call: "Call", status: CallStatus
-) -> tuple[ReplySummary, tuple[bytes, ...]]:
-    """Return the reply's summary and the call's fingerprints, or empty ones if that fails.
+def read_reply(call: "Call") -> ReplyRead:
+    """Return the reply's summary and the call's fingerprints; nothing of the call is changed."""
+    parser = None if call.answer is None else call.answer.parser
+    summary = ReplySummary() if parser is None else parser.summary()
+    conversation = call.identity.conversation
+    return summary, provided_fingerprints(
+        call.format.turns, call.request.fields, summary, conversation
+    )
+
+
+def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
+    """Return what was read of the reply, or nothing if that fails.
 
     What a later call may repeat is remembered before the reply's end leaves: the client's next call
     may follow at once.
     """
     try:
-        parser = None if call.answer is None else call.answer.parser
-        summary = ReplySummary() if parser is None else parser.summary()
+        reading = call.reading
+        if reading is None or not reading.done() or reading.cancelled():
+            summary, provided = read_reply(call)
+        else:
+            summary, provided = reading.result()
         identity, memory, tenant = call.identity, call.parts.memory, call.exchange.tenant
-        provided = provided_fingerprints(
-            call.format.turns, call.request.fields, summary, identity.conversation
-        )
         if tenant != DEFAULT:
             provided = own_digests(tenant, provided)
         memory.provide(provided, identity.episode, identity.follows)

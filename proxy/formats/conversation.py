@@ -14,6 +14,7 @@ and how they are written.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
@@ -63,6 +64,12 @@ class Conversation:
         self._unique = False
         self._texts: list[str] = []
         self._calls: list[bytes] = []
+
+    def copy(self) -> "Conversation":
+        """Return a copy, to which words and tool calls of the assistant can be added."""
+        copied = copy(self)
+        copied._texts, copied._calls = [*self._texts], [*self._calls]
+        return copied
 
     def add_user(self, content: Any) -> None:
         """Add a user's text or list of parts; nothing if it is empty."""

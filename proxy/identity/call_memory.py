@@ -252,7 +252,7 @@ def provided_fingerprints(
 ) -> tuple[bytes, ...]:
     """Return the fingerprints that a call provides: its tool calls, its id, the whole conversation.
 
-    `conversation` is the request's, if it was read already. The reply is added to it.
+    `conversation` is the request's, if it was read already; it stays as it is.
     """
     provides = [
         _fingerprint(TOOL_CALL, call.id) for call in summary.tool_calls if is_unique(call.id)
@@ -260,7 +260,7 @@ def provided_fingerprints(
     if turns.continued_by_id and summary.response_id:
         provides.append(response_fingerprint(summary.response_id))
     if (summary.text or summary.tool_calls) and turns.shows_all(fields):
-        history = conversation or turns.read(fields)
+        history = conversation.copy() if conversation else turns.read(fields)
         history.add_assistant(summary.text)
         for call in summary.tool_calls:
             history.add_tool_call(call.id, call.name, call.arguments)

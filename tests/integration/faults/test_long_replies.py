@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls import answer
+from proxy.calls import answer, recording
 from proxy.ingester import batch_writer, drain, transcribe
 from proxy.ingester.drain import Drainer
 from proxy.intake import Budget, Claim
@@ -237,6 +237,32 @@ async def test_reply_that_breaks_off_leaves_memory_at_once(
         gc.garbage.clear()
     names = {kind.__name__ for kind in kinds}
     assert not names & {"Call", "ReplyBuffer", "bytearray", "frame"}
+
+
+async def test_long_reply_is_read_beside_the_event_loop_and_its_conversation_goes_on(
+    proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    provided = recording.provided_fingerprints
+
+    def noted(*arguments: Any) -> tuple[bytes, ...]:
+        threads.append(threading.current_thread())
+        return provided(*arguments)
+
+    monkeypatch.setattr(recording, "provided_fingerprints", noted)
+    long = "a few words of text " * 12_000
+    question: Any = {"role": "user", "content": "Say much."}
+    for reply in (long, "ok"):
+        ending = event("", finish_reason="stop") + b"data: [DONE]\n\n"
+        parts = [event(reply[at : at + 20]) for at in range(0, len(reply), 20)]
+        upstream.script = says(CHUNKED % EVENTS, chunked(b"".join(parts) + ending), LAST)
+        repeated = [{"role": "assistant", "content": long}, question] if reply == "ok" else []
+        assert (await proxy.chat(stream=True, messages=[question, *repeated])).status == 200
+    is_loops = [thread is threading.main_thread() for thread in threads]
+    assert is_loops == [False, True]
+    # The second is stored first, as the long one is read apart, and joined by it.
+    [episode] = await proxy.episodes(2, lambda found: len(found) == 1)
+    assert len(episode.calls) == 2
 
 
 async def test_calls_are_stored_while_a_long_reply_is_read(

@@ -97,6 +97,13 @@ def test_a_reply_is_the_same_however_it_is_sent_back(form: str, call: tuple[str,
     assert prefixes(needed_fingerprints("chat", again)) == prefixes(provides)
 
 
+def test_conversation_that_was_read_already_stays_as_it_is() -> None:
+    turns, asked = FORMATS["chat"].turns, chat(user("q"))
+    read, said = turns.read(asked), summary("Let me see.", ADD)
+    provides = [call_memory.provided_fingerprints(turns, asked, said, read) for _ in range(2)]
+    assert provides == [provided_fingerprints("chat", asked, said)] * 2
+
+
 @pytest.mark.parametrize("content", [None, "", []])
 def test_a_call_without_words_is_the_same_with_null_or_nothing(content: Any) -> None:
     provides = provided_fingerprints("chat", chat(user("q")), summary("", ADD))
