@@ -164,7 +164,7 @@ class Call:
         self.warnings: tuple[str, ...] = ()
         self.reply: Reply | None = None
         self.answer: Answer | None = None
-        # Of a long reply: its being read beside the event loop.
+        # Reads a long reply beside the event loop.
         self.reading: asyncio.Task[ReplyRead] | None = None
         self._failure: Exception | None = None
         self._recorded: Recorded | None = None

@@ -120,7 +120,7 @@ class BodyStream:
             self._wake()
 
     def take(self, most: int | None = None) -> bytes:
-        """Return all unread bytes, or at most the first `most`; empty if there are none."""
+        """Return all unread bytes, or the first `most`; empty if there are none."""
         pieces = self._pieces
         if most is None or self._size <= most:
             # Mostly there is one piece, `bytes`, which is not copied.
@@ -135,17 +135,19 @@ class BodyStream:
         return data
 
     def _first(self, most: int) -> bytes:
-        """Take at most `most` bytes of the first piece; what stays of it is not copied."""
-        first = self._pieces[0]
-        if len(first) <= most:
-            return bytes(self._pieces.pop(0))
-        if isinstance(first, bytes):
-            first = self._pieces[0] = bytearray(first)
-        with memoryview(first) as view:
-            data = bytes(view[:most])
+        """Take the first `most` bytes, of more; what stays is not copied."""
+        pieces, taken = self._pieces, []
+        while len(pieces[0]) <= most:
+            most -= len(pieces[0])
+            taken.append(pieces.pop(0))
+        last = pieces[0]
+        if isinstance(last, bytes):
+            last = pieces[0] = bytearray(last)
+        with memoryview(last) as view:
+            taken.append(bytes(view[:most]))
         # A `bytearray` loses its beginning without moving the rest.
-        del first[:most]
-        return data
+        del last[:most]
+        return b"".join(taken)
 
     def raise_failure(self) -> None:
         """Raise the error that the body broke off with, if it did."""
