@@ -37,7 +37,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import SpoolInUse
 from proxy.ingester.batch_writer import CANNOT_READ, BatchWriter
-from proxy.ingester.segment_reader import Segment, segment_files
+from proxy.ingester.segment_reader import Segment, in_folders, segment_files
 from proxy.ingester.transcribe import NO_READERS
 from proxy.metrics import (
     DRAIN_LAG,
@@ -106,7 +106,7 @@ class RecordingOutages:
         """Return the outages that are to be stored, by file, after ending those of gone workers."""
         self.trouble = ""
         outages = {}
-        for path in await asyncio.to_thread(lambda: sorted(self._root.glob(f"*/{OUTAGE}"))):
+        for path in await asyncio.to_thread(lambda: sorted(in_folders(self._root, OUTAGE))):
             try:
                 outage = await asyncio.to_thread(_not_stored, path)
             except OSError as error:

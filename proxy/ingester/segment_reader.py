@@ -8,6 +8,7 @@ written, some records are stored a second time, and storing is idempotent.
 import os
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from os.path import lexists
 from pathlib import Path
@@ -292,12 +293,19 @@ def _mark_of(stem: str) -> bytes | None:
         return None
 
 
+def in_folders(root: Path, pattern: str) -> Iterator[Path]:
+    """Yield what matches `pattern` in the folders of a spool; one that goes meanwhile has none."""
+    for folder in root.glob("*"):
+        with suppress(FileNotFoundError):
+            yield from list(folder.glob(pattern))
+
+
 def segment_files(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield the stem and path of each segment, oldest first.
 
     A segment is `ID.open` while it grows, and `ID.seg` after that.
     """
-    by_stem = {path.stem: path for path in root.glob(f"*/*{OPEN}")}
+    by_stem = {path.stem: path for path in in_folders(root, f"*{OPEN}")}
     # A segment that is sealed in between is seen under either name, or both.
-    by_stem |= {path.stem: path for path in root.glob(f"*/*{SEALED}")}
+    by_stem |= {path.stem: path for path in in_folders(root, f"*{SEALED}")}
     yield from sorted(by_stem.items())

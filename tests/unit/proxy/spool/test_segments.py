@@ -1,5 +1,6 @@
 """A spool's segments: records come back as they were, damage costs what is damaged; the drain."""
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from proxy.ingester.drain import Drainer, Progress
-from proxy.ingester.segment_reader import BEGIN, Place, Segment
+from proxy.ingester.segment_reader import BEGIN, Place, Segment, segment_files
 from proxy.spool.segments import (
     HEAD_BYTES,
     MAGIC,
@@ -315,3 +316,21 @@ def test_drain_is_stuck_until_all_records_move_also_through_an_outage() -> None:
     progress.note("stuck", "another")
     now = 131.0
     assert progress.stuck_s == 1.0
+
+
+def test_folder_that_goes_while_segments_are_looked_for_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("access.part", "worker"):
+        (tmp_path / folder).mkdir()
+    segment = tmp_path / "worker" / "1_ab.open"
+    segment.touch()
+    scandir = os.scandir
+
+    def gone(folder: Any) -> Any:
+        if Path(folder).name == "access.part":
+            raise FileNotFoundError(folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert list(segment_files(tmp_path)) == [("1_ab", segment)]
