@@ -360,6 +360,8 @@ class Drainer:
                 await self._busy.acquire()
         except TimeoutError:
             log.warning("counting_put_off", waited_s=COUNT_S)
+            # What the batch stored so far does not wait any more.
+            self._show()
             return
         try:
             self._look()

@@ -18,7 +18,8 @@ from store.database import make_engine
 from store.ids import new_id
 from store.selecting import selected
 from tests.conftest import Psql
-from tests.support.faults.counters import assert_adds_up
+from tests.integration.faults.conftest import Spooled
+from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured
 from tests.support.waiting import eventually, until
 
@@ -230,3 +231,25 @@ async def test_figures_do_not_wait_for_a_batch_that_postgres_does_not_end(
             await asyncio.wait_for(traffic.drainer.count(), 10)
             assert await has_waiters(locking)
         await traffic.assert_moves()
+
+
+async def test_figures_add_up_in_the_midst_of_a_turn(
+    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker's records of the turn are stored, and another's wait for a lock."""
+    monkeypatch.setattr(drain, "COUNT_S", 0.1)
+    spooled.write(captured("locked"))
+    await spooled.drain()
+    async with spooled.engine.begin() as locking:
+        await locking.execute(text("SELECT FROM episodes FOR UPDATE"))
+        spooled.write(captured("free"))
+        locked = spooled.write(captured("locked"))
+        (spooled.folder / "1").mkdir()
+        locked.rename(spooled.folder / "1" / locked.name)
+        before = ledger()["pawl_records_stored_total"]
+        turn = asyncio.create_task(spooled.drainer.drain_once())
+        await until(lambda: ledger()["pawl_records_stored_total"] == before + 1)
+        await spooled.drainer.count()
+        assert ledger()["pawl_records_spooled"] == 1
+        assert_adds_up()
+    await turn
