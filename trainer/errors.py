@@ -75,6 +75,10 @@ class LearnerError(TrainerError):
     doubts_servers: bool = False
 
 
+class NoEffect(LearnerError):
+    """Report that an adapter of some layers changes nothing, whatever its weights are."""
+
+
 class ServerAtFault(LearnerError):
     """Report that a model server, which a self-test found at fault, may have sampled an update."""
 

@@ -14,12 +14,14 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import structlog
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils import transformers_weight_conversion
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError, safe_open
@@ -45,19 +47,15 @@ from trainer.recipes.recipe import AUTO, LoraOptions
 log = structlog.get_logger()
 
 TASK: Final = "CAUSAL_LM"
-LINEAR: Final = (torch.nn.Linear, Conv1D)
-# What PEFT calls every linear layer but the LM head.
-ALL_LINEAR: Final = "all-linear"
 # Names that hold in all architectures of transformers, and in models' own code.
 EXPERTS: Final = "experts"
-ROUTER_NAMES: Final = re.compile(r"(.*_)?(gate|router)")
+ROUTER_NAMES: Final = re.compile(r"(.*_)?router")
+# Beside experts these are routers, too; elsewhere they may be any layer.
+GATE_NAMES: Final = re.compile(r"(.*_)?gate")
 ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
 # Model servers multiply it into attention's other matrices as they load the model, where they see
 # no adapter of it.
 FOLDED: Final = frozenset({"kv_b_proj"})
-# Kernels of Mamba 2 multiply by it themselves, past any adapter; PEFT refuses to adapt it.
-FUSED: Final = frozenset({"out_proj", "conv1d"})
-MIXER: Final = "Mamba2Mixer"
 # What PEFT puts before a layer's name in a file of weights.
 OF_PEFT: Final = "base_model.model."
 # The name of the optimiser's state.
@@ -70,38 +68,36 @@ class ModelModule(Record, frozen=True, kw_only=True):
     Attributes:
         name: its path in the model.
         kind: the name of its class.
-        linear: whether it is a linear layer, which LoRA can adapt.
+        width: of a linear layer, which LoRA can adapt, its inputs or outputs, whichever are fewer.
         head: whether it is the LM head.
     """
 
     name: str
     kind: str
-    linear: bool = False
+    width: int | None = None
     head: bool = False
 
 
-def choose(parts: Sequence[ModelModule]) -> list[str] | None:
+def choose(parts: Sequence[ModelModule], rank: int) -> list[str]:
     """Return the paths of the layers that get an adapter if the recipe names none (pure).
 
-    None is every linear layer but the LM head. Attention and dense layers get one, the shared
-    experts of a mixture among them: every token passes through these. Routers never do: where a
-    changed router sends a token is a jump that no gradient sees, and the least difference in
-    arithmetic between server and trainer makes it another jump. Nor do experts: each sees few of an
-    update's tokens, and few servers adapt them.
+    Attention and dense layers get one, the shared experts of a mixture among them: every token
+    passes through these. Routers never do: where a changed router sends a token is a jump that no
+    gradient sees, and the least difference in arithmetic between server and trainer makes it
+    another jump. Nor do experts: each sees few of an update's tokens, and few servers adapt them.
+    Nor do layers no wider than the adapter's rank, which are gates and mixing coefficients.
     """
     holders = _expert_holders(parts)
-    routers = _routers(parts, holders)
-    mixers = {part.name for part in parts if part.kind.endswith(MIXER)}
-    linear = [part.name for part in parts if part.linear and not part.head]
-    layers = [
-        name
-        for name in linear
-        if not _is_inside(name, holders)
-        and not _is_inside(name, routers)
-        and _leaf(name) not in FOLDED
-        and not (_leaf(name) in FUSED and _parent(name) in mixers)
+    without = [*holders, *_routers(parts, holders)]
+    return [
+        part.name
+        for part in parts
+        if part.width is not None
+        and part.width > rank
+        and not part.head
+        and not _is_inside(part.name, without)
+        and _leaf(part.name) not in FOLDED
     ]
-    return None if not holders and layers == linear else layers
 
 
 def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
@@ -115,13 +111,14 @@ def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
 
 
 def _routers(parts: Sequence[ModelModule], holders: Collection[str]) -> frozenset[str]:
-    """Return the paths of routers: of such a class, or gates that stand beside experts."""
+    """Return the paths of routers: of such a class or name, or gates that stand beside experts."""
     blocks = {_parent(holder) for holder in holders}
     return frozenset(
         part.name
         for part in parts
         if ROUTER_KINDS.fullmatch(part.kind)
-        or (_parent(part.name) in blocks and ROUTER_NAMES.fullmatch(_leaf(part.name)))
+        or ROUTER_NAMES.fullmatch(_leaf(part.name))
+        or (_parent(part.name) in blocks and GATE_NAMES.fullmatch(_leaf(part.name)))
     )
 
 
@@ -137,20 +134,35 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def attach_adapter(base: Any, lora: LoraOptions, adapter: Path | None, seed: int) -> PeftModel:
+def attach_adapter(
+    base: Any,
+    lora: LoraOptions,
+    adapter: Path | None,
+    seed: int,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> PeftModel:
     """Return `base` with the adapter in `adapter`, or with a new one, whose effect is zero.
 
+    A new one has not the layers in `left_out`, by their paths why.
+
     Raises:
-        LearnerError: the recipe's layers are not those of the model.
+        LearnerError: the recipe's layers are not those of the model, or one is in `left_out`.
         FilesUnread: a file in `adapter` cannot be read for now.
     """
-    model = _new(base, lora, seed) if adapter is None else _restored(base, adapter)
+    model = _new(base, lora, seed, left_out) if adapter is None else _restored(base, adapter)
     for config in model.peft_config.values():
-        if isinstance(config.target_modules, set):
-            # A set is written in an order that differs between processes: the same update would
-            # have other bytes.
-            config.target_modules = sorted(config.target_modules)
+        # Whole paths: PEFT reads the ends of them as other layers, too, and those of a mixture as
+        # its experts. Sorted, so that the same update has the same bytes in each process.
+        config.target_modules = sorted(
+            name
+            for name, layer in model.get_base_model().named_modules()
+            if isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
+        )
+        config.exclude_modules = None
     make_adapter_lean(model)
+    # The frozen base computes as it serves: in training mode it would drop units and shake routers,
+    # and kernels of Mamba would go past adapters.
+    model.eval()
     return model
 
 
@@ -173,11 +185,26 @@ def parts_of(base: Any) -> list[ModelModule]:
         ModelModule(
             name=name,
             kind=type(module).__name__,
-            linear=isinstance(module, LINEAR),
+            width=_width(module) if _takes_adapter(base, name) else None,
             head=module is head,
         )
         for name, module in base.named_modules()
     ]
+
+
+def _width(module: torch.nn.Module) -> int | None:
+    if isinstance(module, torch.nn.Linear):
+        return min(module.in_features, module.out_features)
+    return min(module.weight.shape) if isinstance(module, Conv1D) else None
+
+
+def _takes_adapter(base: Any, name: str) -> bool:
+    """Return whether PEFT adapts a layer: it refuses some of Mamba's by their names."""
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), base, _leaf(name))
+    except ValueError:
+        return False
+    return True
 
 
 def _restored(base: Any, adapter: Path) -> PeftModel:
@@ -185,11 +212,11 @@ def _restored(base: Any, adapter: Path) -> PeftModel:
         return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
 
 
-def _new(base: Any, lora: LoraOptions, seed: int) -> PeftModel:
+def _new(base: Any, lora: LoraOptions, seed: int, left_out: Mapping[str, str]) -> PeftModel:
     torch.manual_seed(seed)
     parts = parts_of(base)
     try:
-        config = _config(base, lora, parts)
+        config = _config(base, lora, parts, left_out)
         with _names_as_they_are():
             return get_peft_model(base, config, autocast_adapter_dtype=True)
     except ValueError as error:
@@ -199,15 +226,25 @@ def _new(base: Any, lora: LoraOptions, seed: int) -> PeftModel:
         ) from error
 
 
-def _config(base: Any, lora: LoraOptions, parts: list[ModelModule]) -> LoraConfig:
+def _config(
+    base: Any, lora: LoraOptions, parts: list[ModelModule], left_out: Mapping[str, str]
+) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, with names of modules that there are."""
     by_architecture = lora.target_modules == AUTO
+    chosen = [name for name in choose(parts, lora.rank) if name not in left_out]
+    if left_out and not by_architecture:
+        name, why = min(left_out.items())
+        raise LearnerError(
+            f"lora.target_modules names {len(left_out)} layers that cannot be trained, such as"
+            f" {name}: {why}"
+        )
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
         lora_dropout=0.0,
-        target_modules=choose(parts) or ALL_LINEAR if by_architecture else lora.target_modules,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.modules()),
+        target_modules=chosen if by_architecture else lora.target_modules,
         exclude_modules=_outside_of_text(base, parts),
         task_type=TASK,
     )
@@ -224,7 +261,7 @@ def _outside_of_text(base: Any, parts: Sequence[ModelModule]) -> str | None:
     """
     language = next(name for name, module in base.named_modules() if module is decoder_of(base))
     inside = f"{language}."
-    if all(part.name.startswith(inside) for part in parts if part.linear and not part.head):
+    if all(part.name.startswith(inside) for part in parts if part.width and not part.head):
         return None
     return rf"(?!{re.escape(inside)}).*"
 
@@ -246,7 +283,7 @@ def _check_names(names: Any, parts: list[ModelModule]) -> None:
 
 def _leaves(parts: list[ModelModule]) -> str:
     """Return what the linear layers of a model are called, without repetition."""
-    names = (part.name.rpartition(".")[2] for part in parts if part.linear and not part.head)
+    names = (part.name.rpartition(".")[2] for part in parts if part.width and not part.head)
     return ", ".join(dict.fromkeys(name for name in names if not name.isdigit()))
 
 

@@ -1,9 +1,10 @@
 """Load a version of one policy, train it on an update's rows, and save it."""
 
+import gc
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -39,11 +40,12 @@ from trainer.learners.losses.ppo import make_ppo_trainer
 from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
 from trainer.learners.memory import Footprint, footprint, free_memory, peak_of
-from trainer.learners.model import Base, checkpoint
+from trainer.learners.model import Base, checkpoint, is_checkpointed
 from trainer.learners.off_policy import checked_metrics, mean_drift
 from trainer.learners.scoring import attend, plain_logprobs, score_rows
 from trainer.learners.self_test import (
     growing_rows,
+    layer_kind,
     nudge,
     probe_rows,
     rehearsal_rows,
@@ -130,6 +132,7 @@ class Learner:
         self.misfit = self._base.misfit
         self.why_unreplayable = self._base.why_unreplayable
         self.reply_ids = self._base.reply_ids
+        self.serve_context = self._base.serve_context
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
@@ -138,13 +141,13 @@ class Learner:
         self._model = self._base.attach(self, recipe, None, seed)
         # How rows are computed.
         self.way = choose_way(self._model, self.processes, ways)
-        wanted = recipe.batch.gradient_checkpointing
-        is_open = wanted == "auto" and self._model.get_base_model().supports_gradient_checkpointing
         self._budget = Budget(
             recipe.batch.micro_batch_tokens,
             way=self.way,
             processes=self.processes,
-            checkpoint=self._checkpoint if is_open else None,
+            checkpoint=(
+                self._checkpoint if recipe.batch.gradient_checkpointing == "auto" else None
+            ),
         )
         self._prepare()
         self._plan_memory()
@@ -224,15 +227,17 @@ class Learner:
             self._takes = takes
             self._budget.begin(math.ceil(self._checkpointed_share([row])))
             peak = peak_of(self._model.device, partial(self._trains, row))
-            saves = self._model.is_gradient_checkpointing
+            saves = is_checkpointed(self._model.get_base_model())
             log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
             takes = takes.corrected(tokens, peak, checkpointing=saves)
+            # Errors hold the tensors of the frames that they passed, and the next attempt is
+            # planned for what is free.
+            gc.collect()
+            give_freed_memory_back()
         self._takes = takes
-        give_freed_memory_back()
 
     def _trains(self, row: Row) -> bool:
         """Return whether there is memory to train on a row; the weights stay as they are."""
-        self._model.train()
         try:
             seen = (
                 self._step.survey([[row]], self._trainer.view) if self._trainer.needs_view else []
@@ -281,15 +286,28 @@ class Learner:
         self._stands_at = adapter
 
     @says_no_room("while the adapter of a self-test was made")
-    def write_trial(self, folder: Path, effect: float) -> list[Row]:
+    def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by."""
         self.restore(None)
         self._stands_at = IN_BETWEEN
         rows = self.probe_rows()
-        nudge(self._model, rows, effect, self._seed)
+        nudge(self._model, rows, self._seed, kind)
         if self.processes.rank == 0:
             save_adapter(self._model, folder)
         return rows
+
+    def layer_kinds(self) -> list[str]:
+        """Return the kinds of the layers that a new adapter has, each once."""
+        self.restore(None)
+        names = (name for name, _ in self._model.named_parameters() if "lora_B" in name)
+        return list(dict.fromkeys(map(layer_kind, names)))
+
+    @says_no_room("while an adapter was made anew")
+    def leave_out(self, kinds: Collection[str]) -> None:
+        """Give new adapters no layers of some kinds, which the model server ignores."""
+        self._stands_at = IN_BETWEEN
+        self._base.leave_out(self._recipe, kinds)
+        self.restore(None)
 
     def rehearse(self) -> None:
         """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it."""
@@ -478,7 +496,6 @@ class Learner:
 
     def _meter(self, metered: Sequence[Row]) -> dict[str, Any]:
         """Measure how far the policy is from its base model, on some of an update's rows."""
-        self._model.eval()
         measure = partial(kl_by_row, self._model, way=self.way)
         return kl_figures(metered, self._survey_in_parts(metered, measure))
 
@@ -487,7 +504,7 @@ class Learner:
         self._trainer.optimizer.zero_grad()
         self._trainer.scored = None
         self._trainer.take_compared()
-        self._trainer._metrics["train"].clear()
+        self._trainer._metrics["eval"].clear()
 
     def _version(self) -> int | None:
         """Return the version that the model is, or None if it is none."""
@@ -498,7 +515,7 @@ class Learner:
     def _take_metrics(self) -> dict[str, float]:
         """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""
         self._trainer.take_compared()
-        kept = self._trainer._metrics["train"]
+        kept = self._trainer._metrics["eval"]
         means = {ours: fmean(kept[theirs]) for theirs, ours in FIGURES.items() if kept.get(theirs)}
         kept.clear()
         return {**means, **self._trainer.figures()}
@@ -523,7 +540,6 @@ class Learner:
                 scores = score_rows(self._model, micro_batch, way=self.way)
             return by_row(micro_batch, scores.logprobs)
 
-        self._model.eval()
         seen = self._survey_in_parts(rows, scored)
         values = {key: own for part in seen for key, own in part.items()}
         return [values[row.key] for row in rows]

@@ -25,15 +25,17 @@ from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
-from trainer.learners.model import loader_of, loading, precision, weight_bytes
-from trainer.learners.scoring import decoder_of
+from trainer.learners.model import encode_positions, loader_of, loading, precision, weight_bytes
+from trainer.learners.scoring import decoder_of, layers_of
 from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
 
 GIB: Final = 2**30
 MEMINFO: Final = Path("/proc/meminfo")
-# The name under which transformers knows the attention that only has shapes.
+# The names under which transformers knows the attention that only has shapes, in general and where
+# grouped heads are repeated for it (`kernels.process.fuse_wide_attention`).
 PLANNED: Final = "pawl_planned"
+PLANNED_WIDE: Final = "pawl_planned_wide"
 # Tokens that a layer is run with: enough for what does not grow with them to count little.
 TOKENS: Final = 4096
 # Bytes of each trained number: itself, its gradient, and AdamW's two moments, in float32.
@@ -122,7 +124,9 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         with torch.device("meta"):
             # Some operations of experts take nothing wider.
             base = loader_of(config).from_config(config, dtype=torch.bfloat16)
-        base.set_attn_implementation(PLANNED)
+        wide = precision(recipe, device) == torch.float32 and device == "cuda"
+        base.set_attn_implementation(PLANNED_WIDE if wide else PLANNED)
+        encode_positions(base)
     make_base_lean(base)
     parameters = sum(parameter.numel() for parameter in base.parameters())
     weights = weight_bytes(base, recipe, device)
@@ -165,8 +169,8 @@ def _of_layers(base: Any) -> tuple[list[int], int]:
         kinds.append(kind)
         calls.setdefault(kind, (layer, inputs, named))
 
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in decoder.layers]
-    base.train()
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers_of(base)]
+    base.eval()
     known = [*base.parameters(), *base.buffers()]
     try:
         with torch.no_grad():
@@ -279,5 +283,14 @@ def _planned_attention(
     return _PlannedAttention.apply(query, key, value), None
 
 
+def _planned_wide_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+) -> tuple[Tensor, None]:
+    groups = query.shape[1] // key.shape[1]
+    repeated = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    return _PlannedAttention.apply(query, *repeated), None
+
+
 # Without a mask of its own: transformers then makes none.
 AttentionInterface.register(PLANNED, _planned_attention)
+AttentionInterface.register(PLANNED_WIDE, _planned_wide_attention)

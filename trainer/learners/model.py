@@ -8,8 +8,9 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -18,9 +19,11 @@ import torch
 from accelerate import PartialState
 from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -29,28 +32,36 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_bitsandbytes_available
 
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import LearnerError
-from trainer.learners.adapter import FUSED, MIXER, attach_adapter, detach
+from trainer.learners.adapter import attach_adapter, detach
 from trainer.learners.budget import says_no_room
 from trainer.learners.corrections import reply_ids
 from trainer.learners.flops import Throughput, counted_flops
 from trainer.learners.kernels.layers import make_base_lean
-from trainer.learners.kernels.process import be_deterministic
+from trainer.learners.kernels.process import be_deterministic, fuse_wide_attention
 from trainer.learners.processes import Processes
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
-from trainer.learners.scoring import decoder_of, own_attention
+from trainer.learners.scoring import layers_of, own_attention
+from trainer.learners.self_test import layer_kind
 from trainer.learners.steps import check_ids
+from trainer.learners.ways import layers_without_gradient
 from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import LoraOptions, Recipe
 
 # How many values of each parameter count for a model's hash: models that were trained differ in
 # nearly all.
 HASHED_VALUES: Final = 64
+# Why a layer has no adapter.
+GOES_PAST: Final = "training goes past it"
+IS_IGNORED: Final = "the model server ignores it"
+# Most names of missing weights in a message.
+NAMED: Final = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Bytes of a packed weight. Beside 4 bits: a scale of 8 bits for 64 weights, and one of 32 for 256
 # of these scales.
@@ -90,20 +101,16 @@ def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
 def _packable(base: Any) -> dict[str, int]:
     """Return how many weights each layer has that bitsandbytes packs, by its name.
 
-    They are the linear layers without the LM head, and without those that kernels of Mamba 2
-    multiply by themselves.
+    They are the linear layers without the LM head.
 
     Raises:
         LearnerError: most of the weights are in none of them.
     """
-    modules, head = dict(base.named_modules()), base.get_output_embeddings()
-    mixers = {name for name, module in modules.items() if type(module).__name__.endswith(MIXER)}
+    head = base.get_output_embeddings()
     sizes = {
         name: layer.weight.numel()
-        for name, layer in modules.items()
-        if type(layer) is torch.nn.Linear
-        and layer is not head
-        and not (name.rpartition(".")[0] in mixers and name.rpartition(".")[2] in FUSED)
+        for name, layer in base.named_modules()
+        if type(layer) is torch.nn.Linear and layer is not head
     }
     # The experts of a mixture are one parameter of three dimensions.
     stacked = sum(parameter.numel() for parameter in base.parameters() if parameter.ndim > 2)
@@ -160,6 +167,7 @@ def load_base(model: str, recipe: Recipe, processes: Processes | None = None) ->
     else:
         base, tokenizer = _packed(model, recipe.base_bits, dtype, device)
     base.set_attn_implementation(own_attention(base))
+    encode_positions(base)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     make_base_lean(base, outline(base.config))
@@ -234,11 +242,18 @@ def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) ->
     `how` is what else transformers is told of loading.
 
     Raises:
-        LearnerError: the model cannot be loaded.
+        LearnerError: the model cannot be loaded, or some of its weights are not stored.
     """
     with loading(model):
         loader = loader_of(AutoConfig.from_pretrained(model))
-        base = loader.from_pretrained(model, dtype=dtype, **how)
+        base, found = loader.from_pretrained(model, dtype=dtype, output_loading_info=True, **how)
+        # transformers makes up what is missing, and passes over what it does not know.
+        if missing := sorted(found["missing_keys"]):
+            more = f" and {len(missing) - NAMED} more" if missing[NAMED:] else ""
+            raise ValueError(
+                f"its files lack weights of {type(base).__name__} ({', '.join(missing[:NAMED])}"
+                f"{more})"
+            )
         return base, AutoTokenizer.from_pretrained(model)
 
 
@@ -280,21 +295,60 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
+def encode_positions(base: Any, context: int | None = None) -> None:
+    """Encode the positions of all rows as a server of `context` tokens encodes all of its own.
+
+    None is the model's whole context.
+
+    transformers chooses LongRoPE's factors (arXiv:2402.13753), and scales dynamic NTK, by the
+    longest row of a batch. vLLM chooses factors by its context, once
+    (`Phi3LongRoPEScaledRotaryEmbedding`), and scales nothing within a model's own context.
+    """
+    for module in base.modules():
+        settings = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        kind = settings.get("rope_type")
+        if not hasattr(module, "rope_type") or kind not in ("longrope", "dynamic"):
+            continue
+        frequencies, scale = module.original_inv_freq, module.attention_scaling
+        if kind == "longrope":
+            served = context or module.config.max_position_embeddings
+            is_long = served > settings["original_max_position_embeddings"]
+            make = ROPE_INIT_FUNCTIONS[kind]
+            frequencies, scale = make(module.config, frequencies.device, seq_len=served)
+            # Phi-3.5-MoE names scales of its own.
+            scale = settings.get("long_mscale" if is_long else "short_mscale", scale)
+        module.forward = partial(_encoded, frequencies.clone(), scale)
+
+
+@torch.no_grad()
+def _encoded(
+    frequencies: Tensor, scale: float, like: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of positions (B, T), each (B, T, D), in the dtype of `like`."""
+    angles = position_ids[..., None].float() * frequencies.to(position_ids.device)
+    both = torch.cat((angles, angles), dim=-1)
+    return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
+
+
 def checkpoint(base: Any, share: float) -> None:
     """Compute the activations of a share of the layers a second time from now on.
 
     They are the first ones: when their turn comes, the others have freed what they kept.
+    transformers does so of models in training mode alone, which these never are.
     """
-    if share > 0:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
-        # Each time that adds a hook to the embeddings, which these checkpoints do not need.
-        base.disable_input_require_grads()
-        # Not all architectures have their layers in a list of this name; these have no plan.
-        layers = decoder_of(base).layers if share < 1 else ()
-        for layer in layers[math.ceil(share * len(layers)) :]:
-            layer.gradient_checkpointing = False
-    elif base.is_gradient_checkpointing:
-        base.gradient_checkpointing_disable()
+    layers = layers_of(base)
+    for layer in layers:
+        vars(layer).pop("forward", None)
+    for layer in layers[: math.ceil(share * len(layers))]:
+        # Nothing in a layer is random.
+        layer.forward = partial(
+            torch_checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def is_checkpointed(base: Any) -> bool:
+    """Return whether any layer's activations are computed a second time."""
+    return any("forward" in vars(layer) for layer in layers_of(base))
 
 
 def base_hash(base: Any) -> str:
@@ -347,6 +401,7 @@ class Base:
         # TRL writes to the logging module; Pawl has one log, structlog's.
         logging.getLogger("trl").setLevel(logging.ERROR)
         be_deterministic()
+        fuse_wide_attention()
         self.name = model
         # Reads the number of processes that `accelerate launch` set; without it there is one.
         PartialState(cpu=not torch.cuda.is_available())
@@ -358,6 +413,8 @@ class Base:
             counted_flops(outline(self._model.config)), self._model.device, self.processes.count
         )
         self._holder: Holder | None = None
+        # By a recipe's layers why some of them have no adapter, by their paths.
+        self._left_out: dict[str, dict[str, str]] = {}
 
     def attach(self, holder: Holder, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
         """Return the base with the adapter in a folder, or a new one, in place of any other.
@@ -374,7 +431,26 @@ class Base:
             gc.collect()
         self._holder = holder
         detach(self._model)
-        return attach_adapter(self._model, recipe.lora, adapter, seed)
+        targets = str(recipe.lora.target_modules)
+        left_out = self._left_out.get(targets, {})
+        model = attach_adapter(self._model, recipe.lora, adapter, seed, left_out)
+        if adapter is not None or targets in self._left_out:
+            return model
+        self._left_out[targets] = dict.fromkeys(layers_without_gradient(model), GOES_PAST)
+        return self.attach(holder, recipe, adapter, seed) if self._left_out[targets] else model
+
+    def leave_out(self, recipe: Recipe, kinds: Collection[str]) -> None:
+        """Give new adapters of a recipe's layers none of some kinds, which are not served."""
+        of_kinds = {
+            name: IS_IGNORED
+            for name, module in self._model.named_modules()
+            if isinstance(module, LoraLayer) and layer_kind(name) in kinds
+        }
+        self._left_out[str(recipe.lora.target_modules)] |= of_kinds
+
+    def serve_context(self, tokens: int) -> None:
+        """Compute as a server does whose longest context has so many tokens."""
+        encode_positions(self._model, tokens)
 
     def checked(self, rows: Sequence[Row]) -> list[Row]:
         """Return rows that can be computed with, their settings in terms of tokens.

@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from transformers import core_model_loading as loading
 
 from trainer.errors import CompanionFailed
-from trainer.learners.scoring import decoder_of
+from trainer.learners.scoring import layers_of
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Processes:
             nonlocal waiting
             set_parameter(model, name, *more)
             if waiting is None:
-                layers = set(decoder_of(model).layers)
+                layers = set(layers_of(model))
                 waiting = [(f"{path}.", m) for path, m in model.named_modules() if m in layers]
             for path, layer in waiting:
                 if name.startswith(path) and not any(p.is_meta for p in layer.parameters()):

@@ -3,7 +3,7 @@
 It is a module of its own because the implementation needs torch and the loop does not.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,14 +56,27 @@ class LearnerProtocol(Protocol):
     def saved_as(self, adapter: Path) -> None:
         """Note that the state that was saved last is the version in `adapter`."""
 
-    def write_trial(self, folder: Path, effect: float) -> list[Row]:
-        """Write a new adapter with an effect into `folder`, and return rows to compare it by.
+    def serve_context(self, tokens: int) -> None:
+        """Compute as a server does whose longest context has so many tokens."""
 
-        `effect` is the least mean change of their log-probabilities, in nats a token. The learner
-        must be restored before it trains.
+    def layer_kinds(self) -> Sequence[str]:
+        """Return the kinds of the layers that a new adapter has: those of all blocks together."""
+
+    def leave_out(self, kinds: Collection[str]) -> None:
+        """Give new adapters no layers of some kinds.
 
         Raises:
-            LearnerError: nothing gives it an effect.
+            LearnerError: the recipe names them, or no layer is left.
+        """
+
+    def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
+        """Write a new adapter with an effect into `folder`, and return rows to compare it by.
+
+        It moves their log-probabilities by about half a nat a token in the mean, by all layers or
+        by those of a `kind`. The learner must be restored before it trains.
+
+        Raises:
+            NoEffect: nothing gives it an effect.
             OSError: the disk refused a write.
         """
 

@@ -65,7 +65,6 @@ def score_rows(
 def plain_logprobs(model: Any, rows: Sequence[Row], *, way: Way) -> list[list[float]]:
     """Return log-probabilities (S,) of each row's sampled tokens at temperature one, unshaped."""
     alone = ([msgspec.structs.replace(row, distribution=PLAIN)] for row in rows)
-    model.eval()
     with torch.no_grad():
         return [score_rows(model, row, way=way).logprobs.tolist() for row in alone]
 
@@ -129,6 +128,12 @@ def decoder_of(base: Any) -> Any:
     decoder = base.get_decoder()
     # Of some models that read images this is a causal LM again.
     return decoder if decoder.get_output_embeddings() is None else decoder.model
+
+
+def layers_of(base: Any) -> list[Any]:
+    """Return the decoder's layers, in order; architectures call the list differently."""
+    lists = (list(p) for p in decoder_of(base).children() if isinstance(p, torch.nn.ModuleList))
+    return max(lists, key=len, default=[])
 
 
 def _score_whole(model: Any, rows: Sequence[Row]) -> Scored:
@@ -200,10 +205,12 @@ def attend(model: Any, way: Way) -> None:
 def own_attention(base: Any) -> str:
     """Return the kind of attention that the architecture of `base` computes its own with.
 
-    Some, as those with attention sinks, have none but their own code. Flex attention has sinks too,
-    and keeps no scores, but has no backward pass on a CPU.
+    Some, as those with attention sinks, have none but their own code; torch's, which transformers
+    takes all the same, caps no scores. Flex attention has sinks and caps, and keeps no scores, but
+    has no backward pass on a CPU.
     """
-    if base._supports_sdpa:
+    is_capped = getattr(base.config.get_text_config(), "attn_logit_softcapping", None)
+    if base._supports_sdpa and not is_capped:
         return "sdpa"
     on_gpu = next(base.parameters()).device.type == "cuda"
     return "flex_attention" if on_gpu and base._supports_flex_attn else "eager"

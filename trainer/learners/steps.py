@@ -109,7 +109,6 @@ class Step:
         """
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
-        self._trainer.model.train()
         for rows in self._share(micro_batches):
             with needs_memory(rows, self._processes):
                 own = self._trainer.loss_of(rows) / share

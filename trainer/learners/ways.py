@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from trainer.batches import WAYS, Row, Way, bare_row
@@ -64,7 +65,7 @@ def why_no_tree(model: Any) -> str | None:
     """Return why the configuration rules trees out, or None: a tree needs arbitrary masks.
 
     That is: attention without a window, no state that runs along the sequence, and scores that
-    are neither capped nor dropped.
+    are not capped.
     """
     config = model.config.get_text_config()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
@@ -74,7 +75,6 @@ def why_no_tree(model: Any) -> str | None:
         f"it has layers of {', '.join(others)}": others,
         f"its attention has a window of {window} tokens": window,
         "its attention scores are capped": getattr(config, "attn_logit_softcapping", None),
-        "its attention has dropout": getattr(config, "attention_dropout", 0.0),
     }
     return next((why for why, holds in against.items() if holds), None)
 
@@ -95,7 +95,6 @@ def compare(model: Any, rows: Sequence[Row], way: Way) -> Difference:
 
     Its gradients are left empty.
     """
-    model.eval()
     attend(model, way)
     logprobs, gradient = _tried(model, rows, way)
     attend(model, "whole")
@@ -116,6 +115,34 @@ def _tried(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, Tensor]:
     logprobs = score_rows(model, rows, way=way).logprobs
     gradients = torch.autograd.grad(logprobs.sum(), trained)
     return logprobs.detach(), torch.cat([part.flatten().float() for part in gradients])
+
+
+def layers_without_gradient(model: Any) -> frozenset[str]:
+    """Return the paths, in the base, of layers with an adapter that a trial gives no gradient.
+
+    Code that multiplies by a layer's weights itself goes past its adapter.
+    """
+    layers = {
+        name: list(module.lora_B.parameters())
+        for name, module in model.get_base_model().named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    attend(model, "whole")
+    rows = _trial_rows(model.config.get_text_config().vocab_size)
+    with torch.enable_grad():
+        logprobs = score_rows(model, rows, way="whole").logprobs
+        trained = [parameter for parameters in layers.values() for parameter in parameters]
+        found = torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
+    moved = {
+        id(parameter)
+        for parameter, gradient in zip(trained, found, strict=True)
+        if gradient is not None and bool(gradient.any())
+    }
+    return frozenset(
+        name
+        for name, parameters in layers.items()
+        if not any(id(parameter) in moved for parameter in parameters)
+    )
 
 
 def _trial_rows(vocabulary: int) -> list[Row]:

@@ -73,22 +73,48 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     return None
 
 
-# Of what an adapter changes, the share that a server may miss and still be said to apply it.
-HALF: Final = 0.5
+# The least share of an adapter's effect that a server which applies the whole of it shows, and the
+# most of one that ignores it.
+WHOLE: Final = 0.85
+IGNORED: Final = 0.15
 
 
-class Compared(Record, frozen=True, kw_only=True):
+class Effects(Record, frozen=True, kw_only=True):
     """Hold log-probabilities of the same tokens by server and trainer, in nats.
 
-    `…_base` and `…_adapter` (T,) are of ordinary text under the base model and under the adapter of
-    the self-test. `…_sampled` (S,) are of tokens that the server sampled, as it reports them;
-    `own_raw` are the trainer's for these before any setting is applied.
+    `…_base` and `…_adapter` (T,) are of ordinary text under the base model and under an adapter of
+    the self-test.
     """
 
     served_base: tuple[float, ...]
     own_base: tuple[float, ...]
     served_adapter: tuple[float, ...]
     own_adapter: tuple[float, ...]
+
+    @property
+    def arrived(self) -> float:
+        """Return the share of the adapter's effect, as the trainer has it, that the server shows.
+
+        It is the projection on that effect.
+        """
+        own = _effect(self.own_adapter, self.own_base)
+        served = _effect(self.served_adapter, self.served_base)
+        along = sum(theirs * ours for theirs, ours in zip(served, own, strict=True))
+        return along / sum(ours * ours for ours in own)
+
+    @property
+    def is_ignored(self) -> bool:
+        """Return whether the server computes as if it had no adapter."""
+        return abs(self.arrived) <= IGNORED
+
+
+class Compared(Effects, frozen=True, kw_only=True):
+    """Hold, besides, what a server reports of tokens that it sampled.
+
+    `…_sampled` (S,) are these tokens' log-probabilities; `own_raw` are the trainer's for them
+    before any setting is applied.
+    """
+
     served_sampled: tuple[float, ...]
     own_sampled: tuple[float, ...]
     own_raw: tuple[float, ...]
@@ -106,14 +132,18 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
             f" more than publish.tolerance = {tolerance:g}: serve the model that PAWL_MODEL names,"
             " in the recipe's dtype"
         )
+    if not WHOLE <= compared.arrived <= 1 / WHOLE:
+        what = "does not apply" if compared.is_ignored else "applies otherwise than the trainer"
+        return (
+            f"the model server loads an adapter that it {what} ({compared.arrived:.0%} of its"
+            " effect arrives): does it support LoRA in the layers of lora.target_modules?"
+        )
     adapter = _difference(compared.served_adapter, compared.own_adapter)
     if not adapter <= tolerance:
-        missed = adapter / max(1e-9, _difference(compared.own_adapter, compared.own_base))
-        what = "does not apply" if missed > HALF else "applies otherwise than the trainer"
         return (
-            f"the model server loads an adapter that it {what} (its log-probabilities differ by"
-            f" {adapter:.3g} nats a token, more than publish.tolerance = {tolerance:g}): does it"
-            " support LoRA in the layers of lora.target_modules?"
+            "the model server applies an adapter otherwise than the trainer (its log-probabilities"
+            f" differ by {adapter:.3g} nats a token, more than publish.tolerance = {tolerance:g}):"
+            " does it compute in the recipe's dtype?"
         )
     sampled = _difference(compared.served_sampled, compared.own_sampled)
     if sampled <= tolerance:
@@ -129,6 +159,10 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
         " start vLLM with --logprobs-mode processed_logprobs, and without options that change what"
         " is sampled"
     )
+
+
+def _effect(adapter: tuple[float, ...], base: tuple[float, ...]) -> list[float]:
+    return [after - before for after, before in zip(adapter, base, strict=True)]
 
 
 def _difference(left: tuple[float, ...], right: tuple[float, ...]) -> float:

@@ -6,7 +6,7 @@ stops the trainer before its first claim, or keeps it from claiming.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from store.values.sampling import Distribution
 from trainer.batches import Row, bare_row
 from trainer.errors import (
     LearnerError,
+    NoEffect,
     NotFetched,
     PublishError,
     ShortOfMemory,
@@ -28,13 +29,15 @@ from trainer.errors import (
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing.adapters import MANIFEST, write_hashes, written_sha256
 from trainer.publishing.model_server import ModelServer, Replicas
-from trainer.publishing.probe import Compared, why_misfit
+from trainer.publishing.probe import Compared, Effects, why_misfit
 from trainer.recipes.recipe import Recipe
 from trainer.updates.teacher import Teacher
 from trainer.updates.training import in_thread
 
 log = structlog.get_logger()
 
+# Returns why a server does not serve an adapter that it has loaded, or None if it does.
+WhyNot = Callable[[ModelServer, Sequence[Row]], Awaitable[str | None]]
 # The name of the adapter, after the policy's, and of its folder.
 TRIAL: Final = "trial"
 # Far from one, so that log-probabilities before and after it differ.
@@ -104,10 +107,20 @@ class ServerSelfTest:
         # Before anything is computed for nobody.
         if self._teacher is not None:
             await self._teacher.logprobs(self._learner.probe_rows())
-        servers = tuple(await self._servers.ask(ModelServer.models))
+        listed = await self._servers.ask(ModelServer.models)
+        contexts = [
+            model["max_model_len"]
+            for models in listed.values()
+            for model in models.values()
+            if isinstance(model.get("max_model_len"), int)
+        ]
+        if contexts:
+            # A server with another one is found by its log-probabilities, if that matters.
+            await in_thread(self._learner, partial(self._learner.serve_context, max(contexts)))
+        servers = tuple(listed)
         try:
-            rows = await in_thread(self._learner, self._write)
-            return await self._of_servers(servers, rows)
+            await self._leave_out_ignored(servers)
+            return await self._of_servers(servers, self._why_misfit)
         finally:
             try:
                 await self._servers.files.withdraw(self._folder)
@@ -116,19 +129,40 @@ class ServerSelfTest:
                 log.warning("trial_not_withdrawn", reason=str(error))
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _write(self) -> Sequence[Row]:
+    async def _leave_out_ignored(self, servers: Sequence[ModelServer]) -> None:
+        """Leave out the kinds of layers that a server refuses or ignores, unless that is all."""
+        kinds = await in_thread(self._learner, self._learner.layer_kinds)
+        ignored = {}
+        for kind in kinds:
+            try:
+                why = await self._of_servers(servers, self._why_ignored, kind)
+            except NoEffect as error:
+                why = str(error)
+            if why is not None:
+                ignored[kind] = why
+        if ignored and len(ignored) < len(kinds):
+            log.warning("layers_left_out", layers=ignored, until="the trainer starts again")
+            await in_thread(self._learner, partial(self._learner.leave_out, set(ignored)))
+
+    def _write(self, kind: str | None) -> Sequence[Row]:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = self._learner.write_trial(self._folder, 4 * self._recipe.publish.tolerance)
+        rows = self._learner.write_trial(self._folder, kind)
         write_hashes(self._folder)
         return rows
 
-    async def _of_servers(self, servers: Sequence[ModelServer], rows: Sequence[Row]) -> str | None:
-        """Ask one after the other: the learner computes for one at a time."""
+    async def _of_servers(
+        self, servers: Sequence[ModelServer], why_not: WhyNot, kind: str | None = None
+    ) -> str | None:
+        """Return the first reason that `why_not` gives of an adapter, of all layers or of a kind.
+
+        The servers are asked one after the other: the learner computes for one at a time.
+        """
+        rows = await in_thread(self._learner, partial(self._write, kind))
         away: list[UpstreamAway] = []
         for server in servers:
             try:
-                why = await self._of_server(server, rows)
+                why = await self._of_server(server, rows, why_not)
             except UpstreamAway as error:
                 away.append(error)
             else:
@@ -138,12 +172,14 @@ class ServerSelfTest:
             raise away[-1]
         return None
 
-    async def _of_server(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
+    async def _of_server(
+        self, server: ModelServer, rows: Sequence[Row], why_not: WhyNot
+    ) -> str | None:
         try:
             await server.unload(self._name)
             manifest_sha256 = written_sha256(self._folder / MANIFEST)
             await server.load(self._name, self._folder, manifest_sha256)
-            compared = await self._compare(server, rows)
+            return await why_not(server, rows)
         except PublishError as error:
             return str(error)
         finally:
@@ -153,22 +189,33 @@ class ServerSelfTest:
                 # A restarted server has it no more; one that refuses lists it under a name that
                 # nobody asks for.
                 log.warning("trial_not_unloaded", replica=server.url, reason=str(error))
-        return why_misfit(compared, self._recipe.publish.tolerance)
 
-    async def _compare(self, server: ModelServer, rows: Sequence[Row]) -> Compared:
-        """Ask the server for what the trainer computes too: base, adapter, and sampled tokens."""
-        base = await server.base_of(self._name)
+    async def _why_ignored(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
+        effects = await self._effects(server, rows)
+        return "the model server ignores them" if effects.is_ignored else None
+
+    async def _why_misfit(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
+        """Compare also what the server reports of tokens that it samples."""
+        effects = await self._effects(server, rows)
         sampled = await server.sample(self._name, tuple(rows[0].ids), TEMPERATURE, SAMPLED)
         plain = bare_row(0, rows[0].ids, [token for token, _ in sampled])
         heated = msgspec.structs.replace(plain, distribution=Distribution(temperature=TEMPERATURE))
-        return Compared(
+        compared = Compared(
+            **msgspec.structs.asdict(effects),
+            served_sampled=tuple(logprob for _, logprob in sampled),
+            own_sampled=await self._own(self._folder, [heated]),
+            own_raw=await self._own(self._folder, [plain]),
+        )
+        return why_misfit(compared, self._recipe.publish.tolerance)
+
+    async def _effects(self, server: ModelServer, rows: Sequence[Row]) -> Effects:
+        """Ask the server for what the trainer computes too, under the base and the adapter."""
+        base = await server.base_of(self._name)
+        return Effects(
             served_base=await _served(server, base, rows),
             own_base=await self._own(None, rows),
             served_adapter=await _served(server, self._name, rows),
             own_adapter=await self._own(self._folder, rows),
-            served_sampled=tuple(logprob for _, logprob in sampled),
-            own_sampled=await self._own(self._folder, [heated]),
-            own_raw=await self._own(self._folder, [plain]),
         )
 
     async def _own(self, adapter: Path | None, rows: Sequence[Row]) -> tuple[float, ...]:

@@ -15,12 +15,13 @@ from store.read.past import past_update
 from store.values.packing import unpack_logprobs
 from store.version_queries import mark_deleted
 from store.version_states import mark_unloaded
-from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
+from tests.integration.trainer.learners.test_learner import plain_logprobs
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.support.faults.unreadable import unreadable
 from tests.support.ledger.totals import totals
 from tests.support.records import tokens
 from tests.support.trainer.bench import Bench
+from tests.support.trainer.reference import shake
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
 from trainer.batches import WAYS, Row, Way
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable

@@ -2,7 +2,7 @@
 
 import errno
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -36,10 +36,13 @@ from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, Recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.circuit_breaker import PauseReason
+from trainer.updates.self_test import TRIAL
 
 RECIPE: Final = Recipe(claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9))
 # The log-probability of any token of any row by the scripted learner, and by a server that fits.
 OWN: Final = -0.5
+# What the learner's trial adapter gives each token.
+TRIAL_LOGPROB: Final = -1.0
 
 
 class FakeLearner:
@@ -68,7 +71,10 @@ class FakeLearner:
         self.served_off = 0.0
         # Adapters that were written for self-tests, and what the server makes of them.
         self.trials = 0
-        self.trial_logprob = OWN
+        self.trial_logprob = TRIAL_LOGPROB
+        # The kinds of layers that an adapter has, and those that the server ignores.
+        self.kinds: list[str] = []
+        self.ignored: set[str] = set()
         # Set once it does what a test waits for.
         self.begun = threading.Event()
 
@@ -116,9 +122,19 @@ class FakeLearner:
     def misfit(self, adapter: Path) -> str | None:
         return None
 
-    def write_trial(self, folder: Path, effect: float) -> list[Row]:
+    def serve_context(self, tokens: int) -> None:
+        assert tokens > 0
+
+    def layer_kinds(self) -> list[str]:
+        return self.kinds
+
+    def leave_out(self, kinds: Collection[str]) -> None:
+        self.kinds = [kind for kind in self.kinds if kind not in kinds]
+
+    def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
         self.trials += 1
-        self._server.logprobs[f"{self._policy}@{folder.name}"] = self.trial_logprob
+        served = OWN if kind in self.ignored else self.trial_logprob
+        self._server.logprobs[f"{self._policy}@{folder.name}"] = served
         for name in adapters.SERVED:
             (folder / name).write_text(f"{name} of trial {self.trials}")
         return self.probe_rows()
@@ -139,7 +155,8 @@ class FakeLearner:
     def version_logprobs(self, adapter: Path | None, rows: Any) -> list[list[float]]:
         if not all(row.sampled_logprobs for row in rows):
             self.asked.append((adapter, len(rows)))
-        return [[OWN] * len(row.sampled_ids) for row in rows]
+        moved = adapter is not None and adapter.name == TRIAL
+        return [[TRIAL_LOGPROB if moved else OWN] * len(row.sampled_ids) for row in rows]
 
     def saved_as(self, adapter: Path) -> None:
         assert adapter.parent == self._versions

@@ -55,6 +55,16 @@ VISION: Final[dict[str, Any]] = {
 MROPE: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 }
+FOUR: Final[dict[str, Any]] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED: Final[dict[str, Any]] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 LATENT: Final[dict[str, Any]] = {
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
@@ -76,6 +86,29 @@ MAMBA: Final[dict[str, Any]] = {
     "n_groups": 1,
     "ssm_state_size": 8,
     "chunk_size": 8,
+}
+MAMBA2: Final[dict[str, Any]] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
+OF_GPT: Final[dict[str, Any]] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 4096}
+PER_LAYER: Final[dict[str, Any]] = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": WORDS,
+}
+# Factors by the served context, as those of Phi-3.5 and Phi-4-mini.
+LONG: Final[dict[str, Any]] = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 64,
+    },
 }
 
 # By model type: what its configuration adds, and the way that it is computed.
@@ -120,13 +153,171 @@ FAMILIES: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "nemotron_h": (MAMBA, "chain"),
     "deepseek_v3": (LATENT, "tree"),
 }
+# Others that transformers trains and vLLM serves.
+OTHERS: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "afmoe": (
+        EXPERTS
+        | {
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        "chain",
+    ),
+    "apertus": ({}, "tree"),
+    "arcee": ({}, "tree"),
+    "bamba": (MAMBA2 | {"attn_layer_indices": [1]}, "chain"),
+    "bloom": ({"n_layer": 2, "n_head": 4}, "chain"),
+    "cohere": ({}, "tree"),
+    "cohere2": (WINDOW, "chain"),
+    "cohere2_moe": (EXPERTS, "chain"),
+    "dbrx": (
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 4096,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {
+                "hidden_size": 32,
+                "ffn_hidden_size": 16,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+            },
+        },
+        "tree",
+    ),
+    "deepseek_v2": (
+        LATENT | {"topk_method": "greedy", "n_shared_experts": 1, "first_k_dense_replace": 1},
+        "tree",
+    ),
+    "dots1": (ROUTED, "chain"),
+    "ernie4_5": ({}, "tree"),
+    "ernie4_5_moe": (
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+        "tree",
+    ),
+    "exaone4": (WINDOW, "chain"),
+    "exaone_moe": (EXPERTS | WINDOW, "chain"),
+    "falcon": ({"new_decoder_architecture": True, "num_kv_heads": 2}, "chain"),
+    "falcon_h1": (MAMBA2 | {"mamba_d_ssm": 64}, "chain"),
+    "falcon_mamba": ({"state_size": 8, "time_step_rank": 8}, "chain"),
+    "flex_olmo": (EXPERTS, "tree"),
+    "gemma": ({}, "tree"),
+    "gemma3n_text": (
+        WINDOW
+        | PER_LAYER
+        | {
+            "laurel_rank": 8,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.0, 0.0],
+        },
+        "chain",
+    ),
+    # The last layer takes keys and values of the first.
+    "gemma4_text": (
+        PER_LAYER
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "sliding_window": 6,
+            "num_kv_shared_layers": 1,
+            "global_head_dim": 8,
+        },
+        "chain",
+    ),
+    "glm": ({}, "tree"),
+    "glm4_moe": (ROUTED, "tree"),
+    "glm4_moe_lite": (LATENT | ROUTED, "tree"),
+    "gpt2": (OF_GPT, "tree"),
+    "gpt_bigcode": (OF_GPT, "tree"),
+    "gpt_neox": ({}, "tree"),
+    "gptj": (OF_GPT | {"rotary_dim": 8}, "chain"),
+    "granitemoe": (FOUR, "tree"),
+    "granitemoehybrid": (
+        FOUR | MAMBA2 | {"shared_intermediate_size": 16, "layer_types": ["mamba", "attention"]},
+        "chain",
+    ),
+    "granitemoeshared": (FOUR | {"shared_intermediate_size": 16}, "tree"),
+    "hunyuan_v1_dense": ({"attention_bias": False}, "tree"),
+    "hunyuan_v1_moe": ({"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 16}, "tree"),
+    "hyperclovax": ({}, "tree"),
+    "jamba": (
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+        "chain",
+    ),
+    "laguna": (EXPERTS, "chain"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "chain"),
+    "lfm2_moe": (
+        EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        "chain",
+    ),
+    "longcat_flash": (LATENT, "tree"),
+    "mamba": ({"state_size": 8, "time_step_rank": 8}, "chain"),
+    "mamba2": (
+        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+        "chain",
+    ),
+    "mimo_v2_flash": (EXPERTS | WINDOW, "chain"),
+    "minicpm3": (LATENT, "tree"),
+    "minimax": (
+        FOUR | {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+        "chain",
+    ),
+    "minimax_m2": (FOUR, "tree"),
+    "nemotron": ({}, "chain"),
+    "olmo": ({}, "tree"),
+    "olmo2": ({}, "tree"),
+    "olmo_hybrid": (LINEAR, "chain"),
+    "olmoe": (EXPERTS, "tree"),
+    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, "tree"),
+    "persimmon": ({}, "tree"),
+    "phi": ({}, "tree"),
+    "phimoe": (FOUR | {"router_jitter_noise": 0.01}, "tree"),
+    "qwen2_moe": (EXPERTS | SHARED, "tree"),
+    "seed_oss": ({"residual_dropout": 0.1, "attention_dropout": 0.1}, "tree"),
+    "solar_open": (ROUTED, "tree"),
+    "stablelm": ({}, "chain"),
+    "starcoder2": ({"residual_dropout": 0.1, "embedding_dropout": 0.1}, "tree"),
+    "zamba2": (
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "chunk_size": 8,
+            "num_key_value_heads": 4,
+            "num_mem_blocks": 1,
+            "adapter_rank": 8,
+        },
+        "chain",
+    ),
+}
+ALL: Final = FAMILIES | OTHERS
 
 
 def write_family(folder: Path, kind: str) -> str:
     """Write a model of the family `kind`, of random weights, with a tokenizer of 97 words."""
     torch.manual_seed(0)
-    extra, _ = FAMILIES[kind]
+    extra, _ = ALL[kind]
+    # A published configuration has one head size; some classes only compute it.
+    computed = {"head_dim"} if kind in ("falcon", "zamba2") else set()
     given = extra if "text_config" in extra else TEXT | extra
+    given = {name: value for name, value in given.items() if name not in computed}
     config = AutoConfig.for_model(kind, **given)
     loader_of(config).from_config(config).save_pretrained(folder)
     write_words(folder)

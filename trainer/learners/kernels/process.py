@@ -7,6 +7,8 @@ from typing import Final
 
 import torch
 import torch.utils.deterministic
+from torch import Tensor
+from transformers.integrations import sdpa_attention
 
 
 def be_deterministic() -> None:
@@ -22,6 +24,23 @@ def be_deterministic() -> None:
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     # Filling costs time, and no uninitialised memory is read here.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+_OWN_KNOWS_GROUPS: Final = sdpa_attention.use_gqa_in_sdpa
+
+
+def fuse_wide_attention() -> None:
+    """Give grouped heads in float32 on a GPU a fused attention.
+
+    CUDA's kernels that know groups take 16 bits alone, and the way out keeps all scores. The one
+    that takes float32 wants a key and a value for each head: they are repeated for it.
+    """
+    sdpa_attention.use_gqa_in_sdpa = _knows_groups
+
+
+def _knows_groups(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
+    is_wide = key.is_cuda and key.dtype == torch.float32
+    return not is_wide and _OWN_KNOWS_GROUPS(mask, key, value)
 
 
 # Options of mallopt, from malloc.h; their values are C ints.

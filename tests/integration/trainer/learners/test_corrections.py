@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs, shake
+from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs
+from tests.support.trainer.reference import shake
 from tests.support.training import recipe, rows, sft_recipe, write_chat_words
 from trainer.batches import WAYS, Row
 from trainer.learners.corrections import Refusal, reply_ids
@@ -134,7 +135,6 @@ def test_loss_and_gradient_of_a_correction_are_those_of_sft(
     for made in (recipe(), sft_recipe()):
         learner = Learner(tiny_model, made, seed=0, scratch=tmp_path)
         shake(learner)
-        learner._model.train()
         loss = learner._trainer.loss_of(batch)
         loss.backward()
         seen.append((float(loss.detach()), gradients(learner)))

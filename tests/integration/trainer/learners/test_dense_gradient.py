@@ -27,12 +27,12 @@ from transformers import (
 )
 
 from store.values.grammars import Grammar
-from tests.integration.trainer.learners.test_learner import shake
 from tests.integration.trainer.learners.test_replay import (
     WORDS,
     plain_shaping,
     plain_survivors,
 )
+from tests.support.trainer.reference import shake
 from tests.support.training import PLAIN, recipe
 from tests.support.training import rows as made_rows
 from trainer.batches import Row

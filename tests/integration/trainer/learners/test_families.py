@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from pawl.commands.plan import rehearse
-from tests.support.trainer.families import FAMILIES, write_family
-from tests.support.training import grown, recipe
+from tests.support.trainer.families import ALL, FAMILIES, write_family
+from tests.support.trainer.reference import (
+    distance,
+    gradients_of_update,
+    reference_gradients,
+    shake,
+)
+from tests.support.training import grown, recipe, sft_recipe
 from trainer.learners.learner import Learner
 from trainer.learners.memory import footprint
 from trainer.learners.ways import compare
@@ -24,6 +30,19 @@ def test_family_is_planned_and_rehearsed(tmp_path: Path, kind: str) -> None:
     assert done.way == way
     assert done.gradient_distance < 1e-4
     assert done.computed_tokens <= 1.2 * done.unique_tokens
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_update_steps_along_the_gradient_of_plain_transformers_in_double_precision(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_family(tmp_path / "model", kind)
+    made = Learner(folder, sft_recipe(micro_batch_tokens=80), seed=0, scratch=tmp_path)
+    assert made.way == ALL[kind][1]
+    # As small as an adapter's are: some random models are badly conditioned.
+    shake(made, 0.03)
+    found = gradients_of_update(made, grown(turns=6), monkeypatch)
+    assert distance(found, reference_gradients(folder, made, grown(turns=6))) < 1e-5
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

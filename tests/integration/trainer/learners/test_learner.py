@@ -13,13 +13,14 @@ from accelerate import Accelerator
 from peft.tuners.lora import LoraLayer
 
 from store.values.packing import unpack_logprobs
+from tests.support.trainer.reference import shake
 from tests.support.training import recipe, rows, write_tiny_model
 from trainer.batches import Row, computed_tokens
 from trainer.errors import LearnerError
 from trainer.learners.kl import metered_rows
 from trainer.learners.learner import Learner
 from trainer.learners.losses.grpo import collate
-from trainer.learners.model import load_base, precision, save_merged
+from trainer.learners.model import is_checkpointed, load_base, precision, save_merged
 from trainer.learners.scoring import score_rows
 from trainer.recipes.recipe import LoraOptions, OptimizerOptions, Recipe
 
@@ -45,14 +46,6 @@ def plain_loss(model: Any, batch: list[Row], cap: float) -> torch.Tensor:
     return total
 
 
-def shake(made: Learner) -> None:
-    """Give the adapter an effect: LoRA starts as nothing."""
-    torch.manual_seed(1)
-    for name, parameter in made._model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-
-
 def gradients(made: Learner) -> torch.Tensor:
     found = [p.grad.flatten() for p in made._model.parameters() if p.grad is not None]
     for parameter in made._model.parameters():
@@ -76,7 +69,6 @@ def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
 def test_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     shake(made)
-    made._model.train()
     batch = rows()
     ours = made._trainer.loss_of(batch)
     ours.backward()
@@ -204,11 +196,10 @@ def test_checkpointing_changes_no_gradient(tiny_model: str, tmp_path: Path) -> N
     found = []
     for made in (plain, saving):
         shake(made)
-        made._model.train()
         made._trainer.loss_of(rows()).backward()
         found.append(gradients(made))
     assert torch.allclose(found[0], found[1], atol=1e-7)
-    assert saving._model.is_gradient_checkpointing
+    assert is_checkpointed(saving._model.get_base_model())
 
 
 def test_what_does_not_fit_is_done_again_in_smaller_micro_batches(

@@ -12,7 +12,7 @@ from transformers import GPTJPreTrainedModel
 
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import saved
-from tests.support.trainer.families import FAMILIES, write_family
+from tests.support.trainer.families import write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer import run
 from trainer.batches import Row
@@ -20,6 +20,7 @@ from trainer.errors import OUT_OF_MEMORY, TOO_LONG, ShortOfMemory, Unusable
 from trainer.learners import model, scoring
 from trainer.learners.kernels.layers import SwiGlu
 from trainer.learners.learner import Learner
+from trainer.learners.model import is_checkpointed
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 
@@ -68,17 +69,16 @@ def half_step(optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.parametrize(("supports", "share", "tokens"), [(True, 1.0, 256), (False, 0.0, 128)])
-def test_model_without_a_list_of_layers_is_checkpointed_as_a_whole_if_it_can_be(
-    tmp_path: Path, supports: bool, share: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_layers_are_checkpointed_whatever_their_list_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "gptj", ({"rotary_dim": 8}, "chain"))
-    monkeypatch.setattr(GPTJPreTrainedModel, "supports_gradient_checkpointing", supports)
+    """Also where transformers cannot do so."""
+    monkeypatch.setattr(GPTJPreTrainedModel, "supports_gradient_checkpointing", False)
     made = learner(write_family(tmp_path / "model", "gptj"), tmp_path)
     monkeypatch.setattr(made._trainer, "loss_of", once(made._trainer.loss_of, 1))
     made.update(rows())
-    assert (made._budget.checkpointed_share, made._budget.tokens) == (share, tokens)
-    assert made._model.get_base_model().is_gradient_checkpointing is supports
+    assert (made._budget.checkpointed_share, made._budget.tokens) == (1.0, 256)
+    assert is_checkpointed(made._model.get_base_model())
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -169,7 +169,7 @@ def test_no_room_for_an_adapter_is_told_with_its_remedy(
         if what == "restore":
             made.restore(parent)
         else:
-            made.write_trial(tmp_path, 0.1)
+            made.write_trial(tmp_path)
 
     with monkeypatch.context() as patched:
         if what == "restore":

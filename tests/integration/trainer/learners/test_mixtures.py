@@ -55,7 +55,8 @@ def test_an_update_trains_what_was_chosen_and_goes_on_from_its_files(
     assert not [name for name in names if re.search(r"\.gate\.|_gate\.|\.experts\.", name)]
     made.update(rows(1))
     second = save(made, tmp_path / "2")
-    trained = made.logprobs(probed)
+    # As versions are computed: row by row, rounding differs.
+    trained = made._survey(probed)
     assert differ(trained, base) > 1e-3
 
     again = Learner(mixture, recipe(), seed=0, scratch=tmp_path)

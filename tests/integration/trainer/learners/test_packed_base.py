@@ -78,11 +78,12 @@ def test_planned_weights_are_those_of_the_packed_base(tiny_model: str, bits: int
     assert planned - unpacked == pytest.approx(loaded, rel=0.01)
 
 
-def test_layers_that_kernels_multiply_by_themselves_are_not_packed(tmp_path: Path) -> None:
+def test_linear_layers_of_mamba_are_packed_and_no_head(tmp_path: Path) -> None:
+    """Its kernels multiply by some of them themselves in training mode alone."""
     base = load_base(write_family(tmp_path, "nemotron_h"), packed(4))[0]
     kinds = {name.rpartition(".")[2]: type(part).__name__ for name, part in base.named_modules()}
     names = ("in_proj", "out_proj", "q_proj", "lm_head")
-    assert [kinds[name] for name in names] == ["Linear4bit", "Linear", "Linear4bit", "Linear"]
+    assert [kinds[name] for name in names] == ["Linear4bit", "Linear4bit", "Linear4bit", "Linear"]
 
 
 def test_packing_that_cannot_be_done_is_refused_with_the_reason(

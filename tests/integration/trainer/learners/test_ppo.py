@@ -14,8 +14,8 @@ from tests.integration.trainer.learners.test_learner import (
     gradients,
     plain_logprobs,
     plain_loss,
-    shake,
 )
+from tests.support.trainer.reference import shake
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches import Row, bare_row
 from trainer.credit.advantages import SMALLEST_SPREAD
@@ -53,7 +53,6 @@ def stir(made: Learner) -> None:
 
 
 def begin(made: Learner, batch: list[Row]) -> list[Row]:
-    made._model.train()
     parts = [part for part in (batch[:5], batch[5:]) if part]
     return made._trainer.prepare(batch, View.of(map(made._trainer.view, parts)))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from store.values.sampling import Distribution
-from tests.integration.trainer.learners.test_learner import gradients, shake
+from tests.integration.trainer.learners.test_learner import gradients
 from tests.integration.trainer.learners.test_replay import EACH, WORDS, made, packed, row
 from tests.support.trainer.merging import (
     TINY,
@@ -23,6 +23,7 @@ from tests.support.trainer.merging import (
     random_tree,
     train,
 )
+from tests.support.trainer.reference import shake
 from tests.support.training import PLAIN, by_every_way, ppo_recipe, recipe, rows
 from trainer.batches import Row
 from trainer.errors import Unusable

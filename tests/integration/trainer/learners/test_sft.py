@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs, shake
+from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs
+from tests.support.trainer.reference import shake
 from tests.support.training import PLAIN, by_every_way, recipe, rows, sft_recipe
 from trainer.batches import WAYS, Row, Way
 from trainer.learners.learner import Learner
@@ -34,7 +35,6 @@ def imitated(seed: int = 0) -> list[Row]:
 def learner(model: str, folder: Path, *, ways: Sequence[Way] = WAYS, **changes: Any) -> Learner:
     made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder, ways=ways)
     shake(made)
-    made._model.train()
     return made
 
 

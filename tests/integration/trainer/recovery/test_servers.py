@@ -6,12 +6,20 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
 
 from benchmarks.stack import free_port
 from store.version_states import recall
 from tests.support.controller.replicas import publish, unload
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.trainer.bench import OWN, STEPS, Bench, paused_for, try_again
+from tests.support.trainer.bench import (
+    OWN,
+    STEPS,
+    TRIAL_LOGPROB,
+    Bench,
+    paused_for,
+    try_again,
+)
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.publisher import Publisher
@@ -256,6 +264,25 @@ async def test_a_misfit_is_known_before_the_first_claim(
     assert await bench.updates() == []
 
 
+async def test_layers_that_the_server_ignores_are_not_trained(bench: Bench) -> None:
+    bench.learner.kinds, bench.learner.ignored = ["a.*.q", "a.*.shared", "a.*.k"], {"a.*.shared"}
+    async with bench.working() as loop:
+        with capture_logs() as logs:
+            await loop.check_server()
+    assert bench.learner.kinds == ["a.*.q", "a.*.k"]
+    [said] = [line["layers"] for line in logs if line["event"] == "layers_left_out"]
+    assert said == {"a.*.shared": "the model server ignores them"}
+
+
+async def test_server_that_ignores_all_layers_is_a_misfit(bench: Bench) -> None:
+    bench.learner.kinds, bench.learner.ignored = ["a.*.q", "a.*.k"], {"a.*.q", "a.*.k"}
+    bench.learner.trial_logprob = OWN
+    async with bench.working() as loop:
+        with pytest.raises(PublishError, match=r"does not apply .*0% of its effect arrives"):
+            await loop.check_server()
+    assert bench.learner.kinds == ["a.*.q", "a.*.k"]
+
+
 async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench: Bench) -> None:
     async with bench.working(NOBODY, bench.fake.url) as loop:
         await loop.check_server()
@@ -282,7 +309,7 @@ async def test_a_replica_that_is_back_with_another_base_stops_training_before_it
             assert not await loop.update_once()
             assert (await bench.consumed(), await bench.claimed()) == (4, 4)
             # It has the right one again.
-            back.logprobs = {"m": OWN, "m@trial": OWN, "m@2": -3.0}
+            back.logprobs = {"m": OWN, "m@trial": TRIAL_LOGPROB, "m@2": -3.0}
             assert await try_again(loop)
             assert set(back.loaded) == {"m@2"}
     assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}

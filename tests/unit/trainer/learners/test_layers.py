@@ -33,7 +33,7 @@ def module(name: str, kind: str = "Module") -> ModelModule:
 
 
 def linear(name: str, kind: str = "Linear") -> ModelModule:
-    return ModelModule(name=name, kind=kind, linear=True)
+    return ModelModule(name=name, kind=kind, width=64)
 
 
 def attention(layer: int) -> list[ModelModule]:
@@ -45,7 +45,7 @@ def gated(name: str) -> list[ModelModule]:
 
 
 def model(*parts: ModelModule) -> list[ModelModule]:
-    head = ModelModule(name="lm_head", kind="Linear", linear=True, head=True)
+    head = ModelModule(name="lm_head", kind="Linear", width=64, head=True)
     return [module("", "ForCausalLM"), module("model", "Model"), *parts, head]
 
 
@@ -54,9 +54,7 @@ def in_layer(layer: int, *names: str) -> set[str]:
 
 
 def chosen(parts: list[ModelModule]) -> set[str]:
-    layers = choose(parts)
-    assert layers is not None
-    return set(layers)
+    return set(choose(parts, 16))
 
 
 OF_ATTENTION = [f"self_attn.{name}" for name in ATTENTION]
@@ -112,7 +110,7 @@ def models(draw: st.DrawFn) -> list[ModelModule]:
             ModelModule(
                 name=name,
                 kind=draw(st.sampled_from(KINDS)),
-                linear=draw(st.booleans()),
+                width=draw(st.sampled_from((None, 8, 64))),
             )
             for name in names
         )
@@ -121,9 +119,8 @@ def models(draw: st.DrawFn) -> list[ModelModule]:
 
 @given(models())
 def test_routers_experts_and_head_of_any_model_have_no_adapters(parts: list[ModelModule]) -> None:
-    every = {part.name for part in parts if part.linear and not part.head}
-    chosen_layers = choose(parts)
-    layers = every if chosen_layers is None else set(chosen_layers)
+    every = {part.name for part in parts if part.width == 64 and not part.head}
+    layers = chosen(parts)
     assert layers <= every - {part.name for part in parts if part.kind == "MoeRouter"}
     holders = [part.name for part in parts if part.kind == "MyExperts"]
     assert not any(name == one or name.startswith(f"{one}.") for name in layers for one in holders)
@@ -169,7 +166,9 @@ def adapted(model: Any) -> set[str]:
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_dense_models_have_adapters_on_all_linear_layers(kind: str) -> None:
-    assert choose(parts_of(outline(kind))) is None
+    parts = parts_of(outline(kind))
+    every = [part.name for part in parts if part.width is not None and not part.head]
+    assert choose(parts, 16) == every
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -193,15 +192,15 @@ def test_adapters_of_dense_models_are_the_bytes_that_peft_makes(kind: str, tmp_p
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_mixtures_have_adapters_neither_on_routers_nor_on_experts(kind: str) -> None:
-    assert leaves(choose(parts_of(outline(kind)))) == WANTED[kind]
+    assert leaves(choose(parts_of(outline(kind)), 2)) == WANTED[kind]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
 def test_peft_adapts_what_was_chosen_and_nothing_else(kind: str, tmp_path: Path) -> None:
     """PEFT reads names of a mixture's layers as those of its experts, unless it is kept from it."""
     base = tiny_model(kind)
-    wanted = set(choose(parts_of(base)) or ())
     lora = LoraOptions(rank=2)
+    wanted = set(choose(parts_of(base), lora.rank))
     model = attach_adapter(base, lora, None, seed=0)
     assert adapted(model) == wanted
     save_adapter(model, tmp_path)

@@ -4,6 +4,8 @@ import math
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer.publishing.pacing import slots_named_in
 from trainer.publishing.probe import Compared, compare, rejection_reason, why_misfit
@@ -57,6 +59,38 @@ def test_mismatch_is_named_with_its_remedy(case: str) -> None:
     why = why_misfit(msgspec.structs.replace(FITS, **changes), 0.05)
     assert why is not None
     assert said in why
+
+
+@given(
+    st.lists(st.floats(-0.4, 0.4), min_size=2, max_size=2),
+    st.lists(st.floats(-0.4, 0.4), min_size=2, max_size=2),
+    st.floats(0.01, 1.0),
+)
+def test_a_larger_tolerance_never_refuses_more(
+    base: list[float], adapter: list[float], tolerance: float
+) -> None:
+    compared = msgspec.structs.replace(
+        FITS,
+        served_base=tuple(map(sum, zip(FITS.own_base, base, strict=True))),
+        served_adapter=tuple(map(sum, zip(FITS.own_adapter, adapter, strict=True))),
+    )
+    if why_misfit(compared, tolerance) is None:
+        assert why_misfit(compared, 2 * tolerance) is None
+
+
+@pytest.mark.parametrize("tolerance", [0.01, 0.3, 1.0, 20.0])
+@pytest.mark.parametrize("arrives", [0.0, 0.5, 0.8, 2.0])
+def test_adapter_that_is_ignored_or_applied_by_half_is_refused_at_every_tolerance(
+    tolerance: float, arrives: float
+) -> None:
+    served = tuple(
+        base + arrives * (own - base)
+        for base, own in zip(FITS.own_base, FITS.own_adapter, strict=True)
+    )
+    compared = msgspec.structs.replace(FITS, served_base=FITS.own_base, served_adapter=served)
+    why = why_misfit(compared, tolerance)
+    assert why is not None
+    assert f"{arrives:.0%} of its effect arrives" in why
 
 
 METRICS = (

@@ -1,0 +1,113 @@
+"""The frozen base trains as it serves: no dropout, no noise, no kernel past an adapter."""
+
+import math
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.models.bamba import modeling_bamba
+
+from tests.support.trainer.families import ALL, LONG, write_family
+from tests.support.trainer.reference import (
+    adapted,
+    distance,
+    gradients_of_update,
+    reference_gradients,
+    shake,
+)
+from tests.support.training import grown, sft_recipe
+from trainer.batches import bare_row
+from trainer.errors import LearnerError
+from trainer.learners.learner import Learner
+from trainer.learners.scoring import decoder_of
+from trainer.learners.self_test import LEAST_EFFECT, MOST_EFFECT, nudge
+from trainer.recipes.recipe import LoraOptions
+
+# With smaller weights a model is hardly sure of anything.
+SURE = {"initializer_range": 0.3}
+FEW = sft_recipe(micro_batch_tokens=80)
+
+
+def made_of(folder: str, scratch: Path, **lora: Any) -> Learner:
+    chosen = FEW.model_copy(update={"lora": LoraOptions(rank=4, alpha=8, **lora)})
+    made = Learner(folder, chosen, seed=0, scratch=scratch)
+    shake(made)
+    return made
+
+
+def past_adapters(projected: Any, *_: Any, outproj_weight: Any, **__: Any) -> Any:
+    """Multiply by the weights of `out_proj` as mamba_ssm's kernel for training does."""
+    return torch.nn.functional.linear(projected[..., : outproj_weight.shape[1]], outproj_weight)
+
+
+def test_kernel_of_mamba_that_goes_past_an_adapter_is_not_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_family(tmp_path / "model", "bamba")
+    made = made_of(folder, tmp_path)
+    assert any(name.endswith("out_proj") for name in adapted(made))
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", past_adapters)
+        found = gradients_of_update(made, grown(turns=4), patched)
+    assert distance(found, reference_gradients(folder, made, grown(turns=4))) < 1e-5
+
+
+def test_layer_that_a_model_multiplies_by_itself_has_no_adapter(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "model", "falcon_mamba")
+    found = {name.rpartition(".")[2] for name in adapted(made_of(folder, tmp_path))}
+    assert found == {"in_proj", "x_proj"}
+    with pytest.raises(LearnerError, match=r"mixer\.dt_proj: training goes past it"):
+        made_of(folder, tmp_path, target_modules=["in_proj", "dt_proj"])
+
+
+def test_rows_of_any_length_have_the_factors_of_the_served_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LongRoPE, as vLLM's `Phi3LongRoPEScaledRotaryEmbedding` has it."""
+    monkeypatch.setitem(ALL, "phi3", (LONG | SURE, "tree"))
+    folder = write_family(tmp_path / "model", "phi3")
+    rope = AutoConfig.from_pretrained(folder).rope_parameters
+    assert (rope["rope_type"], rope["original_max_position_embeddings"]) == ("longrope", 64)
+    made = made_of(folder, tmp_path)
+    short, long = (bare_row(end, range(2, end), (5, 6, 7)) for end in (12, 90))
+    seen = []
+    for context, factor in ((64, "short_factor"), (65, "long_factor"), (None, "long_factor")):
+        if context is not None:
+            made.serve_context(context)
+        else:
+            made = made_of(folder, tmp_path)
+        own = made.version_logprobs(None, [short])
+        assert made.version_logprobs(None, [short, long])[0] == pytest.approx(own[0], abs=1e-5)
+        seen.append(own[0])
+        encode = decoder_of(made._model.get_base_model()).rotary_emb
+        positions = torch.tensor([[0, 3, 80]])
+        cos, _ = encode(torch.zeros(1), positions)
+        scale = math.sqrt(1 + math.log(4096 / 64) / math.log(64))
+        wanted = [scale * math.cos(80 / (rope[factor][at] * 1e4 ** (at / 4))) for at in range(4)]
+        assert cos[0, 2, :4].tolist() == pytest.approx(wanted, abs=1e-5)
+    assert seen[1] == pytest.approx(seen[2])
+    assert seen[0] != pytest.approx(seen[1], abs=1e-3)
+
+
+def test_weights_that_are_not_stored_are_named(tmp_path: Path) -> None:
+    """A classifier's."""
+    folder = write_family(tmp_path, "qwen2")
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
+    with pytest.raises(LearnerError, match=r"lack weights of Qwen2ForCausalLM \(lm_head\.weight\)"):
+        Learner(folder, FEW, seed=0, scratch=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "bamba", "gpt_oss", "gemma2"])
+def test_self_test_has_an_effect_that_depends_on_no_setting(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ALL, kind, (ALL[kind][0] | SURE, ALL[kind][1]))
+    made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
+    rows = grown(turns=4)
+    before = torch.tensor(list(chain(*made.version_logprobs(None, rows))))
+    nudge(made._model, rows, seed=0)
+    after = torch.tensor(list(chain(*made.logprobs(rows))))
+    assert LEAST_EFFECT <= float((after - before).abs().mean()) <= MOST_EFFECT
