@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pawl.commands.common import AsJson, fail, grid, require_torch, write_lines
 from pawl.settings import refuse_unread
-from pawl.stack.vllm import SHARED
+from pawl.stack.vllm import CPU_CACHE_GIB, CPU_CONTEXT, SHARED
 from store.records import Record
 from trainer.errors import TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
@@ -45,7 +45,7 @@ class Rehearsal(Record, frozen=True, kw_only=True):
 
 
 class MemoryPlan(Record, frozen=True, kw_only=True):
-    """Hold the plan of one model on one GPU; sizes are in GiB, or in MiB for each token.
+    """Hold the plan of one model on one GPU, or on a CPU; sizes in GiB, or in MiB for each token.
 
     `longest` and `longest_plain` are the tokens of the longest call that can be trained, with and
     without gradient checkpointing. An episode of `turns` turns whose last call has `context` tokens
@@ -56,7 +56,8 @@ class MemoryPlan(Record, frozen=True, kw_only=True):
     family: str
     way: str
     parameters: int
-    gpu_gib: float
+    device: str
+    memory_gib: float
     server_gib: float
     weights_gib: float
     optimizer_gib: float
@@ -87,13 +88,22 @@ def plan(
         ),
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Calls of an episode.")] = 20,
-    gpu_gib: Annotated[float, typer.Option(min=0.1, help="Memory of the GPU, in GiB.")] = 80.0,
-    serve_share: Annotated[
-        float,
+    gpu_gib: Annotated[
+        float | None,
         typer.Option(
-            min=0.0, max=1.0, help="Share of it that vLLM takes; 0: the trainer has its own GPU."
+            min=0.1,
+            help="Memory of the GPU, in GiB; default: what this machine's GPU has, or its CPU.",
         ),
-    ] = SHARED,
+    ] = None,
+    serve_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of it that vLLM takes; 0: the trainer has its own GPU. Default: 0.5 of a"
+            " GPU, and on a CPU its weights and 2 GiB.",
+        ),
+    ] = None,
     recipe: Annotated[
         str, typer.Option(help="Recipe: name of a packaged one, or path of a TOML file.")
     ] = "default",
@@ -105,7 +115,7 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what memory it takes to train a model on a GPU, and how long its calls may be.
+    """Show what memory it takes to train a model, and how long its calls may be.
 
     Reads the model's configuration alone: no GPU and no weights are needed. With --rehearse the
     model is loaded, and an update of two made-up episodes is done, whose calls only grow.
@@ -114,20 +124,26 @@ def plan(
     """
     refuse_unread()
     require_torch()
+    import torch
+
+    from trainer.learners.kernels.process import whole_memory
     from trainer.learners.memory import footprint
 
+    device = "cuda" if gpu_gib is not None or torch.cuda.is_available() else "cpu"
+    memory_gib = whole_memory(device) / GIB if gpu_gib is None else gpu_gib
     try:
         chosen = load_recipe(recipe)
-        takes = footprint(model, chosen)
+        takes = footprint(model, chosen, device)
     except TrainerError as error:
         fail(str(error))
     made = memory_plan(
         takes,
         chosen,
         model=model,
-        gpu_gib=gpu_gib,
+        device=device,
+        memory_gib=memory_gib,
         serve_share=serve_share,
-        context=context or takes.context or chosen.batch.micro_batch_tokens,
+        context=context or _context(takes, chosen, device),
         turns=turns,
     )
     if is_rehearsed:
@@ -187,26 +203,42 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         )
 
 
+def _context(takes: "Footprint", recipe: Recipe, device: str) -> int:
+    """Return the longest call, in tokens, of a server that nobody has told of another."""
+    context = takes.context or recipe.batch.micro_batch_tokens
+    return min(context, CPU_CONTEXT) if device == "cpu" else context
+
+
 def memory_plan(
     takes: "Footprint",
     recipe: Recipe,
     *,
     model: str,
-    gpu_gib: float,
-    serve_share: float,
+    device: str,
+    memory_gib: float,
+    serve_share: float | None,
     context: int,
     turns: int,
 ) -> MemoryPlan:
     """Return the plan of a model that `takes` so much memory (pure)."""
-    room = int(gpu_gib * (1 - serve_share) * GIB)
+    from trainer.learners.kernels.process import LEFT_FREE
+
+    memory = int(memory_gib * GIB)
+    if serve_share is None and device == "cpu":
+        server = takes.served + CPU_CACHE_GIB * GIB
+    else:
+        server = int(memory * (SHARED if serve_share is None else serve_share))
+    # What a trainer on a CPU leaves free is a share of the whole.
+    room = max(0, memory - server - int(memory * LEFT_FREE if device == "cpu" else 0))
     longest = takes.longest(room, checkpointing=True)
     return MemoryPlan(
         model=model,
         family=takes.family,
         way="tree" if takes.why_no_tree is None else f"chain ({takes.why_no_tree})",
         parameters=takes.parameters,
-        gpu_gib=gpu_gib,
-        server_gib=round(gpu_gib * serve_share, 2),
+        device=device,
+        memory_gib=round(memory_gib, 2),
+        server_gib=round(server / GIB, 2),
         weights_gib=round(takes.weights / GIB, 2),
         optimizer_gib=round(takes.optimizer / GIB, 2),
         head_gib=round(takes.head / GIB, 2),
@@ -222,44 +254,54 @@ def memory_plan(
         unique_tokens=context,
         # Calls that grow by equal steps.
         row_tokens=context * (turns + 1) // 2,
-        advice=tuple(_advice(takes, recipe, room, int(gpu_gib * serve_share * GIB), context)),
+        advice=tuple(_advice(takes, recipe, device, room, server, context)),
     )
 
 
 def _advice(
-    takes: "Footprint", recipe: Recipe, room: int, server: int, context: int
+    takes: "Footprint", recipe: Recipe, device: str, room: int, server: int, context: int
 ) -> Sequence[str]:
     """Return what to change so that calls of `context` tokens can be trained and served."""
     longest = takes.longest(room, checkpointing=True)
     advice = []
-    if server and server < takes.served:
+    if device == "cuda" and 0 < server < takes.served + context * takes.cached:
+        what = "weights" if server < takes.served else f"weights and a call of {context} tokens"
         advice.append(
-            "vLLM's share does not hold the weights in 16 bits: give it more"
+            f"vLLM's share does not hold the {what} in 16 bits: give it more"
             ' (PAWL_SERVE_GPU_SHARE), serve 8 bits (PAWL_VLLM_ARGS="--quantization fp8"), give it'
             " another GPU (PAWL_SERVE_GPUS), or serve a smaller model"
         )
     if not longest:
-        packing = (
-            "" if recipe.base_bits == 4 else "pack the weights (base_bits = 4 in the recipe), "
-        )
-        advice.append(
-            f"the weights do not fit beside vLLM: {packing}give the trainer a GPU of its own"
-            " (PAWL_TRAIN_GPUS), several of them, which share the weights, or train a smaller model"
-        )
+        advice.append(f"the weights do not fit{_more_room(takes, recipe, device, server)}")
     elif longest < context:
+        more = "" if device == "cpu" else ", or give the trainer more memory"
+        by = " (PAWL_SERVE_GPU_SHARE, PAWL_TRAIN_GPUS)" if more and server else ""
         advice.append(
             f"calls longer than {longest} tokens would not be trained (too_long): lower"
-            " PAWL_MAX_MODEL_LEN to that, or give the trainer more memory (PAWL_SERVE_GPU_SHARE,"
-            " PAWL_TRAIN_GPUS)"
+            f" PAWL_MAX_MODEL_LEN to that{more}{by}"
         )
     elif (
         recipe.batch.gradient_checkpointing is False
         and takes.longest(room, checkpointing=False) < context
     ):
         advice.append("leave batch.gradient_checkpointing out: it is switched on where needed")
-    if 0 < longest < recipe.batch.micro_batch_tokens:
+    if device == "cuda" and 0 < longest < recipe.batch.micro_batch_tokens:
         advice.append(f"set batch.micro_batch_tokens = {longest} or less")
     return advice
+
+
+def _more_room(takes: "Footprint", recipe: Recipe, device: str, server: int) -> str:
+    """Return what makes room for weights that do not fit, of what can."""
+    ways = []
+    if takes.packable and recipe.base_bits != 4:
+        ways.append("pack the weights (base_bits = 4 in the recipe)")
+    if device == "cuda":
+        own = "give the trainer a GPU of its own (PAWL_TRAIN_GPUS), or several of them"
+        ways.append(f"{own if server else 'give the trainer several GPUs (PAWL_TRAIN_GPUS)'}")
+        ways[-1] += ", which share the weights"
+    ways.append("train a smaller model")
+    beside = " beside vLLM" if server else ""
+    return f"{beside}: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
 
 
 def _rehearsed(done: Rehearsal) -> Sequence[tuple[str, str]]:
@@ -277,12 +319,12 @@ def _table(plans: Sequence[MemoryPlan]) -> Table:
     rows = [
         ("family", f"{made.family}, {made.parameters / 1e9:.2f} billion parameters"),
         ("shared prefixes", made.way),
-        ("GPU", f"{made.gpu_gib:g} GiB"),
+        ("GPU" if made.device == "cuda" else "memory", f"{made.memory_gib:g} GiB"),
         ("vLLM", f"{made.server_gib:g} GiB"),
         ("weights", f"{made.weights_gib:g} GiB"),
         ("adapter, gradient and moments", f"{made.optimizer_gib:g} GiB"),
         ("logits of a chunk", f"{made.head_gib:g} GiB"),
-        ("CUDA and its libraries", f"{made.overhead_gib:g} GiB"),
+        ("libraries and fragments", f"{made.overhead_gib:g} GiB"),
         ("activations a token", f"{made.plain_mib:g} MiB"),
         ("with gradient checkpointing", f"{made.checkpointed_mib:g} MiB"),
         ("longest call that can be trained", f"{made.longest} tokens"),

@@ -20,6 +20,8 @@ USUAL_TOOL_PARSER: Final = "hermes"
 # than many an agent's prompt, which is then computed again for each sample of its group.
 CPU_BLOCK_TOKENS: Final = 32
 CPU_CONTEXT: Final = 2048
+# For keys and values on a CPU.
+CPU_CACHE_GIB: Final = 2
 # Its --max-lora-rank has to be one of these.
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Of a GPU's memory: beside a trainer, and alone.
@@ -115,7 +117,7 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
     }
     if not has_gpu():
         environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
             # The engine computes by itself. vLLM would start one process more for that, which
             # imports everything again, and the engine would burn a core while it waits for it.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -8,6 +8,7 @@ does not slow the trainer for good.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Final, TypeVar
 
 import structlog
@@ -96,6 +97,17 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return any(words in str(error) for words in (NO_CPU_MEMORY, NO_DEVICE_MEMORY))
 
 
+def too_long(rows: Sequence[Row]) -> Unusable:
+    """Return the error for rows of which none fits into memory by itself."""
+    shortest = min(row.size for row in rows)
+    return Unusable(
+        f"a call of {shortest} tokens does not fit into memory by itself: its episode is not"
+        f" trained; to train such calls, {REMEDY}",
+        {row.episode_id: f"a call of {row.size} tokens is too long for the memory" for row in rows},
+        reason=TOO_LONG,
+    )
+
+
 def _size(row: Row) -> int:
     return row.size
 
@@ -121,6 +133,7 @@ class Budget:
         """
         self.tokens = tokens
         self.checkpointed_share = 0.0
+        self._most = inf
         self._checkpoint = checkpoint
         self._full = tokens
         self._way = way
@@ -132,12 +145,14 @@ class Budget:
         # The longest row that was ever trained on.
         self._longest = 0
 
-    def begin(self, share: float = 0.0) -> None:
+    def begin(self, share: float = 0.0, most: float = inf) -> None:
         """Try what takes more memory in the update that begins, unless that failed a moment ago.
 
         After each failure the next attempt comes twice as many updates later. At least a `share` of
-        the layers is checkpointed: without, the update would not fit.
+        the layers is checkpointed, and `most` tokens are computed at once: without, the update
+        would not fit.
         """
+        self._most = most
         self._calm += 1
         is_reduced = self.tokens < self._full or self.checkpointed_share > share
         self._is_trying = is_reduced and self._calm >= self._wait
@@ -154,7 +169,7 @@ class Budget:
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
-        return plan_micro_batches(rows, self.tokens, way=self._way)
+        return plan_micro_batches(rows, int(min(self.tokens, self._most)), way=self._way)
 
     def fit(
         self,
@@ -233,16 +248,7 @@ class Budget:
         size = row.size
         if size <= max(self._longest, shortest.size) or fits(row) or not fits(shortest):
             return
-        raise Unusable(
-            f"a call of {size} tokens does not fit into memory by itself: its episode is not"
-            f" trained; to train such calls, {REMEDY}",
-            {
-                other.episode_id: f"a call of {other.size} tokens is too long for the memory"
-                for other in rows
-                if other.size >= size
-            },
-            reason=TOO_LONG,
-        )
+        raise too_long([other for other in rows if other.size >= size])
 
     def _shrink(self, reason: str) -> None:
         if self.tokens < 2 * SMALLEST_BUDGET:

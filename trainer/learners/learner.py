@@ -17,7 +17,7 @@ import torch
 from store.claims import NON_FINITE
 from store.values.packing import unpack_logprobs
 from trainer.batches import WAYS, Row, RowKey, Way, split_steps, with_logprobs
-from trainer.errors import Unusable
+from trainer.errors import ShortOfMemory, Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
     load_state,
@@ -32,14 +32,15 @@ from trainer.learners.budget import (
     MicroBatches,
     NoRoom,
     says_no_room,
+    too_long,
 )
-from trainer.learners.kernels.process import give_freed_memory_back
+from trainer.learners.kernels.process import free_memory, give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row, kl_by_row, kl_figures, metered_rows
 from trainer.learners.losses.grpo import make_trainer
 from trainer.learners.losses.ppo import make_ppo_trainer
 from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
-from trainer.learners.memory import Footprint, footprint, free_memory, peak_of
+from trainer.learners.memory import Footprint, footprint, peak_of
 from trainer.learners.model import Base, checkpoint, is_checkpointed
 from trainer.learners.off_policy import checked_metrics, mean_drift
 from trainer.learners.scoring import attend, plain_logprobs, score_rows
@@ -274,6 +275,25 @@ class Learner:
             self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
         )
 
+    def _most_at_once(self, rows: Sequence[Row]) -> float:
+        """Return how many tokens of an update there is room for at once.
+
+        A GPU says when its memory runs out, and is tried. On a CPU the kernel ends the trainer.
+
+        Raises:
+            Unusable: some rows are longer.
+            ShortOfMemory: all are.
+        """
+        if self._takes is None or self._model.device.type == "cuda":
+            return math.inf
+        longest = self._longest(self._takes)
+        refused = [row for row in rows if row.size > longest]
+        if len(refused) == len(rows):
+            raise ShortOfMemory(f"the memory has room for calls of {longest} tokens: {REMEDY}")
+        if refused:
+            raise too_long(refused)
+        return longest
+
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
         """Continue from a version, optimiser state included, or from the base model (None)."""
@@ -340,7 +360,7 @@ class Learner:
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
-        self._budget.begin(self._checkpointed_share(rows))
+        self._budget.begin(self._checkpointed_share(rows), self._most_at_once(rows))
         self._step.share = step_share
         started = time.perf_counter()
         view = self._view(rows)

@@ -6,10 +6,8 @@ adapter, and attention that keeps what a fused kernel keeps), and the bytes of a
 are counted.
 """
 
-import re
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -25,13 +23,19 @@ from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
-from trainer.learners.model import encode_positions, loader_of, loading, precision, weight_bytes
+from trainer.learners.model import (
+    encode_positions,
+    loader_of,
+    loading,
+    packable,
+    precision,
+    weight_bytes,
+)
 from trainer.learners.scoring import decoder_of, layers_of
 from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
 
 GIB: Final = 2**30
-MEMINFO: Final = Path("/proc/meminfo")
 # The names under which transformers knows the attention that only has shapes, in general and where
 # grouped heads are repeated for it (`kernels.process.fuse_wide_attention`).
 PLANNED: Final = "pawl_planned"
@@ -54,6 +58,10 @@ class Footprint(Record, frozen=True, kw_only=True):
         parameters: how many numbers the frozen base has.
         trained: how many the adapter has.
         weights: of the frozen base; where they are packed, with the largest layer unpacked.
+        packable: whether `base_bits` can pack most of them.
+        served: of the weights in a model server, whatever the files have: 16 bits on a GPU, 32 on a
+            CPU.
+        cached: a token, of keys and values in a model server.
         optimizer: of the adapter, its gradient, and the optimiser's moments.
         head: of the LM head's logits, which are computed in chunks.
         plain: a token, at the end of the forward pass.
@@ -66,15 +74,13 @@ class Footprint(Record, frozen=True, kw_only=True):
     parameters: int
     trained: int
     weights: int
+    packable: bool
+    served: int
+    cached: int
     optimizer: int
     head: int
     plain: int
     checkpointed: int
-
-    @property
-    def served(self) -> int:
-        """Return the bytes that the weights have in a model server, in 16 bits."""
-        return 2 * self.parameters
 
     @property
     def fixed(self) -> int:
@@ -134,6 +140,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     text = config.get_text_config()
     hidden, width = text.hidden_size, precision(recipe, device).itemsize
+    served_width = 4 if device == "cpu" else 2
     kept, peak = _of_layers(base)
     wider = width // torch.bfloat16.itemsize
     # The head's inputs, gathered, and the expected output embeddings; then the gradients of both.
@@ -145,12 +152,38 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         parameters=parameters,
         trained=trained,
         weights=weights,
+        packable=_can_be_packed(base),
+        served=parameters * served_width,
+        cached=_cached_numbers(text) * served_width,
         optimizer=TRAINED * trained,
         # A chunk's logits and their logarithms in float32, and the probabilities as the head is.
         head=CHUNK[device] * (4 + 4 + width),
         plain=wider * sum(kept) + max(wider * peak, at_head),
         checkpointed=len(kept) * hidden * width + max(wider * (max(kept) + peak), at_head),
     )
+
+
+def _can_be_packed(base: Any) -> bool:
+    try:
+        packable(base)
+    except LearnerError:
+        return False
+    return True
+
+
+def _cached_numbers(text: Any) -> int:
+    """Return how many keys and values a server keeps of a token, in layers that keep all of them.
+
+    DeepSeek's attention keeps a latent vector and the rotated part of a key instead.
+    """
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    attends = [kind for kind in kinds or () if kind in ("full_attention", "attention", "hybrid")]
+    layers = len(attends) if kinds else text.num_hidden_layers
+    if latent := getattr(text, "kv_lora_rank", None):
+        return int(layers * (latent + text.qk_rope_head_dim))
+    heads = getattr(text, "num_attention_heads", 0)
+    width = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    return int(layers * 2 * (getattr(text, "num_key_value_heads", None) or heads) * width)
 
 
 def _of_layers(base: Any) -> tuple[list[int], int]:
@@ -169,6 +202,8 @@ def _of_layers(base: Any) -> tuple[list[int], int]:
         kinds.append(kind)
         calls.setdefault(kind, (layer, inputs, named))
 
+    if not layers_of(base):
+        raise LearnerError(f"{type(base).__name__} has no list of layers: it is no model to train")
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers_of(base)]
     base.eval()
     known = [*base.parameters(), *base.buffers()]
@@ -210,16 +245,6 @@ def peak_of(device: torch.device, run: Callable[[], bool]) -> int | None:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     return torch.cuda.max_memory_allocated(device) - before if run() else None
-
-
-def free_memory(device: torch.device) -> int:
-    """Return how many bytes the trainer can still get on `device`, now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free) + unused
-    [available] = re.findall(r"^MemAvailable: +(\d+) kB$", MEMINFO.read_text(), re.MULTILINE)
-    return int(available) * 1024
 
 
 class LivingBytes(TorchDispatchMode):
@@ -278,13 +303,13 @@ class _PlannedAttention(Function):
 
 
 def _planned_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
     return _PlannedAttention.apply(query, key, value), None
 
 
 def _planned_wide_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
     groups = query.shape[1] // key.shape[1]
     repeated = (part.repeat_interleave(groups, dim=1) for part in (key, value))

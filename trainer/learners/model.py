@@ -43,7 +43,11 @@ from trainer.learners.budget import says_no_room
 from trainer.learners.corrections import reply_ids
 from trainer.learners.flops import Throughput, counted_flops
 from trainer.learners.kernels.layers import make_base_lean
-from trainer.learners.kernels.process import be_deterministic, fuse_wide_attention
+from trainer.learners.kernels.process import (
+    be_deterministic,
+    fuse_wide_attention,
+    whole_memory,
+)
 from trainer.learners.processes import Processes
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
@@ -60,6 +64,8 @@ HASHED_VALUES: Final = 64
 # Why a layer has no adapter.
 GOES_PAST: Final = "training goes past it"
 IS_IGNORED: Final = "the model server ignores it"
+# Most characters of what transformers says of a model.
+MOST_TOLD: Final = 300
 # Most names of missing weights in a message.
 NAMED: Final = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,7 +84,7 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 def may_fit(model: str, recipe: Recipe) -> bool:
     """Return whether the memory has room for the weights of `model` while nobody else has any."""
     base, device = outline(AutoConfig.from_pretrained(model)), _device()
-    return weight_bytes(base, recipe, device) <= _whole_memory(device)
+    return weight_bytes(base, recipe, device) <= whole_memory(device)
 
 
 def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
@@ -93,12 +99,12 @@ def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
     whole: int = sum(parameter.numel() for parameter in base.parameters()) * width
     if recipe.base_bits is None:
         return whole
-    sizes = _packable(base).values()
+    sizes = packable(base).values()
     saved = int(sum(sizes) * (width - PACKED_BYTES[recipe.base_bits]))
     return whole - saved + max(sizes) * width
 
 
-def _packable(base: Any) -> dict[str, int]:
+def packable(base: Any) -> dict[str, int]:
     """Return how many weights each layer has that bitsandbytes packs, by its name.
 
     They are the linear layers without the LM head.
@@ -121,12 +127,6 @@ def _packable(base: Any) -> dict[str, int]:
             " leave it out of the recipe"
         )
     return sizes
-
-
-def _whole_memory(device: str) -> int:
-    if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _device() -> str:
@@ -187,7 +187,7 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
         )
     with loading(model):
         shapes = outline(AutoConfig.from_pretrained(model))
-    packed = _packable(shapes)
+    packed = packable(shapes)
     linear = (name for name, part in shapes.named_modules() if type(part) is torch.nn.Linear)
     how = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
@@ -265,7 +265,9 @@ def loading(model: str, done: str = "loaded") -> Iterator[None]:
     except (OSError, ValueError) as error:
         # The hub's own message is about how names are written.
         is_no_name = HFValidationError in map(type, (error, error.__cause__, error.__context__))
-        why = "there is no such folder" if is_no_name else " ".join(str(error).split())
+        # transformers goes on with all that it knows.
+        told = " ".join(str(error).split()).partition(". ")[0][:MOST_TOLD]
+        why = "there is no such folder" if is_no_name else told
         raise LearnerError(
             f"the model {model!r} cannot be {done}: {why}; name"
             " one of the hub, or a folder with the config.json of a causal language model"

@@ -1,8 +1,10 @@
-"""Set up a training process: deterministic kernels, and memory that malloc keeps for a while."""
+"""Set up a training process: its kernels, what malloc keeps, and what memory there is."""
 
 import ctypes
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -81,3 +83,49 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
+
+
+MEMINFO: Final = Path("/proc/meminfo")
+# What Linux says of a container's memory, in version 2 of its control groups.
+CGROUP: Final = Path("/sys/fs/cgroup")
+# The share of a CPU's memory that training leaves free: past all of it the kernel ends processes.
+LEFT_FREE: Final = 0.1
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes the trainer can still get on `device`, now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + unused
+    total, available = (
+        1024 * int(re.findall(rf"^{name}: +(\d+) kB$", MEMINFO.read_text(), re.MULTILINE)[0])
+        for name in ("MemTotal", "MemAvailable")
+    )
+    room = available - LEFT_FREE * total
+    if (limit := _limit_of_container()) is not None:
+        used = int((CGROUP / "memory.current").read_text()) - _reclaimable()
+        room = min(room, (1 - LEFT_FREE) * limit - used)
+    return max(0, int(room))
+
+
+def whole_memory(device: str) -> int:
+    """Return the bytes of a device's memory; of a CPU this container's, if it has fewer."""
+    if device != "cpu":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(whole, _limit_of_container() or whole)
+
+
+def _limit_of_container() -> int | None:
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit)
+
+
+def _reclaimable() -> int:
+    """Return the bytes of a container's memory that are copies of files, which it can forget."""
+    stat = (CGROUP / "memory.stat").read_text()
+    return int(re.findall(r"^inactive_file (\d+)$", stat, re.MULTILINE)[0])

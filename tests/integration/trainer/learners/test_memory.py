@@ -323,7 +323,7 @@ async def test_a_base_model_waits_for_room_that_others_have(
     assert list(await run._learners(settings, ["m"], [recipe()], tiny_model)) == ["m"]
     tries = 0
     # One that would not fit into an empty machine is not waited for.
-    monkeypatch.setattr("trainer.learners.model._whole_memory", lambda _: 1000)
+    monkeypatch.setattr("trainer.learners.model.whole_memory", lambda _: 1000)
     with pytest.raises(ShortOfMemory, match="micro_batch_tokens"):
         await run._learners(settings, ["m"], [recipe()], tiny_model)
     assert tries == 1

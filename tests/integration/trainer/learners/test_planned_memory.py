@@ -13,10 +13,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from pawl.cli import app
+from pawl.commands.plan import memory_plan
+from tests.support.trainer.families import ALL, LONG, OTHERS, write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
-from trainer.batches import Row
-from trainer.errors import LearnerError
+from trainer.batches import Row, computed_tokens
+from trainer.errors import TOO_LONG, LearnerError, ShortOfMemory, Unusable
 from trainer.learners.adapter import attach_adapter
+from trainer.learners.kernels import process
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.learner import Learner
 from trainer.learners.memory import GIB, Footprint, LivingBytes, footprint
@@ -25,6 +28,7 @@ from trainer.learners.processes import Processes
 from trainer.recipes.recipe import Recipe
 
 MIB = 2**20
+ON_A_CARD = ("--gpu-gib", "80")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,8 @@ def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_plan_of_a_model_of_8b_agrees_with_the_hand_calculation(qwen3_8b: Path) -> None:
     """The figures of docs/howto/plan-memory.md."""
-    done = CliRunner().invoke(app, ["plan", str(qwen3_8b), "--context", "32768", "--json"])
+    asked = ["plan", str(qwen3_8b), *ON_A_CARD, "--context", "32768", "--json"]
+    done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     made: dict[str, Any] = msgspec.json.decode(done.output)
     by_hand = {
@@ -88,7 +93,8 @@ def test_packed_model_of_32b_trains_beside_its_server_of_8_bits(tmp_path: Path) 
         ("base_bits = 4", 18.1, 18_500),
     ):
         (tmp_path / "recipe.toml").write_text(f'dtype = "auto"\n{bits}')
-        asked = ["plan", str(tmp_path), "--recipe", str(tmp_path / "recipe.toml"), "--json"]
+        recipe_file = str(tmp_path / "recipe.toml")
+        asked = ["plan", str(tmp_path), *ON_A_CARD, "--recipe", recipe_file, "--json"]
         done = CliRunner().invoke(app, asked)
         made: dict[str, Any] = msgspec.json.decode(done.output)
         assert made["weights_gib"] == pytest.approx(weights, rel=0.02)
@@ -137,13 +143,56 @@ def test_experts_count_as_far_as_a_token_uses_them(tmp_path: Path) -> None:
     ("more", "said"),
     [
         (["--serve-share", "0.9"], "the weights do not fit beside vLLM"),
-        (["--serve-share", "0.1"], "vLLM's share does not hold the weights"),
+        (["--serve-share", "0.1"], "vLLM's share does not hold the weights in 16 bits"),
+        # 36 layers of 2 x 8 heads of 128, in 16 bits: 4.5 GiB for the whole context.
+        (["--serve-share", "0.22"], "vLLM's share does not hold the weights and a call of 40960"),
+        (["--gpu-gib", "16", "--serve-share", "0"], "do not fit: pack the weights (base_bits = 4"),
         (["--context", "100000"], "would not be trained (too_long): lower"),
     ],
 )
 def test_plan_says_what_to_change(qwen3_8b: Path, more: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["plan", str(qwen3_8b / "config.json"), "--json", *more])
+    asked = ["plan", str(qwen3_8b / "config.json"), *ON_A_CARD, "--json", *more]
+    done = CliRunner().invoke(app, asked)
     assert said in msgspec.json.decode(done.output)["advice"][0]
+
+
+def test_advice_is_none_that_is_refused_or_cannot_apply(tmp_path: Path) -> None:
+    """A mixture's experts cannot be packed, and a trainer that is alone needs no GPU of its own."""
+    write_family(tmp_path, "mixtral")
+    takes = msgspec.structs.replace(footprint(str(tmp_path), recipe()), weights=100 * GIB)
+    assert not takes.packable
+    for share, beside in ((0.5, " beside vLLM: give the trainer a GPU of its"), (0.0, ": give")):
+        made = memory_plan(
+            takes,
+            recipe(),
+            model="m",
+            device="cuda",
+            memory_gib=80.0,
+            serve_share=share,
+            context=100,
+            turns=1,
+        )
+        [advice] = made.advice
+        assert advice.startswith(f"the weights do not fit{beside}")
+        assert "base_bits" not in advice
+        assert advice.endswith("or train a smaller model")
+
+
+def test_without_a_card_this_machines_memory_is_planned(
+    qwen3_8b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(process, "whole_memory", lambda _: 200 * GIB)
+    done = CliRunner().invoke(app, ["plan", str(qwen3_8b), "--json"])
+    made: dict[str, Any] = msgspec.json.decode(done.output)
+    assert (made["device"], made["memory_gib"], made["context"]) == ("cpu", 200.0, 2048)
+    # In float32, here and there, and a tenth of the memory stays free.
+    assert made["weights_gib"] == pytest.approx(8.19e9 * 4 / GIB, rel=0.01)
+    assert made["server_gib"] == pytest.approx(8.19e9 * 4 / GIB + 2, rel=0.01)
+    needs = made["weights_gib"] + made["optimizer_gib"] + made["head_gib"] + made["overhead_gib"]
+    room = 180 - made["server_gib"] - needs
+    assert made["longest"] == pytest.approx(room * 1024 / made["checkpointed_mib"], rel=0.01)
+    assert made["advice"] == []
 
 
 def test_model_without_a_configuration_is_named(tmp_path: Path) -> None:
@@ -187,6 +236,65 @@ def test_only_as_many_layers_are_checkpointed_as_must_be(
         layers = decoder.layers
         assert ["forward" in vars(layer) for layer in layers] == [i < wanted for i in range(3)]
         assert not decoder.get_input_embeddings()._forward_hooks
+
+
+def test_update_on_a_cpu_is_cut_into_what_there_is_room_for(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends a trainer that takes too much: there is no second attempt."""
+    tight, roomy = (
+        Learner(tiny_model, recipe(micro_batch_tokens=256), seed=0, scratch=tmp_path)
+        for _ in range(2)
+    )
+    takes = footprint(tiny_model, recipe(), "cpu")
+    loss_of, seen = tight._trainer.loss_of, []
+
+    def noted(batch: Sequence[Row]) -> torch.Tensor:
+        seen.append(computed_tokens(batch))
+        return loss_of(batch)
+
+    monkeypatch.setattr(tight._trainer, "loss_of", noted)
+    roomy.update(rows())
+    has_room(monkeypatch, takes, takes.checkpointed, 30)
+    tight.update(rows())
+    assert max(seen) <= 30
+    for one, other in zip(tight._model.parameters(), roomy._model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_calls_too_long_for_a_cpu_cost_their_own_episodes(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    takes, batch = footprint(tiny_model, recipe(), "cpu"), rows()
+    longest = max(row.size for row in batch)
+    has_room(monkeypatch, takes, takes.checkpointed, longest - 1)
+    with pytest.raises(Unusable, match=f"a call of {longest} tokens does not fit") as raised:
+        made.update(batch)
+    assert set(raised.value.episodes) == {r.episode_id for r in batch if r.size == longest}
+    assert raised.value.reason == TOO_LONG
+    # What is too little for all of them is nobody's fault.
+    has_room(monkeypatch, takes, takes.checkpointed, 3)
+    with pytest.raises(ShortOfMemory, match="room for calls of 3 tokens"):
+        made.update(batch)
+
+
+def test_free_memory_of_a_cpu_is_that_of_its_container_less_a_tenth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable:    700 kB\n")
+    monkeypatch.setattr(process, "MEMINFO", meminfo)
+    monkeypatch.setattr(process, "CGROUP", tmp_path)
+    cpu = torch.device("cpu")
+    assert process.free_memory(cpu) == 600 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert process.free_memory(cpu) == 600 * 1024
+    (tmp_path / "memory.max").write_text(f"{500 * 1024}\n")
+    (tmp_path / "memory.current").write_text(f"{300 * 1024}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {50 * 1024}\nslab 2\n")
+    assert process.free_memory(cpu) == 200 * 1024
+    assert process.whole_memory("cpu") == 500 * 1024
 
 
 def test_model_that_cannot_be_planned_is_trained(
@@ -292,3 +400,40 @@ def test_rehearsal_of_a_bounded_row_may_fail(
     assert (said, seen) == ("ValueError: a kernel takes no more tokens", [100])
     monkeypatch.setattr(made._trainer, "loss_of", loss_of)
     assert made.update(rows())["loss"] == new.update(rows())["loss"]
+
+
+@pytest.mark.parametrize("kind", sorted(OTHERS.keys() - {"dbrx", "gpt2", "gptj", "longcat_flash"}))
+def test_other_families_are_planned(tmp_path: Path, kind: str) -> None:
+    """Among them layers that share keys and values, and masks that go by a name."""
+    write_family(tmp_path, kind)
+    planned = footprint(str(tmp_path), recipe())
+    assert planned.plain > planned.checkpointed > 0
+    assert planned.context == 4096
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_factors_by_the_served_context_are_planned(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = ALL[kind][0] | LONG
+    extra["rope_parameters"] = extra["rope_parameters"] | {"short_mscale": 1.1, "long_mscale": 1.3}
+    monkeypatch.setitem(ALL, kind, (extra, "tree"))
+    write_family(tmp_path, kind)
+    assert footprint(str(tmp_path), recipe()).context == 4096
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "zork9"}, "does not recognize this architecture; name"),
+        ({"model_type": "t5gemma"}, "for this kind of AutoModel: AutoModelForCausalLM; name"),
+        ({"model_type": "bert"}, "BertLMHeadModel has no list of layers"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    with pytest.raises(LearnerError, match=said) as raised:
+        footprint(str(tmp_path), recipe())
+    assert len(str(raised.value)) < 500
