@@ -142,8 +142,8 @@ class Budget:
         self._calm = 0
         self._wait = 1
         self._is_trying = False
-        # The longest row that was ever trained on.
-        self._longest = 0
+        # The tokens of the longest row that was ever trained on.
+        self.longest = 0
 
     def begin(self, share: float = 0.0, most: float = inf) -> None:
         """Try what takes more memory in the update that begins, unless that failed a moment ago.
@@ -201,7 +201,7 @@ class Budget:
                 failed, reason = error.rows, str(error.__cause__)
             else:
                 if trains:
-                    self._longest = max([self._longest, *(row.size for row in rows)])
+                    self.longest = max([self.longest, *(row.size for row in rows)])
                 return result, micro_batches
             # Only here is the error gone, and with it the tensors of the failed pass.
             undo()
@@ -246,7 +246,7 @@ class Budget:
         """
         shortest = min(rows, key=_size)
         size = row.size
-        if size <= max(self._longest, shortest.size) or fits(row) or not fits(shortest):
+        if size <= max(self.longest, shortest.size) or fits(row) or not fits(shortest):
             return
         raise too_long([other for other in rows if other.size >= size])
 

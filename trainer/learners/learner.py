@@ -281,14 +281,15 @@ class Learner:
         A GPU says when its memory runs out, and is tried. On a CPU the kernel ends the trainer.
 
         Raises:
-            Unusable: some rows are longer.
-            ShortOfMemory: all are.
+            Unusable: some rows are longer, and were always too long.
+            ShortOfMemory: all are, or some that there was room for before.
         """
         if self._takes is None or self._model.device.type == "cuda":
             return math.inf
         longest = self._longest(self._takes)
         refused = [row for row in rows if row.size > longest]
-        if len(refused) == len(rows):
+        had_room = any(row.size <= self._budget.longest for row in refused)
+        if had_room or len(refused) == len(rows):
             raise ShortOfMemory(f"the memory has room for calls of {longest} tokens: {REMEDY}")
         if refused:
             raise too_long(refused)

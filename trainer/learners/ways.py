@@ -13,6 +13,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from trainer.batches import WAYS, Row, Way, bare_row
+from trainer.errors import LearnerError
+from trainer.learners.budget import is_out_of_memory
 from trainer.learners.processes import Processes
 from trainer.learners.scoring import attend, score_rows
 
@@ -121,6 +123,9 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     """Return the paths, in the base, of layers with an adapter that a trial gives no gradient.
 
     Code that multiplies by a layer's weights itself goes past its adapter.
+
+    Raises:
+        LearnerError: the model cannot be computed or differentiated.
     """
     layers = {
         name: list(module.lora_B.parameters())
@@ -129,10 +134,17 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     }
     attend(model, "whole")
     rows = _trial_rows(model.config.get_text_config().vocab_size)
-    with torch.enable_grad():
-        logprobs = score_rows(model, rows, way="whole").logprobs
-        trained = [parameter for parameters in layers.values() for parameter in parameters]
-        found = torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
+    trained = [parameter for parameters in layers.values() for parameter in parameters]
+    try:
+        with torch.enable_grad():
+            logprobs = score_rows(model, rows, way="whole").logprobs
+            found = torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
+    except (RuntimeError, TypeError) as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            raise
+        raise LearnerError(
+            f"{type(model.get_base_model()).__name__} cannot be trained: {error}"[:500]
+        ) from error
     moved = {
         id(parameter)
         for parameter, gradient in zip(trained, found, strict=True)

@@ -273,6 +273,12 @@ def test_calls_too_long_for_a_cpu_cost_their_own_episodes(
         made.update(batch)
     assert set(raised.value.episodes) == {r.episode_id for r in batch if r.size == longest}
     assert raised.value.reason == TOO_LONG
+    # What had room before will have it again.
+    has_room(monkeypatch, takes, takes.checkpointed, 1000)
+    made.update(batch)
+    has_room(monkeypatch, takes, takes.checkpointed, longest - 1)
+    with pytest.raises(ShortOfMemory):
+        made.update(batch)
     # What is too little for all of them is nobody's fault.
     has_room(monkeypatch, takes, takes.checkpointed, 3)
     with pytest.raises(ShortOfMemory, match="room for calls of 3 tokens"):
