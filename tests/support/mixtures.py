@@ -44,7 +44,7 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
         "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
+        "linear_num_value_heads": 4,
         "layer_types": ["linear_attention", "full_attention"],
     },
     "deepseek_v2": FOUR | LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
@@ -52,7 +52,13 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
     "olmoe": FOUR,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "jamba": FOUR | {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "jamba": FOUR
+    | {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
+    },
     "phimoe": {"num_local_experts": 4},
     "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
 }

@@ -53,6 +53,8 @@ ROUTER_NAMES: Final = re.compile(r"(.*_)?router")
 # Beside experts these are routers, too; elsewhere they may be any layer.
 GATE_NAMES: Final = re.compile(r"(.*_)?gate")
 ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
+# Inputs or outputs of a gate.
+NARROW: Final = 4
 # Model servers multiply it into attention's other matrices as they load the model, where they see
 # no adapter of it.
 FOLDED: Final = frozenset({"kv_b_proj"})
@@ -78,14 +80,14 @@ class ModelModule(Record, frozen=True, kw_only=True):
     head: bool = False
 
 
-def choose(parts: Sequence[ModelModule], rank: int) -> list[str]:
+def choose(parts: Sequence[ModelModule]) -> list[str]:
     """Return the paths of the layers that get an adapter if the recipe names none (pure).
 
     Attention and dense layers get one, the shared experts of a mixture among them: every token
     passes through these. Routers never do: where a changed router sends a token is a jump that no
     gradient sees, and the least difference in arithmetic between server and trainer makes it
     another jump. Nor do experts: each sees few of an update's tokens, and few servers adapt them.
-    Nor do layers no wider than the adapter's rank, which are gates and mixing coefficients.
+    Nor do very narrow layers: they are gates, and the mixing coefficients of Gemma 3n.
     """
     holders = _expert_holders(parts)
     without = [*holders, *_routers(parts, holders)]
@@ -93,7 +95,7 @@ def choose(parts: Sequence[ModelModule], rank: int) -> list[str]:
         part.name
         for part in parts
         if part.width is not None
-        and part.width > rank
+        and part.width > NARROW
         and not part.head
         and not _is_inside(part.name, without)
         and _leaf(part.name) not in FOLDED
@@ -231,7 +233,7 @@ def _config(
 ) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, with names of modules that there are."""
     by_architecture = lora.target_modules == AUTO
-    chosen = [name for name in choose(parts, lora.rank) if name not in left_out]
+    chosen = [name for name in choose(parts) if name not in left_out]
     if left_out and not by_architecture:
         name, why = min(left_out.items())
         raise LearnerError(
