@@ -75,6 +75,8 @@ class FakeLearner:
         # The kinds of layers that an adapter has, and those that the server ignores.
         self.kinds: list[str] = []
         self.ignored: set[str] = set()
+        # Those that it ignores at their first test.
+        self.ignored_once: set[str] = set()
         # Set once it does what a test waits for.
         self.begun = threading.Event()
 
@@ -134,6 +136,9 @@ class FakeLearner:
     def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
         self.trials += 1
         served = OWN if kind in self.ignored else self.trial_logprob
+        if kind in self.ignored_once:
+            self.ignored_once.remove(kind)
+            served = OWN
         self._server.logprobs[f"{self._policy}@{folder.name}"] = served
         for name in adapters.SERVED:
             (folder / name).write_text(f"{name} of trial {self.trials}")

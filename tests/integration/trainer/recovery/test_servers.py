@@ -266,6 +266,7 @@ async def test_a_misfit_is_known_before_the_first_claim(
 
 async def test_layers_that_the_server_ignores_are_not_trained(bench: Bench) -> None:
     bench.learner.kinds, bench.learner.ignored = ["a.*.q", "a.*.shared", "a.*.k"], {"a.*.shared"}
+    bench.learner.ignored_once = {"a.*.k"}
     async with bench.working() as loop:
         with capture_logs() as logs:
             await loop.check_server()
