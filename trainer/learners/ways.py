@@ -130,11 +130,14 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     layers = {
         name: list(module.lora_B.parameters())
         for name, module in model.get_base_model().named_modules()
-        if isinstance(module, LoraLayer)
+        # An adapter of embeddings has other parts.
+        if isinstance(module, LoraLayer) and len(module.lora_B)
     }
+    trained = [parameter for parameters in layers.values() for parameter in parameters]
+    if not trained:
+        return frozenset()
     attend(model, "whole")
     rows = _trial_rows(model.config.get_text_config().vocab_size)
-    trained = [parameter for parameters in layers.values() for parameter in parameters]
     try:
         with torch.enable_grad():
             logprobs = score_rows(model, rows, way="whole").logprobs
