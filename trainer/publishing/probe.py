@@ -92,6 +92,11 @@ class Effects(Record, frozen=True, kw_only=True):
     own_adapter: tuple[float, ...]
 
     @property
+    def base_difference(self) -> float:
+        """Return the mean difference of server and trainer under the base model, in nats."""
+        return _difference(self.served_base, self.own_base)
+
+    @property
     def arrived(self) -> float:
         """Return the share of the adapter's effect, as the trainer has it, that the server shows.
 
@@ -125,7 +130,7 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
 
     `tolerance` bounds the mean difference, in nats a token, as in `publish.tolerance`.
     """
-    base = _difference(compared.served_base, compared.own_base)
+    base = compared.base_difference
     if not base <= tolerance:
         return (
             f"the model server's base model and the trainer's differ by {base:.3g} nats a token,"

@@ -119,8 +119,10 @@ class ServerSelfTest:
             await in_thread(self._learner, partial(self._learner.serve_context, max(contexts)))
         servers = tuple(listed)
         try:
-            await self._leave_out_ignored(servers)
-            return await self._of_servers(servers, self._why_misfit)
+            why = await self._of_servers(servers, self._why_misfit)
+            if why is not None and await self._leave_out_ignored(servers):
+                why = await self._of_servers(servers, self._why_misfit)
+            return why
         finally:
             try:
                 await self._servers.files.withdraw(self._folder)
@@ -129,8 +131,11 @@ class ServerSelfTest:
                 log.warning("trial_not_withdrawn", reason=str(error))
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _leave_out_ignored(self, servers: Sequence[ModelServer]) -> None:
-        """Leave out the kinds of layers that a server refuses or ignores, unless that is all."""
+    async def _leave_out_ignored(self, servers: Sequence[ModelServer]) -> bool:
+        """Leave out the kinds of layers that a server refuses or ignores, unless that is all.
+
+        Return whether there were any.
+        """
         kinds = await in_thread(self._learner, self._learner.layer_kinds)
         ignored = {}
         for kind in kinds:
@@ -143,9 +148,11 @@ class ServerSelfTest:
                 why = str(error)
             if why is not None:
                 ignored[kind] = why
-        if ignored and len(ignored) < len(kinds):
-            log.warning("layers_left_out", layers=ignored, until="the trainer starts again")
-            await in_thread(self._learner, partial(self._learner.leave_out, set(ignored)))
+        if not ignored or len(ignored) == len(kinds):
+            return False
+        log.warning("layers_left_out", layers=ignored, until="the trainer starts again")
+        await in_thread(self._learner, partial(self._learner.leave_out, set(ignored)))
+        return True
 
     def _write(self, kind: str | None) -> Sequence[Row]:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -195,7 +202,9 @@ class ServerSelfTest:
 
     async def _why_ignored(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
         effects = await self._effects(server, rows)
-        return "the model server ignores them" if effects.is_ignored else None
+        # Another base model says nothing about layers.
+        is_same_base = effects.base_difference <= self._recipe.publish.tolerance
+        return "the model server ignores them" if is_same_base and effects.is_ignored else None
 
     async def _why_misfit(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
         """Compare also what the server reports of tokens that it samples."""

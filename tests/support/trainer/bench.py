@@ -136,6 +136,8 @@ class FakeLearner:
     def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
         self.trials += 1
         served = OWN if kind in self.ignored else self.trial_logprob
+        if kind is None and self.ignored.intersection(self.kinds):
+            served = (OWN + served) / 2
         if kind in self.ignored_once:
             self.ignored_once.remove(kind)
             served = OWN
