@@ -37,9 +37,9 @@ from transformers.utils import is_bitsandbytes_available
 
 from store.values.sampling import Distribution
 from trainer.batches import Row
-from trainer.errors import LearnerError
+from trainer.errors import CompanionFailed, LearnerError
 from trainer.learners.adapter import attach_adapter, detach
-from trainer.learners.budget import says_no_room
+from trainer.learners.budget import is_out_of_memory, says_no_room
 from trainer.learners.corrections import reply_ids
 from trainer.learners.flops import Throughput, counted_flops
 from trainer.learners.kernels.layers import make_base_lean
@@ -438,8 +438,22 @@ class Base:
         model = attach_adapter(self._model, recipe.lora, adapter, seed, left_out)
         if adapter is not None or targets in self._left_out:
             return model
-        self._left_out[targets] = dict.fromkeys(layers_without_gradient(model), GOES_PAST)
-        return self.attach(holder, recipe, adapter, seed) if self._left_out[targets] else model
+        found = self._without_gradient(model)
+        if found is not None:
+            self._left_out[targets] = dict.fromkeys(found, GOES_PAST)
+        return self.attach(holder, recipe, adapter, seed) if found else model
+
+    def _without_gradient(self, model: PeftModel) -> frozenset[str] | None:
+        """Return which layers training goes past, or None if there is no memory to find out now."""
+        found, failure = None, None
+        try:
+            found = layers_without_gradient(model)
+        except (RuntimeError, CompanionFailed) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
+            failure = error
+        self.processes.regroup(failure)
+        return found if all(self.processes.gather(found is not None)) else None
 
     def leave_out(self, recipe: Recipe, kinds: Collection[str]) -> None:
         """Give new adapters of a recipe's layers none of some kinds, which are not served."""
@@ -448,7 +462,7 @@ class Base:
             for name, module in self._model.named_modules()
             if isinstance(module, LoraLayer) and layer_kind(name) in kinds
         }
-        self._left_out[str(recipe.lora.target_modules)] |= of_kinds
+        self._left_out.setdefault(str(recipe.lora.target_modules), {}).update(of_kinds)
 
     def serve_context(self, tokens: int) -> None:
         """Compute as a server does whose longest context has so many tokens."""
