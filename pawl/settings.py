@@ -45,7 +45,7 @@ class StackSettings(StoreSettings):
     vllm_dtype: Literal["float32", "bfloat16", "auto"] | None = Field(
         default=None,
         description="number format vLLM computes in; unset: float32 on a CPU (exact), bfloat16 "
-        "on a GPU",
+        "on a GPU, where float32 is refused",
     )
     max_model_len: int | None = Field(
         default=None,

@@ -28,7 +28,8 @@ DEFAULT_POLICY: Final = "smollm2"
 CHECK_S: Final = 1.0
 
 Minutes = Annotated[
-    float, typer.Option(min=1, help="Time limit: no new wave is begun that would pass it.")
+    float,
+    typer.Option(min=1, help="Time limit once all has started: no wave begins that would pass it."),
 ]
 Updates = Annotated[
     int | None,

@@ -163,9 +163,10 @@ def database(facts: Facts) -> Iterator[Finding]:
     """Find a database that does not answer, or took too long to say all."""
     if facts.database is not None and facts.proxy.ready.database == "up":
         yield Finding(
-            title="The proxy stores calls in another database than the one that is asked here",
+            title="The database cannot be used from here, while the proxy says that its own is up",
             figures={"error": facts.database},
-            remedy="set DATABASE_URL, or PAWL_DATA_DIR, to what the proxy has",
+            remedy="set DATABASE_URL, or PAWL_DATA_DIR, to what the proxy has; if it is the same "
+            "database, mend what the error names",
         )
     elif facts.database is not None:
         waits = ": records wait on disk, and nothing is trained" if facts.proxy.answers else ""

@@ -62,6 +62,7 @@ class Progress:
     Attributes:
         policy: the policy that the waves are counted by: the first that is trained.
         phase: what it does now, in words.
+        seconds: how long it has worked; the start of the processes does not count.
         minutes: its time limit.
         updates: the trainer's finished updates.
         totals: what the ledger has of each policy.

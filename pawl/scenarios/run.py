@@ -98,6 +98,8 @@ class Run:
         self._options = options
         self._data = options.var / "data"
         self._started = time.monotonic()
+        # When everything was up: from then on the time limit counts.
+        self._up: float | None = None
         self._scenario = find_scenario(options.name, options.examples)
         interpreter(self._scenario)
         check_drawing()
@@ -137,6 +139,7 @@ class Run:
             async with running_stack(
                 plan, lambda waiting: self._phase(f"waiting for {waiting}")
             ) as stack:
+                self._up = time.monotonic()
                 ledger = Ledger(stack.database_url, self._trained, self.progress)
                 try:
                     summary = await self._work(stack, ledger)
@@ -154,7 +157,7 @@ class Run:
             self._console.print(f"{self._elapsed():6.1f} s  {phase}")
 
     def _at_present(self) -> Progress:
-        self.progress.seconds = self._elapsed()
+        self.progress.seconds = 0.0 if self._up is None else time.monotonic() - self._up
         return self.progress
 
     def _elapsed(self) -> float:

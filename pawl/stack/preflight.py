@@ -120,6 +120,19 @@ def check_gpus(variable: str, gpus: Sequence[int]) -> None:
         )
 
 
+def check_dtype(dtype: str | None, *, on_gpu: bool) -> None:
+    """Check that vLLM can serve adapters in the number format of PAWL_VLLM_DTYPE.
+
+    Raises:
+        NotReady: it is float32 on a GPU, which vLLM's LoRA kernels refuse.
+    """
+    if dtype == "float32" and on_gpu:
+        raise NotReady(
+            "PAWL_VLLM_DTYPE=float32: vLLM serves no LoRA adapters in float32 on a GPU: remove "
+            "PAWL_VLLM_DTYPE, and vLLM computes in bfloat16"
+        )
+
+
 def check_vllm() -> None:
     """Check that vLLM is installed.
 

@@ -12,7 +12,14 @@ import aiohttp
 from pawl.database import kept_postgres
 from pawl.processes import run_module
 from pawl.settings import ConsoleSettings, ControllerSettings, StackSettings, read_settings
-from pawl.stack.preflight import check_disk, check_gpus, check_memory, check_ports, check_vllm
+from pawl.stack.preflight import (
+    check_disk,
+    check_dtype,
+    check_gpus,
+    check_memory,
+    check_ports,
+    check_vllm,
+)
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import (
     ALONE,
@@ -192,6 +199,7 @@ def preflight(plan: StackPlan) -> None:
     if plan.upstream_url is None:
         ports["PAWL_VLLM_PORT"] = plan.vllm.port
         check_vllm()
+        check_dtype(plan.vllm.dtype, on_gpu=has_gpu())
         check_memory()
         check_gpus("PAWL_SERVE_GPUS", plan.vllm.gpus)
     check_gpus("PAWL_TRAIN_GPUS", plan.train_gpus)

@@ -272,7 +272,7 @@ async def unapproved_version(stack: Stack) -> None:
 # Two groups of four whose rewards differ: from these an update is made.
 GOOD = tuple((task, float(n % 2)) for task in ("a", "b") for n in range(4))
 REASONS: dict[Callable[[Stack], Awaitable[None]], tuple[str, str]] = {
-    another_database: ("The proxy stores calls in another database", "DATABASE_URL"),
+    another_database: ("The database cannot be used from here", "DATABASE_URL"),
     no_proxy: ("The proxy does not answer", "start `pawl proxy`"),
     no_model_server: ("The model server at", "start vLLM"),
     no_trainer: ("No trainer runs", "start `pawl trainer`"),

@@ -271,8 +271,14 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         ),
         (
             facts(database="no database in /var", proxy=Process(ready=Ready(database="up"))),
-            "The proxy stores calls in another database",
+            "The database cannot be used from here, while the proxy says that its own is up",
             "PAWL_DATA_DIR",
+            True,
+        ),
+        (  # A server that hangs, before the proxy has found it out.
+            facts(database="no answer within 4 s", proxy=Process(ready=Ready(database="up"))),
+            "The database cannot be used from here, while the proxy says that its own is up",
+            "if it is the same database, mend what the error names",
             True,
         ),
         (

@@ -18,7 +18,14 @@ from pawl.commands import local
 from pawl.scenarios.scenario import find_scenario, stack_plan
 from pawl.settings import StackSettings, UnreadSettings, read_settings
 from pawl.stack import model, stack, vllm
-from pawl.stack.preflight import NotReady, check_disk, check_gpus, check_memory, check_ports
+from pawl.stack.preflight import (
+    NotReady,
+    check_disk,
+    check_dtype,
+    check_gpus,
+    check_memory,
+    check_ports,
+)
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import _processes, configured_plan
 from pawl.stack.vllm import vllm_command, vllm_environment
@@ -135,6 +142,23 @@ def test_gpus_of_a_machine_without_a_driver_are_refused(monkeypatch: pytest.Monk
     with pytest.raises(NotReady, match=r"PAWL_TRAIN_GPUS names GPUs.*no NVIDIA driver"):
         check_gpus("PAWL_TRAIN_GPUS", (0,))
     check_gpus("PAWL_TRAIN_GPUS", ())
+
+
+def test_float32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PAWL_VLLM_DTYPE", "float32")
+    plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
+    with pytest.raises(NotReady, match=r"PAWL_VLLM_DTYPE=float32: .* remove PAWL_VLLM_DTYPE"):
+        stack.preflight(plan)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu"), [("float32", False), ("bfloat16", True), (None, True)]
+)
+def test_other_number_formats_are_served(dtype: str | None, on_gpu: bool) -> None:
+    check_dtype(dtype, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize("command", ["trainer", "demo"])

@@ -1,9 +1,12 @@
 """A scenario's file, what is wrong with it, and what `pawl example` needs besides."""
 
+import asyncio
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -60,6 +63,27 @@ async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
     assert not (var / "data").exists()
     with held(var):
         assert var.is_dir()
+
+
+async def test_time_limit_counts_from_when_everything_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def slow_stack(*_: Any) -> AsyncIterator[None]:
+        await asyncio.sleep(0.6)
+        raise ScenarioFailed("the model server ended")
+        yield
+
+    monkeypatch.setattr("pawl.scenarios.run.running_stack", slow_stack)
+    monkeypatch.setattr("pawl.scenarios.run.preflight", lambda _: None)
+    monkeypatch.setattr("pawl.scenarios.run.unpacked_unless_stopped", AsyncMock(return_value="m"))
+    options = RunOptions(
+        name="calculator", minutes=1.0, seed=0, var=tmp_path / "var", models=tmp_path / "models"
+    )
+    run = Run(options)
+    with pytest.raises(ScenarioFailed, match="the model server ended"):
+        await run.run()
+    assert run.progress.seconds == 0
 
 
 def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:
