@@ -91,10 +91,10 @@ async def _work(
         stack.callback(trackers.close)
         count_build()
         # Model servers may want versions while the model is loaded, which takes minutes.
-        is_up = asyncio.Event()
+        is_up, is_ready = asyncio.Event(), asyncio.Event()
         # Those who fetch versions name the trainer as its own setting does.
         hosts = (*settings.allowed_hosts, str(urlsplit(settings.adapter_source or "").hostname))
-        app = port_app(settings, is_up)
+        app = port_app(settings, is_up, is_ready)
         port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
         stack.push_async_callback(port.cleanup)
         leader = Leader(await _learners(settings, policies, recipes, model))
@@ -117,12 +117,13 @@ async def _work(
         stack.callback(leader.interrupt)
         while True:
             try:
-                await _session(settings, workers, once=once)
+                await _session(settings, workers, is_ready, once=once)
                 return
             except Exception as error:
                 if not (is_unavailable(error) or isinstance(error, UpstreamAway)):
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
+                is_ready.set()
                 if isinstance(error, UpstreamAway) and not isinstance(error, NotFetched):
                     for policy, breaker in breakers.items():
                         breaker.doubt("the model servers were away, and may be others now")
@@ -130,16 +131,26 @@ async def _work(
             await asyncio.sleep(RETRY_S)
 
 
-def port_app(settings: TrainerSettings, is_up: asyncio.Event) -> web.Application:
-    """Return what the port answers: `/metrics` once it is up, versions' files by an HTTP source."""
+def port_app(
+    settings: TrainerSettings, is_up: asyncio.Event, is_ready: asyncio.Event
+) -> web.Application:
+    """Return what the port answers.
+
+    `/metrics` once it is up; `/readyz` once the model servers are tested, or it waits for them or
+    the database; versions' files by an HTTP source.
+    """
 
     async def metrics(_: web.Request) -> web.Response:
         if not is_up.is_set():
             raise web.HTTPServiceUnavailable(text="the model is being loaded")
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def readyz(_: web.Request) -> web.Response:
+        return web.json_response({}, status=200 if is_ready.is_set() else 503)
+
     app = web.Application()
     app.router.add_get("/metrics", metrics)
+    app.router.add_get("/readyz", readyz)
     if settings.adapter_source is not None and is_http(settings.adapter_source):
         serve_files(app, settings.adapter_dir)
     return app
@@ -251,7 +262,11 @@ def _worker(
 
 
 async def _session(
-    settings: TrainerSettings, workers: Sequence[PolicyWorker], *, once: bool
+    settings: TrainerSettings,
+    workers: Sequence[PolicyWorker],
+    is_ready: asyncio.Event,
+    *,
+    once: bool,
 ) -> None:
     """Work for as long as one database connection lives, or until `once` is done."""
     async with _database(settings) as url:
@@ -259,7 +274,8 @@ async def _session(
         engine = make_engine(url)
         try:
             async with engine.connect() as guard:
-                await PolicyScheduler(workers, guard, engine).run(settings.poll_s, once=once)
+                scheduler = PolicyScheduler(workers, guard, engine, is_ready)
+                await scheduler.run(settings.poll_s, once=once)
         finally:
             await engine.dispose()
 

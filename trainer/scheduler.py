@@ -156,12 +156,17 @@ class PolicyScheduler:
     """
 
     def __init__(
-        self, workers: Sequence[PolicyWorker], guard: AsyncConnection, engine: AsyncEngine
+        self,
+        workers: Sequence[PolicyWorker],
+        guard: AsyncConnection,
+        engine: AsyncEngine,
+        is_ready: asyncio.Event,
     ) -> None:
-        """Begin with no policy held."""
+        """Begin with no policy held; `is_ready` is set once each was tried and one can go on."""
         self._workers = {worker.policy: worker for worker in workers}
         self._guard = guard
         self._engine = engine
+        self._is_ready = is_ready
         for worker in workers:
             worker.lost()
 
@@ -176,6 +181,8 @@ class PolicyScheduler:
             while True:
                 await claims.still_connected(self._guard)
                 held = await self._take_up()
+                self._check()
+                self._is_ready.set()
                 # Beginning with a policy takes long, and is no check of the store.
                 started = perf_counter()
                 updated = await self._turn(held, once=once)
@@ -193,6 +200,18 @@ class PolicyScheduler:
         """Hold the policies that can be worked on, and return them."""
         workers = self._workers.values()
         return [worker for worker in workers if await worker.take_up(self._guard, self._engine)]
+
+    def _check(self) -> None:
+        """Check that a policy can be worked on, or may be later.
+
+        Raises:
+            Exception: see `run`.
+        """
+        failures = [worker.failure for worker in self._workers.values()]
+        last = failures[-1]
+        may_pass = any(why is None or isinstance(why, FilesUnread) for why in failures)
+        if last is not None and not may_pass:
+            raise last
 
     async def _turn(self, held: Sequence[PolicyWorker], *, once: bool = False) -> bool:
         """Run one update, of the first in turn that has enough for one; return if any had.
@@ -212,11 +231,7 @@ class PolicyScheduler:
                 for worker in self._workers.values():
                     worker.turns = 0 if worker.policy == name else worker.turns + 1
                 return True
-        failures = [worker.failure for worker in self._workers.values()]
-        last = failures[-1]
-        may_pass = any(why is None or isinstance(why, FilesUnread) for why in failures)
-        if last is not None and not may_pass:
-            raise last
+        self._check()
         return False
 
 

@@ -25,7 +25,6 @@ from trainer.policies import chosen_policies, load_recipes
 from trainer.settings import TrainerSettings
 
 DEFAULT_POLICY: Final = "smollm2"
-CHECK_S: Final = 1.0
 
 Minutes = Annotated[
     float,
@@ -201,9 +200,7 @@ async def _run_stack(settings: StackSettings) -> None:
             admin = f"http://{plan.admin_listen}"
             console.print(f"Health: {admin}/readyz   Metrics: {admin}/metrics")
             console.print("Ctrl-C stops everything.")
-            while True:
-                stack.check()
-                await asyncio.sleep(CHECK_S)
+            await stack.serve(lambda line: console.print(line, style="red", markup=False))
 
 
 async def _plan(settings: StackSettings) -> StackPlan:

@@ -36,10 +36,13 @@ from store.records import Record
 from store.settings import address
 from trainer.settings import USUAL_SLOTS, TrainerSettings
 
-# A first start downloads the model.
+# Without these nothing is served.
+SERVING: Final = frozenset(("proxy", "vllm"))
 # How long each process may take to end that is stopped before all are ready.
 STOP_STARTING_S: Final = 4.0
+# A first start downloads the model.
 READY_S: Final = 1200.0
+CHECK_S: Final = 1.0
 POLL_S: Final = 0.25
 # How long the proxy's supervisor may take beyond `PAWL_STOP_GRACE_S` when it is stopped.
 STOP_MARGIN_S: Final = 2.0
@@ -149,6 +152,24 @@ class Stack:
             if process.failed is not None:
                 raise process.failed
 
+    async def serve(self, tell: Callable[[str], None]) -> None:
+        """Serve until it cannot any more; `tell` is called once for each other process given up.
+
+        Raises:
+            ProcessFailed: the proxy or vLLM was given up.
+        """
+        others = {name: one for name, one in self.processes.items() if name not in SERVING}
+        while True:
+            for name in SERVING & self.processes.keys():
+                if (failed := self.processes[name].failed) is not None:
+                    raise failed
+            for name in [name for name, process in others.items() if process.failed is not None]:
+                tell(
+                    f"{others.pop(name).failed}\nCalls are still served and recorded, without the "
+                    f"{name}. Mend what its log says, then start Pawl again."
+                )
+            await asyncio.sleep(CHECK_S)
+
 
 @asynccontextmanager
 async def running_stack(
@@ -255,7 +276,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
     plan = stack.plan
     health_urls = {
         "proxy": f"http://{plan.admin_listen}/readyz",
-        "trainer": f"http://{plan.trainer_listen}/metrics",
+        "trainer": f"http://{plan.trainer_listen}/readyz",
         "controller": f"http://{plan.controller_listen}/healthz",
         "console": f"http://{plan.console_listen}/healthz",
         "vllm": f"http://127.0.0.1:{plan.vllm.port}/health",

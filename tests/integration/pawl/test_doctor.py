@@ -144,7 +144,7 @@ async def run_trainer(exits: AsyncExitStack, engine: AsyncEngine, settings: Doct
     exits.push_async_callback(claims.leave_policy, guard, "m")
     is_up = asyncio.Event()
     is_up.set()
-    app = port_app(settings, is_up)
+    app = port_app(settings, is_up, is_up)
     port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", ())
     exits.push_async_callback(port.cleanup)
 

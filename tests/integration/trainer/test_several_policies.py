@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, version_states
 from tests.support.faults.killing import Killed, killing
 from tests.support.trainer.policies import NAMES, Policies
 from tests.support.waiting import until
-from trainer.errors import AdapterError, FilesUnread
+from trainer.errors import AdapterError, FilesUnread, PublishError
+from trainer.loop import Loop
 from trainer.metrics import LEFT
 from trainer.publishing.adapters import version_folder
 from trainer.scheduler import PolicyWorker
@@ -34,6 +36,36 @@ async def test_a_policy_that_fails_does_not_stop_the_other(policies: Policies) -
     policies.learners["checker"].restore_fails = None
     assert await policies.turns(2) == ["writer", "writer", "checker", "checker"]
     assert LEFT.labels("checker")._value.get() == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_trainer_is_ready_once_its_servers_have_passed_their_test(
+    policies: Policies, fails: bool
+) -> None:
+    is_tested = asyncio.Event()
+    async with policies.scheduler(["checker"]) as scheduler:
+        worker = scheduler._workers["checker"]
+        begin = worker._begin
+
+        async def after_the_test(engine: AsyncEngine) -> Loop:
+            await is_tested.wait()
+            if fails:
+                raise PublishError("the model server serves another model")
+            return await begin(engine)
+
+        worker._begin = after_the_test
+        work = asyncio.create_task(scheduler.run(0.01, once=False))
+        await asyncio.sleep(0.1)
+        assert not policies.is_ready.is_set()
+        is_tested.set()
+        if fails:
+            with pytest.raises(PublishError, match="serves another model"):
+                await asyncio.wait_for(work, 30)
+        else:
+            await asyncio.wait_for(policies.is_ready.wait(), 30)
+            work.cancel()
+            await asyncio.wait([work])
+    assert policies.is_ready.is_set() is not fails
 
 
 async def test_a_trainer_of_which_all_policies_fail_ends(policies: Policies) -> None:

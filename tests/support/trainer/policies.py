@@ -38,6 +38,7 @@ class Policies:
         self.learners = {name: FakeLearner(server, folder, name) for name in NAMES}
         self.together: Mapping[str, Sequence[str]] = {}
         self.wait_s = 1e9
+        self.is_ready = asyncio.Event()
 
     async def fill(self, counts: Mapping[str, int], name: str = "t") -> None:
         """Store so many episodes for each policy, in groups of two."""
@@ -74,7 +75,7 @@ class Policies:
         async with self.engine.connect() as guard, Replicas([self.fake.url]) as servers:
             workers = [self._worker(servers, name) for name in names]
             try:
-                yield PolicyScheduler(workers, guard, self.engine)
+                yield PolicyScheduler(workers, guard, self.engine, self.is_ready)
             finally:
                 # As at the end of a process: the holds go with the connection.
                 await guard.invalidate()

@@ -26,7 +26,7 @@ from pawl.stack.preflight import (
     check_memory,
     check_ports,
 )
-from pawl.stack.process import ProcessFailed
+from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.stack import _processes, configured_plan
 from pawl.stack.vllm import vllm_command, vllm_environment
 from proxy.settings import ProxySettings
@@ -373,6 +373,33 @@ async def test_vllm_is_up_on_a_gpu_before_the_trainer_starts(
         pass
     first = ["vllm ready"] if gpu else []
     assert done == ["vllm starts", *first, "trainer starts", "vllm, trainer ready"]
+
+
+async def test_trainer_that_is_given_up_stops_nobody_else(tmp_path: Path) -> None:
+    plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
+    running = stack.Stack(plan, "x", None)
+    ends = [sys.executable, "-c", "import sys; print('out of sums'); sys.exit(2)"]
+    stays = ["sleep", "60"]
+    commands = {"vllm": stays, "trainer": ends, "proxy": stays}
+    for name, command in commands.items():
+        running.processes[name] = Process(name, command, {}, tmp_path)
+        await running.processes[name].start()
+    told: list[str] = []
+    serving = asyncio.create_task(running.serve(told.append))
+    await until(lambda: bool(told))
+    assert "trainer ended with code 2" in told[0]
+    assert "out of sums" in told[0]
+    assert "Calls are still served and recorded, without the trainer" in told[0]
+    assert not serving.done()
+    # A demo, whose point is training, ends.
+    with pytest.raises(ProcessFailed, match="trainer ended with code 2"):
+        running.check()
+    running.processes["vllm"].failed = ProcessFailed("vllm ended with code 1")
+    with pytest.raises(ProcessFailed, match="vllm ended"):
+        await serving
+    assert len(told) == 1
+    for process in running.processes.values():
+        await process.stop()
 
 
 # `pawl trainer` on several GPUs

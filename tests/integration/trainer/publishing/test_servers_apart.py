@@ -109,10 +109,15 @@ async def test_trainers_port_serves_files_where_it_is_the_source(
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / MANIFEST).write_text("{}")
     settings = TrainerSettings(adapter_dir=tmp_path, adapter_source=source)
-    is_up = asyncio.Event()
-    async with TestClient(TestServer(port_app(settings, is_up))) as client:
+    is_up, is_ready = asyncio.Event(), asyncio.Event()
+    async with TestClient(TestServer(port_app(settings, is_up, is_ready))) as client:
         # While the model is loaded, too.
         assert (await client.get(f"/adapters/m/1/{MANIFEST}")).status == status
         assert (await client.get("/metrics")).status == 503
         is_up.set()
         assert "pawl_build_info" in await (await client.get("/metrics")).text()
+        # The model servers are tested after that.
+        assert (await client.get("/readyz")).status == 503
+        is_ready.set()
+        ready = await client.get("/readyz")
+        assert (ready.status, await ready.json()) == (200, {})
