@@ -146,6 +146,7 @@ def port_app(
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def readyz(_: web.Request) -> web.Response:
+        # An object, as on the other ports: the doctor reads it.
         return web.json_response({}, status=200 if is_ready.is_set() else 503)
 
     app = web.Application()

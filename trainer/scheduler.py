@@ -162,7 +162,7 @@ class PolicyScheduler:
         engine: AsyncEngine,
         is_ready: asyncio.Event,
     ) -> None:
-        """Begin with no policy held; `is_ready` is set once each was tried and one can go on."""
+        """Begin with no policy held; `is_ready` is set once they are tried, if one can go on."""
         self._workers = {worker.policy: worker for worker in workers}
         self._guard = guard
         self._engine = engine
@@ -181,7 +181,7 @@ class PolicyScheduler:
             while True:
                 await claims.still_connected(self._guard)
                 held = await self._take_up()
-                self._check()
+                self._check_failures()
                 self._is_ready.set()
                 # Beginning with a policy takes long, and is no check of the store.
                 started = perf_counter()
@@ -201,7 +201,7 @@ class PolicyScheduler:
         workers = self._workers.values()
         return [worker for worker in workers if await worker.take_up(self._guard, self._engine)]
 
-    def _check(self) -> None:
+    def _check_failures(self) -> None:
         """Check that a policy can be worked on, or may be later.
 
         Raises:
@@ -231,7 +231,7 @@ class PolicyScheduler:
                 for worker in self._workers.values():
                     worker.turns = 0 if worker.policy == name else worker.turns + 1
                 return True
-        self._check()
+        self._check_failures()
         return False
 
 

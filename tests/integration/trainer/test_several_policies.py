@@ -42,12 +42,13 @@ async def test_a_policy_that_fails_does_not_stop_the_other(policies: Policies) -
 async def test_a_trainer_is_ready_once_its_servers_have_passed_their_test(
     policies: Policies, fails: bool
 ) -> None:
-    is_tested = asyncio.Event()
+    begins, is_tested = asyncio.Event(), asyncio.Event()
     async with policies.scheduler(["checker"]) as scheduler:
         worker = scheduler._workers["checker"]
         begin = worker._begin
 
         async def after_the_test(engine: AsyncEngine) -> Loop:
+            begins.set()
             await is_tested.wait()
             if fails:
                 raise PublishError("the model server serves another model")
@@ -55,7 +56,7 @@ async def test_a_trainer_is_ready_once_its_servers_have_passed_their_test(
 
         worker._begin = after_the_test
         work = asyncio.create_task(scheduler.run(0.01, once=False))
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(begins.wait(), 30)
         assert not policies.is_ready.is_set()
         is_tested.set()
         if fails:

@@ -1,6 +1,5 @@
 """A scenario's file, what is wrong with it, and what `pawl example` needs besides."""
 
-import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +12,7 @@ import pytest
 
 from benchmarks.stack import free_port
 from pawl.commands.local import example
+from pawl.scenarios.progress import Progress
 from pawl.scenarios.run import Run, RunOptions
 from pawl.scenarios.scenario import (
     EXAMPLES,
@@ -25,6 +25,7 @@ from pawl.scenarios.scenario import (
     policies_of,
     recipe_file,
 )
+from tests.support.waiting import until
 from trainer.recipes.recipe import load_recipe
 
 LEAST = 'title = "A title"\nmodel = "m"\n'
@@ -68,12 +69,19 @@ async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
 async def test_time_limit_counts_from_when_everything_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shown: list[float] = []
+
+    def render(progress: Progress) -> str:
+        shown.append(progress.seconds)
+        return ""
+
     @asynccontextmanager
     async def slow_stack(*_: Any) -> AsyncIterator[None]:
-        await asyncio.sleep(0.6)
+        await until(lambda: len(shown) > 1)
         raise ScenarioFailed("the model server ended")
         yield
 
+    monkeypatch.setattr("pawl.scenarios.run.render", render)
     monkeypatch.setattr("pawl.scenarios.run.running_stack", slow_stack)
     monkeypatch.setattr("pawl.scenarios.run.preflight", lambda _: None)
     monkeypatch.setattr("pawl.scenarios.run.unpacked_unless_stopped", AsyncMock(return_value="m"))
@@ -83,7 +91,7 @@ async def test_time_limit_counts_from_when_everything_is_up(
     run = Run(options)
     with pytest.raises(ScenarioFailed, match="the model server ended"):
         await run.run()
-    assert run.progress.seconds == 0
+    assert set(shown) == {0.0}
 
 
 def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:
