@@ -123,7 +123,6 @@ async def _work(
                 if not (is_unavailable(error) or isinstance(error, UpstreamAway)):
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
-                is_ready.set()
                 if isinstance(error, UpstreamAway) and not isinstance(error, NotFetched):
                     for policy, breaker in breakers.items():
                         breaker.doubt("the model servers were away, and may be others now")
@@ -136,8 +135,8 @@ def port_app(
 ) -> web.Application:
     """Return what the port answers.
 
-    `/metrics` once it is up; `/readyz` once the model servers are tested, or it waits for them or
-    the database; versions' files by an HTTP source.
+    `/metrics` once it is up; `/readyz` once the model servers are tested; versions' files by an
+    HTTP source.
     """
 
     async def metrics(_: web.Request) -> web.Response:

@@ -274,9 +274,11 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
         ProcessFailed: a process was given up, or does not answer after `READY_S` seconds.
     """
     plan = stack.plan
+    # The trainer is ready once it has tested the model server: one of others may come much later.
+    trainer_path = "readyz" if "vllm" in stack.processes else "metrics"
     health_urls = {
         "proxy": f"http://{plan.admin_listen}/readyz",
-        "trainer": f"http://{plan.trainer_listen}/readyz",
+        "trainer": f"http://{plan.trainer_listen}/{trainer_path}",
         "controller": f"http://{plan.controller_listen}/healthz",
         "console": f"http://{plan.console_listen}/healthz",
         "vllm": f"http://127.0.0.1:{plan.vllm.port}/health",
