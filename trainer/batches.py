@@ -5,10 +5,10 @@ Token ids and log-probabilities are the recorded ones, but for the replies of co
 Rows of an update share prefixes: the tasks' prompts, and what an episode's calls repeat of the ones
 before. How much of that a model computes once is its `Way` (`trainer.learners.scoring`):
 
-    tree    one forward pass over the prefix tree: each distinct token is computed once
-    chain   a row is read off the forward pass of a row that it is a prefix of
-    rows    each row by itself
-    whole   each row by itself, with the model's own LM head
+    tree       one forward pass over the prefix tree: each distinct token is computed once
+    stretches  the tree's branches one after the other, each continuing the states behind it
+    chain      a row is read off the forward pass of a row that it is a prefix of
+    whole      each row by itself, with the model's own LM head
 """
 
 import sys
@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -30,9 +30,12 @@ from trainer.credit.assign import TransitionCredit
 RowKey = tuple[UUID, int]
 PLAIN: Final = Distribution(temperature=1.0)
 
-Way = Literal["tree", "chain", "rows", "whole"]
+Way = Literal["tree", "stretches", "chain", "whole"]
 # From the one that computes the fewest tokens to the one that every model can.
-WAYS: Final[tuple[Way, ...]] = ("tree", "chain", "rows", "whole")
+WAYS: Final[tuple[Way, ...]] = ("tree", "stretches", "chain", "whole")
+# Stretches begin at multiples of so many tokens: a shorter one would cost as long a pass over the
+# weights, and layers with a state along the sequence compute chunks of as many.
+STRETCH: Final = 64
 
 
 class Row(Record, frozen=True, kw_only=True):
@@ -251,21 +254,21 @@ def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
 
 
 def chains_of(rows: Sequence[Row], way: Way) -> list[list[Row]]:
-    """Group rows that are computed in one go, the longest last, in the order of computation.
+    """Group rows that are computed along one path, the longest last, in the order of computation.
 
-    Except in the ways `rows` and `whole`, a row is in the chain of a row that it is a prefix of. In
-    the way `tree` chains that share a prefix follow each other; in the others, equally long ones.
+    Except in the way `whole`, a row is in the chain of a row that it is a prefix of. Chains that
+    share a prefix follow each other, or, where none is shared, equally long ones.
     """
     chains: list[list[Row]] = []
     before = b""
     # A row is followed by all that it is a prefix of.
     for key, row in sorted(((_in_order(row), row) for row in rows), key=itemgetter(0)):
-        if chains and way in ("tree", "chain") and key[0].startswith(before):
+        if chains and way != "whole" and key[0].startswith(before):
             chains[-1].append(row)
         else:
             chains.append([row])
         before = key[0]
-    if way != "tree":
+    if way not in ("tree", "stretches"):
         chains.sort(key=lambda chain: chain[-1].size)
     return chains
 
@@ -278,26 +281,30 @@ def _in_order(row: Row) -> tuple[bytes, int]:
     return ids.tobytes(), row.sampled_ids[-1]
 
 
-def plan_micro_batches(rows: Sequence[Row], budget: int, *, way: Way = "tree") -> list[list[Row]]:
+def plan_micro_batches(
+    rows: Sequence[Row], budget: int, *, way: Way = "tree", most: int = 0
+) -> list[list[Row]]:
     """Cut rows into micro-batches that compute the fewest tokens, and then are the fewest.
 
     A micro-batch computes at most `budget` tokens, or as many as its longest row has, and no chain
-    is cut. Without another way these are the distinct nodes of its prefix tree.
+    is cut. Twice as many are at most `most`: so an episode whose calls drop what was thought before
+    is not computed again for each of them. Without another way tokens are the distinct nodes of the
+    prefix tree.
     """
     chains = chains_of(rows, way)
     sizes = [chain[-1].size - 1 for chain in chains]
     repeated = _repeated(chains, way)
-    most = max([budget, *sizes])
     # Of the first n chains: tokens and micro-batches of the best cut, where its last one starts.
     best = [(0, 0, 0)]
+    largest = max([budget, most, *sizes])
     for stop in range(1, len(chains) + 1):
         choices, behind, longest = [], 0, 0
         for start in range(stop - 1, -1, -1):
             tokens, longest = behind + sizes[start], max(longest, sizes[start])
-            if tokens > most:
+            if tokens > largest:
                 break
             behind = tokens - repeated[start]
-            if tokens <= max(budget, longest):
+            if tokens <= max(budget, longest, min(2 * longest, most)):
                 choices.append((best[start][0] + tokens, best[start][1] + 1, start))
         best.append(min(choices))
     cut: list[list[Row]] = []
@@ -311,10 +318,53 @@ def plan_micro_batches(rows: Sequence[Row], budget: int, *, way: Way = "tree") -
 
 def _repeated(chains: Sequence[Sequence[Row]], way: Way) -> list[int]:
     """Return how many tokens each chain need not compute behind the chain before it."""
-    if way != "tree":
+    if way not in ("tree", "stretches"):
         return [0] * len(chains)
     inputs = [chain[-1].inputs for chain in chains]
-    return [0, *(shared_prefix(*pair) for pair in pairwise(inputs))]
+    shared = [0, *(shared_prefix(*pair) for pair in pairwise(inputs))]
+    if way == "tree":
+        return shared
+    # No stretch is of a single token: models compute that as in decoding, in place.
+    most = [0, *(max(0, min(map(len, pair)) - 2) for pair in pairwise(inputs))]
+    return [min(own) // STRETCH * STRETCH for own in zip(shared, most, strict=True)]
+
+
+class Stretch(NamedTuple):
+    """Hold tokens that are computed in one go, behind those of `parent`, another's index, if any.
+
+    They are the inputs of `row` from `begin` to `end`.
+    """
+
+    row: Row
+    begin: int
+    end: int
+    parent: int | None
+
+
+def stretches_of(rows: Sequence[Row]) -> tuple[list[Stretch], dict[RowKey, int]]:
+    """Cut chains where others leave them; return all stretches, each behind its parent.
+
+    Beside them is the last stretch of each row's chain.
+    """
+    chains = chains_of(rows, "stretches")
+    repeated = _repeated(chains, "stretches")
+    stretches: list[Stretch] = []
+    last: dict[RowKey, int] = {}
+    # Chains from `start` to `stop` have `begin` tokens in common, which end with `parent`.
+    waiting: list[tuple[int, int, int, int | None]] = [(0, len(chains), 0, None)]
+    while waiting:
+        start, stop, begin, parent = waiting.pop()
+        ends = [repeated[index] for index in range(start + 1, stop)]
+        end = min(ends, default=chains[start][-1].size - 1)
+        if end > begin:
+            stretches.append(Stretch(chains[start][-1], begin, end, parent))
+            parent = len(stretches) - 1
+        if not ends and parent is not None:
+            last |= dict.fromkeys((row.key for row in chains[start]), parent)
+            continue
+        cuts = [start, *(start + 1 + i for i, own in enumerate(ends) if own == end), stop]
+        waiting += [(*pair, end, parent) for pair in reversed(list(pairwise(cuts)))]
+    return stretches, last
 
 
 def computed_tokens(rows: Sequence[Row], *, way: Way = "tree") -> int:

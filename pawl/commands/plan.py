@@ -234,7 +234,7 @@ def memory_plan(
     return MemoryPlan(
         model=model,
         family=takes.family,
-        way="tree" if takes.why_no_tree is None else f"chain ({takes.why_no_tree})",
+        way="tree" if takes.why_no_tree is None else f"stretches ({takes.why_no_tree})",
         parameters=takes.parameters,
         device=device,
         memory_gib=round(memory_gib, 2),
@@ -305,9 +305,10 @@ def _more_room(takes: "Footprint", recipe: Recipe, device: str, server: int) -> 
 
 
 def _rehearsed(done: Rehearsal) -> Sequence[tuple[str, str]]:
+    ratio = done.computed_tokens / done.unique_tokens
     return [
         ("rehearsed by the way", done.way),
-        ("tokens", f"{done.unique_tokens} distinct, {done.computed_tokens} computed"),
+        ("distinct tokens", f"{done.unique_tokens}, computed {ratio:.2f} times"),
         ("seconds", f"{done.seconds:g}: {done.computed_tokens / done.seconds:.0f} tokens/s"),
         ("peak memory", f"{done.peak_gib:g} GiB"),
         ("gradient's distance from whole rows'", f"{done.gradient_distance:.1e}"),

@@ -146,8 +146,11 @@ def by_every_way(
 
 
 def grown(episodes: int = 2, turns: int = 20) -> list[Row]:
-    """Make episodes whose calls each repeat the call before, reply and all, and add 15 tokens."""
-    made = growing_rows(range(2, 97), turns, 15 * turns, episodes)
+    """Make episodes whose calls add 16 tokens to the call before, but for thoughts of every second.
+
+    From the fifth call on these continue a stretch.
+    """
+    made = growing_rows(range(2, 97), turns, 16 * turns, episodes)
     return [
         msgspec.structs.replace(
             row,

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import structlog
 import torch
 
-from trainer.batches import Row, RowKey, Way, computed_tokens, plan_micro_batches
+from trainer.batches import Row, RowKey, Way, chains_of, computed_tokens, plan_micro_batches
 from trainer.errors import TOO_LONG, CompanionFailed, ShortOfMemory, Unusable
 from trainer.learners.processes import NO_MEMORY, Processes
 
@@ -134,6 +134,7 @@ class Budget:
         self.tokens = tokens
         self.checkpointed_share = 0.0
         self._most = inf
+        self._planned = 0
         self._checkpoint = checkpoint
         self._full = tokens
         self._way = way
@@ -145,14 +146,15 @@ class Budget:
         # The tokens of the longest row that was ever trained on.
         self.longest = 0
 
-    def begin(self, share: float = 0.0, most: float = inf) -> None:
+    def begin(self, share: float = 0.0, most: float = inf, planned: int = 0) -> None:
         """Try what takes more memory in the update that begins, unless that failed a moment ago.
 
         After each failure the next attempt comes twice as many updates later. At least a `share` of
         the layers is checkpointed, and `most` tokens are computed at once: without, the update
-        would not fit.
+        would not fit. There should be room for `planned` tokens.
         """
         self._most = most
+        self._planned = planned
         self._calm += 1
         is_reduced = self.tokens < self._full or self.checkpointed_share > share
         self._is_trying = is_reduced and self._calm >= self._wait
@@ -168,8 +170,15 @@ class Budget:
             self.checkpointed_share = share
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
-        """Cut `rows` into micro-batches."""
-        return plan_micro_batches(rows, int(min(self.tokens, self._most)), way=self._way)
+        """Cut `rows` into micro-batches.
+
+        Processes gather a layer together whenever one computes it: each micro-batch is one pass.
+        """
+        if self._processes.count > 1 and self._way != "tree":
+            return chains_of(rows, "whole" if self._way == "whole" else "chain")
+        planned = self._planned if self.tokens == self._full else 0
+        budget = int(min(self.tokens, self._most))
+        return plan_micro_batches(rows, budget, way=self._way, most=planned)
 
     def fit(
         self,

@@ -16,7 +16,16 @@ import torch
 
 from store.claims import NON_FINITE
 from store.values.packing import unpack_logprobs
-from trainer.batches import WAYS, Row, RowKey, Way, split_steps, with_logprobs
+from trainer.batches import (
+    WAYS,
+    Row,
+    RowKey,
+    Way,
+    computed_tokens,
+    plan_micro_batches,
+    split_steps,
+    with_logprobs,
+)
 from trainer.errors import ShortOfMemory, Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
@@ -262,15 +271,16 @@ class Learner:
     def _checkpoint(self, share: float) -> None:
         checkpoint(self._model.get_base_model(), share)
 
-    def _checkpointed_share(self, rows: Sequence[Row]) -> float:
+    def _checkpointed_share(self, rows: Sequence[Row], planned: int = 0) -> float:
         """Return the share of the layers to checkpoint, so that every process has room for `rows`.
 
-        They are computed in micro-batches, of which one is as long as the longest row.
+        They are computed in micro-batches, the largest of at most `planned` tokens where it saves.
         """
         if self._takes is None:
             return 0.0
-        sizes = [row.size for row in rows]
-        tokens = max(*sizes, min(self._recipe.batch.micro_batch_tokens, sum(sizes)))
+        budget = self._recipe.batch.micro_batch_tokens
+        cut = plan_micro_batches(rows, budget, way=self.way, most=planned)
+        tokens = 1 + max(computed_tokens(own, way=self.way) for own in cut)
         return max(
             self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
         )
@@ -361,7 +371,9 @@ class Learner:
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
-        self._budget.begin(self._checkpointed_share(rows), self._most_at_once(rows))
+        most = self._most_at_once(rows)
+        planned = 0 if self._takes is None else self._longest(self._takes)
+        self._budget.begin(self._checkpointed_share(rows, planned), most, planned)
         self._step.share = step_share
         started = time.perf_counter()
         view = self._view(rows)

@@ -1,23 +1,27 @@
 """Compute log-probabilities of recorded tokens under the current policy, by one of four ways.
 
 A way (`trainer.batches.Way`) says which tokens the model computes: each distinct one of the rows'
-prefix tree, with attention along the tree; each chain, in one plain causal pass from which all rows
-are read off that are prefixes of it, whatever the model's layers are; or each row. In these the LM
-head is computed in chunks, and only where a sampled token follows. The last way, row by row through
-the model's own forward pass and head, is the reference, and what is left where nothing else works.
+prefix tree, with attention along the tree; the same stretch by stretch, in plain causal passes that
+continue what the layers kept of the stretch before; or each chain, in one such pass from which all
+rows are read off that are prefixes of it, whatever the model's layers are. In these the LM head is
+computed in chunks, and only where a sampled token follows. The last way, row by row through the
+model's own forward pass and head, is the reference, and what is left where nothing else works.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
+from inspect import signature
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from trainer.batches import PLAIN, Row, RowKey, Way, build_tree, chains_of, padded
+from trainer.batches import PLAIN, Row, RowKey, Way, build_tree, chains_of, padded, stretches_of
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import Head, head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
@@ -27,6 +31,11 @@ log = structlog.get_logger()
 
 # Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
 SIZES = {"cpu": 1, "cuda": 256}
+# What transformers calls the states of a layer: of attention, and, by the number of each state, of
+# convolutions and recurrences.
+KEYS: Final = {"keys", "values", "cumulative_length", "is_initialized"}
+CONVOLUTION: Final = {"conv_states", "has_previous_state", "is_conv_states_initialized"}
+RECURRENCE: Final = {"recurrent_states", "is_recurrent_states_initialized"}
 
 
 class Scored(NamedTuple):
@@ -75,8 +84,10 @@ def states_of(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, list[i
     Beside them is the place of the token before every sampled one, row after row, (M,).
     """
     # One chain needs no tree: plain causal attention has the fastest kernels.
-    is_tree = way == "tree" and len(chains_of(rows, way)) > 1
-    states, paths = (_tree_states if is_tree else _chain_states)(model, rows, way)
+    if way == "tree" and len(chains_of(rows, way)) == 1:
+        way = "chain"
+    by_way = {"tree": _tree_states, "stretches": _stretch_states, "chain": _chain_states}
+    states, paths = by_way[way](model, rows)
     befores = [
         place
         for row, path in zip(rows, paths, strict=True)
@@ -89,7 +100,7 @@ def states_of(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, list[i
 _States = tuple[Tensor, Sequence[Sequence[int]]]
 
 
-def _tree_states(model: Any, rows: Sequence[Row], _: Way) -> _States:
+def _tree_states(model: Any, rows: Sequence[Row]) -> _States:
     if model.config._attn_implementation != NAME:
         raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
     device = next(model.parameters()).device
@@ -105,14 +116,14 @@ def _tree_states(model: Any, rows: Sequence[Row], _: Way) -> _States:
     return states, tree.paths
 
 
-def _chain_states(model: Any, rows: Sequence[Row], way: Way) -> _States:
+def _chain_states(model: Any, rows: Sequence[Row]) -> _States:
     """Compute the longest row of each chain; equally long ones together, so that none is padded."""
     device = next(model.parameters()).device
     decoder = decoder_of(model.get_base_model())
     computed: list[Tensor] = []
     starts: dict[RowKey, int] = {}
     begin = 0
-    for length, alike in groupby(chains_of(rows, way), lambda chain: chain[-1].size - 1):
+    for length, alike in groupby(chains_of(rows, "chain"), lambda chain: chain[-1].size - 1):
         chains = list(alike)
         ids = torch.tensor([chain[-1].inputs for chain in chains], dtype=torch.long, device=device)
         computed.append(decoder(input_ids=ids, use_cache=False)[0].flatten(0, 1))
@@ -121,6 +132,103 @@ def _chain_states(model: Any, rows: Sequence[Row], way: Way) -> _States:
             begin += length
     paths = [range(starts[row.key], starts[row.key] + row.size - 1) for row in rows]
     return torch.cat(computed), paths
+
+
+def _stretch_states(model: Any, rows: Sequence[Row]) -> _States:
+    """Compute each stretch once, and rows that share none as chains."""
+    stretches, last = stretches_of(rows)
+    alone = {key for key, own in last.items() if stretches[own].parent is None}
+    parts = [
+        (_chain_states, [row for row in rows if row.key in alone]),
+        (_continued_states, [row for row in rows if row.key not in alone]),
+    ]
+    computed: list[Tensor] = []
+    paths: dict[RowKey, list[int]] = {}
+    size = 0
+    for compute, own in parts:
+        if own:
+            states, places = compute(model, own)
+            for row, path in zip(own, places, strict=True):
+                paths[row.key] = [size + place for place in path]
+            computed.append(states)
+            size += len(states)
+    return torch.cat(computed), [paths[row.key] for row in rows]
+
+
+def _continued_states(model: Any, rows: Sequence[Row]) -> _States:
+    """Compute each stretch behind the states that its parent left."""
+    device = next(model.parameters()).device
+    decoder = decoder_of(model.get_base_model())
+    # Models without attention have no positions, and another name for the states.
+    known = signature(decoder.forward).parameters
+    states_are = "cache_params" if "cache_params" in known else "past_key_values"
+    stretches, last = stretches_of(rows)
+    computed: list[Tensor] = []
+    left: list[LayerStates] = []
+    paths: list[list[int]] = []
+    size = 0
+    for row, begin, end, parent in stretches:
+        states = LayerStates(model.config, None if parent is None else left[parent])
+        how: dict[str, Any] = {"use_cache": True, states_are: states}
+        if "position_ids" in known:
+            how["position_ids"] = torch.arange(begin, end, device=device)[None]
+        ids = torch.tensor([row.inputs[begin:end]], dtype=torch.long, device=device)
+        computed.append(decoder(input_ids=ids, **how)[0].squeeze(0))
+        left.append(states)
+        behind = [] if parent is None else paths[parent]
+        paths.append([*behind, *range(size, size + end - begin)])
+        size += end - begin
+    return torch.cat(computed), [paths[last[row.key]][: row.size - 1] for row in rows]
+
+
+class LayerStates(DynamicCache):
+    """Hold what a model's layers know of the tokens so far, for a stretch that continues them.
+
+    transformers' own is changed in place. Here `layers` stay as the stretch before left them, and
+    what this one leaves is in `after`: so several continue from the same, gradients pass through,
+    and a layer may be computed a second time.
+    """
+
+    def __init__(self, config: Any, before: "LayerStates | None") -> None:
+        """Continue the states of the stretch `before`, or begin with none."""
+        super().__init__(config=config)
+        if before is not None:
+            self.layers = before.after
+        self.after = [copy(layer) for layer in self.layers]
+        for layer in self.after:
+            own = {k: dict(v) for k, v in vars(layer).items() if isinstance(v, dict)}
+            vars(layer).update(own)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> Any:
+        """Return all keys and values that a layer's new tokens attend to."""
+        return self._from_before(layer_idx, KEYS).update(key_states, value_states)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
+    ) -> Any:
+        """Return the inputs of a layer's convolution, behind those that it still sees."""
+        layer = self._from_before(layer_idx, CONVOLUTION, state_idx)
+        return layer.update_conv_state(conv_states, state_idx, **how)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
+    ) -> Any:
+        """Return the state that a layer's recurrence comes to."""
+        layer = self._from_before(layer_idx, RECURRENCE, state_idx)
+        return layer.update_recurrent_state(recurrent_states, state_idx, **how)
+
+    def _from_before(self, index: int, names: set[str], state: int = 0) -> Any:
+        """Return a layer's states to be changed, those of some names as they were before."""
+        before, after = vars(self.layers[index]), vars(self.after[index])
+        for name in before.keys() & names:
+            value = before[name]
+            if not isinstance(value, dict):
+                after[name] = value
+            else:
+                # A tensor that is overwritten in place.
+                old = value[state]
+                after[name][state] = old.clone() if isinstance(old, Tensor) else old
+        return self.after[index]
 
 
 def decoder_of(base: Any) -> Any:

@@ -149,19 +149,21 @@ def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2
     """Return episodes of one task, whose calls repeat all before them and grow to `context` tokens.
 
     They repeat `ids`; every second episode counts as good, and an eighth of what a call adds was
-    sampled.
+    sampled. In these episodes half of that are thoughts, which later calls leave out.
     """
     added = max(2, context // turns)
     sampled = max(1, added // 8)
     rows = []
     for episode in range(episodes):
-        said = list(islice(cycle(ids), added * turns))
+        thoughts = sampled // 2 if episode % 2 else 0
+        said: list[int] = []
         for turn in range(turns):
+            said += islice(cycle(ids), turn * added, (turn + 1) * added)
             # The task's first words are shared, and then each episode goes its own way.
-            said[turn * added + added // 2] = ids[(episode + turn) % len(ids)]
-            end = (turn + 1) * added
+            said[added // 2 - added] = ids[(episode + turn) % len(ids)]
             weight = 1 / (episodes * turns)
-            rows.append(_judged(episode, said[:end], sampled, weight, position=turn))
+            rows.append(_judged(episode, said, sampled, weight, position=turn))
+            del said[len(said) - sampled : len(said) - sampled + thoughts]
     return rows
 
 

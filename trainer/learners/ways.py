@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from trainer.batches import WAYS, Row, Way, bare_row
+from trainer.batches import STRETCH, WAYS, Row, Way, bare_row
 from trainer.errors import LearnerError
 from trainer.learners.budget import is_out_of_memory
 from trainer.learners.processes import Processes
@@ -161,9 +161,13 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
 
 
 def _trial_rows(vocabulary: int) -> list[Row]:
-    """Return two rows that share a prompt, one that extends the first, and one with half of it."""
+    """Return two rows that share a prompt, one that extends the first, and one with half of it.
+
+    What they share is longer than a stretch.
+    """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (44,), generator=generator).tolist()
-    prompts = [ids[:12], ids[:12], [*ids[:18], *ids[38:]], ids[:6]]
-    sampled = [ids[12:18], ids[18:24], ids[24:30], ids[30:36]]
+    ids = torch.randint(vocabulary, (STRETCH + 44,), generator=generator).tolist()
+    own = STRETCH + 12
+    prompts = [ids[:own], ids[:own], [*ids[: own + 6], *ids[own + 26 :]], ids[: own // 2]]
+    sampled = [ids[start : start + 6] for start in range(own, own + 24, 6)]
     return [bare_row(index, *row) for index, row in enumerate(zip(prompts, sampled, strict=True))]

@@ -14,7 +14,8 @@ from trainer.learners.learner import Learner
 
 def main(arguments: Sequence[str]) -> None:
     model, folder = arguments[0], Path(arguments[1])
-    chosen = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}[arguments[2]](steps=2)
+    recipes = {"ppo": ppo_recipe, "sft": sft_recipe}
+    chosen = recipes.get(arguments[2], recipe)(steps=2)
     learner = Learner(model, chosen, seed=0, scratch=folder / "scratch")
     if learner.processes.rank > 0:
         follow({"m": learner})

@@ -1,5 +1,6 @@
 """Prefix trees and batches: nothing lost, every shared prefix once."""
 
+import random
 from uuid import UUID
 
 import msgspec
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from store.values.sampling import Distribution
 from trainer.batches import (
+    STRETCH,
     Row,
     Way,
     build_tree,
@@ -16,6 +18,7 @@ from trainer.batches import (
     plan_micro_batches,
     share_out,
     split_steps,
+    stretches_of,
     tree_size,
 )
 
@@ -116,11 +119,61 @@ def test_chain_is_never_cut_and_the_cut_repeats_the_fewest_tokens() -> None:
     assert sum(computed_tokens(batch) for batch in cut) == 15 + 18
 
 
-@pytest.mark.parametrize(("way", "tokens"), [("tree", 12), ("chain", 15), ("rows", 20)])
+@pytest.mark.parametrize("way", ["tree", "stretches"])
+def test_episode_that_drops_its_thoughts_is_computed_once_where_memory_has_room(way: Way) -> None:
+    """Twenty calls of 880 tokens, of which the next ones do not repeat 400."""
+    dice = random.Random(0)
+    said = [dice.randrange(1000) for _ in range(400)]
+    made = []
+    for _ in range(20):
+        thoughts, reply = ([dice.randrange(1000) for _ in range(n)] for n in (400, 80))
+        made.append(row([*said, *thoughts, *reply]))
+        said += [*reply, *(dice.randrange(1000) for _ in range(400))]
+    distinct = computed_tokens(made)
+
+    def computed(most: int) -> int:
+        cut = plan_micro_batches(made, 8192, way=way, most=most)
+        assert all(
+            computed_tokens(own, way=way)
+            <= max(8192, min(most, 2 * max(one.size for one in own)), *(one.size for one in own))
+            for own in cut
+        )
+        return sum(computed_tokens(own, way=way) for own in cut)
+
+    assert computed(40_000) < 1.1 * distinct
+    assert computed(0) > 2 * distinct
+
+
+@pytest.mark.parametrize(
+    ("way", "tokens"), [("tree", 112), ("stretches", 151), ("chain", 215), ("whole", 320)]
+)
 def test_computed_tokens_are_those_of_the_way(way: Way, tokens: int) -> None:
+    """Three rows share 103 tokens: a stretch continues the first 64 of them."""
+    shared = list(range(1, 104))
     made = [
-        row([1, 2, 3, 4, 5, 6]),
-        row([1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        row([1, 2, 3, 13, 14, 15, 16, 17]),
+        row([*shared, 104, 105, 106]),
+        row([*shared, 104, 105, 106, 107, 108, 109]),
+        row([*shared, 113, 114, 115, 116, 117]),
     ]
     assert computed_tokens(made, way=way) == tokens
+
+
+@given(ROWS)
+def test_stretches_spell_their_rows_and_repeat_less_than_a_stretch(rows: list[list[int]]) -> None:
+    made = [
+        msgspec.structs.replace(row([9, *(one for one in ids for _ in range(40))]), position=number)
+        for number, ids in enumerate(rows)
+    ]
+    stretches, last = stretches_of(made)
+    spelled: list[list[int]] = []
+    for own, begin, end, parent in stretches:
+        before = [] if parent is None else spelled[parent]
+        assert len(before) == begin
+        assert begin % STRETCH == 0
+        assert end - begin > 1 or parent is None
+        spelled.append([*before, *own.inputs[begin:end]])
+    for one in made:
+        assert spelled[last[one.key]][: one.size - 1] == list(one.inputs)
+    computed = sum(end - begin for _, begin, end, _ in stretches)
+    assert computed == computed_tokens(made, way="stretches")
+    assert computed - computed_tokens(made) < len(made) * (STRETCH + 2)

@@ -15,6 +15,7 @@ from tests.support.trainer.reference import (
 from tests.support.training import grown, recipe, sft_recipe
 from trainer.learners.learner import Learner
 from trainer.learners.memory import footprint
+from trainer.learners.model import checkpoint
 from trainer.learners.ways import compare
 
 FEW = recipe(micro_batch_tokens=80)
@@ -22,11 +23,11 @@ FEW = recipe(micro_batch_tokens=80)
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_family_is_planned_and_rehearsed(tmp_path: Path, kind: str) -> None:
-    """Twenty calls that only grow, to four times the tokens of a micro-batch."""
+    """Twenty calls that grow, or drop their thoughts, to 32 times the tokens of a micro-batch."""
     model, (_, way) = write_family(tmp_path, kind), FAMILIES[kind]
     planned = footprint(model, FEW)
     assert (planned.why_no_tree is None, planned.context) == (way == "tree", 4096)
-    done = rehearse(model, FEW, context=320, turns=20)
+    done = rehearse(model, FEW, context=2560, turns=20)
     assert done.way == way
     assert done.gradient_distance < 1e-4
     assert done.computed_tokens <= 1.2 * done.unique_tokens
@@ -53,6 +54,15 @@ def test_gradient_is_that_of_whole_rows_in_double_precision(tmp_path: Path, kind
     # Grouped products of experts have no double precision.
     made._model.get_base_model().set_experts_implementation("eager")
     assert compare(made._model, grown(turns=6), made.way).largest < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1"])
+def test_layers_that_are_computed_twice_continue_the_same_states(tmp_path: Path, kind: str) -> None:
+    made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
+    made._model.double()
+    made._model.get_base_model().set_experts_implementation("eager")
+    checkpoint(made._model.get_base_model(), 1.0)
+    assert compare(made._model, grown(turns=6), "stretches").largest < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "mistral3", "llama4"])

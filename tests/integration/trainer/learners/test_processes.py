@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.stack import free_port
 from pawl.commands.processes import trainer
 from pawl.processes import run_module
+from tests.support.trainer.families import write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe, write_words
 from trainer.errors import ShortOfMemory
 from trainer.learners import distributed
@@ -28,20 +29,31 @@ from trainer.learners.model import base_hash, load_base
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-LEARNERS = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}
+# That of a model whose rows are not computed in one pass, too.
+LEARNERS = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe, "windows": recipe}
 POLICIES = "two policies"
 LOADING = "loading"
 
 
 @pytest.fixture(scope="module")
-def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """The model of each learner."""
+    windows = write_family(tmp_path_factory.mktemp("windows") / "model", "gemma3_text")
+    return dict.fromkeys(LEARNERS, tiny_model) | {"windows": windows}
+
+
+@pytest.fixture(scope="module")
+def launched(
+    tiny_model: str, models: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The folders of all programs, which ran one after another in the same two processes.
 
     `accelerate launch`, as a user with two GPUs would, on the CPU.
     """
     folder = tmp_path_factory.mktemp("launched")
     programs: list[tuple[str, int, list[str]]] = [
-        ("two_processes", free_port(), [tiny_model, str(folder / name), name]) for name in LEARNERS
+        ("two_processes", free_port(), [model, str(folder / name), name])
+        for name, model in models.items()
     ]
     programs.append(("two_policies", free_port(), [tiny_model, str(folder / POLICIES)]))
     large = write_large_model(tmp_path_factory.mktemp("large"))
@@ -166,10 +178,10 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("learner", LEARNERS)
 def test_two_processes_make_the_update_of_one(
-    tiny_model: str, launched: Path, tmp_path: Path, learner: str
+    models: Mapping[str, str], launched: Path, tmp_path: Path, learner: str
 ) -> None:
     chosen = LEARNERS[learner](steps=2)
-    one = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
+    one = Learner(models[learner], chosen, seed=0, scratch=tmp_path)
     for number in (1, 2):
         one.update(rows(number - 1))
         saved = tmp_path / f"one-{number}"
