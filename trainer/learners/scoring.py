@@ -194,7 +194,7 @@ class LayerStates(DynamicCache):
         super().__init__(config=config)
         if before is not None:
             self.layers = before.after
-        self.after = [copy(layer) for layer in self.layers]
+        self.after: list[Any] = [copy(layer) for layer in self.layers]
         for layer in self.after:
             own = {k: dict(v) for k, v in vars(layer).items() if isinstance(v, dict)}
             vars(layer).update(own)
