@@ -20,7 +20,7 @@ from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.ids import new_id
 from store.schema.tables import AT_ONCE, BACK_TO, CONTROL, policies
 from store.tenants import DEFAULT
-from store.version_queries import in_states, numbered_version, rollback_target
+from store.version_queries import in_states, numbered_version, rollback_target, why_held
 from store.versions import (
     VERSION_COLUMNS,
     Actor,
@@ -136,6 +136,7 @@ _LOCK: Final = text(
 _CONTROL: Final = text(
     f"""
     SELECT (SELECT version FROM policies WHERE name = :name AND {CONTROL}) AS version,
+        (SELECT share FROM policies WHERE name = :name AND {CONTROL}) AS now,
         CAST(gate->>'control_share' AS double precision) AS share,
         gate->>'mode' <> 'immediate' AS was_tried
     FROM policies WHERE name = :name AND version = :version
@@ -415,7 +416,8 @@ async def promote(
 
     The control stays, on `control_share` of the new episodes (None: what the rule of `version`
     says; 0: there is none). What had the traffic becomes it if there is none yet, or `version` was
-    tried against that.
+    tried against that. What a trainer promotes while training is held was begun before: it is of
+    the same line, so that training stays held, and the control's share as it is.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -430,6 +432,9 @@ async def promote(
     _check_allowed(new, "serving", why["reason"])
     control = (await connection.execute(_CONTROL, {"name": name, "version": version})).one()
     share = (control.share if control_share is None else control_share) or None
+    held = await why_held(connection, name) if why["actor"] == "trainer" else None
+    if held is not None:
+        share = control.now
     if control.version == version:
         share = None
     for serving in await in_states(connection, name, "serving"):
@@ -444,6 +449,9 @@ async def promote(
         )
     await _set_control(connection, name, share=share)
     await change_state(connection, new, "serving", **why)
+    if held is not None:
+        await _set(connection, name, version, frozen_at=func.clock_timestamp())
+        await add_event(connection, name, version, "serving", **why | {"reason": held})
     overtaken = f"{new.served_name} serves, and is newer"
     for older in await in_states(connection, name, *WITHOUT_TRAFFIC, "canary"):
         if older.version < version:
@@ -473,7 +481,7 @@ async def hold_training(
 ) -> None:
     """Train nothing on what serves until further notice; its control gets `share` of new episodes.
 
-    It ends as soon as another version serves.
+    It ends as soon as another version serves, but for what a trainer was making meanwhile.
     """
     await _set(connection, serving.name, serving.version, frozen_at=func.clock_timestamp())
     await _set_control(connection, serving.name, share=share)

@@ -370,16 +370,21 @@ async def test_control_stays_until_it_moves_on_or_a_version_was_tried(engine: As
     await check_told(engine)
 
 
-async def test_training_is_held_until_another_version_serves(engine: AsyncEngine) -> None:
+async def test_training_is_held_until_a_person_or_the_gate_lets_another_version_serve(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
-        await trained(connection, 0, 1)
+        await trained(connection, 0, 1, 2)
         await promote(connection, "m", 1, rule=RULE)
         assert await why_held(connection, "m") is None
         await hold_training(connection, await version(connection, 1), 0.5, **BY)
         assert await why_held(connection, "m") == BY["reason"]
         assert await control_of(connection) == (0, 0.5)
-        await promote(connection, "m", 2, rule=RULE)
+        # An update that was under way ends, and the next one is not begun.
+        await promote(connection, "m", 2, rule=RULE, actor="trainer")
+        assert await why_held(connection, "m") == BY["reason"]
+        assert await control_of(connection) == (0, 0.5)
+        await promote(connection, "m", 3, rule=RULE, actor="operator")
         assert await why_held(connection, "m") is None
+        assert await control_of(connection) == (0, 0.05)
         await promote(connection, "m", 1)
         assert await why_held(connection, "m") is None
     await check_told(engine)
