@@ -274,13 +274,16 @@ class Learner:
     def _checkpointed_share(self, rows: Sequence[Row], planned: int = 0) -> float:
         """Return the share of the layers to checkpoint, so that every process has room for `rows`.
 
-        They are computed in micro-batches, the largest of at most `planned` tokens where it saves.
+        They are computed in micro-batches, of which one is as long as the longest row, and some are
+        longer if that saves and `planned` tokens have room.
         """
         if self._takes is None:
             return 0.0
-        budget = self._recipe.batch.micro_batch_tokens
-        cut = plan_micro_batches(rows, budget, way=self.way, most=planned)
-        tokens = 1 + max(computed_tokens(own, way=self.way) for own in cut)
+        batch, sizes = self._recipe.batch, [row.size for row in rows]
+        tokens = max(*sizes, min(batch.micro_batch_tokens, sum(sizes)))
+        for step in split_steps(rows, batch.steps):
+            cut = plan_micro_batches(step, batch.micro_batch_tokens, way=self.way, most=planned)
+            tokens = max(tokens, *(computed_tokens(own, way=self.way) for own in cut))
         return max(
             self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
         )

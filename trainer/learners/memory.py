@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoConfig
+from transformers import AttentionInterface
 
 from store.records import Record
 from trainer.errors import LearnerError
@@ -24,11 +24,13 @@ from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.model import (
+    configuration,
     encode_positions,
     loader_of,
     loading,
     packable,
     precision,
+    quantised_by,
     weight_bytes,
 )
 from trainer.learners.scoring import decoder_of, layers_of
@@ -125,8 +127,8 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         LearnerError: there is no such configuration, no layer of it can be run, or the recipe asks
             to pack a base that cannot be.
     """
+    config = configuration(model, "planned")
     with loading(model, "planned"):
-        config = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             # Some operations of experts take nothing wider.
             base = loader_of(config).from_config(config, dtype=torch.bfloat16)
@@ -153,7 +155,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         trained=trained,
         weights=weights,
         packable=_can_be_packed(base),
-        served=parameters * served_width,
+        served=_served_bytes(base) if device == "cuda" else parameters * served_width,
         cached=_cached_numbers(text) * served_width,
         optimizer=TRAINED * trained,
         # A chunk's logits and their logarithms in float32, and the probabilities as the head is.
@@ -161,6 +163,20 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         plain=wider * sum(kept) + max(wider * peak, at_head),
         checkpointed=len(kept) * hidden * width + max(wider * (max(kept) + peak), at_head),
     )
+
+
+def _served_bytes(base: Any) -> int:
+    """Return the bytes of the weights as a server has them on a GPU: as they are stored."""
+    method = quantised_by(base.config)
+    embeddings = {id(base.get_input_embeddings().weight), id(base.get_output_embeddings().weight)}
+
+    def width(parameter: Any) -> float:
+        """In 8 bits are matrices, in 4 and a scale for 32 of them those of stacked experts."""
+        if method == "fp8" and parameter.ndim > 1 and id(parameter) not in embeddings:
+            return 1
+        return 17 / 32 if method == "mxfp4" and parameter.ndim > 2 else 2
+
+    return int(sum(parameter.numel() * width(parameter) for parameter in base.parameters()))
 
 
 def _can_be_packed(base: Any) -> bool:

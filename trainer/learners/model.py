@@ -31,6 +31,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_bitsandbytes_available
@@ -69,6 +71,8 @@ MOST_TOLD: Final = 300
 # Most names of missing weights in a message.
 NAMED: Final = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Methods of storing weights in fewer bits that transformers undoes as it reads them.
+UNPACKED: Final[dict[str | None, Any]] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 # Bytes of a packed weight. Beside 4 bits: a scale of 8 bits for 64 weights, and one of 32 for 256
 # of these scales.
 PACKED_BYTES: Final = {4: (4 + 8 / 64 + 32 / (64 * 256)) / 8, 8: 1.0}
@@ -83,24 +87,28 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 
 def may_fit(model: str, recipe: Recipe) -> bool:
     """Return whether the memory has room for the weights of `model` while nobody else has any."""
-    base, device = outline(AutoConfig.from_pretrained(model)), _device()
+    base, device = outline(configuration(model, "planned")), _device()
     return weight_bytes(base, recipe, device) <= whole_memory(device)
 
 
 def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
     """Return the bytes of the weights of `base`, not loaded, as they would be on `device`.
 
-    Packed layers are unpacked one at a time, so that the largest counts whole as well.
+    Packed layers, by the recipe or as they are stored, are unpacked one at a time, so that the
+    largest counts whole as well.
 
     Raises:
         LearnerError: they cannot be packed as the recipe asks.
     """
     width = precision(recipe, device).itemsize
     whole: int = sum(parameter.numel() for parameter in base.parameters()) * width
-    if recipe.base_bits is None:
+    bits = recipe.base_bits
+    if quantised_by(base.config) == "bitsandbytes":
+        bits = 4 if base.config.quantization_config.get("load_in_4bit") else 8
+    if bits is None:
         return whole
     sizes = packable(base).values()
-    saved = int(sum(sizes) * (width - PACKED_BYTES[recipe.base_bits]))
+    saved = int(sum(sizes) * (width - PACKED_BYTES[bits]))
     return whole - saved + max(sizes) * width
 
 
@@ -144,6 +152,31 @@ def loader_of(config: Any) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
+def configuration(model: str, done: str = "loaded") -> Any:
+    """Return the configuration of `model`, which is to be `done`.
+
+    Raises:
+        LearnerError: there is none, or what it describes is not trained.
+    """
+    with loading(model, done):
+        config = AutoConfig.from_pretrained(model)
+        if config.is_encoder_decoder:
+            raise ValueError("it is an encoder with a decoder, and continues no text")
+        method = quantised_by(config)
+        if method not in (None, "bitsandbytes", *UNPACKED):
+            raise ValueError(
+                f"its weights are quantised by {method}, which training cannot compute with: name"
+                " the model as it was before, which base_bits in the recipe packs"
+            )
+        return config
+
+
+def quantised_by(config: Any) -> str | None:
+    """Return the method by which a model's weights are stored in fewer bits, if they are."""
+    stored = getattr(config, "quantization_config", None)
+    return stored.get("quant_method") if isinstance(stored, dict) else None
+
+
 def outline(config: Any) -> Any:
     """Return a model with this configuration that has shapes and no values."""
     with torch.device("meta"):
@@ -185,8 +218,7 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
             f"base_bits = {bits} needs bitsandbytes: install it with `pip install"
             " 'pawl-rl[trainer]'`, or leave base_bits out of the recipe"
         )
-    with loading(model):
-        shapes = outline(AutoConfig.from_pretrained(model))
+    shapes = outline(configuration(model))
     packed = packable(shapes)
     linear = (name for name, part in shapes.named_modules() if type(part) is torch.nn.Linear)
     how = BitsAndBytesConfig(
@@ -244,16 +276,23 @@ def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) ->
     Raises:
         LearnerError: the model cannot be loaded, or some of its weights are not stored.
     """
+    config = configuration(model)
+    if (method := quantised_by(config)) in UNPACKED and not how:
+        how["quantization_config"] = UNPACKED[method](dequantize=True)
     with loading(model):
-        loader = loader_of(AutoConfig.from_pretrained(model))
-        base, found = loader.from_pretrained(model, dtype=dtype, output_loading_info=True, **how)
+        base, found = loader_of(config).from_pretrained(
+            model, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **how
+        )
         # transformers makes up what is missing, and passes over what it does not know.
-        if missing := sorted(found["missing_keys"]):
-            more = f" and {len(missing) - NAMED} more" if missing[NAMED:] else ""
-            raise ValueError(
-                f"its files lack weights of {type(base).__name__} ({', '.join(missing[:NAMED])}"
-                f"{more})"
-            )
+        of_other_shapes = (name for name, *_ in found["mismatched_keys"])
+        faults = {"lack": found["missing_keys"], "have other shapes for": of_other_shapes}
+        for fault, names in faults.items():
+            if weights := sorted(names):
+                more = f" and {len(weights) - NAMED} more" if weights[NAMED:] else ""
+                raise ValueError(
+                    f"its files {fault} weights of {type(base).__name__}"
+                    f" ({', '.join(weights[:NAMED])}{more})"
+                )
         return base, AutoTokenizer.from_pretrained(model)
 
 
@@ -262,7 +301,7 @@ def loading(model: str, done: str = "loaded") -> Iterator[None]:
     """Raise LearnerError for an error, within the block, of what is `done` with a model."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         # The hub's own message is about how names are written.
         is_no_name = HFValidationError in map(type, (error, error.__cause__, error.__context__))
         # transformers goes on with all that it knows.

@@ -370,7 +370,9 @@ async def test_control_stays_until_it_moves_on_or_a_version_was_tried(engine: As
     await check_told(engine)
 
 
-async def test_training_is_held_until_a_person_or_the_gate_lets_another_version_serve(engine: AsyncEngine) -> None:
+async def test_training_is_held_until_a_person_lets_another_version_serve(
+    engine: AsyncEngine,
+) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 2)
         await promote(connection, "m", 1, rule=RULE)

@@ -1,5 +1,6 @@
 """The frozen base trains as it serves: no dropout, no noise, no kernel past an adapter."""
 
+import json
 import math
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.support.training import grown, sft_recipe
 from trainer.batches import bare_row
 from trainer.errors import LearnerError
 from trainer.learners.learner import Learner
+from trainer.learners.memory import footprint
+from trainer.learners.model import load_base
 from trainer.learners.scoring import decoder_of
 from trainer.learners.self_test import LEAST_EFFECT, MOST_EFFECT, nudge
 from trainer.recipes.recipe import LoraOptions
@@ -98,6 +101,57 @@ def test_weights_that_are_not_stored_are_named(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
     with pytest.raises(LearnerError, match=r"lack weights of Qwen2ForCausalLM \(lm_head\.weight\)"):
         Learner(folder, FEW, seed=0, scratch=tmp_path)
+
+
+def configure(folder: str, **settings: Any) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised by awq"),
+        ({"is_encoder_decoder": True}, "an encoder with a decoder"),
+        ({"model_type": "brand_new"}, "model type `brand_new`"),
+    ],
+)
+def test_model_that_cannot_be_trained_is_told_in_a_line_by_plan_and_trainer(
+    tmp_path: Path, settings: dict[str, Any], why: str
+) -> None:
+    folder = write_family(tmp_path, "qwen2")
+    configure(folder, **settings)
+    for use in (footprint, load_base):
+        with pytest.raises(LearnerError, match=why) as told:
+            use(folder, FEW)
+        assert "\n" not in str(told.value)
+
+
+def test_weights_that_are_cut_off_or_of_other_shapes_are_told_in_a_line(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "qwen2")
+    configure(folder, intermediate_size=64)
+    with pytest.raises(LearnerError, match=r"have other shapes for weights of .*down_proj.weight"):
+        load_base(folder, FEW)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(LearnerError, match="cannot be loaded: Error while deserializing"):
+        load_base(folder, FEW)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("fp8", "qwen2"), ("mxfp4", "gpt_oss")])
+def test_weights_in_few_bits_are_trained_in_the_recipes_precision(
+    tmp_path: Path, method: str, kind: str
+) -> None:
+    folder = write_family(tmp_path, kind)
+    plain, whole = footprint(folder, FEW), load_base(folder, FEW)[0]
+    configure(folder, quantization_config={"quant_method": method})
+    packed = footprint(folder, FEW)
+    assert packed.weights == plain.weights
+    # A server has embeddings, norms and, of mixtures, attention in 16 bits.
+    assert 0.3 * plain.served < packed.served < 0.9 * plain.served
+    loaded, _ = load_base(folder, FEW)
+    assert {p.dtype for p in loaded.parameters()} == {p.dtype for p in whole.parameters()}
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bamba", "gpt_oss", "gemma2"])

@@ -432,7 +432,8 @@ def test_factors_by_the_served_context_are_planned(
     ("config", "said"),
     [
         ({"model_type": "zork9"}, "does not recognize this architecture; name"),
-        ({"model_type": "t5gemma"}, "for this kind of AutoModel: AutoModelForCausalLM; name"),
+        ({"model_type": "t5gemma"}, "an encoder with a decoder, and continues no text; name"),
+        ({"model_type": "clap"}, "for this kind of AutoModel: AutoModelForCausalLM; name"),
         ({"model_type": "bert"}, "BertLMHeadModel has no list of layers"),
     ],
 )
