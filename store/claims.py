@@ -11,7 +11,7 @@ the query of `store.claim_query`.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, Final
 from uuid import UUID
 
@@ -641,6 +641,18 @@ async def last_updates(connection: AsyncConnection, policy: str, most: int) -> S
         .limit(most)
     )
     return (await connection.execute(query)).all()
+
+
+async def abandoned_in_a_row(connection: AsyncConnection, policy: str, why: str) -> int:
+    """Return how many of a policy's updates were abandoned for one reason since any other end."""
+    query = (
+        select(updates.c.state, updates.c.metrics["abandoned"].astext)
+        .where(updates.c.policy == policy, updates.c.state != "running")
+        .order_by(updates.c.claimed_at.desc(), updates.c.id.desc())
+        .limit(16)
+    )
+    ends = (await connection.execute(query)).all()
+    return sum(1 for _ in takewhile(lambda end: tuple(end) == ("abandoned", why), ends))
 
 
 async def next_version(connection: AsyncConnection, policy: str) -> int:

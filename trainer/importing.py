@@ -35,7 +35,7 @@ from trainer.publishing.publisher import Publisher
 from trainer.publishing.sources import trainers_files
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
-from trainer.updates.recording import Recording, Recovery
+from trainer.updates.recording import KILLED, Recording, Recovery
 from trainer.updates.training import Training
 from trainer.updates.versions import Versions, begin_policy
 
@@ -112,7 +112,7 @@ class Import:
         Raises:
             AdapterError: the version that serves has the same weights.
         """
-        await self._recovery.finish("the trainer was killed")
+        await self._recovery.finish(KILLED)
         adapters.sweep(self._folder, self._policy)
         await self._refuse_what_serves(directory)
         probe = await self._training.probe()

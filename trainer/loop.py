@@ -11,6 +11,7 @@ version, bit by bit, however often it is begun.
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Final
 
@@ -18,13 +19,14 @@ import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claim_query
+from store import claim_query, claims
 from store.claim_query import note_fault
 from store.claims import Claim
 from store.errors import ClaimSpoilt
 from store.read.evaluations import Evaluation, evaluations
 from store.versions import PolicyVersion
 from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, TeacherError, Unusable
+from trainer.learners.budget import REMEDY
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_pause
 from trainer.publishing.adapters import version_folder
@@ -38,10 +40,10 @@ from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import CircuitBreaker, PauseReason, looks_like_a_fault
 from trainer.updates.claiming import EXPIRE_S, Claiming, claim_rule
 from trainer.updates.plan import Plan
-from trainer.updates.recording import Recording, Recovery
+from trainer.updates.recording import KILLED, Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
 from trainer.updates.teacher import Teacher
-from trainer.updates.training import Training
+from trainer.updates.training import Training, in_thread
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
@@ -80,6 +82,7 @@ class Loop:
         self._versions = Versions(engine, folder, policy)
         key, probe = settings.teacher_api_key, learner.vocabulary_probe
         teacher = Teacher(recipe.teacher, probe, key) if recipe.teacher else None
+        self._learner = learner
         self._training = Training(learner, folder, self._versions, teacher)
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, folder, policy)
@@ -95,8 +98,25 @@ class Loop:
         self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe, teacher)
 
     async def finish_killed(self) -> None:
-        """Finish or abandon the update that a killed trainer left."""
-        await self._recovery.finish("the trainer was killed")
+        """Finish or abandon the update that a killed trainer left.
+
+        After the second in a row the next takes less memory: the kernel may have killed them for
+        it, and would the third.
+        """
+        await self._recovery.finish(KILLED)
+        async with self._engine.connect() as connection:
+            killed = await claims.abandoned_in_a_row(connection, self._policy, KILLED)
+        if killed > 1:
+            halved = partial(self._learner.take_less, killed - 1)
+            tokens = await in_thread(self._learner, halved)
+            log.error(
+                "trainer_killed_again",
+                policy=self._policy,
+                updates=killed,
+                reason=f"trainers were killed in {killed} updates in a row, maybe for their memory"
+                f" (the kernel's log says so): {tokens} tokens are computed at once from now on",
+                remedy=REMEDY,
+            )
 
     async def recover(self) -> None:
         """Finish or abandon the update that a killed trainer left, and publish what it had written.

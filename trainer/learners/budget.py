@@ -169,6 +169,12 @@ class Budget:
             self._checkpoint(share)
             self.checkpointed_share = share
 
+    def take_less(self, halvings: int) -> None:
+        """Checkpoint all layers and halve micro-batches so often, for the next updates."""
+        self.tokens = max(SMALLEST_BUDGET, self._full >> halvings)
+        self._set_checkpointed(1.0)
+        self._calm, self._wait = 0, LONGEST_WAIT
+
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches.
 

@@ -84,6 +84,7 @@ class _LeadingLearner:
         self.logprobs = partial(self._everywhere, learner.logprobs)
         self.serve_context = partial(self._everywhere, learner.serve_context)
         self.layer_kinds = partial(self._everywhere, learner.layer_kinds)
+        self.take_less = partial(self._everywhere, learner.take_less)
         self.leave_out = partial(self._everywhere, learner.leave_out)
         self.write_trial = partial(self._everywhere, learner.write_trial)
         self.rehearse = partial(self._everywhere, learner.rehearse)

@@ -336,6 +336,11 @@ class Learner:
         names = (name for name, _ in self._model.named_parameters() if "lora_B" in name)
         return list(dict.fromkeys(map(layer_kind, names)))
 
+    def take_less(self, halvings: int) -> int:
+        """Compute less at once, micro-batches halved so often; return their tokens."""
+        self._budget.take_less(halvings)
+        return self._budget.tokens
+
     @says_no_room("while an adapter was made anew")
     def leave_out(self, kinds: Collection[str]) -> None:
         """Give new adapters no layers of some kinds, which the model server ignores."""

@@ -62,6 +62,12 @@ class LearnerProtocol(Protocol):
     def layer_kinds(self) -> Sequence[str]:
         """Return the kinds of the layers that a new adapter has: those of all blocks together."""
 
+    def take_less(self, halvings: int) -> int:
+        """Compute less at once for some updates: micro-batches halved so often. Return their size.
+
+        That is in tokens.
+        """
+
     def leave_out(self, kinds: Collection[str]) -> None:
         """Give new adapters no layers of some kinds.
 

@@ -8,7 +8,7 @@ again.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import structlog
@@ -31,6 +31,9 @@ from trainer.updates.plan import Plan
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
+
+# Why the update of a trainer that left no word was abandoned.
+KILLED: Final = "the trainer was killed"
 
 
 class Recording:

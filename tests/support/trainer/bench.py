@@ -65,6 +65,8 @@ class FakeLearner:
         # Set: an update goes on until it is interrupted.
         self.slow = False
         self.full_disk = 0
+        # How often its micro-batches were halved.
+        self.halvings = 0
         # How far from the base model each update ends, if it measures that.
         self.kl_to_base: float | None = None
         # How much higher the server's log-probabilities of a version are than the trainer's.
@@ -129,6 +131,10 @@ class FakeLearner:
 
     def layer_kinds(self) -> list[str]:
         return self.kinds
+
+    def take_less(self, halvings: int) -> int:
+        self.halvings = halvings
+        return 64
 
     def leave_out(self, kinds: Collection[str]) -> None:
         self.kinds = [kind for kind in self.kinds if kind not in kinds]

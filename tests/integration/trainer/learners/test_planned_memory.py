@@ -238,6 +238,15 @@ def test_only_as_many_layers_are_checkpointed_as_must_be(
         assert not decoder.get_input_embeddings()._forward_hooks
 
 
+def test_learner_that_takes_less_does_so_for_some_updates(tiny_model: str, tmp_path: Path) -> None:
+    made = Learner(tiny_model, recipe(micro_batch_tokens=256), seed=0, scratch=tmp_path)
+    assert made.take_less(1) == 128
+    made.update(rows())
+    assert made._budget.tokens == 128
+    assert is_checkpointed(made._model.get_base_model())
+    assert made.take_less(9) == 64
+
+
 def test_update_on_a_cpu_is_cut_into_what_there_is_room_for(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select
+from structlog.testing import capture_logs
 
 from store import claims, version_states
 from store.database import make_engine
@@ -123,6 +124,23 @@ async def test_trainer_whose_versions_wait_for_a_decision_is_killed_at(
     await bench.run_once()
     assert await bench.states() == {0: "serving", 1: "loaded"}
     await bench.assert_spent_once(4)
+
+
+async def test_after_two_kills_in_a_row_the_next_update_takes_less_memory(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may have killed them for it."""
+    with capture_logs() as logs:
+        for _ in range(3):
+            await bench.run_killed(monkeypatch, STEPS["before training"])
+    told = [line["updates"] for line in logs if line["event"] == "trainer_killed_again"]
+    assert told == [2]
+    assert await bench.run_once()
+    assert bench.learner.halvings == 2
+    bench.restart()
+    await bench.update("u")
+    assert bench.learner.halvings == 0
+    await bench.assert_spent_once(8)
 
 
 async def test_a_version_found_after_a_kill_is_probed_too(
