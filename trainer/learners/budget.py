@@ -181,7 +181,7 @@ class Budget:
         Processes gather a layer together whenever one computes it: each micro-batch is one pass.
         """
         if self._processes.count > 1 and self._way != "tree":
-            return chains_of(rows, "whole" if self._way == "whole" else "chain")
+            return chains_of(rows, self._way)
         planned = self._planned if self.tokens == self._full else 0
         budget = int(min(self.tokens, self._most))
         return plan_micro_batches(rows, budget, way=self._way, most=planned)

@@ -288,25 +288,25 @@ class Learner:
             self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
         )
 
-    def _most_at_once(self, rows: Sequence[Row]) -> float:
-        """Return how many tokens of an update there is room for at once.
+    def _planned(self, rows: Sequence[Row]) -> int:
+        """Return how many tokens of an update there should be room for at once, 0 without a plan.
 
         A GPU says when its memory runs out, and is tried. On a CPU the kernel ends the trainer.
 
         Raises:
-            Unusable: some rows are longer, and were always too long.
+            Unusable: some rows are longer than a CPU has memory for, and were always too long.
             ShortOfMemory: all are, or some that there was room for before.
         """
-        if self._takes is None or self._model.device.type == "cuda":
-            return math.inf
+        if self._takes is None:
+            return 0
         longest = self._longest(self._takes)
         refused = [row for row in rows if row.size > longest]
+        if not refused or self._model.device.type == "cuda":
+            return longest
         had_room = any(row.size <= self._budget.longest for row in refused)
         if had_room or len(refused) == len(rows):
             raise ShortOfMemory(f"the memory has room for calls of {longest} tokens: {REMEDY}")
-        if refused:
-            raise too_long(refused)
-        return longest
+        raise too_long(refused)
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
@@ -379,8 +379,8 @@ class Learner:
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
-        most = self._most_at_once(rows)
-        planned = 0 if self._takes is None else self._longest(self._takes)
+        planned = self._planned(rows)
+        most = planned if planned and self._model.device.type == "cpu" else math.inf
         self._budget.begin(self._checkpointed_share(rows, planned), most, planned)
         self._step.share = step_share
         started = time.perf_counter()
