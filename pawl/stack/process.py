@@ -20,6 +20,7 @@ RESTART_S: Final = 0.2
 # After more short lives in a row than this, a process is given up: it cannot start.
 MOST_RESTARTS: Final = 5
 LIVED_S: Final = 60.0
+LAST_BYTES: Final = 16 * 1024
 
 
 class ProcessFailed(Exception):
@@ -85,10 +86,13 @@ class Process:
             await asyncio.wait([self._keeping])
 
     def last_words(self, lines: int = 12) -> str:
-        """Return the last lines of its log."""
+        """Return the last lines of its log, of which the last 16 KiB are read."""
         if not self.log_file.exists():
             return ""
-        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+        with self.log_file.open("rb") as log_file:
+            log_file.seek(max(0, log_file.seek(0, os.SEEK_END) - LAST_BYTES))
+            words = log_file.read().decode(errors="replace")
+        return "\n".join(words.splitlines()[-lines:])
 
     def _kill_group(self) -> None:
         """Kill children that the process left behind: vLLM's engine can outlive its server."""

@@ -27,6 +27,7 @@ from pawl.stack.vllm import (
     USUAL_TOOL_PARSER,
     VllmOptions,
     has_gpu,
+    stage,
     vllm_command,
     vllm_environment,
 )
@@ -287,7 +288,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
     deadline = asyncio.get_running_loop().time() + READY_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while waiting:
-            tell(", ".join(sorted(waiting)))
+            tell(", ".join(_waited_for(stack, name) for name in sorted(waiting)))
             stack.check()
             for name, url in list(waiting.items()):
                 if await _answers(session, url):
@@ -299,6 +300,12 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
                     + stack.processes[name].last_words()
                 )
             await asyncio.sleep(POLL_S)
+
+
+def _waited_for(stack: Stack, name: str) -> str:
+    """Return a process's name, and what vLLM does: its cold start takes minutes."""
+    doing = stage(stack.processes[name].last_words(1)) if name == "vllm" else ""
+    return f"{name} ({doing})" if doing else name
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:

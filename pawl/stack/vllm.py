@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Of a GPU's memory: beside a trainer, and alone.
 SHARED: Final = 0.5
 ALONE: Final = 0.9
+# Characters of a stage of its start that are shown.
+MOST_SAID: Final = 72
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
@@ -110,11 +113,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
 def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
     """Return the server's environment; `cores` is the number of threads it has without a GPU."""
     environment = dict(os.environ) | showing_gpus(gpus)
-    environment |= {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+    environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     if not has_gpu():
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
@@ -124,6 +123,12 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
             "OMP_NUM_THREADS": str(cores),
         }
     return environment
+
+
+def stage(line: str) -> str:
+    """Return what a line of the server's log says, without its process, time, source and bar."""
+    said = re.sub(r"^(\(\w+ pid=\d+\) )?\w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ", "", line)
+    return said.partition("[")[0].strip(" |")[:MOST_SAID]
 
 
 def main() -> None:

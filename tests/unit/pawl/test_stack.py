@@ -28,7 +28,7 @@ from pawl.stack.preflight import (
 )
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.stack import _processes, configured_plan
-from pawl.stack.vllm import vllm_command, vllm_environment
+from pawl.stack.vllm import stage, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from tests.conftest import ROOT
 from tests.support.waiting import until
@@ -610,3 +610,34 @@ def test_vllm_on_a_gpu_has_the_models_own_context_and_its_own_number_of_requests
     started = command(tmp_path)
     assert started[started.index("--max-model-len") + 1] == context
     assert "--max-num-seqs" not in started
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "(EngineCore pid=18270) INFO 11-29 01:04:35 [gpu_model_runner.py:4281] Starting to load"
+            " model /models/qwen...",
+            "Starting to load model /models/qwen...",
+        ),
+        (
+            "INFO 11-29 01:04:35 [backends.py:1038] Dynamo bytecode transform time: 4.1 s",
+            "Dynamo bytecode transform time: 4.1 s",
+        ),
+        (
+            "Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:02<00:02, 2.1s/it]",
+            "Loading safetensors checkpoint shards:  50% Completed | 1/2",
+        ),
+        ("", ""),
+    ],
+)
+def test_wait_for_the_model_server_says_what_it_does(line: str, said: str) -> None:
+    assert stage(line) == said
+
+
+async def test_last_words_are_read_from_the_end_of_a_long_log(tmp_path: Path) -> None:
+    process = Process("vllm", [], {}, tmp_path)
+    assert process.last_words() == ""
+    process.log_file.write_bytes(b"an earlier start\n" * 10_000 + b"10%\r50%\r100%")
+    assert process.last_words(2).split() == ["50%", "100%"]
+    assert len(process.last_words(10_000)) <= 16 * 1024
