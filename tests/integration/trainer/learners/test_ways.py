@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from structlog.testing import capture_logs
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from store.values.sampling import Distribution
+from tests.support.trainer.families import write_family
 from tests.support.trainer.merging import (
     TINY,
     gradient,
@@ -30,6 +36,7 @@ from tests.support.training import PLAIN, by_every_way, grown, recipe, rows
 from trainer.batches import WAYS, Way, build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError, Unusable
 from trainer.learners import scoring
+from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK, Head, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.learners.learner import Learner
@@ -37,7 +44,7 @@ from trainer.learners.processes import Processes
 from trainer.learners.replay.shaping import places_of
 from trainer.learners.scoring import attend, score_rows
 from trainer.learners.ways import choose_way
-from trainer.recipes.recipe import OffPolicyOptions
+from trainer.recipes.recipe import LoraOptions, OffPolicyOptions
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -191,6 +198,29 @@ def test_window_rules_the_tree_out_and_rows_are_read_off_chains() -> None:
         together = score_rows(model, made, way="stretches").logprobs
         alone = torch.cat([score_rows(model, [row], way="whole").logprobs for row in made])
     assert torch.allclose(together, alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "window"), [("gemma3_text", "sliding_window"), ("llama4", "attention_chunk_size")]
+)
+def test_way_that_is_wrong_behind_a_long_window_is_passed_over(
+    family: str, window: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family))
+    model = attach_adapter(base, LoraOptions(), None, 0)
+    config = model.config.get_text_config()
+    setattr(config, window, 4096)
+    assert choose_way(model, Processes(), ["stretches", "whole"]) == "stretches"
+    chains = scoring._chain_states
+
+    def without_window(model: Any, rows: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(config, window, 10_000)
+            return chains(model, rows)
+
+    monkeypatch.setattr(scoring, "_stretch_states", without_window)
+    assert choose_way(model, Processes(), ["stretches", "whole"]) == "whole"
+    assert getattr(config, window) == 4096
 
 
 def test_unknown_head_is_computed_by_the_model_itself() -> None:
