@@ -50,7 +50,7 @@ settings.load_profile("pawl")
 
 
 # Their files share a stack with a real vLLM, or its modules, which take seconds to import.
-SHARING = {"tests/e2e", "tests/e2e/any_model", "tests/integration/proxy/vllm"}
+SHARING = {"tests/e2e/whole_model", "tests/e2e/any_model", "tests/integration/proxy/vllm"}
 
 
 class ByFile(LoadScopeScheduling):

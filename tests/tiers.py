@@ -6,11 +6,7 @@ from typing import Final
 # to fill their disks, or to have a vLLM of 135M parameters answer for minutes.
 SLOW: Final = (
     "tests/e2e/any_model",
-    "tests/e2e/test_bytes.py",
-    "tests/e2e/test_clients.py",
-    "tests/e2e/test_messages.py",
-    "tests/e2e/test_processes_killed.py",
-    "tests/e2e/test_responses.py",
+    "tests/e2e/whole_model",
     "tests/e2e/with_own_server/test_cpu_lora_server.py",
     "tests/e2e/with_own_server/test_gate.py",
     "tests/e2e/with_own_server/test_mixture.py",

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,7 @@ def stack_of(model: str, folder: Path, *, tool_parser: str = TOOL_PARSER) -> Run
     return running_stack(small_plan(folder, model, POLICY, str(recipe), tool_parser=tool_parser))
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Run one stack for this folder's tests; it is gone when their worker takes other files."""
-    async with stack_of(model_dir, tmp_path_factory.mktemp("stack")) as running:
-        yield running
-
-
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def learner(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
     """Load the packaged model once, for what a server's log-probabilities are compared with.
 
