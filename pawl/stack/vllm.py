@@ -89,6 +89,8 @@ def vllm_command(options: VllmOptions) -> list[str]:
         *("--dtype", dtype),
         *("--max-model-len", str(context)),
         *("--enable-lora", "--max-loras", str(options.adapter_slots)),
+        # Whichever mixture it is: adapters have experts as PEFT stacks them.
+        "--enable-mixed-moe-lora-format",
         # Those that were retired a moment ago are unloaded at leisure.
         *("--max-cpu-loras", str(2 * options.adapter_slots)),
         *("--max-lora-rank", str(rank_with_room(options.max_lora_rank))),

@@ -60,6 +60,11 @@ NARROW: Final = 4
 FOLDED: Final = frozenset({"kv_b_proj"})
 # What PEFT puts before a layer's name in a file of weights.
 OF_PEFT: Final = "base_model.model."
+# What PEFT puts behind a layer's name that is adapted a second time, for another parameter.
+INNER: Final = ".base_layer"
+# The parameters of stacked experts that get an adapter. In this order PEFT puts one around the
+# other, and model servers know them by it.
+STACKED: Final = ("gate_up_proj", "down_proj")
 # The name of the optimiser's state.
 OPTIMIZER: Final = "optimizer"
 
@@ -72,22 +77,24 @@ class ModelModule(Record, frozen=True, kw_only=True):
         kind: the name of its class.
         width: of a linear layer, which LoRA can adapt, its inputs or outputs, whichever are fewer.
         head: whether it is the LM head.
+        stacked: whether it holds experts, each a matrix of two parameters that LoRA can adapt.
     """
 
     name: str
     kind: str
     width: int | None = None
     head: bool = False
+    stacked: bool = False
 
 
 def choose(parts: Sequence[ModelModule]) -> list[str]:
-    """Return the paths of the layers that get an adapter if the recipe names none (pure).
+    """Return the paths of the linear layers that get an adapter if the recipe names none (pure).
 
-    Attention and dense layers get one, the shared experts of a mixture among them: every token
-    passes through these. Routers never do: where a changed router sends a token is a jump that no
-    gradient sees, and the least difference in arithmetic between server and trainer makes it
-    another jump. Nor do experts: each sees few of an update's tokens, and few servers adapt them.
-    Nor do very narrow layers: they are gates, and the mixing coefficients of Gemma 3n.
+    Attention and dense layers get one, the shared experts of a mixture among them. Routers never
+    do: where a changed router sends a token is a jump that no gradient sees, and the least
+    difference in arithmetic between server and trainer makes it another jump. Nor do very narrow
+    layers: they are gates, and the mixing coefficients of Gemma 3n. Experts are no linear layers
+    (`ModelModule.stacked`).
     """
     holders = _expert_holders(parts)
     without = [*holders, *_routers(parts, holders)]
@@ -152,15 +159,7 @@ def attach_adapter(
         FilesUnread: a file in `adapter` cannot be read for now.
     """
     model = _new(base, lora, seed, left_out) if adapter is None else _restored(base, adapter)
-    for config in model.peft_config.values():
-        # Whole paths: PEFT reads the ends of them as other layers, too, and those of a mixture as
-        # its experts. Sorted, so that the same update has the same bytes in each process.
-        config.target_modules = sorted(
-            name
-            for name, layer in model.get_base_model().named_modules()
-            if isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
-        )
-        config.exclude_modules = None
+    _name_layers(model)
     make_adapter_lean(model)
     # The frozen base computes as it serves: in training mode it would drop units and shake routers,
     # and kernels of Mamba would go past adapters.
@@ -168,16 +167,62 @@ def attach_adapter(
     return model
 
 
-def detach(base: Any) -> None:
-    """Take all adapters off `base`, in place; one whose files could not be read is half on."""
+def _name_layers(model: PeftModel) -> None:
+    """Write the paths of its layers into the configuration of an adapter."""
+    for config in model.peft_config.values():
+        config.target_modules, config.target_parameters = _targets(model)
+        config.exclude_modules = None
+
+
+def _targets(
+    model: PeftModel, layers: Collection[str] | None = None
+) -> tuple[list[str], list[str] | None]:
+    """Return the paths of the linear layers with an adapter, and those of parameters of experts.
+
+    Whole paths: PEFT reads the ends of them as other layers, too, and those of a mixture as its
+    experts. Sorted, so that the same update has the same bytes in each process. `layers` are all
+    that count, or None.
+    """
+    modules, parameters = [], []
+    for name, layer in model.get_base_model().named_modules():
+        if not isinstance(layer, LoraLayer) or (layers is not None and name not in layers):
+            continue
+        if isinstance(layer, ParamWrapper):
+            parameters.append(f"{name.removesuffix(INNER)}.{layer.parameter_name}")
+        else:
+            modules.append(name)
+    return sorted(modules), sorted(parameters) or None
+
+
+def detach(base: Any, kind: str | None = None) -> None:
+    """Take adapters off `base`, in place: all, or those of the layers of other kinds than `kind`.
+
+    One whose files could not be read is half on.
+    """
     for name, layer in list(base.named_modules()):
         # An adapter of several parameters of one module is several around each other: the outer
         # one gives way to the module itself.
-        if isinstance(layer, LoraLayer) and not name.endswith(".base_layer"):
+        if (
+            isinstance(layer, LoraLayer)
+            and not name.endswith(INNER)
+            and (kind is None or layer_kind(name) != kind)
+        ):
             parent, _, child = name.rpartition(".")
             setattr(base.get_submodule(parent), child, layer.get_base_layer())
-    if hasattr(base, "peft_config"):
+    if kind is None and hasattr(base, "peft_config"):
         del base.peft_config
+
+
+def keep_kind(model: PeftModel, kind: str) -> None:
+    """Take the layers of all other kinds than `kind` out of an adapter, in place."""
+    detach(model.get_base_model(), kind)
+    _name_layers(model)
+
+
+def layer_kind(name: str) -> str:
+    """Return what the layers are called together that stand where layer `name` does in a block."""
+    path = name.removeprefix(OF_PEFT).partition(".lora_")[0].removesuffix(INNER)
+    return re.sub(r"\.\d+(?=\.)", ".*", path)
 
 
 def parts_of(base: Any) -> list[ModelModule]:
@@ -189,6 +234,8 @@ def parts_of(base: Any) -> list[ModelModule]:
             kind=type(module).__name__,
             width=_width(module) if _takes_adapter(base, name) else None,
             head=module is head,
+            # Of transformers' one form of experts.
+            stacked=bool(getattr(module, "has_gate", False)) and hasattr(module, "is_transposed"),
         )
         for name, module in base.named_modules()
     ]
@@ -233,7 +280,15 @@ def _config(
 ) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, with names of modules that there are."""
     by_architecture = lora.target_modules == AUTO
-    chosen = [name for name in choose(parts) if name not in left_out]
+    without = {name.removesuffix(INNER) for name in left_out}
+    chosen = [name for name in choose(parts) if name not in without]
+    outside = _outside_of_text(base, parts)
+    experts = [
+        part.name
+        for part in parts
+        if part.stacked and lora.experts and by_architecture and part.name not in without
+        if outside is None or not re.fullmatch(outside, part.name)
+    ]
     if left_out and not by_architecture:
         name, why = min(left_out.items())
         raise LearnerError(
@@ -247,7 +302,8 @@ def _config(
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.modules()),
         target_modules=chosen if by_architecture else lora.target_modules,
-        exclude_modules=_outside_of_text(base, parts),
+        target_parameters=[f"{name}.{stack}" for name in experts for stack in STACKED] or None,
+        exclude_modules=outside,
         task_type=TASK,
     )
     if not by_architecture:
@@ -399,18 +455,20 @@ def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path)
         raise refused(adapter, why)
     save_file(weights, folder / WEIGHTS)
     layers = {name.removeprefix(OF_PEFT).rpartition(".lora_")[0] for name in weights}
+    modules, parameters = _targets(model, layers)
     LoraConfig(
         r=config["r"],
         lora_alpha=config.get("lora_alpha", USUAL_ALPHA),
         use_rslora=bool(config.get("use_rslora")),
-        target_modules=sorted(layers),
+        target_modules=modules,
+        target_parameters=parameters,
         task_type=TASK,
     ).save_pretrained(str(folder))
 
 
-def _layers(model: PeftModel) -> dict[str, tuple[int, int]]:
+def _layers(model: PeftModel) -> dict[str, tuple[int, int, int]]:
     return {
-        name: (module.in_features, module.out_features)
+        name: (module.in_features, module.out_features, getattr(module, "num_experts", 1))
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer)
     }

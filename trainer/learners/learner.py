@@ -29,6 +29,8 @@ from trainer.batches import (
 from trainer.errors import ShortOfMemory, Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
+    keep_kind,
+    layer_kind,
     load_state,
     save_adapter,
     save_state,
@@ -55,7 +57,6 @@ from trainer.learners.off_policy import checked_metrics, mean_drift
 from trainer.learners.scoring import attend, plain_logprobs, score_rows
 from trainer.learners.self_test import (
     growing_rows,
-    layer_kind,
     nudge,
     probe_rows,
     rehearsal_rows,
@@ -324,8 +325,10 @@ class Learner:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by."""
         self.restore(None)
         self._stands_at = IN_BETWEEN
+        if kind is not None:
+            keep_kind(self._model, kind)
         rows = self.probe_rows()
-        nudge(self._model, rows, self._seed, kind)
+        nudge(self._model, rows, self._seed)
         if self.processes.rank == 0:
             save_adapter(self._model, folder)
         return rows
@@ -344,6 +347,8 @@ class Learner:
     @says_no_room("while an adapter was made anew")
     def leave_out(self, kinds: Collection[str]) -> None:
         """Give new adapters no layers of some kinds, which the model server ignores."""
+        # The adapter of a self-test may have other layers.
+        self.restore(None)
         self._stands_at = IN_BETWEEN
         self._base.leave_out(self._recipe, kinds)
         self.restore(None)

@@ -40,7 +40,7 @@ from transformers.utils import is_bitsandbytes_available
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import CompanionFailed, LearnerError
-from trainer.learners.adapter import attach_adapter, detach
+from trainer.learners.adapter import attach_adapter, detach, layer_kind
 from trainer.learners.budget import is_out_of_memory, says_no_room
 from trainer.learners.corrections import reply_ids
 from trainer.learners.flops import Throughput, counted_flops
@@ -54,7 +54,6 @@ from trainer.learners.processes import Processes
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
 from trainer.learners.scoring import layers_of, own_attention
-from trainer.learners.self_test import layer_kind
 from trainer.learners.steps import check_ids
 from trainer.learners.ways import layers_without_gradient
 from trainer.publishing.adapters import read_base
@@ -413,6 +412,11 @@ def _values(parameter: Tensor) -> Tensor:
     return (values.full_tensor() if isinstance(values, DTensor) else values).flatten()
 
 
+def _targets(recipe: Recipe) -> str:
+    """Return what tells apart the recipes that choose other layers."""
+    return f"{recipe.lora.target_modules} {recipe.lora.experts}"
+
+
 class Holder(Protocol):
     """Hold a base model for as long as it is one's turn."""
 
@@ -472,7 +476,7 @@ class Base:
             gc.collect()
         self._holder = holder
         detach(self._model)
-        targets = str(recipe.lora.target_modules)
+        targets = _targets(recipe)
         left_out = self._left_out.get(targets, {})
         model = attach_adapter(self._model, recipe.lora, adapter, seed, left_out)
         if adapter is not None or targets in self._left_out:
@@ -501,7 +505,7 @@ class Base:
             for name, module in self._model.named_modules()
             if isinstance(module, LoraLayer) and layer_kind(name) in kinds
         }
-        self._left_out.setdefault(str(recipe.lora.target_modules), {}).update(of_kinds)
+        self._left_out.setdefault(_targets(recipe), {}).update(of_kinds)
 
     def serve_context(self, tokens: int) -> None:
         """Compute as a server does whose longest context has so many tokens."""

@@ -5,7 +5,6 @@ memory for an update, without an episode (`trainer.updates.self_test`).
 """
 
 import math
-import re
 from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any, Final
@@ -15,7 +14,6 @@ import torch
 
 from trainer.batches import Row, bare_row
 from trainer.errors import NoEffect
-from trainer.learners.adapter import OF_PEFT
 from trainer.learners.scoring import score_rows
 
 # The effect of a self-test's adapter, in nats a token: far over what bfloat16 differs by (0.05),
@@ -74,28 +72,17 @@ def vocabulary_probe(tokenizer: Any) -> tuple[str, list[int]]:
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def layer_kind(name: str) -> str:
-    """Return what the layers are called together that stand where layer `name` does in a block."""
-    path = name.removeprefix(OF_PEFT).partition(".lora_")[0]
-    return re.sub(r"\.\d+(?=\.)", ".*", path)
-
-
-def nudge(model: Any, rows: Sequence[Row], seed: int, kind: str | None = None) -> None:
+def nudge(model: Any, rows: Sequence[Row], seed: int) -> None:
     """Give the new adapter of `model` an effect of `LEAST_EFFECT` to `MOST_EFFECT` on `rows`.
 
-    The weights of all its layers, or of those of a `kind`, become random numbers that follow from
-    `seed`; their spread is found by halving the interval. A model that is hardly sure of anything
-    is moved as far as it can be.
+    The weights of its layers become random numbers that follow from `seed`; their spread is found
+    by halving the interval. A model that is hardly sure of anything is moved as far as it can be.
 
     Raises:
         NoEffect: nothing moves it.
     """
     before = _logprobs(model, rows)
-    moved = [
-        weights
-        for name, weights in model.named_parameters()
-        if "lora_B" in name and kind in (None, layer_kind(name))
-    ]
+    moved = [weights for name, weights in model.named_parameters() if "lora_B" in name]
     effects: dict[float, float] = {}
     spread, below, above = FIRST_SPREAD, 0.0, math.inf
     while len(effects) < MOST_SPREADS and spread <= LARGEST_SPREAD:
@@ -112,8 +99,8 @@ def nudge(model: Any, rows: Sequence[Row], seed: int, kind: str | None = None) -
     best = max(weak, key=weak.__getitem__, default=None)
     if best is None or weak[best] < NO_EFFECT:
         raise NoEffect(
-            f"an adapter of {kind or 'these layers'} changes nothing: set lora.target_modules to"
-            " linear layers of the model, or leave it out"
+            "an adapter of these layers changes nothing: set lora.target_modules to linear layers"
+            " of the model, or leave it out"
         )
     _spread_out(moved, best, seed)
 

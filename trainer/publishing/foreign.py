@@ -27,7 +27,8 @@ PLAIN: Final = (
     *("peft_type", "task_type", "peft_version", "auto_mapping", "inference_mode", "runtime_config"),
     *("base_model_name_or_path", "revision", "bias"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+    "layers_pattern",
     *("init_lora_weights", "eva_config", "lora_ga_config"),
     # Values that mean nothing without a key that must be empty.
     *("megatron_core", "qalora_group_size"),
@@ -117,14 +118,15 @@ def why_another_base(config: Mapping[str, Any], model: str) -> str | None:
 
 
 def why_other_layers(
-    shapes: Mapping[str, Sequence[int]], rank: int, layers: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, Sequence[int]], rank: int, layers: Mapping[str, tuple[int, int, int]]
 ) -> str | None:
     """Return why weights of these shapes are not of these layers, or None if they are.
 
     Args:
         shapes: of each tensor in the file, by its name.
         rank: what the configuration says.
-        layers: the layers that the recipe trains: inputs and outputs, by name.
+        layers: the layers that the recipe trains: inputs, outputs, and how many matrices of both
+            (of an expert each), by name.
     """
     for name in shapes:
         layer = name.removesuffix(SIDES[0]).removesuffix(SIDES[1])
@@ -135,8 +137,9 @@ def why_other_layers(
                 f"its {name} is of a layer that the recipe's lora.target_modules does not train"
                 " or the base model does not have: add the layer to the recipe, or train without"
             )
-        inputs, outputs = layers[layer]
-        for side, shape in zip(SIDES, ([rank, inputs], [outputs, rank]), strict=True):
+        inputs, outputs, count = layers[layer]
+        wanted = [rank * count, inputs], [outputs, rank * count]
+        for side, shape in zip(SIDES, wanted, strict=True):
             own = shapes.get(layer + side)
             if own is None or list(own) != shape:
                 return (

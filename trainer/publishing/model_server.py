@@ -164,7 +164,13 @@ class ModelServer:
         listed = (await self.models()).get(name)
         if listed is None:
             await self.files.offer(folder)
-            body = {"lora_name": name, "lora_path": str(folder), MANIFEST_SHA256: manifest_sha256}
+            body = {
+                "lora_name": name,
+                "lora_path": str(folder),
+                # Experts are stacked; vLLM reads it where --enable-mixed-moe-lora-format is set.
+                "is_3d_lora_weight": True,
+                MANIFEST_SHA256: manifest_sha256,
+            }
             status, answer = await self._request("POST", "/load_lora_adapter", body)
             if status == NOT_FETCHED:
                 raise NotFetched(f"{self.url} did not load {name}: {_message(answer)}")

@@ -397,8 +397,14 @@ class LoraOptions(RecipeOptions):
     target_modules: str | list[str] = Field(
         default=AUTO,
         description="Layers with an adapter, as PEFT names them. "
-        '"auto" chooses by the architecture: every linear layer but the LM head, and of a mixture '
-        "of experts neither the routers nor the experts.",
+        '"auto" chooses by the architecture: every linear layer but the LM head and the routers of '
+        "a mixture of experts.",
+    )
+    experts: Annotated[bool, Field(strict=True)] = Field(
+        default=True,
+        description='Whether "auto" adds the experts of a mixture, if the model server takes '
+        "adapters of them. Each expert gets matrices of its own: of most mixtures they are nearly "
+        "all that is trained, and each version is so much larger.",
     )
 
 

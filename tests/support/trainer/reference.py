@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -64,7 +64,14 @@ def reference_gradients(folder: str, made: Learner, rows: Sequence[Row]) -> Grad
         a, b = (getattr(layer, side)["default"].weight for side in ("lora_A", "lora_B"))
         a, b = (w.detach().double().requires_grad_() for w in (a, b))
         weights |= {f"{path}.lora_A": a, f"{path}.lora_B": b}
-        _adapt(base.get_submodule(path), a, b, layer.scaling["default"])
+        module, scale = (
+            base.get_submodule(path.removesuffix(".base_layer")),
+            layer.scaling["default"],
+        )
+        if isinstance(layer, ParamWrapper):
+            _adapt_experts(module, layer.parameter_name, a, b, scale)
+        else:
+            _adapt(module, a, b, scale)
     for row in rows:
         first = len(row.prompt_ids) - 1
         logits = base(input_ids=torch.tensor([row.inputs]), use_cache=False).logits[0, first:]
@@ -82,6 +89,19 @@ def _adapt(layer: nn.Module, a: Tensor, b: Tensor, scale: float) -> None:
         return output + scale * (inputs[0].double() @ a.T @ b.T)
 
     layer.register_forward_hook(add)
+
+
+def _adapt_experts(experts: nn.Module, name: str, a: Tensor, b: Tensor, scale: float) -> None:
+    """Add B_e · A_e to the matrix of each expert e, at each forward pass."""
+    own = experts._parameters.pop(name)
+    assert own is not None
+    of_expert = a.unflatten(0, (len(own), -1)), b.unflatten(1, (-1, len(own)))
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        deltas = scale * torch.einsum("erk,mre->emk", *of_expert)
+        setattr(module, name, own + (deltas.mT if module.is_transposed else deltas))
+
+    experts.register_forward_pre_hook(add)
 
 
 def distance(found: Gradients, wanted: Gradients) -> float:

@@ -6,10 +6,13 @@ the model's precision. On a CPU in float32 they use oneDNN's kernels, which torc
 keeps for half precision: with AVX-512 on processors that are not Intel's these are more than
 twice as fast as MKL's.
 
-Installed are those that compute the same: PEFT's linear layers with one plain adapter,
-root-mean-square norms, and gated units. A module that is not as expected keeps its own forward
-pass, and one whose state changes (an adapter switched off or merged, a trained base) falls back
-to it.
+Of experts PEFT adds the adapter to the weights of all, in their precision, at every pass. Here each
+token is multiplied by the two small matrices of its expert, as in a model server.
+
+Installed are those that compute the same: PEFT's linear layers and stacked experts with one plain
+adapter, root-mean-square norms, and gated units. A module that is not as expected keeps its own
+forward pass, and one whose state changes (an adapter switched off or merged, a trained base) falls
+back to it.
 
 The weights of a layer that bitsandbytes packed are unpacked for each product, and never kept.
 bitsandbytes' own products of 8 bits would round the inputs as well, by what else is computed with
@@ -22,11 +25,12 @@ from types import MethodType
 from typing import Any, Final
 
 import torch
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, ParamWrapper
 from peft.utils.integrations import dequantize_bnb_weight
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import _grouped_mm
 
 # torch's setting of how float32 products are computed on a CPU; None if it has no such setting.
 _MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
@@ -52,10 +56,13 @@ def make_base_lean(base: nn.Module, like: nn.Module | None = None) -> None:
 
 
 def make_adapter_lean(model: nn.Module) -> None:
-    """Replace the forward passes of the adapted linear layers of `model`, in place."""
+    """Replace the forward passes of the adapted layers of `model`, in place."""
     for module in model.modules():
         if type(module) is Linear and _is_plain(module):
             module.forward = MethodType(_lora_forward, module)
+        # Of two around each other the inner one as well, which is called while both are off.
+        if type(module) is ParamWrapper and hasattr(module.get_base_layer(), "_apply_gate"):
+            module.forward = MethodType(_experts_forward, module)
 
 
 def is_packed(layer: nn.Module) -> bool:
@@ -146,6 +153,56 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     )
     shaped: Tensor = flat.unflatten(0, x.shape[:-1])
     return shaped
+
+
+def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts for tokens x (N, K), of which each is sent to k, `chosen` and weighed (N, k).
+
+    That is transformers' `grouped_mm_experts_forward`, with LoRA.
+    """
+    wrappers, experts = {}, self
+    while isinstance(experts, ParamWrapper):
+        wrappers[experts.parameter_name] = experts
+        experts = experts.base_layer
+    if self.disable_adapters or self.merged:
+        own: Tensor = type(self).forward(self, x, chosen, weights)
+        return own
+    sent, order = chosen.flatten().sort()
+    ends = torch.searchsorted(sent, torch.arange(experts.num_experts, device=x.device), right=True)
+
+    def multiply(rows: Tensor, name: str) -> Tensor:
+        weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+        own = grouped(rows, weight if experts.is_transposed else weight.mT, ends)
+        if bias is not None:
+            own = own + bias[sent]
+        if (wrapper := wrappers.get(name)) is None:
+            return own
+        (adapter,) = wrapper.lora_A
+        a, b = (side[adapter].weight.to(x.dtype) for side in (wrapper.lora_A, wrapper.lora_B))
+        a = a.unflatten(0, (experts.num_experts, -1))
+        b = b.unflatten(1, (-1, experts.num_experts)).permute(2, 1, 0) * wrapper.scaling[adapter]
+        # Grouped products want rows of whole 16 bytes.
+        a, b = (
+            nn.functional.pad(side, (0, 0, 0, -side.shape[1] % 8)).contiguous() for side in (a, b)
+        )
+        return own + grouped(grouped(rows, a.mT, ends), b, ends)
+
+    gated = experts._apply_gate(multiply(x[order // chosen.shape[1]], "gate_up_proj"))
+    weighed = multiply(gated, "down_proj") * weights.flatten()[order, None]
+    out: Tensor = weighed[order.argsort()].unflatten(0, chosen.shape).sum(1)
+    return out.to(x.dtype)
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply `rows`, of one group after the other, which end at `ends`, by its group's weight.
+
+    Shapes: rows (S, K), weight (E, K, M), ends (E,).
+    """
+    if rows.dtype == torch.float64:
+        out: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+    else:
+        out = _grouped_mm(rows, weight, ends.int())
+    return out
 
 
 def _packed_forward(self: Any, x: Tensor) -> Tensor:

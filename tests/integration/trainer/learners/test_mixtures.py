@@ -1,20 +1,33 @@
-"""The learner on tiny mixtures of experts: neither routers nor experts are trained."""
+"""The learner on tiny mixtures: experts are trained where they are served, routers never."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
+from aiohttp import web
+from peft import PeftModel
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
 
 from tests.support.mixtures import tiny_model
+from tests.support.servers.computing_server import Server
+from tests.support.trainer.reference import shake
 from tests.support.training import PLAIN, recipe, rows, write_words
 from trainer.batches import Row
 from trainer.learners.learner import Learner
+from trainer.learners.model import save_merged
 from trainer.publishing.adapters import SERVED
+from trainer.publishing.model_server import Replicas
+from trainer.recipes.recipe import Recipe
+from trainer.updates.self_test import ServerSelfTest
 
-KINDS = ("qwen3_moe", "qwen2_moe", "mixtral")
+KINDS = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -52,7 +65,11 @@ def test_an_update_trains_what_was_chosen_and_goes_on_from_its_files(
     made.update(rows(0))
     first = save(made, tmp_path / "1")
     names = names_in(first)
-    assert not [name for name in names if re.search(r"\.gate\.|_gate\.|\.experts\.", name)]
+    assert not [name for name in names if re.search(r"\.gate\.|_gate\.|\.router\.", name)]
+    # As vLLM reads them: those of `gate_up_proj` are inside.
+    of_experts = {name.partition(".experts.")[2] for name in names} - {""}
+    sides = ("lora_A.weight", "lora_B.weight")
+    assert of_experts == {*sides, *(f"base_layer.{side}" for side in sides)}
     made.update(rows(1))
     second = save(made, tmp_path / "2")
     # As versions are computed: row by row, rounding differs.
@@ -77,3 +94,134 @@ def differ(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> 
         pair for row, own in zip(one, other, strict=True) for pair in zip(row, own, strict=True)
     ]
     return max(abs(left - right) for left, right in pairs)
+
+
+def shaken(mixture: str, tmp_path: Path) -> tuple[Learner, Path]:
+    """Return a learner with an adapter that has an effect, and the adapter's folder."""
+    made = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
+    shake(made, 0.1)
+    return made, save(made, tmp_path / "1")
+
+
+def test_peft_and_merged_weights_compute_the_same_experts(mixture: str, tmp_path: Path) -> None:
+    made, folder = shaken(mixture, tmp_path)
+    ids = torch.randint(97, (1, 20), generator=torch.Generator().manual_seed(0))
+    base = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    save_merged(mixture, folder, tmp_path / "merged")
+    with torch.no_grad():
+        own, plain = made._model(ids).logits, base(ids).logits
+        loaded = PeftModel.from_pretrained(base, str(folder))(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+    assert (own - plain).abs().max() > 0.01
+    assert (own - loaded).abs().max() < 1e-5
+    assert (own - merged).abs().max() < 1e-4
+
+
+def test_adapter_of_experts_is_imported(mixture: str, tmp_path: Path) -> None:
+    made, folder = shaken(mixture, tmp_path)
+    probed = plain(rows(5))
+    own = made._survey(probed)
+    made.adopt(folder)
+    assert differ(made._survey(probed), own) == 0
+
+
+@pytest.mark.vllm
+def test_vllm_reads_experts_as_they_were_trained(mixture: str, tmp_path: Path) -> None:
+    """By its own code, of both forms that it keeps experts in; its kernels need a GPU."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+
+    made, folder = shaken(mixture, tmp_path)
+    modules = dict(made._model.get_base_model().named_modules())
+    name = "model.layers.1.mlp.experts"
+    down, gate_up = (modules[path] for path in (name, f"{name}.base_layer"))
+    wanted = [layer.get_delta_weight("default") for layer in (gate_up, down)]
+    wanted = [delta.mT if gate_up.get_base_layer().is_transposed else delta for delta in wanted]
+    helper = PEFTHelper.from_local_dir(str(folder), None)
+    architecture = type(made._model.get_base_model()).__name__
+    manager = SimpleNamespace(
+        _is_3d_moe_model=True,
+        _get_lora_layer_weights=LoRAModel.get_lora,
+        model=SimpleNamespace(config=SimpleNamespace(architectures=[architecture])),
+    )
+    module = SimpleNamespace(
+        local_num_experts=4, global_num_experts=4, ep_rank=0, w13_lora_a_stacked=[torch.empty(1, 4)]
+    )
+    for form in ("_stack_moe_lora_weights", "_convert_3d_to_2d_moe_lora"):
+        read = LoRAModel.from_local_checkpoint(
+            str(folder),
+            {path.rpartition(".")[2] for path in modules},
+            helper,
+            lora_model_id=1,
+            device="cpu",
+        )
+        for weights in read.loras.values():
+            weights.optimize()
+        getattr(LoRAModelManager, form)(manager, read, module, name)
+        pairs = zip(read.loras[name].lora_a, read.loras[name].lora_b, strict=True)
+        found = [b @ a for a, b in pairs]
+        if form == "_convert_3d_to_2d_moe_lora":
+            gate, down_delta, up = found
+            halves = torch.stack((gate, up), 2 if architecture == "GptOssForCausalLM" else 1)
+            found = [halves.flatten(1, 2), down_delta]
+        for own, vllms in zip(wanted, found, strict=True):
+            assert (own - vllms).abs().max() < 1e-6 < own.abs().max()
+
+
+class Refusing(Server):
+    """Keep the newest adapter alone; refuse those of experts, as vLLM on a CPU does, if told so."""
+
+    refuses = True
+
+    async def _load(self, request: web.Request) -> web.Response:
+        adapter = Path((await request.json())["lora_path"]) / SERVED[1]
+        if self.refuses and any(".experts" in name for name in load_file(adapter)):
+            return web.Response(status=400, text="expected target modules in {…}")
+        if self._adapted is not None:
+            self._base, self._adapted = self._adapted.unload(), None
+        self._bytes.clear()
+        return await super()._load(request)
+
+
+@asynccontextmanager
+async def serving(mixture: str, *, refuses: bool) -> AsyncIterator[Replicas]:
+    server = Refusing("m", Path(mixture))
+    server.refuses = refuses
+    runner = web.AppRunner(server.app())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with Replicas([f"http://127.0.0.1:{runner.addresses[0][1]}/v1"]) as servers:
+            yield servers
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_experts_are_trained_unless_the_server_refuses_them(
+    mixture: str, tmp_path: Path, refuses: bool
+) -> None:
+    made = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
+    kinds = made.layer_kinds()
+    [experts] = [kind for kind in kinds if kind.endswith(".experts")]
+    async with serving(mixture, refuses=refuses) as servers:
+        with capture_logs() as logs:
+            assert await ServerSelfTest(made, tmp_path, servers, "m", recipe()).why_not() is None
+    left_out = [line["layers"] for line in logs if line["event"] == "layers_left_out"]
+    assert len(left_out) == refuses
+    for whys in left_out:
+        assert "expected target modules" in whys.pop(experts)
+        # Some of these models do not attend to anything: their texts are one word.
+        assert all("changes nothing" in why for why in whys.values())
+    rest = made.layer_kinds()
+    assert (experts in rest) is not refuses
+    assert any(kind.endswith("v_proj") for kind in rest)
+    made.update(rows(0))
+
+
+def test_recipe_keeps_experts_as_they_are(mixture: str, tmp_path: Path) -> None:
+    lora = recipe().lora.model_copy(update={"experts": False})
+    without: Recipe = recipe().model_copy(update={"lora": lora})
+    made = Learner(mixture, without, seed=0, scratch=tmp_path)
+    assert not [kind for kind in made.layer_kinds() if kind.endswith(".experts")]

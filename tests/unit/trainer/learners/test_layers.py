@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from tests.support.mixtures import DENSE, MIXTURES, outline, tiny_model
 from trainer.errors import LearnerError
 from trainer.learners.adapter import (
+    STACKED,
     ModelModule,
     attach_adapter,
     choose,
@@ -195,12 +196,19 @@ def test_mixtures_have_adapters_neither_on_routers_nor_on_experts(kind: str) -> 
     assert leaves(choose(parts_of(outline(kind)))) == WANTED[kind]
 
 
+@pytest.mark.parametrize("experts", [True, False])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
-def test_peft_adapts_what_was_chosen_and_nothing_else(kind: str, tmp_path: Path) -> None:
+def test_peft_adapts_what_was_chosen_and_nothing_else(
+    kind: str, experts: bool, tmp_path: Path
+) -> None:
     """PEFT reads names of a mixture's layers as those of its experts, unless it is kept from it."""
     base = tiny_model(kind)
-    lora = LoraOptions(rank=2)
+    lora = LoraOptions(rank=2, experts=experts)
     wanted = set(choose(parts_of(base)))
+    stacks = [part.name for part in parts_of(base) if part.stacked]
+    assert all(name.endswith(".experts") for name in stacks)
+    assert stacks
+    wanted |= {f"{name}.{stack}" for name in stacks for stack in STACKED if experts}
     model = attach_adapter(base, lora, None, seed=0)
     assert adapted(model) == wanted
     save_adapter(model, tmp_path)

@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "megatron_core": "megatron.core",
     "qalora_group_size": 16,
 }
-LAYERS = {"model.q_proj": (32, 16)}
+LAYERS = {"model.q_proj": (32, 16, 1)}
 SHAPES = {"model.q_proj.lora_A.weight": (8, 32), "model.q_proj.lora_B.weight": (16, 8)}
 
 
@@ -80,7 +80,9 @@ def test_the_base_is_told_by_its_name_or_its_folder(tmp_path: Path) -> None:
 
 def test_shapes_of_the_layers_fit() -> None:
     assert why_other_layers(SHAPES, 8, LAYERS) is None
-    assert why_other_layers(SHAPES, 8, LAYERS | {"model.k_proj": (1, 1)}) is None
+    assert why_other_layers(SHAPES, 8, LAYERS | {"model.k_proj": (1, 1, 1)}) is None
+    stacked = {"model.q_proj.lora_A.weight": (32, 32), "model.q_proj.lora_B.weight": (16, 32)}
+    assert why_other_layers(stacked, 8, {"model.q_proj": (32, 16, 4)}) is None
 
 
 @pytest.mark.parametrize(
