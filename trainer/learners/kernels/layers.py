@@ -61,7 +61,7 @@ def make_adapter_lean(model: nn.Module) -> None:
         if type(module) is Linear and _is_plain(module):
             module.forward = MethodType(_lora_forward, module)
         # Of two around each other the inner one as well, which is called while both are off.
-        if type(module) is ParamWrapper and hasattr(module.get_base_layer(), "_apply_gate"):
+        if isinstance(module, ParamWrapper) and hasattr(module.get_base_layer(), "_apply_gate"):
             module.forward = MethodType(_experts_forward, module)
 
 
