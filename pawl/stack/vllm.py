@@ -3,6 +3,7 @@
 `python -m pawl.stack.vllm` has the arguments of `vllm serve`.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -74,6 +75,32 @@ def has_gpu() -> bool:
 def rank_with_room(rank: int) -> int:
     """Return the lowest --max-lora-rank that adapters of this rank fit; vLLM refuses others."""
     return next((known for known in RANKS if known >= rank), rank)
+
+
+def lacks_lora(architecture: str) -> bool:
+    """Return whether the vLLM that is installed here has no LoRA for a class of models.
+
+    Its sources are read, because to import them takes many seconds. Which layers of a class it
+    adapts is known only when a model is built.
+    """
+    spec = importlib.util.find_spec("vllm")
+    roots = (spec.submodule_search_locations if spec is not None else None) or ()
+    sources = [
+        path.read_text()
+        for root in roots
+        for folder in ("model_executor/models", "models")
+        for path in Path(root, folder).rglob("*.py")
+    ]
+    bases: dict[str, set[str]] = {}
+    for name, inherited in re.findall(r"^class (\w+)\(([^)]*)\)", "\n".join(sources), re.MULTILINE):
+        bases.setdefault(name, set()).update(re.findall(r"\w+", inherited))
+    listed = rf'"{architecture}": \(\s*"[\w.]+",\s*"(\w+)"'
+    found = set(re.findall(listed, "\n".join(sources)))
+    is_known, reached = bool(found & bases.keys()), set[str]()
+    while found - reached:
+        reached |= found
+        found = set().union(*(bases.get(name, ()) for name in found))
+    return is_known and "SupportsLoRA" not in reached
 
 
 def vllm_command(options: VllmOptions) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +29,7 @@ from pawl.stack.preflight import (
 )
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.stack import _processes, configured_plan
-from pawl.stack.vllm import stage, vllm_command, vllm_environment
+from pawl.stack.vllm import lacks_lora, stage, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from tests.conftest import ROOT
 from tests.support.waiting import until
@@ -641,3 +642,25 @@ async def test_last_words_are_read_from_the_end_of_a_long_log(tmp_path: Path) ->
     process.log_file.write_bytes(b"an earlier start\n" * 10_000 + b"10%\r50%\r100%")
     assert process.last_words(2).split() == ["50%", "100%"]
     assert len(process.last_words(10_000)) <= 16 * 1024
+
+
+def test_lora_of_an_architecture_is_read_from_the_sources_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By inheritance too; what the sources do not say is not said."""
+    models = tmp_path / "model_executor" / "models"
+    models.mkdir(parents=True)
+    (models / "registry.py").write_text(
+        'M = {"AForCausalLM": ("a", "A"), "B": ("a", "B"), "C": (\n    "c",\n    "C",\n),'
+        ' "D": ("elsewhere", "D")}\n'
+    )
+    (models / "a.py").write_text(
+        "class A(nn.Module, SupportsLoRA): ...\nclass B(\n    A,\n    SupportsPP,\n): ...\n"
+    )
+    (models / "c.py").write_text("class C(nn.Module, SupportsPP): ...\n")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
+    lacking = [name for name in ("AForCausalLM", "B", "C", "D", "F") if lacks_lora(name)]
+    assert lacking == ["C"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert not lacks_lora("C")
