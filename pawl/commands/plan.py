@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pawl.commands.common import AsJson, fail, grid, require_torch, write_lines
 from pawl.settings import refuse_unread
-from pawl.stack.vllm import CPU_CACHE_GIB, CPU_CONTEXT, SHARED
+from pawl.stack.vllm import ALONE, CPU_CACHE_GIB, CPU_CONTEXT, SHARED, lacks_lora
 from store.records import Record
 from trainer.errors import TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
@@ -26,6 +26,10 @@ MIB: Final = 2**20
 # Rows to compare with rows computed one by one, which takes long and much memory.
 COMPARED_TURNS: Final = 4
 COMPARED_TOKENS: Final = 256
+# PAWL_MAX_MODEL_LEN takes no less.
+SHORTEST: Final = 128
+# One machine's.
+MOST_GPUS: Final = 8
 
 
 class Rehearsal(Record, frozen=True, kw_only=True):
@@ -45,8 +49,9 @@ class Rehearsal(Record, frozen=True, kw_only=True):
 
 
 class MemoryPlan(Record, frozen=True, kw_only=True):
-    """Hold the plan of one model on one GPU, or on a CPU; sizes in GiB, or in MiB for each token.
+    """Hold the plan of one model on a CPU, or on one GPU of the trainer's `gpus`.
 
+    Sizes are in GiB, or in MiB for each token.
     `longest` and `longest_plain` are the tokens of the longest call that can be trained, with and
     without gradient checkpointing. An episode of `turns` turns whose last call has `context` tokens
     has `unique_tokens`, and `row_tokens` if each call were computed by itself.
@@ -57,6 +62,7 @@ class MemoryPlan(Record, frozen=True, kw_only=True):
     way: str
     parameters: int
     device: str
+    gpus: int
     memory_gib: float
     server_gib: float
     weights_gib: float
@@ -95,12 +101,15 @@ def plan(
             help="Memory of the GPU, in GiB; default: what this machine's GPU has, or its CPU.",
         ),
     ] = None,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs of the trainer, which share the model's weights.")
+    ] = 1,
     serve_share: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Share of it that vLLM takes; 0: the trainer has its own GPU. Default: 0.5 of a"
+            help="Share of it that vLLM takes; 0: the trainer's GPUs are its own. Default: 0.5 of a"
             " GPU, and on a CPU its weights and 2 GiB.",
         ),
     ] = None,
@@ -130,6 +139,8 @@ def plan(
     from trainer.learners.memory import footprint
 
     device = "cuda" if gpu_gib is not None or torch.cuda.is_available() else "cpu"
+    if gpus > 1 and device == "cpu":
+        fail("there is no GPU here: say with --gpu-gib how much memory each of --gpus has")
     memory_gib = whole_memory(device) / GIB if gpu_gib is None else gpu_gib
     try:
         chosen = load_recipe(recipe)
@@ -142,10 +153,14 @@ def plan(
         model=model,
         device=device,
         memory_gib=memory_gib,
+        gpus=gpus,
         serve_share=serve_share,
         context=context or _context(takes, chosen, device),
         turns=turns,
     )
+    if lacks_lora(takes.architecture):
+        why = f"the vLLM installed here has no LoRA for {takes.architecture}: train another model"
+        made = msgspec.structs.replace(made, advice=(why, *made.advice))
     if is_rehearsed:
         try:
             rehearsal = rehearse(model, chosen, context=made.context, turns=turns)
@@ -209,6 +224,16 @@ def _context(takes: "Footprint", recipe: Recipe, device: str) -> int:
     return min(context, CPU_CONTEXT) if device == "cpu" else context
 
 
+class _Space(Record, frozen=True, kw_only=True):
+    """Hold the bytes of a device, of vLLM's share, of what it needs, and of the trainer's room."""
+
+    on_gpu: bool
+    memory: int
+    server: int
+    serving: int
+    room: int
+
+
 def memory_plan(
     takes: "Footprint",
     recipe: Recipe,
@@ -219,17 +244,22 @@ def memory_plan(
     serve_share: float | None,
     context: int,
     turns: int,
+    gpus: int = 1,
 ) -> MemoryPlan:
-    """Return the plan of a model that `takes` so much memory (pure)."""
+    """Return the plan of a model that in one process `takes` so much memory (pure)."""
     from trainer.learners.kernels.process import LEFT_FREE
+    from trainer.learners.memory import OVERHEAD
 
-    memory = int(memory_gib * GIB)
+    memory, alone = int(memory_gib * GIB), takes
+    takes = alone.over(gpus)
     if serve_share is None and device == "cpu":
         server = takes.served + CPU_CACHE_GIB * GIB
     else:
         server = int(memory * (SHARED if serve_share is None else serve_share))
     # What a trainer on a CPU leaves free is a share of the whole.
     room = max(0, memory - server - int(memory * LEFT_FREE if device == "cpu" else 0))
+    serving, on_gpu = takes.served + context * takes.cached, device == "cuda"
+    space = _Space(on_gpu=on_gpu, memory=memory, server=server, serving=serving, room=room)
     longest = takes.longest(room, checkpointing=True)
     return MemoryPlan(
         model=model,
@@ -237,12 +267,13 @@ def memory_plan(
         way="tree" if takes.why_no_tree is None else f"stretches ({takes.why_no_tree})",
         parameters=takes.parameters,
         device=device,
+        gpus=gpus,
         memory_gib=round(memory_gib, 2),
         server_gib=round(server / GIB, 2),
-        weights_gib=round(takes.weights / GIB, 2),
+        weights_gib=round((takes.weights + takes.gathered) / GIB, 2),
         optimizer_gib=round(takes.optimizer / GIB, 2),
         head_gib=round(takes.head / GIB, 2),
-        overhead_gib=round((takes.fixed - takes.weights - takes.optimizer - takes.head) / GIB, 2),
+        overhead_gib=round(OVERHEAD / GIB, 2),
         plain_mib=round(takes.plain / MIB, 3),
         checkpointed_mib=round(takes.checkpointed / MIB, 3),
         longest=longest,
@@ -254,54 +285,82 @@ def memory_plan(
         unique_tokens=context,
         # Calls that grow by equal steps.
         row_tokens=context * (turns + 1) // 2,
-        advice=tuple(_advice(takes, recipe, device, room, server, context)),
+        advice=tuple(_advice(alone, recipe, gpus, space, context)),
     )
 
 
 def _advice(
-    takes: "Footprint", recipe: Recipe, device: str, room: int, server: int, context: int
+    alone: "Footprint", recipe: Recipe, gpus: int, space: "_Space", context: int
 ) -> Sequence[str]:
-    """Return what to change so that calls of `context` tokens can be trained and served."""
-    longest = takes.longest(room, checkpointing=True)
+    """Return what to change so that calls of `context` tokens can be trained and served.
+
+    Each way is enough by itself.
+    """
+    takes = alone.over(gpus)
+    longest = takes.longest(space.room, checkpointing=True)
+    plain = takes.longest(space.room, checkpointing=False)
     advice = []
-    if device == "cuda" and 0 < server < takes.served + context * takes.cached:
-        what = "weights" if server < takes.served else f"weights and a call of {context} tokens"
+    if space.on_gpu and 0 < space.server < space.serving:
+        of_a_call = "" if space.server < takes.served else f" and a call of {context} tokens"
+        stored = " in 16 bits" if takes.quantised is None else ""
+        what = f"weights{of_a_call}{stored}"
+        ways = _serve_more(takes, space, context)
+        advice.append(f"vLLM's share does not hold the {what}: {_either(ways)}")
+    if longest < min(context, SHORTEST):
+        beside = " beside vLLM" if space.server else ""
+        ways = [*_train_more(alone, gpus, space, min(context, SHORTEST)), "train a smaller model"]
+        return [*advice, f"the weights do not fit{beside}: {_either(ways)}"]
+    if longest < context:
+        ways = ["lower PAWL_MAX_MODEL_LEN to that", *_train_more(alone, gpus, space, context)]
         advice.append(
-            f"vLLM's share does not hold the {what} in 16 bits: give it more"
-            ' (PAWL_SERVE_GPU_SHARE), serve 8 bits (PAWL_VLLM_ARGS="--quantization fp8"), give it'
-            " another GPU (PAWL_SERVE_GPUS), or serve a smaller model"
+            f"calls longer than {longest} tokens would not be trained (too_long): {_either(ways)}"
         )
-    if not longest:
-        advice.append(f"the weights do not fit{_more_room(takes, recipe, device, server)}")
-    elif longest < context:
-        more = "" if device == "cpu" else ", or give the trainer more memory"
-        by = " (PAWL_SERVE_GPU_SHARE, PAWL_TRAIN_GPUS)" if more and server else ""
-        advice.append(
-            f"calls longer than {longest} tokens would not be trained (too_long): lower"
-            f" PAWL_MAX_MODEL_LEN to that{more}{by}"
-        )
-    elif (
-        recipe.batch.gradient_checkpointing is False
-        and takes.longest(room, checkpointing=False) < context
-    ):
+    if recipe.batch.gradient_checkpointing is False and plain < min(longest, context):
         advice.append("leave batch.gradient_checkpointing out: it is switched on where needed")
-    if device == "cuda" and 0 < longest < recipe.batch.micro_batch_tokens:
+    if space.on_gpu and SHORTEST <= longest < recipe.batch.micro_batch_tokens:
         advice.append(f"set batch.micro_batch_tokens = {longest} or less")
     return advice
 
 
-def _more_room(takes: "Footprint", recipe: Recipe, device: str, server: int) -> str:
-    """Return what makes room for weights that do not fit, of what can."""
+def _serve_more(takes: "Footprint", space: "_Space", context: int) -> Sequence[str]:
+    """Return what lets vLLM serve calls of `context` tokens on a GPU, of what can."""
     ways = []
-    if takes.packable and recipe.base_bits != 4:
-        ways.append("pack the weights (base_bits = 4 in the recipe)")
-    if device == "cuda":
-        own = "give the trainer a GPU of its own (PAWL_TRAIN_GPUS), or several of them"
-        ways.append(f"{own if server else 'give the trainer several GPUs (PAWL_TRAIN_GPUS)'}")
-        ways[-1] += ", which share the weights"
-    ways.append("train a smaller model")
-    beside = " beside vLLM" if server else ""
-    return f"{beside}: {', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
+    if space.serving + takes.needed(context, checkpointing=True) <= space.memory:
+        ways.append("give it more (PAWL_SERVE_GPU_SHARE)")
+    # Without room for a whole call vLLM serves shorter ones.
+    lacking = takes.served if space.server < takes.served else space.serving
+    if takes.quantised is None and lacking - takes.served / 2 < space.server:
+        ways.append('serve 8 bits (PAWL_VLLM_ARGS="--quantization fp8")')
+    if space.serving <= ALONE * space.memory:
+        ways.append("give it another GPU (PAWL_SERVE_GPUS)")
+    else:
+        ways.append("give it several GPUs (PAWL_SERVE_GPUS, --tensor-parallel-size)")
+    return [*ways, "serve a smaller model"]
+
+
+def _train_more(alone: "Footprint", gpus: int, space: "_Space", tokens: int) -> Sequence[str]:
+    """Return what lets the trainer compute `tokens` tokens at once, of what can."""
+    ways = []
+    if alone.packed is not None:
+        packed = msgspec.structs.replace(alone, weights=alone.packed)
+        if packed.longest(space.room, checkpointing=True) >= tokens:
+            ways.append("pack the weights (base_bits = 4 in the recipe)")
+    if not space.on_gpu:
+        return ways
+    needed = space.serving + alone.over(gpus).needed(tokens, checkpointing=True)
+    if space.serving < space.server and needed <= space.memory:
+        ways.append("give vLLM less (PAWL_SERVE_GPU_SHARE)")
+    for count in range(gpus if space.server else gpus + 1, MOST_GPUS + 1):
+        if alone.over(count).longest(space.memory, checkpointing=True) >= tokens:
+            own = " of its own" if space.server else ""
+            many = f"{count} GPUs{own} (PAWL_TRAIN_GPUS), which share the weights"
+            a_gpu = "a GPU of its own (PAWL_TRAIN_GPUS)"
+            return [*ways, f"give the trainer {a_gpu if count == 1 else many}"]
+    return ways
+
+
+def _either(ways: Sequence[str]) -> str:
+    return f"{', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
 
 
 def _rehearsed(done: Rehearsal) -> Sequence[tuple[str, str]]:
@@ -317,10 +376,11 @@ def _rehearsed(done: Rehearsal) -> Sequence[tuple[str, str]]:
 
 def _table(plans: Sequence[MemoryPlan]) -> Table:
     [made] = plans
+    each = f", as each of {made.gpus}" if made.gpus > 1 else ""
     rows = [
         ("family", f"{made.family}, {made.parameters / 1e9:.2f} billion parameters"),
         ("shared prefixes", made.way),
-        ("GPU" if made.device == "cuda" else "memory", f"{made.memory_gib:g} GiB"),
+        ("GPU" if made.device == "cuda" else "memory", f"{made.memory_gib:g} GiB{each}"),
         ("vLLM", f"{made.server_gib:g} GiB"),
         ("weights", f"{made.weights_gib:g} GiB"),
         ("adapter, gradient and moments", f"{made.optimizer_gib:g} GiB"),

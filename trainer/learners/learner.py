@@ -196,6 +196,7 @@ class Learner:
         takes = None
         try:
             takes = footprint(self._base.name, self._recipe, device)
+            takes = takes.over(self.processes.count)
         except Exception as error:  # Whatever fails, training may not.
             log.warning("memory_not_planned", reason=f"{type(error).__name__}: {error}"[:500])
         return takes if all(self.processes.gather(takes is not None)) else None

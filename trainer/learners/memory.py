@@ -28,7 +28,6 @@ from trainer.learners.model import (
     encode_positions,
     loader_of,
     loading,
-    packable,
     precision,
     quantised_by,
     weight_bytes,
@@ -55,12 +54,17 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     Attributes:
         family: the model's type, as its configuration names it.
+        architecture: the class of the model, by which a model server knows it.
         why_no_tree: why shared prefixes cannot be computed as trees; None if a trial decides.
         context: the most tokens that the model has positions for; None if it does not say.
         parameters: how many numbers the frozen base has.
         trained: how many the adapter has.
         weights: of the frozen base; where they are packed, with the largest layer unpacked.
-        packable: whether `base_bits` can pack most of them.
+        packed: of these with `base_bits = 4`; None if they cannot be packed.
+        layers: of each decoder layer that several processes shard; packed ones are whole in each.
+        gathered: of a layer that one of several processes has whole for its turn: as its parts
+            came, and as it is used.
+        quantised: by which method the weights are stored in fewer bits; None: they are not.
         served: of the weights in a model server, whatever the files have: 16 bits on a GPU, 32 on a
             CPU.
         cached: a token, of keys and values in a model server.
@@ -71,23 +75,27 @@ class Footprint(Record, frozen=True, kw_only=True):
     """
 
     family: str
+    architecture: str
     why_no_tree: str | None
     context: int | None
     parameters: int
     trained: int
     weights: int
-    packable: bool
+    packed: int | None
+    layers: tuple[int, ...]
+    quantised: str | None
     served: int
     cached: int
     optimizer: int
     head: int
     plain: int
     checkpointed: int
+    gathered: int = 0
 
     @property
     def fixed(self) -> int:
         """Return the bytes that do not grow with the tokens that are computed at once."""
-        return self.weights + self.optimizer + self.head + OVERHEAD
+        return self.weights + self.gathered + self.optimizer + self.head + OVERHEAD
 
     @property
     def loaded(self) -> int:
@@ -103,6 +111,15 @@ class Footprint(Record, frozen=True, kw_only=True):
         a_token = self.checkpointed if checkpointing else self.plain
         return max(0, room - self.fixed) // a_token
 
+    def over(self, processes: int) -> "Footprint":
+        """Return what training takes in one of several processes that share the weights."""
+        if processes == 1 or not self.layers:
+            return self
+        saved = sum(self.layers) * (processes - 1) // processes
+        return msgspec.structs.replace(
+            self, weights=self.weights - saved, gathered=2 * max(self.layers)
+        )
+
     def checkpointed_share(self, tokens: int, room: int) -> float:
         """Return the share of the layers to checkpoint, for `tokens` tokens in `room` bytes."""
         lacking = self.needed(tokens, checkpointing=False) - room
@@ -114,7 +131,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Return what it takes if training on `tokens` tokens took `peak` bytes; None: too many."""
         kind = "checkpointed" if checkpointing else "plain"
         own: int = getattr(self, kind)
-        a_token = 2 * own if peak is None else max(1, (peak - self.head) // tokens)
+        a_token = 2 * own if peak is None else max(1, (peak - self.head - self.gathered) // tokens)
         return msgspec.structs.replace(self, **{kind: a_token})
 
 
@@ -137,7 +154,10 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         encode_positions(base)
     make_base_lean(base)
     parameters = sum(parameter.numel() for parameter in base.parameters())
-    weights = weight_bytes(base, recipe, device)
+    weights, quantised = weight_bytes(base, recipe, device), quantised_by(config)
+    is_sharded = recipe.base_bits is None and quantised != "bitsandbytes"
+    packed = _packed_bytes(base, recipe, device)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(base)]
     adapted = attach_adapter(base, recipe.lora, None, 0)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     text = config.get_text_config()
@@ -149,12 +169,15 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
     at_head = hidden * (2 * width + 2 * 4)
     return Footprint(
         family=config.model_type,
+        architecture=(config.architectures or [type(base).__name__])[0],
         why_no_tree=why_no_tree(adapted),
         context=getattr(text, "max_position_embeddings", None),
         parameters=parameters,
         trained=trained,
         weights=weights,
-        packable=_can_be_packed(base),
+        packed=packed,
+        layers=tuple(width * size for size in layers) if is_sharded else (),
+        quantised=quantised,
         served=_served_bytes(base) if device == "cuda" else parameters * served_width,
         cached=_cached_numbers(text) * served_width,
         optimizer=TRAINED * trained,
@@ -179,12 +202,14 @@ def _served_bytes(base: Any) -> int:
     return int(sum(parameter.numel() * width(parameter) for parameter in base.parameters()))
 
 
-def _can_be_packed(base: Any) -> bool:
+def _packed_bytes(base: Any, recipe: Recipe, device: str) -> int | None:
+    """Return the bytes of the weights in 4 bits; None: they cannot be packed, or are already."""
+    if quantised_by(base.config) is not None:
+        return None
     try:
-        packable(base)
+        return weight_bytes(base, recipe.model_copy(update={"base_bits": 4}), device)
     except LearnerError:
-        return False
-    return True
+        return None
 
 
 def _cached_numbers(text: Any) -> int:

@@ -1,6 +1,9 @@
 """Memory is planned from a configuration: what a hand calculation gives, and what torch keeps."""
 
+import re
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.commands.plan import memory_plan
+from pawl.commands.plan import MemoryPlan, memory_plan
 from tests.support.trainer.families import ALL, LONG, OTHERS, write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.batches import Row, computed_tokens
@@ -156,26 +159,202 @@ def test_plan_says_what_to_change(qwen3_8b: Path, more: list[str], said: str) ->
     assert said in msgspec.json.decode(done.output)["advice"][0]
 
 
-def test_advice_is_none_that_is_refused_or_cannot_apply(tmp_path: Path) -> None:
-    """A mixture's experts cannot be packed, and a trainer that is alone needs no GPU of its own."""
-    write_family(tmp_path, "mixtral")
-    takes = msgspec.structs.replace(footprint(str(tmp_path), recipe()), weights=100 * GIB)
-    assert not takes.packable
-    for share, beside in ((0.5, " beside vLLM: give the trainer a GPU of its"), (0.0, ": give")):
-        made = memory_plan(
-            takes,
-            recipe(),
-            model="m",
-            device="cuda",
-            memory_gib=80.0,
-            serve_share=share,
-            context=100,
-            turns=1,
-        )
-        [advice] = made.advice
-        assert advice.startswith(f"the weights do not fit{beside}")
-        assert "base_bits" not in advice
-        assert advice.endswith("or train a smaller model")
+# Of 42 GiB, 40 of them in as many layers; a token takes 1 MiB, or 2, and as much in a server.
+LARGE = Footprint(
+    family="f",
+    architecture="F",
+    why_no_tree=None,
+    context=None,
+    parameters=21 * GIB,
+    trained=1,
+    weights=42 * GIB,
+    packed=14 * GIB,
+    layers=(GIB,) * 40,
+    quantised=None,
+    served=42 * GIB,
+    cached=MIB,
+    optimizer=GIB,
+    head=GIB,
+    plain=2 * MIB,
+    checkpointed=MIB,
+)
+MIXTURE = {"packed": None}
+IN_FP8 = {"packed": None, "quantised": "fp8", "served": 21 * GIB}
+# By `base_bits = 4` in the recipe: whole in each process.
+PACKED = {"weights": 14 * GIB, "layers": ()}
+PACK = "pack the weights (base_bits = 4 in the recipe)"
+SMALLER = "or train a smaller model"
+FP8 = 'serve 8 bits (PAWL_VLLM_ARGS="--quantization fp8")'
+
+
+def plan_of(
+    change: dict[str, Any], gpu_gib: float, share: float, context: int = 1024, **more: Any
+) -> MemoryPlan:
+    takes = msgspec.structs.replace(LARGE, **change)
+    named: dict[str, Any] = {"model": "m", "device": "cuda", "turns": 1, "context": context}
+    named |= {"recipe": recipe(), "memory_gib": gpu_gib, "serve_share": share} | more
+    return memory_plan(takes, **named)
+
+
+def gpus(count: int, own: str = "") -> str:
+    return f"give the trainer {count} GPUs{own} (PAWL_TRAIN_GPUS), which share the weights"
+
+
+@pytest.mark.parametrize(
+    ("plan", "advice"),
+    [
+        (plan_of({}, 180, 0.5), []),
+        # A trainer that is alone needs no GPU of its own, and experts cannot be packed.
+        (plan_of({}, 40, 0), [f"the weights do not fit: {PACK}, {gpus(2)}, {SMALLER}"]),
+        # Room for 102 tokens, which PAWL_MAX_MODEL_LEN would refuse.
+        (plan_of(MIXTURE, 45.1, 0), [f"the weights do not fit: {gpus(2)}, {SMALLER}"]),
+        (plan_of(MIXTURE, 40, 0), [f"the weights do not fit: {gpus(2)}, {SMALLER}"]),
+        (plan_of(MIXTURE, 20, 0, gpus=2), [f"the weights do not fit: {gpus(4)}, {SMALLER}"]),
+        (plan_of(MIXTURE, 20, 0, gpus=4), []),
+        # No number of GPUs suffices where one layer does not fit, or all are whole in each.
+        (plan_of({}, 6, 0), ["the weights do not fit: train a smaller model"]),
+        (plan_of(PACKED, 14, 0), ["the weights do not fit: train a smaller model"]),
+        (
+            plan_of(MIXTURE, 60, 0.8),
+            [
+                "the weights do not fit beside vLLM: give the trainer a GPU of its own"
+                f" (PAWL_TRAIN_GPUS), {SMALLER}"
+            ],
+        ),
+        (
+            plan_of({}, 100, 0.3),
+            [
+                "vLLM's share does not hold the weights in 16 bits: give it more"
+                f" (PAWL_SERVE_GPU_SHARE), {FP8}, give it another GPU (PAWL_SERVE_GPUS), or serve"
+                " a smaller model"
+            ],
+        ),
+        (
+            plan_of(IN_FP8 | {"layers": ()}, 20, 0.5),
+            [
+                "vLLM's share does not hold the weights: give it several GPUs (PAWL_SERVE_GPUS,"
+                " --tensor-parallel-size), or serve a smaller model",
+                "the weights do not fit beside vLLM: train a smaller model",
+            ],
+        ),
+        (
+            plan_of(MIXTURE, 180, 0.7, context=10_000),
+            [
+                "calls longer than 9216 tokens would not be trained (too_long): lower"
+                " PAWL_MAX_MODEL_LEN to that, give vLLM less (PAWL_SERVE_GPU_SHARE), or give the"
+                " trainer a GPU of its own (PAWL_TRAIN_GPUS)"
+            ],
+        ),
+        (
+            plan_of({}, 60, 0, context=100_000),
+            [
+                "calls longer than 15360 tokens would not be trained (too_long): lower"
+                " PAWL_MAX_MODEL_LEN to that"
+            ],
+        ),
+        (
+            plan_of(
+                {}, 46, 0, recipe=recipe(micro_batch_tokens=2048, gradient_checkpointing=False)
+            ),
+            [
+                "leave batch.gradient_checkpointing out: it is switched on where needed",
+                "set batch.micro_batch_tokens = 1024 or less",
+            ],
+        ),
+    ],
+)
+def test_advice(plan: MemoryPlan, advice: list[str]) -> None:
+    assert list(plan.advice) == advice
+
+
+def test_advice_is_enough_and_none_of_it_is_refused() -> None:
+    """Whoever follows one of the ways, and plans again, has that line no more."""
+    followed = set[str]()
+    cases = product(
+        ({}, MIXTURE, IN_FP8, PACKED, {"served": 10 * GIB}),
+        (6, 16, 40, 80, 141),
+        (0, 0.2, 0.5, 0.9),
+        (1, 2, 6),
+        (64, 1024, 32_768),
+    )
+    for change, gpu_gib, share, count, context in cases:
+        serving = change.get("served", LARGE.served) + context * MIB
+        enough = serving / GIB / gpu_gib + 1e-12
+        made = plan_of(change, gpu_gib, share, context, gpus=count)
+        for line in made.advice:
+            again = {
+                "base_bits = 4": (change | PACKED, gpu_gib, share, context, count),
+                "give vLLM less": (change, gpu_gib, enough, context, count),
+                "give it more": (change, gpu_gib, enough, context, count),
+                "a GPU of its own": (change, gpu_gib, 0, context, 1),
+                "lower PAWL_MAX_MODEL_LEN": (change, gpu_gib, share, made.longest, count),
+            }
+            for many in re.findall(r"(\d+) GPUs", line):
+                again[f"{many} GPUs"] = (change, gpu_gib, 0, context, int(many))
+            for way, (*asked, processes) in again.items():
+                if way in line:
+                    followed.add(way)
+                    then = plan_of(*asked, gpus=processes).advice
+                    assert line[:12] not in {other[:12] for other in then}, (line, then)
+                    if way.endswith((" less", " more")):
+                        assert not any("vLLM's share" in other for other in then)
+            assert not ("base_bits" in line and {"packed", "layers"} & change.keys())
+            assert not (FP8 in line and "quantised" in change)
+            in_fp8 = (serving if "a call" in line else change.get("served", LARGE.served)) / GIB
+            in_fp8 -= change.get("served", LARGE.served) / 2 / GIB
+            assert (FP8 not in line) or in_fp8 < share * gpu_gib
+            assert not ("another GPU" in line and serving > 0.9 * gpu_gib * GIB)
+    assert followed >= {"base_bits = 4", "give vLLM less", "give it more", "a GPU of its own"}
+    assert followed >= {"lower PAWL_MAX_MODEL_LEN", "2 GPUs"}
+
+
+def test_gpus_of_a_trainer_share_the_layers_alone(qwen3_8b: Path) -> None:
+    """Embeddings and head are whole in each, and one layer twice while it is computed."""
+    plans = []
+    for more in ([], ["--gpus", "4"]):
+        done = CliRunner().invoke(app, ["plan", str(qwen3_8b), *ON_A_CARD, *more, "--json"])
+        plans.append(msgspec.json.decode(done.output))
+    one, four = plans
+    a_layer = 2 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288) / GIB
+    outside = 2 * 2 * 151936 * 4096 / GIB
+    assert one["weights_gib"] == pytest.approx(outside + 36 * a_layer, rel=0.01)
+    assert four["weights_gib"] == pytest.approx(outside + 36 / 4 * a_layer + 2 * a_layer, rel=0.01)
+    saved = one["weights_gib"] - four["weights_gib"]
+    longer = (four["longest"] - one["longest"]) * one["checkpointed_mib"] / 1024
+    assert (four["gpus"], longer) == (4, pytest.approx(saved, rel=0.01))
+
+
+def test_gpus_without_their_memory_are_refused(
+    qwen3_8b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(app, ["plan", str(qwen3_8b), "--gpus", "2"])
+    assert (done.exit_code, "--gpu-gib" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize(("method", "packs"), [(None, True), ("fp8", False)])
+def test_base_that_is_stored_in_few_bits_is_not_packed(
+    tmp_path: Path, method: str | None, packs: bool
+) -> None:
+    write_family(tmp_path, "qwen2")
+    path = tmp_path / "config.json"
+    stored = msgspec.json.decode(path.read_bytes())
+    if method is not None:
+        stored["quantization_config"] = {"quant_method": method}
+    path.write_bytes(msgspec.json.encode(stored))
+    takes = footprint(str(tmp_path), recipe())
+    assert (takes.packed is not None, takes.quantised) == (packs, method)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(("kind", "lacks"), [("stablelm", True), ("granitemoeshared", False)])
+def test_architecture_that_vllm_has_no_lora_for_is_said_first(
+    tmp_path: Path, kind: str, lacks: bool
+) -> None:
+    write_family(tmp_path, kind)
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), *ON_A_CARD, "--json"])
+    said = ["the vLLM installed here has no LoRA for StableLmForCausalLM: train another model"]
+    assert msgspec.json.decode(done.output)["advice"] == (said if lacks else [])
 
 
 def test_without_a_card_this_machines_memory_is_planned(

@@ -24,6 +24,7 @@ from tests.support.training import ppo_recipe, recipe, rows, sft_recipe, write_w
 from trainer.errors import ShortOfMemory
 from trainer.learners import distributed
 from trainer.learners.learner import Learner
+from trainer.learners.memory import footprint
 from trainer.learners.model import base_hash, load_base
 
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -208,6 +209,12 @@ def test_no_process_ever_has_the_whole_base_in_memory(launched: Path) -> None:
         # Half of it, one layer of twelve, and what else a process needs meanwhile.
         assert whole / 2 < process["most"] < 0.7 * whole
         assert process["hash"] == base_hash(alone)
+    # And never while it trains: that is what `pawl plan --gpus 2` says.
+    planned = footprint(found[0]["model"], recipe(), "cpu").over(2)
+    for process in found:
+        assert process["kept"] == pytest.approx(planned.weights, rel=0.01)
+        own = process["computing"] - process["kept"]
+        assert own == pytest.approx(planned.gathered, rel=0.02)
 
 
 @pytest.mark.usefixtures("one_thread")
