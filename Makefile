@@ -1,5 +1,5 @@
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
+PYTEST := $(BIN)/python -m pytest --numprocesses auto
 # What `make example` runs, of the environment.
 PAWL ?= pawl
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
@@ -22,7 +22,7 @@ example: install  ## an agent of a framework gets better while it works (NAME=ma
 
 test: install  ## the tests of a change, all but the slow ones (ARGS="-k name": these, slow or not)
 	@$(BIN)/python scripts/install_clients.py
-	@$(PYTEST) $(if $(ARGS),$(ARGS),-m "not slow")
+	@$(PYTEST) --maxprocesses 4 $(if $(ARGS),$(ARGS),-m "not slow")
 
 slow: install  ## the other tests: kills, full disks, a real vLLM for minutes
 	@$(BIN)/python scripts/install_clients.py

@@ -22,10 +22,10 @@ def test_slow_test_is_known_by_its_folder_its_file_or_its_name(listed: str) -> N
 @pytest.mark.parametrize(
     ("target", "selected"),
     [
-        (["test"], '-m "not slow"'),
-        (["test", "ARGS=-k rewards"], "-k rewards"),
-        (["slow"], "-m slow"),
-        (["slow", "ARGS=-x"], "-m slow -x"),
+        (["test"], '--maxprocesses 4 -m "not slow"'),
+        (["test", "ARGS=-k rewards"], "--maxprocesses 4 -k rewards"),
+        (["slow"], "--maxprocesses 2 -m slow"),
+        (["slow", "ARGS=-x"], "--maxprocesses 2 -m slow -x"),
     ],
 )
 def test_makefile_selects_the_tests(target: list[str], selected: str) -> None:
@@ -36,7 +36,7 @@ def test_makefile_selects_the_tests(target: list[str], selected: str) -> None:
     shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=apart)
     last = shown.stdout.splitlines()[-1]
     assert "-m pytest" in last
-    assert last.rstrip().endswith(f"--maxprocesses 4 {selected}")
+    assert last.rstrip().endswith(f"--numprocesses auto {selected}")
 
 
 def test_ci_runs_both_kinds_of_tests_and_the_compose_file() -> None:
