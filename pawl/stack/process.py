@@ -50,6 +50,8 @@ class Process:
         self._command = list(command)
         self._environment = dict(environment)
         self.log_file = log_dir / f"{name}.log"
+        # Where in the log the process began that runs now, or ran last.
+        self._began_at = 0
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._stopping = False
@@ -86,11 +88,11 @@ class Process:
             await asyncio.wait([self._keeping])
 
     def last_words(self, lines: int = 12) -> str:
-        """Return the last lines of its log, of which the last 16 KiB are read."""
+        """Return the last lines that it wrote since it was last started, of at most 16 KiB."""
         if not self.log_file.exists():
             return ""
         with self.log_file.open("rb") as log_file:
-            log_file.seek(max(0, log_file.seek(0, os.SEEK_END) - LAST_BYTES))
+            log_file.seek(max(self._began_at, log_file.seek(0, os.SEEK_END) - LAST_BYTES))
             words = log_file.read().decode(errors="replace")
         return "\n".join(words.splitlines()[-lines:])
 
@@ -102,6 +104,7 @@ class Process:
 
     async def _spawn(self) -> None:
         with self.log_file.open("ab") as output:
+            self._began_at = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 env=self._environment,

@@ -54,7 +54,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     Attributes:
         family: the model's type, as its configuration names it.
-        architecture: the class of the model, by which a model server knows it.
+        architecture: the class of the model, which model servers call the same.
         why_no_tree: why shared prefixes cannot be computed as trees; None if a trial decides.
         context: the most tokens that the model has positions for; None if it does not say.
         parameters: how many numbers the frozen base has.
@@ -169,7 +169,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
     at_head = hidden * (2 * width + 2 * 4)
     return Footprint(
         family=config.model_type,
-        architecture=(config.architectures or [type(base).__name__])[0],
+        architecture=type(base).__name__,
         why_no_tree=why_no_tree(adapted),
         context=getattr(text, "max_position_embeddings", None),
         parameters=parameters,

@@ -118,9 +118,11 @@ async def test_processes_are_kept_up_and_end_with_their_children(tmp_path: Path)
 
 
 async def test_process_that_cannot_start_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "p.log").write_text("an earlier start: all is well\n")
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     process = Process("p", command, os.environ, tmp_path)
     await process.start()
     await until(lambda: process.failed is not None)
     assert "no such model" in str(process.failed)
+    assert "an earlier start" not in str(process.failed)
     await process.stop()
