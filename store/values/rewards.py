@@ -196,22 +196,25 @@ def sums(counts: str = "true") -> str:
                 COALESCE(n.value, CAST(t.texts ->> n.label AS double precision)))) END AS value,
             n.label IS NOT NULL AND NOT t.texts ? n.label AS undeclared
         FROM newest n JOIN terms t USING (metric)),
+    of_terms AS (
+        SELECT v.whole, v.call_id, policy, t.place, t.weight, t.fallback,
+            max(v.value) FILTER (WHERE v.metric = t.metric) AS value,
+            max(v.first_at) FILTER (WHERE v.metric = t.metric) AS first_at,
+            max(v.last_at) AS last_at, bool_or(v.undeclared) AS undeclared
+        FROM valued v JOIN terms t USING (policy)
+        GROUP BY v.whole, v.call_id, policy, t.place, t.weight, t.fallback),
     sums AS (
-        SELECT a.whole, a.call_id, t.policy,
-            CASE WHEN bool_and(v.value IS NOT NULL OR t.fallback IS NOT NULL)
-                AND bool_or(v.value IS NOT NULL)
-                THEN sum(t.weight * COALESCE(v.value, t.fallback) ORDER BY t.place) END AS value,
+        SELECT whole, call_id, policy,
+            CASE WHEN bool_and(value IS NOT NULL OR fallback IS NOT NULL)
+                AND bool_or(value IS NOT NULL)
+                THEN sum(weight * COALESCE(value, fallback) ORDER BY place) END AS value,
             COALESCE(
-                max(v.first_at) FILTER (WHERE v.value IS NOT NULL AND t.fallback IS NULL),
-                min(v.first_at) FILTER (WHERE v.value IS NOT NULL)) AS first_at,
-            max(v.last_at) AS last_at,
-            CASE WHEN bool_or(v.undeclared) THEN 'undeclared_text'
-                WHEN bool_or(v.value IS NOT NULL) THEN 'missing_metric' END AS lacks
-        FROM (SELECT DISTINCT whole, call_id, policy FROM valued) a
-            JOIN terms t USING (policy)
-            LEFT JOIN valued v ON (v.whole, v.policy, v.metric) = (a.whole, t.policy, t.metric)
-                AND v.call_id IS NOT DISTINCT FROM a.call_id
-        GROUP BY a.whole, a.call_id, t.policy)"""
+                max(first_at) FILTER (WHERE value IS NOT NULL AND fallback IS NULL),
+                min(first_at) FILTER (WHERE value IS NOT NULL)) AS first_at,
+            max(last_at) AS last_at,
+            CASE WHEN bool_or(undeclared) THEN 'undeclared_text'
+                WHEN bool_or(value IS NOT NULL) THEN 'missing_metric' END AS lacks
+        FROM of_terms GROUP BY whole, call_id, policy)"""
 
 
 def rewards(counts: str = "true") -> str:
