@@ -43,8 +43,9 @@ PLANNED: Final = "pawl_planned"
 PLANNED_WIDE: Final = "pawl_planned_wide"
 # Tokens that a layer is run with: enough for what does not grow with them to count little.
 TOKENS: Final = 4096
-# Bytes of each trained number: itself, its gradient, and AdamW's two moments, in float32.
-TRAINED: Final = 16
+# Bytes of each trained number, in float32: itself, its gradient, AdamW's two moments, and itself as
+# it was before the update (`off_policy.min_overlap`).
+TRAINED: Final = 20
 # CUDA's context, the workspaces of its libraries, and what the allocator cannot use.
 OVERHEAD: Final = GIB
 
