@@ -412,7 +412,7 @@ def _values(parameter: Tensor) -> Tensor:
     return (values.full_tensor() if isinstance(values, DTensor) else values).flatten()
 
 
-def _targets(recipe: Recipe) -> str:
+def _choice(recipe: Recipe) -> str:
     """Return what tells apart the recipes that choose other layers."""
     return f"{recipe.lora.target_modules} {recipe.lora.experts}"
 
@@ -476,14 +476,14 @@ class Base:
             gc.collect()
         self._holder = holder
         detach(self._model)
-        targets = _targets(recipe)
-        left_out = self._left_out.get(targets, {})
+        choice = _choice(recipe)
+        left_out = self._left_out.get(choice, {})
         model = attach_adapter(self._model, recipe.lora, adapter, seed, left_out)
-        if adapter is not None or targets in self._left_out:
+        if adapter is not None or choice in self._left_out:
             return model
         found = self._without_gradient(model)
         if found is not None:
-            self._left_out[targets] = dict.fromkeys(found, GOES_PAST)
+            self._left_out[choice] = dict.fromkeys(found, GOES_PAST)
         return self.attach(holder, recipe, adapter, seed) if found else model
 
     def _without_gradient(self, model: PeftModel) -> frozenset[str] | None:
@@ -505,7 +505,7 @@ class Base:
             for name, module in self._model.named_modules()
             if isinstance(module, LoraLayer) and layer_kind(name) in kinds
         }
-        self._left_out.setdefault(_targets(recipe), {}).update(of_kinds)
+        self._left_out.setdefault(_choice(recipe), {}).update(of_kinds)
 
     def serve_context(self, tokens: int) -> None:
         """Compute as a server does whose longest context has so many tokens."""
