@@ -21,7 +21,7 @@ from tests.support.trainer.reference import shake
 from tests.support.training import PLAIN, recipe, rows, write_words
 from trainer.batches import Row
 from trainer.learners.learner import Learner
-from trainer.learners.model import save_merged
+from trainer.learners.model import is_checkpointed, save_merged
 from trainer.publishing.adapters import SERVED
 from trainer.publishing.model_server import Replicas
 from trainer.recipes.recipe import Recipe
@@ -83,6 +83,19 @@ def test_an_update_trains_what_was_chosen_and_goes_on_from_its_files(
     # Switched off, taken off, and read back.
     assert differ(again.version_logprobs(None, probed), base) == 0
     assert differ(again.version_logprobs(second, probed), trained) < 1e-5
+
+
+def test_checkpointing_changes_no_gradient_of_experts(mixture: str, tmp_path: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        chosen = recipe(gradient_checkpointing=checkpointing)
+        made = Learner(mixture, chosen, seed=0, scratch=tmp_path)
+        shake(made, 0.1)
+        made._trainer.loss_of(rows(0)).backward()
+        policy, _ = made._trainer.trained_parameters()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in policy]))
+        assert is_checkpointed(made._model.get_base_model()) is checkpointing
+    assert (found[0] - found[1]).norm() < 1e-5 * found[0].norm()
 
 
 def plain(told: Sequence[Row]) -> list[Row]:

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.stack import free_port
 from pawl.commands.processes import trainer
 from pawl.processes import run_module
+from tests.support.mixtures import tiny_model as tiny_mixture
 from tests.support.trainer.families import write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe, write_words
 from trainer.errors import ShortOfMemory
@@ -30,8 +31,14 @@ from trainer.learners.model import base_hash, load_base
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
-# That of a model whose rows are not computed in one pass, too.
-LEARNERS = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe, "windows": recipe}
+# Those of a model whose rows are not computed in one pass, and of a mixture of experts, too.
+LEARNERS = {
+    "grpo": recipe,
+    "ppo": ppo_recipe,
+    "sft": sft_recipe,
+    "windows": recipe,
+    "experts": recipe,
+}
 POLICIES = "two policies"
 LOADING = "loading"
 
@@ -40,7 +47,11 @@ LOADING = "loading"
 def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """The model of each learner."""
     windows = write_family(tmp_path_factory.mktemp("windows") / "model", "gemma3_text")
-    return dict.fromkeys(LEARNERS, tiny_model) | {"windows": windows}
+    experts = tmp_path_factory.mktemp("experts")
+    tiny_mixture("qwen3_moe").save_pretrained(experts)
+    write_words(experts)
+    others = {"windows": windows, "experts": str(experts)}
+    return dict.fromkeys(LEARNERS, tiny_model) | others
 
 
 @pytest.fixture(scope="module")
