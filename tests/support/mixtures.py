@@ -21,6 +21,14 @@ SIZES: Final[dict[str, Any]] = {
     "pad_token_id": 1,
 }
 FOUR: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR: Final[dict[str, Any]] = {
+    "shared_expert_intermediate_size": 64,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 LATENT: Final = {
     "num_key_value_heads": 2,
     "kv_lora_rank": 16,
@@ -38,15 +46,8 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": FOUR | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": FOUR | {"norm_topk_prob": True},
-    "qwen3_next": FOUR
-    | {
-        "shared_expert_intermediate_size": 64,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "qwen3_next": FOUR | LINEAR,
+    "qwen3_5_moe_text": FOUR | LINEAR,
     "deepseek_v2": FOUR | LATENT | {"q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": FOUR | LATENT | {"q_lora_rank": 16},
     "olmoe": FOUR,

@@ -139,6 +139,8 @@ WANTED: dict[str, Set[str]] = {
     "qwen2_moe": ATTENTION | GATED,
     "qwen3_moe": ATTENTION,
     "qwen3_next": ATTENTION | GATED | LINEAR_ATTENTION,
+    # The layers of a number for each of its four heads are gates.
+    "qwen3_5_moe_text": ATTENTION | GATED | {"in_proj_qkv", "in_proj_z", "out_proj"},
     "deepseek_v2": LATENT | GATED | {"q_proj"},
     "deepseek_v3": LATENT | GATED | {"q_a_proj", "q_b_proj"},
     "olmoe": ATTENTION,
