@@ -439,9 +439,8 @@ class Run:
                 break
             status = self._forks.wait(pid, LOOK_S)
         if status is None:
-            status = self._forks.end(pid, signal.SIGTERM)
-        # Before it has a handler for it, SIGTERM ends it just so.
-        if status not in (0, -signal.SIGTERM):
+            status = self._forks.stop(pid)
+        if status != 0:
             self._note(f"the last life ended with status {status}")
 
     def _start(self, boundary: str | None) -> int:
@@ -534,10 +533,7 @@ class Beside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if (
-            self._has_controller
-            and (status := self._forks.end(self._controller, signal.SIGTERM)) != 0
-        ):
+        if self._has_controller and (status := self._forks.stop(self._controller)) != 0:
             self._by_themselves.append(f"the controller, asked to stop: status {status}")
         self.server.kill()
 

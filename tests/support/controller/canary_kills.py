@@ -163,18 +163,21 @@ class Parts:
             await asyncio.sleep(away_s)
             await asyncio.to_thread(self.server.start)
         else:
-            await asyncio.to_thread(self._end, victim, signal.SIGKILL, -signal.SIGKILL)
+            await asyncio.to_thread(self._kill, victim)
             await asyncio.sleep(away_s)
             await asyncio.to_thread(self.start, victim)
 
     def stop(self) -> None:
         """Ask trainer and controller to end, and then kill the server."""
-        for role in self._pids:
-            self._end(role, signal.SIGTERM, 0)
+        for role, pid in self._pids.items():
+            self._note_status(role, self._forks.stop(pid), 0)
         self.server.kill()
 
-    def _end(self, role: str, by: signal.Signals, wanted: int) -> None:
-        status = self._forks.end(self._pids[role], by)
+    def _kill(self, role: str) -> None:
+        status = self._forks.end(self._pids[role], signal.SIGKILL)
+        self._note_status(role, status, -signal.SIGKILL)
+
+    def _note_status(self, role: str, status: int | None, wanted: int) -> None:
         if status != wanted:
             self.by_themselves.append(f"{role}: status {status}, not {wanted}")
 

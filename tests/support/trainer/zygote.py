@@ -69,6 +69,11 @@ class Zygote:
         os.kill(pid, by)
         return self.wait(pid, GONE_S)
 
+    def stop(self, pid: int) -> int | None:
+        """Ask a process to end; return its status, 0 also if it had no handler for that yet."""
+        status = self.end(pid, signal.SIGTERM)
+        return 0 if status == -signal.SIGTERM else status
+
     def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with self._pipe:
