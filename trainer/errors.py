@@ -6,6 +6,11 @@ from uuid import UUID
 
 OUT_OF_MEMORY: Final = "out_of_memory"
 TOO_LONG: Final = "too_long"
+# What gives an update more room in memory.
+MEMORY_REMEDY: Final = (
+    "lower batch.micro_batch_tokens, leave batch.gradient_checkpointing at auto, or give the model"
+    " server less (--gpu-memory-utilization)"
+)
 
 
 class TrainerError(Exception):

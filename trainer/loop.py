@@ -25,8 +25,14 @@ from store.claims import Claim
 from store.errors import ClaimSpoilt
 from store.read.evaluations import Evaluation, evaluations
 from store.versions import PolicyVersion
-from trainer.errors import LearnerError, ServerAtFault, ShortOfMemory, TeacherError, Unusable
-from trainer.learners.budget import REMEDY
+from trainer.errors import (
+    MEMORY_REMEDY,
+    LearnerError,
+    ServerAtFault,
+    ShortOfMemory,
+    TeacherError,
+    Unusable,
+)
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_pause
 from trainer.publishing.adapters import version_folder
@@ -115,7 +121,7 @@ class Loop:
                 updates=killed,
                 reason=f"trainers were killed in {killed} updates in a row, maybe for their memory"
                 f" (the kernel's log says so): {tokens} tokens are computed at once from now on",
-                remedy=REMEDY,
+                remedy=MEMORY_REMEDY,
             )
 
     async def recover(self) -> None:

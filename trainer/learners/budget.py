@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from trainer.batches import Row, RowKey, Way, chains_of, computed_tokens, plan_micro_batches
-from trainer.errors import TOO_LONG, CompanionFailed, ShortOfMemory, Unusable
+from trainer.errors import MEMORY_REMEDY, TOO_LONG, CompanionFailed, ShortOfMemory, Unusable
 from trainer.learners.processes import NO_MEMORY, Processes
 
 log = structlog.get_logger()
@@ -31,10 +31,6 @@ LONGEST_WAIT: Final = 64
 NO_CPU_MEMORY: Final = "can't allocate memory"
 # What CUDA says, outside torch's allocator: an `AcceleratorError`, which is no `OutOfMemoryError`.
 NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
-REMEDY: Final = (
-    "lower batch.micro_batch_tokens, leave batch.gradient_checkpointing at auto, or give the model"
-    " server less (--gpu-memory-utilization)"
-)
 
 
 class NoRoom(Exception):
@@ -87,7 +83,7 @@ def says_no_room(doing: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         torch.cuda.empty_cache()
-        raise ShortOfMemory(f"memory ran out {doing}: {REMEDY}: {error}") from error
+        raise ShortOfMemory(f"memory ran out {doing}: {MEMORY_REMEDY}: {error}") from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -102,7 +98,7 @@ def too_long(rows: Sequence[Row]) -> Unusable:
     shortest = min(row.size for row in rows)
     return Unusable(
         f"a call of {shortest} tokens does not fit into memory by itself: its episode is not"
-        f" trained; to train such calls, {REMEDY}",
+        f" trained; to train such calls, {MEMORY_REMEDY}",
         {row.episode_id: f"a call of {row.size} tokens is too long for the memory" for row in rows},
         reason=TOO_LONG,
     )
@@ -268,7 +264,8 @@ class Budget:
     def _shrink(self, reason: str) -> None:
         if self.tokens < 2 * SMALLEST_BUDGET:
             raise ShortOfMemory(
-                f"the memory has no room for {self.tokens} tokens at once: {REMEDY}: {reason}"
+                f"the memory has no room for {self.tokens} tokens at once: {MEMORY_REMEDY}:"
+                f" {reason}"
             )
         self.tokens //= 2
         self._note("micro_batches_made_smaller", reason)

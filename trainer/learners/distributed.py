@@ -18,8 +18,14 @@ from accelerate.commands import accelerate_cli
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from trainer.errors import CompanionFailed, LearnerError, ShortOfMemory, TrainerError
-from trainer.learners.budget import REMEDY, is_out_of_memory
+from trainer.errors import (
+    MEMORY_REMEDY,
+    CompanionFailed,
+    LearnerError,
+    ShortOfMemory,
+    TrainerError,
+)
+from trainer.learners.budget import is_out_of_memory
 from trainer.learners.processes import Processes
 
 if TYPE_CHECKING:
@@ -114,7 +120,7 @@ def _run(command: Callable[..., T], *args: object) -> T:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        why = f"memory ran out ({command.__name__}): {REMEDY}: {error}"
+        why = f"memory ran out ({command.__name__}): {MEMORY_REMEDY}: {error}"
         raise ShortOfMemory(why) from error
 
 

@@ -26,7 +26,7 @@ from trainer.batches import (
     split_steps,
     with_logprobs,
 )
-from trainer.errors import ShortOfMemory, Unusable
+from trainer.errors import MEMORY_REMEDY, ShortOfMemory, Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
     keep_kind,
@@ -37,7 +37,6 @@ from trainer.learners.adapter import (
     write_checked,
 )
 from trainer.learners.budget import (
-    REMEDY,
     SMALLEST_BUDGET,
     Budget,
     MicroBatches,
@@ -214,7 +213,9 @@ class Learner:
         LONGEST.set(longest)
         context = self._takes.context
         if context is not None and longest < context:
-            log.warning("calls_too_long", past_tokens=longest, context=context, remedy=REMEDY)
+            log.warning(
+                "calls_too_long", past_tokens=longest, context=context, remedy=MEMORY_REMEDY
+            )
 
     def _correct_plan(self, takes: Footprint) -> None:
         """Rehearse the longest row in all processes; one that fails leaves the plan as it is."""
@@ -307,7 +308,9 @@ class Learner:
             return longest
         had_room = any(row.size <= self._budget.longest for row in refused)
         if had_room or len(refused) == len(rows):
-            raise ShortOfMemory(f"the memory has room for calls of {longest} tokens: {REMEDY}")
+            raise ShortOfMemory(
+                f"the memory has room for calls of {longest} tokens: {MEMORY_REMEDY}"
+            )
         raise too_long(refused)
 
     @says_no_room("while a version was loaded")
