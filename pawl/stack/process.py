@@ -50,7 +50,7 @@ class Process:
         self._command = list(command)
         self._environment = dict(environment)
         self.log_file = log_dir / f"{name}.log"
-        # Where in the log the process began that runs now, or ran last.
+        # The size of the log, in bytes, as the process was last started.
         self._began_at = 0
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None

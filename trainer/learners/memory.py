@@ -100,7 +100,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def loaded(self) -> int:
-        """Return how many of these are taken once the model is loaded."""
+        """Return the bytes that are taken once the model is loaded, before it is trained."""
         return self.weights + OVERHEAD
 
     def needed(self, tokens: int, *, checkpointing: bool) -> int:
@@ -282,7 +282,7 @@ def _of_layer(
 
 
 def peak_of(device: torch.device, run: Callable[[], bool]) -> int | None:
-    """Return the most bytes of a GPU that `run` took, or None if it says that they ran out."""
+    """Call `run`; return the most bytes that it took at once, or None if it says: too many."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -265,7 +265,7 @@ def rows_touched(plan: dict[str, Any]) -> float:
     return float(own + sum(map(rows_touched, plan.get("Plans", []))))
 
 
-@pytest.mark.parametrize("known", ["", "ANALYZE", "ANALYZE episodes"])
+@pytest.mark.parametrize("known", ["", "ANALYZE"])
 async def test_each_episode_is_worked_on_once_however_many_there_are(
     engine: AsyncEngine, known: str
 ) -> None:
