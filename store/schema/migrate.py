@@ -58,15 +58,6 @@ async def downgrade(database_url: str, revision: str) -> None:
     await _run(database_url, down)
 
 
-async def check(database_url: str) -> None:
-    """Compare the migrated schema with `store.schema.tables`.
-
-    Raises:
-        StoreError: they differ; the cause has the differences.
-    """
-    await _run(database_url, command.check)
-
-
 def _is_newer(config: Config, *, may_serve: bool) -> bool:
     """Return whether the schema is a newer version's.
 

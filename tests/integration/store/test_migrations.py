@@ -1,4 +1,4 @@
-"""The one revision: up, down, no drift from the tables, newer ones, and events that stay."""
+"""The one revision: up, down, newer ones, and events that stay."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.database import make_engine
 from store.errors import NewerSchema, StoreError
 from store.schema import migrate
-from store.schema.migrate import check, downgrade, upgrade
+from store.schema.migrate import downgrade, upgrade
 from store.schema.tables import metadata
 from tests.integration.conftest import running, settings_for
 from tests.support.ledger.lineage import promote, trained
@@ -42,11 +42,6 @@ async def test_up_and_down_and_up_again(empty_database_url: str) -> None:
     assert await tables(empty_database_url) == {"alembic_version"}
     await upgrade(empty_database_url)
     assert await tables(empty_database_url) == made
-
-
-async def test_tables_and_migrations_do_not_differ(database_url: str) -> None:
-    await check(database_url)
-    assert "transitions" in await tables(database_url)
 
 
 async def test_migrating_twice_changes_nothing(database_url: str) -> None:
