@@ -1,27 +1,24 @@
 """Define the proxy's settings: one frozen object, read once when the process starts."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode
 
 from proxy.tool_events import ResultReaders, parse_readers
-from store.keep_days import MOST_DAYS, Periods, read_periods
 from store.records import EVAL_TASKS
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.sampling import parse_defaults
 
+# A hundred years.
+MOST_DAYS: Final = 36_500
 # Who may call while no key was ever made.
 Access = Literal["loopback", "keys", "anyone"]
 
 
 def _readers(value: object) -> object:
     return parse_readers(value) if isinstance(value, str) else value
-
-
-def _periods(value: object) -> object:
-    return read_periods(value) if isinstance(value, str) else value
 
 
 def _defaults(value: object) -> object:
@@ -146,11 +143,12 @@ class ProxySettings(StoreSettings):
         description="TOML file of rules for what is never stored of calls, by pattern and by "
         "field; unset: calls are stored as they are",
     )
-    keep_days: Annotated[InstanceOf[Periods] | None, NoDecode, BeforeValidator(_periods)] = Field(
+    keep_days: int | None = Field(
         default=None,
-        description="how many days records are kept, such as 90, or 90,acme=7,audit=forever with "
-        "tenants of which others are: older episodes and calls are removed, trained or not; a "
-        "tenant without days keeps them for ever",
+        ge=1,
+        le=MOST_DAYS,
+        description="how many days records are kept, such as 90: older episodes and calls are "
+        "removed, trained or not; unset: none is",
     )
     keep_pending_days: int = Field(
         default=30,

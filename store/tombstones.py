@@ -9,7 +9,7 @@ which then finds all of it, or wholly after it, and then sees its tombstones
 (docs/decisions/070-deleting-episodes.md).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from datetime import date, datetime, timedelta
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.ids import lowest_id_at, time_of
 from store.records import CallRecord, FeedbackRecord, GapRecord, SpoolRecord, TargetKind
 from store.schema.tables import deleted_names
-from store.tenants import same_tenant, tenant_of
+from store.tenants import same_tenant
 
 # A kind of target, and a name of that kind.
 Named = tuple[TargetKind, str]
@@ -153,8 +153,7 @@ _HOLD: Final = f"SELECT pg_advisory_xact_lock({DELETE_LOCK})"
 # A statement of its own after the lock's: it sees what was committed while that one waited.
 _LAST: Final = """
     SELECT (SELECT max(deletion) FROM deleted_names) AS deletion,
-        (SELECT max(day) FROM dropped_days) AS dropped,
-        (SELECT json_object_agg(tenant, day)::text FROM outdated_days) AS outdated
+        (SELECT max(day) FROM dropped_days) AS dropped
 """
 _DELETED: Final = "SELECT digest FROM deleted_names WHERE digest = ANY($1)"
 # One array: statements have no room for as many parameters as one record may have names.
@@ -164,23 +163,6 @@ _ADD: Final = """
     INSERT INTO deleted_names (digest, deletion) SELECT unnest($1::uuid[]), $2
     ON CONFLICT DO NOTHING
 """
-
-
-class Gone(NamedTuple):
-    """Hold the last day whose calls were dropped, and each tenant's last outdated day."""
-
-    dropped: date | None
-    outdated: Mapping[str, date]
-
-    def has(self, record: SpoolRecord) -> bool:
-        """Return whether a record is a call of such a day, or of one before."""
-        if not isinstance(record, CallRecord) or not any(self):
-            return False
-        day, outdated = time_of(record.id).date(), self.outdated.get(tenant_of(record.episode))
-        return any(last is not None and day <= last for last in (self.dropped, outdated))
-
-
-_outdated: Final = msgspec.json.Decoder(dict[str, date])
 
 
 class Admitted(NamedTuple):
@@ -200,13 +182,13 @@ async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
     await driver.execute(_SHARE)
     last = await driver.fetchrow(_LAST)
     deletion = last["deletion"] or 0
-    gone = Gone(last["dropped"], _outdated.decode(last["outdated"] or "{}"))
+    dropped: date | None = last["dropped"]
     # Where nothing was ever deleted, no record's names need a digest.
     deleted = set[UUID]()
     if deletion:
         names = digests(name for record in records for name in names_in(record))
         deleted = {row[0] for row in await driver.fetch(_DELETED, list(names))}
-    if not deleted and not any(gone):
+    if not deleted and dropped is None:
         return Admitted(list(records), frozenset(), deletion)
     # Calls of deleted episodes.
     names_of_late = [
@@ -219,15 +201,19 @@ async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
     await forget_unmatched(driver, names_of_late)
     # Feedback about such a call may be in the same batch.
     deleted |= digests(names_of_late)
+    late = {
+        record.id: record
+        for record in records
+        if isinstance(record, CallRecord) and dropped and time_of(record.id).date() <= dropped
+    }
     # The episode may go on, and misses this call then (`store.link.outages`).
     gaps = [
-        GapRecord(id=record.id, episodes=keys)
-        for record in records
-        if isinstance(record, CallRecord) and gone.has(record)
-        if (keys := keys_left([record.episode], deleted))
+        GapRecord(id=call.id, episodes=keys)
+        for call in late.values()
+        if (keys := keys_left([call.episode], deleted))
     ]
     left = {
-        record.id: None if gone.has(record) else without_deleted(record, deleted)
+        record.id: None if record.id in late else without_deleted(record, deleted)
         for record in records
     }
     return Admitted(

@@ -142,7 +142,7 @@ async def _working(
 
 def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
     """Begin what an ingester does beside draining; each task runs until it is cancelled."""
-    root, connect, periods = settings.spool_dir, database.engine, settings.keep_days
+    root, connect, days = settings.spool_dir, database.engine, settings.keep_days
     files, deleted = KeyFiles(root), DeletedLetters(root)
     work = {
         "clean-keys": repeat(partial(clean_keys, files), connect, KEYS_S),
@@ -153,8 +153,8 @@ def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[Non
             *(connect, OUTDATED_S, OUTDATED_FIRST_S),
         ),
     }
-    if periods is not None:
-        remove = partial(remove_outdated, root, periods)
+    if days is not None:
+        remove = partial(remove_outdated, root, days)
         work["outdated"] = repeat(remove, connect, OUTDATED_S, OUTDATED_FIRST_S)
     return [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
 

@@ -11,7 +11,7 @@ ingester looks through its own, whoever deleted the episode.
 import asyncio
 from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Final, NamedTuple
 from uuid import UUID
@@ -34,10 +34,8 @@ from store import retaining, tombstones
 from store.database import database_time
 from store.files import sync, write_private
 from store.ids import time_of
-from store.keep_days import Cuts, Periods, is_before
-from store.records import FeedbackRecord, GapRecord
+from store.records import FeedbackRecord
 from store.retaining import NOWHERE, Removed, remove_some
-from store.tenants import tenant_of
 from store.tombstones import Named, digests, keys_left, known, last_deletion
 
 log = structlog.get_logger()
@@ -146,15 +144,15 @@ async def remove_letters(
             left = without_deleted(frame, await known(connection, digests(names_in(frame))))
             if left == frame:
                 continue
-        await asyncio.to_thread(replace_letter, path, left, CHANGED)
+        await asyncio.to_thread(replace_letter, path, left)
         removed += 1
     if removed:
         log.info("dead_letters_of_deleted_episodes", letters=removed)
     return removed
 
 
-def replace_letter(path: Path, left: Frame | None, why: bytes) -> None:
-    """Write a letter again with what is left of it, and `why` in place of its reason; None: none.
+def replace_letter(path: Path, left: Frame | None) -> None:
+    """Write a letter again with what is left of it; None: remove it.
 
     Raises:
         OSError: the disk fails.
@@ -165,7 +163,7 @@ def replace_letter(path: Path, left: Frame | None, why: bytes) -> None:
         reason.unlink(missing_ok=True)
     else:
         # The reason may quote the whole record.
-        write_private(reason, why)
+        write_private(reason, CHANGED)
         write_private(path, encode_payload(left))
     sync(path.parent)
 
@@ -198,18 +196,17 @@ def _frames_in(path: Path) -> list[Frame]:
 
 # Pause between two steps, so that records are stored meanwhile.
 STEP_S: Final = 0.05
-OLD: Final = b"refused; what was about outdated episodes was removed from it"
 
 
-async def remove_outdated(root: Path, periods: Periods, engine: AsyncEngine | None) -> None:
-    """Remove what is older than its tenant's days, in the database and of the letters at `root`."""
+async def remove_outdated(root: Path, days: int, engine: AsyncEngine | None) -> None:
+    """Remove what is older than these days, in the database and of the letters at `root`."""
     if engine is None:
         return
     # A clock that is set ahead must not remove what is new: two have to agree.
     today = min(datetime.now(UTC), await database_time(engine)).date()
-    cuts = periods.cuts(today)
-    await remove_all(engine, cuts)
-    letters = await asyncio.to_thread(remove_old_letters, root, cuts)
+    before = today - timedelta(days=days)
+    await remove_all(engine, before)
+    letters = await asyncio.to_thread(remove_old_letters, root, before)
     if letters:
         OUTDATED.labels("letters").inc(letters)
         log.info("outdated_letters_removed", letters=letters)
@@ -222,10 +219,10 @@ async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
         await asyncio.sleep(STEP_S)
 
 
-async def remove_all(engine: AsyncEngine, cuts: Cuts) -> None:
-    """Remove what is outdated, step by step, and count it."""
+async def remove_all(engine: AsyncEngine, before: date) -> None:
+    """Remove what is older than a day, step by step, and count it."""
     after = NOWHERE
-    while (removed := await remove_some(engine, cuts, after)) is not None:
+    while (removed := await remove_some(engine, before, after)) is not None:
         after = removed.last
         _count(removed)
         await asyncio.sleep(STEP_S)
@@ -245,15 +242,17 @@ def _count(removed: Removed) -> None:
         )
 
 
-def remove_old_letters(root: Path, cuts: Cuts) -> int:
-    """Remove what is outdated from this machine's dead letters; return how many changed.
+def remove_old_letters(root: Path, before: date) -> int:
+    """Remove this machine's dead letters that were made before a day; return how many.
 
     One that the disk does not give or remove is logged, and tried again at the next look.
     """
     removed = 0
     for path in letters_of(root):
         try:
-            removed += _remove_from(path, cuts)
+            if _made_at(path).date() < before:
+                replace_letter(path, None)
+                removed += 1
         except FileNotFoundError:
             # It was replayed meanwhile.
             continue
@@ -262,32 +261,14 @@ def remove_old_letters(root: Path, cuts: Cuts) -> int:
     return removed
 
 
-def _remove_from(path: Path, cuts: Cuts) -> bool:
-    """Remove a letter if it is outdated, or what is outdated in it; return whether any was."""
-    payload = path.read_bytes()
+def _made_at(letter: Path) -> datetime:
+    """Return when a letter's record was made; of one that cannot be read, when it was written."""
+    payload = letter.read_bytes()
     try:
         frame = decode_payload(payload)
     except Exception:
         # A letter may hold any bytes.
-        made = datetime.fromtimestamp(path.stat().st_mtime, UTC).date()
-        if outdated := cuts.outdated(made, payload):
-            replace_letter(path, None, OLD)
-        return outdated
-    made = _made_at(frame).date()
-    # What names nothing is the default tenant's.
-    names = [name for _, name in names_in(frame)] or [""]
-    kept = [name for name in names if not is_before(made, cuts.before(tenant_of(name)))]
-    if len(kept) == len(names):
-        return False
-    left = None
-    if kept and isinstance(frame, GapRecord):
-        left = msgspec.structs.replace(frame, episodes=tuple(kept))
-    replace_letter(path, left, OLD)
-    return True
-
-
-def _made_at(frame: Frame) -> datetime:
-    """Return when a record was made."""
+        return datetime.fromtimestamp(letter.stat().st_mtime, UTC)
     if isinstance(frame, CapturedCall):
         return time_of(UUID(bytes=frame.id))
     return frame.at if isinstance(frame, FeedbackRecord) else time_of(frame.id)

@@ -280,22 +280,14 @@ deleted_names = Table(
     Index("ix_deleted_names_deletion", "deletion"),
 )
 
-# Days whose partition was dropped: no call of these days is stored any more.
+# Days that are not kept, and the calls that were dropped with them: no call of such a day, or of
+# one before the last of them, is stored any more (`store.retaining`).
 dropped_days = Table(
     "dropped_days",
     metadata,
     Column("day", Date, primary_key=True),
     Column("calls", BigInteger, nullable=False),
     Column("at", When, nullable=False, server_default=text("now()")),
-)
-
-# The last day of each tenant of which records were removed: no call of it, or of a day before, is
-# stored any more (`store.retaining`).
-outdated_days = Table(
-    "outdated_days",
-    metadata,
-    Column("tenant", Text, primary_key=True),
-    Column("day", Date, nullable=False),
 )
 
 # Matches of needed and provided fingerprints; `store.link` computes from them which episodes are

@@ -18,7 +18,6 @@ from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, 
 from proxy.spool.segments import Frame, encode_payload
 from store.claim_query import ClaimRule
 from store.ids import lowest_id_at, time_of
-from store.keep_days import Cuts, Periods
 from store.records import CallRecord, GapRecord
 from store.retaining import LOST_CALLS, RETAIN_LOCK, remove_some
 from store.tenants import scoped
@@ -34,8 +33,6 @@ from tests.support.waiting import awaited
 
 NOON = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
 BEFORE = NOON.date() - timedelta(days=2)
-CUTS = Cuts(others=BEFORE)
-TWO = Periods(others=2)
 RULE = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1e9)
 PARTITIONS = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'transitions'::regclass"
 
@@ -74,7 +71,7 @@ async def test_older_episodes_and_days_go_and_newer_ones_stay(engine: AsyncEngin
     said = [reward(1.0, episode="old 1"), reward(1.0, episode="canary never came")]
     await ingester.store(engine, [*old, *new, *said, reward(0.5, episode="new")])
     before = await exported(engine)
-    await remove_all(engine, CUTS)
+    await remove_all(engine, BEFORE)
     after = await exported(engine)
     assert after == {key: before[key] for key in ("new", "now")}
     assert await places_with(engine, "canary") == []
@@ -85,7 +82,7 @@ async def test_older_episodes_and_days_go_and_newer_ones_stay(engine: AsyncEngin
     assert await rows(engine, "SELECT sum(calls) FROM dropped_days") == [3]
     # What is stored late is not stored again.
     assert await ingester.store(engine, [*old, *new]) == {record.id for record in old}
-    await remove_all(engine, CUTS)
+    await remove_all(engine, BEFORE)
     assert await exported(engine) == after
 
 
@@ -97,7 +94,7 @@ async def test_an_episode_that_goes_on_is_readable_and_set_aside(engine: AsyncEn
         await ensure_base(connection, "m")
     claim = await claimed(engine, RULE)
     assert claim is not None
-    await remove_all(engine, CUTS)
+    await remove_all(engine, BEFORE)
     line = (await exported(engine))["long"]
     assert line["quarantined"] == LOST_CALLS
     kept = [str(one.id) for one in (*calls[2:], same_day)]
@@ -118,7 +115,7 @@ async def test_what_goes_on_is_set_aside_some_at_a_time_before_its_day_is_droppe
     calls = [call(f"long {n}", **made(day, 9 * day + n)) for n in range(5) for day in (3, 1)]
     await Ingester().store(engine, [*calls, call("new", **made(1, 0))])
     steps = []
-    while (removed := await remove_some(engine, CUTS)) is not None:
+    while (removed := await remove_some(engine, BEFORE)) is not None:
         steps.append((await aside(engine), removed.calls))
     # The day is noted, five are set aside, and the day is dropped.
     assert steps == [(0, 0), (2, 0), (4, 0), (5, 0), (5, 5)]
@@ -130,10 +127,10 @@ async def test_no_call_of_a_day_is_stored_any_more_once_its_episodes_are_looked_
 ) -> None:
     ingester = Ingester()
     await ingester.store(engine, thread("long", 3, 3))
-    assert await remove_some(engine, CUTS) is not None
+    assert await remove_some(engine, BEFORE) is not None
     late = call("late", **made(3, 9))
     assert await ingester.store(engine, [late, call("late", **made(1, 9))]) == {late.id}
-    await remove_all(engine, CUTS)
+    await remove_all(engine, BEFORE)
     assert await aside(engine) == 2
 
 
@@ -147,7 +144,7 @@ async def test_records_are_stored_while_a_day_is_looked_through_and_counted(
     # As long as this lock is held, nobody can read what calls the day has.
     async with engine.connect() as connection, asyncio.timeout(60):
         await connection.execute(text(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"))
-        removing = asyncio.create_task(remove_all(engine, CUTS))
+        removing = asyncio.create_task(remove_all(engine, BEFORE))
         await awaited(lambda: rows(engine, waits), lambda found: found == [1])
         await ingester.store(engine, [call("new", **made(1, 2))])
         assert not removing.done()
@@ -169,10 +166,12 @@ async def test_that_it_was_spent_stays_known(engine: AsyncEngine) -> None:
     claim = await claimed(engine, RULE)
     assert claim is not None
     await consume_all(engine, claim, version=1)
-    removed = await remove_some(engine, CUTS)
+    # The first step notes the day.
+    assert await remove_some(engine, BEFORE) is not None
+    removed = await remove_some(engine, BEFORE)
     assert removed is not None
     assert (removed.episodes, removed.unspent) == (2, 1)
-    await remove_all(engine, CUTS)
+    await remove_all(engine, BEFORE)
     assert await exported(engine) == {}
     async with engine.connect() as connection:
         counted = await totals(connection)
@@ -186,7 +185,7 @@ async def test_that_it_was_spent_stays_known(engine: AsyncEngine) -> None:
 async def test_an_episode_whose_late_call_is_left_out_is_set_aside(engine: AsyncEngine) -> None:
     ingester = Ingester()
     await ingester.store(engine, [call("old", **made(9, 1))])
-    await remove_all(engine, CUTS)
+    await remove_all(engine, BEFORE)
     # In either order, and where the late call is the first that comes.
     late = call("before", **made(9, 2)), call("after", **made(9, 3))
     await ingester.store(
@@ -208,7 +207,7 @@ async def test_a_clock_that_is_ahead_removes_nothing_new(
 
     monkeypatch.setattr(outdated, "datetime", Ahead)
     await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
-    await outdated.remove_outdated(tmp_path, TWO, engine)
+    await outdated.remove_outdated(tmp_path, 2, engine)
     assert list(await exported(engine)) == ["new"]
 
 
@@ -216,9 +215,9 @@ async def test_one_removes_at_a_time(engine: AsyncEngine) -> None:
     await Ingester().store(engine, [call("old", **made(9, 1))])
     async with engine.connect() as connection:
         await connection.execute(text(f"SELECT pg_advisory_lock({RETAIN_LOCK})"))
-        assert await remove_some(engine, CUTS) is None
+        assert await remove_some(engine, BEFORE) is None
         await connection.execute(text(f"SELECT pg_advisory_unlock({RETAIN_LOCK})"))
-    assert await remove_some(engine, CUTS) is not None
+    assert await remove_some(engine, BEFORE) is not None
 
 
 def letter(folder: Path, name: str, frame: Frame | bytes) -> None:
@@ -231,35 +230,18 @@ def letters_in(folder: Path) -> list[str]:
 
 
 def test_old_dead_letters_are_removed(tmp_path: Path) -> None:
-    letter(tmp_path, "old", captured(id=made(9, 1)["id"].bytes))
+    old = made(9, 1)["id"]
+    letter(tmp_path, "old", captured(id=old.bytes))
     letter(tmp_path, "new", captured())
     letter(tmp_path, "said", reward(1.0, episode="e", at=-400 * 86_400))
-    letter(tmp_path, "torn", b"torn")
-    assert remove_old_letters(tmp_path, CUTS) == 2
+    letter(tmp_path, "gap", GapRecord(id=old, episodes=("e", "f")))
+    for name in ("torn", "old torn"):
+        letter(tmp_path, name, b"torn")
+    # When it was made, its file says.
+    os.utime(tmp_path / "dead" / "old torn.letter", (0, time_of(old).timestamp()))
+    assert remove_old_letters(tmp_path, BEFORE) == 4
     assert letters_in(tmp_path) == ["new.letter", "new.reason", "torn.letter", "torn.reason"]
-
-
-def test_dead_letters_are_kept_for_the_days_of_their_tenant(tmp_path: Path) -> None:
-    cuts = Cuts(others=None, of={"a": BEFORE, "b": BEFORE - timedelta(days=30)})
-    old = made(9, 1)["id"]
-    for tenant in ("a", "b", "c"):
-        letter(tmp_path, f"call {tenant}", captured(scoped(tenant, "e"), id=old.bytes))
-        letter(tmp_path, f"new {tenant}", captured(scoped(tenant, "e")))
-        # When it was made, its file says.
-        letter(tmp_path, f"torn {tenant}", b"torn" + scoped(tenant, "e").encode())
-    said = reward(1.0, episode=scoped("a", "e"), at=-400 * 86_400)
-    letter(tmp_path, "said", said)
-    keys = [scoped(tenant, "e") for tenant in ("a", "b", "c")]
-    letter(tmp_path, "gap", GapRecord(id=old, episodes=tuple(keys)))
-    letter(tmp_path, "gap a", GapRecord(id=old, episodes=(keys[0],)))
-    for torn in (tmp_path / "dead").glob("torn*"):
-        os.utime(torn, (0, time_of(old).timestamp()))
-    assert remove_old_letters(tmp_path, cuts) == 5
-    kept = ["call b", "call c", "gap", "new a", "new b", "new c", "torn b", "torn c"]
-    assert letters_in(tmp_path) == [f"{n}.{end}" for n in kept for end in ("letter", "reason")]
-    for path in (tmp_path / "dead").iterdir():
-        assert b"a\x1f" not in path.read_bytes() or path.stem == "new a"
-    assert remove_old_letters(tmp_path, cuts) == 0
+    assert remove_old_letters(tmp_path, BEFORE) == 0
 
 
 async def test_an_ingester_goes_on_whatever_fails(engine: AsyncEngine, tmp_path: Path) -> None:
@@ -271,7 +253,7 @@ async def test_an_ingester_goes_on_whatever_fails(engine: AsyncEngine, tmp_path:
             raise failure
         return engine
 
-    work = partial(outdated.remove_outdated, tmp_path, TWO)
+    work = partial(outdated.remove_outdated, tmp_path, 2)
     keeping = asyncio.create_task(repeat(work, connect, 0.01))
     try:
         await awaited(lambda: exported(engine), lambda found: "old" not in found)

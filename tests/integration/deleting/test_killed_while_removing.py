@@ -1,11 +1,11 @@
-"""Each tenant's records are kept for its own days, under the same names and with kills between."""
+"""What is older than the days that are kept goes, of each of three tenants, through kills."""
 
 import asyncio
 import os
 import random
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import date, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -18,7 +18,6 @@ from proxy.ingester.removing import remove_all
 from store import retaining, tombstones
 from store.ids import lowest_id_at
 from store.judging import Judgement, note
-from store.keep_days import Periods
 from store.link.outages import LOST_CALL
 from store.records import CallRecord, FeedbackRecord, SpoolRecord
 from store.retaining import LOST_CALLS, remove_some, tenant_in
@@ -33,24 +32,14 @@ from tests.support.ledger.sessions import until_idle
 from tests.support.records import call, reward, tool_event
 
 TENANTS = ("acme", "bee", DEFAULT)
-# `default` is not named: its days are everybody's.
-DAYS = {"acme": 7, "bee": 30}
-SETTINGS = {"others for ever": Periods(of=DAYS), "others for 40": Periods(others=40, of=DAYS)}
 
 
-def is_kept(tenant: str, days_ago: int, periods: Periods) -> bool:
-    days = periods.of.get(tenant, periods.others)
-    return days is None or days_ago <= days
-
-
-def episode_of(
-    tenant: str, number: int, days: Sequence[int], periods: Periods
-) -> list[SpoolRecord]:
+def episode_of(tenant: str, number: int, days: Sequence[int], keep: int) -> list[SpoolRecord]:
     """Return an episode with two calls a day; what has to go says so in its words."""
     key, records = scoped(tenant, f"run-{number}"), list[CallRecord]()
     [told] = own_digests(tenant, [digest(PREFIX, f"run {number}")])
     for turn, days_ago in enumerate(days):
-        word = f"{'kept' if is_kept(tenant, days_ago, periods) else 'gone'} {tenant} "
+        word = f"{'kept' if days_ago <= keep else 'gone'} {tenant} "
         for again in range(2):
             place = (100 * number + 10 * turn + 2 * TENANTS.index(tenant)) * 2 + again
             records.append(
@@ -78,13 +67,13 @@ def stated(record: FeedbackRecord, days_ago: int, number: int) -> FeedbackRecord
     return msgspec.structs.replace(record, id=made_then, at=at, items=items)
 
 
-def ledger(seed: int, periods: Periods) -> list[list[SpoolRecord]]:
+def ledger(seed: int, keep: int) -> list[list[SpoolRecord]]:
     """Return the same episodes of three tenants, in any order."""
     dice = random.Random(seed)
     episodes = []
     for number in range(8):
         days = sorted({dice.choice((0, 1, 5, 9, 20, 35, 50)) for _ in range(dice.choice((1, 2)))})
-        episodes += [episode_of(tenant, number, days[::-1], periods) for tenant in TENANTS]
+        episodes += [episode_of(tenant, number, days[::-1], keep) for tenant in TENANTS]
     dice.shuffle(episodes)
     return episodes
 
@@ -112,7 +101,7 @@ async def contents(engine: AsyncEngine) -> dict[str, dict[str, Any]]:
 
 
 def expected(
-    before: dict[str, Any], episodes: list[list[SpoolRecord]], periods: Periods
+    before: dict[str, Any], episodes: list[list[SpoolRecord]], keep: int
 ) -> dict[str, dict[str, list[str]]]:
     """Return the calls that each episode has left, of those that have any."""
     left: dict[str, dict[str, list[str]]] = {tenant: {} for tenant in TENANTS}
@@ -121,7 +110,7 @@ def expected(
         ids = {UUID(one["call"]) for one in before[tenant][name]["calls"]}
         calls = [r for episode in episodes for r in episode if r.id in ids]
         days = {r.id: (NOON - r.started_at).days for r in calls if isinstance(r, CallRecord)}
-        kept = [str(one) for one, ago in days.items() if is_kept(tenant, ago, periods)]
+        kept = [str(one) for one, ago in days.items() if ago <= keep]
         if kept:
             left[tenant][name] = sorted(kept)
     return left
@@ -131,14 +120,14 @@ async def check(
     engine: AsyncEngine,
     before: dict[str, Any],
     episodes: list[list[SpoolRecord]],
-    periods: Periods,
+    keep: int,
     reasons: Sequence[str],
 ) -> None:
     """Check that nothing of what had to go is left, and all else is as it was.
 
     What goes on is set aside for one of these reasons.
     """
-    after, left = await contents(engine), expected(before, episodes, periods)
+    after, left = await contents(engine), expected(before, episodes, keep)
     for tenant in TENANTS:
         shown = {
             name: sorted(one["call"] for one in line["calls"])
@@ -163,28 +152,22 @@ import asyncio, sys
 from datetime import date
 from proxy.ingester import removing as outdated
 from store.database import make_engine
-from store.keep_days import read_periods
 
 async def run():
     engine = make_engine(sys.argv[1])
     count = outdated._count
     outdated._count = lambda removed: (count(removed), print("step", flush=True))
-    cuts = read_periods(sys.argv[2]).cuts(date.fromisoformat(sys.argv[3]))
-    await outdated.remove_all(engine, cuts)
+    await outdated.remove_all(engine, date.fromisoformat(sys.argv[2]))
     await engine.dispose()
 
 asyncio.run(run())
 """
 
 
-async def removed_until_killed(url: str, periods: Periods, steps: int) -> None:
+async def removed_until_killed(url: str, before: date, steps: int) -> None:
     """Remove in a process of its own, and kill it once so many steps are done."""
-    said = ",".join(
-        [str(periods.others)] * (periods.others is not None)
-        + [f"{tenant}={days}" for tenant, days in periods.of.items()]
-    )
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", REMOVE, url, said, NOON.date().isoformat()),
+        *(sys.executable, "-c", REMOVE, url, before.isoformat()),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ,
     )
@@ -196,93 +179,48 @@ async def removed_until_killed(url: str, periods: Periods, steps: int) -> None:
     await process.wait()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-async def test_each_tenants_records_go_when_its_days_are_over(
-    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, setting: str
+@pytest.mark.parametrize("keep", [7, 30])
+async def test_what_is_outdated_goes_whole_and_all_else_stays(
+    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    periods = SETTINGS[setting]
+    first_day = NOON.date() - timedelta(days=keep)
     # Many steps, each of few episodes.
     monkeypatch.setattr(retaining, "MOST", 3)
-    episodes = ledger(len(setting), periods)
+    episodes = ledger(keep, keep)
     for episode in episodes:
         await Ingester().store(engine, episode)
     await judged(engine)
     before = await contents(engine)
     assert {len(lines) for lines in before.values()} == {8}
     for steps in (1, 2):
-        await removed_until_killed(database_url, periods, steps)
+        await removed_until_killed(database_url, first_day, steps)
         await until_idle(engine)
-    cuts = periods.cuts(NOON.date())
     for target, name in (
-        (retaining, "_remove_calls"),
+        (retaining, "_note_days"),
         (retaining, "end_updates"),
+        (retaining, "_drop_day"),
         (tombstones, "_forget"),
     ):
         for after in (False, True):
             with monkeypatch.context() as patch:
                 killing(target, name, after=after)(patch)
                 try:
-                    await remove_some(engine, cuts)
+                    await remove_some(engine, first_day)
                 except Killed:
                     continue
-    await remove_all(engine, cuts)
-    await check(engine, before, episodes, periods, [LOST_CALLS])
+    await remove_all(engine, first_day)
+    await check(engine, before, episodes, keep, [LOST_CALLS])
     # What comes once more is not stored again, where it is outdated, and changes nothing else.
     ingester = Ingester()
     for episode in episodes:
         await ingester.store(engine, [one for one in episode if isinstance(one, CallRecord)])
-    await remove_all(engine, cuts)
+    await remove_all(engine, first_day)
     # Each call that is left out leaves a gap.
-    await check(engine, before, episodes, periods, [LOST_CALLS, LOST_CALL])
+    await check(engine, before, episodes, keep, [LOST_CALLS, LOST_CALL])
     async with engine.connect() as connection:
-        oldest = 50 if periods.others is None else 35
-        days = (ago for ago in (0, 1, 5, 9, 20, 35, 50) if ago <= oldest)
+        days = (ago for ago in (0, 1, 5, 9, 20, 35, 50) if ago <= keep)
         there = await connection.scalar(text(PARTITIONS))
         assert 0 < there <= len(list(days))
-
-
-async def test_a_late_record_is_left_out_for_the_tenant_alone_whose_day_is_over(
-    engine: AsyncEngine,
-) -> None:
-    cuts = SETTINGS["others for ever"].cuts(NOON.date())
-    await Ingester().store(
-        engine, [call(scoped(tenant, "e"), **made(9, n)) for n, tenant in enumerate(TENANTS)]
-    )
-    await remove_all(engine, cuts)
-    late = [call(scoped(tenant, "late"), **made(9, 9 + n)) for n, tenant in enumerate(TENANTS)]
-    new = [call(scoped(tenant, "late"), **made(0, n)) for n, tenant in enumerate(TENANTS)]
-    assert await Ingester().store(engine, [*late, *new]) == {late[0].id}
-    found = await contents(engine)
-    assert {one: sorted(lines) for one, lines in found.items()} == {
-        "acme": ["late"],
-        "bee": ["e", "late"],
-        DEFAULT: ["e", "late"],
-    }
-    # It goes on without the call that was left out.
-    assert [bool(lines["late"].get("quarantined")) for lines in found.values()] == [
-        True,
-        False,
-        False,
-    ]
-
-
-async def test_one_step_is_bounded(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("store.retaining.MOST_CALLS", 4)
-    cuts = SETTINGS["others for ever"].cuts(NOON.date())
-    calls = [
-        call(scoped("acme", f"e{number}"), request=body(f"{number}"), **made(9, 10 * number + turn))
-        for number in range(5)
-        for turn in range(6 if number == 2 else 2)
-    ]
-    await Ingester().store(engine, calls)
-    removed = []
-    after = UUID(int=0)
-    while (step := await remove_some(engine, cuts, after)) is not None:
-        removed.append((step.episodes, step.calls))
-        after = step.last
-    assert sum(episodes for episodes, _ in removed) == 5
-    assert sum(count for _, count in removed) == len(calls)
-    assert all(count <= 4 or episodes == 1 for episodes, count in removed)
 
 
 async def test_the_database_knows_tenants_as_names_do(engine: AsyncEngine) -> None:
