@@ -28,7 +28,7 @@ lock_from() { # lock_from SOURCE FILE FIND_LINKS ARGS...
 }
 
 lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
-  --extra embedded --extra trainer --extra serve-cpu --extra demo --extra dev
+  --extra embedded --extra trainer --extra serve-cpu --extra demo --extra dev --group examples
 lock requirements/trainer-cpu.txt "${PIP_FIND_LINKS:-$find_links}" -c requirements/cpu.txt \
   --extra trainer --extra serve-cpu --extra demo
 # A GiB that nothing uses without a GPU.
@@ -43,6 +43,6 @@ behind=$(mktemp)
 grep -vE '^(openai|huggingface-hub|filelock|python-dateutil)==' "$shared" >"$behind"
 lock requirements/litellm.txt "" -c "$behind" --extra litellm --generate-hashes
 lock requirements/trainer.txt "" -c "$shared" --extra trainer --generate-hashes
-lock requirements/gpu.txt "" --extra embedded --extra trainer --extra serve-gpu --extra demo --extra dev
+lock requirements/gpu.txt "" --extra embedded --extra trainer --extra serve-gpu --extra demo --extra dev --group examples
 # litellm wants the certificates of the week; which ones does not matter here.
 lock_from requirements/clients.in requirements/clients.txt "" --overrides <(echo "certifi>=2026")

@@ -112,6 +112,13 @@ def example(
         str | None, typer.Argument(help="A folder of `examples` that has an example.toml.")
     ] = None,
     minutes: Minutes = 30.0,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub name of the base model; default: the packaged SmolLM2, if it can do"
+            " the tasks."
+        ),
+    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed of the tasks and of the adapter.")
     ] = 0,
@@ -142,6 +149,7 @@ def example(
         fail("name an example, as in `make example NAME=math`")
     options = RunOptions(
         name=name,
+        model=model,
         minutes=minutes,
         seed=seed,
         recipe=recipe,

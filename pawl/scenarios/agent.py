@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from pawl.rollout.tasks import RolloutError, Task, digest
 from pawl.scenarios import agent_host
 from pawl.scenarios.scenario import Scenario, ScenarioFailed, interpreter, missing_framework
 from store.records import Record, Split
+from store.tenants import task_family
 
 JUDGE_S: Final = 60.0
 # A run that blocks the agent's process is ended with it, so long after its time limit.
@@ -279,9 +281,13 @@ class WorkingAgent:
 
 
 class Exam(Record, frozen=True, kw_only=True):
-    """Hold what came of the held-out tasks: the mean score, and all results."""
+    """Hold what came of the held-out tasks: the mean scores, in all and by family, and all results.
+
+    There are families if there are several.
+    """
 
     score: float | None
+    families: dict[str, float]
     results: list[Ran]
 
     @property
@@ -308,5 +314,15 @@ async def examine(
         results = agent.collect()
     finally:
         await agent.stop()
-    scores = [one.metrics[scenario.score] for one in results if scenario.score in one.metrics]
-    return Exam(score=round(fmean(scores), 4) if scores else None, results=results)
+    scores = defaultdict[str, list[float]](list)
+    for one in results:
+        if scenario.score in one.metrics:
+            scores[task_family(one.task)].append(one.metrics[scenario.score])
+    every = [score for of_family in scores.values() for score in of_family]
+    return Exam(
+        score=round(fmean(every), 4) if every else None,
+        families={name: round(fmean(some), 4) for name, some in sorted(scores.items())}
+        if len(scores) > 1
+        else {},
+        results=results,
+    )

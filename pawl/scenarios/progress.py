@@ -1,6 +1,6 @@
 """Keep the figures of a running scenario, show them as a table, and decide when it ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import fmean
@@ -48,11 +48,15 @@ class Wave:
 
 
 class HeldOut(Record, frozen=True, kw_only=True):
-    """Hold the mean score of the held-out tasks, after so many waves and finished updates."""
+    """Hold the mean score of the held-out tasks, after so many waves and finished updates.
+
+    `families` has that of each family of tasks, if there are several.
+    """
 
     waves: int
     updates: int
     score: float
+    families: Mapping[str, float] = {}
 
 
 @dataclass

@@ -140,6 +140,7 @@ def closing_words(
         f"[bold]{summary['after']:.0%}[/]{_best(summary)} in {summary['updates']} updates "
         f"({summary['seconds'] / 60:.1f} min); {summary['recorded']} of "
         f"{summary['calls']} calls recorded, {summary['failed_requests']} failed.\n"
+        f"{_by_family(summary)}"
         f"Picture and figures: {folder / 'reward.png'}, {folder / 'summary.json'}\n"
         "What next: see the rewards of each version's evaluation, and read what was recorded\n"
         f"    PAWL_DATA_DIR={data} .venv/bin/pawl policies show {policy}\n"
@@ -148,6 +149,14 @@ def closing_words(
         "    OPENAI_BASE_URL=http://127.0.0.1:8100/v1\n"
         "and POST rewards to http://127.0.0.1:8100/feedback (README: Use it with your agent)."
     )
+
+
+def _by_family(summary: dict[str, Any]) -> str:
+    """Return the first and the last score of each of several families of tasks, in words."""
+    first, last = summary["held_out"][0]["families"], summary["held_out"][-1]["families"]
+    both = [name for name in first if name in last]
+    changes = ", ".join(f"{name} {first[name]:.0%} to {last[name]:.0%}" for name in both)
+    return f"By family of tasks: {changes}.\n" if changes else ""
 
 
 def _best(summary: dict[str, Any]) -> str:

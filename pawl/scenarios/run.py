@@ -26,6 +26,7 @@ from pawl.scenarios.report import Curves, check_drawing, closing_words, write_re
 from pawl.scenarios.scenario import (
     EXAMPLES,
     ScenarioFailed,
+    check_model,
     find_scenario,
     held,
     interpreter,
@@ -101,6 +102,7 @@ class Run:
         # When everything was up: from then on the time limit counts.
         self._up: float | None = None
         self._scenario = find_scenario(options.name, options.examples)
+        check_model(self._scenario, options.model)
         interpreter(self._scenario)
         check_drawing()
         self._recipe_name = recipe_file(self._scenario, options.recipe)
@@ -210,7 +212,8 @@ class Run:
                 f"no run of the held-out tasks could be judged: see {self._data / 'agent.log'}"
             )
         waves = len(self.progress.waves)
-        self.progress.held_out.append(HeldOut(waves=waves, updates=updates, score=exam.score))
+        look = HeldOut(waves=waves, updates=updates, score=exam.score, families=exam.families)
+        self.progress.held_out.append(look)
         await ledger.look()
 
     async def _learn(self, stack: Stack, ledger: Ledger, ask: Ask) -> None:

@@ -1,7 +1,7 @@
 """Describe a scenario by its folder: agent, judge, tasks, recipe, and the stack it runs on."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -43,6 +43,8 @@ class Keys(BaseModel):
         judge: the judge's function, as `--judge-python` takes it.
         tasks: the program that makes tasks; `--count`, `--seed` and `--split` follow.
         answer: the tasks' field that the agent does not get.
+        models: base models that can do the tasks, each with the GiB that it takes in all on a CPU,
+            and on a GPU that it is trained and served on; empty: the packaged one can.
         recipe: a file of the folder, or the name of a packaged recipe.
         policies: a file of the folder that names the policies; None: the model is the one policy.
         tool_parser: vLLM's parser of tool calls; None: the usual one.
@@ -67,6 +69,7 @@ class Keys(BaseModel):
     judge: Function = "judge:verdict"
     tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("tasks.py",)
     answer: str = "answer"
+    models: Mapping[str, tuple[float, float]] = {}
     recipe: str = "recipe.toml"
     policies: str | None = None
     tool_parser: str | None = None
@@ -140,6 +143,28 @@ def held(var: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_model(scenario: Scenario, model: str | None) -> None:
+    """Check that a model is named where the packaged one cannot do the tasks.
+
+    Raises:
+        ScenarioFailed: none is; the message says which that can do them fit this machine.
+    """
+    if model is not None or not scenario.models:
+        return
+    import torch
+
+    from trainer.learners.kernels.process import whole_memory
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gib = whole_memory(device) / 2**30
+    fit = [name for name, takes in scenario.models.items() if takes[device == "cuda"] <= gib]
+    raise ScenarioFailed(
+        f"the packaged model cannot do the tasks of {scenario.name}: name another with --model, by"
+        f" its folder or its name on the hub. Into the {gib:.0f} GiB of memory here fit, of some"
+        f" that can: {', '.join(fit) or 'none'}"
+    )
 
 
 def interpreter(scenario: Scenario) -> str:

@@ -48,7 +48,9 @@ def judged(load: Load, name: str, output: str, **task: Any) -> Any:
     return load(name, "judge").verdict({"task": task, "output": output, "episode": "e"})
 
 
-@pytest.mark.parametrize("pattern", [*(f"{name}/*.py" for name in NAMES), "calculator/[ac]*.py"])
+@pytest.mark.parametrize(
+    "pattern", [*(f"{name}/*.py" for name in (*NAMES, "bfcl")), "calculator/[ac]*.py"]
+)
 def test_files_of_an_agent_do_not_name_pawl(pattern: str) -> None:
     files = list(EXAMPLES.glob(pattern))
     assert files

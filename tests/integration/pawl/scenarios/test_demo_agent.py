@@ -63,6 +63,17 @@ async def test_an_evaluation_says_so_and_writes_its_results(
     assert len(set(ids)) == 4
 
 
+async def test_an_evaluation_has_the_score_of_each_family_of_tasks(
+    fake: FakeProxy, tmp_path: Path
+) -> None:
+    tasks = [
+        Task(name=f"{'ab'[number % 2]}/{number}", fields=task.fields)
+        for number, task in enumerate(QUESTIONS)
+    ]
+    exam = await examine(DEMO, fake.url, tasks, tmp_path, name="before")
+    assert exam.families == {"a": 0.0, "b": 0.0}
+
+
 async def test_a_judge_that_fails_ends_the_demo(fake: FakeProxy, tmp_path: Path) -> None:
     odd = Task(name="q0", fields=QUESTIONS[0].fields | {"answer": "none"})
     agent = WorkingAgent(DEMO, fake.url, tmp_path)

@@ -41,6 +41,7 @@ SUMMARY: dict[str, Any] = {
     "recorded": 10,
     "failed_requests": 0,
     "seed": 7,
+    "held_out": [{"families": {}}, {"families": {}}],
 }
 
 
@@ -256,6 +257,12 @@ def test_last_words_say_what_rose_and_the_best_where_it_was_not_the_last(
 ) -> None:
     words = closing_words("reward", SUMMARY | {"best": best}, Path("x"), Path("x/data"), "writer")
     assert f"Held-out reward went from [bold]25%[/] to [bold]{said} updates" in words
+
+
+def test_last_words_say_how_each_family_of_tasks_changed() -> None:
+    looks = [{"families": {"a": 0.5, "b": 0.25}}, {}, {"families": {"a": 1.0, "b": 0.0}}]
+    words = closing_words("reward", SUMMARY | {"held_out": looks}, Path("x"), Path("y"), "m")
+    assert "By family of tasks: a 50% to 100%, b 25% to 0%.\n" in words
 
 
 def size(picture: Path) -> tuple[int, int]:

@@ -1,0 +1,187 @@
+"""Read the Berkeley Function Calling Leaderboard from its wheel `bfcl-eval`, and ask its checkers.
+
+The checkers import a table of all models that were ever measured, with the libraries of their
+makers. Of it they want to know whether a model's functions have underscores for the dots in their
+names, as OpenAI's API wants: so it is one entry here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MODEL = "agent"
+TABLE = types.ModuleType("bfcl_eval.constants.model_config")
+TABLE.MODEL_CONFIG_MAPPING = {  # type: ignore[attr-defined]
+    MODEL: types.SimpleNamespace(underscore_to_dot=True)
+}
+sys.modules.setdefault(TABLE.__name__, TABLE)
+
+from bfcl_eval.constants.enums import Language  # noqa: E402
+from bfcl_eval.constants.executable_backend_config import (  # noqa: E402
+    MULTI_TURN_FUNC_DOC_FILE_MAPPING,
+)
+from bfcl_eval.constants.type_mappings import GORILLA_TO_OPENAPI  # noqa: E402
+from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker  # noqa: E402
+from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils  # noqa: E402
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa: E402
+    multi_turn_checker,
+)
+
+PYTHON = "simple_python"
+ONE_TURN = (
+    *(PYTHON, "multiple", "parallel", "parallel_multiple"),
+    *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
+    *("irrelevance", "live_irrelevance"),
+)
+SEVERAL_TURNS = tuple(
+    f"multi_turn_{kind}" for kind in ("base", "miss_func", "miss_param", "long_context")
+)
+# What the leaderboard's own client says in the turn in which a function is added.
+ADDED = "I have updated some more functions you can choose from. What about now?"
+
+Functions = Sequence[dict[str, Any]]
+
+
+def data_folder() -> Path:
+    spec = importlib.util.find_spec("bfcl_eval")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "data"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def entries(category: str) -> list[dict[str, Any]]:
+    """Return the leaderboard's entries of a category, each with its functions and `answer`."""
+    folder, name = data_folder(), f"BFCL_v4_{category}.json"
+    found = lines(folder / name)
+    # They are in the same order; the ids of some are written in another way.
+    no_call = [{"ground_truth": []}] * len(found)
+    is_irrelevant = "irrelevance" in category
+    answers = no_call if is_irrelevant else lines(folder / "possible_answer" / name)
+    for entry, answer in zip(found, answers, strict=True):
+        entry["answer"] = answer["ground_truth"]
+        if category in SEVERAL_TURNS:
+            add_functions(entry, folder / "multi_turn_func_doc")
+    return found
+
+
+def add_functions(entry: dict[str, Any], folder: Path) -> None:
+    """Add the functions of the classes that an entry of several turns needs; some come later."""
+    files = [folder / MULTI_TURN_FUNC_DOC_FILE_MAPPING[name] for name in entry["involved_classes"]]
+    known = {one["name"]: one for file in files for one in lines(file)}
+    later = entry.get("missed_function", {})
+    entry["missed_function"] = {
+        turn: [known.pop(name) for name in names] for turn, names in later.items()
+    }
+    entry["function"] = list(known.values())
+
+
+def tools(functions: Functions) -> list[dict[str, Any]]:
+    """Return functions as OpenAI's API takes them, turned as the leaderboard's own client does."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": underscored(one["name"]),
+                "description": one["description"],
+                "parameters": {
+                    **one["parameters"],
+                    "type": "object",
+                    "properties": typed(one["parameters"]["properties"]),
+                },
+            },
+        }
+        for one in functions
+    ]
+
+
+def underscored(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def typed(properties: dict[str, Any]) -> dict[str, Any]:
+    return {name: typed_one(one) for name, one in properties.items()}
+
+
+def typed_one(one: dict[str, Any]) -> dict[str, Any]:
+    """Return a property with a type of JSON schema's for one of Python's."""
+    turned = {**one, "type": GORILLA_TO_OPENAPI.get(one.get("type", "string"), "string")}
+    if one.get("type") == "float":
+        said = f"{one.get('description', '')} This is a float type value."
+        turned |= {"format": "float", "description": said}
+    if "properties" in one:
+        turned["properties"] = typed(one["properties"])
+    if "items" in one:
+        turned["items"] = typed_one(one["items"])
+    return turned
+
+
+def is_right(task: dict[str, Any], calls: Sequence[dict[str, Any]]) -> bool:
+    """Return what the leaderboard's checker says of the calls, each {name: arguments}."""
+    category = task["category"]
+    if "irrelevance" in category:
+        return not calls
+    try:
+        found = ast_checker(
+            task["function"], list(calls), task["answer"], Language.PYTHON, category, MODEL
+        )
+    except (AttributeError, IndexError, KeyError, TypeError):
+        # The checker takes arguments of any shape for granted that it does not expect.
+        return False
+    return bool(found["valid"])
+
+
+class World:
+    """Run calls on the leaderboard's simulated APIs, beside other runs."""
+
+    def __init__(self, task: dict[str, Any], name: str) -> None:
+        """Begin as the task says; `name` is this run's alone."""
+        self._task, self._name = task, name
+
+    def run(self, calls: Sequence[str]) -> list[str]:
+        """Return what each call gives, as JSON or in words; of one that fails, its `error`."""
+        results, _ = multi_turn_utils.execute_multi_turn_func_call(
+            list(calls),
+            self._task["initial_config"],
+            self._task["involved_classes"],
+            self._name,
+            self._task["entry"],
+            long_context="long_context" in self._task["category"],
+        )
+        return [as_json(str(result)) for result in results]
+
+
+def as_json(result: str) -> str:
+    """Return what a call gave; where the leaderboard says that it failed, as an object."""
+    why = result.removeprefix("Error during execution: ")
+    return result if why == result else json.dumps({"error": why})
+
+
+def forget(name: str) -> None:
+    """Forget the simulated APIs of a run, which the leaderboard keeps by name for ever."""
+    kept = vars(multi_turn_utils)
+    for key in [key for key in kept if key.startswith(name)]:
+        del kept[key]
+
+
+def went_right(task: dict[str, Any], turns: Sequence[Sequence[Sequence[str]]], name: str) -> bool:
+    """Return what the leaderboard's checker says of the calls of all steps of all turns."""
+    if len(turns) != len(task["answer"]):
+        return False
+    entry = {**task, "id": task["entry"]}
+    try:
+        found = multi_turn_checker(
+            [list(map(list, turn)) for turn in turns], task["answer"], entry, task["category"], name
+        )
+    finally:
+        forget(name)
+    return bool(found["valid"])
