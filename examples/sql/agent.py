@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sqlite3
 import sys
 from typing import Any, TypedDict
 
-from company import company, is_empty, rows_of
+from company import is_empty, rows_of
+from databases import create, database
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate, FewShotChatMessagePromptTemplate
 from langchain_openai import ChatOpenAI
@@ -29,14 +31,19 @@ TABLES = (
     "project(title, department, hours)"
 )
 SYSTEM = f"Write a SQLite query that answers the question.\n{TABLES}"
+SYSTEM_OF_MANY = (
+    "Write a SQLite query that answers the question. Answer with the query alone.\n{tables}"
+)
 CHECK = "Does the result answer the question? Say yes or no."
 MOST_TRIES = 2
 ASKED = "{question}"
 ASKED_AGAIN = "{question}\nPrevious: {result}"
+FENCED = re.compile(r"```(?:\w*\n)?(.*?)```", re.DOTALL)
 
 
 class State(TypedDict, total=False):
     question: str
+    schema: str | None
     tries: int
     sql: str
     result: str
@@ -44,7 +51,11 @@ class State(TypedDict, total=False):
     accepted: bool
 
 
-def prompt(asked: str) -> ChatPromptTemplate:
+def prompt(asked: str, schema: str | None) -> ChatPromptTemplate:
+    """Return a role's prompt: the nearest worked examples for the small company, else none."""
+    if schema is not None:
+        told = SYSTEM_OF_MANY.format(tables=create(schema))
+        return ChatPromptTemplate.from_messages([("system", told), ("human", asked)])
     examples = FewShotChatMessagePromptTemplate(
         input_variables=["question"],
         example_selector=NearestExamples(2),
@@ -56,7 +67,7 @@ def prompt(asked: str) -> ChatPromptTemplate:
 def execute(state: State) -> State:
     """Run the query; what comes of it, rows or an error, is an object in JSON."""
     try:
-        rows = rows_of(company(), state["sql"])
+        rows = rows_of(database(state["schema"]), state["sql"])
     except (sqlite3.Error, sqlite3.Warning) as error:
         return {"result": json.dumps({"error": str(error)}), "found": False}
     return {"result": json.dumps({"rows": rows[:5]}), "found": not is_empty(rows)}
@@ -74,24 +85,31 @@ def shown(result: str) -> str:
     return json.dumps(told["rows"])[:80] if told["rows"] else "nothing found"
 
 
+def query_in(reply: str) -> str:
+    """Return the query of a reply, without the fence that most models write around it."""
+    fenced = FENCED.search(reply)
+    return (fenced[1] if fenced else reply).strip()
+
+
 class Agents:
-    def __init__(self, base_url: str) -> None:
-        usual: dict[str, Any] = {"base_url": base_url, "max_tokens": 64}
+    def __init__(self, base_url: str, schema: str | None) -> None:
+        most = 64 if schema is None else 160
+        usual: dict[str, Any] = {"base_url": base_url, "max_tokens": most}
         names = {
             role: os.environ.get(f"{role.upper()}_MODEL", role)
             for role in ("writer", "rewriter", "checker")
         }
         writer = ChatOpenAI(model=names["writer"], temperature=1.0, **usual)
         rewriter = ChatOpenAI(model=names["rewriter"], temperature=1.0, **usual)
-        self._writer = prompt(ASKED) | writer
-        self._rewriter = prompt(ASKED_AGAIN) | rewriter
+        self._writer = prompt(ASKED, schema) | writer
+        self._rewriter = prompt(ASKED_AGAIN, schema) | rewriter
         self._checker = ChatOpenAI(
             model=names["checker"], temperature=0.0, base_url=base_url, max_completion_tokens=4
         )
 
     async def write(self, state: State) -> State:
         reply = await self._writer.ainvoke({"question": state["question"]})
-        return {"sql": str(reply.content).strip(), "tries": 1}
+        return {"sql": query_in(str(reply.content)), "tries": 1}
 
     async def check(self, state: State) -> State:
         """Accept what the model accepts, unless the query failed or found nothing."""
@@ -111,7 +129,7 @@ class Agents:
     async def rewrite(self, state: State) -> State:
         told = {"question": state["question"], "result": shown(state["result"])}
         reply = await self._rewriter.ainvoke(told)
-        return {"sql": str(reply.content).strip(), "tries": state["tries"] + 1}
+        return {"sql": query_in(str(reply.content)), "tries": state["tries"] + 1}
 
     def graph(self) -> Any:
         graph = StateGraph(State)
@@ -129,8 +147,9 @@ class Agents:
 
 async def answer(task: dict[str, Any], base_url: str | None = None) -> str:
     """Return the query that the agents end with."""
-    agents = Agents(base_url or os.environ["OPENAI_BASE_URL"])
-    state = await agents.graph().ainvoke({"question": task["question"]})
+    schema = task.get("schema")
+    agents = Agents(base_url or os.environ["OPENAI_BASE_URL"], schema)
+    state = await agents.graph().ainvoke({"question": task["question"], "schema": schema})
     return str(state["sql"])
 
 

@@ -94,10 +94,15 @@ def company() -> sqlite3.Connection:
         row = (title, rng.choice(DEPARTMENTS), rng.randint(10, 400))
         db.execute("INSERT INTO project VALUES (?, ?, ?)", row)
     db.commit()
+    may_only_be_read(db)
+    return db
+
+
+def may_only_be_read(db: sqlite3.Connection) -> None:
+    """Refuse all that changes a database, from now on."""
     db.set_authorizer(
         lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY
     )
-    return db
 
 
 def rows_of(db: sqlite3.Connection, sql: str) -> list[tuple[Any, ...]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-from company import company, is_empty, rows_of
+from company import is_empty, rows_of
+from databases import database
 
 
 def verdict(told: dict[str, Any]) -> dict[str, float]:
     """Return the reward of one run: `told` has the task, with the right query, and the output."""
-    db = company()
+    db = database(told["task"].get("schema"))
     right = rows_of(db, told["task"]["answer"])
     try:
         given = rows_of(db, told["output"])

@@ -3,6 +3,8 @@
 Five kinds, as many of each as of any other; the same seed makes the same ones. Training and
 held-out questions ask for nothing in common: a hash of what is asked for decides the split. No
 held-out question is a worked example, which shows its answer.
+
+With SQL_DATABASES=many they are about six databases of ten tables (`questions.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
+from itertools import islice
 
 from company import CITIES, DEPARTMENTS, EMPLOYEES, company, is_empty, rows_of
+from questions import questions
 from shown import POOL
 
 SPLITS = ("train", "held-out")
@@ -100,13 +105,22 @@ def tasks(count: int, seed: int, split: str) -> list[dict[str, object]]:
     return made[:count]
 
 
+def many_databases(count: int, seed: int, split: str) -> list[dict[str, object]]:
+    """Return `count` questions about the databases of one split."""
+    return [
+        {"id": f"{one['kind']}/{split}-{seed}-{number}", **one}
+        for number, one in enumerate(islice(questions(seed, split), count))
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--split", choices=SPLITS, default="train")
     options = parser.parse_args()
-    for task in tasks(options.count, options.seed, options.split):
+    make = many_databases if os.environ.get("SQL_DATABASES") == "many" else tasks
+    for task in make(options.count, options.seed, options.split):
         print(json.dumps(task))
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -124,6 +125,37 @@ def test_a_query_is_right_if_it_finds_the_same(
 ) -> None:
     told = judged(load, "sql", query, answer=COUNT)
     assert told == {"reward": reward, "well_formed": well_formed}
+
+
+@pytest.mark.parametrize("split", ["train", "held-out"])
+def test_questions_about_many_databases_have_one_answer(load: Load, split: str) -> None:
+    verdict, databases = load("sql", "judge").verdict, load("sql", "databases")
+    asked = load("sql", "tasks").many_databases(300, 1, split)
+    assert len({task["question"] for task in asked}) == 300
+    assert {task["id"].partition("/")[0] for task in asked} == {"degree-1", "degree-2", "degree-3"}
+    for task in asked:
+        told = {"task": task, "episode": "e"}
+        assert verdict({**told, "output": task["answer"]})["reward"] == 1.0
+        assert verdict({**told, "output": f"{task['answer']} LIMIT 0"})["reward"] == 0.0
+        assert len(databases.tables(task["schema"])) == 10
+
+
+def test_no_database_is_trained_on_and_held_out(load: Load) -> None:
+    make = load("sql", "tasks").many_databases
+    train, held_out = ({task["schema"] for task in make(60, 0, s)} for s in ("train", "held-out"))
+    assert (len(train), len(held_out)) == (4, 2)
+    assert not train & held_out
+
+
+def test_a_database_is_the_same_each_time_and_can_only_be_read(load: Load) -> None:
+    databases = load("sql", "databases")
+    for schema in databases.SCHEMAS:
+        first, second = (databases.database(schema) for _ in range(2))
+        for name in databases.tables(schema):
+            query = f"SELECT * FROM {name}"
+            assert first.execute(query).fetchall() == second.execute(query).fetchall()
+            with pytest.raises(sqlite3.DatabaseError):
+                first.execute(f"DELETE FROM {name}")
 
 
 def test_nothing_found_is_never_right(load: Load) -> None:
