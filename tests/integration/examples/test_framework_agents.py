@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -108,10 +109,17 @@ async def plain_server(model: Model) -> AsyncIterator[FakeUpstream]:
         yield upstream
 
 
-async def run_program(folder: Path, url: str, environment: dict[str, str]) -> str:
+async def run_program(
+    folder: Path,
+    url: str,
+    environment: dict[str, str],
+    *,
+    python: str = str(CLIENTS),
+    **task: Any,
+) -> str:
     """Run the agent as a program of its own, and return what it prints."""
     process = await asyncio.create_subprocess_exec(
-        *(str(CLIENTS), "agent.py"),
+        *(python, "agent.py"),
         cwd=folder,
         env={"PATH": os.environ["PATH"], "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "k"}
         | environment,
@@ -119,7 +127,8 @@ async def run_program(folder: Path, url: str, environment: dict[str, str]) -> st
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, errors = await process.communicate(json.dumps({"question": "What?"}).encode() + b"\n")
+    given = json.dumps({"question": "What?"} | task)
+    out, errors = await process.communicate(given.encode() + b"\n")
     assert process.returncode == 0, errors.decode()[-3000:]
     return out.decode()
 
@@ -135,6 +144,42 @@ async def test_agent_runs_as_a_program_against_a_plain_server(case: str) -> None
     assert ["/v1/chat/completions"] * len(server.requests) + others == paths
     headers = [name.lower() for sent in server.headers for name in sent]
     assert not [name for name in headers if name.startswith("x-pawl")]
+
+
+async def test_sql_agent_is_shown_the_tables_of_the_database_that_it_is_asked_about() -> None:
+    def model(name: str, messages: list[dict[str, Any]]) -> Reply:
+        if name == "writer":
+            assert "CREATE TABLE flight (" in messages[0]["content"]
+            assert len(messages) == 2
+        return "yes" if name == "checker" else "Here:\n```sql\nSELECT MAX(delay) FROM flight\n```"
+
+    folder = find_scenario("sql").folder
+    async with plain_server(model) as server:
+        printed = await run_program(folder, server.url, {}, schema="airline")
+    assert printed.strip() == "SELECT MAX(delay) FROM flight"
+
+
+async def test_leaderboard_agent_prints_the_calls_that_the_model_made() -> None:
+    x = {"type": "float", "description": "How much."}
+    offered = {"type": "dict", "properties": {"x": x}, "required": ["x"]}
+    function = {"name": "a.add", "description": "Add.", "parameters": offered}
+    question = [{"role": "user", "content": "What?"}]
+    async with plain_server(lambda *_: ("a_add", {"x": 1.5})) as server:
+        printed = await run_program(
+            find_scenario("bfcl").folder,
+            server.url,
+            {},
+            python=sys.executable,
+            category="multiple",
+            question=question,
+            function=[function],
+        )
+    assert json.loads(printed) == {"calls": [{"a_add": {"x": 1.5}}], "well_formed": True}
+    [asked] = server.requests
+    assert asked["messages"] == question
+    [tool] = asked["tools"]
+    assert tool["function"]["name"] == "a_add"
+    assert tool["function"]["parameters"]["properties"]["x"]["type"] == "number"
 
 
 @pytest.mark.parametrize("name", ["math", "sql", "rag"])
