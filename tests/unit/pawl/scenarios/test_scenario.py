@@ -154,7 +154,7 @@ def said(
 
 def test_command_needs_a_name_that_it_knows(said: Said) -> None:
     assert said(None) == "pawl: name an example, as in `make example NAME=math`"
-    assert "there is no example 'nope': name one of calculator, math" in said("nope")
+    assert "there is no example 'nope': name one of bfcl, calculator, math" in said("nope")
 
 
 def test_missing_framework_has_a_remedy(
