@@ -40,8 +40,9 @@ class Table(NamedTuple):
     columns: tuple[Column, ...]
 
     @property
-    def called(self) -> Column | None:
-        return next((one for one in self.columns if one.names), None)
+    def called(self) -> Column:
+        """Return the column of the rows' names; it has no name itself where there is none."""
+        return next((one for one in self.columns if one.names), Column(""))
 
     def of_kind(self, kind: str) -> list[Column]:
         return [one for one in self.columns if getattr(one, kind)]
@@ -101,7 +102,7 @@ def database(schema: str | None) -> sqlite3.Connection:
 
 def names(table: Table, count: int, rng: random.Random) -> list[str]:
     """Return different names for the rows of a table."""
-    kind = table.called.names if table.called else "thing"
+    kind = table.called.names or "thing"
     if kind == "person":
         whole = [f"{first} {last}" for first in WORDS["first"] for last in WORDS["last"]]
         return rng.sample(whole, count)

@@ -1,20 +1,20 @@
 """Make questions about the databases of `databases.py`, in three degrees, each with its query.
 
-The first asks one table; the second one that another has keys of; the third groups, ranks, or goes
-over two keys. Some schemas are held out whole.
+The first groups, ranks, or goes over two keys. The second compares rows with others of their
+group, or asks for what there is not. The third counts what is missing as none, asks for the second
+best, or groups over two keys. Some schemas are held out whole.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from company import is_empty, rows_of
 from databases import SCHEMAS, Column, Table, database, tables
 
 HELD_OUT = ("airline", "theatre")
-DEGREES = (1, 2, 3)
 # An answer has at most so many rows.
 MOST_ROWS = 40
 Draft = tuple[str, str]
@@ -26,11 +26,6 @@ def said(column: Column) -> str:
 
 def singular(table: Table) -> str:
     return table.name.replace("_", " ")
-
-
-def named_one(db: Any, table: Table, rng: random.Random) -> str:
-    assert table.called is not None
-    return str(rng.choice(rows_of(db, f"SELECT {table.called.name} FROM {table.name}"))[0])
 
 
 def condition(table: Table, rng: random.Random, alias: str = "") -> Draft:
@@ -46,126 +41,146 @@ def condition(table: Table, rng: random.Random, alias: str = "") -> Draft:
     return f"{said(column)} is {word} {number}", f"{alias}{column.name} {sign} {number}"
 
 
-def first_degree(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    table = rng.choice([one for one in schema.values() if one.of_kind("numbers")])
-    words, where = condition(table, rng)
-    if table.called and rng.random() < 0.4:
-        name = table.called
-        return (
-            f"List the {said(name)} of all {table.rows} whose {words}.",
-            f"SELECT {name.name} FROM {table.name} WHERE {where}",
-        )
-    others = [one for one in table.of_kind("numbers") if not where.startswith(f"{one.name} ")]
-    if not others or rng.random() < 0.5:
-        return f"How many {table.rows} are there whose {words}?", (
-            f"SELECT COUNT(*) FROM {table.name} WHERE {where}"
-        )
-    column = rng.choice(others)
-    how, function = rng.choice((("average", "AVG"), ("largest", "MAX"), ("smallest", "MIN")))
-    return (
-        f"What is the {how} {said(column)} of all {table.rows} whose {words}?",
-        f"SELECT {function}({column.name}) FROM {table.name} WHERE {where}",
-    )
-
-
 def pairs(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
     """Return tables with a key and the table that it is of, whose rows have names."""
     return [
         (child, key, schema[key.key_of])
         for child in schema.values()
         for key in child.of_kind("key_of")
-        if schema[key.key_of].called
+        if schema[key.key_of].called.name
     ]
 
 
-def second_degree(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    child, key, parent = rng.choice(pairs(schema))
-    assert parent.called is not None
-    joined = f"{child.name} c JOIN {parent.name} p ON c.{key.name} = p.id"
-    words, where = condition(parent, rng, "p.")
-    whose = f"whose {singular(parent)} has {words.replace(' is ', ' ', 1)}"
-    kinds = rng.random()
-    if kinds < 0.35:
-        return f"How many {child.rows} are there {whose}?", (
-            f"SELECT COUNT(*) FROM {joined} WHERE {where}"
-        )
-    if kinds < 0.7 and child.called:
-        return (
-            f"List the {said(child.called)} of all {child.rows} {whose}.",
-            f"SELECT c.{child.called.name} FROM {joined} WHERE {where}",
-        )
-    name, numbers = named_one(db, parent, rng), child.of_kind("numbers")
-    of_one = f"{joined} WHERE p.{parent.called.name} = '{name}'"
-    if numbers:
-        column, whole = rng.choice(numbers), f"the {child.rows} of the {singular(parent)} {name}"
-        return f"What is the total {said(column)} of {whole}?", (
-            f"SELECT SUM(c.{column.name}) FROM {of_one}"
-        )
-    return f"How many {child.rows} does the {singular(parent)} {name} have?", (
-        f"SELECT COUNT(*) FROM {of_one}"
-    )
+def with_conditions(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
+    """Return the pairs of which the first table has a column that a condition can be about."""
+    return [one for one in pairs(schema) if one[0].of_kind("numbers") or one[0].of_kind("words")]
 
 
-def third_degree(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    kinds: list[Callable[[dict[str, Table], Any, random.Random], Draft]] = [
-        ranked,
-        grouped,
-        over_two,
-    ]
-    return rng.choice(kinds)(schema, db, rng)
-
-
-def ranked(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    child, key, parent = rng.choice(pairs(schema))
-    assert parent.called is not None
-    numbers = child.of_kind("numbers")
-    what, order = f"the most {child.rows}", "COUNT(*)"
-    if numbers and rng.random() < 0.5:
-        column = rng.choice(numbers)
-        what, order = (
-            f"the highest total {said(column)} of its {child.rows}",
-            f"SUM(c.{column.name})",
-        )
-    return (
-        f"Which {singular(parent)} has {what}? Give its {said(parent.called)} alone.",
-        f"SELECT p.{parent.called.name} FROM {child.name} c JOIN {parent.name} p"
-        f" ON c.{key.name} = p.id GROUP BY p.id ORDER BY {order} DESC LIMIT 1",
-    )
-
-
-def grouped(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    child, key, parent = rng.choice(pairs(schema))
-    assert parent.called is not None
-    number = rng.randint(2, 6)
-    return (
-        f"List the {said(parent.called)} of each {singular(parent)} with more than {number}"
-        f" {child.rows}.",
-        f"SELECT p.{parent.called.name} FROM {child.name} c JOIN {parent.name} p"
-        f" ON c.{key.name} = p.id GROUP BY p.id HAVING COUNT(*) > {number}",
-    )
-
-
-def over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    ways = [
+def over_two_keys(schema: dict[str, Table]) -> list[tuple[Table, Column, Table, Column, Table]]:
+    """Return tables with a key, the table that it is of, its key, and the table that that is of."""
+    return [
         (child, key, parent, upper, schema[upper.key_of])
         for child in schema.values()
         for key in child.of_kind("key_of")
         for parent in [schema[key.key_of]]
         for upper in parent.of_kind("key_of")
-        if schema[upper.key_of].called
+        if schema[upper.key_of].called.name
     ]
-    child, key, parent, upper, top = rng.choice(ways)
-    assert top.called is not None
-    name = named_one(db, top, rng)
+
+
+# First degree
+
+
+def ranked(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    child, key, parent = rng.choice(pairs(schema))
+    numbers = child.of_kind("numbers")
+    what, order = f"the most {child.rows}", "COUNT(*)"
+    if numbers and rng.random() < 0.5:
+        column = rng.choice(numbers)
+        what = f"the highest total {said(column)} of its {child.rows}"
+        order = f"SUM(c.{column.name})"
     return (
-        f"How many {child.rows} are there whose {singular(parent)} belongs to the {singular(top)}"
-        f" {name}?",
-        f"SELECT COUNT(*) FROM {child.name} c JOIN {parent.name} p ON c.{key.name} = p.id"
-        f" JOIN {top.name} t ON p.{upper.name} = t.id WHERE t.{top.called.name} = '{name}'",
+        f"Which {singular(parent)} has {what}? Give its {said(parent.called)} alone.",
+        f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)}"
+        f" GROUP BY p.id ORDER BY {order} DESC LIMIT 1",
     )
 
 
-MAKERS = dict(zip(DEGREES, (first_degree, second_degree, third_degree), strict=True))
+def grouped(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    child, key, parent = rng.choice(pairs(schema))
+    number = rng.randint(2, 6)
+    each = f"List the {said(parent.called)} of each {singular(parent)}"
+    return f"{each} with more than {number} {child.rows}.", (
+        f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)}"
+        f" GROUP BY p.id HAVING COUNT(*) > {number}"
+    )
+
+
+def counted_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    child, key, parent, upper, top = rng.choice(over_two_keys(schema))
+    [name] = rng.choice(rows_of(db, f"SELECT {top.called.name} FROM {top.name}"))
+    belongs = f"whose {singular(parent)} belongs to the {singular(top)} {name}"
+    return f"How many {child.rows} are there {belongs}?", (
+        f"SELECT COUNT(*) FROM {joined(child, key, parent)}"
+        f" JOIN {top.name} t ON p.{upper.name} = t.id WHERE t.{top.called.name} = '{name}'"
+    )
+
+
+# Second degree
+
+
+def above_their_average(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    able = [one for one in pairs(schema) if one[0].called.name and one[0].of_kind("numbers")]
+    child, key, parent = rng.choice(able)
+    column = rng.choice(child.of_kind("numbers")).name
+    spoken = column.replace("_", " ")
+    every = f"List the {said(child.called)} of all {child.rows}"
+    return f"{every} whose {spoken} is above the average {spoken} of their {singular(parent)}.", (
+        f"SELECT c.{child.called.name} FROM {child.name} c WHERE c.{column} >"
+        f" (SELECT AVG(d.{column}) FROM {child.name} d WHERE d.{key.name} = c.{key.name})"
+    )
+
+
+def without_any(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    child, key, parent = rng.choice(with_conditions(schema))
+    words, where = condition(child, rng, "c.")
+    each = f"List the {said(parent.called)} of each {singular(parent)}"
+    return f"{each} that has none of the {child.rows} whose {words}.", (
+        f"SELECT p.{parent.called.name} FROM {parent.name} p WHERE NOT EXISTS"
+        f" (SELECT 1 FROM {child.name} c WHERE c.{key.name} = p.id AND {where})"
+    )
+
+
+def ranked_among(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    child, key, parent = rng.choice(with_conditions(schema))
+    words, where = condition(child, rng, "c.")
+    which = f"Which {singular(parent)} has the most {child.rows} whose {words}?"
+    return f"{which} Give its {said(parent.called)} alone.", (
+        f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)} WHERE {where}"
+        " GROUP BY p.id ORDER BY COUNT(*) DESC LIMIT 1"
+    )
+
+
+# Third degree
+
+
+def each_with_its_count(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    child, key, parent = rng.choice(with_conditions(schema))
+    words, where = condition(child, rng, "c.")
+    each = f"For each {singular(parent)} give its {said(parent.called)} and the number"
+    return f"{each} of its {child.rows} whose {words}, which may be 0.", (
+        f"SELECT p.{parent.called.name}, COUNT(c.id) FROM {parent.name} p LEFT JOIN {child.name} c"
+        f" ON c.{key.name} = p.id AND {where} GROUP BY p.id"
+    )
+
+
+def second_best(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    question, sql = ranked(schema, db, rng)
+    for words in ("the most", "the highest"):
+        question = question.replace(words, words.replace("the ", "the second-"))
+    return question.replace("second-most", "second most"), f"{sql} OFFSET 1"
+
+
+def grouped_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+    able = [way for way in over_two_keys(schema) if way[0].of_kind("numbers")]
+    child, key, parent, upper, top = rng.choice(able)
+    column = rng.choice(child.of_kind("numbers"))
+    each = f"For each {singular(top)} that has any, give its {said(top.called)} and the average"
+    return f"{each} {said(column)} of the {child.rows} of its {parent.rows}.", (
+        f"SELECT t.{top.called.name}, AVG(c.{column.name}) FROM {joined(child, key, parent)}"
+        f" JOIN {top.name} t ON p.{upper.name} = t.id GROUP BY t.id"
+    )
+
+
+def joined(child: Table, key: Column, parent: Table) -> str:
+    return f"{child.name} c JOIN {parent.name} p ON c.{key.name} = p.id"
+
+
+MAKERS = {
+    1: (ranked, grouped, counted_over_two),
+    2: (above_their_average, without_any, ranked_among),
+    3: (each_with_its_count, second_best, grouped_over_two),
+}
 
 
 def is_sound(db: Any, sql: str) -> bool:
@@ -176,10 +191,9 @@ def is_sound(db: Any, sql: str) -> bool:
     if " LIMIT 1" not in sql:
         return True
     body, order = sql.split(" ORDER BY ")
-    best = rows_of(
-        db, f"SELECT {order.split(' DESC')[0]} AS n {body[body.index('FROM') :]} ORDER BY n DESC"
-    )
-    return len(best) < 2 or best[0] != best[1]
+    by = f"SELECT {order.partition(' DESC')[0]} AS n {body[body.index('FROM') :]} ORDER BY n DESC"
+    best = rows_of(db, by)[:3]
+    return len(best) == 3 and len(set(best)) == 3
 
 
 def questions(seed: int, split: str) -> Iterator[dict[str, object]]:
@@ -189,11 +203,11 @@ def questions(seed: int, split: str) -> Iterator[dict[str, object]]:
     known = {name: database(name) for name in schemas}
     asked = set[str]()
     while True:
-        for degree in DEGREES:
+        for degree, makers in MAKERS.items():
             for schema in schemas:
-                question, sql = MAKERS[degree](tables(schema), known[schema], rng)
+                question, sql = rng.choice(makers)(tables(schema), known[schema], rng)
                 while question in asked or not is_sound(known[schema], sql):
-                    question, sql = MAKERS[degree](tables(schema), known[schema], rng)
+                    question, sql = rng.choice(makers)(tables(schema), known[schema], rng)
                 asked.add(question)
                 kind = f"degree-{degree}"
                 yield {"schema": schema, "kind": kind, "question": question, "answer": sql}

@@ -109,6 +109,16 @@ async def test_tasks_that_take_too_long_say_so(
         await make_tasks(scenario, 1, 0, "train", tmp_path)
 
 
+async def test_there_may_be_fewer_held_out_tasks_than_asked_for_but_no_fewer_others(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tasks.py").write_text("""print('{"id": "t", "answer": 1}')""")
+    scenario = find_scenario("math").model_copy(update={"folder": tmp_path, "tasks": ["tasks.py"]})
+    assert len(await make_tasks(scenario, 2, 0, "held-out", tmp_path)) == 1
+    with pytest.raises(ScenarioFailed, match=r"tasks\.py made 1 tasks of 2"):
+        await make_tasks(scenario, 2, 0, "train", tmp_path)
+
+
 def test_missing_template_is_named() -> None:
     scenario = find_scenario("math").model_copy(update={"chat_template": "nope"})
     with pytest.raises(ScenarioFailed, match="chat_template: there is no 'nope'"):
