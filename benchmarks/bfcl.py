@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-import msgspec
 from rich.console import Console
 
 from benchmarks.report import Bar, Rows, bars_table
@@ -95,9 +94,6 @@ async def base_rewards(options: argparse.Namespace, console: Console) -> dict[st
     scenario = find_scenario("bfcl").model_copy(update={"held_out_samples": 1})
     folder = options.out / "base"
     folder.mkdir(parents=True, exist_ok=True)
-    known = folder / "rewards.json"
-    if known.exists():
-        return msgspec.json.decode(known.read_bytes(), type=dict[str, float])
     count = EACH * len(options.categories.split(","))
     tasks = await make_tasks(scenario, count, 0, "train", folder)
     # A task that comes again has a name of its own.
@@ -117,7 +113,6 @@ async def base_rewards(options: argparse.Namespace, console: Console) -> dict[st
         await stack.stop_training()
         console.print(f"the base model is asked {len(first)} tasks")
         exam = await examine(scenario, stack.url, first, folder, name="base")
-    known.write_bytes(msgspec.json.encode(exam.families))
     return exam.families
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
-from leaderboard import ADDED, SEVERAL_TURNS, World, forget, tools
+from leaderboard import ADDED, SEVERAL_TURNS, forget, run_calls, tools
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessage
 
@@ -55,7 +55,7 @@ async def answer(
 async def several_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]:
     """Return the calls of each step of each turn, which were run on the simulated APIs."""
     name = f"run_{uuid4().hex}"
-    world = World(task, name)
+    run = functools.partial(run_calls, task, name)
     functions, messages = list(task["function"]), list[Any]()
     turns = []
     try:
@@ -63,14 +63,14 @@ async def several_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]
             added = task["missed_function"].get(str(number), [])
             functions += added
             messages += [{"role": "user", "content": ADDED}] if added else said
-            turns.append(await one_turn(ask, world, functions, messages))
+            turns.append(await one_turn(ask, run, functions, messages))
     finally:
         forget(name)
     return turns
 
 
 async def one_turn(
-    ask: Any, world: World, functions: list[dict[str, Any]], messages: list[Any]
+    ask: Any, run: Any, functions: list[dict[str, Any]], messages: list[Any]
 ) -> list[list[str]]:
     """Let the model call functions until it says something else; add all of it to `messages`."""
     steps = []
@@ -82,7 +82,7 @@ async def one_turn(
         if not made:
             break
         written = [as_written(name, arguments, known) for _, name, arguments in made]
-        results = world.run(written)
+        results = run(written)
         steps.append(written)
         for (call_id, _, _), result in zip(made, results, strict=True):
             messages.append(answered(call_id, result))

@@ -33,9 +33,8 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
     multi_turn_checker,
 )
 
-PYTHON = "simple_python"
 ONE_TURN = (
-    *(PYTHON, "multiple", "parallel", "parallel_multiple"),
+    *("simple_python", "multiple", "parallel", "parallel_multiple"),
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
     *("irrelevance", "live_irrelevance"),
 )
@@ -140,24 +139,21 @@ def is_right(task: dict[str, Any], calls: Sequence[dict[str, Any]]) -> bool:
     return bool(found["valid"])
 
 
-class World:
-    """Run calls on the leaderboard's simulated APIs, beside other runs."""
+def run_calls(task: dict[str, Any], name: str, calls: Sequence[str]) -> list[str]:
+    """Run calls on the leaderboard's simulated APIs, which begin as the task says.
 
-    def __init__(self, task: dict[str, Any], name: str) -> None:
-        """Begin as the task says; `name` is this run's alone."""
-        self._task, self._name = task, name
-
-    def run(self, calls: Sequence[str]) -> list[str]:
-        """Return what each call gives, as JSON or in words; of one that fails, its `error`."""
-        results, _ = multi_turn_utils.execute_multi_turn_func_call(
-            list(calls),
-            self._task["initial_config"],
-            self._task["involved_classes"],
-            self._name,
-            self._task["entry"],
-            long_context="long_context" in self._task["category"],
-        )
-        return [as_json(str(result)) for result in results]
+    Return what each gives, as JSON or in words; of one that fails, its `error`. `name` is a run's
+    alone: its next calls find what these have changed.
+    """
+    results, _ = multi_turn_utils.execute_multi_turn_func_call(
+        list(calls),
+        task["initial_config"],
+        task["involved_classes"],
+        name,
+        task["entry"],
+        long_context="long_context" in task["category"],
+    )
+    return [as_json(str(result)) for result in results]
 
 
 def as_json(result: str) -> str:

@@ -71,13 +71,13 @@ def over_two_keys(schema: dict[str, Table]) -> list[tuple[Table, Column, Table, 
 # First degree
 
 
-def ranked(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
+def ranked(schema: dict[str, Table], db: Any, rng: random.Random, place: str = "") -> Draft:
     child, key, parent = rng.choice(pairs(schema))
     numbers = child.of_kind("numbers")
-    what, order = f"the most {child.rows}", "COUNT(*)"
+    what, order = f"the {place}most {child.rows}", "COUNT(*)"
     if numbers and rng.random() < 0.5:
         column = rng.choice(numbers)
-        what = f"the highest total {said(column)} of its {child.rows}"
+        what = f"the {place}highest total {said(column)} of its {child.rows}"
         order = f"SUM(c.{column.name})"
     return (
         f"Which {singular(parent)} has {what}? Give its {said(parent.called)} alone.",
@@ -155,10 +155,8 @@ def each_with_its_count(schema: dict[str, Table], db: Any, rng: random.Random) -
 
 
 def second_best(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    question, sql = ranked(schema, db, rng)
-    for words in ("the most", "the highest"):
-        question = question.replace(words, words.replace("the ", "the second-"))
-    return question.replace("second-most", "second most"), f"{sql} OFFSET 1"
+    question, sql = ranked(schema, db, rng, "second ")
+    return question, f"{sql} OFFSET 1"
 
 
 def grouped_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:

@@ -119,7 +119,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--split", choices=SPLITS, default="train")
     options = parser.parse_args()
-    make = many_databases if os.environ.get("SQL_DATABASES") == "many" else tasks
+    about = {"": tasks, "many": many_databases}
+    named = os.environ.get("SQL_DATABASES", "")
+    if named not in about:
+        parser.error(f"SQL_DATABASES: {named!r} is neither unset nor `many`")
+    make = about[named]
     for task in make(options.count, options.seed, options.split):
         print(json.dumps(task))
 

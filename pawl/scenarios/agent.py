@@ -281,10 +281,7 @@ class WorkingAgent:
 
 
 class Exam(Record, frozen=True, kw_only=True):
-    """Hold what came of the held-out tasks: the mean scores, in all and by family, and all results.
-
-    There are families if there are several.
-    """
+    """Hold what came of the held-out tasks: mean scores, in all and by family, and all results."""
 
     score: float | None
     families: dict[str, float]
@@ -321,8 +318,6 @@ async def examine(
     every = [score for of_family in scores.values() for score in of_family]
     return Exam(
         score=round(fmean(every), 4) if every else None,
-        families={name: round(fmean(some), 4) for name, some in sorted(scores.items())}
-        if len(scores) > 1
-        else {},
+        families={name: round(fmean(some), 4) for name, some in sorted(scores.items())},
         results=results,
     )

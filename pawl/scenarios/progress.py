@@ -50,7 +50,7 @@ class Wave:
 class HeldOut(Record, frozen=True, kw_only=True):
     """Hold the mean score of the held-out tasks, after so many waves and finished updates.
 
-    `families` has that of each family of tasks, if there are several.
+    `families` has that of each family of tasks.
     """
 
     waves: int

@@ -156,7 +156,7 @@ def _by_family(summary: dict[str, Any]) -> str:
     first, last = summary["held_out"][0]["families"], summary["held_out"][-1]["families"]
     both = [name for name in first if name in last]
     changes = ", ".join(f"{name} {first[name]:.0%} to {last[name]:.0%}" for name in both)
-    return f"By family of tasks: {changes}.\n" if changes else ""
+    return f"By family of tasks: {changes}.\n" if len(both) > 1 else ""
 
 
 def _best(summary: dict[str, Any]) -> str:
