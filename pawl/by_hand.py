@@ -108,21 +108,12 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
     return version
 
 
-def is_wait(newest: PolicyEvent) -> bool:
-    """Return whether a person has to promote or reject a version: its newest event says (pure).
-
-    Such an event has the evidence, and says that the state stays.
-    """
-    stays = newest.from_state == newest.to_state and newest.to_state in NEXT
-    return stays and newest.evidence is not None
-
-
 async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
-    """Return the event by which a version waits for a person; None: it does not."""
-    if version.state not in NEXT:
+    """Return the event, with evidence, since which a version awaits approval, or None."""
+    if not version.awaits_approval:
         return None
     [newest] = await list_events(connection, version.name, version.version, most=1)
-    return newest if is_wait(newest) else None
+    return newest
 
 
 def split_name(named: str) -> tuple[str, int | None]:

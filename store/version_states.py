@@ -55,6 +55,7 @@ _CHANGE: Final = text(
         UPDATE policies SET state = :to, changed_at = clock_timestamp(),
             share = CAST(:share AS double precision),
             frozen_at = CASE WHEN version = 0 THEN frozen_at END,
+            awaits_approval_at = NULL,
             unloaded_at = CASE WHEN :to = 'retired' AND state IN ('written', 'loaded')
                 THEN clock_timestamp() ELSE unloaded_at END
         WHERE name = :name AND version = :version AND state = :from
@@ -99,7 +100,7 @@ _ROLL_BACK: Final = text(
         WHERE p.name = :name AND p.state NOT IN ('rejected', 'rolled_back')
         ORDER BY version, root = version DESC, root DESC),
     changed AS (
-        UPDATE policies p SET share = NULL,
+        UPDATE policies p SET share = NULL, awaits_approval_at = NULL,
             changed_at = CASE WHEN p.unloaded_at IS NULL THEN clock_timestamp()
                 ELSE p.changed_at END,
             state = CASE WHEN before.state IN ('written', 'loaded')
@@ -474,6 +475,14 @@ async def move_control(
     await _set_control(connection, name, share=None)
     await _set(connection, name, version, share=share or None)
     await add_event(connection, name, version, "retired", **why)
+
+
+async def await_approval(
+    connection: AsyncConnection, tried: PolicyVersion, **why: Unpack[Why]
+) -> None:
+    """Let a version wait in its state until a person promotes or rejects it."""
+    await _set(connection, tried.name, tried.version, awaits_approval_at=func.clock_timestamp())
+    await add_event(connection, tried.name, tried.version, tried.state, **why)
 
 
 async def hold_training(

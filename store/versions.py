@@ -49,6 +49,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     unloaded: bool = False
     # A retraining started the policy's line again at an older version.
     ended: bool = False
+    # It was judged, and a person has to promote or reject it.
+    awaits_approval: bool = False
 
     @property
     def is_servable(self) -> bool:
@@ -83,7 +85,7 @@ def policy_name(policy: str, version: int, base_name: str) -> str:
 # Named, so that a column that a newer version of Pawl adds ends no prepared statement.
 _READ: Final = (
     *("name", "version", "state", "served_name", "adapter_path", "update_id", "files_deleted_at"),
-    *("tenant", "share", "unloaded_at", "ended_at"),
+    *("tenant", "share", "unloaded_at", "ended_at", "awaits_approval_at"),
 )
 # The columns of a row of `policies p` that `version_of` reads.
 VERSION_COLUMNS: Final = ", ".join(f"p.{name}" for name in _READ)
@@ -107,4 +109,5 @@ def version_of(row: Any) -> PolicyVersion:
         share=row.share,
         unloaded=row.unloaded_at is not None,
         ended=row.ended_at is not None,
+        awaits_approval=row.awaits_approval_at is not None,
     )

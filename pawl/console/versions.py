@@ -21,7 +21,6 @@ from starlette.routing import Route
 from pawl.by_hand import (
     find_to_promote,
     freeze_by_hand,
-    is_wait,
     promote_as_seen,
     roll_back_by_hand,
 )
@@ -213,7 +212,7 @@ async def versions(request: Request) -> Response:
         events=events,
         standing=standing,
         compared=compared,
-        waits={number: event for number, event in events.items() if is_wait(event)},
+        waits={one.version: events[one.version] for one in line if one.awaits_approval_at},
         older=numbers[MOST - 1] if len(numbers) >= MOST and numbers[MOST - 1] else None,
         words_of=words_of,
     )
@@ -234,7 +233,7 @@ async def version(request: Request) -> Response:
         live=live.get(number),
         held_out=held_out.get(number),
         events=events,
-        is_waiting=any(map(is_wait, events[:1])),
+        is_waiting=own.awaits_approval_at is not None,
         words=words_of(own),
         actions=actions_of(own),
     )

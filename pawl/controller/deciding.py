@@ -44,6 +44,7 @@ from store.version_queries import why_stays
 from store.version_states import (
     Why,
     add_event,
+    await_approval,
     begin_canary,
     change_state,
     hold_training,
@@ -192,7 +193,7 @@ class PolicyGate:
             return self._hold_or_go_on(connection, stands, comparison, why)
         if comparison.trade is not None and not evidence.is_said:
             evidence.is_said = True
-            return partial(self._stay, connection, serving, why(comparison.trade))
+            return partial(self._say, connection, serving, why(comparison.trade))
         # A canary that was promoted without a verdict has the trial's share until it is compared.
         given = await last_given(connection, self._name, serving.version.version)
         is_tried = given.verdict == UNDECIDED and _share_of(control) > rule.control_share
@@ -279,7 +280,7 @@ class PolicyGate:
             await self._evaluations.forget(self._name)
             return None
         rule = _rule_of(candidate)
-        if rule.approve and await self._waits(connection, candidate):
+        if candidate.version.awaits_approval:
             return None
         if rule.mode == "canary":
             return partial(self._begin_trial, connection, stands, candidate, rule)
@@ -287,7 +288,8 @@ class PolicyGate:
             found = await self._evaluations.outcome(candidate, stands.serving, rule)
             return None if found is None else partial(self._end, connection, candidate, rule, found)
         # What serves at once is the trainer's to promote.
-        waits = partial(self._stay, connection, candidate, _because(WAITS + PASSED, {}))
+        why = _because(WAITS + PASSED, {})
+        waits = partial(await_approval, connection, candidate.version, **why)
         return waits if rule.approve else None
 
     async def _begin_trial(
@@ -315,7 +317,7 @@ class PolicyGate:
         version, why, verdict = tried.version, _why(comparison, rule), comparison.verdict
         if verdict is not None and verdict.kind == "worse":
             return await self._fall(connection, tried, why)
-        if await self._waits(connection, tried):
+        if version.awaits_approval:
             return []
         if verdict is None and (
             rule.undecided == "keep" or comparison.difference is None or comparison.points_to_harm
@@ -324,7 +326,7 @@ class PolicyGate:
             return [Move(version, "retired", why["reason"])]
         if rule.approve:
             waits = _because(WAITS + why["reason"], why["evidence"])
-            await self._stay(connection, tried, waits)
+            await await_approval(connection, version, **waits)
             return []
         # What is not proven is watched, if at all, with as many episodes as it was tried with.
         share = None
@@ -343,16 +345,11 @@ class PolicyGate:
             moves.append(Move(serves, "serving", f"{version.served_name} was rolled back"))
         return moves
 
-    async def _waits(self, connection: AsyncConnection, tried: Standing) -> bool:
-        """Return whether a version waits for a person, who was shown the evidence."""
-        reason = await why_stays(connection, self._name, tried.version.version)
-        return reason is not None and reason.startswith(WAITS)
-
-    async def _stay(self, connection: AsyncConnection, one: Standing, why: Why) -> None:
-        """Write down, once, what was found of a version that stays in its state."""
-        number, state = one.version.version, one.version.state
-        if await why_stays(connection, self._name, number) != why["reason"]:
-            await add_event(connection, self._name, number, state, **why)
+    async def _say(self, connection: AsyncConnection, serving: Standing, why: Why) -> None:
+        """Record once what was found of the version that serves, and goes on to."""
+        version = serving.version
+        if await why_stays(connection, self._name, version.version) != why["reason"]:
+            await add_event(connection, self._name, version.version, version.state, **why)
 
     def _evidence_of(
         self,

@@ -583,6 +583,8 @@ policies = Table(
     # Of version 0: nothing but an operator changes which of the policy's versions has traffic. Of
     # another that serves: rewards fell, and nothing is trained on it.
     Column("frozen_at", When),
+    # A person has to promote or reject it; null where nobody has to.
+    Column("awaits_approval_at", When),
     one_of("state", POLICY_STATES),
     CheckConstraint("share >= 0 AND share <= 1", name="share_is_a_share"),
     CheckConstraint("share IS NULL OR state IN ('canary', 'retired')", name="share_is_of_an_arm"),
@@ -590,6 +592,10 @@ policies = Table(
         "unloaded_at IS NULL"
         " OR state IN ('retired', 'rolled_back') AND share IS NULL AND version > 0",
         name="unloaded_serves_nobody",
+    ),
+    CheckConstraint(
+        "awaits_approval_at IS NULL OR state IN ('loaded', 'canary')",
+        name="approval_is_of_a_candidate",
     ),
     CheckConstraint(
         "ended_at IS NULL OR state IN ('retired', 'rolled_back', 'rejected')",

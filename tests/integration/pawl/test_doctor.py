@@ -24,7 +24,7 @@ from proxy.metrics import REFUSED
 from store import claims, version_states
 from store.admin_port import listen_on
 from store.tenants import scoped
-from store.version_states import add_event, make_loaded
+from store.version_states import await_approval, lock_version, make_loaded
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.integration.pawl.conftest import Pawl
 from tests.support.controller.replicas import assert_has, controlling, publish
@@ -265,8 +265,9 @@ async def unapproved_version(stack: Stack) -> None:
         serves = "UPDATE policies SET state = 'serving' WHERE version = 1"
         await connection.execute(text(serves))
         await make_loaded(connection, "m", 2, rule, **why)
-        waits = {"evidence": {}, "actor": "controller"}
-        await add_event(connection, "m", 2, "loaded", reason="it waits for approval", **waits)
+        tried = await lock_version(connection, "m", 2)
+        waits: Any = {"evidence": {}, "actor": "controller", "reason": "it passed its probe"}
+        await await_approval(connection, tried, **waits)
 
 
 # Two groups of four whose rewards differ: from these an update is made.

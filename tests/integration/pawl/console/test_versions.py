@@ -16,7 +16,7 @@ from store.read import lineage
 from store.records import SpoolRecord
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
-from store.version_states import add_event, begin_canary, make_loaded
+from store.version_states import await_approval, begin_canary, lock_version, make_loaded
 from tests.integration.conftest import Reply
 from tests.integration.pawl.console.conftest import OpenConsole, Pages
 from tests.support.ledger.episodes import ingest
@@ -41,15 +41,9 @@ async def line(engine: AsyncEngine) -> AsyncEngine:
 
 async def wait(engine: AsyncEngine, number: int) -> None:
     async with engine.begin() as connection:
-        await add_event(
-            connection,
-            "m",
-            number,
-            "loaded",
-            reason="it waits for approval: it is better",
-            actor="controller",
-            evidence=EVIDENCE,
-        )
+        tried = await lock_version(connection, "m", number)
+        why = "it waits for approval: it is better"
+        await await_approval(connection, tried, reason=why, actor="controller", evidence=EVIDENCE)
 
 
 async def states(engine: AsyncEngine) -> dict[int, str]:

@@ -26,7 +26,13 @@ from store import claims
 from store.errors import NotGated, UnknownPolicy
 from store.policy_table import parse_policies
 from store.version_queries import list_versions
-from store.version_states import add_event, ensure_base, make_loaded, mark_unloaded
+from store.version_states import (
+    await_approval,
+    ensure_base,
+    lock_version,
+    make_loaded,
+    mark_unloaded,
+)
 from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, trained
@@ -274,14 +280,9 @@ async def load(engine: AsyncEngine, number: int, *, waits: bool = False) -> None
             connection, "m", number, {"control_share": 0.05}, reason="probed", actor="trainer"
         )
         if waits:
-            await add_event(
-                connection,
-                "m",
-                number,
-                "loaded",
-                reason=WAITS,
-                actor="controller",
-                evidence=BETTER,
+            tried = await lock_version(connection, "m", number)
+            await await_approval(
+                connection, tried, reason=WAITS, actor="controller", evidence=BETTER
             )
 
 
