@@ -304,13 +304,12 @@ async def _publish_all(
             events.append(Load(f"{POLICY}@{version}", step, recorded, time.monotonic()))
 
         async def look() -> int:
-            """Bring the server up to date, as a trainer does; return how many adapters it has."""
+            """Give idle versions up, as a trainer does; return how many adapters the server has."""
             began = time.monotonic()
             async with engine.begin() as connection:
                 rows = await connection.execute(_IDLE, {"name": POLICY, "idle_s": idle_s})
                 idle = [row.version for row in rows]
                 await mark_unloaded(connection, POLICY, idle, "nobody calls it", "trainer")
-            await publisher.reconcile()
             listed = await servers.models()
             loaded = frozenset(name for name, model in listed.items() if model.get("parent"))
             events.append(Seen(time.monotonic(), loaded))

@@ -37,6 +37,7 @@ from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS, show_pause
 from trainer.publishing.adapters import version_folder
 from trainer.publishing.cleaning import Cleaning
+from trainer.publishing.model_server import ModelServer
 from trainer.publishing.pacing import Pacing
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
@@ -183,13 +184,15 @@ class Loop:
         async with self._engine.begin() as connection:
             return await self._pacing.has_room(connection)
 
-    async def sync_adapters(self) -> None:
-        """Load the adapters that the store lists as servable, and unload the others.
+    async def watch_servers(self) -> None:
+        """Look whether the model servers answer, and let versions that waited for others go live.
 
-        Versions that have waited for others to go live with go live. Once a replica is back,
-        training pauses until it is tested: its base model may be another one.
+        Once a replica is back, training pauses until it is tested: its base model may be another.
+
+        Raises:
+            UpstreamAway: none answers.
         """
-        await self._publisher.reconcile()
+        await self._publisher.servers.ask(ModelServer.models)
         if self._publisher.servers.returns != self._breaker.tested_at:
             self._breaker.doubt("a model server was away, and may be another one now")
         await self._publisher.go_live()

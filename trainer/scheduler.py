@@ -78,13 +78,13 @@ class PolicyWorker:
         return self._loop is not None
 
     async def waiting(self, guard: AsyncConnection, *, alone: bool) -> float | None:
-        """Bring the model servers up to date; return how much signal waits, None after a failure.
+        """Look at the model servers; return how much signal waits, None after a failure.
 
         The signal is counted in updates, unless the policy is alone: then nobody needs to know.
         """
 
         async def work(loop: Loop) -> float:
-            await loop.sync_adapters()
+            await loop.watch_servers()
             return 0.0 if alone else await loop.waiting_updates()
 
         return await self._of_loop(guard, work)

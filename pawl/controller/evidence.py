@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pawl.controller.comparison import Comparison, Episode
 from pawl.controller.own_past import PAST
+from pawl.controller.replicas import PROXY_REFRESH_S
 from store.ids import lowest_id_at, time_of
 from store.read.gates import (
     SKEW,
@@ -25,7 +26,6 @@ from store.read.gates import (
     episodes_per_hour,
 )
 from store.records import Arm
-from trainer.publishing.publisher import PROXY_REFRESH_S
 from trainer.recipes.recipe import PublishOptions
 
 # Episodes are read in parts of about so many, and so long: none takes long, or much memory.

@@ -13,19 +13,21 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
+from pawl.controller.reconciler import OUTCOMES, Reconciler
 from store.adapter_slots import unload_ended
 from store.metrics import begin_at_zero
-from store.version_queries import list_servable
+from store.version_queries import list_servable, numbered_version, unserved_versions
 from store.version_states import mark_unloaded
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
 from trainer.publishing.cleaning import IDLE_S
 from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
-from trainer.publishing.reconciler import OUTCOMES, Reconciler
 
 log = structlog.get_logger()
 
 READ_S: Final = 10.0
+# All proxies know of a change after this long; they read the policies twice a second.
+PROXY_REFRESH_S: Final = 10.0
 # A load that begins by a reading of this age ends before the files of a version that was unloaded
 # just after that reading can be deleted.
 OLDEST_S: Final = IDLE_S - TIMEOUT_S - LIST_S
@@ -36,14 +38,17 @@ class ServableVersions:
 
     Attributes:
         versions: those versions and each policy's base model; None before the first reading.
+        unserved: the versions that no server should have, once all proxies know.
         up: whether the database was there at the last try to read it.
         reconcilers: those of all replicas.
     """
 
     def __init__(self) -> None:
         """Begin without a reading."""
+        self._engine: AsyncEngine | None = None
         self._read_at = 0.0
         self.versions: list[PolicyVersion] | None = None
+        self.unserved: list[PolicyVersion] = []
         self.up = False
         self.reconcilers: list[Reconciler] = []
 
@@ -56,6 +61,17 @@ class ServableVersions:
             return False
         age_s = asyncio.get_running_loop().time() - self._read_at
         return version.state == "serving" or age_s <= OLDEST_S
+
+    async def is_unserved(self, version: PolicyVersion) -> bool:
+        """Return whether a version is still not to be served, as far as the database says.
+
+        Servers may answer slowly, and a person let a version be loaded again meanwhile.
+        """
+        if self._engine is None or not self.up:
+            return False
+        async with self._engine.connect() as connection:
+            now = await numbered_version(connection, version.name, version.version)
+        return now is not None and not now.is_servable
 
     async def look(self, engine: AsyncEngine) -> None:
         """Read `versions` as the store has them, and unload those that no replica can load.
@@ -71,7 +87,12 @@ class ServableVersions:
                 if not all(each.is_checked for each in self.reconcilers):
                     await unload_ended(connection, None, "controller")
                 self.versions = await list_servable(connection)
-            self._read_at, is_up = read_at, True
+                self.unserved = [
+                    version
+                    for name in sorted({one.name for one in self.versions})
+                    for version in await unserved_versions(connection, name, PROXY_REFRESH_S)
+                ]
+            self._engine, self._read_at, is_up = engine, read_at, True
         finally:
             self.up = is_up
             STORE_UP.set(is_up)
@@ -111,8 +132,12 @@ class ReplicaController:
         """Look at the replica again and again; never return."""
         while True:
             try:
+                servable = self._servable
                 await self.reconciler.look(
-                    self._servable.versions, may_load=self._servable.may_load
+                    servable.versions,
+                    servable.unserved,
+                    may_load=servable.may_load,
+                    is_unserved=servable.is_unserved,
                 )
                 self._note(True)
             except UpstreamAway as error:

@@ -19,6 +19,7 @@ from store.records import Record
 from store.schema.tables import MANIFEST_SHA256
 from store.settings import without_login
 from trainer.errors import NotFetched, PublishError, TrainerError, UpstreamAway
+from trainer.publishing.probe import ProbeRow
 from trainer.publishing.sources import AdapterFiles
 
 log = structlog.get_logger()
@@ -225,6 +226,10 @@ class ModelServer:
         """Return what `prompt_logprobs` says of the last `count` of the ids, (count,)."""
         logprobs = await self.prompt_logprobs(name, ids)
         return logprobs[len(logprobs) - count :]
+
+    async def probe_logprobs(self, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
+        """Return what the server says of the rows' last tokens under a name, row after row."""
+        return [await self.last_logprobs(name, row.ids, len(row.logprobs)) for row in rows]
 
     async def base_of(self, name: str) -> str:
         """Return the name of the base model that adapter `name` was loaded for."""

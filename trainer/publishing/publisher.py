@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store import version_queries, version_states
+from store import version_states
 from store.errors import RolledBack, StateChanged
 from store.read.gates import newest_promoted
 from store.schema.tables import KL_TO_BASE
@@ -22,13 +22,10 @@ from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.adapters import check_files
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
-from trainer.publishing.reconciler import Reconciler, served_logprobs
 from trainer.recipes.recipe import PublishOptions, Recipe
 
 log = structlog.get_logger()
 
-# All proxies know of a change after this long; they read the policies twice a second.
-PROXY_REFRESH_S: Final = 10.0
 # Why a version gets out of the state `written`, as its events say.
 PROBED: Final = "it is loaded, and served as it was trained"
 
@@ -57,7 +54,6 @@ class Publisher:
         self._judged_by = recipe.judged_by
         self.together = tuple(together) or (policy,)
         self.known = known
-        self._reconcilers = {server: Reconciler(server) for server in servers.each}
 
     async def publish(
         self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
@@ -73,8 +69,6 @@ class Publisher:
             FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         assert version.adapter_path is not None
-        # A replica may have been restarted since: the probe asks it for `before`, too.
-        await self.reconcile()
         try:
             check_forgetting(version, self._rule)
             await check_files(version)
@@ -169,9 +163,9 @@ class Publisher:
         self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
     ) -> ProbeResult:
         trained = [row.logprobs for row in rows]
-        served = await served_logprobs(server, name, rows)
+        served = await server.probe_logprobs(name, rows)
         other = await self._other_than(server, name, before)
-        probe = compare(served, trained, await served_logprobs(server, other, rows))
+        probe = compare(served, trained, await server.probe_logprobs(other, rows))
         reason = rejection_reason(probe, self._rule.tolerance)
         if reason is not None:
             raise PublishError(reason)
@@ -180,8 +174,9 @@ class Publisher:
     async def _other_than(self, server: ModelServer, name: str, before: str) -> str:
         """Return what the answers of `name` must differ from: those of `before`, if it is there.
 
-        One that could not be loaded again may never be. To wait for it would keep back the version
-        that repairs the policy; and a server that ignores an adapter answers as its base model.
+        A server that was restarted lacks it until the controller has loaded it, which it may never
+        be. To wait for it would keep back the version that repairs the policy; and a server that
+        ignores an adapter answers as its base model.
         """
         listed = await server.models()
         if before in listed or name not in listed:
@@ -204,33 +199,6 @@ class Publisher:
         except (StateChanged, RolledBack) as changed:
             # A roll-back or a retraining took it down meanwhile.
             log.info("version_not_rejected", version=version.served_name, reason=str(changed))
-
-    async def reconcile(self) -> None:
-        """Let every replica have the adapters that it should, and take the others from it.
-
-        The controller does so, too, whether a trainer runs or not. Unloaded versions are taken from
-        the proxies first and, once all proxies know, from the model servers. The files stay until
-        `clean`: vLLM's engine dies over a missing folder.
-        """
-        async with self._engine.connect() as connection:
-            servable = await version_queries.list_servable(connection, self._policy)
-            unserved = await version_queries.unserved_versions(
-                connection, self._policy, PROXY_REFRESH_S
-            )
-        await self.servers.ask(
-            lambda server: self._reconcilers[server].look(
-                servable, unserved, is_unserved=self._is_unserved
-            )
-        )
-
-    async def _is_unserved(self, version: PolicyVersion) -> bool:
-        """Return whether a version is still not to be served.
-
-        Servers may answer slowly, and a person let a version be loaded again meanwhile.
-        """
-        async with self._engine.connect() as connection:
-            now = await version_queries.numbered_version(connection, self._policy, version.version)
-        return now is not None and not now.is_servable
 
 
 def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:

@@ -186,7 +186,7 @@ async def test_trainer_of_one_policy_looks_ahead_and_holds_nothing_once_it_is_st
     policies: Policies, monkeypatch: pytest.MonkeyPatch, names: list[str], ahead: int
 ) -> None:
     await policies.fill({"writer": 16})
-    sync, waits = Loop.sync_adapters, asyncio.Event()
+    sync, waits = Loop.watch_servers, asyncio.Event()
 
     async def wait_at_the_second_turn(self: Loop) -> None:
         if await policies.updates():
@@ -194,7 +194,7 @@ async def test_trainer_of_one_policy_looks_ahead_and_holds_nothing_once_it_is_st
             await asyncio.Event().wait()
         await sync(self)
 
-    monkeypatch.setattr(Loop, "sync_adapters", wait_at_the_second_turn)
+    monkeypatch.setattr(Loop, "watch_servers", wait_at_the_second_turn)
     async with policies.scheduler(names) as scheduler:
         work = asyncio.create_task(scheduler.run(0.01, once=False))
         await asyncio.wait_for(waits.wait(), 30.0)

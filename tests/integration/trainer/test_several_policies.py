@@ -8,6 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, version_states
+from tests.support.controller.replicas import reconcile
 from tests.support.faults.killing import Killed, killing
 from tests.support.trainer.policies import NAMES, Policies
 from tests.support.waiting import until
@@ -15,6 +16,7 @@ from trainer.errors import AdapterError, FilesUnread, PublishError
 from trainer.loop import Loop
 from trainer.metrics import LEFT
 from trainer.publishing.adapters import version_folder
+from trainer.publishing.model_server import Replicas
 from trainer.scheduler import PolicyWorker
 
 
@@ -227,7 +229,8 @@ async def test_a_server_that_was_restarted_loads_what_waits_again(together: Poli
     await together.fill({"writer": 8})
     await together.turns(1)
     together.fake.loaded.clear()
-    await together.turn()
+    async with Replicas([together.fake.url]) as servers:
+        await reconcile(together.engine, servers)
     assert list(together.fake.loaded) == ["writer@1"]
 
 

@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.controller.reconciler import Reconciler
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.controller.run import app_of, follow
 from store.claims import begin_update, consume
@@ -65,6 +66,18 @@ async def publish(
                 adapter_path=str(folder),
             )
             await promote(connection, policy, number)
+
+
+async def reconcile(engine: AsyncEngine, servers: Replicas) -> None:
+    """Do once what a controller does again and again: load what servers lack, unload the rest."""
+    servable = ServableVersions()
+    reconcilers = {server: Reconciler(server) for server in servers.each}
+    await servable.look(engine)
+    await servers.ask(
+        lambda server: reconcilers[server].look(
+            servable.versions, servable.unserved, is_unserved=servable.is_unserved
+        )
+    )
 
 
 async def unload(engine: AsyncEngine, number: int) -> None:

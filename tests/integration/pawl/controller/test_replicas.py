@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.commands.policies import versions_of
+from pawl.controller.reconciler import FIRST_PAUSE_S, Reconciler
 from store import __version__
 from store.version_queries import list_servable, numbered_version, rollback_target
 from store.version_states import mark_unloaded, recall
@@ -37,7 +38,6 @@ from tests.support.waiting import PATIENCE_S, eventually, until
 from trainer.publishing.adapters import MANIFEST, SERVED
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
-from trainer.publishing.reconciler import FIRST_PAUSE_S, Reconciler
 
 # What version 1 was trained to say, and what a server says that has another base model.
 TRAINED, OTHER = -2.0, -4.0
@@ -83,6 +83,22 @@ async def test_ended_versions_are_not_loaded_again_after_a_restart(
         async with fake_model_server(port) as server:
             await assert_has(server, "m@1", "m@4", "m@5")
             assert sorted(server.loads) == ["m@1", "m@4", "m@5"]
+
+
+async def test_versions_that_nobody_asks_for_are_unloaded_without_a_trainer(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+) -> None:
+    await publish(engine, tmp_path, 1, 2, 3)
+    await unload(engine, 1)
+    await unload(engine, 2)
+    async with engine.begin() as connection:
+        long_ago = text("UPDATE policies SET changed_at = now() - interval '1 day'")
+        await connection.execute(long_ago)
+        # An episode went on with it until a moment ago: a proxy may still send it there.
+        await ingest(connection, [call("ends", policy_version=2)])
+    server.loaded.update({f"m@{number}": str(tmp_path / "m" / str(number)) for number in (1, 2, 3)})
+    async with controlling(engine, server.url):
+        await assert_has(server, "m@2", "m@3")
 
 
 async def test_only_policies_of_the_servers_base_model_are_loaded(
@@ -152,7 +168,7 @@ async def test_retired_version_that_no_replica_can_load_is_unloaded(
     share: float | None,
 ) -> None:
     """So it keeps no share of new episodes, and no roll-back gives it the traffic."""
-    monkeypatch.setattr("trainer.publishing.reconciler.LONGEST_PAUSE_S", FIRST_PAUSE_S)
+    monkeypatch.setattr("pawl.controller.reconciler.LONGEST_PAUSE_S", FIRST_PAUSE_S)
     await publish(engine, tmp_path, 1, 2)
     server.refused = {"m@1"}
     async with engine.begin() as connection:
@@ -186,7 +202,7 @@ async def test_version_is_not_given_up_while_servers_are_at_fault(
     at_fault: str,
 ) -> None:
     """As with an empty mount point: what serves cannot be loaded there either."""
-    monkeypatch.setattr("trainer.publishing.reconciler.LONGEST_PAUSE_S", FIRST_PAUSE_S)
+    monkeypatch.setattr("pawl.controller.reconciler.LONGEST_PAUSE_S", FIRST_PAUSE_S)
     await publish(engine, tmp_path, 1, 2)
     port, is_away = free_port(), at_fault != "server"
     urls = [server.url] + [f"http://127.0.0.1:{port}/v1"] * is_away
@@ -204,7 +220,7 @@ async def test_version_is_not_given_up_while_servers_are_at_fault(
 async def test_recalled_version_is_given_up_no_sooner_than_before(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.publishing.reconciler.LONGEST_PAUSE_S", 2 * FIRST_PAUSE_S)
+    monkeypatch.setattr("pawl.controller.reconciler.LONGEST_PAUSE_S", 2 * FIRST_PAUSE_S)
     await publish(engine, tmp_path, 1)
     server.refused = {"m@1"}
     async with engine.connect() as connection:

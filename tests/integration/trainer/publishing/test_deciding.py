@@ -12,12 +12,14 @@ from store.schema.tables import policies
 from store.version_queries import list_events
 from store.version_states import begin_canary, freeze, roll_back
 from store.versions import PolicyEvent
+from tests.support.controller.replicas import reconcile
 from tests.support.faults.killing import killing
 from tests.support.ledger.lineage import promote
 from tests.support.trainer.bench import Bench
 from trainer.metrics import VERSION
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
+from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
 from trainer.updates.recording import Recording
@@ -81,10 +83,10 @@ async def test_a_version_that_a_controller_promoted_is_shown_by_the_trainer_too(
     await begin_trial(bench, 1)
     VERSION.clear()
     async with bench.working() as loop:
-        await loop.sync_adapters()
+        await loop.watch_servers()
         assert 'pawl_trained_version{policy="m"} 0.0' in generate_latest().decode()
         await let_serve(bench, 1)
-        await loop.sync_adapters()
+        await loop.watch_servers()
     assert 'pawl_trained_version{policy="m"} 1.0' in generate_latest().decode()
 
 
@@ -98,8 +100,8 @@ async def test_training_goes_on_from_the_newest_version_which_waits_alone(bench:
     waiting = {0: "serving", 1: "retired", 2: "canary", 3: "retired", 4: "loaded"}
     assert await bench.states() == waiting
     # Versions that make way are on no server any more.
-    async with bench.working() as loop:
-        await loop.sync_adapters()
+    async with Replicas([bench.fake.url]) as servers:
+        await reconcile(bench.engine, servers)
     assert [(await bench.version(number)).unloaded for number in (1, 2, 3)] == [True, False, True]
 
 

@@ -10,6 +10,7 @@ from store import adapter_slots, version_queries, version_states
 from store.adapter_slots import LONGEST_KEPT_S, Kept
 from store.claims import list_updates
 from store.version_states import ensure_base
+from tests.support.controller.replicas import reconcile
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import State, add_in_state
 from tests.support.records import call, reward
@@ -59,7 +60,7 @@ async def test_rewarded_episodes_hold_no_slot_however_fast_versions_come(bench: 
             await bench.fill(f"t{number}")
             assert await loop.update_once()
             await later(bench, 20.0)
-            await loop.sync_adapters()
+            await reconcile(bench.engine, loop._publisher.servers)
             assert len(bench.fake.loaded) <= 8
         assert await unloaded(bench) == [1, 2, 3, 4]
     await bench.assert_spent_once(48)
@@ -156,7 +157,7 @@ async def test_version_keeps_its_slot_until_it_is_wanted(bench: Bench) -> None:
         await later(bench, 3700.0)
         # Nothing is ready to be claimed.
         assert not await loop.update_once()
-        await loop.sync_adapters()
+        await reconcile(bench.engine, loop._publisher.servers)
         assert await unloaded(bench) == []
         await bench.fill("w")
         assert await loop.update_once()

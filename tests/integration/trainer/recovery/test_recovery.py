@@ -15,6 +15,7 @@ from store.database import make_engine
 from store.errors import ClaimLost
 from store.schema.tables import consumptions
 from store.selecting import selected
+from tests.support.controller.replicas import reconcile
 from tests.support.faults.killing import killing
 from tests.support.faults.unreadable import unreadable
 from tests.support.ledger.episodes import ingest
@@ -182,9 +183,9 @@ async def test_an_unreadable_version_does_not_stop_another_from_being_loaded_aga
     bench.fake.loaded.clear()
     async with Replicas([bench.fake.url]) as server:
         with unreadable(adapters.version_folder(bench.folder, "m", 2) / adapters.SERVED[1]):
-            await bench.loop(server).sync_adapters()
+            await reconcile(bench.engine, server)
             assert list(bench.fake.loaded) == ["m@1"]
-        await bench.loop(server).sync_adapters()
+        await reconcile(bench.engine, server)
     assert set(bench.fake.loaded) == {"m@1", "m@2"}
 
 

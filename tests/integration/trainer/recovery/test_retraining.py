@@ -11,8 +11,10 @@ from pawl.by_hand import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
 from store.version_states import mark_unloaded
+from tests.support.controller.replicas import reconcile
 from tests.support.trainer.bench import STEPS, Bench, FakeLearner
 from trainer.publishing import adapters
+from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 
 # Where in an update from version 2 the line starts again at version 1.
@@ -89,10 +91,10 @@ async def test_unloaded_start_is_loaded_first(
     bench.fake.loaded.pop("m@1")
     monkeypatch.setenv("PAWL_UPSTREAM_URL", bench.fake.url)
     monkeypatch.setattr(by_hand, "ASKED_EVERY_S", 0.01)
-    async with bench.working() as loop:
+    async with Replicas([bench.fake.url]) as servers:
         retraining = asyncio.create_task(again(bench, 1))
         while not retraining.done():
-            await loop.sync_adapters()
+            await reconcile(bench.engine, servers)
         await retraining
     assert bench.fake.loads[-1] == "m@1"
     assert (await bench.states())[1] == "serving"

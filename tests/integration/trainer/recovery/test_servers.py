@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from benchmarks.stack import free_port
 from store.version_states import recall
-from tests.support.controller.replicas import publish, unload
+from tests.support.controller.replicas import publish, reconcile, unload
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.trainer.bench import (
     OWN,
@@ -22,8 +22,6 @@ from tests.support.trainer.bench import (
 )
 from trainer.errors import PublishError, ShortOfMemory, UpstreamAway
 from trainer.publishing.model_server import ModelServer, Replicas
-from trainer.publishing.publisher import Publisher
-from trainer.recipes.recipe import Recipe
 
 NOBODY = "http://127.0.0.1:9/v1"
 
@@ -48,9 +46,9 @@ async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
     bench.fake.refuse_load = True
     async with Replicas([bench.fake.url]) as server:
         # A version that cannot be loaded stops nothing.
-        await bench.loop(server).sync_adapters()
+        await reconcile(bench.engine, server)
         bench.fake.refuse_load = False
-        await bench.loop(server).sync_adapters()
+        await reconcile(bench.engine, server)
     assert list(bench.fake.loaded) == ["m@1"]
 
 
@@ -103,20 +101,22 @@ async def test_an_update_goes_live_on_every_replica(bench: Bench, other: FakeMod
         assert bench.fake.loads == other.loads == ["m@1"]
         # One was restarted: it alone loads again.
         other.loaded.clear()
-        await loop.sync_adapters()
+        await reconcile(bench.engine, loop._publisher.servers)
         assert (bench.fake.loads, other.loads) == (["m@1"], ["m@1", "m@1"])
 
 
-async def test_a_replica_that_is_back_has_the_version_that_a_probe_compares_with(
+async def test_version_is_probed_against_the_base_on_a_replica_that_lost_the_version_before(
     bench: Bench, other: FakeModelServer
 ) -> None:
     async with bench.working(bench.fake.url, other.url) as loop:
         assert await loop.update_once()
         await bench.fill("u")
-        # It was restarted after the last sync, in the middle of an update.
+        # It was restarted in the middle of an update.
         other.loaded.clear()
         assert await loop.update_once()
-    assert (await bench.states())[2] == "serving"
+        assert (await bench.states())[2] == "serving"
+        assert set(other.loaded) == {"m@2"}
+        await reconcile(bench.engine, loop._publisher.servers)
     assert set(other.loaded) == {"m@1", "m@2"}
 
 
@@ -133,11 +133,11 @@ async def test_a_version_that_one_replica_serves_wrongly_is_taken_from_all(
 
 async def test_while_a_replica_is_away_training_and_publishing_go_on(bench: Bench) -> None:
     async with bench.working(NOBODY, bench.fake.url) as loop:
-        await loop.sync_adapters()
+        await loop.watch_servers()
         assert await loop.update_once()
         assert await bench.states() == {0: "retired", 1: "serving"}
         await bench.fill("u")
-        await loop.sync_adapters()
+        await loop.watch_servers()
         assert await loop.update_once()
     assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
     assert bench.fake.loads == ["m@1", "m@2"]
@@ -172,7 +172,7 @@ async def test_a_version_that_is_recalled_while_servers_answer_stays_loaded(
     monkeypatch.setattr(ModelServer, "models", answer)
     async with fake_model_server() as server, Replicas([server.url]) as servers:
         server.loaded.update({"m@1": "/1", "m@2": "/2"})
-        await Publisher(engine, servers, "m", Recipe()).reconcile()
+        await reconcile(engine, servers)
         assert set(server.loaded) == ({"m@1", "m@2"} if is_recalled else {"m@2"})
 
 
@@ -297,12 +297,12 @@ async def test_a_replica_that_is_back_with_another_base_stops_training_before_it
 ) -> None:
     port = free_port()
     async with bench.working(bench.fake.url, f"http://127.0.0.1:{port}/v1") as loop:
-        await loop.sync_adapters()
+        await loop.watch_servers()
         assert await loop.update_once()
         await bench.fill("u")
         async with fake_model_server(port) as back:
             back.logprobs = {"m": -4.0, "m@1": -4.0}
-            await loop.sync_adapters()
+            await loop.watch_servers()
             assert not back.loaded
             assert not await loop.update_once()
             await loop.try_again()

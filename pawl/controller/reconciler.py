@@ -1,14 +1,14 @@
 """Make a model server have the adapters that the store lists as servable, and no others.
 
-This is the one place that loads adapters: at publishing, after a server was restarted, and when an
-operator recalls a version. A version is loaded with the files that its update wrote,
-and checked to be served as it was trained: the server may have been restarted with another base
-model, another dtype, or an adapter that it lists and does not apply. What is served otherwise is
-unloaded.
+It loads what a server lacks: after the server was restarted, and when an operator recalls a
+version; the trainer loads a new one, to probe it. A version is loaded with the files that its
+update wrote, and checked to be served as it was trained: the server may have been restarted with
+another base model, another dtype, or an adapter that it lists and does not apply. What is served
+otherwise is unloaded.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from trainer.errors import (
 )
 from trainer.publishing.adapters import check_files, probe_of
 from trainer.publishing.model_server import ModelServer
-from trainer.publishing.probe import ProbeRow, compare, rejection_reason
+from trainer.publishing.probe import compare, rejection_reason
 from trainer.recipes.recipe import PublishOptions
 
 log = structlog.get_logger()
@@ -137,7 +137,7 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
     try:
         base = await server.base_of(name)
         served, of_base = await asyncio.gather(
-            served_logprobs(server, name, rows), served_logprobs(server, base, rows)
+            server.probe_logprobs(name, rows), server.probe_logprobs(base, rows)
         )
         probe = compare(served, [row.logprobs for row in rows], of_base)
         tolerance = version.probe_tolerance or PublishOptions().tolerance
@@ -150,13 +150,6 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
     if why is not None:
         await unload_if_possible(server, name)
         raise Misserved(f"{name} is not served by {server.url}: {why}")
-
-
-async def served_logprobs(
-    server: ModelServer, name: str, rows: Sequence[ProbeRow]
-) -> list[list[float]]:
-    """Return what a server says of the rows' last tokens under a name, one row after the other."""
-    return [await server.last_logprobs(name, row.ids, len(row.logprobs)) for row in rows]
 
 
 async def unload_if_possible(server: ModelServer, name: str) -> bool:

@@ -5,8 +5,8 @@ from typing import Final, get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pawl.controller.reconciler import belonging, has_other_files, to_load
 from store.versions import PolicyState, PolicyVersion
-from trainer.publishing.reconciler import belonging, has_other_files, to_load
 
 BASES: Final = ("base", "other")
 STATES: Final = get_args(PolicyState)
