@@ -21,7 +21,7 @@ from proxy.formats.raw_json import Object, readable_value
 from proxy.formats.registry import FORMATS
 from proxy.formats.sampling import SamplingRules
 from proxy.spool.segments import CapturedCall
-from store.records import CallStatus
+from store.records import SIDE, CallStatus
 from store.values.grammars import GRAMMAR
 from store.values.packing import may_be_sampled
 from store.values.sampling import REPLAYED, distribution_of, number_of, used_temperature
@@ -29,6 +29,7 @@ from store.values.sampling import REPLAYED, distribution_of, number_of, used_tem
 Reason = Literal[
     "incomplete",
     "error_reply",
+    "side",
     "not_text",
     "no_token_ids",
     "length_mismatch",
@@ -99,18 +100,19 @@ def first_reason(
     judge: Callable[[bool], Reason | None],
     *,
     only_text: bool,
+    is_side: bool = False,
 ) -> Reason | None:
     """Return the first reason why a call cannot be trained on, or None if it can.
 
     `judge` does what `why_not_replayed` does for the call's settings. `only_text` says whether the
-    call neither shows nor asks for anything else.
+    call neither shows nor asks for anything else, and `is_side` whether it is a side call.
     """
     if status != "complete":
         return "incomplete"
     if http_status is None or http_status >= 400:
         return "error_reply"
-    if not only_text:
-        return "not_text"
+    if is_side or not only_text:
+        return SIDE if is_side else "not_text"
     if sampled.choices > 1:
         return "several_choices"
     sure = sampled.sampled_logprobs is not None or sampled.thoughtless

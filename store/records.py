@@ -43,6 +43,8 @@ EVAL: Final = "eval"
 EVAL_TASKS: Final = "eval/"
 # Among the sampling settings of a call: those that exploration changed, null where left out.
 EXPLORED: Final = "explored"
+# Why a call is not trained that its client made beside the agent's work (`proxy.side_calls`).
+SIDE: Final = "side"
 # The method of a call that named no episode and got an episode of its own.
 OWN_EPISODE: Final = "own"
 
@@ -134,6 +136,10 @@ class CallFacts(Record, frozen=True, kw_only=True):
     reason: Annotated[
         str | None, Kept("Why it cannot carry loss (`proxy.trainable`); null: it can.")
     ]
+    side: Annotated[
+        str | None,
+        Kept("Kind of a side call, such as `title` or `compaction`; null: it is the agent's work."),
+    ] = None
 
 
 class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):

@@ -15,7 +15,7 @@ from store.read.browsing import MOST_COUNTED, Rows, outcomes, promotions
 from store.read.evaluations import Rewards, rewards_in
 from store.read.health import newest_calls
 from store.read.lineage import since_base
-from store.records import EVAL, TRAIN
+from store.records import EVAL, SIDE, TRAIN
 
 # What may be looked at, in days.
 PERIODS: Final = ("1", "7", "30")
@@ -70,6 +70,7 @@ async def figures(request: Request) -> Response:
         "overview_figures.html",
         calls=reasons.total(),
         calls_since=min((kind.first_at for kind in kinds), default=None),
+        side=reasons.pop(SIDE, 0),
         trainable=reasons.pop(None, 0),
         reasons=reasons.most_common(),
         cards=sorted(cards, key=lambda card: -card["episodes"]),

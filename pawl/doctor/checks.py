@@ -11,7 +11,7 @@ from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.stack.preflight import DISK_GIB
 from store.adapter_slots import LONGEST_KEPT_S, free_slots
 from store.read.health import CallKind
-from store.records import EVAL, TRAIN, Record
+from store.records import EVAL, SIDE, TRAIN, Record
 from store.tenants import bare
 from trainer.publishing.pacing import more_slots
 from trainer.settings import USUAL_SLOTS
@@ -61,6 +61,8 @@ REASONS: Final[Mapping[str, str]] = {
     "incomplete": "raise the client's timeout, or send less at once: calls break off before their"
     " reply has ended",
     "error_reply": "ask once with curl, and read the model server's log: it answers with errors",
+    "side": "nothing to do: calls that an agent's program makes beside its work, such as titles,"
+    " are not trained",
     "not_text": "send text alone: calls with images, sounds or files are not trained",
     "no_token_ids": "serve the policy with vLLM: the server gives no token ids (return_token_ids)",
     "length_mismatch": "start vLLM with --logprobs-mode processed_logprobs, and nothing that"
@@ -373,7 +375,11 @@ def broken(facts: Facts) -> Iterator[Finding]:
 def untrainable(facts: Facts) -> Iterator[Finding]:
     """Find policies of which many calls have an end from which nothing can be learned."""
     trained = {policy.name: policy for policy in facts.policies}
-    kinds = [one for one in facts.calls if one.policy is not None and one.split == TRAIN]
+    kinds = [
+        one
+        for one in facts.calls
+        if one.policy is not None and one.split == TRAIN and one.reason != SIDE
+    ]
     # A policy that is not to be trained is no trouble beside one that is.
     answered = {one.policy for one in kinds if one.policy is not None}
     for name in sorted(answered & trained.keys() or answered):

@@ -193,9 +193,9 @@ def policy_facts(
 def trainable_share(specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]) -> float | None:
     """Return which share of the trained policies' calls can be trained; None: there is no call.
 
-    Calls of a policy that is not to be trained never can.
+    Calls of a policy that is not to be trained never can, and side calls are not to be.
     """
     trained = {spec.name for spec in specs if spec.trained}
     ours = [one for one in counted if one.policy in trained]
-    calls = sum(one.calls for one in ours)
+    calls = sum(one.calls - one.side_calls for one in ours)
     return round(sum(one.trainable_calls for one in ours) / calls, 4) if calls else None

@@ -295,6 +295,8 @@ class Turns:
     """
 
     field: str = ""
+    # The field with the system's prompt, in formats that have one beside the conversation.
+    instructions: str = ""
     # Whether a tool result without a mark of failure states that the tool succeeded.
     states_errors: bool = False
     # Whether a later request may name this reply by its id, and go on from it.
@@ -326,6 +328,20 @@ class Turns:
         """
         contents = map(self._user_content, members_of(parsed.get(self.field)) or ())
         return (content for content in contents if content is not None)
+
+    def instructs(self, parsed: Object) -> Iterable[msgspec.Raw]:
+        """Return the system's prompts that a request begins with, each a content unparsed.
+
+        Raises:
+            MsgspecError, UnicodeDecodeError, RecursionError: a part of it cannot be read; also
+                while they are iterated over.
+        """
+        if self.instructions in parsed:
+            yield parsed[self.instructions]
+        for member in members_of(parsed.get(self.field)) or ():
+            if value_of(member.get("role")) not in UNHEARD_ROLES:
+                break
+            yield member.get("content", NULL)
 
     def only_text(self, parsed: Object) -> bool:
         """Return whether all that a request shows and asks for is text: no image, sound or file."""

@@ -307,6 +307,7 @@ class MessagesTurns(Turns):
     """Read the messages of Anthropic's API."""
 
     field = "messages"
+    instructions = "system"
     states_errors = True
 
     def only_text(self, parsed: Object) -> bool:

@@ -89,6 +89,7 @@ class ResponsesTurns(Turns):
     """Read a response's input, which may go on from an earlier one that the server keeps."""
 
     field = "input"
+    instructions = "instructions"
     continued_by_id = True
 
     def continues(self, fields: Mapping[str, Any]) -> str | None:

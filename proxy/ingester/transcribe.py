@@ -28,6 +28,7 @@ from proxy.formats.base import (
 )
 from proxy.formats.raw_json import UNREADABLE, Object, parse_object
 from proxy.formats.registry import FORMATS
+from proxy.side_calls import side_kind
 from proxy.spool.segments import MOST_INFLATED, CapturedCall, Piece, decode_payload, inflate
 from proxy.tool_events import ResultReaders, not_offered_events, result_events, text_digest
 from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
@@ -186,6 +187,7 @@ def transcribe(
     settings = judged_settings(captured, sent)
     if captured.explored is not None:
         settings = settings.with_setting(EXPLORED, captured.explored)
+    side = side_kind(captured.request, request.fields, shown, turns)
     reason: Reason | None
     if unread is not None:
         reason = unread
@@ -199,6 +201,7 @@ def transcribe(
             facts.sampled,
             settings.why_not,
             only_text=shown is None or turns.only_text(shown),
+            is_side=side is not None,
         )
     events, quotable = captured.tool_events, None
     # The last tool call of a reply that was cut off may lack a part of its name.
@@ -211,7 +214,7 @@ def transcribe(
         events = (*events, *result_events(UUID(bytes=captured.id), turns, shown, readers))
         # What a reply says that asks for no tool: a later call may quote it.
         quotable = None if facts.tool_calls else text_digest(facts.text)
-    return _record(captured, request, raw, facts, settings, reason, events, quotable)
+    return _record(captured, request, raw, facts, settings, reason, events, quotable, side)
 
 
 def unread_call(captured: CapturedCall) -> CallRecord:
@@ -231,6 +234,7 @@ def _record(
     reason: Reason | None,
     events: tuple[ToolEvent, ...],
     quotable: UUID | None,
+    side: str | None = None,
 ) -> CallRecord:
     response_id, sampled = facts.response_id, facts.sampled
     return CallRecord(
@@ -261,6 +265,7 @@ def _record(
         sampling=settings.recorded,
         trainable=reason is None,
         reason=reason,
+        side=side,
         tool_calls=facts.tool_calls,
         tool_events=events,
         usage=None if facts.usage is None else msgspec.json.encode(facts.usage),

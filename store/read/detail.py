@@ -64,7 +64,7 @@ _PARTS: Final = text(
 _HEADS: Final = text(
     f"""
     SELECT id, parent_id, retry_of, agent, policy, policy_version, served_model, status,
-        http_status, finish, confidence, trainable, reason, started_at, total_ms, text_digest,
+        http_status, finish, confidence, trainable, reason, side, started_at, total_ms, text_digest,
         CAST(tool_calls AS text) AS tool_calls,
         COALESCE(octet_length(request) + COALESCE(request_prefix + request_suffix, 0),
             octet_length(request_raw), 0) AS request_bytes,

@@ -14,6 +14,7 @@ class PolicyTotals(Record, frozen=True, kw_only=True):
 
     policy: str | None
     calls: int
+    side_calls: int
     trainable_calls: int
     failed_calls: int
     versions: int
@@ -22,11 +23,12 @@ class PolicyTotals(Record, frozen=True, kw_only=True):
 
 _POLICY_TOTALS = text(
     """
-    SELECT t.policy, t.calls, t.trainable_calls, t.failed_calls,
+    SELECT t.policy, t.calls, t.side_calls, t.trainable_calls, t.failed_calls,
       (SELECT count(*) FROM policies p WHERE p.name = t.policy AND p.version > 0) AS versions,
       (SELECT count(*) FROM consumptions c
         WHERE c.policy = t.policy AND c.trained) AS trained_episodes
-    FROM (SELECT policy, count(*) AS calls, count(*) FILTER (WHERE trainable) AS trainable_calls,
+    FROM (SELECT policy, count(*) AS calls, count(side) AS side_calls,
+            count(*) FILTER (WHERE trainable) AS trainable_calls,
             count(*) FILTER (WHERE status <> 'complete' OR http_status <> 200) AS failed_calls
           FROM transitions GROUP BY policy) t
     ORDER BY t.policy

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import msgspec
 
-from store.records import Episode, Group, Record, TransitionRow
+from store.records import SIDE, Episode, Group, Record, TransitionRow
 from store.tenants import task_family
 from store.values.rewards import NO_PARTS, REWARD_ALONE, RewardRule
 from trainer.credit.advantages import UNSCORED, Advantage, Comparison, EpisodeReturns, advantages
@@ -272,8 +272,10 @@ def _reason(
 ) -> str | None:
     """Return why a call is not trained, or None; reasons of the whole episode come first."""
     account, call = episode.account, episode.returns[position]
-    if account.excluded is not None or account.earlier:
-        return account.excluded or "earlier"
+    own = account.calls[position]
+    not_compared = account.excluded or ("earlier" if account.earlier else None)
+    if not_compared is not None or own.reason == SIDE:
+        return not_compared or SIDE
     if call.r_final is None and not taught:
         return "failed" if account.failed else call.lacks or "unscored"
     no_weight = UNTRUSTED if trust.get(call.source or "", 1.0) == 0.0 else None
@@ -283,7 +285,6 @@ def _reason(
         return "no_trainable_call"
     if account.withheld is not None:
         return account.withheld
-    own = account.calls[position]
     return None if own.trainable else own.reason or "not_trainable"
 
 

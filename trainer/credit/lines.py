@@ -16,7 +16,7 @@ from store.tenants import DEFAULT, bare
 from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
 from trainer.credit.air import RewardRange
 from trainer.credit.assign import UNIT_RANGE, CallCredit, credit_accounts
-from trainer.credit.returns import CallAccount, EpisodeAccount
+from trainer.credit.returns import CallAccount, EpisodeAccount, of_work
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import CreditOptions, SftOptions
 
@@ -222,7 +222,7 @@ def _excluded(line: EpisodeLine) -> str | None:
 
 
 def _call(line: CallLine, rule: RewardRule) -> CallAccount:
-    return CallAccount(
+    account = CallAccount(
         agent=line.agent,
         trainable=line.trainable,
         reason=line.reason,
@@ -235,3 +235,4 @@ def _call(line: CallLine, rule: RewardRule) -> CallAccount:
             for event in line.tool_events
         ),
     )
+    return of_work(account)

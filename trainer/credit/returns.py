@@ -11,8 +11,10 @@ added to the episode's reward, of which they are a part already.
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from store.read.facts import MatchedEvent, has_failed, matched_events
-from store.records import Episode, Record, TransitionRow
+from store.records import SIDE, Episode, Record, TransitionRow
 from store.values.packing import unpack_ids
 from store.values.rewards import NO_PARTS, UNSCORED, Lack, Reward, RewardRule, reward_of
 from trainer.credit.air import (
@@ -76,7 +78,7 @@ def account_of(
 
 
 def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
-    return CallAccount(
+    account = CallAccount(
         agent=call.agent,
         trainable=call.trainable,
         reason=call.reason,
@@ -84,6 +86,14 @@ def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
         earned=reward_of(call.feedback, rule),
         events=matched_events(call),
     )
+    return of_work(account)
+
+
+def of_work(call: CallAccount) -> CallAccount:
+    """Return the account of a call; of a side call without what it earned and how tools ended."""
+    if call.reason != SIDE:
+        return call
+    return msgspec.structs.replace(call, earned=UNSCORED, events=())
 
 
 class ClaimScale(Record, frozen=True, kw_only=True):
@@ -151,18 +161,23 @@ class CallReturn(Return, frozen=True, kw_only=True):
 def call_returns(
     episode: EpisodeAccount, rule: CreditOptions, scale: ClaimScale
 ) -> list[CallReturn]:
-    """Return the return of each call of an episode, in the order of calls."""
+    """Return the return of each call of an episode, in the order of calls.
+
+    A side call has no final reward: what the agent's work earned is not its own.
+    """
     finals = _final_rewards(episode, rule, scale.failed)
     airs = _air_rewards(episode, rule, scale)
     return [
-        CallReturn(
+        CallReturn(r_final=None, r_air=air)
+        if call.reason == SIDE
+        else CallReturn(
             r_final=earned.value,
             r_air=air,
             parts=earned.parts,
             lacks=earned.lacks,
             source=earned.source,
         )
-        for earned, air in zip(finals, airs, strict=True)
+        for call, earned, air in zip(episode.calls, finals, airs, strict=True)
     ]
 
 

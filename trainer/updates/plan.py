@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 
 from store.claims import Claim, Outcome
-from store.records import Record, TransitionRow
+from store.records import SIDE, Record, TransitionRow
 from store.tenants import bare, task_family
 from store.values.grammars import GRAMMAR
 from trainer.batches import Row, RowKey, correction_rows, training_rows
@@ -168,8 +168,8 @@ def taught_plan(plan: Plan, teacher: Mapping[RowKey, Sequence[float]]) -> Plan:
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
     trained = {one.episode_id for one in credited if one.reason is None or one.correction}
     # The reason of a trainable call explains why its episode is not trained; that of a call
-    # which is untrainable by itself does not.
-    reasons = {credit.episode_id: credit.reason for credit in credited}
+    # which is untrainable by itself does not, and that of a side call least.
+    reasons = {one.episode_id: one.reason for one in credited if one.reason != SIDE}
     reasons |= {credit.episode_id: credit.reason for credit in credited if credit.call.trainable}
     return tuple(
         Outcome(

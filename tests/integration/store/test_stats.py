@@ -18,6 +18,7 @@ async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> 
         call("e", task="t", **fixed),
         call("f", task="t", **writer | {"http_status": 400}),
         call("f", task="t", **writer | {"status": "upstream_error", "http_status": None}),
+        call("f", task="t", **writer | {"trainable": False, "reason": "side", "side": "title"}),
         call("f", task="t", policy=None, trainable=False, reason="no_policy"),
         reward(1.0, episode="e"),
     ]
@@ -33,7 +34,8 @@ async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> 
     assert set(found) == {"writer", "checker", None}
     assert found["writer"] == PolicyTotals(
         policy="writer",
-        calls=3,
+        calls=4,
+        side_calls=1,
         trainable_calls=3,
         failed_calls=2,
         versions=1,

@@ -505,6 +505,14 @@ def test_judge_that_agrees_with_no_fact_and_one_that_nothing_measures_are_told()
     assert "20 episodes" in found.remedy
 
 
+def test_side_calls_count_neither_as_trouble_nor_as_calls_without_it() -> None:
+    side = kind(reason="side", calls=1000)
+    assert troubles(facts(calls=(kind(), side))) == []
+    greedy = kind(reason="greedy", calls=20)
+    [found] = troubles(facts(calls=(kind(), side, greedy)))
+    assert found.title.startswith("m: 20 of the newest 60 calls")
+
+
 def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:
     greedy = (kind(reason="greedy"),)
     assert troubles(facts(policy(SFT), calls=greedy)) == []

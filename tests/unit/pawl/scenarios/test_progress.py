@@ -53,6 +53,7 @@ def counted(policy: str, calls: int, trainable: int) -> PolicyTotals:
     return PolicyTotals(
         policy=policy,
         calls=calls,
+        side_calls=0,
         trainable_calls=trainable,
         failed_calls=0,
         versions=3,

@@ -810,3 +810,22 @@ def test_traits_of_a_new_baseline_are_checked() -> None:
 def test_the_reference_lists_it() -> None:
     schema = CreditOptions.model_json_schema()
     assert "best" in schema["properties"]["baseline"]["enum"]
+
+
+@pytest.mark.parametrize("assignment", ["identical", "per_agent", "call"])
+def test_side_call_has_no_return_and_changes_no_others(assignment: str) -> None:
+    # Somebody may reward a title, too: it is still not the agent's work.
+    beside = call("side", trainable=False, reason="side", feedback=[reward(-1.0)])
+    work = [call("1", feedback=[reward(0.25)]), call("2")]
+
+    def of(*more: dict[str, Any]) -> dict[tuple[str, str], CreditLine]:
+        one = episode("one", 1.0, calls=[*work, *more])
+        failed = episode("two", state="failed")
+        return credited([one, failed], assignment=assignment, normalisation="none")
+
+    found = of(beside)
+    side = found.pop(("one", "side"))
+    assert (side.r_final, side.r_total, side.advantage) == (None, None, None)
+    assert (side.weight, side.reason) == (0.0, "side")
+    assert {line.reason for line in found.values()} == {None}
+    assert found == of()

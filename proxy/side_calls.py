@@ -1,0 +1,99 @@
+"""Tell the calls that a client makes beside its agent's work, such as titles and summaries (pure).
+
+Codex says in each request which kind it is. The other clients say nothing, but send prompts that no
+agent has for its work, and these are known by how they begin, as the clients' packages have them
+(Claude Code 2.1.332, OpenCode 1.18.33, Qwen Code 0.24.4, pi 1.5.2). A call that merely has no
+tools, or a short limit, is not told apart: an agent's own work may look the same. A side call that
+nothing here knows is trained as before.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from proxy.formats.conversation import Turns, texts_of
+from proxy.formats.raw_json import UNREADABLE, Object
+
+# Codex (0.171.0) describes each request in a JSON text of its `client_metadata`.
+CODEX: Final = "x-codex-turn-metadata"
+CODEX_KINDS: Final = frozenset({"compaction", "memory", "prewarm"})
+
+
+class Prompt(NamedTuple):
+    """Describe a prompt: the kind of its calls, and how it begins, in characters that JSON keeps.
+
+    It is the system's, in a call without tools; or, with `is_users`, the last message of a user, in
+    a conversation that may have tools.
+    """
+
+    kind: str
+    beginning: str
+    is_users: bool = False
+
+
+PROMPTS: Final = (
+    # Claude Code
+    Prompt("title", "You are naming a coding session so the user can pick it out of a long list"),
+    Prompt("compaction", "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.", True),
+    Prompt("suggestion", "[SUGGESTION MODE: Suggest what the user might naturally type next", True),
+    # OpenCode
+    Prompt("title", "You are a title generator. You output ONLY a thread title. Nothing else."),
+    Prompt("compaction", "You are a context summarization agent. You are given a conversation"),
+    Prompt("summary", "Summarize what was done in this conversation. Write like a pull request"),
+    # Qwen Code: at the end of the thread first, and if that fails in a thread of its own.
+    Prompt("compaction", "You are the component that summarizes a conversation when its", True),
+    Prompt("compaction", "You are the component that summarizes a conversation when its"),
+    # pi
+    Prompt("compaction", "You are a context summarization assistant. Your task is to read a conv"),
+)
+_CANDIDATES: Final = tuple((prompt, prompt.beginning.encode()) for prompt in PROMPTS)
+
+
+def side_kind(
+    body: bytes, fields: dict[str, Any], shown: Object | None, turns: Turns
+) -> str | None:
+    """Return the kind of a side call, or None for a call of an agent's work.
+
+    Args:
+        body: the request as the client sent it.
+        fields: the same without its large fields, parsed.
+        shown: all of its fields, unparsed; None if it is no JSON object.
+        turns: what reads them.
+    """
+    kind = _stated(fields.get("client_metadata"))
+    if kind is not None:
+        return kind
+    for prompt, beginning in _CANDIDATES:
+        # Nearly all requests hold none of them, and are not read.
+        if beginning in body and shown is not None and _begins(prompt, fields, shown, turns):
+            return prompt.kind
+    return None
+
+
+def _stated(metadata: Any) -> str | None:
+    """Return the kind of a side call that Codex's metadata states."""
+    text = metadata.get(CODEX) if isinstance(metadata, dict) else None
+    try:
+        stated = msgspec.json.decode(text, type=dict[str, Any]) if isinstance(text, str) else {}
+    except UNREADABLE:
+        return None
+    kind = stated.get("request_kind")
+    return kind if isinstance(kind, str) and kind in CODEX_KINDS else None
+
+
+def _begins(prompt: Prompt, fields: dict[str, Any], shown: Object, turns: Turns) -> bool:
+    """Return whether a request has such a prompt in its place."""
+    if not prompt.is_users and fields.get("tools"):
+        return False
+    try:
+        contents = list(turns.said_by_users(shown) if prompt.is_users else turns.instructs(shown))
+        # The system's texts may be several; a user's request is in the last message.
+        placed = contents[-1:] if prompt.is_users else contents
+        return any(text.lstrip().startswith(prompt.beginning) for text in _texts(placed))
+    except UNREADABLE:
+        return False
+
+
+def _texts(contents: Iterable[msgspec.Raw]) -> Iterable[str]:
+    return (text for content in contents for text in texts_of(msgspec.json.decode(content)))
