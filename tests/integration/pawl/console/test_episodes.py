@@ -83,6 +83,20 @@ async def test_names_of_agents_are_shown_as_text_and_carried_by_addresses(
     assert "&lt;script&gt;" in await shown(console, "/overview/figures")
 
 
+async def test_side_call_is_shown_with_its_kind_and_left_out_of_the_share(
+    console: Pages, engine: AsyncEngine
+) -> None:
+    side = {"trainable": False, "reason": "side", "side": "compaction"}
+    await Ingester().store(engine, [call("e"), call("e", **side), reward(0.5, episode="e")])
+    text = " ".join(re.sub(r"<[^>]*>", "", await shown(console, "/overview/figures")).split())
+    assert "100 % of them can be trained, not counting side calls such as titles (1)." in text
+    listed = links(await shown(console, "/episodes?reason=side"))
+    [link] = {one for one in listed if re.search(r"/episodes/[0-9a-f-]{36}$", one)}
+    page = await shown(console, link)
+    assert "not trainable: side" in page
+    assert "side call: compaction" in page
+
+
 async def test_overview_shows_rewards_of_a_version_live_and_held_out_with_intervals(
     console: Pages, engine: AsyncEngine
 ) -> None:

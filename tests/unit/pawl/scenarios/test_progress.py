@@ -49,11 +49,11 @@ def ending(most_waves: int = 40, updates: int | None = None) -> Ending:
     return Ending(learned=0.9, most_waves=most_waves, updates=updates)
 
 
-def counted(policy: str, calls: int, trainable: int) -> PolicyTotals:
+def counted(policy: str, calls: int, trainable: int, side: int = 0) -> PolicyTotals:
     return PolicyTotals(
         policy=policy,
         calls=calls,
-        side_calls=0,
+        side_calls=side,
         trainable_calls=trainable,
         failed_calls=0,
         versions=3,
@@ -112,6 +112,12 @@ def test_calls_of_a_policy_that_is_not_trained_do_not_count_as_untrainable() -> 
     totals = [counted("writer", 10, 9), counted("checker", 10, 0)]
     assert trainable_share(SPECS, totals) == 0.9
     assert trainable_share(SPECS, totals[1:]) is None
+
+
+def test_side_calls_do_not_count_as_untrainable() -> None:
+    totals = [counted("writer", 14, 9, side=4)]
+    assert trainable_share(SPECS, totals) == 0.9
+    assert trainable_share(SPECS, [counted("writer", 4, 0, side=4)]) is None
 
 
 def test_policy_without_a_call_has_its_line() -> None:
