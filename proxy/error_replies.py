@@ -1,5 +1,6 @@
 """Answer a client with an error, in the format of its API, and with the party at fault."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from proxy.errors import ProxyError, Unexpected
@@ -8,9 +9,11 @@ from proxy.formats.registry import FORMATS
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
 
-# What a reply of status 401 must have (RFC 9110 §11.6.1), and the status.
-CHALLENGE: Final = (b"WWW-Authenticate", b"Bearer")
-UNAUTHORIZED: Final = 401
+# What replies of a status must have (RFC 9110 §11.6.1, §15.5.22).
+REQUIRED: Final[Mapping[int, Headers]] = {
+    401: [(b"WWW-Authenticate", b"Bearer")],
+    426: [(b"Upgrade", b"HTTP/1.1"), (b"Connection", b"Upgrade")],
+}
 # The header of an error that is passed on as the upstream sent it, whatever its cause.
 UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
 UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
@@ -44,8 +47,7 @@ def refuse(
     shape = errors or errors_at(exchange.target)
     body = shape.body(error.message, error.kind, error.param, error.code, status=error.status)
     reply_headers: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
-    if error.status == UNAUTHORIZED:
-        reply_headers.append(CHALLENGE)
+    reply_headers += REQUIRED.get(error.status, [])
     if error.retry_after_s is not None:
         reply_headers.append((b"Retry-After", b"%d" % error.retry_after_s))
     exchange.reply(error.status, b"", reply_headers, body)

@@ -42,6 +42,10 @@ class NotAllowed(ProxyError, status=404, fault="client", kind="invalid_request_e
     """Report that the path or method is not one that the proxy forwards."""
 
 
+class NoWebsocket(ProxyError, status=426, fault="client", kind="invalid_request_error"):
+    """Report that the client wants to open a websocket, on a path that is served over HTTP."""
+
+
 class Forbidden(ProxyError, status=403, fault="client", kind="invalid_request_error"):
     """Report that the request needs a setting that is off; the message names it."""
 

@@ -8,6 +8,7 @@ forwarded untouched and unrecorded.
 
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Final
 from urllib.parse import unquote
 
@@ -19,6 +20,7 @@ from proxy.formats.registry import FORMATS
 from store.grants import Scope
 
 FEEDBACK: Final = "/feedback"
+METHODS: Final = ("POST", "GET", "DELETE")
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -143,6 +145,15 @@ def find_route(method: str, raw_path: str) -> Route:
         raise _not_allowed(method, raw_path)
     named = {name: unquote(match[name]) for name in PREFIX_NAMES if match[name]}
     return msgspec.structs.replace(_route(method, match["rest"]), **named)
+
+
+def is_served(raw_path: str) -> bool:
+    """Return whether the proxy serves any method at a path, as it was sent."""
+    for method in METHODS:
+        with suppress(NotAllowed):
+            find_route(method, raw_path)
+            return True
+    return False
 
 
 def _route(method: str, path: str) -> Route:

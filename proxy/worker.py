@@ -10,12 +10,12 @@ import structlog
 
 from proxy.calls.call import CallParts, answer_call
 from proxy.error_replies import explain, refuse, send_internal_error
-from proxy.errors import ProxyError, TooSlow, Unexpected
+from proxy.errors import NoWebsocket, ProxyError, TooSlow, Unexpected
 from proxy.feedback import FeedbackEndpoint, IdempotencyStore, KeyFiles, RecentTargets
 from proxy.forwarding import forward
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
 from proxy.http.server import ClientDeadlines, Handler, Server
-from proxy.http.wire import JSON
+from proxy.http.wire import JSON, Headers, first_value
 from proxy.identity.call_memory import CallMemory
 from proxy.intake import Intake
 from proxy.keys import Gate, KeyFile
@@ -30,7 +30,7 @@ from proxy.policies.shared_pins import SharedPins
 from proxy.policies.version_file import VersionFile
 from proxy.policies.versions import MAX_PINS, Versions
 from proxy.redaction import open_redactor
-from proxy.routing import FEEDBACK, find_route
+from proxy.routing import FEEDBACK, find_route, is_served
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.upstreams import open_upstreams
@@ -74,7 +74,10 @@ def data_handler(
             return
         usage = None
         try:
-            route = find_route(exchange.method, exchange.target.partition("?")[0])
+            path = exchange.target.partition("?")[0]
+            if exchange.method == "GET":
+                _refuse_websocket(exchange.headers, path)
+            route = find_route(exchange.method, path)
             usage = gate.admit(exchange, route.scope)
             if route.wire_format is not None:
                 await answer_call(parts, exchange, route, usage)
@@ -99,6 +102,22 @@ def data_handler(
                 usage.end()
 
     return handle
+
+
+def _refuse_websocket(headers: Headers, path: str) -> None:
+    """Refuse a websocket where plain requests are served, for its client to send those.
+
+    A server before the proxy may keep the offer to itself; the handshake's key is passed on.
+
+    Raises:
+        NoWebsocket: the request opens a websocket, and the path is served.
+    """
+    offer, key = (first_value(headers, name) for name in (b"upgrade", b"sec-websocket-key"))
+    if ((offer or b"").lower() == b"websocket" or key is not None) and is_served(path):
+        raise NoWebsocket(
+            f"Pawl serves {path} over HTTP, streamed too, and opens no websocket",
+            code="no_websocket",
+        )
 
 
 def _answer_failure(exchange: Exchange, error: Exception) -> None:

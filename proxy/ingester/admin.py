@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from proxy.error_replies import CHALLENGE, UNAUTHORIZED
+from proxy.error_replies import REQUIRED
 from proxy.errors import ProxyError
 from proxy.formats.errors import OPENAI
 from proxy.http.server import is_loopback
@@ -154,8 +154,7 @@ def _refusal(error: ProxyError) -> web.Response:
     headers: dict[str, str] = {"x-pawl-fault": error.fault}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    if error.status == UNAUTHORIZED:
-        name, value = CHALLENGE
+    for name, value in REQUIRED.get(error.status, []):
         headers[name.decode()] = value.decode()
     body = OPENAI.body(error.message, error.kind, error.param, error.code)
     return web.Response(

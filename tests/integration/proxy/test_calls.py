@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from aiohttp import WSServerHandshakeError
 
 from proxy.calls import call as steps
 from proxy.calls import recording
@@ -178,6 +179,33 @@ async def test_admin_endpoints_are_refused_with_a_clear_error(
     assert (reply.status, reply.headers["x-pawl-fault"]) == (404, "client")
     assert "load_lora_adapter" in reply.json["error"]["message"]
     assert upstream.other == []
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/task/t/v1/messages", "/v1/models"])
+async def test_websocket_is_refused_as_one_where_the_path_is_served(
+    proxy: Proxy, upstream: FakeUpstream, path: str
+) -> None:
+    """Codex goes on over HTTP at once after this status alone; it tries seven times after a 404."""
+    with pytest.raises(WSServerHandshakeError) as refused:
+        await proxy.session.ws_connect(proxy.url + path)
+    headers = refused.value.headers
+    assert headers is not None
+    assert (refused.value.status, headers["Upgrade"]) == (426, "HTTP/1.1")
+    assert "Upgrade" in headers.getall("Connection")
+    # A server with TLS before the proxy keeps the offer to itself.
+    reply = await proxy.ask("GET", path, headers={"Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="})
+    assert (reply.status, reply.headers["x-pawl-fault"]) == (426, "client")
+    assert "HTTP" in reply.json["error"]["message"]
+    assert upstream.other == []
+
+
+async def test_other_offers_and_other_paths_are_answered_as_before(proxy: Proxy) -> None:
+    with pytest.raises(WSServerHandshakeError) as refused:
+        await proxy.session.ws_connect(proxy.url + "/v1/load_lora_adapter")
+    assert refused.value.status == 404
+    assert (await proxy.ask("GET", "/v1/responses")).status == 404
+    offer = {"Connection": "Upgrade", "Upgrade": "h2c"}
+    assert (await proxy.ask("GET", "/v1/models", headers=offer)).status == 200
 
 
 async def test_other_allowed_paths_are_forwarded_untouched(
