@@ -56,12 +56,24 @@ _TIMED_OUT: Final = ("timed_out", "timedOut", "timeout")
 _CODE: Final = r"(?:(?:exit|return)[ _-]?|exited with )(?:code|status)[\s:=]{0,3}(-?\d{1,10})\b"
 # At a line's beginning ("Exit code 2", "exit_code: 0 (done)"), or at its end ("… exit code 1.").
 _EXIT_LINE: Final = re.compile(rf"\W*{_CODE}|.*\b{_CODE}\W*\Z", re.IGNORECASE | re.ASCII)
-# Codex's header, and Qwen Code's footer, around a command's own output.
-_FRAMED: Final = re.compile(
-    r"\A(?:.*\n){2}Process exited with code (-?\d{1,10})$"
-    r"|^Exit Code: (-?\d{1,10})\nSignal: .*\n.*\Z",
-    re.MULTILINE | re.ASCII,
+# What coding agents write around a command's own output, matched whole, for the output may hold the
+# like of it. Without a code the command still runs, or was killed.
+_CODEX: Final = re.compile(
+    r"(?:Chunk ID: \w+\n)?Wall time: \d+\.\d+ seconds\n"
+    r"Process (?:exited with code (-?\d{1,10})|running with session ID \d+)\n"
+    r"(?:Original token count: \d+\n)?Output:(?:\n|\Z)",
+    re.ASCII,
 )
+# Of Qwen Code's last lines the last ones of their kind count. A long result begins with a notice.
+_QWEN_CODE: Final = re.compile(
+    r"(?:Tool output was too large and has been truncated\.\n(?:.+\n)*\n"
+    r"Truncated part of the output:\n)?"
+    r"(?:Command|Directory): (?s:.*)"
+    r"\nError: .*\nExit Code: (?:(-?\d{1,10})|\(none\))\nSignal: \S+\nProcess Group PGID: \S+"
+    r"(?:\n\nNote: this foreground command ran for .*)?\Z",
+    re.ASCII,
+)
+_QWEN_CODE_LATE: Final = re.compile(r"Command timed out after \d+ms before it could complete\.")
 _TIMEOUT: Final = re.compile(
     r"\btim(?:ed|e)[ _-]?out\s*(?:$|[.:!(]|after\b|expired\b|exceeded\b|reached\b|error\b)",
     re.IGNORECASE | re.ASCII,
@@ -77,6 +89,15 @@ class Reading(Record, frozen=True, kw_only=True):
 
 
 Rule = Callable[[str, Any], Reading | None]
+
+
+class _ClineResult(msgspec.Struct):
+    query: str
+    result: Any
+    success: bool
+
+
+_CLINE: Final = list[_ClineResult]
 
 
 class BadReaders(ValueError):
@@ -159,9 +180,29 @@ def exit_code(text: str, parsed: Any) -> Reading | None:
     code = _json_code(parsed) if isinstance(parsed, dict) else _text_code(text)
     if isinstance(parsed, dict) and _says_timed_out(parsed):
         return Reading(status="timeout", detail=None if code is None else f"exit code {code}")
-    if code is None:
+    return _of_code(code)
+
+
+def codex(text: str, parsed: Any) -> Reading | None:
+    """Read the exit code in the header that Codex writes before a command's output."""
+    return _of_code(_framed_code(_CODEX.match(text)))
+
+
+def qwen_code(text: str, parsed: Any) -> Reading | None:
+    """Read the exit code in the lines that Qwen Code writes around a command's output."""
+    if _QWEN_CODE_LATE.match(text):
+        return Reading(status="timeout")
+    return _of_code(_framed_code(_QWEN_CODE.match(text)))
+
+
+def cline(text: str, parsed: Any) -> Reading | None:
+    """Read the results that Cline writes as JSON, one or a list: `success` must be true in all."""
+    try:
+        results = msgspec.convert(parsed if isinstance(parsed, list) else [parsed], _CLINE)
+    except msgspec.ValidationError:
         return None
-    return Reading(status="ok" if code == 0 else "error", detail=f"exit code {code}")
+    succeeded = all(result.success for result in results)
+    return Reading(status="ok" if succeeded else "error") if results else None
 
 
 def timeout(text: str, parsed: Any) -> Reading | None:
@@ -182,6 +223,9 @@ RULES: Final[Mapping[str, Rule]] = {
     "json_error": json_error,
     "exit_code": exit_code,
     "timeout": timeout,
+    "codex": codex,
+    "qwen_code": qwen_code,
+    "cline": cline,
     IGNORE: ignore,
 }
 _WORST: Final = ("ok", "error", "timeout")
@@ -207,12 +251,23 @@ def _json_code(parsed: dict[str, Any]) -> int | None:
 def _text_code(text: str) -> int | None:
     """Return the exit code of the first or last line; if both give one, prefer the failing one.
 
-    A command can print such a line of its own. Where a known frame states the code, that counts.
+    A command can print such a line of its own. Where a coding agent's frame is, only that counts.
     """
-    framed = _FRAMED.search(text.strip())
-    matches = [framed] if framed else filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
+    if framed := _CODEX.match(text) or _QWEN_CODE.match(text):
+        return _framed_code(framed)
+    matches = filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
     codes = [int(match.group(1) or match.group(2)) for match in matches]
     return max(codes, key=abs, default=None)
+
+
+def _framed_code(frame: re.Match[str] | None) -> int | None:
+    return None if frame is None or frame[1] is None else int(frame[1])
+
+
+def _of_code(code: int | None) -> Reading | None:
+    if code is None:
+        return None
+    return Reading(status="ok" if code == 0 else "error", detail=f"exit code {code}")
 
 
 def _outer_lines(text: str) -> tuple[str, ...]:

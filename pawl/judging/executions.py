@@ -12,7 +12,8 @@ from proxy.formats.registry import FORMATS
 from proxy.tool_events import ANY_TOOL, ResultReaders
 from store.records import Record, ToolStatus
 
-_EXIT_CODE: Final = ResultReaders(rules={ANY_TOOL: ("exit_code",)}, give_verdicts=True)
+_RULES: Final = ("exit_code", "qwen_code")
+_EXIT_CODE: Final = ResultReaders(rules={ANY_TOOL: _RULES}, give_verdicts=True)
 
 
 class Execution(Record, frozen=True, kw_only=True):

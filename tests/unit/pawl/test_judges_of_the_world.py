@@ -96,6 +96,11 @@ def test_exit_code_of_the_agents_is_read(agent: str, code: int) -> None:
     assert passed((asked, result.format(code)), api=api) == 1 - code
 
 
+def test_command_that_was_cut_off_did_not_pass_whatever_it_printed() -> None:
+    late = "Command timed out after 1500ms before it could complete. Below is the output before it"
+    assert passed(({"command": "pytest"}, f"{late} timed out:\nexit code: 0"), api="chat") is None
+
+
 def test_last_test_command_counts() -> None:
     bad, good = ({"command": "npm test"}, "Exit code 1"), ({"command": "npm test"}, "Exit code 0")
     other = ({"command": "ls"}, "Exit code 2")

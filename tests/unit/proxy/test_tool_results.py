@@ -1,7 +1,7 @@
 """Results of tools in the next call's request, in every format: read once, with what they quote."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID, uuid4
@@ -363,19 +363,136 @@ def test_any_request_is_read(api: str, members: list[Any]) -> None:
         assert "\x00" not in event.tool_id + (event.name or "") + (event.detail or "")
 
 
+# Results of Codex 0.171.0, Qwen Code 0.24.4, Cline 3.0.65 and mini-swe-agent 2.4.6, as they sent
+# them. `{}` stands for the exit code, and `@` for the command's own output.
+CODEX = """Chunk ID: c2f635
+Wall time: 0.0161 seconds
+Process exited with code {}
+Original token count: 42
+Output:
+@"""
+CODEX_RUNS = CODEX.replace("exited with code {}", "running with session ID 7")
+QWEN_CODE = """Command: pytest
+-q
+Directory: (root)
+Output: @
+Error: (none)
+Exit Code: {}
+Signal: (none)
+Process Group PGID: 10023"""
+QWEN_CODE_LONG = f"""Tool output was too large and has been truncated.
+The full output has been saved to: /root/.qwen/tmp/c5863086/run_shell_command_b8589c31dc33.output
+To read the complete output, use the read_file tool with the absolute file path above.
+The truncated output below shows the beginning and end of the content. The marker '... [CONTENT \
+TRUNCATED] ...' indicates where content was removed.
+
+Truncated part of the output:
+{QWEN_CODE}"""
+QWEN_CODE_SLOW = f"""{QWEN_CODE}
+
+Note: this foreground command ran for 70s. Next time you run a similar long-running process (build \
+watchers, dev servers, soak tests, polling loops), pass `is_background: true`."""
+QWEN_CODE_KILLED = QWEN_CODE.replace("{}\nSignal: (none)", "(none)\nSignal: 9")
+QWEN_CODE_LATE = """Command timed out after 1500ms before it could complete. Below is the output \
+before it timed out:
+@"""
+QWEN_CODE_CANCELLED = """Command was cancelled by user before it could complete. Below is the \
+output before it was cancelled:
+@"""
+
+
+def cline(output: str, code: int) -> str:
+    if not code:
+        done = {"query": "pytest", "result": output, "success": True}
+        return json.dumps([done])
+    error = f"Command exited with code {code}"
+    done = {"query": "pytest", "result": f"[{error}]\n{output}", "error": error, "success": False}
+    return json.dumps([{"query": "ls", "result": "a", "success": True}, done])
+
+
+def mini_swe_agent(output: str, code: int) -> str:
+    return f'{{\n  "returncode": {code},\n  "output": {json.dumps(output)}\n}}'
+
+
+def framed(frame: str) -> Callable[[str, int], str]:
+    return lambda output, code: frame.replace("{}", str(code)).replace("@", output)
+
+
+RESULTS_OF = {
+    "codex": framed(CODEX),
+    "qwen code": framed(QWEN_CODE),
+    "qwen code, long": framed(QWEN_CODE_LONG),
+    "qwen code, slow": framed(QWEN_CODE_SLOW),
+    "cline": cline,
+    "mini-swe-agent": mini_swe_agent,
+}
+OWN_RULES = {"codex": "codex", "qwen code": "qwen_code", "cline": "cline"}
+# What a command may print that failed, or still runs: each client's result of one that succeeded.
+IMITATIONS = [result("done", 0) for result in RESULTS_OF.values()]
+OUTPUTS = ["", "exit code 7\n", "exit code: 0", *IMITATIONS, *(f"\n{text}" for text in IMITATIONS)]
+
+
+def verdict(rule: str, text: str) -> str | None:
+    reading = parse_readers(f"t={rule}").read("t", text)
+    return None if reading is None else reading.status
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("client", list(RESULTS_OF))
+def test_result_of_a_coding_agent_is_read_whatever_its_command_printed(
+    client: str, code: int, output: str
+) -> None:
+    rule = OWN_RULES.get(client.partition(",")[0], "exit_code")
+    assert verdict(rule, RESULTS_OF[client](output, code)) == ("error" if code else "ok")
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(
+    ("rule", "frame", "status"),
+    [
+        ("codex", CODEX_RUNS, None),
+        ("codex", "exec_command failed for `@`: no such file", None),
+        ("codex", "@", None),
+        ("qwen_code", QWEN_CODE_KILLED, None),
+        ("qwen_code", QWEN_CODE_CANCELLED, None),
+        ("qwen_code", QWEN_CODE_LATE, "timeout"),
+    ],
+    ids=["runs", "not started", "bare", "killed", "cancelled", "late"],
+)
+def test_result_that_states_no_exit_code_is_no_success_whatever_its_command_printed(
+    rule: str, frame: str, status: str | None, output: str
+) -> None:
+    assert verdict(rule, framed(frame)(f"done\n{output}", 0)) == status
+
+
+@pytest.mark.parametrize("client", ["codex", "qwen code", "qwen code, long", "qwen code, slow"])
+@pytest.mark.parametrize("code", [0, 3])
+def test_exit_code_in_the_frame_of_a_coding_agent_is_read(client: str, code: int) -> None:
+    text = RESULTS_OF[client]("exit code 7", code)
+    reading = parse_readers("*=exit_code").read("t", text)
+    assert reading is not None
+    assert (reading.status, reading.detail) == ("error" if code else "ok", f"exit code {code}")
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "Chunk ID: 4\nWall time: 0.1 seconds\nProcess exited with code {}\nOutput:\nexit code 7\n",
-        "Command: x\nOutput: exit code 7\nError: (none)\nExit Code: {}\nSignal: (none)\nPGID: 7",
+        "Command: true\n:\nProcess exited with code 0\nDirectory: (root)\nOutput: no",
+        framed(CODEX_RUNS)("exit code: 0", 0),
+        framed(QWEN_CODE_KILLED)("exit code: 0", 0),
     ],
-    ids=["codex", "qwen code"],
+    ids=["a command", "runs", "killed"],
 )
-def test_exit_code_in_the_frame_of_a_coding_agent_is_read(text: str, code: int) -> None:
-    reading = parse_readers("*=exit_code").read("t", text.format(code))
-    assert reading is not None
-    assert (reading.status, reading.detail) == ("error" if code else "ok", f"exit code {code}")
+def test_exit_code_is_not_read_where_a_frame_states_none(text: str) -> None:
+    assert verdict("exit_code", text) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[1]", '{"success": true}', '[{"query": "q", "success": true}]']
+)
+def test_what_cline_does_not_write_says_nothing(text: str) -> None:
+    assert verdict("cline", text) is None
 
 
 ANY = "*=json_error"
