@@ -35,6 +35,8 @@ _RANDOM_TAIL: Final = re.compile(
     r"(?:(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}|[1-9][0-9]{15,})\Z", re.ASCII
 )
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
+# OpenClaw ends each request with a message that begins so, and leaves it out of later ones.
+_FOR_ONE_REQUEST: Final = b"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
 _THOUGHT_END: Final = "</think>"
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 
@@ -46,6 +48,11 @@ def is_unique(tool_id: str) -> bool:
     is a number of at least 16 digits that does not begin with 0.
     """
     return _RANDOM_TAIL.match(_NOT_ALNUM.split(tool_id)[-1]) is not None
+
+
+def letters_and_digits(tool_id: str) -> str:
+    """Return what is compared of a unique tool call id, for some clients strip the rest."""
+    return _NOT_ALNUM.sub("", tool_id)
 
 
 class Conversation:
@@ -72,9 +79,9 @@ class Conversation:
         return copied
 
     def add_user(self, content: Any) -> None:
-        """Add a user's text or list of parts; nothing if it is empty."""
+        """Add a user's text or list of parts; nothing if it is empty, or for this request alone."""
         piece = _heard_bytes(content)
-        if piece:
+        if piece and not piece.startswith(_FOR_ONE_REQUEST):
             self._hear(b"u", piece)
 
     def add_user_turn(self, content: Any) -> None:
@@ -95,7 +102,7 @@ class Conversation:
         name = tool_id if isinstance(tool_id, str) else ""
         if is_unique(name):
             self._unique = True
-            self._hear(b"t", _encoded(name))
+            self._hear(b"t", _encoded(letters_and_digits(name)))
         else:
             self._hear(b"t" + _encoded(name) + b"\0", _heard_bytes(content))
         self.results.append(name)
@@ -112,7 +119,7 @@ class Conversation:
         identifier = tool_id if isinstance(tool_id, str) else ""
         if is_unique(identifier):
             self._unique = True
-            self._calls.append(_encoded(identifier))
+            self._calls.append(_encoded(letters_and_digits(identifier)))
         else:
             label = _encoded(f"{identifier}\0{name}\0")
             self._calls.append(label + canonical_arguments(arguments))

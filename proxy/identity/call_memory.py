@@ -24,11 +24,12 @@ from uuid import UUID
 import msgspec
 
 from proxy.formats.base import ReplySummary
-from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique
+from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique, letters_and_digits
 from store.records import TRAIN, Confidence, Split
 from store.tenants import DEFAULT, digest_key, tenant_of
 
-# Remembered fingerprints, and as many failed attempts. Each takes 170 bytes: 17 MB at most.
+# Remembered fingerprints, failed attempts, and traces: so many of each, at 170 bytes, 17 MB at
+# most.
 CAPACITY: Final = 50_000
 # Remembered failed attempts with the same body. An SDK sends again within seconds, and many
 # clients may send the same body at once.
@@ -84,12 +85,13 @@ _SEVERAL: Final = _Provider("", "")
 
 
 class CallMemory:
-    """Remember the fingerprints that calls provided, and attempts that failed."""
+    """Remember the fingerprints that calls provided, attempts that failed, and traces."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        """Begin empty, with room for at least `capacity` fingerprints and as many attempts."""
+        """Begin empty, with room for at least `capacity` fingerprints, attempts and traces."""
         self._provided: Generations[bytes, _Provider] = Generations(capacity)
         self._failed: Generations[bytes, deque[Attempt]] = Generations(capacity)
+        self._traces: Generations[str, bool] = Generations(capacity)
 
     def provide(self, digests: Iterable[bytes], episode: str, follows: str | None = None) -> None:
         """Remember what a call of `episode` provides; `follows` is as in its `CallIdentity`."""
@@ -139,6 +141,14 @@ class CallMemory:
                 known = self._provided.get(digest)
                 return None if known is None or known is _SEVERAL else known.follows
         return None
+
+    def begin_trace(self, episode: str) -> None:
+        """Remember the episode of a trace whose call repeated nothing."""
+        self._traces.put(episode, True)
+
+    def has_begun(self, episode: str) -> bool:
+        """Return whether such a call of a trace's episode is remembered."""
+        return self._traces.get(episode) is not None
 
     def failed(self, body: bytes, episode: str, call_id: UUID, split: Split = TRAIN) -> None:
         """Remember an attempt that ended without a reply: its client may send this body again.
@@ -232,7 +242,7 @@ def needed_fingerprints(
     the request's, if it was read already.
     """
     history = conversation or turns.read(fields)
-    needs = [_fingerprint(TOOL_CALL, name) for name in history.results[::-1] if is_unique(name)]
+    needs = [_tool_call(name) for name in history.results[::-1] if is_unique(name)]
     del needs[MAX_TOOL_IDS:]
     previous = turns.continues(fields)
     if previous is not None:
@@ -254,9 +264,7 @@ def provided_fingerprints(
 
     `conversation` is the request's, if it was read already; it stays as it is.
     """
-    provides = [
-        _fingerprint(TOOL_CALL, call.id) for call in summary.tool_calls if is_unique(call.id)
-    ]
+    provides = [_tool_call(call.id) for call in summary.tool_calls if is_unique(call.id)]
     if turns.continued_by_id and summary.response_id:
         provides.append(response_fingerprint(summary.response_id))
     if (summary.text or summary.tool_calls) and turns.shows_all(fields):
@@ -273,6 +281,10 @@ def provided_fingerprints(
 def response_fingerprint(name: str) -> bytes:
     """Return the fingerprint of a response's id, by which a later call may continue it."""
     return _fingerprint(RESPONSE, name)
+
+
+def _tool_call(tool_id: str) -> bytes:
+    return _fingerprint(TOOL_CALL, letters_and_digits(tool_id))
 
 
 def _fingerprint(kind: int, name: str) -> bytes:

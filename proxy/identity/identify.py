@@ -421,11 +421,16 @@ def _unnamed(
         return _Episode(joined.episode, joined.method, joined.confidence, (), follows)
     if isinstance(joined, Doubt):
         return _Episode(own, OWN_EPISODE, "doubtful", needs)
-    if needs:
-        return _Episode(own, OWN_EPISODE, "likely", needs, follows)
     context = trace_context(headers)
     if context is not None:
-        return _Episode(same_tenant(own, f"trace:{context[_TRACE]}"), "trace", "likely")
+        trace = same_tenant(own, f"trace:{context[_TRACE]}")
+        if not needs:
+            memory.begin_trace(trace)
+        # Else another proxy knows more of it: the ledger joins what it knows for sure.
+        if memory.has_begun(trace) and follows in (None, trace):
+            return _Episode(trace, "trace", "likely")
+    if needs:
+        return _Episode(own, OWN_EPISODE, "likely", needs, follows)
     return _Episode(own, OWN_EPISODE)
 
 

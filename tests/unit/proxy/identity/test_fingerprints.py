@@ -1,6 +1,7 @@
 """Fingerprints: a conversation is the same however a client sends it back, and no other is."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +228,21 @@ def test_counters_are_no_fingerprint(tool_id: str, unique: bool) -> None:
     )
     assert (TOOL_CALL in kinds(provides)) is unique
     assert set(needs) == set(provides)
+
+
+@pytest.mark.parametrize(
+    "tool_id", [ID, "call_8z3hq1xd", "call_0_550e8400-e29b-41d4-a716-44665544000a"]
+)
+def test_tool_call_is_found_by_the_letters_and_digits_of_its_id(tool_id: str) -> None:
+    """OpenClaw strips everything else."""
+    stripped = re.sub("[^A-Za-z0-9]", "", tool_id)
+    asked = chat(user("q"))
+    done = [assistant(None, (stripped, "add", "{}")), result(stripped, "1")]
+    provides = provided_fingerprints("chat", asked, summary("", (tool_id, "add", "{}")))
+    assert needed_fingerprints("chat", chat(user("q"), *done)) == provides
+    other = tool_id.replace("a", "b").replace("8", "9")
+    provided_to_other = provided_fingerprints("chat", asked, summary("", (other, "add", "{}")))
+    assert set(provides).isdisjoint(provided_to_other)
 
 
 def test_an_image_tells_conversations_apart() -> None:

@@ -169,6 +169,56 @@ def test_a_trace_joins_what_repeats_nothing() -> None:
     assert who({"traceparent": "00-broken"}).method == "own"
 
 
+@pytest.mark.parametrize("fields", [NEXT, ANSWER], ids=["words", "tool call"])
+def test_a_trace_joins_what_repeats_nothing_known_once_it_has_begun(fields: dict[str, Any]) -> None:
+    traced, memory = {"traceparent": TRACEPARENT}, CallMemory()
+    # Another proxy may have begun it: the ledger knows.
+    found = who(traced, fields=fields, memory=memory)
+    assert (found.episode, found.method) == (str(CALL), "own")
+    assert found.needs
+    who(traced, memory=memory)
+    found = who(traced, fields=fields, memory=memory)
+    assert found.episode == found.follows == f"trace:{TRACEPARENT[3:35]}"
+    assert (found.method, found.confidence, found.needs) == ("trace", "likely", ())
+    assert who(fields=fields, memory=memory).method == "own"
+
+
+def test_words_of_another_episode_are_left_to_the_ledger_whatever_the_trace() -> None:
+    traced, memory = {"traceparent": TRACEPARENT}, remembering(SAID, "e1")
+    who(traced, memory=memory)
+    found = who(traced, fields=NEXT, memory=memory)
+    assert (found.episode, found.method, found.needs) == (str(CALL), "own", SAID)
+
+
+def test_session_of_openclaw_is_one_episode() -> None:
+    """It strips tool calls' ids, and ends each request with a message that no later one repeats.
+
+    Each of its processes, which answers one message of the user's, has a trace of its own.
+    """
+    said: list[dict[str, Any]] = []
+    memory, episodes = CallMemory(), []
+    for turn in range(2):
+        said.append({"role": "user", "content": f"q{turn}"})
+        trace = TRACEPARENT.replace("0af", f"{turn}af")
+        for reply in (
+            ReplySummary(tool_calls=(ToolCall(id=f"{TOOL.id}{turn}", name="f", arguments="{}"),)),
+            ReplySummary(text="done"),
+        ):
+            now = f"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\n{len(said)}"
+            context = {"role": "user", "content": [{"type": "text", "text": now}]}
+            fields = {"messages": [*said, context]}
+            found = who({"traceparent": trace}, fields=fields, memory=memory)
+            episodes.append((found.episode, found.method))
+            provided = provided_fingerprints(CHAT.turns, fields, reply)
+            memory.provide(provided, found.episode, found.follows)
+            stripped = [call.id.replace("-", "") for call in reply.tool_calls]
+            calls = [{"id": one, "function": {"name": "f", "arguments": ""}} for one in stripped]
+            said.append({"role": "assistant", "content": reply.text or None, "tool_calls": calls})
+            said += [{"role": "tool", "tool_call_id": one, "content": "1"} for one in stripped]
+    key = f"trace:{TRACEPARENT[3:35]}"
+    assert episodes == [(key, method) for method in ("trace", "tool_call", "prefix", "tool_call")]
+
+
 def test_a_retry_joins_the_attempt_that_failed() -> None:
     memory = CallMemory()
     memory.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
