@@ -105,7 +105,8 @@ class ControllerSettings(ServerSettings):
     controller_poll_s: float = Field(
         default=0.5,
         gt=0,
-        description="pause between looks at a model server, and at the database, in seconds",
+        description="pause between looks at a model server, and at the database, in seconds; a "
+        "server that has all that it should is asked at every tenth look",
     )
 
 

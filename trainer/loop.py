@@ -59,6 +59,8 @@ NO_SLOT: Final = (
     "all adapter slots of the model server are taken by versions with episodes under way, so it"
     " cannot be tested before one is free; no update could begin before that either"
 )
+# How often model servers that were there are asked whether they still are.
+ASK_S: Final = 5.0
 
 
 class Loop:
@@ -99,6 +101,8 @@ class Loop:
         # The evaluation that was tracked last, and when it was looked for.
         self._evaluated: Evaluation | None = None
         self._looked_at = -EXPIRE_S
+        # When the model servers are asked next whether they are there.
+        self._ask_at = 0.0
         # The next update, if it was claimed and planned while its parent was published.
         self._ahead: tuple[Claim, Plan] | None = None
         own_folder = version_folder(folder, policy, 0).parent
@@ -192,8 +196,11 @@ class Loop:
         Raises:
             UpstreamAway: none answers.
         """
-        await self._publisher.servers.ask(ModelServer.models)
-        if self._publisher.servers.returns != self._breaker.tested_at:
+        servers = self._publisher.servers
+        if servers.is_any_away or perf_counter() >= self._ask_at:
+            await servers.ask(ModelServer.models)
+            self._ask_at = perf_counter() + ASK_S
+        if servers.returns != self._breaker.tested_at:
             self._breaker.doubt("a model server was away, and may be another one now")
         await self._publisher.go_live()
 

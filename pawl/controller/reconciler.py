@@ -38,6 +38,8 @@ Listed = Mapping[str, Mapping[str, Any]]
 # A version that was just within the tolerance as it was published is so with other rounding as
 # well; another base model is far from it.
 CHECKED_AGAIN: Final = 2.0
+# A server that had all that it should is asked again at every so many-th look, or after a change.
+SETTLED_LOOKS: Final = 10
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
 # What a failed load is counted as, and called in the log; all others are `refused`.
@@ -188,11 +190,25 @@ class Reconciler:
         # When each version that could not be loaded may be tried again, and the pause before that.
         self._pauses: dict[str, tuple[float, float]] = {}
         self.is_checked = False
+        # What the server was found to have and to lack, and how many looks that may stand for.
+        self._settled: tuple[Collection[PolicyVersion], Collection[PolicyVersion]] | None = None
+        self._skips = 0
 
     def gave_up(self, name: str) -> bool:
         """Return whether the server was asked for a minute to serve a version, and refused."""
         _, pause_s = self._pauses.get(name, (0.0, 0.0))
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
+
+    def may_skip(
+        self,
+        versions: Collection[PolicyVersion] | None,
+        unserved: Collection[PolicyVersion] = (),
+    ) -> bool:
+        """Return whether a look may be left out: the last one found these as they should be."""
+        if self._settled != (versions, unserved) or not self._skips:
+            return False
+        self._skips -= 1
+        return True
 
     async def look(
         self,
@@ -210,6 +226,7 @@ class Reconciler:
         Raises:
             UpstreamAway: the server does not answer.
         """
+        self._settled = None
         try:
             listed = await self.server.models()
             servable = belonging(versions or (), listed)
@@ -226,11 +243,12 @@ class Reconciler:
                 if version not in waiting:
                     await self._check(version)
             self.is_checked |= versions is not None
-            for version in unserved:
-                if version.served_name in listed and (
-                    is_unserved is None or await is_unserved(version)
-                ):
+            going = [version for version in unserved if version.served_name in listed]
+            for version in going:
+                if is_unserved is None or await is_unserved(version):
                     await self._unload(version.served_name)
+            if not (versions is None or self.missing or self.troubles or going):
+                self._settled, self._skips = (versions, unserved), SETTLED_LOOKS - 1
         except UpstreamAway:
             # It may be another server when it is back, or one that was put right.
             self._pauses.clear()

@@ -131,15 +131,16 @@ class ReplicaController:
     async def follow(self) -> None:
         """Look at the replica again and again; never return."""
         while True:
+            servable = self._servable
             try:
-                servable = self._servable
-                await self.reconciler.look(
-                    servable.versions,
-                    servable.unserved,
-                    may_load=servable.may_load,
-                    is_unserved=servable.is_unserved,
-                )
-                self._note(True)
+                if not self.reconciler.may_skip(servable.versions, servable.unserved):
+                    await self.reconciler.look(
+                        servable.versions,
+                        servable.unserved,
+                        may_load=servable.may_load,
+                        is_unserved=servable.is_unserved,
+                    )
+                    self._note(True)
             except UpstreamAway as error:
                 self._note(False, str(error))
             except Exception:

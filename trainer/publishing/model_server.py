@@ -378,6 +378,11 @@ class Replicas:
         """Close all connection pools, and end what is under way for the files."""
         await self._open.aclose()
 
+    @property
+    def is_any_away(self) -> bool:
+        """Return whether a replica did not answer when it was asked last."""
+        return bool(self._away)
+
     async def ask(
         self,
         operation: Callable[[ModelServer], Awaitable[T]],

@@ -30,6 +30,8 @@ class FakeModelServer:
         self.at_load: Callable[[], Awaitable[None]] | None = None
         self.engine_is_dead = False
         self.loads: list[str] = []
+        # How often it was asked for its models.
+        self.lists = 0
         # What its metrics say of them; None: nothing.
         self.adapter_slots: int | None = None
         # Asked for one of these, it has lost all its adapters: it was restarted a moment before.
@@ -51,6 +53,7 @@ class FakeModelServer:
         self.chats: Handler | None = None
 
     async def models(self, request: web.Request) -> web.Response:
+        self.lists += 1
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         base = {"id": "m", "root": "/base", "parent": None, "owned_by": "vllm"}

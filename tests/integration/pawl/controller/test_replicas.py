@@ -7,7 +7,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -17,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.commands.policies import versions_of
-from pawl.controller.reconciler import FIRST_PAUSE_S, Reconciler
+from pawl.controller.reconciler import FIRST_PAUSE_S, SETTLED_LOOKS, Reconciler
 from store import __version__
 from store.version_queries import list_servable, numbered_version, rollback_target
 from store.version_states import mark_unloaded, recall
@@ -58,6 +60,57 @@ async def test_restarted_server_gets_its_adapters_back(
         await assert_has(server, "m@2", "m@3")
         await publish(engine, tmp_path, 4)
         await assert_has(server, "m@2", "m@3", "m@4")
+
+
+async def test_server_that_has_all_is_asked_at_few_looks(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, may_skip = 0, Reconciler.may_skip
+
+    def counted(*given: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return may_skip(*given)
+
+    monkeypatch.setattr(Reconciler, "may_skip", counted)
+    await publish(engine, tmp_path, 1)
+    async with controlling(engine, server.url):
+        await assert_has(server, "m@1")
+        # The load itself may be under way still.
+        await until(lambda: looks >= SETTLED_LOOKS)
+        began, asked_before = looks, server.lists
+        await until(lambda: looks >= began + 3 * SETTLED_LOOKS)
+        assert server.lists - asked_before <= 4
+        server.loaded.clear()
+        await assert_has(server, "m@1")
+        await publish(engine, tmp_path, 2)
+        await assert_has(server, "m@1", "m@2")
+
+
+async def test_server_is_asked_at_once_after_a_change_and_while_it_lacks_any(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+) -> None:
+    await publish(engine, tmp_path, 1, 2)
+    async with engine.connect() as connection:
+        base, first, second = sorted(
+            await list_servable(connection, "m"), key=attrgetter("version")
+        )
+    async with Replicas([server.url]) as replicas:
+        reconciler = Reconciler(replicas.each[0])
+        assert not reconciler.may_skip([base, first])
+        await reconciler.look([base, first])
+        assert not reconciler.may_skip([base, first, second])
+        assert not reconciler.may_skip([base, first], [second])
+        skipped = [reconciler.may_skip([base, first]) for _ in range(SETTLED_LOOKS)]
+        assert skipped == [True] * (SETTLED_LOOKS - 1) + [False]
+        server.refused = {"m@2"}
+        await reconciler.look([base, first, second])
+        assert not reconciler.may_skip([base, first, second])
+        await reconciler.look([base], [first])
+        # It was unloaded just now, and may be listed still.
+        assert not reconciler.may_skip([base], [first])
+        await reconciler.look([base], [first])
+        assert reconciler.may_skip([base], [first])
 
 
 async def test_ended_versions_are_not_loaded_again_after_a_restart(

@@ -176,6 +176,24 @@ async def test_a_version_that_is_recalled_while_servers_answer_stays_loaded(
         assert set(server.loaded) == ({"m@1", "m@2"} if is_recalled else {"m@2"})
 
 
+async def test_idle_trainer_asks_its_servers_seldom_while_all_answer(
+    bench: Bench,
+) -> None:
+    port = free_port()
+    async with bench.working(bench.fake.url, f"http://127.0.0.1:{port}/v1") as loop:
+        async with fake_model_server(port) as back:
+            await loop.watch_servers()
+            asked = bench.fake.lists
+            for _ in range(5):
+                await loop.watch_servers()
+            assert bench.fake.lists == asked
+            assert back.lists
+        loop._ask_at = 0.0
+        for _ in range(3):
+            await loop.watch_servers()
+    assert bench.fake.lists == asked + 3
+
+
 # Self-tests: before the first claim, and once a server is back
 
 
