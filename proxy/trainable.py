@@ -288,7 +288,7 @@ def sampling_settings(
     # A value that none of our parsers takes (one that holds 1e400, for example) is a text here.
     unreadable += [n for n in rules.objects if not isinstance(settings.get(n, {}), dict)]
     unreadable += unknown[:MOST_UNKNOWN]
-    tools = request.get("tools")
+    tools = rules.tools(request)
     if not isinstance(tools, list | None):
         unreadable.append("tools")
     elif tools and tool_grammars:

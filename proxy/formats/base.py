@@ -41,6 +41,8 @@ class ModelRequest(msgspec.Struct, frozen=True):
     injected: frozenset[str] = frozenset()
     # The upstream's path, where it differs from the one that the client asked for.
     path: str | None = None
+    # The upstream's chat template shows system messages that stand between turns.
+    keep_system: bool = False
 
 
 def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
@@ -512,6 +514,10 @@ class WireFormat(Protocol):
         With `want_ids`, the fields that make the server send token ids and log-probabilities are
         added.
         """
+
+    def has_inline_system(self, request: ModelRequest) -> bool:
+        """Return whether `rewrite` may have to move system messages from between turns."""
+        return False
 
     def reply(
         self,

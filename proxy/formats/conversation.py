@@ -247,6 +247,7 @@ TEXT_PARTS: Final = frozenset(
         *("reasoning", "reasoning_text", "summary_text", "tool_use", "tool_result"),
         *("tool_reference", "search_result", "server_tool_use", "web_search_tool_result"),
         *("web_search_result", "mcp_tool_use", "mcp_tool_result", "compaction"),
+        *("tool_addition", "tool_removal"),
     }
 )
 # vLLM reads a part with a `uuid` by these, whatever its type (`vllm/renderers/chat_utils.py`).

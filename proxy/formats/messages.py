@@ -4,6 +4,10 @@ vLLM gives ids with its chat completions and none with its messages, which it ma
 completions anyway. So the request is sent there, and the reply is turned into a message. A request
 that chat completions cannot express, and one to any other server, is forwarded as it is. So is one
 that chat completions refuses as malformed: the refusal is then the API's own.
+
+A system message may stand between turns. Many chat templates refuse it there, drop it, or move it
+to the front, which changes the whole prompt with each new one. For these it becomes a part of the
+turn before it (docs/decisions/009-messages-and-responses.md).
 """
 
 import json
@@ -57,6 +61,10 @@ KNOWN: Final = IGNORED | TRANSLATED | frozenset(SAME)
 # Claude Code's first system block: it has a hash that changes with each request, and vLLM leaves
 # it out of the prompt.
 BILLING: Final = "x-anthropic-billing-header"
+# How Claude Code marks what its system says within a turn.
+REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
+# Blocks of a system message that add tools to those of the request, or take some away.
+TOOL_CHANGES: Final = ("tool_addition", "tool_removal")
 CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 LEAST_THINKING: Final = 1024
@@ -66,21 +74,25 @@ class Inexpressible(Exception):
     """Report a part of a request that chat completions cannot express."""
 
 
-def chat_request(fields: Fields) -> dict[str, Any] | None:
-    """Return the chat request that vLLM would make of `fields`, or None if there is none."""
+def chat_request(fields: Fields, *, keep_system: bool = False) -> dict[str, Any] | None:
+    """Return the chat request that vLLM would make of `fields`, or None if there is none.
+
+    With `keep_system` system messages stay between turns; else they join the turns before them.
+    """
     try:
-        return _chat_request(fields)
+        return _chat_request(fields, keep_system=keep_system)
     except Inexpressible:
         return None
 
 
-def _chat_request(fields: Fields) -> dict[str, Any]:
+def _chat_request(fields: Fields, *, keep_system: bool) -> dict[str, Any]:
     if not KNOWN.issuperset(fields):
         raise Inexpressible
     _expect(isinstance(fields.get("model"), str))
     max_tokens = _count(fields.get("max_tokens"), 1)
     request = {name: fields[name] for name in SAME if fields.get(name) is not None}
-    request["messages"] = [*_system(fields.get("system")), *_messages(fields.get("messages"))]
+    system = _system(_blocks_or_text(fields.get("system"), "text"))
+    request["messages"] = _messages(fields.get("messages"), system, keep_system=keep_system)
     if fields.get("stop_sequences") is not None:
         request["stop"] = fields["stop_sequences"]
     if fields.get("stream") is True:
@@ -90,7 +102,7 @@ def _chat_request(fields: Fields) -> dict[str, Any]:
         _expect(fields.get("stream") in (None, False))
     request |= _output(fields.get("output_config"))
     request |= _thinking(fields.get("thinking"), max_tokens)
-    return request | _tools(fields.get("tools"), fields.get("tool_choice"))
+    return request | _tools(tools_in_effect(fields), fields.get("tool_choice"))
 
 
 def _expect(condition: bool) -> None:
@@ -117,12 +129,16 @@ def _only(value: object, *known: str) -> Message:
     return fields
 
 
-def _system(value: object) -> list[Message]:
-    text = "" if value is None else value
-    if not isinstance(text, str):
-        texts = [_of(block["text"], str) for block in _blocks(value, "text")]
-        text = "".join(text for text in texts if not text.startswith(BILLING))
-    return [{"role": "system", "content": text}] if text else []
+def _blocks_or_text(value: object, *kinds: str) -> str | list[dict[str, Any]]:
+    return value if isinstance(value, str) else _blocks([] if value is None else value, *kinds)
+
+
+def _system(content: str | list[dict[str, Any]]) -> list[Message]:
+    """Return the system's message, if it has text."""
+    if not isinstance(content, str):
+        texts = [block["text"] for block in content if block["type"] == "text"]
+        content = "".join(text for text in texts if not text.startswith(BILLING))
+    return [{"role": "system", "content": content}] if content else []
 
 
 def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
@@ -134,13 +150,17 @@ def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
     return blocks
 
 
-def _messages(value: object) -> list[Message]:
-    messages: list[Message] = []
+def _messages(value: object, system: list[Message], *, keep_system: bool) -> list[Message]:
+    messages = [*system]
     for message in _of(value, list):
         role, content = _only(message, "role", "content").get("role"), message.get("content")
         if role == "system":
             if not (isinstance(content, str) and content.startswith(BILLING)):
-                messages += _system(content)
+                inline = _system(_blocks_or_text(content, "text", *TOOL_CHANGES))
+                if keep_system or not messages:
+                    messages += inline
+                else:
+                    _join(messages, inline)
         elif isinstance(content, str) and role in ("user", "assistant"):
             messages.append({"role": role, "content": content})
         elif role == "user":
@@ -150,6 +170,24 @@ def _messages(value: object) -> list[Message]:
         else:
             raise Inexpressible
     return messages
+
+
+def _join(messages: list[Message], inline: list[Message]) -> None:
+    """Add a system message to the turn before it; one before all turns to the system's own.
+
+    A turn of its own would end the assistant's, for which many templates keep its thoughts, and
+    others refuse two turns of the user in a row.
+    """
+    last = messages[-1]
+    for text in (message["content"] for message in inline):
+        if last["role"] == "system":
+            last["content"] += f"\n\n{text}"
+        elif last["role"] == "assistant":
+            messages.append({"role": "user", "content": REMINDER.format(text)})
+        elif isinstance(last["content"], str):
+            last["content"] += f"\n\n{REMINDER.format(text)}"
+        else:
+            last["content"].append({"type": "text", "text": REMINDER.format(text)})
 
 
 def _user(content: object) -> list[Message]:
@@ -267,6 +305,54 @@ def _thinking(value: object, max_tokens: int) -> Message:
     raise Inexpressible
 
 
+def tools_in_effect(fields: Fields) -> object:
+    """Return a request's tools as the system messages in it change them, in Anthropic's form.
+
+    A chat has one list of tools, so that it has those at the conversation's end, as vLLM's own.
+
+    Raises:
+        Inexpressible: a change cannot be read, or names a tool that is not declared.
+    """
+    changes = [
+        block
+        for message in _system_messages(fields)
+        if isinstance(message.get("content"), list)
+        for block in message["content"]
+        if isinstance(block, dict) and block.get("type") in TOOL_CHANGES
+    ]
+    if not changes:
+        return fields.get("tools")
+    tools = [_of(tool, dict) for tool in _of(fields.get("tools") or [], list)]
+    declared = {_of(tool.get("name"), str): tool for tool in tools}
+    removed = set()
+    for block in changes:
+        change, adds = _of(block.get("tool"), dict), block["type"] == "tool_addition"
+        if adds and change.get("type") == "tool_definition":
+            tool = _of(change.get("definition"), dict)
+            name = _of(tool.get("name"), str)
+        else:
+            _expect(change.get("type") == "tool_reference")
+            name = _of(change.get("name"), str)
+            _expect(name in declared)
+            tool = {n: part for n, part in declared[name].items() if n != "defer_loading"}
+        if adds:
+            declared[name] = tool
+            removed.discard(name)
+        else:
+            removed.add(name)
+    return [tool for name, tool in declared.items() if name not in removed]
+
+
+def _system_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Return the system's messages among a request's messages, if these can be read at all."""
+    messages = fields.get("messages")
+    return [
+        message
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") == "system"
+    ]
+
+
 def _tools(tools: object, choice: object) -> Message:
     settings: Message = {}
     if not tools:
@@ -356,6 +442,13 @@ class MessagesSampling(SamplingRules):
         """Return whether a tool or a form of the reply is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("output_config"))
 
+    def tools(self, fields: Fields) -> Any:
+        """Return the tools as the conversation changes them, or as they are declared."""
+        try:
+            return tools_in_effect(fields)
+        except Inexpressible:
+            return super().tools(fields)
+
     def grammar(self, fields: Fields, tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar of the chat request that such a message is sent as."""
         as_chat = chat_request(fields)
@@ -380,7 +473,8 @@ class MessagesFormat(WireFormat):
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
         """Return the request in chat completions' form if ids are wanted and it has such a form."""
-        chat = chat_request(request.fields) if want_ids else None
+        fields, keep_system = request.fields, request.keep_system
+        chat = chat_request(fields, keep_system=keep_system) if want_ids else None
         if chat is None:
             return with_changes(request, served_name, {})
         if served_name is not None:
@@ -391,6 +485,10 @@ class MessagesFormat(WireFormat):
             injected=frozenset(ASKED_FOR),
             path=CHAT.path,
         )
+
+    def has_inline_system(self, request: ModelRequest) -> bool:
+        """Return whether any of the messages is the system's."""
+        return bool(_system_messages(request.fields))
 
     def parser_for(self, request: ModelRequest) -> type[ReplyParser]:
         """Return what translates the reply, or what forwards it if the request was forwarded."""

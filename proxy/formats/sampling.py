@@ -67,6 +67,10 @@ class SamplingRules:
         """Return whether a setting of this format's lets some tokens never be sampled."""
         return not free_choice(settings.get("tool_choice"))
 
+    def tools(self, fields: Fields) -> Any:
+        """Return the tools that the model may call, as the format's field has them."""
+        return fields.get("tools")
+
     def grammar(self, fields: Fields, tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar that a request's fields hold its reply to, as it is recorded.
 

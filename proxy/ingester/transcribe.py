@@ -179,8 +179,9 @@ def transcribe(
         zlib.error: the reply was deflated and is damaged.
         ReplyTooLong: the reply is longer than `most_reply` bytes.
     """
-    turns = FORMATS[captured.dialect].turns
-    request, shown = _read_request(captured.request, FORMATS[captured.dialect])
+    wire_format = FORMATS[captured.dialect]
+    turns = wire_format.turns
+    request, shown = _read_request(captured.request, wire_format)
     raw = inflate(captured.reply, most_reply) if captured.deflated else captured.reply
     sent = request if captured.explored is None else with_explored(request, captured.explored)
     facts, unread = _reply_facts(captured, sent, raw)
@@ -206,7 +207,7 @@ def transcribe(
     events, quotable = captured.tool_events, None
     # The last tool call of a reply that was cut off may lack a part of its name.
     if facts.tool_calls and captured.status == "complete":
-        tools = request.fields.get("tools")
+        tools = wire_format.sampling.tools(request.fields)
         unknown = not_offered_events(UUID(bytes=captured.id), tools, facts.tool_calls)
         events = (*events, *unknown)
     # The API states how a tool ended, or there is a reader.

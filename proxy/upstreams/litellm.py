@@ -277,6 +277,10 @@ class LitellmUpstream:
         """Return False: litellm passes no token ids on."""
         return False
 
+    async def keeps_system(self, model: str) -> bool:
+        """Return False: nothing is translated for litellm, and no template is asked for."""
+        return False
+
     def learn(self, served_names: Iterable[str]) -> None:
         """Do nothing: no adapter is loaded at a provider."""
 

@@ -13,7 +13,7 @@ import re
 import ssl
 import zlib
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -39,7 +39,7 @@ from proxy.http.client import (
     ask,
 )
 from proxy.http.exchange import BodyStream, Grown
-from proxy.http.wire import CREDENTIALS, Headers
+from proxy.http.wire import CREDENTIALS, JSON, Headers
 from proxy.upstreams.file import Style
 from proxy.upstreams.litellm import LitellmReply
 from store.settings import without_login
@@ -330,6 +330,13 @@ class _Listed(msgspec.Struct):
     data: list[_ListedName]
 
 
+# A conversation, and what may follow it, by which a chat template shows where it puts system
+# messages. A tool's presence may choose another template.
+TURN: Final = ({"role": "system", "content": "One"}, {"role": "user", "content": "Two"})
+INLINE: Final = {"role": "system", "content": "Three"}
+TOOL: Final = {"type": "function", "function": {"name": "four", "parameters": {"type": "object"}}}
+# No model server restarts, with another template, in so short a time.
+TEMPLATE_S: Final = 10.0
 ENGINE: Final = "vllm"
 LOOK_S: Final = 10.0
 # A name that is not in the server's list of models may be in it later. The list is fetched no
@@ -394,6 +401,9 @@ class Upstream:
         self._gives_ids: dict[str, bool] = {}
         self._look_from = 0.0
         self._looking = asyncio.Lock()
+        # Whether a model's template keeps system messages in place, and until when that holds.
+        self._keeps_system: dict[str, tuple[bool, float]] = {}
+        self._rendering = asyncio.Lock()
 
     async def ask(
         self,
@@ -497,6 +507,54 @@ class Upstream:
                     self._remember(listed or {})
         return self._gives_ids.get(model, False)
 
+    async def keeps_system(self, model: str) -> bool:
+        """Return whether a model's chat template shows system messages where they stand.
+
+        So it is if the prompt goes on with such a message as it would end without; not if the
+        template raises an error, leaves the message out, or moves it. The server is asked at times,
+        within `LIST_S`; if that cannot be learned, the answer is the last one, or False. `model` is
+        one that gives ids.
+        """
+        clock = asyncio.get_running_loop().time
+        keeps, until = self._keeps_system.get(model, (False, float("-inf")))
+        if clock() < until:
+            return keeps
+        async with self._rendering:
+            keeps, until = self._keeps_system.get(model, (False, float("-inf")))
+            if clock() >= until:
+                try:
+                    async with asyncio.timeout(LIST_S):
+                        kept = await asyncio.gather(*(self._keeps(model, t) for t in ([], [TOOL])))
+                    keeps = all(kept)
+                except (ProxyError, Torn, TimeoutError, *UNREADABLE) as error:
+                    log.warning("template_unknown", model=model, reason=type(error).__name__)
+                if len(self._keeps_system) >= MOST_NAMES:
+                    self._keeps_system = {}
+                self._keeps_system[model] = keeps, clock() + TEMPLATE_S
+        return keeps
+
+    async def _keeps(self, model: str, tools: list[dict[str, Any]]) -> bool:
+        """Return whether the template for these tools goes on with a system message."""
+        before, after = await asyncio.gather(
+            *(self._prompt(model, turns, tools) for turns in (TURN, (*TURN, INLINE)))
+        )
+        return 0 < len(before) < len(after) and after[: len(before)] == before
+
+    async def _prompt(
+        self, model: str, messages: Sequence[dict[str, str]], tools: list[dict[str, Any]]
+    ) -> list[int]:
+        """Return the ids of a prompt that awaits no reply; none if the server refuses it."""
+        asked = {"model": model, "messages": messages, "add_generation_prompt": False}
+        body = msgspec.json.encode(asked | ({"tools": tools} if tools else {}))
+        reply = await self.ask("POST", "/tokenize", [JSON], body)
+        try:
+            answer = await reply.read(LIST_BYTES)
+        finally:
+            reply.close()
+        if reply.status in REFUSED:
+            return []
+        return msgspec.json.decode(answer or b"", type=_Tokens).tokens
+
     def _remember(self, gives_ids: dict[str, bool]) -> None:
         if len(self._gives_ids) + len(gives_ids) > MOST_NAMES:
             self._gives_ids = {}
@@ -563,6 +621,10 @@ class Upstream:
 class _Model(msgspec.Struct):
     id: str
     owned_by: str | None = None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class _Models(msgspec.Struct):

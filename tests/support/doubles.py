@@ -109,6 +109,10 @@ class SaidServer:
         """Return what the test chose."""
         return self._gives
 
+    async def keeps_system(self, model: str) -> bool:
+        """Return whether ids are given: any answer will do."""
+        return self._gives
+
     def learn(self, served_names: Iterable[str]) -> None:
         """Do nothing: the reply is the same whatever is served."""
 

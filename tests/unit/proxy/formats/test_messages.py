@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.messages import SAME, chat_request
+from proxy.formats.base import read_request
+from proxy.formats.messages import MESSAGES, SAME, chat_request
+from proxy.trainable import sampling_settings
 from tests.support.recordings import PLAIN, VERSION, rewritten
 
 HI = PLAIN["messages"]
@@ -113,8 +115,7 @@ def test_a_turn_with_tools_thoughts_and_images() -> None:
         {"role": "tool", "tool_call_id": "t1", "content": "4"},
         {"role": "tool", "tool_call_id": "t2", "content": "a\nb"},
         {"role": "user", "content": [IMAGE_PART]},
-        {"role": "user", "content": "go on"},
-        {"role": "system", "content": "Hurry."},
+        {"role": "user", "content": f"go on\n\n{REMINDER}"},
     ]
 
 
@@ -123,6 +124,119 @@ def test_results_alone_make_no_message_of_the_users() -> None:
     assert messages_of({"role": "user", "content": [result]}) == [
         {"role": "tool", "tool_call_id": "t1", "content": ""}
     ]
+
+
+HURRY = {"role": "system", "content": "Hurry."}
+REMINDER = "<system-reminder>\nHurry.\n</system-reminder>"
+ASKS = {"role": "user", "content": "q"}
+SAYS = {"role": "assistant", "content": "a"}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "4"}
+TOOL_SAYS = {"role": "tool", "tool_call_id": "t1"}
+# Messages with one of the system's among them, and the chat for a template that takes none there.
+INLINE: dict[str, tuple[list[Any], list[Any]]] = {
+    "after a user's text": (
+        [ASKS, HURRY, SAYS],
+        [{"role": "user", "content": f"q\n\n{REMINDER}"}, SAYS],
+    ),
+    "after a user's image": (
+        [{"role": "user", "content": [IMAGE]}, HURRY],
+        [{"role": "user", "content": [IMAGE_PART, {"type": "text", "text": REMINDER}]}],
+    ),
+    "after a tool's result": (
+        [{"role": "user", "content": [RESULT]}, HURRY],
+        [TOOL_SAYS | {"content": f"4\n\n{REMINDER}"}],
+    ),
+    "after the assistant": (
+        [ASKS, SAYS, HURRY, ASKS],
+        [ASKS, SAYS, {"role": "user", "content": REMINDER}, ASKS],
+    ),
+    "twice": (
+        [ASKS, HURRY, HURRY],
+        [{"role": "user", "content": f"q\n\n{REMINDER}\n\n{REMINDER}"}],
+    ),
+    "first": ([HURRY, ASKS], [HURRY, ASKS]),
+}
+
+
+@pytest.mark.parametrize(("messages", "said"), INLINE.values(), ids=INLINE)
+def test_inline_system_message_joins_the_turn_before_it(
+    messages: list[Any], said: list[Any]
+) -> None:
+    request = chat_request(HI | {"messages": messages})
+    assert request is not None
+    assert request["messages"] == said
+
+
+def test_system_message_before_all_turns_joins_the_system_field() -> None:
+    messages = messages_of(HURRY, ASKS, system="Be brief.")
+    assert messages == [{"role": "system", "content": "Be brief.\n\nHurry."}, ASKS]
+
+
+@pytest.mark.parametrize("messages", [one for one, _ in INLINE.values()], ids=INLINE)
+def test_inline_system_message_stays_where_the_template_shows_it(messages: list[Any]) -> None:
+    request = chat_request(HI | {"system": "Be brief.", "messages": messages}, keep_system=True)
+    roles = {"user": "user", "assistant": "assistant", "system": "system"}
+    assert request is not None
+    said = ["tool" if one["role"] == "tool" else roles[one["role"]] for one in request["messages"]]
+    asked = ["tool" if one["content"] == [RESULT] else one["role"] for one in messages]
+    assert said == ["system", *asked]
+
+
+def test_only_requests_with_inline_system_messages_depend_on_the_template() -> None:
+    def depends(*messages: Any) -> bool:
+        return MESSAGES.has_inline_system(
+            read_request(json.dumps(HI | {"messages": messages}).encode())
+        )
+
+    assert depends(ASKS, HURRY)
+    assert not depends(ASKS, SAYS)
+    assert not depends(7, {"role": ["system"]})
+    assert not MESSAGES.has_inline_system(read_request(b'{"messages": 7}'))
+    assert not MESSAGES.has_inline_system(read_request(b"{"))
+
+
+def change(kind: str, **tool: Any) -> dict[str, Any]:
+    return {"type": kind, "tool": tool}
+
+
+OTHER = TOOL | {"name": "other"}
+CHAT_OTHER = {"type": "function", "function": CHAT_TOOL["function"] | {"name": "other"}}
+ADDED = change("tool_addition", type="tool_definition", definition=OTHER)
+REMOVED = change("tool_removal", type="tool_reference", name="calc")
+DEFERRED = TOOL | {"defer_loading": True}
+# Changes of tools, by the system messages that make them, and the tools that remain.
+CHANGES: list[tuple[list[Any], list[Any], list[Any] | None]] = [
+    ([TOOL], [[ADDED]], [CHAT_TOOL, CHAT_OTHER]),
+    ([TOOL], [[REMOVED]], None),
+    ([TOOL, OTHER], [[REMOVED]], [CHAT_OTHER]),
+    (
+        [TOOL, OTHER],
+        [[REMOVED], [change("tool_addition", type="tool_reference", name="calc")]],
+        [CHAT_TOOL, CHAT_OTHER],
+    ),
+    ([DEFERRED], [[change("tool_addition", type="tool_reference", name="calc")]], [CHAT_TOOL]),
+    ([], [[{"type": "text", "text": "New."}, ADDED]], [CHAT_OTHER]),
+]
+
+
+@pytest.mark.parametrize(("tools", "changes", "left"), CHANGES)
+def test_system_messages_change_the_tools(
+    tools: list[Any], changes: list[Any], left: list[Any] | None
+) -> None:
+    messages = [ASKS, *({"role": "system", "content": blocks} for blocks in changes)]
+    request = chat_request(HI | {"messages": messages, "tools": tools}, keep_system=True)
+    assert request is not None
+    assert request.get("tools") == left
+    # A change is no message of its own.
+    texts = [one["content"] for one in request["messages"]]
+    assert texts == ["q", *(block["text"] for block in changes[0] if "text" in block)]
+
+
+def test_strict_tool_that_was_added_holds_replies() -> None:
+    strict = change("tool_addition", type="tool_definition", definition=OTHER | {"strict": True})
+    messages = [ASKS, {"role": "system", "content": [strict]}]
+    settings = sampling_settings(HI | {"messages": messages}, 1.0, MESSAGES.sampling)
+    assert settings["strict_tools"] is True
 
 
 CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -195,6 +309,19 @@ INEXPRESSIBLE: list[dict[str, Any]] = [
         ]
     },
     {"messages": "x"},
+    *(
+        {"tools": [TOOL], "messages": [ASKS, {"role": role, "content": [block]}]}
+        for role, block in (
+            ("user", ADDED),
+            ("system", {"type": "tool_addition"}),
+            ("system", change("tool_addition", type="tool_reference", name="unknown")),
+            ("system", change("tool_addition", type="tool_reference", name=["calc"])),
+            ("system", change("tool_addition", type="tool_definition", definition={})),
+            ("system", change("tool_removal", type="tool_definition", definition=TOOL)),
+            ("system", {"type": "image", "source": {}}),
+        )
+    ),
+    {"system": [ADDED]},
     {"max_tokens": 0},
     {"max_tokens": True},
     {"max_tokens": "9"},

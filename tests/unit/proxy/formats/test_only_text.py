@@ -56,6 +56,8 @@ TEXTS: dict[str, list[Any]] = {
         {"type": "redacted_thinking", "data": "x"},
         # What a tool is given is data, whatever it looks like.
         {"type": "tool_use", "id": "t", "name": "draw", "input": {"type": "image", "file": 1}},
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "image"}},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "image"}},
         {"type": "tool_result", "tool_use_id": "t", "content": "x"},
         {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "x"}]},
         {"type": "search_result", "source": "s", "content": [{"type": "text", "text": "x"}]},
