@@ -57,7 +57,7 @@ def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
     parsed, fields = dict(request.parsed), dict(request.fields)
     for change, value in changes.items():
         name = TOOLS if change == STRICT else change
-        if name == TOOLS:
+        if name == TOOLS and isinstance(fields.get(name), list):
             tools = [_not_strict(tool) for tool in _list.decode(parsed[name])]
             parsed[name] = msgspec.Raw(msgspec.json.encode(tools))
         elif value is not None:
@@ -119,9 +119,11 @@ def explored(
     if not changes:
         return None
     changed = with_explored(request, changes)
-    useful = not _has_several_prompts(request) and _is_useful(
-        _settings(changed, wire_format, exploring), wire_format.sampling
-    )
+    settings = _settings(changed, wire_format, exploring)
+    if STRICT in changes and STRICT_TOOLS in settings:
+        # A message added the strict tool; messages are not changed.
+        return None
+    useful = not _has_several_prompts(request) and _is_useful(settings, wire_format.sampling)
     text = useful and wire_format.turns.only_text(request.parsed)
     return Explored(changed, changes) if text else None
 

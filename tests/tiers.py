@@ -28,6 +28,7 @@ SLOW: Final = (
     "tests/integration/pawl/test_unusable_databases.py",
     "tests/integration/pawl/serving/test_rolling_upgrade.py",
     "tests/integration/proxy/test_limits.py",
+    "tests/integration/proxy/vllm/test_vllm_templates.py",
     "tests/integration/store/test_embedded.py",
     "tests/integration/store/updates/test_claims_by_policy.py",
     "tests/integration/trainer/killed",

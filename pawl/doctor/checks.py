@@ -64,7 +64,10 @@ REASONS: Final[Mapping[str, str]] = {
     "side": "nothing to do: calls that an agent's program makes beside its work, such as titles,"
     " are not trained",
     "not_text": "send text alone: calls with images, sounds or files are not trained",
-    "no_token_ids": "serve the policy with vLLM: the server gives no token ids (return_token_ids)",
+    "no_token_ids": "serve the policy with vLLM, which gives them (return_token_ids). Where it is,"
+    " these are requests for which it gives none: messages that chat completions cannot express, or"
+    " that vLLM refuses there (its log says why), and background responses"
+    " (docs/decisions/009-messages-and-responses.md)",
     "length_mismatch": "start vLLM with --logprobs-mode processed_logprobs, and nothing that"
     " changes its replies before the proxy",
     "impossible_logprobs": "start vLLM with --logprobs-mode processed_logprobs",

@@ -77,7 +77,8 @@ class Inexpressible(Exception):
 def chat_request(fields: Fields, *, keep_system: bool = False) -> dict[str, Any] | None:
     """Return the chat request that vLLM would make of `fields`, or None if there is none.
 
-    With `keep_system` system messages stay between turns; else they join the turns before them.
+    With `keep_system` system messages stay between the turns of a conversation that begins with
+    one; else they join the turns before them.
     """
     try:
         return _chat_request(fields, keep_system=keep_system)
@@ -157,7 +158,7 @@ def _messages(value: object, system: list[Message], *, keep_system: bool) -> lis
         if role == "system":
             if not (isinstance(content, str) and content.startswith(BILLING)):
                 inline = _system(_blocks_or_text(content, "text", *TOOL_CHANGES))
-                if keep_system or not messages:
+                if not messages or (keep_system and messages[0]["role"] == "system"):
                     messages += inline
                 else:
                     _join(messages, inline)

@@ -520,6 +520,11 @@ def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:
     assert "temperature 0" in found.title
 
 
+def test_calls_without_ids_may_be_those_for_which_vllm_gives_none() -> None:
+    [found] = troubles(facts(calls=(kind(reason="no_token_ids"),)))
+    assert "messages that chat completions cannot express" in found.remedy
+
+
 def test_every_reason_has_a_remedy() -> None:
     assert set(REASONS) == set(get_args(Reason))
     assert set(PAUSES) == set(get_args(PauseReason))

@@ -215,6 +215,19 @@ def test_tools_lose_strict_alone_and_those_that_are_not_strict_nothing() -> None
     assert made.fields["tools"][0]["function"] == {"name": "a", "parameters": {"strict": True}}
 
 
+@pytest.mark.parametrize("tools", [None, []], ids=["null", "empty"])
+def test_call_to_which_a_message_adds_a_strict_tool_is_left_alone(tools: Any) -> None:
+    definition = {"name": "f", "input_schema": SCHEMA, "strict": True}
+    tool = {"type": "tool_definition", "definition": definition}
+    changes = [{"role": "system", "content": [{"type": "tool_addition", "tool": tool}]}]
+    asked = PLAIN["messages"] | {"messages": PLAIN["messages"]["messages"] + changes}
+    for fields in (asked, asked | {"tools": tools}):
+        request = read_request(msgspec.json.encode(fields))
+        for tag in (None, "hermes"):
+            exploring = Exploring(BOTH, SamplingDefaults(0.2, {}, True, tag))
+            assert explored(request, FORMATS["messages"], exploring) is None
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),

@@ -182,6 +182,12 @@ def test_inline_system_message_stays_where_the_template_shows_it(messages: list[
     assert said == ["system", *asked]
 
 
+def test_inline_system_message_that_would_be_the_first_is_not_left_to_be_moved() -> None:
+    request = chat_request(HI | {"messages": [ASKS, HURRY]}, keep_system=True)
+    assert request is not None
+    assert request["messages"] == [{"role": "user", "content": f"q\n\n{REMINDER}"}]
+
+
 def test_only_requests_with_inline_system_messages_depend_on_the_template() -> None:
     def depends(*messages: Any) -> bool:
         return MESSAGES.has_inline_system(
@@ -224,12 +230,13 @@ def test_system_messages_change_the_tools(
     tools: list[Any], changes: list[Any], left: list[Any] | None
 ) -> None:
     messages = [ASKS, *({"role": "system", "content": blocks} for blocks in changes)]
-    request = chat_request(HI | {"messages": messages, "tools": tools}, keep_system=True)
+    asked = HI | {"system": "Hi.", "messages": messages, "tools": tools}
+    request = chat_request(asked, keep_system=True)
     assert request is not None
     assert request.get("tools") == left
     # A change is no message of its own.
     texts = [one["content"] for one in request["messages"]]
-    assert texts == ["q", *(block["text"] for block in changes[0] if "text" in block)]
+    assert texts == ["Hi.", "q", *(block["text"] for block in changes[0] if "text" in block)]
 
 
 def test_strict_tool_that_was_added_holds_replies() -> None:
