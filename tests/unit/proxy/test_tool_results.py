@@ -296,6 +296,21 @@ def test_call_of_a_tool_that_its_request_does_not_offer_is_malformed(
     assert sources(found) == [(i, "malformed", "not_offered") for i in malformed]
 
 
+def test_message_that_adds_or_removes_a_tool_changes_what_is_offered() -> None:
+    search, other = ({"name": name, "input_schema": {}} for name in ("search", "other"))
+    removes = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "search"}}
+    added = {"type": "tool_definition", "definition": other}
+    blocks = [removes, {"type": "tool_addition", "tool": added}]
+    messages = [{"role": "user", "content": "q"}, {"role": "system", "content": blocks}]
+    request = {"model": "m", "max_tokens": 9, "messages": messages, "tools": [search]}
+    called = [
+        {"type": "tool_use", "id": name, "name": name, "input": {}} for name in ("search", "other")
+    ]
+    reply = json.dumps({"id": "r", "type": "message", "content": called}).encode()
+    found = recorded("messages", request, reply=reply, wanted_ids=False)
+    assert sources(found) == [("search", "malformed", "not_offered")]
+
+
 def test_tool_calls_with_one_id_have_one_event() -> None:
     """The id of an event is the primary key of its row."""
     found = calling(("a", "serach"), ("a", "find"), tools=[FUNCTION])
