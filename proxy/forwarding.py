@@ -17,7 +17,7 @@ from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
 from proxy.intake import Intake
-from proxy.metrics import FORWARDED, status_label
+from proxy.metrics import FORWARDED, WARNINGS, status_label
 from proxy.policies.owners import Owners
 from proxy.policies.versions import Versions
 from proxy.routing import Route
@@ -32,6 +32,7 @@ MODELS: Final = "/v1/models"
 # Tells whose the key is that a client shows.
 TENANT: Final = b"x-pawl-tenant"
 POLICY: Final = b"x-pawl-policy"
+WARNING: Final = b"x-pawl-warning"
 ERRORS: Final = 400
 # A HEAD request is answered like GET; the exchange leaves the body out.
 READS: Final = ("GET", "HEAD")
@@ -65,7 +66,11 @@ async def forward(
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
-            reply = await _routed(exchange, route, upstreams, intake, owners if hides else None)
+            hiding = owners if hides else None
+            reply, warning = await _routed(exchange, route, upstreams, intake, hiding)
+            if warning is not None:
+                WARNINGS.inc()
+                more.append((WARNING, warning.encode()))
     except ProxyError as error:
         if isinstance(error, UpstreamBroke):
             # If the client did not send the rest of its body, the upstream is not to blame.
@@ -130,10 +135,11 @@ async def _routed(
     upstreams: Upstreams,
     intake: Intake,
     hiding: Owners | None,
-) -> Reply:
+) -> tuple[Reply, str | None]:
     """Send a request to the upstream of the model that it names.
 
-    With `hiding`, which hides other tenants' versions, it must name none of these.
+    With `hiding`, which hides other tenants' versions, it must name none of these, and a warning
+    of what was left out comes with the reply.
     """
     headers = for_upstream(exchange.headers, exchange.tenant, plain=False)
     target = _target(exchange, route)
@@ -144,27 +150,31 @@ async def _routed(
     if exchange.method in READS:
         if hiding is not None:
             hiding.check(exchange.tenant, named)
-        return await upstreams.for_model(named or route.path).fetch(target, headers)
+        return await upstreams.for_model(named or route.path).fetch(target, headers), None
+    warning = None
     with intake.budget.claim() as claim:
         # The body names the model, and so the upstream.
         body, long = await intake.read(exchange, claim)
         if named is None:
             checked = partial(_checked, body, hiding, exchange, route.path)
-            request = await intake.beside(checked) if long else checked()
-            named = request.model
-        return await upstreams.for_model(named).ask(exchange.method, target, headers, body)
+            request, warning = await intake.beside(checked) if long else checked()
+            named, body = request.model, request.body
+        reply = await upstreams.for_model(named).ask(exchange.method, target, headers, body)
+        return reply, warning
 
 
-def _checked(body: bytes, hiding: Owners | None, exchange: Exchange, path: str) -> ModelRequest:
-    """Read a body; with `hiding`, it must name nothing that is not its tenant's.
+def _checked(
+    body: bytes, hiding: Owners | None, exchange: Exchange, path: str
+) -> tuple[ModelRequest, str | None]:
+    """Read a body; with `hiding`, as `check_forwarded` passes it on, with its warning.
 
     Raises:
         NotServed, BadRequest: as `check_forwarded` does.
     """
     request = read_request(body)
-    if hiding is not None:
-        check_forwarded(hiding, exchange.tenant, path, exchange.headers, request)
-    return request
+    if hiding is None:
+        return request, None
+    return check_forwarded(hiding, exchange.tenant, path, exchange.headers, request)
 
 
 def _serving(versions: Versions, tenant: str) -> Headers:
@@ -185,7 +195,7 @@ async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners, more
         reply_headers.append((TENANT, exchange.tenant.encode()))
     if missing:
         text = f"no list of models from upstream {', '.join(missing)}"
-        reply_headers.append((b"x-pawl-warning", text.encode()))
+        reply_headers.append((WARNING, text.encode()))
     exchange.reply(200, b"", reply_headers, body)
 
 

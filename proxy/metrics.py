@@ -199,7 +199,8 @@ EVAL_REWARD = Gauge(
 
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
 WARNINGS = Counter(
-    "pawl_warnings_total", "Malformed headers that a call was taken with all the same."
+    "pawl_warnings_total",
+    "Requests of which something was left out: a malformed header, or what a tenant may not send.",
 )
 SPANS = Counter(
     "pawl_spans_total",

@@ -1,9 +1,17 @@
 """Keep tenants apart in what their requests name.
 
 One model server, and one account at a provider, serve all tenants. A request could name another
-tenant's version, file, response or cache, or send itself to another address. So a tenant may send
-the fields that are listed here, and no other. The default tenant owns the account and may send any
-field, but must not name another tenant's version, nor go on from another tenant's response.
+tenant's version, file, response or cache, or send itself to another address. So of a tenant's body
+
+- what names such a thing is refused, and its sender is told where it stands;
+- tools and options are passed on if they are listed here, and any other is left out with a warning:
+  a gateway may take it for an address, a key or a store;
+- conversations are passed on whole, but for members that may name something: servers find text,
+  ids and addresses there.
+
+So a new field of a client fails no call, and reaches a server once it is listed. The default tenant
+owns the account and may send any field, but must not name another tenant's version, nor go on from
+another tenant's response.
 
 A body must mean the same to whoever reads it: where anything is hidden from its sender, a body that
 servers may read in different ways is refused (docs/decisions/068-tenants.md).
@@ -12,12 +20,14 @@ servers may read in different ways is refused (docs/decisions/068-tenants.md).
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from socket import inet_aton, inet_ntoa
 from typing import Any, Final
 from urllib.parse import parse_qsl
+
+import msgspec
 
 from proxy.errors import BadRequest, NotContinued, NotKnownNow
 from proxy.formats.base import ModelRequest, WireFormat
@@ -35,104 +45,72 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# Where a member stands: the place that it stands in (None: the body), and its name or index.
+Place = tuple["Place | None", str | int]
+
 MODEL: Final = "model"
-# What any request that samples may say: OpenAI's fields, and those of vLLM and SGLang.
-_SAMPLING: Final = _words("""
-    model stream stream_options n best_of seed temperature top_p top_k min_p stop stop_token_ids
-    max_tokens max_completion_tokens max_output_tokens min_tokens logprobs top_logprobs logit_bias
-    prompt_logprobs logprob_token_ids presence_penalty frequency_penalty repetition_penalty
-    length_penalty repetition_detection bad_words allowed_token_ids ignore_eos use_beam_search
-    include_stop_str_in_output skip_special_tokens spaces_between_special_tokens echo
-    add_special_tokens truncate_prompt_tokens truncation_side return_token_ids return_prompt_text
-    return_tokens_as_token_ids return_token_offsets stream_interval thinking_token_budget
-    response_format structured_outputs guided_json guided_regex guided_choice guided_grammar regex
-    ebnf json_schema user metadata store safety_identifier prompt_cache_key prompt_cache_retention
-    prompt_cache_options
+# Fields of calls: those of the APIs, and the settings by which vLLM and SGLang sample.
+_OF_CALLS: Final = _words("""
+    model messages input prompt system instructions suffix prediction documents chat_template
+    chat_template_kwargs add_generation_prompt continue_final_message mm_processor_kwargs
+    media_io_kwargs tools tool_choice parallel_tool_calls max_tool_calls functions function_call
+    stream stream_options stream_interval background n best_of seed temperature top_p
+    top_k min_p stop stop_sequences stop_token_ids max_tokens max_completion_tokens
+    max_output_tokens min_tokens logprobs top_logprobs logit_bias prompt_logprobs logprob_token_ids
+    presence_penalty frequency_penalty repetition_penalty length_penalty repetition_detection
+    bad_words allowed_token_ids ignore_eos use_beam_search echo add_special_tokens
+    include_stop_str_in_output skip_special_tokens spaces_between_special_tokens
+    truncate_prompt_tokens truncation truncation_side return_token_ids return_prompt_text
+    return_tokens_as_token_ids return_token_offsets return_token_strs tokens dimensions
+    encoding_format normalize thinking enable_thinking thinking_token_budget reasoning
+    reasoning_effort include_reasoning separate_reasoning stream_reasoning verbosity text include
+    modalities audio web_search_options response_format output_config output_format
+    structured_outputs guided_json guided_regex guided_choice guided_grammar regex ebnf json_schema
+    enable_response_messages context_management cache_control user metadata store safety_identifier
+    prompt_cache_key prompt_cache_retention prompt_cache_options
 """)
-_PROMPTING: Final = _words("""
-    messages tools chat_template chat_template_kwargs add_generation_prompt continue_final_message
-    mm_processor_kwargs media_io_kwargs documents
+_OF_MESSAGES: Final = _OF_CALLS | {"mcp_servers"}
+# Whose responses may be gone on from is checked (`check_continued`).
+_OF_RESPONSES: Final = _OF_CALLS | {"previous_response_id"}
+_OF_MEDIA: Final = _words("""
+    model input prompt voice instructions speed stream stream_format response_format temperature
+    language languages keywords include timestamp_granularities chunking_strategy
+    known_speaker_names known_speaker_references image images mask n size quality style background
+    moderation input_fidelity output_format output_compression partial_images user
+    safety_identifier
 """)
-_MESSAGES: Final = _words("""
-    model messages system max_tokens stream stop_sequences temperature top_p top_k tools tool_choice
-    metadata thinking output_config output_format context_management mcp_servers cache_control
-    chat_template_kwargs
-""")
-# The fields of a tenant's request, by path; a field whose value is null says nothing.
-FIELDS: Final[Mapping[str, frozenset[str]]] = {
-    "/v1/chat/completions": _SAMPLING
-    | _PROMPTING
-    | _words("""
-        functions function_call tool_choice parallel_tool_calls modalities audio prediction
-        verbosity reasoning reasoning_effort include_reasoning separate_reasoning stream_reasoning
-        thinking enable_thinking web_search_options
-    """),
-    "/v1/completions": _SAMPLING | {"prompt", "suffix"},
-    "/v1/responses": _SAMPLING
-    | _words("""
-        input instructions previous_response_id tools tool_choice parallel_tool_calls max_tool_calls
-        reasoning include_reasoning text include truncation background context_management
-        chat_template_kwargs mm_processor_kwargs media_io_kwargs enable_response_messages
-    """),
-    "/v1/messages": _MESSAGES,
-    "/v1/messages/count_tokens": _MESSAGES,
-    "/v1/embeddings": _PROMPTING
-    | _words("model input user dimensions encoding_format normalize truncate_prompt_tokens")
-    | {"add_special_tokens"},
-    "/tokenize": _PROMPTING | _words("model prompt add_special_tokens return_token_strs"),
-    "/detokenize": _words("model tokens"),
-    "/v1/moderations": _words("model input"),
-    "/v1/audio/speech": _words(
-        "model input voice instructions speed response_format stream_format"
-    ),
-    "/v1/audio/transcriptions": _words("""
-        model prompt language languages keywords temperature response_format stream include
-        timestamp_granularities chunking_strategy known_speaker_names known_speaker_references
-    """),
-    "/v1/audio/translations": _words("model prompt temperature response_format"),
-    "/v1/images/generations": _words("""
-        model prompt n size quality style background moderation output_format output_compression
-        partial_images response_format stream user safety_identifier
-    """),
-    "/v1/images/edits": _words("""
-        model prompt image images mask n size quality background moderation input_fidelity
-        output_format output_compression partial_images response_format stream user
-        safety_identifier
-    """),
-    "/v1/images/variations": _words("model image n size response_format user"),
-}
-# Members of objects within these fields, at any depth.
+# Members of tools and options at any depth, and the ids that a conversation gives its own parts.
 MEMBERS: Final = _words("""
-    acknowledged_safety_checks allowed_callers allowed_domains allowed_tools always
-    approval_request_id approve approximate async audio audio_url authorization authorization_token
-    background blocked_domains budget_tokens button cache_control call_id caller caller_id
-    categories cited_text city clear_at clear_at_least clear_tool_inputs client_tool_results code
-    command commands compact_threshold complexity connector_id container content context
-    continuous_usage_stats country custom data defer_loading definition description detail diff
-    disable_parallel_tool_use display display_height display_height_px display_number display_width
-    display_width_px domain eager_input_streaming edits effort enable_zoom enabled encrypted_content
-    encrypted_index encrypted_stdout end_index environment error error_code error_message
-    exclude_tools execution exit_code external_web_access file file_data file_type file_url filename
-    filters format frame_count frame_duration_ms from function function_call generate_summary
-    grammar id image image_url include_obfuscation include_usage index input input_audio
-    input_fidelity input_image_mask input_tokens instructions is_error is_file_update keep key keys
-    lines logs max_characters max_content_tokens max_num_results max_output_length max_tokens
-    max_uses mcp_server_name media_type memory_limit message mode model moderation
-    moderation_details moderation_stage name namespace never new_lines new_start num_lines old_lines
-    old_start operation outcome output output_compression output_config output_format output_tokens
-    outputs oversized_image page_age param partial_images path pattern pause_after_compaction
-    pending_safety_checks phase policy prefix_padding_ms prompt_cache_breakpoint quality queries
-    query read_only reason reasoning reasoning_content reasoning_tokens recipient refusal region
-    remaining require_approval response_inclusion result results retrieved_at return_code
-    revised_prompt role scope score search_content_types search_context_size server_description
-    server_label server_name server_tool_results server_url signature silence_duration_ms size
-    source sources speed start_index start_line status stderr stdout stop_reason strict summary svg
-    svg_usage syntax task_budget text thinking threshold timeout_ms timezone title to token_budget
-    tool tool_call_id tool_calls tool_changes tool_configuration tool_id tool_name tool_names
-    tool_references tool_use_id tools toolset_name total total_lines total_tokens transcript
-    transformations trigger ttl type url url_sources user_id user_input user_location value
-    verbosity version video video_url voice wait working_directory x y
+    allowed_callers allowed_domains allowed_tools always approval_request_id approximate async audio
+    authorization authorization_token background blocked_domains budget_tokens cache_control call_id
+    caller_id city clear_at clear_at_least clear_tool_inputs client_tool_results compact_threshold
+    complexity connector_id container content context continuous_usage_stats country custom data
+    defer_loading definition description detail disable_parallel_tool_use display display_height
+    display_height_px display_number display_width display_width_px domain eager_input_streaming
+    edits effort enable_zoom enabled environment exclude_tools execution external_web_access file
+    file_data file_url filename filters format frame_count frame_duration_ms function
+    generate_summary grammar id image image_url include_obfuscation include_usage input_fidelity
+    input_image_mask input_tokens instructions keep key keys max_characters max_content_tokens
+    max_num_results max_output_length max_tokens max_uses mcp_server_name media_type memory_limit
+    mode model moderation moderation_stage name namespace never output output_compression
+    output_config output_format partial_images path pause_after_compaction policy prefix_padding_ms
+    prompt_cache_breakpoint quality query read_only reasoning region remaining require_approval
+    response_inclusion role scope search_content_types search_context_size server_description
+    server_label server_name server_tool_results server_url silence_duration_ms size source speed
+    strict summary svg svg_usage syntax task_budget text thinking threshold timezone tool
+    tool_call_id tool_configuration tool_id tool_names tool_use_id tools toolset_name total trigger
+    ttl type url url_sources user_id user_input user_location value verbosity version voice
 """)
+# In these a conversation stands, whose members are passed on unless they may name something.
+TALKS: Final = _words("messages input prompt system instructions prediction")
+# Within a conversation, these hold tools and options all the same.
+OPTIONS: Final = _words("tool tools toolset container environment")
+# Names of what is kept, of pictures in a cache, and of tensors that servers load.
+KEPT: Final = re.compile(r".*(?:id|handle|embed)s?", re.DOTALL)
+# What servers fetch stands under such names.
+_FETCHED: Final = re.compile(
+    r".*(?:(ur[il]|href|src)|image|video|audio|file|media|data)s?", re.DOTALL
+)
 # The client's own content, in which any name may stand.
 FREE: Final = _words("""
     action actions annotations arguments attributes chat_template_kwargs citations configs
@@ -161,22 +139,34 @@ _NO_MODELS: Final = _words("""
     litellm_trace_id text_format
 """)
 QUERY: Final = _words("model beta api-version after after_id before_id limit order")
-# Keys of `metadata` by which LiteLLM's logging takes an address or a credential, without their
+# Names by which LiteLLM takes an address or a credential, in `metadata` too, without their
 # dashes and underscores and in small letters (`litellm/proxy/auth/auth_utils.py`).
 _PLACE: Final = re.compile(
     r".*(?:api(?:base|url|key|token)|baseurl|(?:target|server|deployment|webhook|callback)url"
     r"|endpoint(?:url)?|secret(?:key)?|accesskey(?:id)?|sessiontoken|adtoken|identitytoken"
     r"|credentials?|credentialname|rolename|profilename|langfuse\w*host)"
 )
-_REMEDIES: Final[Mapping[str, str]] = {
+# Fields and members that name an object or a place, with the remedy: their sender is told.
+REFERENCES: Final[Mapping[str, str]] = {
     "extra_body": "write its fields beside the others",
     "conversation": "send the conversation itself",
-    **dict.fromkeys(("file_id", "file_ids", "container", "uuid"), "send the content itself"),
     **dict.fromkeys(
-        _words("url audio_url file_url image_url server_url video_url"),
-        "name a public address by http:// or https://, or send the content itself",
+        _words("""
+            audio_embeds container container_id file_id file_ids id image_embeds prompt
+            prompt_embeds skill_id skills uuid vector_store_ids video_embeds
+        """),
+        "send the content itself",
+    ),
+    **dict.fromkeys(
+        _words("""
+            bootstrap_host cache_salt ec_transfer_params extra_headers fallbacks kv_transfer_params
+            litellm_metadata litellm_params lora_path models plugins previous_response_id priority
+            request_id rid session_id tunnel_id user_config vllm_xargs
+        """),
+        "leave it out",
     ),
 }
+_PUBLIC: Final = "name a public address by http:// or https://, or send the content itself"
 # An address that all readers take alike: some would leave out a space or turn a backslash.
 _URL: Final = re.compile(
     r"https?://(?:[^\s/?#@\\]*@)?(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d*)?(?:[/?#][^\s\\]*)?",
@@ -184,6 +174,8 @@ _URL: Final = re.compile(
 )
 _CONTENT_TYPE: Final = b"content-type"
 _CONTENT_ENCODING: Final = b"content-encoding"
+_MOST_WARNED: Final = 300
+_MOST_READ: Final = 100
 # A response of another worker is known once the ingester has stored it, which takes a moment.
 WAIT_S: Final = 2.0
 LOOK_S: Final = 0.25
@@ -192,15 +184,15 @@ PAUSE_S: Final = 0.1
 
 def check_call(
     owners: Owners, tenant: str, path: str, headers: Headers, request: ModelRequest
-) -> None:
-    """Check the body of a recorded call to `path`, which must be a JSON object.
+) -> tuple[ModelRequest, str | None]:
+    """Return what is passed on of a recorded call to `path`, and a warning of what is left out.
 
     Raises:
         NotServed: it names a version that is hidden from its sender.
-        BadRequest: it has a field that is not its tenant's to send, or more than one meaning.
+        BadRequest: it is no JSON object of one meaning, or names what is not its tenant's.
     """
     if tenant == owners.sole:
-        return
+        return request, None
     if request.parsed is None:
         # A server may read what the proxy cannot: another encoding, or an object of any depth.
         raise BadRequest(
@@ -213,11 +205,7 @@ def check_call(
         repeated = repeated_name(request)
         fields = _all_fields(request)
     except ValueError as error:
-        raise BadRequest(
-            f"The body cannot be read ({error}), so it is not known what it names: send numbers "
-            "of fewer digits, or texts in their place",
-            code="invalid_json",
-        ) from error
+        raise _unreadable(error) from error
     if repeated is not None:
         raise BadRequest(
             f"An object of the body has {shown(repeated)!r} twice, and which of the two counts is "
@@ -225,19 +213,30 @@ def check_call(
             param=shown(repeated),
             code="unclear_body",
         )
-    _check_fields(owners, tenant, path, fields)
+    if tenant == DEFAULT:
+        _check_models(owners, path, fields)
+        return request, None
+    left_out = _check_fields(owners, tenant, path, fields)
+    if not left_out:
+        return request, None
+    try:
+        return _without(request, left_out), _warning(left_out)
+    except ValueError as error:
+        raise _unreadable(error) from error
 
 
 def check_forwarded(
     owners: Owners, tenant: str, path: str, headers: Headers, request: ModelRequest
-) -> None:
-    """Check a body that is passed on unrecorded, as `check_call` does; it may be a form."""
+) -> tuple[ModelRequest, str | None]:
+    """Check a body that is passed on unrecorded, as `check_call` does; it may be a form.
+
+    A form is passed on as it came, so a field that would be left out is refused.
+    """
     if not request.body:
-        return
+        return request, None
     content_type = _type_of(headers, request.body)
     if not content_type.lower().startswith(FORM):
-        check_call(owners, tenant, path, headers, request)
-        return
+        return check_call(owners, tenant, path, headers, request)
     try:
         form = read_form(content_type, request.body)
     except ValueError as error:
@@ -249,7 +248,9 @@ def check_forwarded(
     for text in form.texts:
         owners.check(tenant, text)
     if tenant != DEFAULT:
-        _check_fields(owners, tenant, path, form.fields)
+        for place in _check_fields(owners, tenant, path, form.fields):
+            raise _not_allowed(place)
+    return request, None
 
 
 def check_query(owners: Owners, tenant: str, target: str) -> None:
@@ -257,7 +258,7 @@ def check_query(owners: Owners, tenant: str, target: str) -> None:
     for name, value in parse_qsl(target.partition("?")[2], keep_blank_values=True):
         owners.check(tenant, value, name)
         if tenant != DEFAULT and name not in QUERY:
-            raise _not_allowed(name)
+            raise _not_allowed((None, name))
 
 
 def check_headers(owners: Owners, tenant: str, headers: Headers) -> None:
@@ -320,61 +321,186 @@ def _unclear(reason: str, remedy: str) -> BadRequest:
     )
 
 
-def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, Any]) -> None:
-    allowed = FIELDS.get(path, frozenset())
-    if tenant == DEFAULT:
-        allowed |= _NO_MODELS
+def allowed_fields(path: str) -> frozenset[str]:
+    """Return the fields of requests to a path that are passed on for any tenant."""
+    if path.startswith(("/v1/audio/", "/v1/images/")):
+        return _OF_MEDIA
+    if path.startswith("/v1/messages"):
+        return _OF_MESSAGES
+    return _OF_RESPONSES if path == "/v1/responses" else _OF_CALLS
+
+
+def _check_models(owners: Owners, path: str, fields: Mapping[str, Any]) -> None:
+    """Check that a body of the default tenant names no other tenant's version.
+
+    Gateways take models by fields that nobody can list, such as `fallbacks`.
+    """
+    wordy = (allowed_fields(path) | _NO_MODELS) - {MODEL}
     for name, value in fields.items():
-        if name == MODEL or (tenant == DEFAULT and name not in allowed):
-            # Gateways take models by fields that nobody can list, such as `fallbacks`.
+        if name not in wordy:
+            for text in _texts(value):
+                owners.check(DEFAULT, text, name)
+        elif name == "tools":
+            for tool in value if isinstance(value, list) else ():
+                model = tool.get(MODEL) if isinstance(tool, dict) else None
+                owners.check(DEFAULT, model if isinstance(model, str) else None, name)
+
+
+def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, Any]) -> list[Place]:
+    """Return the places of what is left out of a tenant's body.
+
+    Raises:
+        NotServed, BadRequest: it names what is not its tenant's.
+    """
+    allowed, left_out = allowed_fields(path), list[Place]()
+    for name, value in fields.items():
+        if name == MODEL:
             for text in _texts(value):
                 owners.check(tenant, text, name)
         elif name not in allowed and value is not None:
-            raise _not_allowed(name)
-        elif tenant == DEFAULT:
-            for tool in value if name == "tools" and isinstance(value, list) else ():
-                owners.check(tenant, _model_of(tool), name)
+            folded = name.casefold()
+            if folded in REFERENCES or folded in allowed or _is_steering(folded):
+                raise _not_allowed((None, name))
+            left_out.append((None, name))
+        elif name == "prompt" and isinstance(value, dict):
+            raise _not_allowed((None, name))
         elif name not in FREE:
-            refused = _refused_in(owners, tenant, value, is_item=False)
-            if refused is not None:
-                raise _not_allowed(name + refused)
-    if tenant != DEFAULT:
-        _check_metadata(fields.get("metadata"))
-        if path == "/v1/responses":
-            _check_items(fields.get("input"))
+            is_talk = name in TALKS
+            _check_within(owners, tenant, value, name, (None, name), left_out, is_talk=is_talk)
+    metadata = fields.get("metadata")
+    for name in metadata if isinstance(metadata, dict) else ():
+        if _is_steering(name.casefold()):
+            raise _not_allowed(((None, "metadata"), name))
+    if path == "/v1/responses":
+        _check_items(fields.get("input"))
+    return left_out
 
 
-def _refused_in(owners: Owners, tenant: str, value: object, *, is_item: bool) -> str | None:
-    """Return the path of the first member within a value that a tenant may not send, or None.
+def _check_within(
+    owners: Owners,
+    tenant: str,
+    value: object,
+    folded: str,
+    place: Place,
+    left_out: list[Place],
+    *,
+    is_talk: bool,
+) -> None:
+    """Check a value that a name has, as it is or in lists, and add what is left out of it.
+
+    Args:
+        owners: whose each policy is.
+        tenant: the sender.
+        value: the value.
+        folded: the name in small letters.
+        place: where the value stands.
+        left_out: takes the places of what is left out.
+        is_talk: it is of a conversation.
+
+    Raises:
+        NotServed, BadRequest: a member names what is not its tenant's.
+    """
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_within(owners, tenant, item, folded, (place, index), left_out, is_talk=is_talk)
+    elif isinstance(value, dict):
+        for name, member in value.items():
+            if member is None or name in FREE or (name == "input" and isinstance(member, dict)):
+                continue
+            said, inner = name.casefold(), (place, name)
+            if _is_reference(said, member, is_item=isinstance(place[1], int)):
+                raise _not_allowed(inner)
+            if name not in MEMBERS and (not is_talk or KEPT.fullmatch(said)):
+                left_out.append(inner)
+                continue
+            if said == MODEL and isinstance(member, str):
+                owners.check(tenant, member)
+            is_talk_still = is_talk and name not in OPTIONS
+            _check_within(owners, tenant, member, said, inner, left_out, is_talk=is_talk_still)
+    elif isinstance(value, str) and not _is_open(folded, value):
+        if isinstance(place[1], int) or folded in MEMBERS:
+            raise _not_allowed(place, _PUBLIC)
+        left_out.append(place)
+
+
+def _is_reference(folded: str, member: object, *, is_item: bool) -> bool:
+    """Return whether a member of an object names what is kept.
 
     An `id` is that of an item, as of a message or a tool call: elsewhere it names what a provider
     keeps, such as a stored prompt or a voice.
     """
-    if isinstance(value, dict):
-        for name, member in value.items():
-            if member is None or name in FREE or (name == "input" and isinstance(member, dict)):
-                continue
-            is_named = name == "container" and not isinstance(member, dict)
-            if name not in MEMBERS or is_named or (name == "id" and not is_item):
-                return f".{name}"
-            if name == MODEL:
-                owners.check(tenant, member if isinstance(member, str) else None)
-            if name.endswith("url") and isinstance(member, str) and not _is_public(member):
-                return f".{name}"
-            refused = _refused_in(owners, tenant, member, is_item=False)
-            if refused is not None:
-                return f".{name}{refused}"
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            refused = _refused_in(owners, tenant, item, is_item=True)
-            if refused is not None:
-                return f"[{index}]{refused}"
-    return None
+    if folded == "id":
+        return not is_item
+    if folded == "container":
+        return not isinstance(member, dict)
+    return isinstance(member, dict) if folded == "prompt" else folded in REFERENCES
+
+
+def _is_steering(folded: str) -> bool:
+    """Return whether gateways take an address or a credential by a name."""
+    # The pattern takes long on a long name, and no gateway reads one.
+    return _PLACE.fullmatch(folded[-_MOST_READ:].replace("_", "").replace("-", "")) is not None
+
+
+def _steps(place: Place) -> list[str | int]:
+    """Return the names and indexes on the way to a place, from the body on."""
+    steps, outer = [place[1]], place[0]
+    while outer is not None:
+        steps.append(outer[1])
+        outer = outer[0]
+    return steps[::-1]
+
+
+def _without(request: ModelRequest, left_out: Sequence[Place]) -> ModelRequest:
+    """Return a request without what stands at some places, all other fields byte for byte.
+
+    Raises:
+        ValueError: a field of which a part is left out has a number that cannot be written again.
+    """
+    parsed, changed = dict(request.parsed or {}), dict[str, Any]()
+    known: dict[int, Any] = {}
+
+    def value_at(place: Place) -> Any:
+        # Places within one value share it, so each is looked up once.
+        if id(place) not in known:
+            outer, step = place
+            if outer is None:
+                field = str(step)
+                known[id(place)] = changed[field] = json.loads(bytes(parsed[field]))
+            else:
+                known[id(place)] = value_at(outer)[step]
+        return known[id(place)]
+
+    for outer, name in left_out:
+        holder: Any = parsed if outer is None else value_at(outer)
+        del holder[name]
+    for field, value in changed.items():
+        parsed[field] = msgspec.Raw(json.dumps(value, allow_nan=False).encode())
+    fields = {name: value for name, value in request.fields.items() if name in parsed} | changed
+    body = msgspec.json.encode(parsed)
+    return msgspec.structs.replace(request, body=body, parsed=parsed, fields=fields)
+
+
+def _warning(left_out: Sequence[Place]) -> str:
+    """Return a warning that names what is left out, without the indexes of its lists."""
+    # More would not be shown.
+    shown_of = map(_steps, left_out[:_MOST_WARNED])
+    names = dict.fromkeys(".".join(s for s in place if isinstance(s, str)) for place in shown_of)
+    listed = ascii(", ".join(names))[:_MOST_WARNED]
+    return f"left out, as it may name what is another tenant's: {listed}"
+
+
+def _is_open(folded: str, text: str) -> bool:
+    """Return whether a text under a name is no place, or a public one."""
+    fetched = _FETCHED.fullmatch(folded)
+    if fetched is None or not text or (":" not in text and not fetched[1]):
+        return True
+    return _is_public(text)
 
 
 def _is_public(url: str) -> bool:
-    """Return whether a text names no place, or one that all readers look for in the internet."""
-    if ":" not in url or url[:5].lower() == "data:":
+    """Return whether a text holds its data, or names what all readers look for in the internet."""
+    if url[:5].lower() == "data:":
         return True
     named = _URL.fullmatch(url)
     host = "" if named is None else named[1].lower().strip("[].")
@@ -390,32 +516,27 @@ def _is_public(url: str) -> bool:
 def _check_items(items: object) -> None:
     """Check that the items of a response's input are no references to items that are kept."""
     for index, item in enumerate(items if isinstance(items, list) else ()):
+        place: Place = ((None, "input"), index)
         if isinstance(item, list):
-            raise _not_allowed(f"input[{index}]", "send its items beside the others")
-        if not isinstance(item, dict):
+            raise _not_allowed(place, "send its items beside the others")
+        if not isinstance(item, dict) or not item.get("id"):
             continue
         kind = item.get("type")
         if kind is None and item.get("role"):
             # The type of a message may be left out, as may that of a reference.
             continue
         said_in = ITEMS.get(kind) if isinstance(kind, str) else None
-        if said_in is None or (said_in and item.get("id") and not any(map(item.get, said_in))):
+        if said_in is None or (said_in and not any(map(item.get, said_in))):
             thoughts = ", thoughts as the `encrypted_content` that `include` asks for"
             raise _not_allowed(
-                f"input[{index}]",
-                f"send the item itself{thoughts if kind == 'reasoning' else ''}",
+                place, f"send the item itself{thoughts if kind == 'reasoning' else ''}"
             )
 
 
-def _check_metadata(metadata: object) -> None:
-    for name in metadata if isinstance(metadata, dict) else ():
-        if _PLACE.fullmatch(name.casefold().replace("_", "").replace("-", "")):
-            raise _not_allowed(f"metadata.{name}")
-
-
-def _not_allowed(path: str, remedy: str = "") -> BadRequest:
-    name = re.split(r"[.\[]", path)[-1]
-    remedy = remedy or _REMEDIES.get(name, "leave it out")
+def _not_allowed(place: Place, remedy: str = "") -> BadRequest:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in _steps(place))
+    path = "".join(steps)[1:]
+    remedy = remedy or REFERENCES.get(str(place[1]).casefold(), "leave it out")
     return BadRequest(
         f"{shown(path)} is not among what tenants may send through this proxy: {remedy}",
         param=shown(path),
@@ -423,9 +544,12 @@ def _not_allowed(path: str, remedy: str = "") -> BadRequest:
     )
 
 
-def _model_of(tool: object) -> str | None:
-    model = tool.get(MODEL) if isinstance(tool, dict) else None
-    return model if isinstance(model, str) else None
+def _unreadable(error: ValueError) -> BadRequest:
+    return BadRequest(
+        f"The body cannot be read ({error}), so it is not known what it names: send numbers "
+        "of fewer digits, or texts in their place",
+        code="invalid_json",
+    )
 
 
 def _texts(value: object) -> Iterator[str]:

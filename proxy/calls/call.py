@@ -130,6 +130,7 @@ class Call:
         "name",
         "own",
         "parts",
+        "passed",
         "reading",
         "reply",
         "request",
@@ -193,6 +194,8 @@ class Call:
         self.own = scoped(exchange.tenant, self.name)
         self.started_at = time()
         self.identity = identity_alone(self.own, self.name, self.route)
+        # What is passed on of the request; it is recorded as the client sent it.
+        self.passed = self.request
         self.routed = Routed(NOBODY, self.request)
 
     def _read_all(self, body: bytes) -> tuple[ModelRequest, Conversation]:
@@ -300,7 +303,7 @@ class Call:
         return upstream
 
     async def _check_names(self) -> None:
-        """Check that the call names nothing that is hidden from its tenant.
+        """Check that the call names nothing that is hidden from its tenant, or leave it out.
 
         Raises:
             NotServed, BadRequest: it does, or it is not known whether it does.
@@ -311,9 +314,13 @@ class Call:
         check_query(owners, tenant, exchange.target)
         arguments = (owners, tenant, self.route.path, headers, self.request)
         if self.takes_long:
-            await self.parts.intake.beside(check_call, *arguments)
+            self.passed, warning = await self.parts.intake.beside(check_call, *arguments)
         else:
-            check_call(*arguments)
+            self.passed, warning = check_call(*arguments)
+        if warning is not None:
+            if not self.warnings:
+                WARNINGS.inc()
+            self.warnings = (*self.warnings, warning)
 
     async def _learn_pin(self, model: str) -> None:
         """Ask the database for the version of an episode that may have begun at another proxy.
@@ -533,7 +540,7 @@ class Call:
 
 def rewritten(call: Call, want_ids: bool) -> Routed:
     """Return the call's request, rewritten for its version and its upstream."""
-    serving, request, wire_format = call.routed.serving, call.request, call.format
+    serving, request, wire_format = call.routed.serving, call.passed, call.format
     if serving.exploring is not None and want_ids:
         changed = explored(request, wire_format, serving.exploring)
         if changed is not None:

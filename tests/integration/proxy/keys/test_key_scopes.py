@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.tenants import FIELDS
 from store.grants import SCOPES
 from store.tenants import DEFAULT
 from tests.conftest import ROOT
@@ -60,8 +59,7 @@ async def answers(
 ) -> dict[Any, tuple[int, str]]:
     """The status, and who is at fault, by whose headers are shown."""
     path = endpoint.path.replace("/v1/models/m", f"/v1/models/{model}")
-    fields = FIELDS.get(endpoint.path, {"model"})
-    body: Any = {name: value for name, value in CALL.items() if name in fields} | {"model": model}
+    body: Any = CALL | {"model": model}
     if endpoint.path == "/feedback":
         body = {"value": 1} | (about or {"episode": "e"})
     url = f"{proxy.admin if endpoint.admin else proxy.url}{path}"

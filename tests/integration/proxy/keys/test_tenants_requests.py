@@ -1,5 +1,6 @@
 """Whatever a tenant's request names, it reaches no version, file or response of another's."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from store.records import Episode
 from store.tenants import DEFAULT
 from tests.integration.conftest import Proxy, Reply
 from tests.integration.proxy.keys.conftest import EVERYONE, Headers, about, by_tenant
+from tests.support.proxy.keys import CODEX, SECOND_TURN
 from tests.support.servers.fake_upstream import FakeUpstream, answers, whole_reply
 
 RESPONSE = {"id": "resp_1", "object": "response", "output": []}
@@ -209,6 +211,28 @@ async def test_steering_fields_and_headers_of_a_tenant_reach_no_upstream(
         name.lower() for name in upstream.headers[-1]
     }
     assert (await shared.chat(headers={**keys[DEFAULT], **head})).status == 404
+
+
+async def test_new_fields_of_clients_fail_no_call_and_are_recorded(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    upstream.behave_otherwise = answers(RESPONSE)
+    reply = await shared.ask("POST", "/v1/responses", keys["a"], model="m", **CODEX)
+    assert reply.status == 200
+    assert reply.headers["x-pawl-warning"].endswith("another tenant's: 'client_metadata'")
+    [(_, _, sent)] = upstream.other
+    # The proxy adds to `include`.
+    said = CODEX.keys() - {"client_metadata", "include"}
+    assert {name: json.loads(sent)[name] for name in said} == {name: CODEX[name] for name in said}
+    assert b"client_metadata" not in sent
+    reply = await shared.chat(headers=keys["a"], **SECOND_TURN)
+    assert (reply.status, "x-pawl-warning" in reply.headers) == (200, False)
+    assert upstream.requests[-1]["messages"] == SECOND_TURN["messages"]
+    reply = await shared.ask("POST", "/v1/embeddings", keys["a"], model="m", input="q", new=1)
+    assert reply.status == 200
+    assert "'new'" in reply.headers["x-pawl-warning"]
+    calls = [call for episode in await shared.episodes(2) for call in episode.calls]
+    assert any(b"client_metadata" in (call.request or b"") for call in calls)
 
 
 FILE = {"type": "file", "file": {"file_id": "file-1"}}
