@@ -106,10 +106,10 @@ TALKS: Final = _words("messages input prompt system instructions prediction")
 # Within a conversation, these hold tools and options all the same.
 OPTIONS: Final = _words("tool tools toolset container environment")
 # Names of what is kept, of pictures in a cache, and of tensors that servers load.
-KEPT: Final = re.compile(r".*(?:id|handle|embed)s?", re.DOTALL)
+KEPT: Final = re.compile(r".*(?:id|handle|embed)s?[^a-z0-9]*", re.DOTALL)
 # What servers fetch stands under such names.
 _FETCHED: Final = re.compile(
-    r".*(?:(ur[il]|href|src)|image|video|audio|file|media|data)s?", re.DOTALL
+    r".*(?:(ur[il]|href|src)|image|video|audio|file|media|data)s?[^a-z0-9]*", re.DOTALL
 )
 # The client's own content, in which any name may stand.
 FREE: Final = _words("""
@@ -408,7 +408,9 @@ def _check_within(
             if member is None or name in FREE or (name == "input" and isinstance(member, dict)):
                 continue
             said, inner = name.casefold(), (place, name)
-            if _is_reference(said, member, is_item=isinstance(place[1], int)):
+            # Some readers take a name in any letters.
+            is_odd = said != name and said in MEMBERS
+            if is_odd or _is_reference(said, member, is_item=isinstance(place[1], int)):
                 raise _not_allowed(inner)
             if name not in MEMBERS and (not is_talk or KEPT.fullmatch(said)):
                 left_out.append(inner)
