@@ -190,8 +190,8 @@ class Reconciler:
         # When each version that could not be loaded may be tried again, and the pause before that.
         self._pauses: dict[str, tuple[float, float]] = {}
         self.is_checked = False
-        # What the server was found to have and to lack, and how many looks that may stand for.
-        self._settled: tuple[Collection[PolicyVersion], Collection[PolicyVersion]] | None = None
+        # What the server had, and nothing else, at the last look; and the looks that stands for.
+        self._settled: Collection[PolicyVersion] | None = None
         self._skips = 0
 
     def gave_up(self, name: str) -> bool:
@@ -199,13 +199,9 @@ class Reconciler:
         _, pause_s = self._pauses.get(name, (0.0, 0.0))
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
 
-    def may_skip(
-        self,
-        versions: Collection[PolicyVersion] | None,
-        unserved: Collection[PolicyVersion] = (),
-    ) -> bool:
-        """Return whether a look may be left out: the last one found these as they should be."""
-        if self._settled != (versions, unserved) or not self._skips:
+    def may_skip(self, versions: Collection[PolicyVersion] | None) -> bool:
+        """Return whether a look may be left out: the last one found just these on the server."""
+        if versions is None or self._settled != versions or not self._skips:
             return False
         self._skips -= 1
         return True
@@ -213,15 +209,15 @@ class Reconciler:
     async def look(
         self,
         versions: Collection[PolicyVersion] | None,
-        unserved: Collection[PolicyVersion] = (),
         *,
         may_load: Callable[[PolicyVersion], bool] = lambda version: True,
-        is_unserved: Callable[[PolicyVersion], Awaitable[bool]] | None = None,
+        unserved: Callable[[], Awaitable[Collection[PolicyVersion]]] | None = None,
     ) -> None:
-        """Load the servable of `versions` (None: not known yet), and unload `unserved` ones.
+        """Load the servable of `versions` (None: not known yet), and unload what is `unserved`.
 
-        `may_load` and `is_unserved` are asked at the last moment: what was read may have changed
-        while other adapters were loaded.
+        `may_load` and `unserved` are asked at the last moment: what was read may have changed while
+        other adapters were loaded. `unserved` returns the versions that no server should have; it
+        is asked only where the server has an adapter that is not servable.
 
         Raises:
             UpstreamAway: the server does not answer.
@@ -243,12 +239,13 @@ class Reconciler:
                 if version not in waiting:
                     await self._check(version)
             self.is_checked |= versions is not None
-            going = [version for version in unserved if version.served_name in listed]
-            for version in going:
-                if is_unserved is None or await is_unserved(version):
+            adapters = {name for name, model in listed.items() if model.get("parent") is not None}
+            strays = adapters - self.names
+            for version in await unserved() if strays and unserved is not None else ():
+                if version.served_name in strays:
                     await self._unload(version.served_name)
-            if not (versions is None or self.missing or self.troubles or going):
-                self._settled, self._skips = (versions, unserved), SETTLED_LOOKS - 1
+            if not (self.missing or self.troubles or strays):
+                self._settled, self._skips = versions, SETTLED_LOOKS - 1
         except UpstreamAway:
             # It may be another server when it is back, or one that was put right.
             self._pauses.clear()

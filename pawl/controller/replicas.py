@@ -16,7 +16,7 @@ from pawl.controller.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_
 from pawl.controller.reconciler import OUTCOMES, Reconciler
 from store.adapter_slots import unload_ended
 from store.metrics import begin_at_zero
-from store.version_queries import list_servable, numbered_version, unserved_versions
+from store.version_queries import list_servable, unserved_versions
 from store.version_states import mark_unloaded
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
@@ -38,7 +38,6 @@ class ServableVersions:
 
     Attributes:
         versions: those versions and each policy's base model; None before the first reading.
-        unserved: the versions that no server should have, once all proxies know.
         up: whether the database was there at the last try to read it.
         reconcilers: those of all replicas.
     """
@@ -48,7 +47,6 @@ class ServableVersions:
         self._engine: AsyncEngine | None = None
         self._read_at = 0.0
         self.versions: list[PolicyVersion] | None = None
-        self.unserved: list[PolicyVersion] = []
         self.up = False
         self.reconcilers: list[Reconciler] = []
 
@@ -62,16 +60,16 @@ class ServableVersions:
         age_s = asyncio.get_running_loop().time() - self._read_at
         return version.state == "serving" or age_s <= OLDEST_S
 
-    async def is_unserved(self, version: PolicyVersion) -> bool:
-        """Return whether a version is still not to be served, as far as the database says.
-
-        Servers may answer slowly, and a person let a version be loaded again meanwhile.
-        """
+    async def unserved(self) -> list[PolicyVersion]:
+        """Return the versions that no server should have, once all proxies know; none if unread."""
         if self._engine is None or not self.up:
-            return False
+            return []
         async with self._engine.connect() as connection:
-            now = await numbered_version(connection, version.name, version.version)
-        return now is not None and not now.is_servable
+            return [
+                version
+                for name in sorted({one.name for one in self.versions or ()})
+                for version in await unserved_versions(connection, name, PROXY_REFRESH_S)
+            ]
 
     async def look(self, engine: AsyncEngine) -> None:
         """Read `versions` as the store has them, and unload those that no replica can load.
@@ -87,11 +85,6 @@ class ServableVersions:
                 if not all(each.is_checked for each in self.reconcilers):
                     await unload_ended(connection, None, "controller")
                 self.versions = await list_servable(connection)
-                self.unserved = [
-                    version
-                    for name in sorted({one.name for one in self.versions})
-                    for version in await unserved_versions(connection, name, PROXY_REFRESH_S)
-                ]
             self._engine, self._read_at, is_up = engine, read_at, True
         finally:
             self.up = is_up
@@ -133,12 +126,9 @@ class ReplicaController:
         while True:
             servable = self._servable
             try:
-                if not self.reconciler.may_skip(servable.versions, servable.unserved):
+                if not self.reconciler.may_skip(servable.versions):
                     await self.reconciler.look(
-                        servable.versions,
-                        servable.unserved,
-                        may_load=servable.may_load,
-                        is_unserved=servable.is_unserved,
+                        servable.versions, may_load=servable.may_load, unserved=servable.unserved
                     )
                     self._note(True)
             except UpstreamAway as error:

@@ -74,9 +74,7 @@ async def reconcile(engine: AsyncEngine, servers: Replicas) -> None:
     reconcilers = {server: Reconciler(server) for server in servers.each}
     await servable.look(engine)
     await servers.ask(
-        lambda server: reconcilers[server].look(
-            servable.versions, servable.unserved, is_unserved=servable.is_unserved
-        )
+        lambda server: reconcilers[server].look(servable.versions, unserved=servable.unserved)
     )
 
 
