@@ -9,7 +9,7 @@ from operator import attrgetter
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import claims
-from store.policy_table import PolicyTable
+from store.policy_table import PolicyTable, open_policies
 from store.records import Record
 from store.tenants import DEFAULT
 from trainer.errors import RecipeError, TrainerError, UpstreamAway
@@ -111,6 +111,16 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
     for policy, recipe in zip(chosen, recipes, strict=True):
         check_publishing(policy, recipe)
     return recipes
+
+
+def trained_recipes(settings: TrainerSettings) -> list[Recipe]:
+    """Return the recipe of each policy that a trainer with these settings trains.
+
+    Raises:
+        BadPolicies: the file of policies cannot be used.
+        TrainerError: it names nothing to train, or a recipe cannot be used.
+    """
+    return load_recipes(chosen_policies(settings, open_policies(settings.policies)))
 
 
 def check_publishing(chosen: Chosen, recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Sequence
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -58,15 +59,14 @@ def trainer(
     episodes are free again. Status 2: a recipe, the model, a policy or a GPU cannot be used.
     """
     from pawl.stack.preflight import NotReady
-    from store.policy_table import open_policies
     from trainer.errors import ShortOfMemory, TrainerError
-    from trainer.policies import chosen_policies, load_recipes
+    from trainer.policies import trained_recipes
     from trainer.settings import TrainerSettings
 
     settings = read_settings(TrainerSettings)
     try:
         # Importing torch takes seconds: report a mistyped key of the recipe before that.
-        load_recipes(chosen_policies(settings, open_policies(settings.policies)))
+        trained_recipes(settings)
         _use_gpus(settings.train_gpus, ["--once"] if once else [])
         with large_imports():
             require_torch()
@@ -177,6 +177,38 @@ def console() -> None:
     _run(run(read_settings(ConsoleSettings)), "the console")
 
 
+class Checked(StrEnum):
+    """Name a process whose settings `pawl migrate` can check."""
+
+    PROXY = "proxy"
+    TRAINER = "trainer"
+    CONTROLLER = "controller"
+    CONSOLE = "console"
+
+
+def _check(process: Checked) -> None:
+    """Fail if a process could not use its settings, or a file that they name."""
+    from pawl.serving.supervisor import check_files
+    from pawl.settings import ConsoleSettings, ControllerSettings
+    from proxy.settings import ProxySettings
+    from trainer.errors import TrainerError
+    from trainer.policies import trained_recipes
+    from trainer.settings import TrainerSettings
+
+    match process:
+        case Checked.PROXY:
+            check_files(read_settings(ProxySettings))
+        case Checked.TRAINER:
+            try:
+                trained_recipes(read_settings(TrainerSettings))
+            except TrainerError as error:
+                fail(str(error))
+        case Checked.CONTROLLER:
+            read_settings(ControllerSettings)
+        case Checked.CONSOLE:
+            read_settings(ConsoleSettings)
+
+
 def migrate(
     revision: Annotated[
         str, typer.Argument(help="Revision of the schema to go to; `head` is the newest.")
@@ -184,16 +216,27 @@ def migrate(
     down: Annotated[
         bool, typer.Option("--down", help="Go down to an older revision; may lose data.")
     ] = False,
+    check: Annotated[
+        list[Checked] | None,
+        typer.Option(
+            help="Do nothing unless this process could use the settings here, and the files that "
+            "they name. May be given several times.",
+        ),
+    ] = None,
 ) -> None:
     """Upgrade the database's schema to a revision, or downgrade it with --down.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). Proxy, trainer and
     `pawl export` upgrade the schema themselves when they start.
+
+    Status 2: a setting or a file cannot be used, or the schema cannot be migrated.
     """
     from pawl.database import open_database
     from store.schema.migrate import downgrade, upgrade
 
     settings = read_settings(StackSettings)
+    for name in check or ():
+        _check(name)
 
     async def run() -> None:
         async with open_database(settings, makes=True) as url:

@@ -82,7 +82,7 @@ async def serve(settings: ProxySettings) -> None:
         BadPolicies: the file of policies cannot be used.
         DoesNotStart: a process never came up, or there can be no spool.
     """
-    _check_files(settings)
+    check_files(settings)
     try:
         settings.spool_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -209,7 +209,7 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
         await replace.wait()
         replace.clear()
         try:
-            _check_files(settings)
+            check_files(settings)
             await fleet.replace()
         except (BadUpstreams, BadPolicies, BadRedaction, NotReplaced) as error:
             log.error("workers_not_replaced", reason=str(error))
@@ -219,7 +219,7 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
             log.info("workers_replaced", workers=len(fleet.workers))
 
 
-def _check_files(settings: ProxySettings) -> None:
+def check_files(settings: ProxySettings) -> None:
     """Check that a worker could use the files of upstreams, policies and redaction; and spans.
 
     Raises:

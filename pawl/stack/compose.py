@@ -14,10 +14,9 @@ from pawl.commands.common import fail
 from pawl.settings import UnreadSettings, read_settings
 from pawl.stack.vllm import rank_with_room
 from store.errors import BadPolicies
-from store.policy_table import open_policies
 from store.settings import SECRETS
 from trainer.errors import TrainerError
-from trainer.policies import chosen_policies, load_recipes
+from trainer.policies import trained_recipes
 from trainer.settings import TrainerSettings
 
 DATABASE_PASSWORD: Final = "POSTGRES_PASSWORD"
@@ -58,8 +57,7 @@ def write_vllm_config(folder: Path, settings: TrainerSettings) -> None:
         BadPolicies: the file of policies cannot be used.
         TrainerError: a recipe cannot be used.
     """
-    recipes = load_recipes(chosen_policies(settings, open_policies(settings.policies)))
-    rank = rank_with_room(max(recipe.lora.rank for recipe in recipes))
+    rank = rank_with_room(max(recipe.lora.rank for recipe in trained_recipes(settings)))
     _write(folder / "vllm.yaml", f"max-lora-rank: {rank}\n")
 
 

@@ -107,5 +107,27 @@ def test_value_that_cannot_be_used_is_told_in_one_line(
     assert ended(tmp_path, *command).endswith(said)
 
 
+@pytest.mark.parametrize(
+    ("process", "setting", "value"),
+    [
+        ("proxy", "PAWL_KEEP_DAYS", "abc"),
+        ("proxy", "PAWL_REDACTION", "config/none.toml"),
+        ("trainer", "PAWL_SEED", "-1"),
+        ("trainer", "PAWL_POLICIES", "config/none.toml"),
+        ("trainer", "PAWL_RECIPE", "config/none.toml"),
+        ("controller", "PAWL_CONTROLLER_POLL_S", "0"),
+        ("console", "PAWL_CONSOLE_PREFIX", "no path"),
+    ],
+)
+def test_migration_refuses_first_what_a_checked_process_could_not_use(
+    process: str, setting: str, value: str, tmp_path: Path
+) -> None:
+    """The database is away, and is not asked."""
+    error = ended(tmp_path, "migrate", "--check", process, **{setting: value})
+    named = "recipe config/none.toml" if setting == "PAWL_RECIPE" else setting
+    assert error.startswith(f"pawl: {named}")
+    assert value in error
+
+
 def test_key_for_more_requests_than_there_can_be_is_refused(tmp_path: Path) -> None:
     assert "'--at-once'" in ended(tmp_path, "keys", "create", "k", "--at-once", "99999999999")
