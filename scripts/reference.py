@@ -1,9 +1,11 @@
 """Write the reference pages that follow from the code: `python -m scripts.reference`.
 
 Commands are written by typer, settings and recipe keys from pydantic's JSON schemas, and metrics
-from their definitions. `tests/unit/docs/test_reference.py` compares the pages with the code.
+from their definitions. `tests/unit/docs/test_reference.py` compares the pages with the code. The
+Helm chart gets which settings each process reads.
 """
 
+import json
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
@@ -35,7 +37,9 @@ from store.settings import StoreSettings
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 
-FOLDER: Final = Path(__file__).parents[1] / "docs" / "reference"
+ROOT: Final = Path(__file__).parents[1]
+FOLDER: Final = ROOT / "docs" / "reference"
+CHART_SETTINGS: Final = ROOT / "deploy" / "chart" / "files" / "settings.json"
 GENERATED: Final = "<!-- Generated from the code by `make docs`; do not edit by hand. -->"
 SETTINGS: Final[dict[str, type[BaseSettings]]] = {
     "Database": StoreSettings,
@@ -89,12 +93,12 @@ class Schema(GenerateJsonSchema):
 
 
 def main() -> None:
-    """Write each page whose text has changed, and print its name."""
-    for name, text in pages().items():
-        path = FOLDER / name
+    """Write each file whose text has changed, and print its name."""
+    written = {FOLDER / name: text for name, text in pages().items()}
+    for path, text in {**written, CHART_SETTINGS: chart_settings()}.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-            print(f"written: docs/reference/{name}")
+            print(f"written: {path.relative_to(ROOT)}")
 
 
 def pages() -> dict[str, str]:
@@ -105,6 +109,17 @@ def pages() -> dict[str, str]:
         "recipe.md": _page("Recipe", ABOUT_RECIPES, *_recipe()),
         "settings.md": _page("Settings", ABOUT_SETTINGS, *_settings()),
     }
+
+
+def chart_settings() -> str:
+    """Return the variables that each process of the Helm chart reads, as JSON, by its role."""
+    roles = ("Proxy", "Trainer", "Controller", "Adapters", "Console")
+    # The database is in a Secret.
+    read = {
+        role.lower(): sorted(map(variable, SETTINGS[role].model_fields.keys() - {"database_url"}))
+        for role in roles
+    }
+    return json.dumps(read, indent=2) + "\n"
 
 
 def _page(title: str, *blocks: str) -> str:

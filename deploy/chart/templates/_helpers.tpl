@@ -8,19 +8,65 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 
 {{- define "pawl.selector" -}}
 app.kubernetes.io/name: pawl
-app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/instance: {{ (index . 0).Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
-{{/* A pod's metadata; a change of config starts pods anew. */}}
-{{- define "pawl.podMetadata" -}}
-metadata:
-  labels: {{- include "pawl.labels" . | nindent 4 }}
-  annotations:
-    checksum/config: {{ (index . 0).Values.config | toJson | sha256sum }}
+{{/* A role's values, as JSON. The migration has those of the proxy, whose settings it checks, but for its own. */}}
+{{- define "pawl.values" -}}
+{{- $values := (index . 0).Values }}
+{{- $own := index $values (index . 1) | default dict }}
+{{- if has (index . 1) (list "migrate" "test") }}
+{{- $own = merge (dict) $own (pick $values.controller "resources" "pod") }}
+{{- end }}
+{{- if eq (index . 1) "migrate" }}
+{{- $own = merge $own (pick $values.proxy "env" "envFrom" "volumes" "volumeMounts") }}
+{{- end }}
+{{- toJson $own }}
 {{- end }}
 
-{{/* What all pods have: include "pawl.pod" (list . .Values.proxy.pod). */}}
+{{/* Names of the settings that a role reads, as JSON. */}}
+{{- define "pawl.reads" -}}
+{{- $roles := (index . 0).Files.Get "files/settings.json" | fromJson }}
+{{- index $roles (index . 1) | default list | toJson }}
+{{- end }}
+
+{{/* The files of `config` that a role may read, as JSON: all but those that only settings of others name. */}}
+{{- define "pawl.files" -}}
+{{- $root := index . 0 }}
+{{- $reads := include "pawl.reads" . | fromJsonArray }}
+{{- $files := dict }}
+{{- range $file, $text := $root.Values.config }}
+{{- $is_named := false }}
+{{- $is_read := false }}
+{{- range $name, $value := $root.Values.settings }}
+{{- if eq (toString $value) (printf "config/%s" $file) }}
+{{- $is_named = true }}
+{{- $is_read = or $is_read (has $name $reads) }}
+{{- end }}
+{{- end }}
+{{- if and $reads (or $is_read (not $is_named)) }}
+{{- $_ := set $files $file $text }}
+{{- end }}
+{{- end }}
+{{- toJson $files }}
+{{- end }}
+
+{{/* A pod's metadata: a change starts the pod anew, so nothing is here that it does not read. */}}
+{{- define "pawl.podMetadata" -}}
+{{- $values := include "pawl.values" . | fromJson }}
+{{- $annotations := dict }}
+{{- with include "pawl.files" . | fromJson }}
+{{- $_ := set $annotations "checksum/config" (toJson . | sha256sum) }}
+{{- end }}
+metadata:
+  labels: {{- include "pawl.selector" . | fromYaml | mergeOverwrite (dict) ($values.podLabels | default dict) | toYaml | nindent 4 }}
+  {{- with mergeOverwrite $annotations ($values.podAnnotations | default dict) }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{/* What all pods have: include "pawl.pod" (list . "proxy"). */}}
 {{- define "pawl.pod" -}}
 {{- $values := (index . 0).Values -}}
 automountServiceAccountToken: false
@@ -38,16 +84,33 @@ securityContext:
 {{- with $values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with index . 1 }}
+{{- with (include "pawl.values" . | fromJson).pod }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
-{{- define "pawl.containerSecurity" -}}
+{{/* What all containers have: include "pawl.container" (list . "proxy" (dict "PAWL_LISTEN" "0.0.0.0:8100")),
+with variables of its own. */}}
+{{- define "pawl.container" -}}
+{{- $values := include "pawl.values" . | fromJson -}}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities: {drop: [ALL]}
+{{- $own := include "pawl.env" . }}
+{{- if or $own $values.env }}
+env:
+  {{- $own | nindent 2 }}
+  {{- with $values.env }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- with $values.envFrom }}
+envFrom: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.resources | default (index . 0).Values.controller.resources }}
+resources: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{/* A setting's value; without this 1000000 would be 1e+06. */}}
@@ -63,62 +126,109 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* The settings of a role: include "pawl.env" (list . "proxy" (dict "PAWL_LISTEN" "0.0.0.0:8100")). */}}
-{{- define "pawl.env" -}}
+{{/* All settings, as a role sees them, as JSON: texts by name. Others than proxies load adapters. */}}
+{{- define "pawl.settings" -}}
 {{- $root := index . 0 }}
 {{- $role := index . 1 }}
 {{- $release := $root.Release.Name }}
 {{- $values := $root.Values }}
-{{- $names := printf "%[1]s-proxy.%[2]s,%[1]s-trainer.%[2]s,.localhost,.svc,.svc.cluster.local" $release $root.Release.Namespace }}
-{{- $env := dict "PAWL_ALLOWED_HOSTS" $names }}
-{{- if ne $role "adapters" }}
-{{- $_ := set $env "PAWL_SECRETS_DIR" "/etc/pawl/secrets" }}
-{{- end }}
+{{- $settings := dict }}
 {{- if $values.vllm.enabled }}
-{{- $_ := set $env "PAWL_UPSTREAM_URL" (printf "http://%s-vllm:8000/v1" $release) }}
+{{- $_ := set $settings "PAWL_UPSTREAM_URL" (printf "http://%s-vllm:8000/v1" $release) }}
 {{- end }}
 {{- $source := include "pawl.source" $root }}
 {{- with $source }}
-{{- $_ := set $env "PAWL_ADAPTER_SOURCE" . }}
+{{- $_ := set $settings "PAWL_ADAPTER_SOURCE" . }}
 {{- end }}
-{{- $env = mergeOverwrite $env $values.settings }}
-{{- if and (has $role (list "trainer" "controller")) (not $values.adapters.existingClaim) }}
+{{- $settings = mergeOverwrite $settings $values.settings }}
+{{- if and (not (has $role (list "proxy" "adapters"))) (not $values.adapters.existingClaim) }}
 {{- $fetching := and $source (list (printf "http://%s-vllm:8104/v1" $release)) }}
 {{- with ternary $fetching $values.adapters.servers $values.vllm.enabled }}
-{{- $_ := set $env "PAWL_UPSTREAM_URL" (first .) }}
-{{- $_ := set $env "PAWL_REPLICA_URLS" (rest . | join ",") }}
+{{- $_ := set $settings "PAWL_UPSTREAM_URL" (first .) }}
+{{- $_ := set $settings "PAWL_REPLICA_URLS" (rest . | join ",") }}
 {{- end }}
 {{- end }}
-{{- if and (eq $role "trainer") $values.vllm.enabled $values.settings.PAWL_POLICIES }}
-# PAWL_POLICY is what vLLM serves, and trained are all of the file.
-{{- $_ := set $env "PAWL_POLICY" "" }}
+{{- if and $values.vllm.enabled $values.settings.PAWL_POLICIES }}
+{{- /* PAWL_POLICY is what vLLM serves, and trained are all of the file. */}}
+{{- $_ := set $settings "PAWL_POLICY" "" }}
+{{- end }}
+{{- $texts := dict }}
+{{- range $name, $value := $settings }}
+{{- $_ := set $texts $name (include "pawl.text" $value) }}
+{{- end }}
+{{- toJson $texts }}
+{{- end }}
+
+{{/* A container's variables: the settings that its role reads (the migration checks all), addresses for
+commands that are typed there, and its own. */}}
+{{- define "pawl.env" -}}
+{{- $root := index . 0 }}
+{{- $role := index . 1 }}
+{{- $release := $root.Release.Name }}
+{{- $reads := include "pawl.reads" . | fromJsonArray }}
+{{- $env := dict }}
+{{- if $reads }}
+{{- $hosts := list (printf "%s-%s.%s" $release (ternary "vllm" $role (eq $role "adapters")) $root.Release.Namespace) ".localhost" ".svc" ".svc.cluster.local" }}
+{{- with (index $root.Values $role).ingress }}
+{{- if .enabled }}
+{{- $hosts = append $hosts .host }}
+{{- end }}
+{{- end }}
+{{- $_ := set $env "PAWL_ALLOWED_HOSTS" (join "," $hosts) }}
+{{- end }}
+{{- if and (ne $role "adapters") (or $reads (eq $role "migrate")) }}
+{{- $_ := set $env "PAWL_SECRETS_DIR" "/etc/pawl/secrets" }}
+{{- range $at, $port := dict "LISTEN" "proxy:8100" "ADMIN_LISTEN" "proxy-admin:8101" "TRAINER_LISTEN" "trainer:8102" "CONTROLLER_LISTEN" "controller:8103" }}
+{{- $_ := set $env (printf "PAWL_%s" $at) (printf "%s-%s" $release $port) }}
+{{- end }}
+{{- end }}
+{{- range $name, $value := include "pawl.settings" . | fromJson }}
+{{- if or (has $name $reads) (eq $role "migrate") }}
+{{- $_ := set $env $name $value }}
+{{- end }}
 {{- end }}
 {{- range $name, $value := mergeOverwrite $env (index . 2) }}
-- {name: {{ $name }}, value: {{ include "pawl.text" $value | quote }}}
+- {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}
 
-{{/* Volumes of Pawl's own containers, and where they are mounted. */}}
+{{/* A pod's volumes, and where a container has them: include "pawl.volumes" (list . "proxy"). */}}
 {{- define "pawl.volumes" -}}
+{{- $values := (index . 0).Values }}
+{{- $release := (index . 0).Release.Name }}
+{{- $migrates := eq (index . 1) "migrate" -}}
+{{- if ne (index . 1) "vllm" -}}
 - name: secrets
   projected:
     sources:
       - secret:
-          name: {{ .Values.database.secret }}
-          items: [{key: {{ .Values.database.key }}, path: DATABASE_URL}]
-      {{- range .Values.secrets }}
+          name: {{ $values.database.secret }}
+          items: [{key: {{ $values.database.key }}, path: DATABASE_URL}]
+      {{- range $values.secrets }}
       - secret: {name: {{ . }}}
       {{- end }}
-# Optional, as the migration runs before it is made.
+      {{- if not $migrates }}
+      # For commands that are typed there: settings that the pod's own process does not read.
+      - configMap: {name: {{ $release }}-settings}
+      {{- end }}
 - name: config
-  configMap: {name: {{ .Release.Name }}-config, optional: true}
+  configMap: {name: {{ $release }}-{{ ternary "migrate" "config" $migrates }}}
+{{ end -}}
 - {name: tmp, emptyDir: {}}
+{{- with (include "pawl.values" . | fromJson).volumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "pawl.mounts" -}}
+{{- if not (has (index . 1) (list "vllm" "adapters")) -}}
 - {name: secrets, mountPath: /etc/pawl/secrets, readOnly: true}
 - {name: config, mountPath: /var/lib/pawl/config, readOnly: true}
+{{ end -}}
 - {name: tmp, mountPath: /tmp}
+{{- with (include "pawl.values" . | fromJson).volumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "pawl.adapters" -}}
@@ -140,4 +250,44 @@ securityContext:
   {{- end }}
 - {name: home, emptyDir: {}}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: 2Gi}}
+{{- end }}
+
+{{/* A Service of a role inside the cluster, for pods that are not ready, too: include "pawl.service"
+(list . "controller" "controller" 8103 "metrics"), with its name, its role, its port and the pod's. */}}
+{{- define "pawl.service" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ (index . 0).Release.Name }}-{{ index . 1 }}
+  labels: {{- include "pawl.labels" (list (index . 0) (index . 2)) | nindent 4 }}
+spec:
+  selector: {{- include "pawl.selector" (list (index . 0) (index . 2)) | nindent 4 }}
+  ports: [{name: http, port: {{ index . 3 }}, targetPort: {{ index . 4 }}}]
+  publishNotReadyAddresses: true
+{{- end }}
+
+{{/* An Ingress to a role's Service, if its values want one: include "pawl.ingress" (list . "proxy" 8100). */}}
+{{- define "pawl.ingress" -}}
+{{- $name := printf "%s-%s" (index . 0).Release.Name (index . 1) }}
+{{- with (index (index . 0).Values (index . 1)).ingress }}
+{{- if .enabled -}}
+apiVersion: networking.k8s.io/v1
+kind: Ingress
+metadata:
+  name: {{ $name }}
+  labels: {{- include "pawl.labels" $ | nindent 4 }}
+  annotations: {{- toYaml .annotations | nindent 4 }}
+spec:
+  {{- with .className }}
+  ingressClassName: {{ . }}
+  {{- end }}
+  rules:
+    - host: {{ .host }}
+      http:
+        paths: [{path: /, pathType: Prefix, backend: {service: {name: {{ $name }}, port: {number: {{ index $ 2 }}}}}}]
+  {{- if .tlsSecret }}
+  tls: [{hosts: [{{ .host }}], secretName: {{ .tlsSecret }}}]
+  {{- end }}
+{{- end }}
+{{- end }}
 {{- end }}

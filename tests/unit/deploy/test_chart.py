@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -20,9 +21,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pawl.settings import AdaptersSettings, ControllerSettings, refuse_unread
+from pawl.settings import (
+    AdaptersSettings,
+    ConsoleSettings,
+    ControllerSettings,
+    DoctorSettings,
+    read_settings,
+    refuse_unread,
+)
 from proxy.settings import ProxySettings
 from proxy.upstreams.upstreams import check_upstreams
+from scripts.reference import CHART_SETTINGS, chart_settings
 from store import __version__
 from store.policy_table import open_policies
 from store.settings import Settings, address
@@ -44,16 +53,18 @@ ROLES: Final[Mapping[str, type[Settings]]] = {
     "proxy": ProxySettings,
     "controller": ControllerSettings,
     "trainer": TrainerSettings,
+    "console": ConsoleSettings,
 }
 Object = dict[str, Any]
 Render = Callable[..., list[Object]]
 
 
 class Pod(NamedTuple):
-    """A pod of the chart: its role, its labels and what it runs."""
+    """A pod of the chart: its role, its labels and annotations, and what it runs."""
 
     role: str
     labels: dict[str, str]
+    annotations: dict[str, str]
     spec: Object
 
     @property
@@ -96,9 +107,12 @@ def mounts(container: Object) -> dict[str, tuple[str, bool]]:
 def pods(objects: list[Object]) -> dict[str, Pod]:
     """By role."""
     templates = [x["spec"]["template"] for x in objects if "template" in x.get("spec", {})]
-    labelled = [(one["metadata"]["labels"], one["spec"]) for one in templates]
-    role = "app.kubernetes.io/component"
-    return {labels[role]: Pod(labels[role], labels, spec) for labels, spec in labelled}
+    found = {}
+    for one in templates:
+        labels = one["metadata"]["labels"]
+        role = labels["app.kubernetes.io/component"]
+        found[role] = Pod(role, labels, one["metadata"].get("annotations", {}), one["spec"])
+    return found
 
 
 def of_kind(objects: list[Object], kind: str) -> dict[str, Object]:
@@ -207,16 +221,18 @@ def test_what_an_object_refers_to_is_there(render: Render, values: str) -> None:
             claim = volume.get("persistentVolumeClaim", {}).get("claimName")
             assert claim is None or claim in claims
             file = volume.get("configMap", {}).get("name")
-            assert file is None or file in of_kind(objects, "ConfigMap")
+            # One is a user's own.
+            assert file in {None, "ca-bundle", *of_kind(objects, "ConfigMap")}
     for service in of_kind(objects, "Service").values():
         chosen = [
             p for p in pods(objects).values() if selects(service["spec"]["selector"], p.labels)
         ]
         assert chosen
         for pod in chosen:
-            # The migration's has no port, and has ended before a Service looks for any.
+            # The migration's has no port, and has ended before a Service looks for any; those of
+            # vLLM and the console are not among the metrics.
             wanted = {port["targetPort"] for port in service["spec"]["ports"]}
-            assert wanted <= pod.ports.keys() or pod.role in ("migrate", "vllm")
+            assert wanted <= pod.ports.keys() or pod.role in ("migrate", "vllm", "console")
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -255,9 +271,11 @@ def test_settings_are_usable(
             settings = kind()
         assert isinstance(settings, ProxySettings | ControllerSettings | TrainerSettings)
         assert settings.database_url is not None
-        listens = [x for name, x in settings.model_dump().items() if name.endswith("listen")]
+        told_listens = [x for name, x in settings.model_dump().items() if name.endswith("listen")]
+        listens = {address(listen) for listen in told_listens}
         wanted = {("0.0.0.0", port) for port in pod.ports.values()}
-        assert {address(listen) for listen in listens} == wanted
+        # The console has the addresses of all others, too.
+        assert {one for one in listens if role != "console" or one[0] == "0.0.0.0"} == wanted
         if isinstance(settings, ProxySettings):
             check_upstreams(settings)
         if isinstance(settings, TrainerSettings):
@@ -305,7 +323,7 @@ def test_shared_adapters_have_one_path_and_one_writer(render: Render) -> None:
     for role in ("controller", "vllm"):
         assert mounts(found[role].container)["adapters"] == (path, False)
     assert "adapters" not in found["vllm"].containers
-    servers = {found[role].environment["PAWL_UPSTREAM_URL"] for role in ROLES}
+    servers = {found[role].environment["PAWL_UPSTREAM_URL"] for role in ROLES if role in found}
     assert servers == {"http://pawl-vllm:8000/v1"}
 
 
@@ -481,6 +499,256 @@ def test_first_start_may_download_a_model_for_as_long_as_the_guide_waits(render:
     assert waits == {"pawl-trainer": 3600, "pawl-vllm": 3600, "pawl-controller": None}
 
 
+# A pod restarts only by what it reads
+
+
+def templates(objects: list[Object]) -> dict[str, Object]:
+    """Each pod's template, by role; a change of it starts the pod anew."""
+    return {
+        one["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"][
+            "template"
+        ]
+        for one in objects
+        if one["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+def restarted(before: list[Object], after: list[Object]) -> set[str]:
+    """The roles whose pods start anew."""
+    old, new = templates(before), templates(after)
+    assert old.keys() == new.keys()
+    return {role for role in old if old[role] != new[role]}
+
+
+@pytest.mark.parametrize("values", ["console", "monitoring", "providers", "vllm"])
+def test_version_of_the_chart_restarts_no_pod(
+    helm: Callable[..., tuple[int, str]], render: Render, values: str, tmp_path: Path
+) -> None:
+    newer = tmp_path / "chart"
+    shutil.copytree(CHART, newer)
+    about = (newer / "Chart.yaml").read_text()
+    (newer / "Chart.yaml").write_text(about.replace(__version__, "9.9.9"))
+    status, text = helm("template", "pawl", newer, "--values", VALUES[values])
+    assert status == 0, text
+    objects = [one for one in yaml.safe_load_all(text) if one]
+    assert restarted(render(values), objects) == set()
+    [proxy] = of_kind(objects, "StatefulSet").values()
+    assert proxy["metadata"]["labels"]["app.kubernetes.io/version"] == "9.9.9"
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "roles"),
+    [
+        ("console", "settings.PAWL_KEEP_DAYS=30", {"proxy", "console"}),
+        ("console", "settings.PAWL_SEED=7", {"trainer", "console"}),
+        ("console", "settings.PAWL_CONTROLLER_POLL_S=2", {"controller", "console"}),
+        ("console", "settings.PAWL_MAX_MODEL_LEN=4096", {"vllm", "console"}),
+        (
+            "console",
+            "settings.PAWL_ADAPTER_DISK_GB=5",
+            {"vllm", "trainer", "controller", "console"},
+        ),
+        ("console", "proxy.env[0].name=HTTPS_PROXY", {"proxy"}),
+        ("console", "console.ingress.host=other.example.com", {"console"}),
+        ("console", "proxy.ingress.host=other.example.com", {"proxy"}),
+        ("console", "proxy.image=pawl-proxy:0.1.1", {"proxy", "controller", "console"}),
+        ("monitoring", "proxy.image=pawl-proxy:0.1.1", {"proxy", "controller"}),
+        ("providers", "config.recipe\\.toml=", {"trainer"}),
+        ("providers", "config.upstreams\\.toml=", {"proxy"}),
+        ("providers", "config.policies\\.toml=", {"proxy", "trainer"}),
+        # No setting names it, so any may.
+        ("providers", "config.other\\.toml=", {"proxy", "trainer", "controller"}),
+    ],
+)
+def test_pod_restarts_only_by_what_it_reads(
+    render: Render, values: str, change: str, roles: set[str]
+) -> None:
+    assert restarted(render(values), render(values, change)) == roles
+
+
+def test_settings_of_each_role_in_the_chart_are_those_that_it_reads() -> None:
+    assert CHART_SETTINGS.read_text() == chart_settings()
+
+
+# What a workload is given
+
+
+def test_each_workload_takes_variables_volumes_labels_and_annotations(render: Render) -> None:
+    given = yaml.safe_load(VALUES["env"].read_text())
+    inherited = ("env", "envFrom", "volumes", "volumeMounts")
+    given["migrate"] |= {name: given["proxy"][name] for name in inherited}
+    for pod in pods(render("env")).values():
+        has = {
+            **pod.container,
+            "volumes": pod.spec["volumes"],
+            "podAnnotations": pod.annotations,
+            "podLabels": pod.labels,
+        }
+        for name, wanted in given[pod.role].items():
+            if isinstance(wanted, dict):
+                assert selects(wanted, has[name])
+            else:
+                assert all(one in has[name] for one in wanted)
+
+
+@pytest.mark.parametrize(
+    ("role", "container"), [("vllm", "vllm"), ("adapters", "adapters"), ("console", "console")]
+)
+def test_other_workloads_take_them_too(render: Render, role: str, container: str) -> None:
+    objects = render(
+        "console",
+        f"{role}.env[0].name=HTTPS_PROXY",
+        f"{role}.env[0].value=http://proxy",
+        f"{role}.envFrom[0].secretRef.name=aws",
+        f"{role}.volumeMounts[0].name=ca",
+        f"{role}.volumeMounts[0].mountPath=/ca",
+    )
+    [found] = [
+        x
+        for pod in pods(objects).values()
+        for x in pod.spec["containers"]
+        if x["name"] == container
+    ]
+    assert {"name": "HTTPS_PROXY", "value": "http://proxy"} in found["env"]
+    assert found["envFrom"] == [{"secretRef": {"name": "aws"}}]
+    assert mounts(found)["ca"] == ("/ca", True)
+
+
+# Commands that are typed in a pod
+
+
+@pytest.mark.parametrize("role", ["proxy", "controller", "trainer", "console"])
+def test_doctor_asks_all_roles_from_any_pod(
+    render: Render, role: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    objects = render("console", "settings.PAWL_SEED=7")
+    pod = pods(objects)[role]
+    monkeypatch.chdir(tmp_path)
+    for name, text in mounted(objects, pod).items():
+        (tmp_path / name).write_text(text)
+    for name, value in pod.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PAWL_SECRETS_DIR", str(tmp_path))
+    settings = read_settings(DoctorSettings)
+    services = {
+        (name, port["port"]): (port["targetPort"], one["spec"]["selector"])
+        for name, one in of_kind(objects, "Service").items()
+        for port in one["spec"]["ports"]
+    }
+    for asked, listen in {
+        "proxy": settings.admin_listen,
+        "trainer": settings.trainer_listen,
+        "controller": settings.controller_listen,
+    }.items():
+        if asked == role:
+            assert listen.startswith("0.0.0.0:")
+            continue
+        target, selector = services[address(listen)]
+        others = pods(objects)[asked]
+        assert (target, selects(selector, others.labels)) == ("metrics", True)
+    assert (settings.seed, settings.keep_days, settings.model) == (7, 90, "Qwen/Qwen3-8B")
+
+
+def mounted(objects: list[Object], pod: Pod) -> dict[str, str]:
+    """The settings that a pod has as files beside its secrets."""
+    [secrets] = [one for one in pod.spec["volumes"] if one["name"] == "secrets"]
+    [name] = [x["configMap"]["name"] for x in secrets["projected"]["sources"] if "configMap" in x]
+    data: dict[str, str] = of_kind(objects, "ConfigMap")[name]["data"]
+    return data
+
+
+# Ingress
+
+
+@pytest.mark.parametrize(("role", "port"), [("proxy", 8100), ("console", 8105)])
+def test_ingress_has_a_certificate_and_its_host_is_allowed(
+    render: Render, role: str, port: int
+) -> None:
+    objects = render("console")
+    wanted = yaml.safe_load(VALUES["console"].read_text())[role]["ingress"]
+    one = of_kind(objects, "Ingress")[f"pawl-{role}"]
+    assert one["metadata"].get("annotations") == wanted.get("annotations", {})
+    assert one["spec"]["ingressClassName"] == "nginx"
+    assert one["spec"]["tls"] == [{"hosts": [wanted["host"]], "secretName": wanted["tlsSecret"]}]
+    [rule] = one["spec"]["rules"]
+    [path] = rule["http"]["paths"]
+    assert (rule["host"], path["path"], path["pathType"]) == (wanted["host"], "/", "Prefix")
+    assert path["backend"]["service"] == {"name": f"pawl-{role}", "port": {"number": port}}
+    service = of_kind(objects, "Service")[f"pawl-{role}"]["spec"]
+    assert [one["port"] for one in service["ports"]] == [port]
+    pod = pods(objects)[role]
+    assert wanted["host"] in pod.environment["PAWL_ALLOWED_HOSTS"].split(",")
+    assert pod.ports["http"] == port
+
+
+def test_ingress_controller_reaches_the_console_only_if_it_is_named(render: Render) -> None:
+    [policy] = of_kind(render("console"), "NetworkPolicy").values()
+    ports = [port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])]
+    assert ports == [8100, 8105]
+    [policy] = of_kind(render("console", "networkPolicy.console=null"), "NetworkPolicy").values()
+    ports = [port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])]
+    assert ports == [8100]
+
+
+# Checks
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_migration_checks_each_role_that_runs_with_the_files_to_come(
+    render: Render, values: str
+) -> None:
+    objects = render(values)
+    pod = pods(objects)["migrate"]
+    roles = {word.partition("=")[2] for word in pod.container["args"][1:]}
+    assert roles == pods(objects).keys() - {"migrate", "vllm"}
+    [config] = [one["configMap"] for one in pod.spec["volumes"] if one["name"] == "config"]
+    files = of_kind(objects, "ConfigMap")
+    to_come = files[config["name"]]
+    assert to_come["data"] == files["pawl-config"]["data"]
+    hooks = [
+        one["metadata"]["annotations"] for one in (to_come, of_kind(objects, "Job")["pawl-migrate"])
+    ]
+    assert {one["helm.sh/hook"] for one in hooks} == {"pre-install,pre-upgrade"}
+    assert int(hooks[0]["helm.sh/hook-weight"]) < int(hooks[1].get("helm.sh/hook-weight", 0))
+    proxy = pods(objects)["proxy"]
+    assert proxy.container.get("envFrom") == pod.container.get("envFrom")
+
+
+def test_helm_test_asks_the_proxy(render: Render) -> None:
+    [pod] = of_kind(render("minimal"), "Pod").values()
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    [container] = pod["spec"]["containers"]
+    [program] = container["command"][2:]
+    assert '"pawl-proxy", 8100' in program
+    assert "/healthz" in program
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_more_replicas_at_least_than_at_most_are_refused(
+    helm: Callable[..., tuple[int, str]],
+) -> None:
+    scaled = ("--values", VALUES["autoscaling"], "--set", "proxy.autoscaling.minReplicas=21")
+    status, error = helm("template", "pawl", CHART, *scaled)
+    assert status != 0
+    assert "minReplicas is 21, and maxReplicas is 20: lower" in error
+
+
+def test_notes_have_the_first_commands(helm: Callable[..., tuple[int, str]]) -> None:
+    options = ("--values", VALUES["minimal"], "--dry-run=client", "--namespace", "agents")
+    status, text = helm("install", "pawl", CHART, *options)
+    assert status == 0, text
+    notes = text.partition("NOTES:")[2]
+    commands = re.findall(r"^  (.+)", notes, re.MULTILINE)
+    assert [shlex.split(one)[:3] for one in commands] == [
+        ["kubectl", "-n", "agents"],
+        ["kubectl", "-n", "agents"],
+        ["kubectl", "-n", "agents"],
+    ]
+    assert "pawl keys create agent" in commands[0]
+    assert commands[2].endswith("-- pawl doctor")
+
+
 def test_values_in_documents_are_taken_together(
     helm: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
@@ -519,6 +787,11 @@ def test_values_in_documents_are_taken_together(
         ("proxy.spool.size=ten", "/proxy/spool/size"),
         ("proxy.pod.hostNetwork=true", "'hostNetwork'"),
         ("trainer.env[0].name=PAWL_SEED", "/trainer/env/0/name"),
+        ("migrate.env[0].name=PAWL_SEED", "/migrate/env/0/name"),
+        ("adapters.volumes[0].name=ca", "'volumes'"),
+        ("settings.PAWL_API_KEY=k", "put it into a Secret"),
+        ("proxy.ingress.enabled=true", "/proxy/ingress/host"),
+        ("console.ingress.hosts[0]=a", "'hosts'"),
         ("user=0", "/user"),
         ("adapters.existingClaim=", "/adapters"),
         ("adapters.servers[0]=http://vllm:8104", "/adapters/servers/0"),
