@@ -13,6 +13,10 @@ from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 import structlog
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from store.settings import Settings
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 # A line up to this length is written as it is. In a longer line each text is cut: much of what
@@ -68,20 +72,20 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
     return _line_of(event)
 
 
-class LineLogger(structlog.make_filtering_bound_logger(logging.INFO)):  # type: ignore[misc]
-    """Log the lines of level `info`, one for each call, past structlog's own steps.
+class LineLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]
+    """Log the lines of level `debug`, one for each call, past structlog's own steps.
 
     They take longer than writing the line. The result is the same where `_line` is the only
     processor.
     """
 
-    def info(self, event: str, *args: object, **fields: object) -> None:
+    def debug(self, event: str, *args: object, **fields: object) -> None:
         """Log a line."""
         if args or self._context:
-            super().info(event, *args, **fields)
+            super().debug(event, *args, **fields)
         else:
             fields["event"] = event
-            self._logger.info(_line(self._logger, "info", fields))
+            self._logger.debug(_line(self._logger, "debug", fields))
 
 
 class SureFile:
@@ -186,13 +190,27 @@ class LibraryLines(logging.Handler):
             self.handleError(record)
 
 
+def _level() -> int:
+    """Return the level of `PAWL_LOG_LEVEL`.
+
+    Where settings cannot be read it is the default: the command that needs them says why.
+    """
+    try:
+        name = Settings().log_level
+    except (ValidationError, SettingsError):
+        name = Settings.model_fields["log_level"].default
+    return logging.getLevelNamesMapping()[name.upper()]
+
+
 def configure_logging(*, gather: bool = False) -> None:
     """Configure structlog, which libraries log through, too; each process calls this once.
 
-    Processes that log a line for each call `gather` lines, and write them together.
+    Lines below `PAWL_LOG_LEVEL` are left out. Processes that take calls `gather` lines, and write
+    them together.
     """
+    level = _level()
     factory: Callable[..., structlog.typing.WrappedLogger]
-    wrapper: type[Any] = structlog.make_filtering_bound_logger(logging.INFO)
+    wrapper: type[Any] = structlog.make_filtering_bound_logger(level)
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -208,7 +226,9 @@ def configure_logging(*, gather: bool = False) -> None:
         # The cast is safe: the logger only calls `write` and `flush`.
         factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))
         if gather:
-            processors, wrapper = [_line], LineLogger
+            processors = [_line]
+            if level == logging.DEBUG:
+                wrapper = LineLogger
             logger = GatheringLogger(file)
 
             def factory(*_: object) -> GatheringLogger:

@@ -283,9 +283,10 @@ class FeedbackEndpoint:
                 usage.count_statements(monotonic(), len(record.items))
             key, body_hash = record.idempotency_key, record.body_hash
             if key is None or body_hash is None:
-                answer = await self._state(record, False)
+                answer = await self._state(record, exchange.key_name, False)
             else:
-                answer = await self._keys.once(key, body_hash, partial(self._state, record))
+                state = partial(self._state, record, exchange.key_name)
+                answer = await self._keys.once(key, body_hash, state)
             exchange.reply(answer.status, b"", [JSON], answer.body)
 
     async def _read(self, exchange: Exchange, claim: Claim) -> FeedbackRecord:
@@ -296,8 +297,11 @@ class FeedbackEndpoint:
         record = await intake.beside(parse) if len(body) > LONG_BYTES else parse()
         return msgspec.structs.replace(record, api_key=exchange.api_key)
 
-    async def _state(self, record: FeedbackRecord, durable: bool) -> Answer:
-        """Record feedback unless it is known to be durable, and return the answer to the client."""
+    async def _state(self, record: FeedbackRecord, key: str | None, durable: bool) -> Answer:
+        """Record feedback unless it is known to be durable, and return the answer to the client.
+
+        `key` is the name of the client's API key, None without one.
+        """
         known = await self._known(record)
         if not durable:
             await self._take(record)
@@ -309,7 +313,7 @@ class FeedbackEndpoint:
             for item in record.items
         ]
         all_known = all(result["status"] == "stored" for result in results)
-        log.info("feedback", items=len(results), repeated=durable, all_known=all_known)
+        log.debug("feedback", key=key, items=len(results), repeated=durable, all_known=all_known)
         return Answer(200 if all_known else 202, msgspec.json.encode({"results": results}))
 
     async def _known(self, record: FeedbackRecord) -> set[tuple[str, str]]:

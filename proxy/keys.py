@@ -346,7 +346,7 @@ class Gate:
     def admit(self, exchange: Exchange, scope: Scope) -> Usage | None:
         """Let a request of the data port in, and remove its credentials if keys are required.
 
-        Sets the exchange's key id and tenant.
+        Sets the exchange's tenant, and the id and name of its key.
 
         Returns:
             The key's usage, whose `end` is to be called; None if no key is required.
@@ -364,6 +364,7 @@ class Gate:
         if grant is None:
             return None
         exchange.tenant, exchange.api_key = grant.tenant, grant.id
+        exchange.key_name = grant.name
         return self.begin(grant, takes_tokens=scope == "infer")
 
     def begin(self, grant: Grant, *, takes_tokens: bool) -> Usage:

@@ -94,7 +94,7 @@ def data_handler(
                 )
         except ClientGone:
             # If it got as far as a `Call`, its record has been made.
-            log.info("client_gone", method=exchange.method)
+            log.debug("client_gone", method=exchange.method)
         except Exception as error:
             _answer_failure(exchange, error)
         finally:

@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 from pydantic import (
@@ -205,6 +205,11 @@ class Settings(BaseSettings):
         default=None,
         description="folder in which each file holds the value of the variable that it is named "
         "like, as Docker and Kubernetes mount secrets; unset: /run/secrets, if it is there",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info",
+        description="least level of the lines that are logged; `debug` has a line for each call "
+        "and feedback",
     )
     allowed_hosts: HostNames = Field(
         default=(

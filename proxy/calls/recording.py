@@ -165,10 +165,11 @@ def note_call(call: "Call", capture: CapturedCall) -> None:
     first, tenant = capture.first_chunk_ms, call.exchange.tenant
     # A line without a tenant is the default tenant's: most proxies have no other.
     whose = {} if tenant == DEFAULT else {"tenant": tenant}
-    log.info(
+    log.debug(
         "call",
         call=call.name,
         episode=call.identity.name,
+        key=call.exchange.key_name,
         method=capture.method,
         agent=capture.agent,
         model=call.request.model,

@@ -232,6 +232,7 @@ class Exchange:
         "expects",
         "headers",
         "keep_alive",
+        "key_name",
         "method",
         "started",
         "target",
@@ -268,9 +269,10 @@ class Exchange:
         self.started = False
         # The id of the recorded call, if it is one, for logs and messages.
         self.call: str | None = None
-        # Whose names the request means, and the id of its key: told by the gate.
+        # Whose names the request means, and the id and name of its key: told by the gate.
         self.tenant = DEFAULT
         self.api_key: str | None = None
+        self.key_name: str | None = None
 
     @property
     def open(self) -> bool:

@@ -73,6 +73,15 @@ def test_other_processes_name_the_address_that_they_cannot_listen_on(
     assert said.startswith(f"pawl: {setting}=h..h:1 cannot be listened on: no such host is known")
 
 
+@pytest.mark.parametrize("command", ["proxy", "trainer", "controller", "adapters", "console"])
+def test_log_level_that_there_is_not_is_refused(command: str, tmp_path: Path) -> None:
+    assert ended(tmp_path, command, PAWL_LOG_LEVEL="loud").splitlines() == [
+        "pawl: PAWL_LOG_LEVEL is 'loud': Input should be 'debug', 'info', 'warning' or 'error'; it "
+        "sets: least level of the lines that are logged; `debug` has a line for each call and "
+        "feedback"
+    ]
+
+
 def test_spool_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     spool = tmp_path / "file" / "spool"

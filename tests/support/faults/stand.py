@@ -71,6 +71,8 @@ class Stand:
             "PAWL_LISTEN": f"127.0.0.1:{self.port}",
             "PAWL_ADMIN_LISTEN": f"127.0.0.1:{self.admin}",
             "PAWL_SPOOL_DIR": str(self.spool),
+            # Tests read the lines of calls.
+            "PAWL_LOG_LEVEL": "debug",
             **({} if disk is None else disk.environment),
         }
         self.supervisor = self._start()

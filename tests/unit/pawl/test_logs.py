@@ -17,7 +17,7 @@ from pawl.logs import configure_logging
 configure_logging(gather=sys.argv[1] == "gather")
 log = structlog.get_logger()
 long = "é\\n\\"" * 700_000
-log.info("call", model=long, agent=long, episode="e-1", bytes=7, served=None, first_chunk_ms=1.5)
+log.debug("call", model=long, agent=long, episode="e-1", bytes=7, served=None, first_chunk_ms=1.5)
 log.warning("models_unknown", reason={"model": long, "tried": [long] * 300}, call="c-1")
 try:
     raise ValueError(long + "the end")
@@ -26,10 +26,11 @@ except ValueError:
 """
 
 
-def logged(script: str, how: str) -> list[bytes]:
-    """The lines that a program logs."""
+def logged(script: str, how: str, level: str = "debug") -> list[bytes]:
+    """The lines that a program logs; with an empty `level` it has none of its own."""
     command = [sys.executable, "-c", script, how]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    environment = os.environ | {"PAWL_LOG_LEVEL": level}
+    done = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
     return done.stderr.splitlines()
 
 
@@ -100,9 +101,9 @@ import sys, structlog
 from pawl.logs import configure_logging
 configure_logging(gather=sys.argv[1] == "gather")
 log = structlog.get_logger()
-log.info("call", model="m", level="mine", event_id=1)
-log.info("%s of %s", "one", "two", model="m")
-log.bind(worker=1).info("bound", model="m")
+log.debug("call", model="m", level="mine", event_id=1)
+log.debug("%s of %s", "one", "two", model="m")
+log.bind(worker=1).debug("bound", model="m")
 """
     told = []
     for how in ("gather", "plain"):
@@ -111,6 +112,33 @@ log.bind(worker=1).info("bound", model="m")
         told.append(lines)
     assert told[0] == told[1]
     assert [line["event"] for line in told[0]] == ["call", "one of two", "bound"]
+
+
+LEVELS = """
+import sys, structlog
+from pawl.logs import configure_logging
+configure_logging(gather=sys.argv[1] == "gather")
+log = structlog.get_logger()
+for level in ("debug", "info", "warning", "error"):
+    getattr(log, level)(f"a line of {level}", level_of=1)
+"""
+
+
+@pytest.mark.parametrize("how", ["gather", "plain"])
+@pytest.mark.parametrize(
+    ("level", "kept"),
+    [
+        ("debug", ["debug", "info", "warning", "error"]),
+        ("", ["info", "warning", "error"]),
+        ("warning", ["warning", "error"]),
+        ("error", ["error"]),
+    ],
+)
+def test_lines_below_the_level_are_left_out(how: str, level: str, kept: list[str]) -> None:
+    lines = [json.loads(line) for line in logged(LEVELS, how, level)]
+    assert [(line["level"], line["event"]) for line in lines] == [
+        (one, f"a line of {one}") for one in kept
+    ]
 
 
 LIBRARY = """

@@ -96,6 +96,23 @@ async def test_ledger_knows_the_key_of_each_call_and_reward(
     await eventually(stored)
 
 
+async def test_line_of_a_call_and_of_feedback_has_the_keys_name_and_is_for_debugging(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
+    key = await made(engine, "agent", "infer", "feedback")
+    await taken(proxy, key)
+    with capture_logs() as logs:
+        assert (await proxy.chat("/episode/e", bearer(key))).status == 200
+        said = await proxy.ask("POST", "/feedback", bearer(key), value=1, episode="e")
+        assert said.status == 200
+    of_calls = [line for line in logs if line["event"] in ("call", "feedback")]
+    assert [(line["event"], line["log_level"], line["key"]) for line in of_calls] == [
+        ("call", "debug", "agent"),
+        ("feedback", "debug", "agent"),
+    ]
+    assert not [line for line in logs if line["log_level"] == "info" and line.get("key")]
+
+
 async def test_refusal_has_the_shape_of_the_clients_api(proxy: Proxy, engine: AsyncEngine) -> None:
     key = await made(engine, "feeds", "feedback")
     await taken(proxy, key)
