@@ -1,13 +1,19 @@
 """Answer a client with an error, in the format of its API, and with the party at fault."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Final
 
-from proxy.errors import ProxyError, Unexpected
+import structlog
+
+from proxy.errors import OutOfScope, ProxyError, Unexpected
 from proxy.formats.errors import OPENAI, ErrorShape
 from proxy.formats.registry import FORMATS
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
+from proxy.routing import find_route
+
+log = structlog.get_logger()
 
 # What replies of a status must have (RFC 9110 §11.6.1, §15.5.22).
 REQUIRED: Final[Mapping[int, Headers]] = {
@@ -16,6 +22,11 @@ REQUIRED: Final[Mapping[int, Headers]] = {
 }
 # The header of an error that is passed on as the upstream sent it, whatever its cause.
 UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
+# Refusals that are logged: of who may not come in, or may not do what was asked.
+LOGGED: Final = frozenset({401, 403})
+# Lines of refusals in a minute, so that nobody fills the disk.
+MOST_LINES: Final = 20
+MINUTE_S: Final = 60.0
 UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
 
 
@@ -30,6 +41,49 @@ def explain(target: str, status: int, why: str) -> bytes:
     return errors_at(target).body(f"The request was not read: {why}.", kind, status=status)
 
 
+class RefusalLog:
+    """Log requests of this process that were refused with 401 or 403, `MOST_LINES` a minute.
+
+    The line after these says how many were left out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        """Begin a minute with the first line; `clock` is in seconds."""
+        self._clock = clock
+        self._until = float("-inf")
+        self._lines = 0
+        self._left_out = 0
+
+    def note(
+        self, status: int, reason: str | None, path: str, key: str | None, client: str | None
+    ) -> None:
+        """Log a refusal: the path without ids, the key's name and the client's address if known."""
+        if status not in LOGGED:
+            return
+        now = self._clock()
+        if now >= self._until:
+            self._until, self._lines = now + MINUTE_S, 0
+        if self._lines == MOST_LINES:
+            self._left_out += 1
+            return
+        more = {"left_out": self._left_out} if self._left_out else {}
+        self._lines, self._left_out = self._lines + 1, 0
+        log.warning(
+            "refused", status=status, reason=reason, path=path, key=key, client=client, **more
+        )
+
+    def note_error(
+        self, error: ProxyError, path: str, client: str | None, key: str | None = None
+    ) -> None:
+        """Log a refusal by its error, which may know the key's name better than `key`."""
+        name = error.key if isinstance(error, OutOfScope) else key
+        self.note(error.status, error.code, path, name, client)
+
+
+# Of the process, as its metrics are.
+REFUSALS: Final = RefusalLog()
+
+
 def refuse(
     exchange: Exchange,
     error: ProxyError,
@@ -41,6 +95,10 @@ def refuse(
 
     If the reply has begun already, its connection is closed before the reply's end instead.
     """
+    if error.status in LOGGED:
+        # Nobody is refused so at a path that is not served.
+        label = find_route(exchange.method, exchange.target.partition("?")[0]).label
+        REFUSALS.note_error(error, label, exchange.peer, exchange.key_name)
     if exchange.started:
         exchange.tear()
         return

@@ -57,6 +57,11 @@ class NoKey(ProxyError, status=401, fault="client", kind="invalid_request_error"
 class OutOfScope(Forbidden):
     """Report that the request's API key is not for this endpoint; the message names the scope."""
 
+    def __init__(self, message: str, key: str) -> None:
+        """Store the message, and the name of the key."""
+        super().__init__(message, code="missing_scope")
+        self.key = key
+
 
 class TooMany(ProxyError, status=429, fault="client", kind="rate_limit_error"):
     """Report that the request's API key has as many requests as its limits allow."""

@@ -419,7 +419,7 @@ class Gate:
             raise OutOfScope(
                 f"The API key is for {', '.join(grant.scopes)}, and this needs {scope}: use a key "
                 f"that was made with --scope {scope}",
-                code="missing_scope",
+                grant.name,
             )
         return grant
 

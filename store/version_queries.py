@@ -278,16 +278,18 @@ async def mark_deleted(
 
 async def list_events(
     connection: AsyncConnection,
-    name: str,
+    name: str | None,
     version: int | None = None,
     *,
     most: int = 100,
 ) -> list[PolicyEvent]:
-    """Return changes of state of policy `name`, the newest first.
+    """Return changes of state of policy `name` (None: of every policy), the newest first.
 
     `version` limits them to one version's. There are at most `most`.
     """
-    query = select(policy_events).where(policy_events.c.name == name)
+    query = select(policy_events)
+    if name is not None:
+        query = query.where(policy_events.c.name == name)
     if version is not None:
         query = query.where(policy_events.c.version == version)
     rows = await connection.execute(query.order_by(policy_events.c.id.desc()).limit(most))

@@ -36,6 +36,7 @@ from pawl.console.pages import CONNECTIONS, NOBODY, Console, Refusal, Viewer, co
 from pawl.database import kept_postgres
 from pawl.processes import stop_event, yield_cores
 from pawl.settings import ConsoleSettings
+from proxy.error_replies import REFUSALS
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, Shown, shown_in
@@ -347,8 +348,19 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
 }
 
 
+def _note(request: Request, error: Exception) -> None:
+    """Log who may not see the console, or not do what was asked there."""
+    path, client = request.url.path, request.client and request.client.host
+    if isinstance(error, ProxyError):
+        REFUSALS.note_error(error, path, client)
+    elif isinstance(error, Refusal):
+        who = getattr(request.state, "viewer", None)
+        REFUSALS.note(error.status_code, error.title, path, who and who.name, client)
+
+
 def failure(request: Request, error: Exception) -> Response:
     """Return the page that says what went wrong, and log what its reader may not see."""
+    _note(request, error)
     if isinstance(error, NoKey):
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         wrong = error.code != "missing_api_key"

@@ -295,6 +295,11 @@ class Exchange:
         return wire.first_value(self.headers, b"transfer-encoding") is not None
 
     @property
+    def peer(self) -> str | None:
+        """Return the address of the client's end of the connection, if it has one."""
+        return self._connection.peer
+
+    @property
     def local(self) -> bool:
         """Return whether the client's end of the connection is on this machine."""
         return self._connection.local

@@ -141,6 +141,12 @@ class Connection(asyncio.Protocol):
         return self.transport.get_write_buffer_size()
 
     @property
+    def peer(self) -> str | None:
+        """Return the address of the client's end, if it has one."""
+        name = self.transport.get_extra_info("peername")
+        return str(name[0]) if isinstance(name, tuple) and name else None
+
+    @property
     def local(self) -> bool:
         """Return whether the client's end is on this machine."""
         if self._local is None:

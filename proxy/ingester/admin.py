@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from proxy.error_replies import REQUIRED
+from proxy.error_replies import REFUSALS, REQUIRED
 from proxy.errors import ProxyError
 from proxy.formats.errors import OPENAI
 from proxy.http.server import is_loopback
@@ -131,6 +131,7 @@ def guarded_by(gate: Gate) -> Middleware:
             usage = _begin(gate, request)
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
+            REFUSALS.note_error(error, request.path, request.remote)
             return _refusal(error)
         try:
             return await handler(request)

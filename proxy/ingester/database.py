@@ -9,6 +9,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+from uuid import UUID
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -24,8 +25,8 @@ from store.grants import KeyRing
 from store.keys import key_ring
 from store.metrics import begin_at_zero
 from store.schema.migrate import upgrade
-from store.version_queries import versions_with_files
-from store.versions import PolicyVersion
+from store.version_queries import list_events, versions_with_files
+from store.versions import PolicyEvent, PolicyVersion
 
 log = structlog.get_logger()
 
@@ -33,6 +34,8 @@ WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
 # Longest single wait for an embedded server. Short, so that the ingester can be stopped meanwhile.
 LOOK_S: Final = 5.0
+# Changes of policies of which those by hand are logged at one look.
+MOST_EVENTS: Final = 200
 
 
 class KeyPublisher:
@@ -52,6 +55,7 @@ class KeyPublisher:
         ring = await key_ring(connection)
         if ring == self._written and not self._file.changed():
             return
+        before = await asyncio.to_thread(self._file.read)
         try:
             await asyncio.to_thread(self._file.write, ring)
         except OSError as error:
@@ -60,7 +64,22 @@ class KeyPublisher:
             return
         self._file.changed()
         self._written = ring
-        log.info("keys", made=ring.made, standing=len(ring.grants))
+        log.info("keys", made=ring.made, standing=len(ring.grants), **_changed(before, ring))
+
+
+def _changed(before: KeyRing | None, ring: KeyRing) -> dict[str, list[str]]:
+    """Return the names of the keys that were made and revoked since `before`, if that is known."""
+    if before is None or not before.seen:
+        return {}
+    old, new = ({grant.id: grant.name for grant in one.grants} for one in (before, ring))
+    return {
+        "added": [name for key, name in new.items() if key not in old],
+        "revoked": [name for key, name in old.items() if key not in new],
+    }
+
+
+async def _newest(connection: AsyncConnection, most: int) -> dict[UUID, PolicyEvent]:
+    return {event.id: event for event in await list_events(connection, None, most=most)}
 
 
 class Database:
@@ -74,6 +93,8 @@ class Database:
         self._known: list[PolicyVersion] | None = None
         # Whether the policy file does not hold `_known` yet.
         self._unwritten = False
+        # The newest changes of policies, by id, at the last look; None: there was none yet.
+        self._events: set[UUID] | None = None
         self._embedded: EmbeddedPostgres | None = None
         self._engine: AsyncEngine | None = None
         self._stopping = asyncio.Event()
@@ -139,12 +160,31 @@ class Database:
         async with self._engine.connect() as connection:
             versions = await versions_with_files(connection)
             await self._keys.bring(connection)
+            await self._note_operators(connection)
         if versions != self._known:
             self._known = versions
             self._show(versions)
             self._unwritten = True
         if self._unwritten or not self._file.is_there():
             await self._write(versions)
+
+    async def _note_operators(self, connection: AsyncConnection) -> None:
+        """Log the changes of policies that were made by hand since the last look."""
+        seen = self._events
+        if seen is not None and seen.issuperset(await _newest(connection, 1)):
+            return
+        newest = await _newest(connection, MOST_EVENTS)
+        self._events = set(newest)
+        for event in reversed(newest.values()):
+            if seen is not None and event.id not in seen and event.actor == "operator":
+                log.info(
+                    "changed_by_hand",
+                    policy=event.name,
+                    version=event.version,
+                    from_state=event.from_state,
+                    to_state=event.to_state,
+                    reason=event.reason,
+                )
 
     async def _write(self, versions: list[PolicyVersion]) -> None:
         try:

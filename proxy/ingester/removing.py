@@ -93,7 +93,8 @@ class DeletedLetters:
         """Begin with no letter looked at; `root` is the spool's."""
         self._root = root
         self._seen: set[Path] = set()
-        self._deletion = 0
+        # The number of the last deletion; None before the first look.
+        self._deletion: int | None = None
 
     async def remove(self, engine: AsyncEngine | None) -> None:
         """Look through the letters that are new since the last look or the last deletion."""
@@ -105,6 +106,9 @@ class DeletedLetters:
             there = set(await asyncio.to_thread(letters_of, self._root))
             if newest:
                 await remove_letters(connection, sorted(there - seen))
+            if self._deletion is not None and newest > self._deletion:
+                # Their names are nowhere kept any more.
+                log.info("episodes_deleted", episodes=newest - self._deletion)
             self._seen, self._deletion = there, newest
 
 

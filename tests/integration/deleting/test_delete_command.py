@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
 
 from pawl.commands.episodes import UnknownEpisodes, as_text, choose, delete_episodes, drained
 from proxy.ingester import removing as deleting
@@ -131,12 +132,18 @@ async def test_an_ingester_elsewhere_removes_its_own_letters(
     gone, later = letter(tmp_path, "g", captured(GONE)), letter(tmp_path, "l", captured("later"))
     letters = deleting.DeletedLetters(tmp_path)
     await receipts(engine, tmp_path / "elsewhere", GONE)
-    await letters.remove(engine)
-    assert later.exists()
-    assert not gone.exists()
-    await receipts(engine, tmp_path / "elsewhere", "later")
-    await letters.remove(engine)
+    with capture_logs() as logs:
+        await letters.remove(engine)
+        assert later.exists()
+        assert not gone.exists()
+        await receipts(engine, tmp_path / "elsewhere", "later")
+        await letters.remove(engine)
+        await letters.remove(engine)
     assert not later.exists()
+    # Of deletions before it began it knows nothing; and no name of an episode is in a line.
+    assert [line for line in logs if line["event"] == "episodes_deleted"] == [
+        {"event": "episodes_deleted", "log_level": "info", "episodes": 1}
+    ]
 
 
 async def test_what_waits_for_an_ingester_is_told(engine: AsyncEngine, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from proxy.error_replies import MINUTE_S, MOST_LINES, RefusalLog
 from proxy.errors import BadRequest, Forbidden, KeysUnknown, NoKey, ProxyError, TooMany
 from proxy.http.server import is_loopback
 from proxy.http.wire import CREDENTIALS, Headers
@@ -469,3 +471,25 @@ def test_error_costs_what_its_usage_says() -> None:
 def test_usage_may_hold_costs_and_times() -> None:
     usage = b'{"usage":{"prompt_tokens":5,"completion_tokens":2,"queue_time":0.037,"cost":1e-5}}'
     assert tokens_of(REQUEST, usage) == 7
+
+
+def test_refusals_fill_no_disk() -> None:
+    now = 100.0
+    refusals = RefusalLog(lambda: now)
+    with capture_logs() as lines:
+        for _ in range(1000):
+            refusals.note(401, "invalid_api_key", "/v1/chat/completions", None, "192.0.2.1")
+            refusals.note(404, None, "/v1/models", None, "192.0.2.1")
+        now += MINUTE_S
+        refusals.note(403, "missing_scope", "/feedback", "agent", None)
+    assert len(lines) == MOST_LINES + 1
+    assert lines[0] == {
+        "event": "refused",
+        "log_level": "warning",
+        "status": 401,
+        "reason": "invalid_api_key",
+        "path": "/v1/chat/completions",
+        "key": None,
+        "client": "192.0.2.1",
+    }
+    assert (lines[-1]["key"], lines[-1]["left_out"]) == ("agent", 1000 - MOST_LINES)

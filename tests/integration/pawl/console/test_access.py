@@ -18,6 +18,7 @@ from pawl.console.app import MOST_AT_ONCE, app_of, failure
 from pawl.console.pages import reading
 from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
+from proxy.error_replies import RefusalLog
 from store.embedded import EmbeddedPostgres
 from store.grants import Scope
 from store.keys import create_key, revoke_key
@@ -111,7 +112,7 @@ async def test_value_that_the_database_cannot_hold_is_refused(console: Pages, pa
 
 
 async def test_console_asks_for_a_key_once_one_was_made(
-    console: Pages, engine: AsyncEngine
+    console: Pages, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await key_of(engine, "anna", "read", "train", "admin")
     without = await console.get("/?a=1")
@@ -121,8 +122,16 @@ async def test_console_asks_for_a_key_once_one_was_made(
     wrong = await console.get("/", bearer(key[:-1] + "_"))
     assert (wrong.status, "wrong or was revoked" in wrong.body.decode()) == (401, True)
     assert (await console.get("/", bearer(key))).status == 200
-    unscoped = await console.get("/", bearer(await key_of(engine, "agent", "infer")))
+    monkeypatch.setattr("pawl.console.app.REFUSALS", RefusalLog())
+    with structlog.testing.capture_logs() as logged:
+        unscoped = await console.get("/", bearer(await key_of(engine, "agent", "infer")))
+        reader = bearer(await key_of(engine, "reader", "read"))
+        assert (await console.get("/versions/m/1/promote", reader)).status == 403
     assert (unscoped.status, "needs read" in unscoped.body.decode()) == (403, True)
+    assert [(line["event"], line["path"], line["key"]) for line in logged] == [
+        ("refused", "/", "agent"),
+        ("refused", "/versions/m/1/promote", "reader"),
+    ]
     async with engine.begin() as connection:
         await revoke_key(connection, "anna")
     assert (await console.get("/", bearer(key))).status == 401

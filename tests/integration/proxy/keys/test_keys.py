@@ -16,14 +16,16 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from pawl.cli import app
+from proxy.error_replies import RefusalLog
 from proxy.feedback import LONG_BYTES
 from store.database import make_engine
 from store.keys import id_of, revoke_key
+from store.version_states import freeze
 from tests.integration.conftest import Proxy, StartProxy, running, settings_for, working
 from tests.support.proxy.kept_files import files_below, rows_of
 from tests.support.proxy.keys import CALL, bearer, made, status, taken
 from tests.support.servers.fake_upstream import FakeUpstream
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 EFFECTIVE_S = 2.0
 CALLS_BY_KEY = "SELECT e.key, t.api_key FROM transitions t JOIN episodes e ON e.id = t.episode_id"
@@ -111,6 +113,74 @@ async def test_line_of_a_call_and_of_feedback_has_the_keys_name_and_is_for_debug
         ("feedback", "debug", "agent"),
     ]
     assert not [line for line in logs if line["log_level"] == "info" and line.get("key")]
+
+
+async def test_refused_requests_are_logged_with_the_keys_name(
+    proxy: Proxy, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await made(engine, "feeds", "feedback")
+    infers = await made(engine, "infers", "infer", tenant="a")
+    await taken(proxy, key)
+    await taken(proxy, infers)
+    # Waiting for the keys may have used up the lines of this minute.
+    refusals = RefusalLog()
+    for module in ("proxy.error_replies", "proxy.ingester.admin"):
+        monkeypatch.setattr(f"{module}.REFUSALS", refusals)
+    with capture_logs() as logs:
+        await proxy.ask("POST", "/episode/user-42/v1/chat/completions", {}, **CALL)
+        await proxy.ask("POST", "/feedback", bearer(key[:-1] + "x"), value=1, episode="e")
+        await proxy.ask("POST", "/v1/messages", bearer(key), **CALL)
+        await proxy.ask("GET", "/v1/files/file-1", bearer(infers))
+        await proxy.ask("GET", "/nowhere", bearer(infers))
+        await proxy.admin_page("/metrics", bearer(key))
+    refused = [line for line in logs if line["event"] == "refused"]
+    assert [
+        tuple(line[name] for name in ("status", "reason", "path", "key")) for line in refused
+    ] == [
+        (401, "missing_api_key", "/v1/chat/completions", None),
+        (401, "invalid_api_key", "/feedback", None),
+        (403, "missing_scope", "/v1/messages", "feeds"),
+        (403, "kept_for_all_tenants", "/v1/files", "infers"),
+        (403, "missing_scope", "/metrics", "feeds"),
+    ]
+    assert {line["client"] for line in refused} == {"127.0.0.1"}
+
+
+async def test_log_names_keys_that_are_made_and_revoked(proxy: Proxy, engine: AsyncEngine) -> None:
+    with capture_logs() as logs:
+        await taken(proxy, await made(engine, "agent", "infer"))
+        await taken(proxy, await made(engine, "other", "infer"))
+        async with engine.begin() as connection:
+            await revoke_key(connection, "agent")
+
+        def changes() -> list[tuple[list[str], list[str]]]:
+            of_keys = [line for line in logs if line["event"] == "keys"]
+            return [(line["added"], line["revoked"]) for line in of_keys]
+
+        await until(lambda: changes() == [(["agent"], []), (["other"], []), ([], ["agent"])])
+
+
+async def test_log_has_what_operators_change_of_policies(proxy: Proxy, engine: AsyncEngine) -> None:
+    with capture_logs() as logs:
+        async with engine.begin() as connection:
+            await freeze(connection, "m", frozen=True, reason="(by anna)", actor="operator")
+            await freeze(connection, "m", frozen=False, reason="it goes on", actor="controller")
+
+        def changes() -> list[Any]:
+            return [line for line in logs if line["event"] == "changed_by_hand"]
+
+        await until(lambda: bool(changes()))
+    assert changes() == [
+        {
+            "event": "changed_by_hand",
+            "log_level": "info",
+            "policy": "m",
+            "version": 0,
+            "from_state": "serving",
+            "to_state": "serving",
+            "reason": "frozen: (by anna)",
+        }
+    ]
 
 
 async def test_refusal_has_the_shape_of_the_clients_api(proxy: Proxy, engine: AsyncEngine) -> None:
