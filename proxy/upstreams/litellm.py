@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -173,6 +174,16 @@ HIDDEN: Final = "***"
 EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
+def hidden_words(spec: UpstreamSpec, key: str | None) -> dict[str, str]:
+    """Return what clients are not told, in the order to replace it, and what they are told instead.
+
+    Some providers take the key in their URL, which errors quote, and some say back what they got.
+    Errors quote an address whole, or its host and port.
+    """
+    places = [place for url in spec.urls for place in (url, urlsplit(url).netloc)]
+    return ({key: HIDDEN} if key else {}) | dict.fromkeys(places, spec.name)
+
+
 class LitellmUpstream:
     """Send requests to one provider."""
 
@@ -190,7 +201,7 @@ class LitellmUpstream:
         self._silence_s = silence_s
         self._closing: set[asyncio.Task[None]] = set()
         self._always = dict(spec.options)
-        self._key = key
+        self._hidden = hidden_words(spec, key)
         if key is not None:
             self._always["api_key"] = key
         if spec.urls:
@@ -227,25 +238,24 @@ class LitellmUpstream:
         try:
             answer = await call(**arguments)
         except self._library.exceptions.Timeout as error:
-            why = self.without_key(str(error))
+            why = self.for_clients(str(error))
             raise UpstreamSilent(
                 f"Upstream {self._spec.name!r} gave no reply in time: {why}"[:500],
                 code="upstream_silent",
             ) from error
         except self.errors as error:
-            body = self.without_key(refusal(error).decode()).encode()
+            body = self.for_clients(refusal(error).decode()).encode()
             return LitellmReply(status_of(error), [JSON, *retry_headers(error)], body)
         if request.stream:
             return LitellmStream(self, answer, request.model)
         reply = answer.model_dump(mode="json", exclude_none=True)
         return LitellmReply(200, [JSON], whole_reply(reply, request.model))
 
-    def without_key(self, text: str) -> str:
-        """Return what litellm tells of an error, without the key.
-
-        Some providers take it in their URL, which errors quote, and some say back what they got.
-        """
-        return text.replace(self._key, HIDDEN) if self._key else text
+    def for_clients(self, text: str) -> str:
+        """Return what litellm tells of an error, without the key and the provider's address."""
+        for word, shown in self._hidden.items():
+            text = text.replace(word, shown)
+        return text
 
     def _name(self, model: str) -> str:
         return model if self._spec.provider is None else f"{self._spec.provider}/{model}"
@@ -360,7 +370,7 @@ class LitellmStream(LitellmReply):
                 fields = chunk.model_dump(mode="json", exclude_none=True)
                 yield chunk_event(fields, self._model)
         except self._upstream.errors as error:
-            why = self._upstream.without_key(str(error))
+            why = self._upstream.for_clients(str(error))
             raise Torn(f"{type(error).__name__}: {why}"[:500]) from error
         self._ended = True
         yield b"data: %s\n\n" % DONE

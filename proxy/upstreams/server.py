@@ -360,7 +360,7 @@ class Replica:
         parts = urlsplit(base_url)
         secure = parts.scheme == "https"
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
-        # What logs and messages call the server.
+        # What logs call the server; clients are told the upstream's name instead.
         self.root = without_login(f"{parts.scheme}://{parts.netloc}{self.prefix}")
         self.pool = Pool(
             parts.hostname or "", parts.port or (443 if secure else 80), tls=tls if secure else None
@@ -382,9 +382,9 @@ class Upstream:
         *,
         silence_s: float,
         key: Key | None = None,
-        named_in: str = "PAWL_UPSTREAM_URL",
+        called: str = "The model server that PAWL_UPSTREAM_URL names",
     ) -> None:
-        """Prepare the replicas at the base URLs `urls`, which the setting `named_in` names.
+        """Prepare the replicas at the base URLs `urls`; messages to clients begin with `called`.
 
         A reply is given up after `silence_s` seconds of silence. `key` is sent in place of the
         client's credentials.
@@ -395,7 +395,7 @@ class Upstream:
         self._key = key
         # Whether requests are sent with a key of ours in place of the client's.
         self.keyed = key is not None
-        self._named_in = named_in
+        self._called = called
         # Whether a model gives ids, by its name: only names that the server listed or our trainer
         # loaded, never those of requests, which could fill the memory.
         self._gives_ids: dict[str, bool] = {}
@@ -429,10 +429,9 @@ class Upstream:
                 self._unreached(replica, error)
             except NoReply as error:
                 raise self._without_reply(replica, error) from error
-        where = " and ".join(replica.root for replica in self.replicas)
         raise UpstreamUnreachable(
-            f"The model server at {where} could not be reached. "
-            f"Is it running, and is {self._named_in} right?",
+            f"{self._called} could not be reached. Is it running, and is its address right? The "
+            "proxy's log has the address and the reason",
             code="upstream_unreachable",
         )
 
@@ -482,10 +481,11 @@ class Upstream:
         log.warning("replica_unreachable", replica=replica.root, reason=str(error))
 
     def _without_reply(self, replica: Replica, error: NoReply) -> UpstreamBroke:
+        log.warning("replica_gave_no_reply", replica=replica.root, reason=str(error))
         silent = isinstance(error, Silent)
         kind = UpstreamSilent if silent else UpstreamBroke
         return kind(
-            f"The model server at {replica.root} was sent the request and gave no reply: {error}. "
+            f"{self._called} was sent the request and gave no reply: {error}. "
             "It is unknown whether the server worked on the request.",
             code="upstream_silent" if silent else "upstream_broke",
         )

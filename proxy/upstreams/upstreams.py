@@ -281,7 +281,7 @@ def _server(
         spec.urls,
         silence_s=settings.silence_s,
         key=None if key is None else Key(key, spec.key_style),
-        named_in=f"upstream {spec.name!r} of {settings.upstreams}",
+        called=f"Upstream {spec.name!r}",
     )
 
 

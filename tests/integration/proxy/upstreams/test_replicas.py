@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from benchmarks.stack import free_port
 from proxy.errors import NoUpstream, UpstreamBroke, UpstreamUnreachable
@@ -110,12 +111,25 @@ async def test_error_of_one_replica_is_its_answer(
     assert sum(len(one.requests) for one in two) == 1
 
 
-async def test_where_no_replica_is_reached_all_are_named() -> None:
-    urls = [f"http://127.0.0.1:{free_port()}/v1" for _ in range(2)]
-    upstream = Upstream(urls, silence_s=60, named_in="upstream 'local' of u.toml")
-    with pytest.raises(UpstreamUnreachable, match=r"and http.*is upstream 'local' of u\.toml"):
-        await ask(upstream)
-    assert all(replica.avoid_until for replica in upstream.replicas)
+async def test_client_is_told_the_upstreams_name_and_the_log_the_replicas_addresses(
+    upstream: FakeUpstream,
+) -> None:
+    upstream.behave = hang_up
+    urls = [f"http://u:s3cret@127.0.0.1:{free_port()}/v1" for _ in range(2)]
+    down = Upstream(urls, silence_s=60, called="Upstream 'local'")
+    breaks = Upstream([upstream.url], silence_s=60, called="Upstream 'local'")
+    with capture_logs() as logs:
+        for one, error in ((down, UpstreamUnreachable), (breaks, UpstreamBroke)):
+            with pytest.raises(error, match=r"^Upstream 'local' ") as told:
+                await ask(one)
+            assert "127.0.0.1" not in told.value.message
+    await breaks.close()
+    assert all(replica.avoid_until for replica in down.replicas)
+    assert [(line["event"], line["replica"]) for line in logs] == [
+        *(("replica_unreachable", replica.root) for replica in down.replicas),
+        ("replica_gave_no_reply", breaks.replicas[0].root),
+    ]
+    assert "s3cret" not in str(logs)
 
 
 # The list of models says which of them give ids.

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from proxy.errors import BadRequest
+from proxy.upstreams.file import UpstreamSpec
 from proxy.upstreams.litellm import (
     CHAT,
     EMBEDDINGS,
     chunk_event,
+    hidden_words,
     read_litellm_request,
     refusal,
     retry_headers,
@@ -109,3 +111,24 @@ def test_an_error_that_says_little_is_told_too() -> None:
         "param": None,
         "code": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        (
+            "Cannot connect to host inner.example:8443 ssl:default",
+            "Cannot connect to host far ssl:default",
+        ),
+        ("https://inner.example:8443/v1/chat/completions: 404", "far/chat/completions: 404"),
+        ("no https://inner.example:8443/v1?key=sk-ours", "no far?key=***"),
+        ("see https://other.example/", "see https://other.example/"),
+    ],
+)
+def test_clients_are_told_no_key_and_no_address_of_a_provider(told: str, shown: str) -> None:
+    spec = UpstreamSpec(
+        name="far", kind="litellm", urls=("https://inner.example:8443/v1",), models=("m",)
+    )
+    for word, instead in hidden_words(spec, "sk-ours").items():
+        told = told.replace(word, instead)
+    assert told == shown
