@@ -6,3 +6,8 @@ exchange only the frozen records of `store.records` with it.
 """
 
 __version__ = "0.1.0"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the wheel with an extra; PyPI does not have the wheel."""
+    return f"pip install 'pawl_rl-{__version__}-py3-none-any.whl[{extra}]'"

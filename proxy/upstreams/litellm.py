@@ -22,6 +22,7 @@ from proxy.http.client import Torn
 from proxy.http.exchange import Grown
 from proxy.http.wire import JSON, Headers
 from proxy.upstreams.file import UpstreamSpec
+from store import install_command
 
 CHAT: Final = "/v1/chat/completions"
 EMBEDDINGS: Final = "/v1/embeddings"
@@ -217,7 +218,7 @@ class LitellmUpstream:
         if importlib.util.find_spec(LIBRARY) is None:
             raise BadUpstreams(
                 f'upstream {spec.name!r}: kind = "litellm", and litellm is not installed here: '
-                "pip install 'pawl-rl[litellm]'"
+                f"`{install_command('litellm')}`"
             )
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> "LitellmReply":

@@ -37,6 +37,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_bitsandbytes_available
 
+from store import install_command
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import CompanionFailed, LearnerError
@@ -214,8 +215,8 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
     """
     if not is_bitsandbytes_available():
         raise LearnerError(
-            f"base_bits = {bits} needs bitsandbytes: install it with `pip install"
-            " 'pawl-rl[trainer]'`, or leave base_bits out of the recipe"
+            f"base_bits = {bits} needs bitsandbytes: install it with"
+            f" `{install_command('trainer')}`, or leave base_bits out of the recipe"
         )
     shapes = outline(configuration(model))
     packed = packable(shapes)

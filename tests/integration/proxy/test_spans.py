@@ -210,7 +210,7 @@ async def test_spans_without_their_packages_are_refused_at_the_start(
 ) -> None:
     monkeypatch.delitem(sys.modules, "proxy.ingester.spans")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(NoSpans, match=r"PAWL_OTEL .*pip install 'pawl-rl\[otel\]'"):
+    with pytest.raises(NoSpans, match=r"PAWL_OTEL .*pip install 'pawl_rl-.*\.whl\[otel\]'"):
         await serve(ProxySettings(otel=True))
 
 

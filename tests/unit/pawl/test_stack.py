@@ -177,7 +177,9 @@ def test_missing_vllm_is_reported_with_the_index_of_torch_for_cpus(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
-    with pytest.raises(NotReady, match=r"pawl-rl\[serve-cpu\]' --extra-index-url https://down"):
+    with pytest.raises(
+        NotReady, match=r"pawl_rl-.*\.whl\[serve-cpu\]' --extra-index-url https://down"
+    ):
         stack.preflight(plan)
 
 

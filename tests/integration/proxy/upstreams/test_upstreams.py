@@ -295,7 +295,9 @@ def test_litellm_that_is_not_there_is_asked_for(
     path = tmp_path / "u.toml"
     path.write_text("[[upstream]]\nname = 'x'\nkind = 'litellm'\nmodels = ['x']")
     settings = settings_for(None, "http://a/v1", tmp_path).model_copy(update={"upstreams": path})
-    with pytest.raises(BadUpstreams, match=r"upstream 'x'.*pip install 'pawl-rl\[litellm\]'"):
+    with pytest.raises(
+        BadUpstreams, match=r"upstream 'x'.*pip install 'pawl_rl-.*\.whl\[litellm\]'"
+    ):
         check_upstreams(settings)
 
 
