@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 from uuid import UUID
@@ -12,6 +13,7 @@ import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.common import OfTenant, with_engine
+from pawl.serving.supervisor import check_spans
 from pawl.settings import read_settings
 from proxy.ingester.removing import FOLDER, LETTER, REASON, names_in
 from proxy.ingester.segment_reader import Segment
@@ -22,7 +24,7 @@ from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import MOST_INFLATED, CapturedCall, Frame, decode_payload, read_pieces
 from proxy.tool_events import ResultReaders
 from store.database import is_no_records_fault
-from store.records import CallRecord, GapRecord, Record
+from store.records import CallRecord, GapRecord, Record, SpoolRecord
 from store.tenants import bare, tenant_of
 from store.write.ingest import Ingester
 
@@ -44,16 +46,48 @@ def spool(
     folder = settings.spool_dir
     if replay:
         redactor, max_reply = open_redactor(settings), settings.max_reply_mb * 2**20
-        stored, refused = with_engine(
-            lambda engine: replay_letters(
-                folder, engine, settings.tool_results, max_reply, redactor, tenant
-            )
-        )
+
+        async def run(engine: AsyncEngine) -> tuple[int, list[str]]:
+            async with spans_of(settings) as send_spans:
+                return await replay_letters(
+                    folder,
+                    engine,
+                    settings.tool_results,
+                    max_reply,
+                    redactor,
+                    tenant,
+                    send_spans=send_spans,
+                )
+
+        stored, refused = with_engine(run)
         print(f"{stored} dead letters stored, {len(refused)} refused again", file=sys.stderr)
         for reason in refused:
             print(f"  {reason}", file=sys.stderr)
     view = look(folder, tenant)
     print(json.dumps(msgspec.to_builtins(view)) if as_json else "\n".join(as_lines(view)))
+
+
+SendSpans = Callable[[Iterable[SpoolRecord]], None]
+
+
+@asynccontextmanager
+async def spans_of(settings: ProxySettings) -> AsyncIterator[SendSpans | None]:
+    """Yield what sends the spans of stored calls, or None without `PAWL_OTEL`.
+
+    Raises:
+        NoSpans: spans are wanted, and cannot be sent.
+    """
+    if not settings.otel:
+        yield None
+        return
+    check_spans()
+    from proxy.ingester.spans import Spans
+
+    spans = Spans()
+    try:
+        yield spans.send
+    finally:
+        await spans.close(settings.spans_end_s)
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):
@@ -148,11 +182,14 @@ async def replay_letters(
     most_reply: int = MOST_INFLATED,
     redactor: Redactor | None = None,
     tenant: str | None = None,
+    *,
+    send_spans: SendSpans | None = None,
 ) -> tuple[int, list[str]]:
     """Try to store each dead letter again; delete those that are stored, and keep the others.
 
     Return the number of letters stored, and a line with the reason for each one that was not. If
     the database does not answer (`is_no_records_fault`), its error is raised, and the rest stay.
+    `send_spans` is called with each record that was stored.
     """
     ingester = Ingester(question_of=question_of)
     stored, refused = 0, []
@@ -163,13 +200,15 @@ async def replay_letters(
             record = record_of(payload, readers, most_reply)
             if redactor is not None:
                 record = redactor.record(record)
-            await ingester.store(engine, [record])
+            left_out = await ingester.store(engine, [record])
         except Exception as error:
             if is_no_records_fault(error):
                 raise
             # Whatever is wrong with one letter, the next one may still be stored.
             refused.append(f"{path.name}: {_first(str(error)) or type(error).__name__}")
             continue
+        if send_spans is not None and not left_out:
+            send_spans([record])
         path.unlink()
         path.with_suffix(REASON).unlink(missing_ok=True)
         stored += 1

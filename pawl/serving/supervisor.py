@@ -229,8 +229,16 @@ def check_files(settings: ProxySettings) -> None:
     check_upstreams(settings)
     open_policies(settings.policies)
     open_redactor(settings)
-    if not settings.otel:
-        return
+    if settings.otel:
+        check_spans()
+
+
+def check_spans() -> None:
+    """Check that spans can be made here, and sent as the variables of OpenTelemetry say.
+
+    Raises:
+        NoSpans: they cannot.
+    """
     try:
         from proxy.ingester.spans import check_environment
     except ImportError as error:

@@ -1,5 +1,6 @@
 """Each stored call is a span at the collector, and no agent notices whether there is one."""
 
+import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -12,16 +13,20 @@ import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from typer.testing import CliRunner
 
 from benchmarks.stack import free_port
+from pawl.cli import app
 from pawl.serving.supervisor import serve
 from proxy.errors import NoSpans
+from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.ingester.spans import MOST_WAITING, SCHEMA, Spans, check_environment
 from proxy.metrics import SPANS
 from proxy.settings import ProxySettings
+from proxy.spool.segments import encode_payload
 from store.tenants import scoped
 from tests.integration.conftest import Proxy, StartProxy
-from tests.support.records import call
+from tests.support.records import call, captured
 from tests.support.servers.fake_upstream import FakeUpstream, answers
 from tests.support.waiting import eventually, until
 
@@ -118,6 +123,23 @@ async def test_call_is_a_span_of_its_clients_trace_without_its_text(
     }
     assert all(header["api-key"] == "of-the-collector" for header in collector.headers)
     assert not any(text in b"".join(collector.bodies) for text in (b"nobody", b"of-the-collector"))
+
+
+async def test_call_of_a_dead_letter_that_is_replayed_is_a_span(
+    database_url: str, collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setenv("PAWL_SPOOL_DIR", str(tmp_path))
+    monkeypatch.setenv("PAWL_OTEL", "true")
+    refused = [captured("of-a-letter"), captured("unreadable", dialect="unknown")]
+    write_dead_letters(
+        tmp_path, [DeadLetter(one.episode, encode_payload(one), "tested") for one in refused]
+    )
+    for _ in range(2):
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["spool", "--replay"])
+        assert done.exit_code == 0, done.output
+    [span] = await collector.seen(1)
+    assert attributes(span)["gen_ai.conversation.id"] == "of-a-letter"
 
 
 async def test_calls_of_an_episode_without_a_trace_share_one(
