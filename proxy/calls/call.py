@@ -293,9 +293,9 @@ class Call:
         upstream = self.parts.upstreams.for_model(self._upstreams_model())
         model = serving.served_name
         want_ids = await upstream.gives_ids(model)
-        if model is not None and want_ids and self.format.has_inline_system(self.request):
+        if model is not None and want_ids and self.format.has_inline_system(self.passed):
             keeps_system = await upstream.keeps_system(model)
-            self.request = msgspec.structs.replace(self.request, keep_system=keeps_system)
+            self.passed = msgspec.structs.replace(self.passed, keep_system=keeps_system)
         if self.takes_long:
             self.routed = await self.parts.intake.beside(rewritten, self, want_ids)
         else:
