@@ -11,6 +11,7 @@ from proxy.formats.errors import OPENAI, ErrorShape
 from proxy.formats.registry import FORMATS
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
+from proxy.metrics import REFUSED
 from proxy.routing import find_route
 
 log = structlog.get_logger()
@@ -91,10 +92,11 @@ def refuse(
     errors: ErrorShape | None = None,
     headers: Headers | None = None,
 ) -> None:
-    """Answer with an error, in the form `errors` or, if that is None, that of the path.
+    """Count an error, and answer with it in the form `errors` or, if that is None, of the path.
 
     If the reply has begun already, its connection is closed before the reply's end instead.
     """
+    REFUSED.labels(type(error).__name__).inc()
     if error.status in LOGGED:
         # Nobody is refused so at a path that is not served.
         label = find_route(exchange.method, exchange.target.partition("?")[0]).label
@@ -116,9 +118,7 @@ def send_internal_error(
 ) -> None:
     """Answer 500 for an unforeseen failure and close; a reply that has begun is cut off instead."""
     if not exchange.open:
-        return
-    if exchange.started:
-        exchange.tear()
+        REFUSED.labels(Unexpected.__name__).inc()
         return
     exchange.keep_alive = False
     call = f" (call {exchange.call})" if exchange.call else ""

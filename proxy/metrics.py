@@ -37,7 +37,12 @@ STANDARD_STATUSES: Final = frozenset(str(status.value) for status in HTTPStatus)
 def status_label(status: int) -> str:
     """Return a reply's status as a label, or its class (`5xx`) if HTTP does not define it."""
     text = str(status)
-    return text if text in STANDARD_STATUSES else f"{text[0]}xx"
+    return text if text in STANDARD_STATUSES else status_class(status)
+
+
+def status_class(status: int | None) -> str:
+    """Return the class of a reply's status (`5xx`), or `none` if there was no reply."""
+    return "none" if status is None else f"{str(status)[0]}xx"
 
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -45,9 +50,10 @@ ADDED: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.1,
 
 CALLS = Counter(
     "pawl_calls_total",
-    "Recorded calls by how they ended (`status`, as in `transitions.status`), and whether the reply"
-    " was streamed.",
-    ["policy", "version", "status", "stream"],
+    "Recorded calls by how they ended (`status`, as in `transitions.status`), by the class of the"
+    " HTTP status that the client got (`answered`: `2xx`, `4xx`, `5xx`, or `none`), and whether the"
+    " reply was streamed.",
+    ["policy", "version", "status", "answered", "stream"],
 )
 EXPLORED = Counter(
     "pawl_calls_explored_total",

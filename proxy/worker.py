@@ -10,7 +10,7 @@ import structlog
 
 from proxy.calls.call import CallParts, answer_call
 from proxy.error_replies import explain, refuse, send_internal_error
-from proxy.errors import NoWebsocket, ProxyError, TooSlow, Unexpected
+from proxy.errors import NoWebsocket, ProxyError, TooSlow
 from proxy.feedback import FeedbackEndpoint, IdempotencyStore, KeyFiles, RecentTargets
 from proxy.forwarding import forward
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
@@ -125,11 +125,9 @@ def _answer_failure(exchange: Exchange, error: Exception) -> None:
     if isinstance(error, BodyTooSlow):
         error = TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take")
     if isinstance(error, ProxyError):
-        REFUSED.labels(type(error).__name__).inc()
         refuse(exchange, error)
     else:
         log.error("request_failed", method=exchange.method, call=exchange.call, exc_info=error)
-        REFUSED.labels(Unexpected.__name__).inc()
         send_internal_error(exchange)
 
 

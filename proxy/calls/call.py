@@ -16,7 +16,7 @@ import structlog
 from proxy.calls.answer import ERRORS, Answer, StreamedAnswer, WholeAnswer
 from proxy.calls.recording import Recorded, ReplyRead, note_call, read_reply, record
 from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, refuse, send_internal_error
-from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn, Unexpected
+from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn
 from proxy.exploring import Changes, Exploring, explored, header_of, is_chosen
 from proxy.feedback import RecentTargets
 from proxy.formats.base import ModelRequest, WireFormat, read_request
@@ -28,7 +28,7 @@ from proxy.identity.identify import identify, identity_alone
 from proxy.intake import LONG_BYTES, Claim, Intake
 from proxy.keys import Usage
 from proxy.lookup import Lookup
-from proxy.metrics import ADDED_SECONDS, REFUSED, WARNINGS
+from proxy.metrics import ADDED_SECONDS, WARNINGS
 from proxy.policies.versions import Serving, Versions
 from proxy.routing import Route
 from proxy.spool.recorder import Recorder
@@ -514,7 +514,6 @@ class Call:
         """Answer an unexpected error: status 500, or an error event if the reply has begun."""
         exchange, errors = self.exchange, self.format.errors
         log.exception("call_failed", call=self.name)
-        REFUSED.labels(Unexpected.__name__).inc()
         await self._make_durable("truncated" if exchange.started else "upstream_error")
         if exchange.started and exchange.open:
             exchange.write(errors.event(f"{UNEXPECTED} (call {self.name})."))

@@ -16,7 +16,7 @@ from proxy.calls.answer import ERRORS
 from proxy.formats.base import ReplySummary
 from proxy.identity.call_memory import provided_fingerprints
 from proxy.keys import Usage, tokens_of
-from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
+from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled, status_class
 from proxy.spool.segments import CapturedCall
 from proxy.upstreams.server import comes_in_events
 from store.records import CallStatus
@@ -158,7 +158,8 @@ def note_call(call: "Call", capture: CapturedCall) -> None:
     """Count a call that has ended, and log its line."""
     stream = "true" if capture.streamed else "false"
     version = "" if capture.policy_version is None else str(capture.policy_version)
-    labelled(CALLS, capture.policy or "", version, capture.status, stream).inc()
+    answered = status_class(call.exchange.status)
+    labelled(CALLS, capture.policy or "", version, capture.status, answered, stream).inc()
     labelled(CALL_SECONDS, stream).observe(capture.total_ms / 1000)
     for kind in capture.explored or ():
         labelled(EXPLORED, capture.policy or "", kind).inc()

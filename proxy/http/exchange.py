@@ -234,7 +234,7 @@ class Exchange:
         "keep_alive",
         "key_name",
         "method",
-        "started",
+        "status",
         "target",
         "tenant",
     )
@@ -266,13 +266,19 @@ class Exchange:
         self._framed = chunks
         # The reply to HEAD is the head of the one to GET, without a body (RFC 9110 §9.3.2).
         self._silent = method == "HEAD"
-        self.started = False
+        # The reply's status, once it has begun.
+        self.status: int | None = None
         # The id of the recorded call, if it is one, for logs and messages.
         self.call: str | None = None
         # Whose names the request means, and the id and name of its key: told by the gate.
         self.tenant = DEFAULT
         self.api_key: str | None = None
         self.key_name: str | None = None
+
+    @property
+    def started(self) -> bool:
+        """Return whether the reply has begun."""
+        return self.status is not None
 
     @property
     def open(self) -> bool:
@@ -341,7 +347,7 @@ class Exchange:
         if status not in wire.BODYLESS:
             framing = [(b"Content-Length", b"%d" % len(body))]
         head = self._head(status, reason, headers, framing)
-        self._send(head if self._silent else head + body)
+        self._send(status, head if self._silent else head + body)
         self._connection.answered(self)
 
     def begin(self, status: int, reason: bytes, headers: Headers) -> None:
@@ -351,13 +357,13 @@ class Exchange:
         elif not self._framed:
             self.keep_alive = False
         framing: Headers = [wire.CHUNKED] if self._framed else []
-        self._send(self._head(status, reason, headers, framing))
+        self._send(status, self._head(status, reason, headers, framing))
 
     def begin_sized(self, status: int, reason: bytes, headers: Headers, length: bytes) -> None:
         """Send the head of a reply of known length; the body follows in pieces."""
         self._framed = False
         framing: Headers = [(b"Content-Length", length)]
-        self._send(self._head(status, reason, headers, framing))
+        self._send(status, self._head(status, reason, headers, framing))
 
     def write(self, data: bytes) -> None:
         """Send the next piece of the body, at once."""
@@ -388,8 +394,8 @@ class Exchange:
         """Close the connection at once."""
         self._connection.transport.abort()
 
-    def _send(self, head: bytes) -> None:
-        self.started = True
+    def _send(self, status: int, head: bytes) -> None:
+        self.status = status
         self._connection.send(head)
 
     def _head(self, status: int, reason: bytes, headers: Headers, framing: Headers) -> bytes:

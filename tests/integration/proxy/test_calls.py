@@ -353,3 +353,39 @@ async def test_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -
     assert (await proxy.feedback({"value": 1, "response": second.json["id"]}))[0] == 200
     [episode] = await proxy.episodes(2, lambda found: found[0].feedback)
     assert [f.value for f in episode.feedback] == [1.0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("behave", "answered"),
+    [
+        (None, "2xx"),
+        (answers({"error": {"message": "m"}}, 429), "4xx"),
+        (answers({"error": {"message": "m"}}, 500), "5xx"),
+        (hang_up, "5xx"),
+    ],
+    ids=["answered", "refused by the upstream", "failed", "no reply"],
+)
+async def test_call_is_counted_with_the_class_of_the_status_that_its_client_got(
+    proxy: Proxy, upstream: FakeUpstream, behave: Handler | None, answered: str, stream: bool
+) -> None:
+    async def counted() -> float:
+        return sum((await proxy.counters(f'pawl_calls_total{{answered="{answered}",')).values())
+
+    upstream.behave = behave or upstream.behave
+    before = await counted()
+    assert f"{(await proxy.chat(stream=stream)).status // 100}xx" == answered
+
+    async def one_more() -> bool:
+        return await counted() == before + 1
+
+    await eventually(one_more)
+
+
+async def test_error_of_a_call_is_counted_by_its_class(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    upstream.behave, sample = hang_up, 'pawl_refused_total{reason="UpstreamBroke"}'
+    before = (await proxy.counters())[sample]
+    assert (await proxy.chat()).status == 502
+    assert (await proxy.counters())[sample] == before + 1
