@@ -39,7 +39,7 @@ SERVICES: Final = (
     *("postgres", "vllm-cpu", "proxy", "trainer-cpu"),
     *("controller", "prometheus", "alertmanager", "grafana"),
 )
-JOBS: Final = {"pawl-proxy", "pawl-trainer", "pawl-controller", "vllm"}
+JOBS: Final = {"pawl-proxy", "pawl-trainer", "pawl-controller", "pawl-vllm"}
 UP_S: Final = 900.0
 STEP_S: Final = 600.0
 PAUSE_S: Final = 0.3

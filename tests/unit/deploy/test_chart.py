@@ -413,7 +413,7 @@ def test_rules_are_those_of_the_dashboards_in_a_package_too(
     status, text = helm("template", "pawl", package, "--values", VALUES["monitoring"])
     assert status == 0, text
     [rule] = of_kind(list(yaml.safe_load_all(text)), "PrometheusRule").values()
-    assert rule["spec"] == yaml.safe_load(RULES.read_text())
+    assert {"groups": rule["spec"]["groups"][:1]} == yaml.safe_load(RULES.read_text())
     assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
@@ -444,6 +444,28 @@ def test_monitors_name_the_jobs_that_rules_ask_for(render: Render) -> None:
     ]
     [asked] = re.findall(r'job=~"([^"]*)"', down)
     assert jobs == set(asked.split("|"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("monitoring",),
+        ("monitoring", "trainer.enabled=false", "controller.enabled=false"),
+        ("minimal", "monitoring.enabled=true"),
+    ],
+)
+def test_job_without_a_target_is_down_if_the_chart_runs_it(
+    render: Render, options: tuple[str, ...]
+) -> None:
+    objects = render(*options)
+    [rule] = of_kind(objects, "PrometheusRule").values()
+    _, missing = rule["spec"]["groups"]
+    assert {one["alert"] for one in missing["rules"]} == {"PawlDown"}
+    assert {one["expr"] for one in missing["rules"]} == {
+        f'absent(up{{job="pawl-{role}", namespace="default"}})'
+        for role in pods(objects).keys() - {"migrate"}
+    }
+    assert "{{ $labels.job }}" in missing["rules"][0]["annotations"]["summary"]
 
 
 def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(

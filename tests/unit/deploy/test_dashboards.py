@@ -26,8 +26,8 @@ RULE_TESTS: Final = Path(__file__).parent / "rules.yml"
 PROMTOOL: Final = shutil.which("promtool") or shutil.which("promtool", path=CLIENTS)
 DATASOURCES: Final = ROOT / "grafana" / "provisioning" / "datasources" / "prometheus.yml"
 PROVIDERS: Final = ROOT / "grafana" / "provisioning" / "dashboards" / "pawl.yml"
-# Prometheus gives every series these.
-TARGET_LABELS: Final = {"job", "instance"}
+# Prometheus gives every series these, and that of a cluster the namespace.
+TARGET_LABELS: Final = {"job", "instance", "namespace"}
 INTERVALS: Final = re.compile(r"\$__(rate_interval|interval|range)\b")
 
 
@@ -110,7 +110,7 @@ def _children(node: promql.Expr) -> list[promql.Expr]:
             return [node.lhs, node.rhs]
         case promql.MatrixSelector():
             return [node.vector_selector]
-        case promql.NumberLiteral() | promql.StringLiteral():
+        case promql.NumberLiteral() | promql.StringLiteral() | promql.VectorSelector():
             return []
         case promql.AggregateExpr() | promql.ParenExpr() | promql.SubqueryExpr():
             return [node.expr]
@@ -183,6 +183,28 @@ def test_query_asks_for_series_and_labels_that_exist_and_its_legend_for_labels_i
         assert shown <= left
 
 
+def aggregates(node: promql.Expr) -> Iterator[promql.AggregateExpr]:
+    """All aggregations of a query's tree."""
+    if isinstance(node, promql.AggregateExpr):
+        yield node
+    for child in _children(node):
+        yield from aggregates(child)
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}: {query.expression}")
+def test_aggregation_keeps_namespaces_apart(query: Query) -> None:
+    for one in aggregates(parsed(query.expression)):
+        assert one.modifier is not None
+        assert "namespace" in one.modifier.labels
+
+
+def test_alert_of_refusals_asks_for_all_errors_of_status_429_and_503() -> None:
+    [expression] = [rule["expr"] for rule in rules() if rule["alert"] == "PawlRequestsRefused"]
+    [asked] = re.findall(r'reason=~"([^"]*)"', expression)
+    busy = {error.__name__ for error in proxy.metrics.refusals() if error.status in (429, 503)}
+    assert set(asked.split("|")) == busy
+
+
 def test_only_counters_have_rates() -> None:
     for query in QUERIES:
         for name in re.findall(r"(?:rate|increase)\((\w+)", query.expression):
@@ -251,7 +273,7 @@ def test_each_rule_has_a_test_and_the_healthy_one_has_all_series() -> None:
         expected = [
             sample for look in one["promql_expr_test"] for sample in look.get("exp_samples", [])
         ]
-        assert [one["labels"] for one in expected] == [f'{{alertname="{one["name"]}"}}']
+        assert {look["labels"] for look in expected} == {f'{{alertname="{one["name"]}"}}'}
     assert not any("exp_samples" in look for look in healthy["promql_expr_test"])
     given = {re.split("[{ ]", one["series"])[0] for one in healthy["input_series"]}
     assert given == {one.series for query in rule_queries() for one in selectors(query.expression)}
