@@ -382,10 +382,12 @@ async def test_call_is_counted_with_the_class_of_the_status_that_its_client_got(
     await eventually(one_more)
 
 
-async def test_error_of_a_call_is_counted_by_its_class(
-    proxy: Proxy, upstream: FakeUpstream
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
+async def test_error_of_the_proxy_is_counted_by_its_class(
+    proxy: Proxy, upstream: FakeUpstream, path: str
 ) -> None:
-    upstream.behave, sample = hang_up, 'pawl_refused_total{reason="UpstreamBroke"}'
+    upstream.behave = upstream.behave_otherwise = hang_up
+    sample = 'pawl_refused_total{reason="UpstreamBroke"}'
     before = (await proxy.counters())[sample]
-    assert (await proxy.chat()).status == 502
+    assert (await proxy.ask("POST", path, model="m", input="q")).status == 502
     assert (await proxy.counters())[sample] == before + 1
