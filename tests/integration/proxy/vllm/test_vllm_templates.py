@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
 
 from benchmarks.stack import answers, free_port, running, wait_for
 from pawl.stack.vllm import vllm_environment
 from store.values.packing import unpack_ids
 from tests.integration.conftest import Proxy, StartProxy
-from tests.support.shallow import write_shallow
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 READ = {"name": "read", "input_schema": {"type": "object", "properties": {"path": {}}}}
 EDIT = READ | {"name": "edit"}
 USED = {"type": "tool_use", "id": "call_0001", "name": "read", "input": {"path": "a.py"}}
@@ -47,8 +44,14 @@ def server(
     folder, port = tmp_path_factory.mktemp("vllm"), free_port()
     model = folder / "model"
     model.mkdir()
+    # Neither is installed where the serving role is tested alone.
+    import trl
+
+    from tests.support.shallow import write_shallow
+
+    template = Path(trl.__file__).parent / "chat_templates" / f"{request.param}.jinja"
     arguments = ["--model", write_shallow(Path(model_dir), model, 1), "--served-model-name", "m"]
-    arguments += ["--chat-template", TEMPLATES / f"{request.param}.jinja", "--enforce-eager"]
+    arguments += ["--chat-template", template, "--enforce-eager"]
     arguments += ["--dtype", "float32", "--max-model-len", "2048", "--host", "127.0.0.1"]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     command = [sys.executable, "-m", "pawl.stack.vllm", "--port", port, *arguments]
