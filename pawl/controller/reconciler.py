@@ -181,7 +181,7 @@ class Reconciler:
     def __init__(
         self, server: ModelServer, count: Callable[[str], None] = lambda outcome: None
     ) -> None:
-        """Store the server; `count` is told the outcome of every load (`loaded`, `refused`, …)."""
+        """Store the server; `count` gets the outcome of each load (`loaded`, `refused`, …)."""
         self.server = server
         self.troubles: dict[str, TrainerError] = {}
         self.missing = 0
@@ -195,7 +195,7 @@ class Reconciler:
         self._skips = 0
 
     def gave_up(self, name: str) -> bool:
-        """Return whether the server was asked for a minute to serve a version, and refused."""
+        """Return whether the server has refused to load a version for a minute."""
         _, pause_s = self._pauses.get(name, (0.0, 0.0))
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
 

@@ -123,7 +123,7 @@ def test_bodies_that_cannot_be_read_are_no_side_calls() -> None:
         f'{{"messages": [{{"role": {{}}, "content": "{beginning}"}}]}}',
         f'{{"messages": [{{"role": "system", "content": "{beginning}\\ud800"}}]}}',
     ):
-        side_kind(body.encode(), {}, parse_object(body.encode()), turns)
+        assert side_kind(body.encode(), {}, parse_object(body.encode()), turns) is None
 
 
 def recorded_call(kind: str, **changes: Any) -> CallRecord:

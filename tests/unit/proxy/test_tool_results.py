@@ -396,7 +396,7 @@ Exit Code: {}
 Signal: (none)
 Process Group PGID: 10023"""
 QWEN_CODE_LONG = f"""Tool output was too large and has been truncated.
-The full output has been saved to: /root/.qwen/tmp/c5863086/run_shell_command_b8589c31dc33.output
+The full output has been saved to: /home/u/.qwen/tmp/c5863086/run_shell_command_b8589c31dc33.output
 To read the complete output, use the read_file tool with the absolute file path above.
 The truncated output below shows the beginning and end of the content. The marker '... [CONTENT \
 TRUNCATED] ...' indicates where content was removed.
