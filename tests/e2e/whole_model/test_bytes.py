@@ -107,6 +107,18 @@ RESPONSES: dict[str, dict[str, Any]] = {
     },
     "refused": {"input": "Hi", "include": ["nothing"]},
 }
+# The one difference on purpose: vLLM moves a system message between turns to the front, Pawl adds it
+# to the turn before. vLLM is asked with that turn, so the replies are compared all the same.
+JOINED: dict[str, Any] = {
+    "a system message amid": {
+        "messages": [
+            {
+                "role": "user",
+                "content": "Say héllo\n\n<system-reminder>\nHurry.\n</system-reminder>",
+            }
+        ]
+    }
+}
 SEEDED = {"seed": 7, "temperature": 1.0, "max_tokens": SHORT}
 # vLLM takes no seed for messages: what does not depend on one is compared.
 APIS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
@@ -142,7 +154,7 @@ async def test_direct_and_proxied_replies_are_the_same_bytes(
     for _ in range(TRIES):
         status, seen, version = await answer(f"{stack.base_url}/{path}", body)
         wanted_status, wanted, _ = await answer(
-            f"{direct(stack)}/{path}", body | {"model": version}
+            f"{direct(stack)}/{path}", body | JOINED.get(name, {}) | {"model": version}
         )
         named = b'"model":"%b"'
         wanted = wanted.replace(named % version.encode(), named % POLICY.encode())
