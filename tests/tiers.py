@@ -11,7 +11,7 @@ SLOW: Final = (
     "tests/e2e/with_own_server/test_gate.py",
     "tests/e2e/with_own_server/test_mixture.py",
     "tests/e2e/with_own_server/test_replayed_tool_tags.py",
-    "tests/e2e/with_own_server/test_scenario.py::test_an_example_learns_and_reports[3]",
+    "tests/e2e/with_own_server/test_scenario.py",
     "tests/integration/pawl/controller/test_canaries_killed.py",
     "tests/integration/deleting/test_killed_while_removing.py",
     "tests/integration/deleting/test_killed_beside.py",

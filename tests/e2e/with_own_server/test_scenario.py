@@ -50,9 +50,8 @@ def each(summary: dict[str, Any], name: str) -> list[Any]:
     return [one[name] for one in summary["held_out"]]
 
 
-@pytest.mark.parametrize("updates", [1, 3])
 async def test_an_example_learns_and_reports(
-    examples: Path, tmp_path: Path, model_dir: str, updates: int
+    examples: Path, tmp_path: Path, model_dir: str
 ) -> None:
     recipe = tmp_path / "short.toml"
     recipe.write_text(RECIPE)
@@ -62,7 +61,7 @@ async def test_an_example_learns_and_reports(
         minutes=25,
         seed=0,
         # A wave of two groups gives none, one or two updates: for three, there is a look between.
-        updates=updates,
+        updates=3,
         held_out_every=1,
         var=var,
         models=Path(model_dir).parent,
@@ -73,9 +72,9 @@ async def test_an_example_learns_and_reports(
     summary = json.loads((var / "summary.json").read_text())
     waves = each(summary, "waves")
     assert waves == list(range(len(waves)))
-    assert len(waves) >= (3 if updates == 3 else 2)
+    assert len(waves) >= 3
     assert each(summary, "updates")[0] == 0
-    assert summary["updates"] >= updates
+    assert summary["updates"] >= 3
     assert [summary["before"], summary["after"]] == [
         summary["held_out"][0]["score"],
         summary["held_out"][-1]["score"],
@@ -83,6 +82,6 @@ async def test_an_example_learns_and_reports(
     assert summary["recorded"] == summary["calls"] > 0
     assert summary["trainable_share"] >= 0.95
     assert summary["failed_requests"] == summary["failed_runs"] == 0
-    assert summary["policies"]["math"]["versions"] >= updates
+    assert summary["policies"]["math"]["versions"] >= 3
     assert summary["policies"]["math"]["trained_episodes"] >= 4
     assert (var / "reward.png").stat().st_size > 10_000

@@ -1,0 +1,81 @@
+"""Replies through the proxy are vLLM's own, byte for byte, in all four APIs."""
+
+from typing import Any
+
+from pawl.stack.stack import Stack
+from tests.e2e.comparing import Scenarios, assert_same_bytes, each
+
+HI: Any = [{"role": "user", "content": "Say héllo"}]
+SCENARIOS: Scenarios = {
+    "chat/completions": {
+        "plain": {"messages": HI, "max_tokens": 12},
+        "own logprobs": {"messages": HI, "logprobs": True, "top_logprobs": 2},
+        "own ids": {"messages": HI, "return_token_ids": True},
+        "two choices": {"messages": HI, "n": 2},
+        "bad request": {"messages": HI, "max_tokens": -1},
+        "no messages": {},
+    },
+    "completions": {
+        "text": {"prompt": "The capital of France is"},
+        "own logprobs": {"prompt": "Hello", "logprobs": 2},
+        "two texts": {"prompt": ["Hello", "Good"]},
+    },
+    "messages": {
+        "text": {"messages": HI},
+        "system": {"messages": HI, "system": "Be brief."},
+        "blocks": {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Say hi"}]}],
+            "system": [
+                {"type": "text", "text": "x-anthropic-billing-header: 1"},
+                {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+        "not thinking": {"messages": HI, "thinking": {"type": "disabled"}},
+        "sampling": {"messages": HI, "top_k": 1, "top_p": 0.9, "metadata": {"user_id": "u"}},
+        "begun answer": {"messages": [*HI, {"role": "assistant", "content": "Hello"}]},
+        "image": {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"},
+                        }
+                    ],
+                }
+            ]
+        },
+    },
+    "responses": {
+        "text": {"input": "Say héllo"},
+        "instructions": {"input": "Hi", "instructions": "Be brief.", "metadata": {"a": "b"}},
+        "log-probabilities": {
+            "input": "Hi",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        },
+        "alternatives": {"input": "Hi", "top_logprobs": 50},
+        "ids": {"input": "Hi", "enable_response_messages": True},
+        "refused": {"input": "Hi", "include": ["nothing"]},
+    },
+}
+HURRY: Any = [*HI, {"role": "system", "content": "Hurry."}]
+JOINED: Any = [
+    {"role": "user", "content": "Say héllo\n\n<system-reminder>\nHurry.\n</system-reminder>"}
+]
+
+
+@each(SCENARIOS)
+async def test_direct_and_proxied_replies_are_the_same_bytes(
+    stack: Stack, path: str, body: dict[str, Any]
+) -> None:
+    await assert_same_bytes(stack, path, body)
+
+
+@each({"messages": {"a system message amid": {"messages": HURRY}}})
+async def test_system_message_amid_is_answered_as_a_part_of_the_turn_before(
+    stack: Stack, path: str, body: dict[str, Any]
+) -> None:
+    """The one difference on purpose: vLLM moves the message to the front."""
+    await assert_same_bytes(stack, path, body, body | {"messages": JOINED})
