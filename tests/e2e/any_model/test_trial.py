@@ -42,7 +42,8 @@ async def test_what_fits_passes_and_what_does_not_is_named(
 ) -> None:
     base = learner._base
     assert await why_unserved(stack, base, with_lora(rank=4), tmp_path) is None
-    too_high = await why_unserved(stack, base, with_lora(rank=256), tmp_path)
+    high = with_lora(rank=256, target_modules=["q_proj", "v_proj"])
+    too_high = await why_unserved(stack, base, high, tmp_path)
     assert "--max-lora-rank" in (too_high or "")
     odd_layers = with_lora(rank=4, target_modules=["embed_tokens"])
     why = await why_unserved(stack, base, odd_layers, tmp_path)

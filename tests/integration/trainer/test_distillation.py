@@ -18,6 +18,7 @@ from tests.support.ledger.episodes import ingest, reasons
 from tests.support.records import ago, call, reward, tokens
 from tests.support.servers.computing_server import computing_server
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.shallow import write_shallow
 from tests.support.trainer.bench import Bench, paused_for, try_again
 from tests.support.training import recipe, write_adapter
 from trainer.batches import Row, bare_row, with_logprobs
@@ -222,7 +223,10 @@ def answers(learner: Learner, prompt: list[int], seed: int, count: int = 24) -> 
 
 @pytest.mark.timeout(900)
 async def test_policy_moves_towards_its_teacher(model_dir: str, tmp_path: Path) -> None:
-    """The packaged model: as it is, and with an adapter that changes much as its teacher."""
+    """A model's first layers: as they are, and with an adapter that changes much as its teacher."""
+    shallow = tmp_path / "shallow"
+    shallow.mkdir()
+    model_dir = str(write_shallow(Path(model_dir), shallow, 6))
     adapter = write_adapter(model_dir, tmp_path / "adapter", seed=3, lora_alpha=160)
     words = AutoTokenizer.from_pretrained(model_dir)
     prompt = words("The capital of France is", add_special_tokens=False)["input_ids"]
