@@ -601,7 +601,7 @@ def test_other_families_are_planned(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among them layers that share keys and values, and masks that go by a name."""
-    # Recurrent layers take milliseconds of Python a token: the figures are the same to a thousandth.
+    # Recurrent layers take milliseconds of Python a token, and give the same figures with fewer.
     monkeypatch.setattr("trainer.learners.memory.TOKENS", 512)
     write_family(tmp_path, kind)
     planned = footprint(str(tmp_path), recipe())
