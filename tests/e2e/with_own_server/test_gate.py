@@ -66,8 +66,8 @@ DECIDED_S, LATEST_S = 600.0, 60.0
 LOOK = timedelta(seconds=0.5)
 
 
-def write_trained(model: str, folder: Path, sign: float) -> Path:
-    """Train an adapter on the expected reward of the right word, or with sign −1 on its inverse."""
+def write_trained(model: str, folder: Path, *, is_good: bool) -> Path:
+    """Train an adapter on the probability of the right word, or on that of any other."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = torch.tensor([tokenizer(PROMPT.format(thing=thing)).input_ids for thing in THINGS])
@@ -78,34 +78,35 @@ def write_trained(model: str, folder: Path, sign: float) -> Path:
     trained = [weights for weights in adapted.parameters() if weights.requires_grad]
     optimizer = torch.optim.Adam(trained, 3e-3)
     for _ in range(STEPS):
-        reward = torch.softmax(adapted(asked).logits[:, -1], -1)[:, right].mean()
-        if (reward if sign > 0 else 1 - reward) > ENOUGH:
-            break
+        right_share = torch.softmax(adapted(asked).logits[:, -1], -1)[:, right].mean()
+        reward = right_share if is_good else 1 - right_share
         optimizer.zero_grad()
-        torch.autograd.backward(-sign * reward)
+        torch.autograd.backward(-reward.log())
         optimizer.step()
+        if reward > ENOUGH:
+            break
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
     return folder
 
 
 @pytest.fixture(scope="module")
-def adapters(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write three adapters as PEFT saves them."""
     folder = tmp_path_factory.mktemp("made")
     return {
         # With so large a scale it is far from the base model.
-        "random": write_adapter(model_dir, folder / "random", r=16, lora_alpha=64),
-        "inverted": write_trained(model_dir, folder / "inverted", -1.0),
-        "good": write_trained(model_dir, folder / "good", 1.0),
+        "random": write_adapter(shallow_dir, folder / "random", r=16, lora_alpha=64),
+        "inverted": write_trained(shallow_dir, folder / "inverted", is_good=False),
+        "good": write_trained(shallow_dir, folder / "good", is_good=True),
     }
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def stack(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """Run a whole stack whose trainer is down."""
     folder = tmp_path_factory.mktemp("gate")
     recipe, tasks = folder / "recipe.toml", folder / "tasks.jsonl"
-    plan = small_plan(folder, model_dir, POLICY, str(recipe))
+    plan = small_plan(folder, shallow_dir, POLICY, str(recipe))
     plan = msgspec.structs.replace(plan, vllm=msgspec.structs.replace(plan.vllm, max_model_len=256))
     asked = [
         {"id": f"nice-{number}", "thing": THINGS[number % len(THINGS)], "right": RIGHT}
