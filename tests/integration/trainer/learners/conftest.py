@@ -1,4 +1,4 @@
-"""What the tests of grammars share: a tokenizer, our masks, and the parts of vLLM's own."""
+"""What tests of learners share: short plans, a tokenizer, our masks, and parts of vLLM's own."""
 
 import warnings
 from types import SimpleNamespace
@@ -8,6 +8,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from trainer.learners.replay.grammars import Grammars
+
+
+@pytest.fixture
+def short_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan with few tokens: recurrent layers take milliseconds of Python for each."""
+    monkeypatch.setattr("trainer.learners.memory.TOKENS", 512)
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,7 @@ def test_kernel_of_mamba_that_goes_past_an_adapter_is_not_trained_with(
     assert distance(found, reference_gradients(folder, made, grown(turns=4))) < 1e-5
 
 
+@pytest.mark.usefixtures("short_plan")
 def test_layer_that_a_model_multiplies_by_itself_has_no_adapter(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "falcon_mamba")
     found = {name.rpartition(".")[2] for name in adapted(made_of(folder, tmp_path))}

@@ -18,6 +18,8 @@ from trainer.learners.memory import footprint
 from trainer.learners.model import checkpoint
 from trainer.learners.ways import compare
 
+pytestmark = pytest.mark.usefixtures("short_plan")
+
 FEW = recipe(micro_batch_tokens=80)
 
 

@@ -596,13 +596,10 @@ def test_rehearsal_of_a_bounded_row_may_fail(
     assert made.update(rows())["loss"] == new.update(rows())["loss"]
 
 
+@pytest.mark.usefixtures("short_plan")
 @pytest.mark.parametrize("kind", sorted(OTHERS.keys() - {"dbrx", "gpt2", "gptj", "longcat_flash"}))
-def test_other_families_are_planned(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_families_are_planned(tmp_path: Path, kind: str) -> None:
     """Among them layers that share keys and values, and masks that go by a name."""
-    # Recurrent layers take milliseconds of Python a token, and give the same figures with fewer.
-    monkeypatch.setattr("trainer.learners.memory.TOKENS", 512)
     write_family(tmp_path, kind)
     planned = footprint(str(tmp_path), recipe())
     assert planned.plain > planned.checkpointed > 0
