@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "example": "pawl.commands.local:example",
     "doctor": "pawl.commands.doctor:doctor",
     "plan": "pawl.commands.plan:plan",
+    "run": "pawl.commands.run:run",
     "rollout": "pawl.commands.rollout:rollout",
     "evaluate": "pawl.commands.evaluate:evaluate_command",
     "export": "pawl.commands.episodes:export",

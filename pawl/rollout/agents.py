@@ -110,9 +110,10 @@ def _failure(status: int) -> str | None:
         return f"signal {-status}"
 
 
-def named_url(url: str, *, task: str, episode: str, split: Split | None) -> str:
-    """Return the proxy's address that names a run, without `/v1`."""
-    named = f"{url}/task/{quote(task, safe='')}/episode/{quote(episode, safe='')}"
+def named_url(url: str, *, task: str | None, episode: str, split: Split | None) -> str:
+    """Return the proxy's address that names a run, without `/v1`; None leaves a name out."""
+    named = url if task is None else f"{url}/task/{quote(task, safe='')}"
+    named += f"/episode/{quote(episode, safe='')}"
     return named if split is None else f"{named}/split/{split}"
 
 

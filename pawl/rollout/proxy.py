@@ -16,10 +16,14 @@ GLANCE_S: Final = 0.5
 
 
 class Models(NamedTuple):
-    """Hold the names of a proxy's models, and the versions NAME@N that its policies serve."""
+    """Hold the names of a proxy's models, and the versions NAME@N that its policies serve.
+
+    `context` is the shortest context that a model states, in tokens; None: none states it.
+    """
 
     names: frozenset[str]
     serving: tuple[str, ...]
+    context: int | None = None
 
     def has(self, model: str) -> bool:
         """Return whether the model can be asked for; a base model answers as its version 0 too."""
@@ -58,10 +62,14 @@ class ProxyClient:
             shown = body[:200].decode(errors="replace")
             raise RolloutError(f"the proxy at {self._url} answers {status}: {shown}")
         try:
-            names = frozenset(one["id"] for one in msgspec.json.decode(body)["data"])
-        except (msgspec.DecodeError, KeyError, TypeError):
-            names = frozenset()
-        return Models(names, tuple(filter(None, headers.get("x-pawl-policy", "").split(", "))))
+            listed = msgspec.json.decode(body)["data"]
+            names = frozenset(one["id"] for one in listed)
+            stated = [one.get("max_model_len") for one in listed]
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+            names, stated = frozenset(), []
+        context = min((one for one in stated if isinstance(one, int) and one > 0), default=None)
+        serving = tuple(filter(None, headers.get("x-pawl-policy", "").split(", ")))
+        return Models(names, serving, context)
 
     async def has(self, model: str) -> bool:
         """Return whether this model can be asked for, or it cannot be known, as none answers."""

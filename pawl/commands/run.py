@@ -1,0 +1,223 @@
+"""Define `pawl run`, which starts an installed coding agent against a running Pawl.
+
+A session is one episode, named in the base URL. The agent's configuration lies in a folder of its
+own, removed at the end.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+from urllib.parse import urlencode
+from uuid import uuid4
+
+import aiohttp
+import typer
+
+from pawl.coding_agents import CODING_AGENTS, Session, Setup
+from pawl.commands.common import fail, takes
+from pawl.commands.rollout import proxy_address
+from pawl.judging.answers import JudgeError
+from pawl.judging.feedback import FeedbackClient
+from pawl.programs import not_ours
+from pawl.rollout.agents import named_url
+from pawl.rollout.proxy import Models, ProxyClient
+from pawl.rollout.tasks import RolloutError
+from pawl.settings import ConsoleSettings, read_settings
+from proxy.identity.identify import what_is_wrong
+from store.limited_bodies import LimitedResponse
+from store.records import REWARD, Record
+
+# Statuses of a shell that could not run the command.
+NOT_RUN: Final = (126, 127)
+
+
+class RunFlags(Record, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl run`."""
+
+    agent: Annotated[
+        str, typer.Argument(help=", ".join(CODING_AGENTS), metavar="AGENT", show_default=False)
+    ]
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="After `--`: arguments of the agent's own.")
+    ] = None
+    task: Annotated[
+        str | None,
+        typer.Option(help="Name of the task; default: Pawl finds it by the first prompt."),
+    ] = None
+    score: Annotated[
+        str | None,
+        typer.Option(
+            help="Shell command that is run here after the agent; its status 0 is posted as the "
+            "reward 1, another as 0."
+        ),
+    ] = None
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Policy, or version NAME@N, to ask for; default: the only policy."),
+    ] = None
+    url: Annotated[
+        str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
+    ] = None
+
+
+@takes(RunFlags)
+def run(flags: RunFlags) -> None:
+    """Start an installed coding agent against Pawl; its session is one episode.
+
+    `pawl run claude --task NAME --score "pytest -q" -- ARGUMENTS`. The agent runs here, in the
+    foreground, with a configuration of its own that is removed at the end: yours is not changed.
+    Needs a proxy, and no database.
+
+    Status: the agent's own. Status 2: the agent could not be started, or the reward could not be
+    posted. Status 130: Ctrl-C, while the score is found.
+    """
+    try:
+        status = _run(flags)
+    except (RolloutError, JudgeError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        status = 130
+    raise SystemExit(status)
+
+
+def _run(flags: RunFlags) -> int:
+    """Run the agent, say which episode it made, and post its score; return its status.
+
+    Raises:
+        RolloutError: it cannot be started, or scored.
+        JudgeError: the reward cannot be posted.
+    """
+    agent = CODING_AGENTS.get(flags.agent)
+    if agent is None:
+        raise RolloutError(f"no agent {flags.agent!r}: name one of {', '.join(CODING_AGENTS)}")
+    if flags.task is not None and (wrong := what_is_wrong(flags.task)):
+        raise RolloutError(f"--task {wrong}: give another name")
+    program = shutil.which(flags.agent)
+    if program is None:
+        raise RolloutError(f"{flags.agent} is not on the PATH: install it with `{agent.install}`")
+    settings, url = read_settings(ConsoleSettings), proxy_address(flags.url)
+    models = asyncio.run(_models(url, settings.headers))
+    episode = f"{flags.agent}-{uuid4().hex[:12]}"
+    # Codex makes no helpers in the machine's usual folder of temporary files.
+    with tempfile.TemporaryDirectory(prefix="pawl-run-", dir="/var/tmp") as folder:
+        setup = agent.setup(
+            Session(
+                url=named_url(url, task=flags.task, episode=episode, split=None),
+                model=_model(flags.policy, models),
+                key=settings.key or "unused",
+                folder=Path(folder),
+                project=Path.cwd(),
+                context=models.context,
+            )
+        )
+        write_files(setup, Path(folder))
+        status = _in_foreground(
+            [program, *setup.arguments, *(flags.arguments or ())],
+            {**not_ours(os.environ), **setup.environment},
+        )
+    _say(f"{flags.agent} ended with status {status}; its episode is {episode}")
+    if flags.url is None:
+        console = f"http://{settings.console_listen}{settings.console_prefix}"
+        _say(f"console: {console}/episodes?{urlencode({'text': episode})}")
+    if flags.score is None:
+        _say(f"score it: {_curl(url, episode, has_key=settings.key is not None)}")
+    else:
+        reward = _score(flags.score)
+        asyncio.run(_post(url, settings.headers, episode, reward))
+        _say(f"{flags.score!r} says: reward {reward:g}")
+    return status
+
+
+def write_files(setup: Setup, folder: Path) -> None:
+    """Write an agent's files, which only this user may read: they hold the key."""
+    for name, content in setup.files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
+
+
+def _model(policy: str | None, models: Models) -> str:
+    policies = {one.rpartition("@")[0] for one in models.serving} or models.names
+    if policy is None and len(policies) == 1:
+        return next(iter(policies))
+    if policy is None or not models.has(policy):
+        wrong = "several policies" if policy is None else f"no {policy!r}"
+        known = ", ".join(sorted(models.names | policies)) or "none"
+        raise RolloutError(f"the proxy has {wrong}: name one with --policy; its models are {known}")
+    return policy
+
+
+def _in_foreground(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a program with this one's terminal, and return its status as a shell does.
+
+    Ctrl-C reaches it from the terminal; SIGTERM and SIGHUP are passed on.
+
+    Raises:
+        RolloutError: it cannot be started.
+    """
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise RolloutError(f"{command[0]} cannot be started: {error.strerror}") from error
+    handlers = {
+        signal.SIGINT: lambda number, frame: None,
+        signal.SIGTERM: lambda number, frame: process.send_signal(number),
+        signal.SIGHUP: lambda number, frame: process.send_signal(number),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - status if status < 0 else status
+
+
+def _score(command: str) -> float:
+    """Run a shell command, and return 1 for its status 0, else 0.
+
+    Raises:
+        RolloutError: it did not run to its end: that is no fault of the agent's.
+    """
+    status = subprocess.run(command, shell=True, check=False).returncode
+    if status in NOT_RUN or status < 0:
+        raise RolloutError(
+            f"--score: {command!r} did not run to its end (status {status}), so no reward is "
+            "posted: correct the command, and post the reward yourself"
+        )
+    return float(status == 0)
+
+
+async def _models(url: str, headers: Mapping[str, str]) -> Models:
+    async with aiohttp.ClientSession(headers=headers, response_class=LimitedResponse) as session:
+        return await ProxyClient(session, url).models()
+
+
+async def _post(url: str, headers: Mapping[str, str], episode: str, reward: float) -> None:
+    statement = {"metric": REWARD, "value": reward, "episode": episode}
+    async with aiohttp.ClientSession(response_class=LimitedResponse) as session:
+        client = FeedbackClient(session, f"{url}/feedback", key=headers)
+        try:
+            await client.post([statement], f"run-{episode}")
+        except JudgeError as error:
+            again = _curl(url, episode, has_key=bool(headers), reward=reward)
+            raise RolloutError(f"no reward is posted: {error}; post it: {again}") from error
+
+
+def _curl(url: str, episode: str, *, has_key: bool, reward: float = 1.0) -> str:
+    body = json.dumps({"metric": REWARD, "value": reward, "episode": episode})
+    key = '-H "Authorization: Bearer $PAWL_API_KEY" ' if has_key else ""
+    return f"curl {shlex.quote(f'{url}/feedback')} {key}-d {shlex.quote(body)}"
+
+
+def _say(line: str) -> None:
+    print(f"pawl: {line}", file=sys.stderr)
