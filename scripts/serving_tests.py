@@ -1,6 +1,7 @@
 """Run the serving role's tests on the Python that runs this, without torch (`make serving`).
 
-Those of `make slow` are left to it: what kills and full disks do is no matter of Python's version.
+Those of `make slow` are left to it, and properties are tried with few examples: what kills, full
+disks and odd values do is hardly a matter of Python's version.
 
 They run in an environment of their own, `var/serving-3.13` for Python 3.13, that holds what
 `requirements/serving-tests.txt` locks. A second run with nothing changed installs nothing. The
@@ -44,8 +45,9 @@ def main() -> None:
     if not is_current(STAMP, wanted):
         install(wanted)
     os.chdir(ROOT)
-    command = [PYTHON, "-m", "pytest", "-m", "not vllm and not slow", "--numprocesses", "auto"]
-    os.execv(PYTHON, [*command, "--maxprocesses", "4", *TESTS, *sys.argv[1:]])
+    command = [PYTHON, "-m", "pytest", "-m", "not vllm and not slow"]
+    command += ["--hypothesis-profile", "few", "--numprocesses", "auto", "--maxprocesses", "4"]
+    os.execv(PYTHON, [*command, *TESTS, *sys.argv[1:]])
 
 
 if __name__ == "__main__":
