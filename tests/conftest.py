@@ -44,9 +44,9 @@ sys.dont_write_bytecode = False
 # A busy machine generates slowly; that says nothing about the code.
 BUSY = [HealthCheck.too_slow]
 settings.register_profile("pawl", deadline=None, suppress_health_check=BUSY)
-# For `tests/fuzz` (which says how it is run): as many examples as the promise is about.
-# For a second Python, where what the first has shown is not to be found once more.
+# For a second Python (`make serving`).
 settings.register_profile("few", deadline=None, max_examples=10, suppress_health_check=BUSY)
+# For `tests/fuzz` (which says how it is run): as many examples as the promise is about.
 settings.register_profile("long", deadline=None, max_examples=50_000, print_blob=True)
 settings.load_profile("pawl")
 
