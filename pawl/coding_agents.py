@@ -31,16 +31,18 @@ class Session(Record, frozen=True, kw_only=True):
     context: int | None = None
 
     @property
-    def reply(self) -> int | None:
-        """Return how many tokens a reply may have; None: unknown."""
+    def reply_tokens(self) -> int | None:
+        """Return the most tokens of a reply that the agent may ask for; None: unknown."""
         return self.context and min(MOST_REPLY_TOKENS, self.context // 4)
 
     def limits(self, context: str, reply: str) -> dict[str, int]:
         """Return both limits under these names; nothing if they are unknown."""
-        return {context: self.context, reply: self.reply} if self.context and self.reply else {}
+        if not (self.context and self.reply_tokens):
+            return {}
+        return {context: self.context, reply: self.reply_tokens}
 
 
-class Setup(Record, frozen=True, kw_only=True):
+class AgentSetup(Record, frozen=True, kw_only=True):
     """Hold how an agent is started: variables, arguments before the user's own, and its files.
 
     The files are JSON documents, or texts, by their path in the session's folder.
@@ -55,12 +57,12 @@ class CodingAgent(Record, frozen=True):
     """Describe a coding agent: the command that installs it, and how it is set up."""
 
     install: str
-    setup: Callable[[Session], Setup]
+    setup: Callable[[Session], AgentSetup]
 
 
-def _claude(session: Session) -> Setup:
+def _claude(session: Session) -> AgentSetup:
     limits = session.limits("CLAUDE_CODE_MAX_CONTEXT_TOKENS", "CLAUDE_CODE_MAX_OUTPUT_TOKENS")
-    return Setup(
+    return AgentSetup(
         environment={
             "ANTHROPIC_BASE_URL": session.url,
             "ANTHROPIC_API_KEY": session.key,
@@ -81,7 +83,7 @@ def _claude(session: Session) -> Setup:
     )
 
 
-def _codex(session: Session) -> Setup:
+def _codex(session: Session) -> AgentSetup:
     window = f"model_context_window = {session.context}\n" if session.context else ""
     text = f"""\
 model = {_toml(session.model)}
@@ -94,13 +96,13 @@ base_url = {_toml(session.url + "/v1")}
 env_key = "OPENAI_API_KEY"
 wire_api = "responses"
 """
-    return Setup(
+    return AgentSetup(
         environment={"CODEX_HOME": str(session.folder), "OPENAI_API_KEY": session.key},
         files={"config.toml": text},
     )
 
 
-def _opencode(session: Session) -> Setup:
+def _opencode(session: Session) -> AgentSetup:
     limit = session.limits("context", "output")
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -110,7 +112,7 @@ def _opencode(session: Session) -> Setup:
     model = f"pawl/{session.model}"
     folders = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
     quiet = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "SHARE")
-    return Setup(
+    return AgentSetup(
         environment={name: str(session.folder) for name in folders}
         | {f"OPENCODE_DISABLE_{name}": "1" for name in quiet},
         files={
@@ -123,7 +125,7 @@ def _opencode(session: Session) -> Setup:
     )
 
 
-def _pi(session: Session) -> Setup:
+def _pi(session: Session) -> AgentSetup:
     model = {"id": session.model} | session.limits("contextWindow", "maxTokens")
     provider = {
         "baseUrl": f"{session.url}/v1",
@@ -131,15 +133,15 @@ def _pi(session: Session) -> Setup:
         "apiKey": session.key,
         "models": [model],
     }
-    return Setup(
+    return AgentSetup(
         environment={"PI_CODING_AGENT_DIR": str(session.folder), "PI_OFFLINE": "1"},
         arguments=("--provider", "pawl", "--model", session.model),
         files={"models.json": {"providers": {"pawl": provider}}},
     )
 
 
-def _mini(session: Session) -> Setup:
-    return Setup(
+def _mini(session: Session) -> AgentSetup:
+    return AgentSetup(
         environment={
             "OPENAI_BASE_URL": f"{session.url}/v1",
             "OPENAI_API_KEY": session.key,
@@ -152,8 +154,8 @@ def _mini(session: Session) -> Setup:
     )
 
 
-def _qwen(session: Session) -> Setup:
-    return Setup(
+def _qwen(session: Session) -> AgentSetup:
+    return AgentSetup(
         environment={
             "OPENAI_BASE_URL": f"{session.url}/v1",
             "OPENAI_API_KEY": session.key,
@@ -164,7 +166,7 @@ def _qwen(session: Session) -> Setup:
     )
 
 
-def _cline(session: Session) -> Setup:
+def _cline(session: Session) -> AgentSetup:
     # As `cline auth` writes it.
     settings = {
         "provider": "openai-compatible",
@@ -177,7 +179,7 @@ def _cline(session: Session) -> Setup:
         "updatedAt": "2026-01-01T00:00:00.000Z",
         "tokenSource": "manual",
     }
-    return Setup(
+    return AgentSetup(
         environment={"CLINE_DIR": str(session.folder)},
         files={
             "data/settings/providers.json": {
@@ -189,7 +191,7 @@ def _cline(session: Session) -> Setup:
     )
 
 
-def _openclaw(session: Session) -> Setup:
+def _openclaw(session: Session) -> AgentSetup:
     model = {"id": session.model, "name": session.model}
     provider = {
         "baseUrl": f"{session.url}/v1",
@@ -203,7 +205,7 @@ def _openclaw(session: Session) -> Setup:
         # Else it writes files of its own into the project.
         "skipBootstrap": True,
     }
-    return Setup(
+    return AgentSetup(
         environment={
             "OPENCLAW_STATE_DIR": str(session.folder),
             "OPENCLAW_CONFIG_PATH": str(session.folder / "openclaw.json"),
@@ -217,8 +219,8 @@ def _openclaw(session: Session) -> Setup:
     )
 
 
-def _aider(session: Session) -> Setup:
-    return Setup(
+def _aider(session: Session) -> AgentSetup:
+    return AgentSetup(
         environment={
             "OPENAI_API_BASE": f"{session.url}/v1",
             "OPENAI_API_KEY": session.key,

@@ -22,7 +22,7 @@ from uuid import uuid4
 import aiohttp
 import typer
 
-from pawl.coding_agents import CODING_AGENTS, Session, Setup
+from pawl.coding_agents import CODING_AGENTS, AgentSetup, Session
 from pawl.commands.common import fail, takes
 from pawl.commands.rollout import proxy_address
 from pawl.judging.answers import JudgeError
@@ -82,7 +82,7 @@ def run(flags: RunFlags) -> None:
     """
     try:
         status = _run(flags)
-    except (RolloutError, JudgeError) as error:
+    except RolloutError as error:
         fail(str(error))
     except KeyboardInterrupt:
         status = 130
@@ -93,8 +93,7 @@ def _run(flags: RunFlags) -> int:
     """Run the agent, say which episode it made, and post its score; return its status.
 
     Raises:
-        RolloutError: it cannot be started, or scored.
-        JudgeError: the reward cannot be posted.
+        RolloutError: it cannot be started, or scored, or the reward cannot be posted.
     """
     agent = CODING_AGENTS.get(flags.agent)
     if agent is None:
@@ -108,15 +107,20 @@ def _run(flags: RunFlags) -> int:
     models = asyncio.run(_models(url, settings.headers))
     episode = f"{flags.agent}-{uuid4().hex[:12]}"
     # Codex makes no helpers in the machine's usual folder of temporary files.
-    with tempfile.TemporaryDirectory(prefix="pawl-run-", dir="/var/tmp") as folder:
+    place = tempfile.TemporaryDirectory(
+        prefix="pawl-run-", dir="/var/tmp", ignore_cleanup_errors=True
+    )
+    model = _model(flags.policy, models)
+    with place as folder:
         setup = agent.setup(
             Session(
                 url=named_url(url, task=flags.task, episode=episode, split=None),
-                model=_model(flags.policy, models),
+                model=model,
                 key=settings.key or "unused",
                 folder=Path(folder),
                 project=Path.cwd(),
-                context=models.context,
+                # A version of a policy may state none: its base does.
+                context=models.contexts.get(model, min(models.contexts.values(), default=None)),
             )
         )
         write_files(setup, Path(folder))
@@ -124,6 +128,8 @@ def _run(flags: RunFlags) -> int:
             [program, *setup.arguments, *(flags.arguments or ())],
             {**not_ours(os.environ), **setup.environment},
         )
+    if Path(folder).exists():
+        _say(f"{folder} could not be removed: remove it, as the agent's files there hold its key")
     _say(f"{flags.agent} ended with status {status}; its episode is {episode}")
     if flags.url is None:
         console = f"http://{settings.console_listen}{settings.console_prefix}"
@@ -137,12 +143,21 @@ def _run(flags: RunFlags) -> int:
     return status
 
 
-def write_files(setup: Setup, folder: Path) -> None:
-    """Write an agent's files, which only this user may read: they hold the key."""
-    for name, content in setup.files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
+def write_files(setup: AgentSetup, folder: Path) -> None:
+    """Write an agent's files into a folder that only this user may read: they hold the key.
+
+    Raises:
+        RolloutError: they cannot be written.
+    """
+    try:
+        for name, content in setup.files.items():
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
+    except OSError as error:
+        raise RolloutError(
+            f"the agent's files cannot be written to {folder}: {error.strerror}; make room there"
+        ) from error
 
 
 def _model(policy: str | None, models: Models) -> str:
@@ -188,7 +203,7 @@ def _score(command: str) -> float:
     Raises:
         RolloutError: it did not run to its end: that is no fault of the agent's.
     """
-    status = subprocess.run(command, shell=True, check=False).returncode
+    status = subprocess.run(command, shell=True, check=False, env=not_ours(os.environ)).returncode
     if status in NOT_RUN or status < 0:
         raise RolloutError(
             f"--score: {command!r} did not run to its end (status {status}), so no reward is "

@@ -73,7 +73,7 @@ class FeedbackClient:
         except Away as error:
             return str(error)
         if status in REFUSED:
-            raise JudgeFailed(f"/feedback refused the judge's answer: {text}")
+            raise JudgeFailed(f"/feedback refused the statements: {text}")
         if status in (*TAKEN, STATED_BEFORE):
             self.taken += 1
             self.matched += status == 200

@@ -18,12 +18,12 @@ GLANCE_S: Final = 0.5
 class Models(NamedTuple):
     """Hold the names of a proxy's models, and the versions NAME@N that its policies serve.
 
-    `context` is the shortest context that a model states, in tokens; None: none states it.
+    `contexts` are the longest contexts of the models that state theirs, in tokens.
     """
 
     names: frozenset[str]
     serving: tuple[str, ...]
-    context: int | None = None
+    contexts: Mapping[str, int] = {}
 
     def has(self, model: str) -> bool:
         """Return whether the model can be asked for; a base model answers as its version 0 too."""
@@ -63,13 +63,12 @@ class ProxyClient:
             raise RolloutError(f"the proxy at {self._url} answers {status}: {shown}")
         try:
             listed = msgspec.json.decode(body)["data"]
-            names = frozenset(one["id"] for one in listed)
-            stated = [one.get("max_model_len") for one in listed]
+            stated = {one["id"]: one.get("max_model_len") for one in listed}
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-            names, stated = frozenset(), []
-        context = min((one for one in stated if isinstance(one, int) and one > 0), default=None)
+            stated = {}
+        contexts = {name: n for name, n in stated.items() if isinstance(n, int) and n > 0}
         serving = tuple(filter(None, headers.get("x-pawl-policy", "").split(", ")))
-        return Models(names, serving, context)
+        return Models(frozenset(stated), serving, contexts)
 
     async def has(self, model: str) -> bool:
         """Return whether this model can be asked for, or it cannot be known, as none answers."""

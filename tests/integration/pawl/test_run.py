@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,9 +47,15 @@ class Outcome(NamedTuple):
     errors: str
 
 
-async def start(folder: Path, url: str, *options: str) -> asyncio.subprocess.Process:
-    """Start `pawl run mini` in a folder, with the agent on the PATH."""
-    program = folder / "bin" / "mini"
+def limit_files(most_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+
+async def start(
+    folder: Path, url: str, *options: str, agent: str = "mini", most_bytes: int | None = None
+) -> asyncio.subprocess.Process:
+    """Start `pawl run` in a folder, with the agent on the PATH; it may write files so large."""
+    program = folder / "bin" / agent
     program.parent.mkdir()
     program.write_text(AGENT)
     program.chmod(0o755)
@@ -57,6 +65,7 @@ async def start(folder: Path, url: str, *options: str) -> asyncio.subprocess.Pro
         env=os.environ
         | {"PATH": f"{program.parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         | {"HOME": str(folder), "PAWL_LISTEN": url.removeprefix("http://")},
+        preexec_fn=None if most_bytes is None else partial(limit_files, most_bytes),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -143,3 +152,11 @@ async def test_score_command_that_cannot_run_posts_nothing(proxy: Proxy, tmp_pat
     assert "did not run to its end (status 127), so no reward is posted" in outcome.errors
     [episode] = await proxy.episodes(2)
     assert not episode.feedback
+
+
+async def test_full_disk_is_named_before_the_agent_is_started(proxy: Proxy, tmp_path: Path) -> None:
+    process = await start(tmp_path, proxy.url, "pi", agent="pi", most_bytes=0)
+    out, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, out) == (2, b"")
+    assert b"pawl: the agent's files cannot be written to /var/tmp/pawl-run-" in errors
+    assert errors.count(b"\n") == 1

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from pawl.coding_agents import CODING_AGENTS, Session, Setup
+from pawl.coding_agents import CODING_AGENTS, AgentSetup, Session
 
 URL = "http://127.0.0.1:8100/task/t/episode/e"
 SESSION = Session(
@@ -30,7 +30,7 @@ FOLDERS = {
 }
 
 
-def text_of(setup: Setup) -> str:
+def text_of(setup: AgentSetup) -> str:
     return json.dumps([setup.environment, setup.arguments, setup.files])
 
 
