@@ -45,6 +45,7 @@ OTHERS = {
     "plan",
     "train",
     "rollout",
+    "run",
     "evaluate",
     "policies import",
 }
