@@ -76,8 +76,9 @@ REASONS: Final[Mapping[str, str]] = {
     "several_choices": "ask for one choice: n = 1",
     "unreadable_sampling": "leave out fields that are not the API's own; `sampling` in `pawl"
     " export` names them (docs/explanation/trainer.md)",
-    "greedy": "ask with temperature = 1 (ChatOpenAI(temperature=1), ModelSettings(temperature=1)),"
-    " or set explore = { share = 0.1, temperature = 0.7 } in PAWL_POLICIES",
+    "greedy": "ask with temperature = 1 (ChatOpenAI(temperature=1), ModelSettings(temperature=1);"
+    " Aider: use_temperature: 1.0 in .aider.model.settings.yml), or set explore ="
+    " { share = 0.1, temperature = 0.7 } in PAWL_POLICIES",
     "reshaped_distribution": "leave out logits_processors, vllm_xargs, best_of, beam search and"
     " thinking budgets",
     "constrained_sampling": "set PAWL_TOOL_PARSER to the server's --tool-call-parser; else make"
