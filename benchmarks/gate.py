@@ -32,8 +32,8 @@ from benchmarks.stack import ROOT
 from pawl.controller.comparison import (
     GUARD_MARGIN,
     MOST_SHARE,
+    ComparedEpisode,
     Comparison,
-    Episode,
     canary_share,
 )
 from pawl.controller.eprocess import Block, block_size
@@ -286,7 +286,7 @@ class Line:
         self._share, self._is_held, self._trained = 0.0, False, 0
         self._comparison: Comparison | None = None
         # Of the newest episodes, whether they are the line's; and the place of the first.
-        self._episodes: list[tuple[bool, Episode]] = []
+        self._episodes: list[tuple[bool, ComparedEpisode]] = []
         self._first = 0
         # When versions got the traffic, those that served since the control in their order.
         self._began: dict[int, int] = {0: 0}
@@ -304,7 +304,7 @@ class Line:
             is_new = self.was_new = self._random.random() >= self._share
             version = self.serving if is_new else self.control
             reward = float(self._random.random() < self.means[version])
-            self._episodes.append((is_new, Episode("", reward, version=version)))
+            self._episodes.append((is_new, ComparedEpisode("", reward, version=version)))
             self.now += 1
             if self._comparison is not None:
                 self._comparison.add(*self._episodes[-1])
@@ -629,19 +629,21 @@ def verdict(claim: Claim, run: int) -> str | None:
     return None
 
 
-def _episode(world: World, effect: float, is_new: bool, seen: int, random: Random) -> Episode:
+def _episode(
+    world: World, effect: float, is_new: bool, seen: int, random: Random
+) -> ComparedEpisode:
     family = random.randrange(world.families)
     if world.heavy:
         is_lost = random.random() < -effect / HEAVY_MEAN
         reward = 0.0 if is_lost else LEAST_HEAVY * random.paretovariate(1)
-        return Episode(str(family), reward)
+        return ComparedEpisode(str(family), reward)
     mean = world.mean(family, seen / world.episodes) + effect
     reward = float(random.random() < mean)
     if world.wrong is None:
-        return Episode(str(family), reward)
+        return ComparedEpisode(str(family), reward)
     share = world.wrong + world.more * is_new
     failed, malformed, slow = (random.random() < share for _ in range(3))
-    return Episode(str(family), reward, failed, malformed, 3.0 if slow else 1.0)
+    return ComparedEpisode(str(family), reward, failed, malformed, 3.0 if slow else 1.0)
 
 
 def _evaluated(effect: float, random: Random) -> str | None:
@@ -649,7 +651,7 @@ def _evaluated(effect: float, random: Random) -> str | None:
     for task in range(TASKS):
         mean = BASE_MEAN + TASKS_DIFFER * random.uniform(-1, 1)
         made = [
-            [Episode(str(task), float(random.random() < one)) for _ in range(TRIES)]
+            [ComparedEpisode(str(task), float(random.random() < one)) for _ in range(TRIES)]
             for one in (mean + effect, mean)
         ]
         comparison.add_pair(*made)

@@ -17,7 +17,7 @@ LAST_BYTES: Final = 2**16
 REST_S: Final = 1.0
 
 
-class Ended(Record, frozen=True):
+class EndedProgram(Record, frozen=True):
     """Tell how a program ended: its status (negative: a signal's number), and what it wrote."""
 
     status: int
@@ -36,7 +36,7 @@ async def run_program(
     limit_s: float,
     most_bytes: int,
     environment: Mapping[str, str] | None = None,
-) -> Ended:
+) -> EndedProgram:
     """Run a program with `given` on standard input; then kill what it left behind.
 
     `environment` is all that it gets; None: this process's without Pawl's settings.
@@ -78,7 +78,7 @@ async def run_program(
         hang_up(transport)
         await run.exited.wait()
         transport.close()
-    return Ended(
+    return EndedProgram(
         status=transport.get_returncode() or 0, output=bytes(run.output), errors=run.errors
     )
 

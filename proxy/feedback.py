@@ -30,7 +30,7 @@ from proxy.errors import KeyReused, SpoolFull
 from proxy.feedback_body import parse_feedback
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON
-from proxy.intake import Claim, Intake
+from proxy.intake import BudgetShare, Intake
 from proxy.keys import Usage
 from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
@@ -289,7 +289,7 @@ class FeedbackEndpoint:
                 answer = await self._keys.once(key, body_hash, state)
             exchange.reply(answer.status, b"", [JSON], answer.body)
 
-    async def _read(self, exchange: Exchange, claim: Claim) -> FeedbackRecord:
+    async def _read(self, exchange: Exchange, claim: BudgetShare) -> FeedbackRecord:
         intake = self._intake
         body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
         key = exchange.lowered().get("idempotency-key")

@@ -52,9 +52,9 @@ class Budget:
         self._small = 0
         self._large_claims = 0
 
-    def claim(self) -> "Claim":
+    def claim(self) -> "BudgetShare":
         """Return one request's claim: a context manager that gives all of it back at its end."""
-        return Claim(self)
+        return BudgetShare(self)
 
     def _admits(self, held: int, wanted: int) -> bool:
         if self.used - held + wanted <= self.limit:
@@ -80,7 +80,7 @@ class Budget:
             self._large_claims += 1
 
 
-class Claim:
+class BudgetShare:
     """Hold one request's part of the budget: `held` bytes."""
 
     __slots__ = ("_budget", "held")
@@ -90,7 +90,7 @@ class Claim:
         self._budget = budget
         self.held = 0
 
-    def __enter__(self) -> "Claim":
+    def __enter__(self) -> "BudgetShare":
         """Return the claim itself."""
         return self
 
@@ -213,7 +213,7 @@ class Intake:
         self.max_feedback = max_feedback
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="pawl-intake")
 
-    def read_arrived(self, exchange: Exchange, claim: Claim) -> tuple[bytes, bool] | None:
+    def read_arrived(self, exchange: Exchange, claim: BudgetShare) -> tuple[bytes, bool] | None:
         """Return what `read` does, at once, if the body has come and is not long; else None.
 
         Nearly all bodies come with their heads, and their calls need not wait for anything here.
@@ -224,7 +224,7 @@ class Intake:
         body = exchange.arrived(min(self.max_body, LONG_TO_COUNT))
         return None if body is None else _admitted(body, check_shape(body), claim)
 
-    async def read(self, exchange: Exchange, claim: Claim) -> tuple[bytes, bool]:
+    async def read(self, exchange: Exchange, claim: BudgetShare) -> tuple[bytes, bool]:
         """Return a call's body, and whether parsing it takes long; its memory is in `claim`.
 
         Raises:
@@ -240,7 +240,9 @@ class Intake:
             size = check_shape(body)
         return _admitted(body, size, claim)
 
-    async def read_bytes(self, exchange: Exchange, claim: Claim, limit: int, setting: str) -> bytes:
+    async def read_bytes(
+        self, exchange: Exchange, claim: BudgetShare, limit: int, setting: str
+    ) -> bytes:
         """Return a body of at most `limit` bytes, as `setting` says; its content is not checked.
 
         Raises:
@@ -276,7 +278,7 @@ class Intake:
         self._beside.shutdown(wait=False, cancel_futures=True)
 
 
-def _admitted(body: bytes, size: Size, claim: Claim) -> tuple[bytes, bool]:
+def _admitted(body: bytes, size: Size, claim: BudgetShare) -> tuple[bytes, bool]:
     """Return a body whose parsing there is room for, and whether that takes long."""
     claim.ask(cost_of(body, size))
     return body, takes_long(body, size)

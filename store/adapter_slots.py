@@ -154,7 +154,7 @@ class Live(Record, frozen=True, kw_only=True):
         return self.serving + self.ready + self.gated + self.coming + self.held + self.kept
 
 
-class Kept(Record, frozen=True, kw_only=True):
+class KeptVersion(Record, frozen=True, kw_only=True):
     """Name a version that a server keeps for its episodes alone.
 
     It gives its slot up if none of them `is_under_way`, and within `at_most_s` seconds.
@@ -218,18 +218,18 @@ async def live_versions(
     return Live(**(await connection.execute(_LIVE, values)).one()._mapping)
 
 
-async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[Kept]:
+async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[KeptVersion]:
     """Return what the model server of `policy` (None: any) keeps for episodes alone.
 
     The first are those of which none is under way, then those that lost the traffic first.
     """
     since = datetime.now(UTC) - timedelta(seconds=LONGEST_KEPT_S)
     rows = await connection.execute(_KEPT, {"policy": policy, "first": lowest_id_at(since)})
-    return [Kept(**{**row._mapping, "at_most_s": float(row.at_most_s)}) for row in rows]
+    return [KeptVersion(**{**row._mapping, "at_most_s": float(row.at_most_s)}) for row in rows]
 
 
 async def unload_kept(
-    connection: AsyncConnection, versions: Iterable[Kept], why: str, actor: Actor
+    connection: AsyncConnection, versions: Iterable[KeptVersion], why: str, actor: Actor
 ) -> None:
     """Take these versions from the servers; their episodes go on with what serves, if they do."""
     # In one order: of policies of one server several may be locked.

@@ -22,7 +22,7 @@ from store.tenants import DEFAULT, bare, scoped, tenant_of
 from store.tombstones import key_once_deleted
 
 
-class Chosen(Record, frozen=True, kw_only=True):
+class FoundEpisodes(Record, frozen=True, kw_only=True):
     """Hold the episodes that names stand for, rows of deleted ones by name, and unknown names.
 
     Names are as they are stored (`store.tenants`).
@@ -69,7 +69,7 @@ _WHOLE = func.coalesce(episodes.c.root, episodes.c.id)
 _PART = episodes.alias("part")
 
 
-async def named(connection: AsyncConnection, names: Sequence[str]) -> Chosen:
+async def named(connection: AsyncConnection, names: Sequence[str]) -> FoundEpisodes:
     """Look names up: each is an episode's key, or its id as a name of its tenant."""
     wholes: dict[UUID, None] = {}
     before: dict[str, UUID] = {}
@@ -82,7 +82,7 @@ async def named(connection: AsyncConnection, names: Sequence[str]) -> Chosen:
             before[name] = row.whole
         else:
             wholes[row.whole] = None
-    return Chosen(wholes=tuple(wholes), deleted_before=before, unknown=tuple(unknown))
+    return FoundEpisodes(wholes=tuple(wholes), deleted_before=before, unknown=tuple(unknown))
 
 
 async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:

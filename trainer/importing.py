@@ -37,7 +37,7 @@ from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.recording import KILLED, Recording, Recovery
 from trainer.updates.training import Training
-from trainer.updates.versions import Versions, begin_policy
+from trainer.updates.versions import PolicyVersions, begin_policy
 
 log = structlog.get_logger()
 
@@ -99,7 +99,7 @@ class Import:
         self._recipe = recipe
         self._policy = policy
         self._folder = settings.adapter_dir
-        self._versions = Versions(engine, self._folder, policy)
+        self._versions = PolicyVersions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, self._folder, policy)

@@ -51,7 +51,7 @@ from trainer.updates.recording import KILLED, Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
 from trainer.updates.teacher import Teacher
 from trainer.updates.training import Training, in_thread
-from trainer.updates.versions import Versions
+from trainer.updates.versions import PolicyVersions
 
 log = structlog.get_logger()
 
@@ -88,7 +88,7 @@ class Loop:
         self._rule = claim_rule(recipe, policy)
         self._pacing = Pacing(servers, policy, recipe, publisher.together, known=publisher.known)
         self._claiming = Claiming(engine, self._rule, recipe.model_dump(mode="json"), self._pacing)
-        self._versions = Versions(engine, folder, policy)
+        self._versions = PolicyVersions(engine, folder, policy)
         key, probe = settings.teacher_api_key, learner.vocabulary_probe
         teacher = Teacher(recipe.teacher, probe, key) if recipe.teacher else None
         self._learner = learner

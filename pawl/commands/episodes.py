@@ -33,7 +33,7 @@ from store.deleting import Receipt, delete_episode, deleted_before, mark_deleted
 from store.errors import Damaged, StoreError
 from store.files import whole_file
 from store.records import Record
-from store.selecting import Chosen, Selection, named, selected
+from store.selecting import FoundEpisodes, Selection, named, selected
 from store.tenants import DEFAULT, bare, scoped
 
 LOOK_S: Final = 0.5
@@ -211,7 +211,7 @@ class UnknownEpisodes(StoreError):
 
 async def choose(
     engine: AsyncEngine, names: Sequence[str], selection: Selection | None, *, marking: bool
-) -> Chosen:
+) -> FoundEpisodes:
     """Return what the names, or a selection, stand for; names are as they are kept.
 
     Raises:
@@ -231,7 +231,7 @@ async def choose(
 
 
 async def delete_episodes(
-    engine: AsyncEngine, spool_dir: Path, chosen: Chosen, *, dry: bool
+    engine: AsyncEngine, spool_dir: Path, chosen: FoundEpisodes, *, dry: bool
 ) -> AsyncIterator[Receipt]:
     """Delete the chosen episodes one by one, and yield each one's receipt once it is deleted.
 

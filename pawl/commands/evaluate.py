@@ -19,7 +19,14 @@ from pawl.by_hand import split_name
 from pawl.commands.common import check_above, fail, takes
 from pawl.commands.rollout import AgentFlags, Display, stopped_by_signals
 from pawl.controller.comparison import ArmFigures, Figures
-from pawl.rollout.evaluation import Evaluation, EvaluationJob, Failure, Outcome, Pairs, evaluate
+from pawl.rollout.evaluation import (
+    EvaluationJob,
+    EvaluationReport,
+    Failure,
+    Outcome,
+    Pairs,
+    evaluate,
+)
 from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.running import Rollout
 from pawl.rollout.tasks import RolloutError
@@ -33,7 +40,7 @@ ALL: Final = "all tasks"
 HOLDS: Final = "The interval holds at every look, with 95 % at each end"
 
 
-class Flags(AgentFlags, frozen=True, kw_only=True):
+class EvaluateFlags(AgentFlags, frozen=True, kw_only=True):
     """Hold what may be written after `pawl evaluate`."""
 
     policy: Annotated[
@@ -87,8 +94,8 @@ class Flags(AgentFlags, frozen=True, kw_only=True):
     json: Annotated[Path | None, typer.Option(help="File to write the result in as JSON.")] = None
 
 
-@takes(Flags)
-def evaluate_command(flags: Flags) -> None:
+@takes(EvaluateFlags)
+def evaluate_command(flags: EvaluateFlags) -> None:
     """Show whether a version is better than another: both run an agent on the same held-out tasks.
 
     `pawl evaluate POLICY@N --against @M --tasks FILE --answer FIELD -- PROGRAM ARGUMENTS`. The
@@ -119,7 +126,7 @@ def evaluate_command(flags: Flags) -> None:
     raise SystemExit(STATUS[evaluation.outcome])
 
 
-async def run_evaluation(flags: Flags) -> Evaluation:
+async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
     """Run what the journal has not got yet; return the result.
 
     Raises:
@@ -212,7 +219,7 @@ class EvaluationDisplay(Display):
         }
 
 
-def report(evaluation: Evaluation) -> Group:
+def report(evaluation: EvaluationReport) -> Group:
     """Return the result as a table, with what became of it in words."""
     return Group(
         Text(f"{evaluation.new} against {evaluation.old}"),
@@ -226,14 +233,14 @@ def report(evaluation: Evaluation) -> Group:
     )
 
 
-def _headline(evaluation: Evaluation) -> str:
+def _headline(evaluation: EvaluationReport) -> str:
     """Return the outcome, which tells better from no worse where the interval does."""
     if evaluation.outcome == "better" and evaluation.figures.lower <= 0:
         return "no worse"
     return evaluation.outcome
 
 
-def _table(evaluation: Evaluation) -> Table:
+def _table(evaluation: EvaluationReport) -> Table:
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("")
     sides = [f"@{one.rpartition('@')[2]}" for one in (evaluation.new, evaluation.old)]
@@ -257,7 +264,7 @@ def _table(evaluation: Evaluation) -> Table:
     return table
 
 
-def _counts(evaluation: Evaluation) -> str:
+def _counts(evaluation: EvaluationReport) -> str:
     seen, tries = evaluation.figures, evaluation.tries
     clipped = seen.new.clipped + seen.old.clipped
     times = "1 try" if tries == 1 else f"{tries} tries"
@@ -306,7 +313,7 @@ OLD: Final = "#adb5bd"
 HARM: Final = "#e8590c"
 
 
-def draw(path: Path, evaluation: Evaluation) -> None:
+def draw(path: Path, evaluation: EvaluationReport) -> None:
     """Draw the difference with its interval task after task, and the means by family."""
     import matplotlib as mpl
 
@@ -327,7 +334,7 @@ def draw(path: Path, evaluation: Evaluation) -> None:
     plt.close(figure)
 
 
-def _draw_looks(axes: Any, evaluation: Evaluation) -> None:
+def _draw_looks(axes: Any, evaluation: EvaluationReport) -> None:
     looks = evaluation.looks
     tasks = [look.tasks for look in looks]
     axes.axhline(0, color=INK, linewidth=0.8)
@@ -354,7 +361,7 @@ def _draw_looks(axes: Any, evaluation: Evaluation) -> None:
     axes.set_title(title, loc="left", fontweight="bold", color=INK, fontsize=10)
 
 
-def _draw_families(axes: Any, evaluation: Evaluation) -> None:
+def _draw_families(axes: Any, evaluation: EvaluationReport) -> None:
     rows = [(one.name or "–", one.figures) for one in evaluation.families]
     rows = [*(rows if len(rows) > 1 else []), (ALL, evaluation.figures)]
     for place, (_, figures) in enumerate(reversed(rows)):

@@ -402,7 +402,7 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
     return grid(names, rows, right=numbers, whole=names, caption="\n".join(notes) or None)
 
 
-class EventLine(Record, frozen=True, kw_only=True):
+class StateChangeLine(Record, frozen=True, kw_only=True):
     """Describe one change of a version's state, with the fields in the order they are written in.
 
     `evidence` is there only if the change was decided by it.
@@ -417,7 +417,9 @@ class EventLine(Record, frozen=True, kw_only=True):
     evidence: dict[str, Any] | UnsetType = UNSET
 
 
-async def events_of(engine: AsyncEngine, name: str, tenant: str | None = None) -> list[EventLine]:
+async def events_of(
+    engine: AsyncEngine, name: str, tenant: str | None = None
+) -> list[StateChangeLine]:
     """Return the newest changes of states of a policy's versions, oldest first.
 
     Raises:
@@ -427,7 +429,7 @@ async def events_of(engine: AsyncEngine, name: str, tenant: str | None = None) -
         await policy_versions(connection, name, tenant)
         events = await list_events(connection, name, most=MAX_EVENTS)
     return [
-        EventLine(
+        StateChangeLine(
             at=event.at,
             version=f"{name}@{event.version}",
             from_state=event.from_state,
@@ -440,7 +442,7 @@ async def events_of(engine: AsyncEngine, name: str, tenant: str | None = None) -
     ]
 
 
-def events_table(lines: Sequence[EventLine]) -> Table:
+def events_table(lines: Sequence[StateChangeLine]) -> Table:
     """Return the lines as a table for a terminal; what decided is in the JSON lines alone."""
     rows = []
     for line in lines:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pawl.commands.common import fail, takes
-from pawl.rollout.journal import Plan
+from pawl.rollout.journal import RolloutPlan
 from pawl.rollout.running import Rollout
 from pawl.rollout.setup import Setup
 from pawl.rollout.tasks import RolloutError, digest
@@ -97,7 +97,7 @@ class AgentFlags(Record, frozen=True, kw_only=True):
         )
 
 
-class Flags(AgentFlags, frozen=True, kw_only=True):
+class RolloutFlags(AgentFlags, frozen=True, kw_only=True):
     """Hold what may be written after `pawl rollout`."""
 
     command: Annotated[
@@ -129,8 +129,8 @@ class Flags(AgentFlags, frozen=True, kw_only=True):
     ] = False
 
 
-@takes(Flags)
-def rollout(flags: Flags) -> None:
+@takes(RolloutFlags)
+def rollout(flags: RolloutFlags) -> None:
     """Run an agent on a file of tasks, and post rewards for what comes out.
 
     `pawl rollout --tasks FILE --answer FIELD -- PROGRAM ARGUMENTS`. The agent is any program (after
@@ -158,7 +158,7 @@ def rollout(flags: Flags) -> None:
         raise SystemExit(1)
 
 
-async def run_rollout(flags: Flags) -> dict[str, Any]:
+async def run_rollout(flags: RolloutFlags) -> dict[str, Any]:
     """Run what the journal has not got yet; return the summary.
 
     Raises:
@@ -170,7 +170,7 @@ async def run_rollout(flags: Flags) -> dict[str, Any]:
         lambda tasks: flags.journal or Path(tasks.name).with_suffix(".rollout.jsonl"),
     )
     tasks = setup.read_tasks()
-    plan = Plan(
+    plan = RolloutPlan(
         tasks=digest(tasks),
         samples=flags.samples,
         agent=setup.agent_name,
@@ -255,7 +255,7 @@ def stopped_by_signals(rollout: Rollout) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _split(flags: Flags) -> Split | None:
+def _split(flags: RolloutFlags) -> Split | None:
     match flags.split:
         case None | "train" | "eval":
             return flags.split

@@ -90,7 +90,7 @@ async def spans_of(settings: ProxySettings) -> AsyncIterator[SendSpans | None]:
         await spans.close(settings.spans_end_s)
 
 
-class DeadLetter(Record, frozen=True, kw_only=True):
+class DeadLetterLine(Record, frozen=True, kw_only=True):
     """Describe a record that the store refused, or a frame of the spool that cannot be read.
 
     `about` says which call, gap or feedback it holds, as far as it can be read.
@@ -113,7 +113,7 @@ class SpoolView(Record, frozen=True, kw_only=True):
     records: int
     damaged: int
     bytes: int
-    dead_letters: tuple[DeadLetter, ...]
+    dead_letters: tuple[DeadLetterLine, ...]
 
 
 def look(folder: Path, tenant: str | None = None) -> SpoolView:
@@ -143,7 +143,7 @@ def look(folder: Path, tenant: str | None = None) -> SpoolView:
     )
 
 
-def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetter]:
+def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetterLine]:
     for path in paths:
         payload, reason = path.read_bytes(), path.with_suffix(REASON)
         try:
@@ -155,7 +155,7 @@ def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetter]:
             frame is None or tenant not in {tenant_of(name) for _, name in names_in(frame)}
         ):
             continue
-        yield DeadLetter(
+        yield DeadLetterLine(
             path=str(path),
             reason=reason.read_text(errors="replace") if reason.exists() else "unknown",
             bytes=len(payload),

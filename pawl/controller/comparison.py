@@ -56,7 +56,7 @@ TIMES: Final = 200
 FIRST_TIMES: Final = 20
 
 
-class Episode(msgspec.Struct, frozen=True):
+class ComparedEpisode(msgspec.Struct, frozen=True):
     """Hold what a comparison needs of one episode.
 
     Attributes:
@@ -152,7 +152,7 @@ class _Slowness:
         self._bar: float | None = None
         self._seen = 0
 
-    def read(self, is_new: bool, episode: Episode) -> bool | None:
+    def read(self, is_new: bool, episode: ComparedEpisode) -> bool | None:
         """Return whether an episode is slow; None if its time, or the median, is not known."""
         if episode.seconds is None:
             return None
@@ -263,13 +263,13 @@ class Comparison:
         self.verdict: Verdict | None = None
         self.trade: str | None = None
 
-    def add_past(self, episode: Episode) -> None:
+    def add_past(self, episode: ComparedEpisode) -> None:
         """Take in an episode of what served before the control lost the traffic."""
         value = self._value(episode)
         if value is not None and not episode.failed:
             self._own_past.add((episode.family, value), is_past=True)
 
-    def add(self, is_new: bool, episode: Episode) -> None:
+    def add(self, is_new: bool, episode: ComparedEpisode) -> None:
         """Take in one live episode, after all those that counted before it."""
         if is_new:
             self._known_before.setdefault(episode.version, self._known)
@@ -284,7 +284,7 @@ class Comparison:
         elif full:
             self._judge()
 
-    def add_pair(self, new: Sequence[Episode], old: Sequence[Episode]) -> None:
+    def add_pair(self, new: Sequence[ComparedEpisode], old: Sequence[ComparedEpisode]) -> None:
         """Take in what both versions made of one task: a block of its own.
 
         A task of which one version has no scored episode says nothing about the reward.
@@ -383,7 +383,7 @@ class Comparison:
         mean = self._low + self._width * arm.total / arm.scored if arm.scored else None
         return ArmFigures(arm.episodes, arm.episodes - arm.scored, arm.failed, arm.clipped, mean)
 
-    def _take(self, is_new: bool, episode: Episode) -> None:
+    def _take(self, is_new: bool, episode: ComparedEpisode) -> None:
         """Count an episode, and put it into the open blocks.
 
         One that failed and has no reward counts as the lowest; any other without one is unscored,
@@ -420,7 +420,7 @@ class Comparison:
                 self._total = self._weight = 0.0
                 self._rewards.size = block_size(MOST_SHARE, MOST_SHARE)
 
-    def _value(self, episode: Episode) -> float | None:
+    def _value(self, episode: ComparedEpisode) -> float | None:
         """Return the reward as a share of its range; the lowest for one that only failed."""
         if episode.reward is None or isnan(episode.reward):
             return 0.0 if episode.failed else None

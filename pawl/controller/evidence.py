@@ -14,7 +14,7 @@ from uuid import UUID
 from sqlalchemy import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pawl.controller.comparison import Comparison, Episode
+from pawl.controller.comparison import ComparedEpisode, Comparison
 from pawl.controller.own_past import PAST
 from pawl.controller.replicas import PROXY_REFRESH_S
 from store.ids import lowest_id_at, time_of
@@ -128,9 +128,9 @@ class Evidence:
             first = UUID(int=begun[-1].first_call_id.int + 1)
 
     def _add(self, one: ArmEpisode, given: Given) -> None:
-        read = {name: getattr(one, name) for name in Episode.__struct_fields__}
+        read = {name: getattr(one, name) for name in ComparedEpisode.__struct_fields__}
         if one.began < self._since:
             if one.arm == self._new:
-                self.comparison.add_past(Episode(**read))
+                self.comparison.add_past(ComparedEpisode(**read))
         elif one.version in given.get(one.arm, ()) and one.began >= self._since + KNOWN:
-            self.comparison.add(one.arm == self._new, Episode(**read))
+            self.comparison.add(one.arm == self._new, ComparedEpisode(**read))

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
-from store.adapter_slots import Kept, Live
+from store.adapter_slots import KeptVersion, Live
 from store.claim_query import ClaimRule
 from store.read.agreement import Agreement
 from store.read.gates import Gated
@@ -41,7 +41,7 @@ class Ready(Record, frozen=True, kw_only=True):
     misserved: Mapping[str, Mapping[str, str]] = {}
 
 
-class Process(Record, frozen=True, kw_only=True):
+class ProcessAnswer(Record, frozen=True, kw_only=True):
     """Describe what a process said on its admin port, or `why_not` it said nothing there.
 
     `samples` are empty where its `/metrics` asks for a key
@@ -72,7 +72,7 @@ class Process(Record, frozen=True, kw_only=True):
         return self.values(name, **labels).get("")
 
 
-class Server(Record, frozen=True, kw_only=True):
+class ReplicaAnswer(Record, frozen=True, kw_only=True):
     """Describe a replica of the model server: the models that it lists, or `why_not`."""
 
     url: str
@@ -111,7 +111,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     judges: tuple[Agreement, ...] = ()
     servable: tuple[PolicyVersion, ...] = ()
     live: Live | None = None
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptVersion, ...] = ()
 
     @property
     def name(self) -> str:
@@ -132,13 +132,13 @@ class Facts(Record, frozen=True, kw_only=True):
     now: datetime
     data_url: str
     tenant: str | None = None
-    proxy: Process = Process()
-    trainer: Process = Process()
-    controller: Process = Process()
+    proxy: ProcessAnswer = ProcessAnswer()
+    trainer: ProcessAnswer = ProcessAnswer()
+    controller: ProcessAnswer = ProcessAnswer()
     unusable: Mapping[str, str] = NOTHING
     database: str | None = None
     is_late: bool = False
-    servers: tuple[Server, ...] = ()
+    servers: tuple[ReplicaAnswer, ...] = ()
     disks: tuple[Disk, ...] = ()
     letters: int = 0
     spinning: Mapping[str, str] = NOTHING

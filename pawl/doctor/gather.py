@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.by_hand import why_waits
-from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, Process, Ready, Server
+from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
 from pawl.processes import spinning_threads
 from pawl.settings import DoctorSettings
 from pawl.stack.preflight import GIB
@@ -110,38 +110,40 @@ def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None
 
 async def _process(
     session: aiohttp.ClientSession, address: str, headers: Mapping[str, str]
-) -> Process:
+) -> ProcessAnswer:
     """Return what a process says at `/metrics`, and at `/readyz` where it has that."""
 
     async def ask(path: str) -> tuple[int, str]:
         async with session.get(f"http://{address}{path}", headers=headers) as reply:
             return reply.status, await reply.text()
 
-    async def both() -> Process:
+    async def both() -> ProcessAnswer:
         status, page = await ask("/metrics")
         if status not in (200, *UNAUTHORIZED):
-            return Process(address=address, why_not=f"{status} {page:.200}")
+            return ProcessAnswer(address=address, why_not=f"{status} {page:.200}")
         has_ready, ready = await ask("/readyz")
         families = text_string_to_metric_families(page) if status == 200 else ()
-        return Process(
+        return ProcessAnswer(
             address=address,
             asks_key=status in UNAUTHORIZED,
             ready=Ready() if has_ready == 404 else msgspec.json.decode(ready, type=Ready),
             samples=tuple(sample for family in families for sample in family.samples),
         )
 
-    return await _within(PROCESS_S, both, lambda why: Process(address=address, why_not=why))
+    return await _within(PROCESS_S, both, lambda why: ProcessAnswer(address=address, why_not=why))
 
 
-async def _server(url: str, slots: int | None) -> Server:
+async def _server(url: str, slots: int | None) -> ReplicaAnswer:
     """Return the models that a model server lists, and how many adapter slots it has."""
     async with ModelServer(url) as server:
 
-        async def ask() -> Server:
+        async def ask() -> ReplicaAnswer:
             models, metrics = await asyncio.gather(server.models(), server.metrics())
-            return Server(url=server.url, models=models, slots=slots or slots_named_in(metrics))
+            return ReplicaAnswer(
+                url=server.url, models=models, slots=slots or slots_named_in(metrics)
+            )
 
-        return await _within(PROCESS_S, ask, lambda why: Server(url=server.url, why_not=why))
+        return await _within(PROCESS_S, ask, lambda why: ReplicaAnswer(url=server.url, why_not=why))
 
 
 async def _within(

@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pawl.controller.comparison import Comparison, Episode, Figures, Verdict
+from pawl.controller.comparison import ComparedEpisode, Comparison, Figures, Verdict
 from pawl.judging.answers import metrics_of
-from pawl.rollout.journal import Ended, Key, Plan
+from pawl.rollout.journal import Ended, RolloutPlan, RunKey
 from pawl.rollout.running import Rollout
 from pawl.rollout.setup import Setup
 from pawl.rollout.tasks import RolloutError, Task, digest
@@ -49,7 +49,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
     most_runs: int = 2000
     seed: int = 0
 
-    def plan(self, tasks: tuple[Task, ...]) -> Plan:
+    def plan(self, tasks: tuple[Task, ...]) -> RolloutPlan:
         """Return what the journal has to agree with.
 
         Raises:
@@ -59,7 +59,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
         if not setup.judge_name:
             raise RolloutError("say with --answer FIELD or --judge COMMAND what scores a run")
         low, high = rule.reward_range
-        return Plan(
+        return RolloutPlan(
             tasks=digest(tasks),
             samples=self.tries,
             agent=setup.agent_name,
@@ -72,7 +72,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
             rule=f"margin {rule.margin:g}, range {low:g} to {high:g}, mistakes {rule.mistakes:g}",
         )
 
-    def runs(self, tasks: Sequence[Task]) -> tuple[Key, ...]:
+    def runs(self, tasks: Sequence[Task]) -> tuple[RunKey, ...]:
         """Return all runs: task by task in the order of the seed, both versions side by side.
 
         Raises:
@@ -90,7 +90,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
         # Whichever comes first may take longer, as it finds nothing cached.
         sides = ((self.new, self.old), (self.old, self.new))
         return tuple(
-            Key(name, number, version)
+            RunKey(name, number, version)
             for name in names[:affordable]
             for number in range(self.tries)
             for version in chance.choice(sides)
@@ -123,7 +123,7 @@ class Look(Record, frozen=True):
     upper: float
 
 
-class Evaluation(Record, frozen=True, kw_only=True):
+class EvaluationReport(Record, frozen=True, kw_only=True):
     """Hold what an evaluation found (JSON as it is).
 
     Attributes:
@@ -167,13 +167,13 @@ class Pairs:
     `comparison` is of all tasks so far; `runs` counts the runs that were taken.
     """
 
-    def __init__(self, job: EvaluationJob, runs: Sequence[Key]) -> None:
+    def __init__(self, job: EvaluationJob, runs: Sequence[RunKey]) -> None:
         """Begin without runs."""
         self._job = job
         self._order = list(dict.fromkeys(key.task for key in runs))
         self._planned = frozenset(runs)
-        self._open: dict[str, dict[Key, Episode]] = {}
-        self._pairs: list[tuple[list[Episode], list[Episode]]] = []
+        self._open: dict[str, dict[RunKey, ComparedEpisode]] = {}
+        self._pairs: list[tuple[list[ComparedEpisode], list[ComparedEpisode]]] = []
         self._failures: Counter[tuple[str, str, str]] = Counter()
         self.comparison = Comparison(job.rule)
         self.runs = 0
@@ -194,7 +194,7 @@ class Pairs:
         """Return how many tasks there are to run."""
         return len(self._order)
 
-    def add(self, key: Key, ended: Ended) -> None:
+    def add(self, key: RunKey, ended: Ended) -> None:
         """Take in a run that ended; one that is not planned any more is passed over."""
         if key not in self._planned:
             return
@@ -213,10 +213,10 @@ class Pairs:
             self._pairs.append((by_side[0], by_side[1]))
             self.comparison.add_pair(*by_side)
 
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> EvaluationReport:
         """Return what was found so far."""
         outcome, reason = self._outcome()
-        return Evaluation(
+        return EvaluationReport(
             new=self._job.new,
             old=self._job.old,
             margin=self._job.rule.margin,
@@ -272,7 +272,7 @@ class Pairs:
         return looks
 
 
-def _episode(key: Key, ended: Ended, rule: RewardRule) -> Episode:
+def _episode(key: RunKey, ended: Ended, rule: RewardRule) -> ComparedEpisode:
     is_done = ended.outcome == "done"
     said: dict[str, Any] = {
         one.get("metric") or REWARD: one["value"]
@@ -281,7 +281,7 @@ def _episode(key: Key, ended: Ended, rule: RewardRule) -> Episode:
     }
     said |= metrics_of(ended.statements)
     stated = [Feedback(metric=key, value=value, at=AT) for key, value in said.items()]
-    return Episode(
+    return ComparedEpisode(
         family=task_family(key.task),
         reward=reward_of(stated, rule).value if is_done else None,
         failed=ended.outcome == "failed",
@@ -308,7 +308,7 @@ async def evaluate(
     runs, plan = job.runs(tasks), job.plan(tasks)
     pairs = Pairs(job, runs)
 
-    def take(key: Key, ended: Ended) -> None:
+    def take(key: RunKey, ended: Ended) -> None:
         pairs.add(key, ended)
         if pairs.verdict is not None:
             rollout.give_up()

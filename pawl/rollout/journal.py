@@ -26,7 +26,7 @@ Outcome = Literal["done", "failed", "unjudged", "abandoned"]
 BEGINNING: Final = b'{"line":"plan",'
 
 
-class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
+class RolloutPlan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
     """State what is run, in the first line. A rollout goes on only with the same plan.
 
     An evaluation runs each task with `policy` and with `against`, and the tasks in the order of
@@ -45,7 +45,7 @@ class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
     rule: str = ""
 
 
-class Key(NamedTuple):
+class RunKey(NamedTuple):
     """Identify a run: the key is the same in each of its attempts.
 
     `policy` is the one of two that an evaluation runs it with; `""` in any other rollout.
@@ -60,7 +60,7 @@ class Begun(Record, frozen=True, kw_only=True, tag_field="line", tag="begun"):
     """Note that a run was begun, as this episode."""
 
     episode: str
-    key: Key
+    key: RunKey
 
 
 class Ended(Record, frozen=True, kw_only=True, tag_field="line", tag="ended"):
@@ -92,7 +92,7 @@ class Posted(Record, frozen=True, kw_only=True, tag_field="line", tag="posted"):
     refused: str | None = None
 
 
-Line = Plan | Begun | Ended | Posted
+Line = RolloutPlan | Begun | Ended | Posted
 DECODER: Final = msgspec.json.Decoder(Line)
 
 
@@ -102,8 +102,8 @@ class Past(NamedTuple):
     Ended attempts are kept without their outputs. `size` is the number of bytes of whole lines.
     """
 
-    plan: Plan | None
-    settled: dict[Key, Ended]
+    plan: RolloutPlan | None
+    settled: dict[RunKey, Ended]
     unposted: list[Ended]
     under_way: list[Begun]
     size: int
@@ -119,9 +119,9 @@ def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
         RolloutError: it is no journal.
     """
     kept = ("done",) if again else ("done", "failed", "unjudged")
-    plan: Plan | None = None
-    begun: dict[str, Key] = {}
-    settled: dict[Key, Ended] = {}
+    plan: RolloutPlan | None = None
+    begun: dict[str, RunKey] = {}
+    settled: dict[RunKey, Ended] = {}
     unposted: dict[str, Ended] = {}
     size = 0
     for number, text in enumerate(lines, start=1):
@@ -131,12 +131,12 @@ def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
             break
         size += len(text)
         match _line(text, number, file):
-            case Plan() as line:
+            case RolloutPlan() as line:
                 plan = plan or line
             case Begun() as line:
                 # The names of a task's many runs are in memory once.
                 task, sample, policy = line.key
-                begun[line.episode] = Key(sys.intern(task), sample, sys.intern(policy))
+                begun[line.episode] = RunKey(sys.intern(task), sample, sys.intern(policy))
             case Ended() as line:
                 key = begun.pop(line.episode, None)
                 if key is not None and line.outcome in kept:
@@ -157,7 +157,7 @@ def _line(text: bytes, number: int, file: str) -> Line:
             f"--journal: line {number} of {file} is no line of a rollout's journal "
             f"({error}); name another file"
         ) from error
-    if number == 1 and not isinstance(line, Plan):
+    if number == 1 and not isinstance(line, RolloutPlan):
         raise RolloutError(f"--journal: {file} begins with no plan; name another file")
     return line
 
@@ -192,7 +192,7 @@ class Journal:
             self.close()
             raise
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: RolloutPlan) -> None:
         """Begin a new journal with the plan, or go on with one that has the same.
 
         Raises:

@@ -17,7 +17,7 @@ import msgspec
 from pawl.judging.answers import JudgeFailed, metrics_of
 from pawl.judging.feedback import FeedbackClient
 from pawl.rollout.agents import Agent, Request, environment, named_url
-from pawl.rollout.journal import Begun, Ended, Journal, Key, Plan, Posted
+from pawl.rollout.journal import Begun, Ended, Journal, Posted, RolloutPlan, RunKey
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.tasks import RolloutError, Task
@@ -44,27 +44,27 @@ class Job(Record, frozen=True, kw_only=True):
 
     url: str
     tasks: tuple[Task, ...]
-    plan: Plan
+    plan: RolloutPlan
     limit_s: float = 600.0
     at_once: int = 16
     hidden: frozenset[str] = frozenset()
-    runs: tuple[Key, ...] | None = None
+    runs: tuple[RunKey, ...] | None = None
 
     @property
     def planned(self) -> int:
         """Return how many runs there are to make."""
         return len(self.tasks) * self.plan.samples if self.runs is None else len(self.runs)
 
-    def in_order(self) -> Iterator[Key]:
+    def in_order(self) -> Iterator[RunKey]:
         """Yield all runs in their order."""
         if self.runs is not None:
             yield from self.runs
             return
         for task, sample in itertools.product(self.tasks, range(self.plan.samples)):
-            yield Key(task.name, sample)
+            yield RunKey(task.name, sample)
 
 
-class Figures:
+class RunCounts:
     """Count the settled runs of a rollout, and all errors, also those of abandoned attempts."""
 
     def __init__(self, planned: int) -> None:
@@ -143,7 +143,7 @@ class Rollout:
         feedback: FeedbackClient,
         proxy: ProxyClient,
         *,
-        on_end: Callable[[Key, Ended], None] = lambda key, ended: None,
+        on_end: Callable[[RunKey, Ended], None] = lambda key, ended: None,
     ) -> None:
         """Store the parts."""
         self._job = job
@@ -159,7 +159,7 @@ class Rollout:
         self._numbers = itertools.count(1)
         self._lanes: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
-        self.figures = Figures(job.planned)
+        self.figures = RunCounts(job.planned)
         self.under_way = 0
         self.unposted: dict[str, Ended] = {}
         self.past = journal.past.settled
@@ -217,11 +217,11 @@ class Rollout:
         # Those that were given up.
         await asyncio.gather(*map(self._post, list(self.unposted.values())))
 
-    def _work(self, unposted: Iterable[Ended]) -> Iterator[Ended | Key]:
+    def _work(self, unposted: Iterable[Ended]) -> Iterator[Ended | RunKey]:
         yield from unposted
         yield from (key for key in self._job.in_order() if key not in self.past)
 
-    async def _lane(self, work: Iterator[Ended | Key]) -> None:
+    async def _lane(self, work: Iterator[Ended | RunKey]) -> None:
         for item in work:
             if isinstance(item, Ended):
                 await self._post(item)
@@ -229,7 +229,7 @@ class Rollout:
             while not self._stop.is_set() and not await self._settle(item):
                 await self._until_stopped(self._proxy.wait())
 
-    async def _settle(self, key: Key) -> bool:
+    async def _settle(self, key: RunKey) -> bool:
         """Make one attempt; return whether it counts."""
         episode = f"rollout-{self._launch}-{next(self._numbers)}"
         self._journal.append(Begun(episode=episode, key=key))
@@ -257,7 +257,7 @@ class Rollout:
         await self._post(ended)
         return True
 
-    async def _attempt(self, key: Key, episode: str) -> Ended:
+    async def _attempt(self, key: RunKey, episode: str) -> Ended:
         """Run the agent once, and judge what it did."""
         started = time.monotonic()
         task = self._tasks[key.task]
@@ -281,7 +281,7 @@ class Rollout:
             return ended(outcome="unjudged", error="judge failed", detail=str(error))
         return ended(outcome="done", statements=tuple(statements))
 
-    def _request(self, key: Key, task: Task, episode: str) -> Request:
+    def _request(self, key: RunKey, task: Task, episode: str) -> Request:
         job, split = self._job, self._job.plan.split
         fields = {name: value for name, value in task.fields.items() if name not in job.hidden}
         sample = str(key.sample)

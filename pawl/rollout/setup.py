@@ -13,7 +13,7 @@ import aiohttp
 from pawl.judging.feedback import FeedbackClient
 from pawl.rollout.agents import Agent, CommandAgent
 from pawl.rollout.functions import FunctionAgent
-from pawl.rollout.journal import Ended, Journal, Key, Plan
+from pawl.rollout.journal import Ended, Journal, RolloutPlan, RunKey
 from pawl.rollout.judges import AnswerJudge, CommandJudge, RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.running import Job, Rollout
@@ -104,11 +104,11 @@ class Setup(Record, frozen=True, kw_only=True):
     async def rollout(
         self,
         tasks: tuple[Task, ...],
-        plan: Plan,
+        plan: RolloutPlan,
         *,
-        runs: Sequence[Key] | None = None,
+        runs: Sequence[RunKey] | None = None,
         again: bool = False,
-        on_end: Callable[[Key, Ended], None] = lambda key, ended: None,
+        on_end: Callable[[RunKey, Ended], None] = lambda key, ended: None,
     ) -> AsyncIterator[Rollout]:
         """Give a rollout of a plan, its journal open, its agent started: all runs, or only these.
 

@@ -22,7 +22,7 @@ from pawl.processes import die_with_parent
 from pawl.programs import not_ours
 from pawl.rollout.agents import Agent, Request, Result, environment, out_of_time
 from pawl.rollout.functions import NOWHERE, FunctionAgent
-from pawl.rollout.journal import Ended, Journal, Key, Plan
+from pawl.rollout.journal import Ended, Journal, RolloutPlan, RunKey
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.running import Job, Rollout
@@ -197,7 +197,7 @@ class WorkingAgent:
 
     def ask(self, tasks: Sequence[Task]) -> None:
         """Give tasks to the agent."""
-        plan = Plan(
+        plan = RolloutPlan(
             tasks=digest(tuple(tasks)),
             samples=self._samples,
             agent=self._scenario.agent,
@@ -227,14 +227,14 @@ class WorkingAgent:
         working = asyncio.create_task(self._work(rollout, journal, plan))
         self._rollouts.append((rollout, working))
 
-    async def _work(self, rollout: Rollout, journal: Journal, plan: Plan) -> None:
+    async def _work(self, rollout: Rollout, journal: Journal, plan: RolloutPlan) -> None:
         try:
             journal.begin(plan)
             await rollout.run()
         finally:
             journal.close()
 
-    def _take(self, key: Key, ended: Ended) -> None:
+    def _take(self, key: RunKey, ended: Ended) -> None:
         if ended.outcome == "unjudged":
             self._unjudged = ended.detail
         failed = ended.error is not None

@@ -23,7 +23,7 @@ from proxy.errors import Overloaded, ReplyTorn
 from proxy.formats.base import ReplyParser
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
-from proxy.intake import Claim
+from proxy.intake import BudgetShare
 from proxy.metrics import FIRST_CHUNK_SECONDS
 from proxy.upstreams.server import Decoded, Reply, as_came
 from store.records import CallStatus
@@ -47,7 +47,7 @@ LEVEL: Final = 1
 PACKED_BYTES: Final = 256
 
 
-async def has_room(claim: Claim, size: int, within_s: float) -> bool:
+async def has_room(claim: BudgetShare, size: int, within_s: float) -> bool:
     """Claim `size` bytes in all once there is room; return False if that takes `within_s`."""
     until = monotonic() + within_s
     while True:
@@ -87,7 +87,7 @@ class StreamedAnswer:
 
     _pieces: AsyncIterator[bytes]
 
-    def __init__(self, reply: Reply, headers: Headers, claim: Claim) -> None:
+    def __init__(self, reply: Reply, headers: Headers, claim: BudgetShare) -> None:
         """Begin an answer of which nothing has come.
 
         Args:
@@ -194,7 +194,7 @@ class WholeAnswer:
     first_chunk_ms = None
     __slots__ = ("_base", "_body", "_headers", "_out", "_passes", "_reply", "buffer", "parser")
 
-    def __init__(self, reply: Reply, headers: Headers, claim: Claim) -> None:
+    def __init__(self, reply: Reply, headers: Headers, claim: BudgetShare) -> None:
         """Begin an answer of which nothing has come; the arguments are `StreamedAnswer`'s."""
         self._reply = reply
         self._headers = headers

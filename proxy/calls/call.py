@@ -25,7 +25,7 @@ from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.wire import Headers, for_upstream
 from proxy.identity.call_memory import CallMemory
 from proxy.identity.identify import identify, identity_alone
-from proxy.intake import LONG_BYTES, Claim, Intake
+from proxy.intake import LONG_BYTES, BudgetShare, Intake
 from proxy.keys import Usage
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, WARNINGS
@@ -147,7 +147,7 @@ class Call:
         parts: CallParts,
         exchange: Exchange,
         route: Route,
-        claim: Claim,
+        claim: BudgetShare,
         usage: Usage | None,
     ) -> None:
         """Begin a call whose head has come; `claim` is its part of the memory budget."""

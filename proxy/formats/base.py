@@ -14,8 +14,8 @@ from proxy.formats.conversation import Turns
 from proxy.formats.errors import OPENAI, ErrorShape
 from proxy.formats.raw_json import (
     STRING,
-    Member,
     Object,
+    Replacement,
     parse_object,
     readable_value,
     without,
@@ -240,7 +240,7 @@ class ReplyParser:
         """
         return data
 
-    def added(self, data: bytes) -> dict[bytes, Member]:
+    def added(self, data: bytes) -> dict[bytes, Replacement]:
         """Return the members, by name, that are taken out of data that cannot be parsed."""
         return {}
 
@@ -346,7 +346,7 @@ class ReplyParser:
         members = self.added(data)
         if self._model is not None:
             served = msgspec.json.encode(self._served_name)
-            members[b"model"] = Member(opens=STRING, instead=bytes(self._model), only=served)
+            members[b"model"] = Replacement(opens=STRING, instead=bytes(self._model), only=served)
         return without(data, members)
 
     def _lines(self, chunk: bytes) -> tuple[list[bytes], Callable[[bytes], bytes]]:

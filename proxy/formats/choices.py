@@ -28,8 +28,8 @@ from proxy.formats.raw_json import (
     NULL,
     OBJECT,
     ODD_SHAPE,
-    Member,
     Object,
+    Replacement,
     TokenId,
     decoded_object,
     parse_object,
@@ -184,7 +184,7 @@ class ChoicesReply(ReplyParser):
             self._unread += 1
         return out
 
-    def added(self, data: bytes) -> dict[bytes, Member]:
+    def added(self, data: bytes) -> dict[bytes, Replacement]:
         """Return the members that are taken out: ids and log-probabilities."""
         return added_members(self._request)
 
@@ -352,13 +352,13 @@ def _first_said(choices: list[Object]) -> _Said | None:
     return None
 
 
-def added_members(request: ModelRequest) -> dict[bytes, Member]:
+def added_members(request: ModelRequest) -> dict[bytes, Replacement]:
     """Return the members that a chat's or a completion's reply has because of us."""
-    members: dict[bytes, Member] = {}
+    members: dict[bytes, Replacement] = {}
     if IDS in request.injected:
-        members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), Member(opens=ARRAY))
+        members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), Replacement(opens=ARRAY))
     if LOGPROBS in request.injected:
-        members[b"logprobs"] = Member(opens=OBJECT)
+        members[b"logprobs"] = Replacement(opens=OBJECT)
     return members
 
 

@@ -37,7 +37,7 @@ from proxy.formats.conversation import blocks_of
 from proxy.formats.errors import ANTHROPIC, ERROR_STATUSES
 from proxy.formats.raw_json import (
     UNREADABLE,
-    Member,
+    Replacement,
     TokenId,
     decoded_object,
     parse_object,
@@ -196,7 +196,7 @@ class TranslatedReply(MessagesReply):
         message = _whole_message(reply, reply.choices[0], self._asked_model or reply.model)
         return _encode(message)
 
-    def added(self, data: bytes) -> dict[bytes, Member]:
+    def added(self, data: bytes) -> dict[bytes, Replacement]:
         """Return the members that are taken out of a chat's reply."""
         return added_members(self._request)
 

@@ -82,7 +82,7 @@ _SCALAR: Final = re.compile(_STRING + rb"|[^,\]}\s]*", re.DOTALL)
 _NO_CONTENT: Final = re.compile(rb"\[\s*\]")
 
 
-class Member(msgspec.Struct, frozen=True):
+class Replacement(msgspec.Struct, frozen=True):
     """Name a member to replace by `instead`, where its value begins with one of the bytes `opens`.
 
     With `only`, just a value equal to that is replaced; with `unless_empty`, no empty list.
@@ -94,7 +94,7 @@ class Member(msgspec.Struct, frozen=True):
     unless_empty: bool = False
 
 
-def without(data: bytes, members: Mapping[bytes, Member]) -> bytes:
+def without(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
     """Return `data` with the values of `members` replaced, and every other byte unchanged.
 
     This is for what cannot be parsed, or is not of the API's shape: a lone surrogate, NaN, bytes
@@ -117,7 +117,7 @@ def without(data: bytes, members: Mapping[bytes, Member]) -> bytes:
     return b"".join([*pieces, data[kept:]]) if pieces else data
 
 
-def _end_of(data: bytes, at: int, member: Member) -> int | None:
+def _end_of(data: bytes, at: int, member: Replacement) -> int | None:
     """Return where a member's value ends, or None if it is not to be replaced."""
     sign = data[at : at + 1]
     if not sign or sign not in member.opens:

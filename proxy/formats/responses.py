@@ -49,8 +49,8 @@ from proxy.formats.raw_json import (
     NUMBER,
     ODD_SHAPE,
     STRING,
-    Member,
     Object,
+    Replacement,
     TokenId,
     decoded_object,
     parse_object,
@@ -278,15 +278,17 @@ class ResponsesReply(ReplyParser):
             return False
         return line[len(EVENT) :].strip().decode(errors="replace") in _LAST_EVENTS
 
-    def added(self, data: bytes) -> dict[bytes, Member]:
+    def added(self, data: bytes) -> dict[bytes, Replacement]:
         """Return the members that are taken out of a response, or of a text's delta."""
-        members: dict[bytes, Member] = {}
+        members: dict[bytes, Replacement] = {}
         if self._hide_ids:
-            members |= dict.fromkeys((b"input_messages", b"output_messages"), Member(opens=ARRAY))
+            members |= dict.fromkeys(
+                (b"input_messages", b"output_messages"), Replacement(opens=ARRAY)
+            )
         if self._hide_logprobs:
             instead = bytes(_EMPTY if _TEXT_DELTA.encode() in data else NULL)
-            members[TOP.encode()] = Member(opens=NUMBER)
-            members[b"logprobs"] = Member(opens=ARRAY, instead=instead, unless_empty=True)
+            members[TOP.encode()] = Replacement(opens=NUMBER)
+            members[b"logprobs"] = Replacement(opens=ARRAY, instead=instead, unless_empty=True)
         return members
 
     def summary(self) -> ReplySummary:

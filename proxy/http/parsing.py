@@ -103,7 +103,7 @@ class RequestParser:
 
     def _refuse_for(self, error: BaseException | None) -> None:
         """Refuse a request for the error that a callback raised."""
-        if isinstance(error, Refused):
+        if isinstance(error, UnreadableRequest):
             self._connection.refuse(error.status, error.why)
         else:
             log.error("request_not_read", exc_info=error)
@@ -139,7 +139,7 @@ class RequestParser:
         if version not in VERSIONS:
             # HTTP/0.9 has no heads at all.
             status = 400 if version == "0.9" else 505
-            raise Refused(
+            raise UnreadableRequest(
                 status, f"HTTP/{version} is not served here: send the request as HTTP/1.1"
             )
         # An older client only has to read until we close: no kept connection, no chunks.
@@ -190,7 +190,7 @@ class RequestParser:
             self._feed(rest)
 
 
-class Refused(ValueError):
+class UnreadableRequest(ValueError):
     """Report a request that cannot be answered; the message says why."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -221,22 +221,26 @@ def read_head(headers: Headers, *, modern: bool) -> bool:
             if name.lower() == b"expect":
                 expects = value.lower() == b"100-continue"
         elif size == 14 and len(value) > MOST_DIGITS and name.lower() == b"content-length":
-            raise Refused(400, f"a Content-Length of more than {MOST_DIGITS} digits")
+            raise UnreadableRequest(400, f"a Content-Length of more than {MOST_DIGITS} digits")
         elif size == 17 and name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
-            raise Refused(400, "a transfer coding that is not chunked cannot be passed on")
+            raise UnreadableRequest(
+                400, "a transfer coding that is not chunked cannot be passed on"
+            )
     if hosts != 1 and (modern or hosts):
         hosts_given = "no Host header" if not hosts else "more than one Host header"
-        raise Refused(400, f"the request has {hosts_given}: RFC 9112 section 3.2 wants exactly one")
+        raise UnreadableRequest(
+            400, f"the request has {hosts_given}: RFC 9112 section 3.2 wants exactly one"
+        )
     return expects
 
 
 @lru_cache(maxsize=64)
 def _check_host(value: bytes) -> None:
     if _HOST.match(value) is None:
-        raise Refused(400, "the Host header is not a host name with an optional port")
+        raise UnreadableRequest(400, "the Host header is not a host name with an optional port")
 
 
-class Turns:
+class SlowWork:
     """Work that takes long, of all connections: one piece at a time, with as long a rest after."""
 
     def __init__(self) -> None:
@@ -271,7 +275,7 @@ class Turns:
 class Feeding:
     """Keep the bytes of one connection that its parser has not seen yet."""
 
-    def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: Turns) -> None:
+    def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: SlowWork) -> None:
         """Begin with no bytes; `feed` parses some, and `source` is paused while some wait.
 
         `turns` are shared with the other connections.

@@ -20,7 +20,7 @@ import structlog
 
 from proxy.http import wire
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange, SharedBrake
-from proxy.http.parsing import Feeding, RequestParser, Turns
+from proxy.http.parsing import Feeding, RequestParser, SlowWork
 
 log = structlog.get_logger()
 
@@ -385,7 +385,7 @@ class Server:
         self.explain = explain
         self.on_late = on_late
         self.draining = False
-        self.turns = Turns()
+        self.turns = SlowWork()
         self.connections: set[Connection] = set()
         self._patience = patience
         self._break_off_at = inf

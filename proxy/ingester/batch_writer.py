@@ -82,14 +82,14 @@ READ_ONLY_PATIENCE: Final = 60
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
-class Stored(NamedTuple):
+class StoredBatch(NamedTuple):
     """Say what came of storing: the records that are stored, and how many were left out."""
 
     records: Sequence[SpoolRecord]
     left_out: int
 
 
-NOTHING_STORED: Final = Stored((), 0)
+NOTHING_STORED: Final = StoredBatch((), 0)
 
 
 class BatchWriter:
@@ -196,7 +196,7 @@ class BatchWriter:
         settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
         segment.advance(entries[-1].piece, sum(settled))
 
-    async def _store(self, engine: AsyncEngine, entries: Sequence[Entry]) -> Stored:
+    async def _store(self, engine: AsyncEngine, entries: Sequence[Entry]) -> StoredBatch:
         """Store the records among `entries`; errors are those of `Ingester.store`."""
         records = [entry.record for entry in entries if entry.record is not None]
         if not records:
@@ -206,9 +206,9 @@ class BatchWriter:
         self._stored |= {type(record): self._turn for record in records}
         if left_out:
             records = [record for record in records if record.id not in left_out]
-        return Stored(records, len(left_out))
+        return StoredBatch(records, len(left_out))
 
-    def _count(self, stored: Stored) -> None:
+    def _count(self, stored: StoredBatch) -> None:
         STORED.inc(len(stored.records))
         if stored.left_out:
             DELETED.inc(stored.left_out)

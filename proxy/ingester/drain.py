@@ -186,7 +186,7 @@ State = Literal["moving", "waiting", "stuck"]
 MOST_REASON: Final = 200
 
 
-class Progress:
+class DrainState:
     """Tell the drain's present state, since when, and why.
 
     `moving`: records are being stored, or there are none. `waiting`: PostgreSQL is away, and
@@ -273,7 +273,7 @@ class Drainer:
         self._busy = asyncio.Lock()
         # Whether the last turn left records behind that were on disk when it looked.
         self._is_behind = False
-        self.progress = Progress()
+        self.progress = DrainState()
 
     @property
     def waiting(self) -> int:

@@ -60,14 +60,14 @@ class Held(NamedTuple):
     at: float
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Mark where a piece begins: its offset, and the number of the frame there (None: unknown)."""
 
     offset: int
     number: int | None
 
 
-BEGIN: Final = Place(0, None)
+BEGIN: Final = FramePlace(0, None)
 
 
 class Segment:
@@ -103,7 +103,7 @@ class Segment:
         """Return whether the file is longer than what was counted."""
         return self._with_file(Path.stat).st_size > self.counted.offset
 
-    def pieces(self, place: Place, most: int | None, *, sealed: bool) -> list[Piece]:
+    def pieces(self, place: FramePlace, most: int | None, *, sealed: bool) -> list[Piece]:
         """Return the first pieces from `place` on, as many as one read gives, at most `most`.
 
         Raises:
@@ -168,14 +168,14 @@ class Segment:
         """Count the records of a piece, and return how many were not counted before."""
         if piece.end <= self.counted.offset:
             return 0
-        self.counted = Place(piece.end, piece.number)
+        self.counted = FramePlace(piece.end, piece.number)
         self.waiting += piece.records
         return piece.records
 
     def advance(self, piece: Piece, records: int) -> None:
         """Move on behind `piece`, of which `records` records are settled; never move back."""
         if piece.end > self.stored.offset:
-            self.stored = Place(piece.end, piece.number)
+            self.stored = FramePlace(piece.end, piece.number)
         self.waiting -= records
         self._mark()
 
@@ -219,7 +219,7 @@ class Segment:
             first = self.held[min(self.held)].piece
             number = first.number
             before = None if number is None else (number - first.records) % NUMBERS
-            place = Place(first.start, before)
+            place = FramePlace(first.start, before)
         fields = _MARK.pack(place.offset, 0 if place.number is None else place.number + 1)
         try:
             # In place and in one write: a kill leaves the old mark or the new one.
@@ -235,7 +235,7 @@ class Segment:
         else:
             self._marked = True
 
-    def _read_place(self) -> Place:
+    def _read_place(self) -> FramePlace:
         """Return the position of an earlier ingester, or the beginning if that cannot be read."""
         try:
             data = self._at.read_bytes()
@@ -275,14 +275,14 @@ class Segment:
             self.path.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def _parsed(data: bytes) -> Place | None:
+def _parsed(data: bytes) -> FramePlace | None:
     if len(data) != _MARK.size + _CHECK.size:
         return None
     fields = data[: _MARK.size]
     if _CHECK.unpack(data[_MARK.size :])[0] != crc32(fields):
         return None
     offset, number = _MARK.unpack(fields)
-    return Place(offset, number - 1 if number else None)
+    return FramePlace(offset, number - 1 if number else None)
 
 
 def _mark_of(stem: str) -> bytes | None:

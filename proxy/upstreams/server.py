@@ -553,7 +553,7 @@ class Upstream:
             reply.close()
         if reply.status in REFUSED:
             return []
-        return msgspec.json.decode(answer or b"", type=_Tokens).tokens
+        return msgspec.json.decode(answer or b"", type=_TokenizeReply).tokens
 
     def _remember(self, gives_ids: dict[str, bool]) -> None:
         if len(self._gives_ids) + len(gives_ids) > MOST_NAMES:
@@ -594,8 +594,8 @@ class Upstream:
         if reply.status in REFUSED:
             raise NoModels(f"the server refuses to list its models: status {reply.status}")
         try:
-            entries = msgspec.json.decode(body, type=_Models).data
-            return {msgspec.json.decode(entry, type=_Model).id: entry for entry in entries}
+            entries = msgspec.json.decode(body, type=_ModelList).data
+            return {msgspec.json.decode(entry, type=_ListedModel).id: entry for entry in entries}
         except UNREADABLE as error:
             raise UpstreamBroke(
                 f"the list of models cannot be read: status {reply.status}, {error}"
@@ -618,18 +618,18 @@ class Upstream:
             replica.pool.close()
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
     owned_by: str | None = None
 
 
-class _Tokens(msgspec.Struct):
+class _TokenizeReply(msgspec.Struct):
     tokens: list[int]
 
 
-class _Models(msgspec.Struct):
+class _ModelList(msgspec.Struct):
     data: list[msgspec.Raw]
 
 
 def _owner(entry: msgspec.Raw) -> str | None:
-    return msgspec.json.decode(entry, type=_Model).owned_by
+    return msgspec.json.decode(entry, type=_ListedModel).owned_by

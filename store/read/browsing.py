@@ -280,7 +280,7 @@ _COUNTED: Final = f"""
 """
 
 
-class EpisodeCounts(Record, frozen=True, kw_only=True):
+class FilteredCounts(Record, frozen=True, kw_only=True):
     """Count the newest episodes of a filter by state, and their rewards in `BARS` equal ranges.
 
     `bars` are those from `low` to `high`. `looked_at` is how many of the newest episodes were
@@ -296,7 +296,7 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
 
 async def count_episodes(
     connection: AsyncConnection, chosen: EpisodeFilter, tenant: str | None
-) -> EpisodeCounts:
+) -> FilteredCounts:
     """Count the newest episodes of a filter, of a tenant or of all; rewards of any size count."""
     sql, values = _query(msgspec.structs.replace(chosen, low=None, high=None), tenant)
     most = _fewer(MOST_COUNTED, chosen)
@@ -310,7 +310,7 @@ async def count_episodes(
         states[row.state] = states.get(row.state, 0) + row.episodes
         if row.bar is not None:
             bars[row.bar - 1] += row.episodes
-    return EpisodeCounts(
+    return FilteredCounts(
         states=states,
         bars=bars,
         low=rows[0].low if rows else 0.0,

@@ -27,7 +27,7 @@ def is_of(tenant: str) -> ColumnElement[bool]:
     return episodes.c.key.startswith(begins, autoescape=True)
 
 
-class Reading(NamedTuple):
+class ReadEpisodes(NamedTuple):
     """Hold episodes in the order of the requested ids, and why the others cannot be read, by id."""
 
     episodes: list[Episode]
@@ -52,13 +52,13 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
 
 async def read_in_batches(
     connection: AsyncConnection, ids: Sequence[UUID]
-) -> AsyncIterator[Reading]:
+) -> AsyncIterator[ReadEpisodes]:
     """Yield the episodes of `ids`, in that order, `BATCH` at a time."""
     for start in range(0, len(ids), BATCH):
         yield await read(connection, ids[start : start + BATCH])
 
 
-async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
+async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> ReadEpisodes:
     """Read the episodes of `ids` that can be read back, and say why the others cannot.
 
     Ids that are not stored are left out.
@@ -89,7 +89,7 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
     calls_of, events_of, items_of = (
         grouped(rows, lambda row: whole_of[row.episode_id]) for rows in (calls, events, items)
     )
-    reading = Reading([], {})
+    reading = ReadEpisodes([], {})
     for whole in wanted:
         if whole not in parts_of:
             continue

@@ -21,7 +21,7 @@ OVERHEAD_BYTES: Final = 600
 TIPS: Final = 4
 
 
-class Base(Record, frozen=True, kw_only=True):
+class BaseCall(Record, frozen=True, kw_only=True):
     """Describe a stored call, whose prompt and sampled ids its thread's next prompt may repeat."""
 
     call_id: UUID
@@ -53,7 +53,7 @@ class Bases:
         """Open an empty cache of at most `capacity` bytes."""
         self._capacity = capacity
         self._size = 0
-        self._tips: OrderedDict[str, list[Base]] = OrderedDict()
+        self._tips: OrderedDict[str, list[BaseCall]] = OrderedDict()
         self._provided_by: dict[bytes, str] = {}
 
     def store(self, call: CallRecord) -> Stored:
@@ -71,7 +71,7 @@ class Bases:
             if len(base.request) - shared < LEAST_SHARED:
                 tips.remove(base)
         tips.append(
-            Base(
+            BaseCall(
                 call_id=call.id,
                 request=request,
                 prompt_ids=prompt_ids,
@@ -82,11 +82,11 @@ class Bases:
         self._remember(call.episode, tips[-TIPS:])
         return stored
 
-    def of(self, episode: str) -> list[Base]:
+    def of(self, episode: str) -> list[BaseCall]:
         """Return the tips of an episode."""
         return self._tips.get(episode, [])
 
-    def _provided_to(self, needs: Iterable[bytes]) -> list[Base]:
+    def _provided_to(self, needs: Iterable[bytes]) -> list[BaseCall]:
         """Return the tips of the episode that provides the first known fingerprint of `needs`.
 
         A call that names no episode may have one of its own until the store joins it.
@@ -95,7 +95,7 @@ class Bases:
         key = next((key for key in keys if key is not None), None)
         return [] if key is None else self.of(key)
 
-    def _remember(self, episode: str, tips: list[Base]) -> None:
+    def _remember(self, episode: str, tips: list[BaseCall]) -> None:
         """Replace the tips of an episode."""
         self._forget(self._tips.pop(episode, ()))
         self._tips[episode] = tips
@@ -105,14 +105,14 @@ class Bases:
             _, evicted = self._tips.popitem(last=False)
             self._forget(evicted)
 
-    def _forget(self, tips: Iterable[Base]) -> None:
+    def _forget(self, tips: Iterable[BaseCall]) -> None:
         tips = list(tips)
         self._size -= sum(map(_size, tips))
         for digest in (digest for tip in tips for digest in tip.provides):
             self._provided_by.pop(digest, None)
 
 
-def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
+def _nearest(tips: list[BaseCall], call: CallRecord) -> BaseCall | None:
     """Return the tip of the call's day that shares the longest request prefix with it.
 
     Partitions are dropped by day, so a call must not depend on one of another day.
@@ -126,7 +126,7 @@ def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
     return max(of_its_day, key=lambda tip: shared_prefix(tip.request, request))
 
 
-def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:
+def _added(base: BaseCall, request: bytes, prompt_ids: bytes) -> Stored:
     prefix, suffix, middle = delta(base.request, request)
     if prefix + suffix < LEAST_SHARED:
         return Stored(request=request, prompt_ids=prompt_ids)
@@ -141,5 +141,5 @@ def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:
     )
 
 
-def _size(base: Base) -> int:
+def _size(base: BaseCall) -> int:
     return len(base.request) + len(base.prompt_ids) + len(base.sampled_ids) + OVERHEAD_BYTES

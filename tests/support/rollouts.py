@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pawl.rollout.journal import Begun, Ended, Key, Line
+from pawl.rollout.journal import Begun, Ended, Line, RunKey
 from tests.conftest import ROOT
 from tests.support.waiting import until
 
@@ -120,7 +120,7 @@ class Runner:
         """Run the command to its end."""
         return await ended(await self.start(*options, **environment))
 
-    def settled(self) -> list[tuple[Key, Ended]]:
+    def settled(self) -> list[tuple[RunKey, Ended]]:
         """Return the settled runs."""
         if not self.journal.exists():
             return []

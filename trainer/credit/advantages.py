@@ -47,7 +47,7 @@ class EpisodeReturns(Record, frozen=True, kw_only=True):
     returns: tuple[CallReturn, ...]
 
 
-class Comparison(Record, frozen=True, kw_only=True):
+class AdvantageSteps(Record, frozen=True, kw_only=True):
     """Hold the steps from a call's return to its advantage, `value`.
 
     `final` and `air` are the differences of final reward and AIR from their baselines, less the
@@ -81,7 +81,7 @@ class Advantage(Record, frozen=True, kw_only=True):
 
     value: float | None
     reason: NoSignal | None
-    comparison: Comparison | None = None
+    comparison: AdvantageSteps | None = None
 
     @property
     def air_weight(self) -> float:
@@ -167,7 +167,7 @@ class Against(Record, frozen=True, kw_only=True):
 
 def _scaled(
     units: Sequence[ScoredCalls], against: Sequence[Against], rule: CreditOptions, width: float
-) -> list[list[Comparison]]:
+) -> list[list[AdvantageSteps]]:
     """Return the scaled differences of each call, in the order of `units`.
 
     `width` is that of the reward's range.
@@ -184,7 +184,7 @@ def _scaled(
         spreads = [spread_about(0.0, list(compress(finals, counts)))] * len(finals)
     return [
         [
-            Comparison(
+            AdvantageSteps(
                 baseline=other.final.value,
                 final=final,
                 divisor=_divisor(spread, width * SMALLEST_SPREAD),

@@ -15,7 +15,13 @@ import msgspec
 from store.records import SIDE, Episode, Group, Record, TransitionRow
 from store.tenants import task_family
 from store.values.rewards import NO_PARTS, REWARD_ALONE, RewardRule
-from trainer.credit.advantages import UNSCORED, Advantage, Comparison, EpisodeReturns, advantages
+from trainer.credit.advantages import (
+    UNSCORED,
+    Advantage,
+    AdvantageSteps,
+    EpisodeReturns,
+    advantages,
+)
 from trainer.credit.air import RewardRange
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import (
@@ -61,7 +67,7 @@ class CallCredit(Record, frozen=True, kw_only=True):
     weight: float
     reason: str | None
     parts: Mapping[str, float] = NO_PARTS
-    comparison: Comparison | None = None
+    comparison: AdvantageSteps | None = None
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):

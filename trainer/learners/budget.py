@@ -108,7 +108,7 @@ def _size(row: Row) -> int:
     return row.size
 
 
-class Budget:
+class TokenBudget:
     """Cut rows into micro-batches of at most `tokens` computed tokens each."""
 
     def __init__(

@@ -38,9 +38,9 @@ from trainer.learners.adapter import (
 )
 from trainer.learners.budget import (
     SMALLEST_BUDGET,
-    Budget,
     MicroBatches,
     NoRoom,
+    TokenBudget,
     says_no_room,
     too_long,
 )
@@ -151,7 +151,7 @@ class Learner:
         self._model = self._base.attach(self, recipe, None, seed)
         # How rows are computed.
         self.way = choose_way(self._model, self.processes, ways)
-        self._budget = Budget(
+        self._budget = TokenBudget(
             recipe.batch.micro_batch_tokens,
             way=self.way,
             processes=self.processes,

@@ -18,7 +18,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import adapter_slots
-from store.adapter_slots import Kept, Live, free_slots, needed_slots
+from store.adapter_slots import KeptVersion, Live, free_slots, needed_slots
 from trainer.errors import UpstreamAway
 from trainer.metrics import LIVE, SLOTS
 from trainer.publishing.model_server import ModelServer, Replicas
@@ -91,7 +91,7 @@ class Pacing:
         unloaded.
         """
         known, live = await self._look(connection)
-        free, kept = free_slots(live, known), list[Kept]()
+        free, kept = free_slots(live, known), list[KeptVersion]()
         if free < needed_slots(live, known, len(self._together)):
             if not await is_wanted():
                 self.waits = False
@@ -189,7 +189,7 @@ class Pacing:
             self._warned.add(event)
             log.warning(event, policy=self._policy, remedy=remedy, **values)
 
-    def _show_wait(self, live: Live, known: int, kept: Sequence[Kept]) -> None:
+    def _show_wait(self, live: Live, known: int, kept: Sequence[KeptVersion]) -> None:
         """Log when the trainer begins to wait for a slot, and for what, and when it has one."""
         if self.waits == self._logged:
             return
@@ -201,7 +201,7 @@ class Pacing:
         log.info("trainer_waits_for_a_slot" if self.waits else "trainer_has_a_slot", **slots)
 
 
-async def _unload(connection: AsyncConnection, going: Sequence[Kept]) -> None:
+async def _unload(connection: AsyncConnection, going: Sequence[KeptVersion]) -> None:
     await adapter_slots.unload_kept(connection, going, "its slot is needed", "trainer")
     for one in going:
         log.info("version_gives_way", version=one.served_name, is_used=one.is_under_way)

@@ -28,7 +28,7 @@ from trainer.publishing.adapters import MANIFEST, Manifest, NewVersion, written_
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
 from trainer.updates.plan import Plan
-from trainer.updates.versions import Versions
+from trainer.updates.versions import PolicyVersions
 
 log = structlog.get_logger()
 
@@ -134,7 +134,7 @@ class Recovery:
         self._engine = engine
         self._adapter_dir = adapter_dir
         self._policy = policy
-        self._versions = Versions(engine, adapter_dir, policy)
+        self._versions = PolicyVersions(engine, adapter_dir, policy)
         self._recording = Recording(engine, policy)
 
     async def finish(self, why: str) -> None:

@@ -62,7 +62,7 @@ async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
         log.warning("rewards_are_another_sum", policy=policy, metrics=metrics)
 
 
-class Versions:
+class PolicyVersions:
     """Look up and number the versions of one policy."""
 
     def __init__(self, engine: AsyncEngine, adapter_dir: Path, policy: str) -> None:

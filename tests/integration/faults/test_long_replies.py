@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.calls import answer, recording
 from proxy.ingester import batch_writer, drain, transcribe
 from proxy.ingester.drain import Drainer
-from proxy.intake import Budget, Claim
+from proxy.intake import Budget, BudgetShare
 from proxy.spool.segments import CapturedCall
 from tests.integration.conftest import Proxy, StartProxy
 from tests.integration.faults.conftest import Spooled
@@ -143,15 +143,15 @@ async def test_upstream_is_not_read_further_while_the_budget_is_full(
     monkeypatch.setattr(answer, "REPLY_COPIES", 1)
     body, asked = whole(11 * MB), asyncio.Event()
     room = threading.Event()
-    ask = Claim.ask
+    ask = BudgetShare.ask
 
-    def refused(self: Claim, size: int) -> None:
+    def refused(self: BudgetShare, size: int) -> None:
         if size > 2 * MB and not room.is_set():
             asked.set()
             raise answer.Overloaded("full")
         ask(self, size)
 
-    monkeypatch.setattr(Claim, "ask", refused)
+    monkeypatch.setattr(BudgetShare, "ask", refused)
     pieces = [body[at : at + 16_000] for at in range(0, len(body), 16_000)]
     upstream.script = says(CHUNKED % JSON, *(chunked(piece) for piece in pieces), LAST)
     calling = asyncio.create_task(proxy.chat())
@@ -171,14 +171,14 @@ async def test_reply_without_room_in_time_leaves_as_it_came(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer, "ROOM_S", 0.1)
-    ask = Claim.ask
+    ask = BudgetShare.ask
 
-    def refused(self: Claim, size: int) -> None:
+    def refused(self: BudgetShare, size: int) -> None:
         if size > MB:
             raise answer.Overloaded("full")
         ask(self, size)
 
-    monkeypatch.setattr(Claim, "ask", refused)
+    monkeypatch.setattr(BudgetShare, "ask", refused)
     body = whole(MB)
     pieces = [body[at : at + 16_000] for at in range(0, len(body), 16_000)]
     upstream.script = says(

@@ -17,7 +17,7 @@ from proxy.errors import BadRequest, NotAllowed, ProxyError
 from proxy.feedback_body import parse_feedback
 from proxy.identity.identify import episode_names, read_hints
 from proxy.ingester.admin import admin_app
-from proxy.ingester.drain import Progress
+from proxy.ingester.drain import DrainState
 from proxy.metrics import CALLS
 from proxy.routing import RULES, find_route
 from proxy.shared_memory import ProcessState, State, readiness
@@ -287,7 +287,7 @@ def test_the_schema_of_readiness_has_the_fields_that_are_told() -> None:
     state = get_args(State)[0]
     workers = readiness([ProcessState(name="w", state=state, since=0.0, restarts=0)])[1]
     assert set(workers[0]) == set(schema["workers"]["items"]["properties"])
-    assert set(Progress().told()) == set(schema["drain"]["properties"])
+    assert set(DrainState().told()) == set(schema["drain"]["properties"])
 
 
 # Generated pages

@@ -9,10 +9,10 @@ from prometheus_client.samples import Sample
 
 from pawl.doctor.checks import PAUSES, REASONS, Finding
 from pawl.doctor.examine import findings
-from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, Process, Ready, Server
+from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
 from pawl.doctor.outlook import about
 from proxy.trainable import Reason
-from store.adapter_slots import Kept, Live
+from store.adapter_slots import KeptVersion, Live
 from store.link.joins import DOUBTFUL_NEED
 from store.link.outages import LOST_CALL
 from store.read.agreement import Agreement
@@ -109,8 +109,8 @@ def sample(name: str, value: float, **labels: str) -> Sample:
 NOT_JUDGED = sample("pawl_controller_gate_failed", 1.0, policy="m")
 
 
-def trainer(*samples: Sample) -> Process:
-    return Process(address="127.0.0.1:8102", samples=samples)
+def trainer(*samples: Sample) -> ProcessAnswer:
+    return ProcessAnswer(address="127.0.0.1:8102", samples=samples)
 
 
 def facts(*policies: PolicyFacts, **changes: Any) -> Facts:
@@ -122,10 +122,10 @@ def facts(*policies: PolicyFacts, **changes: Any) -> Facts:
     made = Facts(
         now=NOW,
         data_url="http://127.0.0.1:8100",
-        proxy=Process(address="127.0.0.1:8101"),
+        proxy=ProcessAnswer(address="127.0.0.1:8101"),
         trainer=trainer(),
-        controller=Process(address="127.0.0.1:8103"),
-        servers=(Server(url="http://gpu:8000/v1", models=models, slots=8),),
+        controller=ProcessAnswer(address="127.0.0.1:8103"),
+        servers=(ReplicaAnswer(url="http://gpu:8000/v1", models=models, slots=8),),
         disks=(Disk(setting="PAWL_SPOOL_DIR", folder="var/spool", free_gib=50.0),),
         calls=(kind(),),
         policies=policies or (policy(),),
@@ -140,10 +140,10 @@ LONG_FULL = Live(serving=4, held=4, kept=1, coming=0)
 KEPT_FULL = Live(serving=1, held=1, kept=6, coming=0)
 
 
-def kept(number: int, *, is_under_way: bool = True) -> tuple[Kept, ...]:
+def kept(number: int, *, is_under_way: bool = True) -> tuple[KeptVersion, ...]:
     """So many versions, one of which is kept for another 400 seconds at most, and so on."""
     return tuple(
-        Kept(
+        KeptVersion(
             name="m",
             version=version,
             served_name=f"m@{version}",
@@ -179,7 +179,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         (
             facts(
                 unusable={"PAWL_UPSTREAMS": "OPENAI_API_KEY is not set"},
-                proxy=Process(address="", why_not=AWAY),
+                proxy=ProcessAnswer(address="", why_not=AWAY),
             ),
             "PAWL_UPSTREAMS cannot be used",
             "correct what the error names",
@@ -192,17 +192,22 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             True,
         ),
         (
-            facts(proxy=Process(address="", ready=Ready(recording_outage_s=30.0))),
+            facts(proxy=ProcessAnswer(address="", ready=Ready(recording_outage_s=30.0))),
             "Records are being lost",
             "PAWL_SPOOL_DIR",
             True,
         ),
-        (facts(proxy=Process(address="", ready=IS_STUCK)), "Records wait on", "`pawl spool`", True),
+        (
+            facts(proxy=ProcessAnswer(address="", ready=IS_STUCK)),
+            "Records wait on",
+            "`pawl spool`",
+            True,
+        ),
         (facts(letters=3), "The database refused records", "--replay", True),
         (
             facts(
                 policy(about=replace(policy().about, is_held=False)),
-                trainer=Process(address="", why_not="503 the model is being loaded"),
+                trainer=ProcessAnswer(address="", why_not="503 the model is being loaded"),
             ),
             "The trainer loads its model",
             "wait",
@@ -225,7 +230,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         (
             facts(
                 calls=(),
-                proxy=Process(
+                proxy=ProcessAnswer(
                     address="", samples=(sample("pawl_refused_total", 5.0, reason="NoKey"),)
                 ),
             ),
@@ -270,19 +275,19 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             False,
         ),
         (
-            facts(database="no database in /var", proxy=Process(ready=Ready(database="up"))),
+            facts(database="no database in /var", proxy=ProcessAnswer(ready=Ready(database="up"))),
             "The database cannot be used from here, while the proxy says that its own is up",
             "PAWL_DATA_DIR",
             True,
         ),
         (  # A server that hangs, before the proxy has found it out.
-            facts(database="no answer within 4 s", proxy=Process(ready=Ready(database="up"))),
+            facts(database="no answer within 4 s", proxy=ProcessAnswer(ready=Ready(database="up"))),
             "The database cannot be used from here, while the proxy says that its own is up",
             "if it is the same database, mend what the error names",
             True,
         ),
         (
-            facts(database="refused", proxy=Process(ready=Ready(database="away"))),
+            facts(database="refused", proxy=ProcessAnswer(ready=Ready(database="away"))),
             "The database cannot be used: records wait on disk",
             "start PostgreSQL",
             True,
@@ -290,8 +295,8 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         (
             facts(
                 database="refused",
-                **dict.fromkeys(("proxy", "trainer", "controller"), Process(why_not=AWAY)),
-                servers=(Server(url="http://gpu:8000/v1", why_not=AWAY),),
+                **dict.fromkeys(("proxy", "trainer", "controller"), ProcessAnswer(why_not=AWAY)),
+                servers=(ReplicaAnswer(url="http://gpu:8000/v1", why_not=AWAY),),
             ),
             "Pawl does not run here",
             "`pawl up`",
@@ -358,19 +363,19 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             True,
         ),
         (
-            facts(controller=Process(address="", ready=MISSERVED)),
+            facts(controller=ProcessAnswer(address="", ready=MISSERVED)),
             "m: not served as trained: m@1",
             "`pawl policies check`",
             True,
         ),
         (
-            facts(controller=Process(address="", why_not=AWAY)),
+            facts(controller=ProcessAnswer(address="", why_not=AWAY)),
             "The controller does not answer",
             "`pawl controller`",
             False,
         ),
         (
-            facts(policy(standing=TRIED), controller=Process(address="", why_not=AWAY)),
+            facts(policy(standing=TRIED), controller=ProcessAnswer(address="", why_not=AWAY)),
             "The controller does not answer",
             "`pawl controller`",
             True,
@@ -389,12 +394,19 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         ),
         (facts(policy(standing=TRIED)), "m@2 is being tried", "wait", False),
         (
-            facts(policy(standing=TRIED), controller=Process(address="", samples=(NOT_JUDGED,))),
+            facts(
+                policy(standing=TRIED), controller=ProcessAnswer(address="", samples=(NOT_JUDGED,))
+            ),
             "m@2 cannot be judged",
             "`policy_not_judged` in the controller's log",
             True,
         ),
-        (facts(proxy=Process(address="", asks_key=True)), "PAWL_API_KEY is not", "read", False),
+        (
+            facts(proxy=ProcessAnswer(address="", asks_key=True)),
+            "PAWL_API_KEY is not",
+            "read",
+            False,
+        ),
         (facts(trainer=trainer(LONGEST)), "Calls longer than 512", "PAWL_MAX_MODEL_LEN=512", False),
     ],
 )
@@ -442,7 +454,7 @@ def test_rewards_within_their_range_and_enough_of_them_are_no_finding(known: Pol
 
 def test_what_needs_a_person_comes_before_what_passes() -> None:
     paused = trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="failed"))
-    found = findings(facts(controller=Process(address="", why_not=AWAY), trainer=paused))
+    found = findings(facts(controller=ProcessAnswer(address="", why_not=AWAY), trainer=paused))
     assert [one.needs_person for one in found] == [True, False, False]
 
 

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from pawl.cli import app
 from pawl.processes import large_imports
-from pawl.programs import Ended, TooMuchOutput, run_program
+from pawl.programs import EndedProgram, TooMuchOutput, run_program
 from pawl.rollout.agents import CommandAgent, Request
 from store import __version__
 
@@ -35,7 +35,7 @@ while not os.path.exists(sys.argv[1]):
 LOOK = ("sh", "-c", "env | grep -e MY_KEY -e DATABASE_URL -e PAWL_")
 
 
-async def run(*command: str, given: bytes = b"", limit_s: float = 20.0) -> Ended:
+async def run(*command: str, given: bytes = b"", limit_s: float = 20.0) -> EndedProgram:
     return await asyncio.wait_for(run_program(command, given, limit_s=limit_s, most_bytes=1000), 30)
 
 
@@ -62,7 +62,7 @@ async def test_limit_holds_for_a_program_that_closed_its_output() -> None:
 async def test_program_ends_with_its_own_status_whatever_it_leaves_running(held: str) -> None:
     started = time.monotonic()
     ended = await run("sh", "-c", f"sleep 60 {held} & echo done; exit 0")
-    assert ended == Ended(status=0, output=b"done\n", errors=b"")
+    assert ended == EndedProgram(status=0, output=b"done\n", errors=b"")
     assert time.monotonic() - started < 30
 
 
@@ -76,7 +76,7 @@ async def test_flood_is_ended_at_once() -> None:
 async def test_input_and_output_are_whole() -> None:
     given = bytes(range(256)) * 3
     ended = await run("sh", "-c", "cat; echo no idea >&2; exit 3", given=given)
-    assert ended == Ended(status=3, output=given, errors=b"no idea\n")
+    assert ended == EndedProgram(status=3, output=given, errors=b"no idea\n")
 
 
 async def test_end_of_a_flood_of_errors_is_kept() -> None:

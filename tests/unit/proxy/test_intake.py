@@ -16,7 +16,7 @@ from proxy.intake import (
     SMALL,
     SWITCH_S,
     Budget,
-    Claim,
+    BudgetShare,
     Intake,
     check_shape,
     cost_of,
@@ -32,7 +32,7 @@ SIZES = st.integers(0, SMALL // 2) | st.integers(SMALL - 2, SMALL + 2) | st.inte
 @given(st.lists(st.tuples(st.sampled_from(["ask", "add", "new", "end"]), st.integers(0, 5), SIZES)))
 def test_budget_used_is_the_sum_of_the_claims(steps: list[tuple[str, int, int]]) -> None:
     budget = Budget(LIMIT)
-    claims: list[Claim] = []
+    claims: list[BudgetShare] = []
     for what, which, size in steps:
         if what == "new" or not claims:
             claims.append(budget.claim())

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.learners.kernels.layers import product
-from trainer.learners.replay.shaping import Group, History, Places, replay, shape
+from trainer.learners.replay.shaping import History, Places, ShapedPlaces, replay, shape
 
 # Logits in a chunk, by device: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
 CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
@@ -235,7 +235,7 @@ def head_logprobs(
     return logp, entropies
 
 
-def _shaping(group: Group, rows: Sequence[Row], device: torch.device) -> Shaping:
+def _shaping(group: ShapedPlaces, rows: Sequence[Row], device: torch.device) -> Shaping:
     history = History.of(rows, group.histories, device)
     return Shaping(group.start, group.stop, group.distribution, history)
 

@@ -34,7 +34,7 @@ MIN_KEY_SHARE: Final = 0.7
 FLEX_BLOCK: Final = 128
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Hold queries [start, stop), and the nodes that at least one sees, in runs [from, to).
 
     Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the nodes of all runs.
@@ -60,7 +60,7 @@ class BlockBatch(NamedTuple):
     runs: tuple[tuple[int, int, int, int], ...]
 
 
-def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
+def blocks_of(tree: Tree, block: int = BLOCK) -> list[QueryBlock]:
     """Return the blocks of `tree`, of `block` queries each."""
     end = torch.tensor(tree.end)
     blocks = []
@@ -71,7 +71,7 @@ def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
         query = torch.arange(start, stop)[:, None]
         seen = (keys <= query) & (query < end[keys])
         mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-        blocks.append(Block(start, stop, _runs(keys.tolist()), mask))
+        blocks.append(QueryBlock(start, stop, _runs(keys.tolist()), mask))
     return blocks
 
 
@@ -82,9 +82,11 @@ def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
 
 
-def batch_blocks(blocks: Sequence[Block], max_entries: int = MAX_MASK_ENTRIES) -> list[BlockBatch]:
+def batch_blocks(
+    blocks: Sequence[QueryBlock], max_entries: int = MAX_MASK_ENTRIES
+) -> list[BlockBatch]:
     """Batch blocks, with masks of at most `max_entries` entries unless one block alone has more."""
-    groups: list[list[Block]] = []
+    groups: list[list[QueryBlock]] = []
     for block in sorted(blocks, key=lambda block: block.mask.shape, reverse=True):
         first = groups[-1][0].mask if groups else None
         if (
@@ -98,7 +100,7 @@ def batch_blocks(blocks: Sequence[Block], max_entries: int = MAX_MASK_ENTRIES) -
     return [_pad_to_batch(group) for group in groups]
 
 
-def _pad_to_batch(blocks: Sequence[Block]) -> BlockBatch:
+def _pad_to_batch(blocks: Sequence[QueryBlock]) -> BlockBatch:
     size, width = blocks[0].mask.shape
     keys = torch.zeros(len(blocks), width, dtype=torch.long)
     mask = torch.full((len(blocks), size, width), float("-inf"))

@@ -88,7 +88,7 @@ def banned_sequences(
     return tuple(sequences)
 
 
-class Group(NamedTuple):
+class ShapedPlaces(NamedTuple):
     """Name the places [start, stop) whose distribution is shaped by more than a temperature.
 
     `histories` are, for each, the number of a row and how many of its sampled tokens come before.
@@ -110,7 +110,7 @@ class Places(NamedTuple):
     nodes: list[int]
     temperatures: list[float]
     of_tokens: list[int]
-    groups: tuple[Group, ...]
+    groups: tuple[ShapedPlaces, ...]
 
 
 # The number of a distribution, a node, and where the reply begins if that matters.
@@ -153,14 +153,14 @@ def _groups(
     settings: Sequence[Distribution],
     ordered: Sequence[_Key],
     histories: Sequence[tuple[int, int]],
-) -> tuple[Group, ...]:
+) -> tuple[ShapedPlaces, ...]:
     groups = []
     stop = sum(1 for alike, _, _ in ordered if settings[alike].is_plain)
     while stop < len(ordered):
         start, alike = stop, ordered[stop][0]
         while stop < len(ordered) and ordered[stop][0] == alike:
             stop += 1
-        groups.append(Group(start, stop, settings[alike], tuple(histories[start:stop])))
+        groups.append(ShapedPlaces(start, stop, settings[alike], tuple(histories[start:stop])))
     return tuple(groups)
 
 

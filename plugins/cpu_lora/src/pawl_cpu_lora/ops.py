@@ -31,7 +31,7 @@ _CACHED_GROUPINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AdapterRows:
     """Name the rows of one adapter: a slice where they are neighbours, else their int64 numbers."""
 
     slot: int
@@ -56,7 +56,7 @@ class Grouping:
     """Divide one batch: `groups` to go through one by one, or `spread` to do at once (not None)."""
 
     row_count: int
-    groups: tuple[Group, ...]
+    groups: tuple[AdapterRows, ...]
     spread: Spread | None
 
 
@@ -72,7 +72,7 @@ def group_rows(slots: tuple[int, ...], lengths: tuple[int, ...], slot_count: int
     for row, slot in enumerate(row_slots):
         if slot >= 0:
             by_slot.setdefault(slot, []).append(row)
-    groups = tuple(Group(slot, _as_rows(rows)) for slot, rows in sorted(by_slot.items()))
+    groups = tuple(AdapterRows(slot, _as_rows(rows)) for slot, rows in sorted(by_slot.items()))
     spread = _spread(row_slots, slot_count) if _mixes(row_slots, len(groups)) else None
     return Grouping(len(row_slots), groups, spread)
 
@@ -275,7 +275,7 @@ def _multiply(
 
 
 def _multiply_group(
-    group: Group,
+    group: AdapterRows,
     inputs: torch.Tensor,
     weights: torch.Tensor,
     target: torch.Tensor,

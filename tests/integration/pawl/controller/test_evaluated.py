@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.commands.policies import events_of
-from pawl.controller.comparison import Comparison, Episode
+from pawl.controller.comparison import ComparedEpisode, Comparison
 from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluations
 from store.read.gates import Standing
@@ -54,7 +54,7 @@ class Evaluator:
         comparison = Comparison(rule)
         new, old = (0.5 + sign * self._difference / 2 for sign in (1, -1))
         for _ in range(self._tasks):
-            comparison.add_pair([Episode("t", new)], [Episode("t", old)])
+            comparison.add_pair([ComparedEpisode("t", new)], [ComparedEpisode("t", old)])
         return comparison
 
     async def has_begun(self) -> bool:

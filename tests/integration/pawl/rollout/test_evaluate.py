@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from pawl.controller.evaluating import evaluate_candidate
-from pawl.rollout.evaluation import Evaluation
+from pawl.rollout.evaluation import EvaluationReport
 from pawl.rollout.proxy import Models, ProxyClient
 from store.read.gates import Standing
 from tests.integration.conftest import Proxy
@@ -38,8 +38,8 @@ def runner(fake: FakeProxy, tmp_path: Path) -> Runner:
     )
 
 
-def result(runner: Runner) -> Evaluation:
-    return msgspec.json.decode((runner.folder / "result.json").read_bytes(), type=Evaluation)
+def result(runner: Runner) -> EvaluationReport:
+    return msgspec.json.decode((runner.folder / "result.json").read_bytes(), type=EvaluationReport)
 
 
 def tasks_by_model(fake: FakeProxy) -> dict[str, Counter[str]]:

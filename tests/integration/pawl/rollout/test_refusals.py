@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.stack import free_port
-from pawl.commands.rollout import Flags, run_rollout
+from pawl.commands.rollout import RolloutFlags, run_rollout
 from pawl.rollout.tasks import RolloutError
 from tests.support.rollouts import COMMAND, Runner
 from tests.support.servers.fake_proxy import FakeProxy
@@ -52,7 +52,7 @@ async def test_unusable_option_is_refused_by_name(
     monkeypatch.chdir(tmp_path)
     usual: dict[str, Any] = {"tasks": Path("tasks.jsonl"), "url": fake.url, "command": ["cat"]}
     with pytest.raises(RolloutError, match=re.escape(message)):
-        await run_rollout(Flags(**(usual | options)))
+        await run_rollout(RolloutFlags(**(usual | options)))
 
 
 async def test_error_is_one_line(runner: Runner) -> None:

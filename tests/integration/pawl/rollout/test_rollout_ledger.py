@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.rollout import Flags, run_rollout
+from pawl.commands.rollout import RolloutFlags, run_rollout
 from pawl.rollout.tasks import RolloutError
 from pawl.settings import ClientSettings
 from store.read.episodes import read_episodes
@@ -103,7 +103,7 @@ async def test_rollout_shows_its_key_and_the_agent_its_own(
     agent = await made(engine, "agent", "infer")
     await taken(proxy, runner)
     monkeypatch.setenv("OPENAI_API_KEY", agent)
-    flags = Flags(
+    flags = RolloutFlags(
         tasks=Path("tasks.jsonl"),
         url=proxy.url,
         command=[sys.executable, "agent.py"],

@@ -7,7 +7,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from store import adapter_slots, version_queries, version_states
-from store.adapter_slots import LONGEST_KEPT_S, Kept
+from store.adapter_slots import LONGEST_KEPT_S, KeptVersion
 from store.claims import list_updates
 from store.version_states import ensure_base
 from tests.support.controller.replicas import reconcile
@@ -127,7 +127,7 @@ async def test_version_that_is_given_the_traffic_at_that_moment_keeps_its_slot(
         await bench.fill("w")
         kept_versions = adapter_slots.kept_versions
 
-        async def then_promoted(*given: Any) -> list[Kept]:
+        async def then_promoted(*given: Any) -> list[KeptVersion]:
             """Read which give way; an operator promotes one before any is unloaded."""
             found = await kept_versions(*given)
             assert [one.version for one in found] == [1]

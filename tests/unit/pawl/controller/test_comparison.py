@@ -13,8 +13,8 @@ from pawl.controller.comparison import (
     INFORMATION,
     LEAST_SHARE,
     MOST_SHARE,
+    ComparedEpisode,
     Comparison,
-    Episode,
     canary_share,
 )
 from trainer.recipes.recipe import PublishMode, PublishOptions
@@ -27,25 +27,25 @@ class Case:
     """Say what episodes of a version are like, and what the comparison is to say of it."""
 
     name: str
-    new: Callable[[Random], Episode]
+    new: Callable[[Random], ComparedEpisode]
     kind: str | None
     reason: str = ""
 
 
-def scored(mean: float, **values: object) -> Callable[[Random], Episode]:
+def scored(mean: float, **values: object) -> Callable[[Random], ComparedEpisode]:
     """Return what draws episodes of one family with rewards of 0 or 1."""
 
-    def draw(random: Random) -> Episode:
+    def draw(random: Random) -> ComparedEpisode:
         reward = float(random.random() < mean)
-        return msgspec.structs.replace(Episode("one", reward, seconds=1.0), **values)
+        return msgspec.structs.replace(ComparedEpisode("one", reward, seconds=1.0), **values)
 
     return draw
 
 
-def sometimes(share: float, **values: object) -> Callable[[Random], Episode]:
+def sometimes(share: float, **values: object) -> Callable[[Random], ComparedEpisode]:
     """Return what draws equal episodes of which this share goes wrong."""
 
-    def draw(random: Random) -> Episode:
+    def draw(random: Random) -> ComparedEpisode:
         good = scored(0.5)(random)
         return msgspec.structs.replace(good, **values) if random.random() < share else good
 
@@ -64,7 +64,7 @@ CASES = (
 
 
 def compared(
-    case: Callable[[Random], Episode],
+    case: Callable[[Random], ComparedEpisode],
     *,
     episodes: int = 1_500,
     watches: bool = False,
@@ -157,7 +157,7 @@ def test_fall_below_the_own_past_is_seen_soon_and_before_that_behind_the_control
 
 
 def test_outage_is_no_fall() -> None:
-    comparison, failed = followed((1_000, 1, 0.8, 0.8)), Episode("one", None, failed=True)
+    comparison, failed = followed((1_000, 1, 0.8, 0.8)), ComparedEpisode("one", None, failed=True)
     for _ in range(500):
         comparison.add(True, failed)
     assert comparison.fall is None
@@ -185,7 +185,7 @@ def test_loss_on_a_family_that_is_more_than_the_gain_on_others_is_found(
     for episode in range(6_000):
         family, is_new = "b" if episode % 8 == 0 else "a", random.random() < 0.5
         mean = means[family] if is_new else {"a": 0.5, "b": 0.6}[family]
-        comparison.add(is_new, Episode(family, float(random.random() < mean)))
+        comparison.add(is_new, ComparedEpisode(family, float(random.random() < mean)))
     assert (trade or "None") in str(comparison.trade)
     found = comparison.verdict and comparison.verdict.kind
     assert found == verdict or (not watches and found == "better")
@@ -205,8 +205,8 @@ def test_verdict_of_a_trial_stands_whatever_comes_later() -> None:
     verdict = comparison.verdict
     assert verdict is not None
     for _ in range(500):
-        comparison.add(True, Episode("one", 0.0))
-        comparison.add(False, Episode("one", 1.0))
+        comparison.add(True, ComparedEpisode("one", 0.0))
+        comparison.add(False, ComparedEpisode("one", 1.0))
     assert comparison.verdict == verdict
 
 
@@ -216,7 +216,7 @@ def test_promotion_is_put_off_while_a_guard_speaks_against_it() -> None:
     while comparison.figures().better < comparison.figures().better_needed:
         is_new = random.random() < 0.5
         failed = is_new and random.random() < 0.3
-        comparison.add(is_new, Episode("one", 1.0 if is_new else 0.0, failed=failed))
+        comparison.add(is_new, ComparedEpisode("one", 1.0 if is_new else 0.0, failed=failed))
     assert comparison.verdict is None
     assert comparison.figures().guards[0].against > 1
 
@@ -234,13 +234,15 @@ def test_expected_difference_points_to_harm_of_a_canary_only_from_half_the_margi
     mode: PublishMode, new: float, harmful: bool
 ) -> None:
     comparison = Comparison(PublishOptions(mode=mode))
-    comparison.add_pair([Episode("one", new)], [Episode("one", 0.5)])
+    comparison.add_pair([ComparedEpisode("one", new)], [ComparedEpisode("one", 0.5)])
     assert comparison.points_to_harm == harmful
 
 
 def test_rewards_out_of_range_count_as_its_ends_and_are_counted() -> None:
     comparison = Comparison(PublishOptions(reward_range=(0.0, 2.0), margin=0.1))
-    comparison.add_pair([Episode("one", 5.0)], [Episode("one", -1.0), Episode("one", 1.0)])
+    comparison.add_pair(
+        [ComparedEpisode("one", 5.0)], [ComparedEpisode("one", -1.0), ComparedEpisode("one", 1.0)]
+    )
     figures = comparison.figures()
     assert (figures.new.mean, figures.new.clipped) == (2.0, 1)
     assert (figures.old.mean, figures.old.clipped) == (0.5, 1)
@@ -251,14 +253,18 @@ def test_failed_episode_without_a_reward_counts_as_the_lowest_and_an_unscored_on
     None
 ):
     comparison = Comparison(RULE)
-    comparison.add_pair([Episode("one", None, failed=True)], [Episode("one", 1.0)])
-    comparison.add_pair([Episode("one", None)], [Episode("one", 1.0)])
+    comparison.add_pair([ComparedEpisode("one", None, failed=True)], [ComparedEpisode("one", 1.0)])
+    comparison.add_pair([ComparedEpisode("one", None)], [ComparedEpisode("one", 1.0)])
     assert (comparison.blocks, comparison.difference) == (1, -1.0)
     assert comparison.figures().new.unscored == 1
 
 
 def test_outage_in_which_everything_fails_proves_nothing() -> None:
-    live, pairs, failed = Comparison(RULE), Comparison(RULE), Episode("one", None, failed=True)
+    live, pairs, failed = (
+        Comparison(RULE),
+        Comparison(RULE),
+        ComparedEpisode("one", None, failed=True),
+    )
     for episode in range(4_000):
         live.add(episode % 2 == 0, failed)
     for _ in range(500):
@@ -293,6 +299,8 @@ def test_canarys_share_gives_the_information_that_a_decision_needs_in_time() -> 
 
 def test_reward_that_is_no_number_counts_as_none() -> None:
     comparison = Comparison(RULE)
-    comparison.add_pair([Episode("one", nan), Episode("one", 0.5)], [Episode("one", 1.0)])
+    comparison.add_pair(
+        [ComparedEpisode("one", nan), ComparedEpisode("one", 0.5)], [ComparedEpisode("one", 1.0)]
+    )
     figures = comparison.figures()
     assert (figures.difference, figures.new.unscored, figures.new.clipped) == (-0.5, 1, 0)

@@ -16,7 +16,7 @@ from rich.console import Console
 from pawl.commands import rollout as display
 from pawl.commands.rollout import Display
 from pawl.rollout.journal import Ended, Outcome
-from pawl.rollout.running import Figures
+from pawl.rollout.running import RunCounts
 from tests.support.waiting import until
 
 # What moves the cursor, and what hides and shows it.
@@ -39,7 +39,7 @@ REWARDS = st.integers(0, 64).map(lambda part: part / 64)
 
 @given(st.lists(st.builds(run, st.sampled_from(get_args(Outcome)), st.none() | REWARDS)))
 def test_every_settled_run_counts_once(runs: list[Ended]) -> None:
-    figures = Figures(60)
+    figures = RunCounts(60)
     for ended in runs:
         figures.add(ended)
     settled = [ended for ended in runs if ended.outcome != "abandoned"]
@@ -56,14 +56,14 @@ def test_every_settled_run_counts_once(runs: list[Ended]) -> None:
 def test_interval_is_wilsons_for_right_and_wrong_and_students_else(
     second: float, is_binary: bool
 ) -> None:
-    figures = Figures(2)
+    figures = RunCounts(2)
     figures.add(run("done", 1.0))
     figures.add(run("done", second))
     assert (figures.summary()["high"] == 1.0) == is_binary
 
 
 def test_nothing_done_has_no_mean() -> None:
-    summary = Figures(3).summary()
+    summary = RunCounts(3).summary()
     assert (summary["reward"], summary["low"], summary["high"]) == (None, None, None)
 
 
@@ -72,7 +72,7 @@ class Shown:
 
     def __init__(self, *, terminal: bool) -> None:
         self.seconds = 0.0
-        self.rollout = SimpleNamespace(figures=Figures(20), trouble="", under_way=4)
+        self.rollout = SimpleNamespace(figures=RunCounts(20), trouble="", under_way=4)
         self.written = io.StringIO()
         self.console = Console(
             file=self.written, width=80, height=40, force_terminal=terminal, color_system=None

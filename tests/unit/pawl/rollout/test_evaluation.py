@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from pawl.commands.evaluate import draw, report, versions
-from pawl.rollout.evaluation import Evaluation, EvaluationJob, Pairs
-from pawl.rollout.journal import Ended, Key
+from pawl.rollout.evaluation import EvaluationJob, EvaluationReport, Pairs
+from pawl.rollout.journal import Ended, RunKey
 from pawl.rollout.proxy import Models
 from pawl.rollout.setup import Setup
 from pawl.rollout.tasks import RolloutError, Task
@@ -42,7 +42,7 @@ FAILED = Ended(episode="e", outcome="failed", error="exit status 3")
 UNJUDGED = Ended(episode="e", outcome="unjudged", error="judge failed")
 
 
-def evaluated(count: int, new: Ended, old: Ended, **options: Any) -> Evaluation:
+def evaluated(count: int, new: Ended, old: Ended, **options: Any) -> EvaluationReport:
     """What is found of so many tasks, if each run of a version comes to the same."""
     job = a_job(**options)
     pairs = Pairs(job, job.runs(tasks(count)))
@@ -108,7 +108,7 @@ def test_both_versions_run_each_task_side_by_side_in_an_order_of_the_seed() -> N
     for start in range(0, len(runs), 6):
         [name] = {key.task for key in runs[start : start + 6]}
         assert set(runs[start : start + 6]) == {
-            Key(name, number, version) for number in range(3) for version in (NEW, OLD)
+            RunKey(name, number, version) for number in range(3) for version in (NEW, OLD)
         }
     assert {key.policy for key in runs[::2]} == {NEW, OLD}
     assert runs == a_job(tries=3).runs(tasks(50))
@@ -178,7 +178,7 @@ def test_versions_are_those_named_or_the_newest_and_what_serves(
         assert versions(LISTED, policy, against) == expected
 
 
-def shown(evaluation: Evaluation) -> str:
+def shown(evaluation: EvaluationReport) -> str:
     console = Console(width=120, color_system=None)
     with console.capture() as capture:
         console.print(report(evaluation))
@@ -190,7 +190,7 @@ def test_report_names_families_and_crashes() -> None:
     runs = job.runs(tasks(8))
     pairs = Pairs(job, runs)
     for key in runs:
-        is_crash = key == Key("texts/3", 0, NEW)
+        is_crash = key == RunKey("texts/3", 0, NEW)
         pairs.add(key, FAILED if is_crash else scored(float(key.policy == NEW)))
     text = shown(pairs.evaluation())
     rows = [line.split() for line in text.splitlines()]
@@ -207,7 +207,7 @@ def test_report_names_families_and_crashes() -> None:
 
 def test_picture_is_drawn_and_result_is_json(tmp_path: Path) -> None:
     found = evaluated(120, scored(1.0), scored(0.0))
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Evaluation) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=EvaluationReport) == found
     assert [look.tasks for look in found.looks][-1] == found.tasks
     draw(tmp_path / "p.png", found)
     draw(tmp_path / "none.png", evaluated(1, UNJUDGED, UNJUDGED))

@@ -12,11 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.rollout.journal import Begun, Ended, Journal, Key, Line, Past, Plan, Posted, replay
+from pawl.rollout.journal import (
+    Begun,
+    Ended,
+    Journal,
+    Line,
+    Past,
+    Posted,
+    RolloutPlan,
+    RunKey,
+    replay,
+)
 from pawl.rollout.tasks import RolloutError
 
-PLAN = Plan(tasks="0", samples=2, agent="a", judge="", split=None, policy="")
-KEYS = [Key(task, sample) for task in ("t1", "t2", "t3") for sample in (0, 1)]
+PLAN = RolloutPlan(tasks="0", samples=2, agent="a", judge="", split=None, policy="")
+KEYS = [RunKey(task, sample) for task in ("t1", "t2", "t3") for sample in (0, 1)]
 
 
 def encoded(lines: Iterable[Line]) -> bytes:
@@ -64,7 +74,7 @@ class Launch:
         self.steps = [left for left in self.steps if left]
 
 
-def attempt(episode: str, key: Key) -> list[Line]:
+def attempt(episode: str, key: RunKey) -> list[Line]:
     statement = {"metric": "reward", "value": 1.0, "episode": episode}
     finished = Ended(episode=episode, outcome="done", statements=(statement,))
     return [Begun(episode=episode, key=key), finished, Posted(episode=episode)]
@@ -97,7 +107,7 @@ def test_each_run_counts_once_whenever_the_runner_is_killed(
     assert len(set(counted.values())) == len(KEYS)
 
 
-def settled_runs(data: bytes) -> dict[Key, str]:
+def settled_runs(data: bytes) -> dict[RunKey, str]:
     """The episode by which each run is settled, as the lines say."""
     lines = [msgspec.json.decode(text, type=Line) for text in data.splitlines()]
     keys = {line.episode: line.key for line in lines if isinstance(line, Begun)}
@@ -192,7 +202,7 @@ def test_outputs_of_a_long_journal_are_not_kept(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(encoded([PLAN]))
         for number in range(runs):
-            begun, ended, posted = attempt(f"e{number}", Key(f"t{number}", 0))
+            begun, ended, posted = attempt(f"e{number}", RunKey(f"t{number}", 0))
             assert isinstance(ended, Ended)
             long = msgspec.structs.replace(ended, output="x" * 10_000, errors="y" * 2_000)
             file.write(encoded([begun, long, posted] if number else [begun, long]))

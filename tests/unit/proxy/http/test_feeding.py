@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.http import parsing
 from proxy.http.exchange import Exchange
-from proxy.http.parsing import LONG_BODY, MANY_PIECES, SLICE, Feeding, Turns
+from proxy.http.parsing import LONG_BODY, MANY_PIECES, SLICE, Feeding, SlowWork
 from tests.support.http_wires import client, settle
 
 
@@ -29,7 +29,7 @@ class Source:
 @given(st.lists(st.tuples(st.integers(0, 3 * SLICE), st.booleans()), max_size=8))
 def test_every_byte_is_seen_once_and_in_order(arriving: list[tuple[int, bool]]) -> None:
     async def run() -> None:
-        seen, source, turns = bytearray(), Source(), Turns()
+        seen, source, turns = bytearray(), Source(), SlowWork()
 
         def feed(data: bytes) -> None:
             seen.extend(data)
@@ -63,7 +63,7 @@ async def test_long_work_waits_for_its_turn_and_other_work_goes_on(
         loop.call_soon(call)
 
     monkeypatch.setattr(loop, "call_later", later)
-    turns, done = Turns(), []
+    turns, done = SlowWork(), []
 
     def work(name: str) -> None:
         done.append(name)
@@ -81,7 +81,7 @@ async def test_long_work_waits_for_its_turn_and_other_work_goes_on(
 
 async def test_the_rest_of_a_long_body_comes_in_turns() -> None:
     """Each of two gets one piece of what it sends, and then the other its own."""
-    turns, order = Turns(), []
+    turns, order = SlowWork(), []
 
     def body(name: str) -> Feeding:
         def feed(data: bytes) -> None:
@@ -107,7 +107,7 @@ async def test_the_rest_of_a_long_body_comes_in_turns() -> None:
 
 
 async def test_work_that_fails_does_not_keep_others_from_their_turn() -> None:
-    turns, done = Turns(), []
+    turns, done = SlowWork(), []
 
     def fail() -> None:
         raise ValueError("broken")

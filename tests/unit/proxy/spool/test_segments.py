@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from proxy.ingester.drain import Drainer, Progress
-from proxy.ingester.segment_reader import BEGIN, Place, Segment, segment_files
+from proxy.ingester.drain import Drainer, DrainState
+from proxy.ingester.segment_reader import BEGIN, FramePlace, Segment, segment_files
 from proxy.spool.segments import (
     HEAD_BYTES,
     MAGIC,
@@ -288,7 +288,7 @@ def test_batches_are_read_once_and_little_more_with_each(path: Path) -> None:
         assert len(pieces) <= 7
         assert not any(piece.damage for piece in pieces)
         ends += [piece.end for piece in pieces]
-        place = Place(pieces[-1].end, pieces[-1].number)
+        place = FramePlace(pieces[-1].end, pieces[-1].number)
     assert ends == [sum(map(len, frames[: number + 1])) for number in range(210)]
     assert not segment.has_more
     # Without a look at the last batch, each one would read all that follows it.
@@ -297,7 +297,7 @@ def test_batches_are_read_once_and_little_more_with_each(path: Path) -> None:
 
 def test_drain_is_stuck_until_all_records_move_also_through_an_outage() -> None:
     now = 100.0
-    progress = Progress(lambda: now)
+    progress = DrainState(lambda: now)
     assert (progress.state, progress.stuck_s) == ("moving", 0.0)
     now = 110.0
     progress.note("stuck", "held")

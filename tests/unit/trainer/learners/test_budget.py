@@ -12,9 +12,9 @@ from trainer.batches import Row, bare_row
 from trainer.errors import OUT_OF_MEMORY, TOO_LONG, CompanionFailed, Unusable
 from trainer.learners.budget import (
     LONGEST_WAIT,
-    Budget,
     MicroBatches,
     NoRoom,
+    TokenBudget,
     is_out_of_memory,
     needs_memory,
 )
@@ -40,13 +40,13 @@ def computing(most: int) -> Callable[[MicroBatches], int]:
     return run
 
 
-def fit(budget: Budget, rows: list[Row], most: int) -> int:
+def fit(budget: TokenBudget, rows: list[Row], most: int) -> int:
     found, _ = budget.fit(rows, computing(most), lambda: None, lambda one: len(one.ids) <= most)
     return found
 
 
-def budget() -> Budget:
-    return Budget(FULL, way="whole", processes=Processes())
+def budget() -> TokenBudget:
+    return TokenBudget(FULL, way="whole", processes=Processes())
 
 
 @given(lengths=st.lists(st.integers(5, 3000), min_size=2, max_size=12), most=st.integers(70, 3000))
@@ -111,7 +111,7 @@ def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
 
 
 def test_layers_that_are_planned_to_be_checkpointed_do_not_keep_attempts_rare() -> None:
-    made = Budget(FULL, way="whole", processes=Processes(), checkpoint=lambda _: None)
+    made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=lambda _: None)
     rows = [row(number, 100) for number in range(30)]
     for most in [300] * 100 + [FULL] * (LONGEST_WAIT + 1) + [300]:
         made.begin(0.4)
@@ -170,7 +170,7 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
     def run(micro_batches: MicroBatches) -> int:
         return computing(room)(micro_batches)
 
-    made = Budget(FULL, way="whole", processes=Processes(), checkpoint=checkpoint)
+    made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=checkpoint)
     rows = [row(0, longest), *(row(number, 100) for number in range(1, 30))]
     made.begin(planned)
     made.fit(
@@ -187,7 +187,7 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
 
 def test_what_has_no_backward_pass_is_cut_without_checkpointing() -> None:
     switched: list[float] = []
-    made = Budget(FULL, way="whole", processes=Processes(), checkpoint=switched.append)
+    made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=switched.append)
     rows = [row(number, 100) for number in range(30)]
     made.fit(rows, computing(600), lambda: None, lambda _: True, trains=False)
     assert (switched, made.tokens) == ([], FULL // 2)
