@@ -26,7 +26,7 @@ test: install  ## the tests of a change, all but the slow ones (ARGS="-k name": 
 
 slow: install  ## the other tests: kills, full disks, a real vLLM for minutes
 	@$(BIN)/python scripts/install_clients.py
-	@$(PYTEST) --maxprocesses 3 -m slow $(ARGS)
+	@$(PYTEST) --maxprocesses 2 -m slow $(ARGS)
 
 serving:  ## the serving role's tests on another Python, without torch (PYTHON=python3.13)
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/serving_tests.py $(ARGS)

@@ -11,7 +11,7 @@ arguments go to pytest. Exit status: pytest's; 1 if the environment could not be
 import os
 import sys
 
-from install import ROOT, fingerprint, is_current, run
+from install import ROOT, UV, fingerprint, is_current, run
 
 NAME = f"serving-{sys.version_info[0]}.{sys.version_info[1]}"
 VENV = os.path.join(ROOT, "var", NAME)
@@ -32,9 +32,11 @@ TESTS = (
 def install(wanted: str) -> None:
     """Make the environment, and install this checkout in it; if that fails, end with status 1."""
     run(f"making var/{NAME}", sys.executable, "-m", "venv", "--clear", VENV)
-    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    run("installing the serving role and its tests' tools", *pip, "-r", LOCK)
-    run("installing Pawl", *pip, "-e", ".")
+    run("installing uv", PYTHON, "-m", "pip", "install", "--quiet", UV)
+    uv = [os.path.join(VENV, "bin", "uv"), "pip", "install", "--quiet", "--no-deps"]
+    packages, environment = ["--compile-bytecode", "-r", LOCK], dict(os.environ, VIRTUAL_ENV=VENV)
+    run("installing the serving role and its tests' tools", *uv, *packages, env=environment)
+    run("installing Pawl", *uv, "-e", ".", env=environment)
     with open(STAMP, "w") as file:
         file.write(wanted)
 

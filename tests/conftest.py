@@ -38,7 +38,7 @@ MUCH_ROOM = 4 * 2**30
 # them, updates of a tiny model take eighteen times the processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There is a worker for each core: threads of several, on the same cores, wait for each other.
+    # There is a worker for each core: threads of several on the same cores wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without byte code, each worker rewrites the assertions of all tests anew, and compiles them.
 sys.dont_write_bytecode = False
