@@ -36,11 +36,12 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- $root := index . 0 }}
 {{- $reads := include "pawl.reads" . | fromJsonArray }}
 {{- $files := dict }}
-{{- range $file, $text := $root.Values.config }}
+{{- $settings := include "pawl.settings" . | fromJson }}
+{{- range $file, $text := include "pawl.config" $root | fromJson }}
 {{- $is_named := false }}
 {{- $is_read := false }}
-{{- range $name, $value := $root.Values.settings }}
-{{- if eq (toString $value) (printf "config/%s" $file) }}
+{{- range $name, $value := $settings }}
+{{- if eq $value (printf "config/%s" $file) }}
 {{- $is_named = true }}
 {{- $is_read = or $is_read (has $name $reads) }}
 {{- end }}
@@ -126,25 +127,50 @@ resources: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{/* The files of `config`, as JSON, with the proxies' own of several vLLM servers. */}}
+{{- define "pawl.config" -}}
+{{- $config := dict }}
+{{- if eq (get (include "pawl.settings" (list . "proxy") | fromJson) "PAWL_UPSTREAMS") "config/vllm.toml" }}
+{{- $urls := include "pawl.servers" (list . 8000) }}
+{{- $_ := set $config "vllm.toml" (printf "[[upstream]]\nname = \"vllm\"\ndefault = true\nurls = %s\n" $urls) }}
+{{- end }}
+{{- merge (dict) .Values.config $config | toJson }}
+{{- end }}
+
+{{/* A port of each of the chart's vLLM servers, as JSON: include "pawl.servers" (list . 8000). */}}
+{{- define "pawl.servers" -}}
+{{- $release := (index . 0).Release.Name }}
+{{- $urls := list }}
+{{- range $number := until (int (index . 0).Values.vllm.replicas) }}
+{{- $urls = append $urls (printf "http://%s-vllm-%d.%s-vllm-pods:%d/v1" $release $number $release (index $ 1)) }}
+{{- end }}
+{{- toJson $urls }}
+{{- end }}
+
 {{/* All settings, as a role sees them, as JSON: texts by name. Others than proxies load adapters. */}}
 {{- define "pawl.settings" -}}
 {{- $root := index . 0 }}
 {{- $role := index . 1 }}
-{{- $release := $root.Release.Name }}
 {{- $values := $root.Values }}
 {{- $settings := dict }}
-{{- if $values.vllm.enabled }}
-{{- $_ := set $settings "PAWL_UPSTREAM_URL" (printf "http://%s-vllm:8000/v1" $release) }}
-{{- end }}
 {{- $source := include "pawl.source" $root }}
 {{- with $source }}
 {{- $_ := set $settings "PAWL_ADAPTER_SOURCE" . }}
 {{- end }}
+{{- $loads := not (has $role (list "proxy" "adapters")) }}
+{{- $servers := list }}
+{{- if $values.vllm.enabled }}
+{{- $servers = include "pawl.servers" (list $root (ternary 8104 8000 (not (empty (and $loads $source))))) | fromJsonArray }}
+{{- if gt (len $servers) 1 }}
+{{- $_ := set $settings "PAWL_UPSTREAMS" "config/vllm.toml" }}
+{{- end }}
+{{- else if and $loads (not $values.adapters.existingClaim) }}
+{{- $servers = $values.adapters.servers }}
+{{- end }}
 {{- $settings = mergeOverwrite $settings $values.settings }}
-{{- if and (not (has $role (list "proxy" "adapters"))) (not $values.adapters.existingClaim) }}
-{{- $fetching := and $source (list (printf "http://%s-vllm:8104/v1" $release)) }}
-{{- with ternary $fetching $values.adapters.servers $values.vllm.enabled }}
+{{- with $servers }}
 {{- $_ := set $settings "PAWL_UPSTREAM_URL" (first .) }}
+{{- if $loads }}
 {{- $_ := set $settings "PAWL_REPLICA_URLS" (rest . | join ",") }}
 {{- end }}
 {{- end }}
@@ -167,15 +193,6 @@ commands that are typed there, and its own. */}}
 {{- $release := $root.Release.Name }}
 {{- $reads := include "pawl.reads" . | fromJsonArray }}
 {{- $env := dict }}
-{{- if $reads }}
-{{- $hosts := list (printf "%s-%s.%s" $release (ternary "vllm" $role (eq $role "adapters")) $root.Release.Namespace) ".localhost" ".svc" ".svc.cluster.local" }}
-{{- with (index $root.Values $role).ingress }}
-{{- if .enabled }}
-{{- $hosts = append $hosts .host }}
-{{- end }}
-{{- end }}
-{{- $_ := set $env "PAWL_ALLOWED_HOSTS" (join "," $hosts) }}
-{{- end }}
 {{- if and (ne $role "adapters") (or $reads (eq $role "migrate")) }}
 {{- $_ := set $env "PAWL_SECRETS_DIR" "/etc/pawl/secrets" }}
 {{- range $at, $port := dict "LISTEN" "proxy:8100" "ADMIN_LISTEN" "proxy-admin:8101" "TRAINER_LISTEN" "trainer:8102" "CONTROLLER_LISTEN" "controller:8103" }}
@@ -186,6 +203,21 @@ commands that are typed there, and its own. */}}
 {{- if or (has $name $reads) (eq $role "migrate") }}
 {{- $_ := set $env $name $value }}
 {{- end }}
+{{- end }}
+{{- if $reads }}
+{{- $hosts := list (printf "%s-%s.%s" $release (ternary "vllm" $role (eq $role "adapters")) $root.Release.Namespace) ".localhost" ".svc" ".svc.cluster.local" }}
+{{- if eq $role "adapters" }}
+{{- $hosts = append $hosts (printf ".%s-vllm-pods" $release) }}
+{{- end }}
+{{- with (index $root.Values $role).ingress }}
+{{- if .enabled }}
+{{- $hosts = append $hosts .host }}
+{{- end }}
+{{- end }}
+{{- with $root.Values.settings.PAWL_ALLOWED_HOSTS }}
+{{- $hosts = append $hosts . }}
+{{- end }}
+{{- $_ := set $env "PAWL_ALLOWED_HOSTS" (join "," $hosts) }}
 {{- end }}
 {{- range $name, $value := mergeOverwrite $env (index . 2) }}
 - {name: {{ $name }}, value: {{ $value | quote }}}

@@ -16,6 +16,7 @@ from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -30,9 +31,11 @@ from pawl.settings import (
     refuse_unread,
 )
 from proxy.settings import ProxySettings
+from proxy.upstreams.file import parse_upstreams
 from proxy.upstreams.upstreams import check_upstreams
 from scripts.reference import CHART_SETTINGS, chart_settings
 from store import __version__
+from store.browsers import why_foreign
 from store.policy_table import open_policies
 from store.settings import Settings, address
 from tests.conftest import ROOT
@@ -213,7 +216,7 @@ def test_what_an_object_refers_to_is_there(render: Render, values: str) -> None:
     claims = {"adapters", "models"} | of_kind(objects, "PersistentVolumeClaim").keys()
     for pod in pods(objects).values():
         made = of_kind(objects, "StatefulSet").get(f"pawl-{pod.role}")
-        made_volumes = made["spec"]["volumeClaimTemplates"] if made else []
+        made_volumes = made["spec"].get("volumeClaimTemplates", []) if made else []
         volumes = {one["name"] for one in pod.spec["volumes"]}
         volumes |= {one["metadata"]["name"] for one in made_volumes}
         assert {name for one in pod.containers.values() for name in mounts(one)} == volumes
@@ -298,7 +301,7 @@ def test_proxy_has_ended_before_kubernetes_kills_it(render: Render, values: str)
 
 @pytest.mark.parametrize("values", VALUES)
 def test_spool_outlives_its_replica(render: Render, values: str) -> None:
-    [proxies] = of_kind(render(values), "StatefulSet").values()
+    proxies = of_kind(render(values), "StatefulSet")["pawl-proxy"]
     [claim] = proxies["spec"]["volumeClaimTemplates"]
     pod = pods(render(values))["proxy"]
     spool = mounts(pod.container)[claim["metadata"]["name"]]
@@ -324,13 +327,13 @@ def test_shared_adapters_have_one_path_and_one_writer(render: Render) -> None:
         assert mounts(found[role].container)["adapters"] == (path, False)
     assert "adapters" not in found["vllm"].containers
     servers = {found[role].environment["PAWL_UPSTREAM_URL"] for role in ROLES if role in found}
-    assert servers == {"http://pawl-vllm:8000/v1"}
+    assert servers == {"http://pawl-vllm-0.pawl-vllm-pods:8000/v1"}
 
 
 @pytest.mark.parametrize(
     ("values", "replicas"),
     [
-        ("vllm", ["http://pawl-vllm:8104/v1"]),
+        ("vllm", ["http://pawl-vllm-0.pawl-vllm-pods:8104/v1"]),
         ("providers", ["http://vllm-0.models:8104/v1", "http://vllm-1.models:8104/v1"]),
     ],
 )
@@ -381,7 +384,76 @@ def test_chart_vllm_fetches_adapters_only_where_there_are_some(
     named = {one["targetPort"] for one in service["spec"]["ports"]}
     assert named == set(found["vllm"].ports) == {"http", *(["adapters"] if fetches else [])}
     controller = found["controller"].environment
-    assert controller["PAWL_UPSTREAM_URL"] == f"http://pawl-vllm:{port}/v1"
+    assert controller["PAWL_UPSTREAM_URL"] == f"http://pawl-vllm-0.pawl-vllm-pods:{port}/v1"
+
+
+# Several vLLM servers
+
+
+def servers(port: int, *numbers: int) -> list[str]:
+    """The addresses of the chart's vLLM servers, or of `pawl adapters` beside them."""
+    return [f"http://pawl-vllm-{number}.pawl-vllm-pods:{port}/v1" for number in numbers]
+
+
+@pytest.mark.parametrize(("adapters", "port"), [("fetched", 8104), ("shared", 8000)])
+def test_each_vllm_server_is_called_by_the_name_of_its_pod(
+    render: Render, adapters: str, port: int
+) -> None:
+    shared = ["adapters.existingClaim=adapters"] if adapters == "shared" else []
+    objects = render("replicas", *shared)
+    for role in ("trainer", "controller"):
+        told = pods(objects)[role].environment
+        assert [told["PAWL_UPSTREAM_URL"], told["PAWL_REPLICA_URLS"]] == servers(port, 0, 1)
+    proxy = pods(objects)["proxy"].environment
+    folder, _, name = proxy["PAWL_UPSTREAMS"].partition("/")
+    assert folder == "config"
+    for config in ("pawl-config", "pawl-migrate"):
+        text = of_kind(objects, "ConfigMap")[config]["data"][name]
+        [upstream] = parse_upstreams(text, name)
+        assert ([*upstream.urls], upstream.default) == (servers(8000, 0, 1), True)
+    # Of `pawl doctor` in the proxy's pod, too.
+    assert proxy["PAWL_UPSTREAM_URL"] == servers(8000, 0)[0]
+
+
+def test_vllm_servers_start_anew_one_after_another(render: Render) -> None:
+    objects = render("replicas")
+    spec = of_kind(objects, "StatefulSet")["pawl-vllm"]["spec"]
+    assert (spec["replicas"], spec.get("updateStrategy")) == (2, None)
+    # A server that never gets ready must not keep the next attempt from replacing it.
+    assert spec["podManagementPolicy"] == "Parallel"
+    # The controller loads versions once the server answers.
+    assert spec["minReadySeconds"] == 60
+    service = of_kind(objects, "Service")[spec["serviceName"]]["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert selects(service["selector"], pods(objects)["vllm"].labels)
+
+
+def test_another_vllm_server_restarts_only_those_who_call_it(render: Render) -> None:
+    scaled = render("replicas", "vllm.replicas=3")
+    assert restarted(render("replicas"), scaled) == {"proxy", "trainer", "controller"}
+    told = pods(scaled)["trainer"].environment
+    assert told["PAWL_REPLICA_URLS"].split(",") == servers(8104, 1, 2)
+
+
+def test_upstreams_of_a_user_go_before_those_of_the_chart(render: Render) -> None:
+    objects = render(
+        "replicas", "settings.PAWL_UPSTREAMS=config/own.toml", "config.own\\.toml=default = true"
+    )
+    assert pods(objects)["proxy"].environment["PAWL_UPSTREAMS"] == "config/own.toml"
+    assert [*of_kind(objects, "ConfigMap")["pawl-config"]["data"]] == ["own.toml"]
+
+
+def test_hosts_of_a_user_are_allowed_beside_those_of_the_chart(
+    render: Render, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = pods(render("replicas"))["vllm"].containers["adapters"]
+    for name, value in environment(beside).items():
+        monkeypatch.setenv(name, value)
+    hosts = AdaptersSettings().allowed_hosts
+    called = [urlsplit(url).netloc for url in servers(8104, 0, 1)]
+    for host in (*called, "pawl.example.com", "pawl-vllm.default:8104"):
+        assert why_foreign("POST", [(b"host", host.encode())], hosts) is None
+    assert why_foreign("POST", [(b"host", b"pawl-vllm-0.example.com")], hosts)
 
 
 def test_vllm_is_started_as_in_compose(render: Render) -> None:
@@ -518,7 +590,7 @@ def test_first_start_may_download_a_model_for_as_long_as_the_guide_waits(render:
         name: one["spec"].get("progressDeadlineSeconds")
         for name, one in of_kind(render("vllm"), "Deployment").items()
     }
-    assert waits == {"pawl-trainer": 3600, "pawl-vllm": 3600, "pawl-controller": None}
+    assert waits == {"pawl-trainer": 3600, "pawl-controller": None}
 
 
 # A pod restarts only by what it reads
@@ -542,7 +614,7 @@ def restarted(before: list[Object], after: list[Object]) -> set[str]:
     return {role for role in old if old[role] != new[role]}
 
 
-@pytest.mark.parametrize("values", ["console", "monitoring", "providers", "vllm"])
+@pytest.mark.parametrize("values", ["console", "monitoring", "providers", "replicas", "vllm"])
 def test_version_of_the_chart_restarts_no_pod(
     helm: Callable[..., tuple[int, str]], render: Render, values: str, tmp_path: Path
 ) -> None:
@@ -554,7 +626,7 @@ def test_version_of_the_chart_restarts_no_pod(
     assert status == 0, text
     objects = [one for one in yaml.safe_load_all(text) if one]
     assert restarted(render(values), objects) == set()
-    [proxy] = of_kind(objects, "StatefulSet").values()
+    proxy = of_kind(objects, "StatefulSet")["pawl-proxy"]
     assert proxy["metadata"]["labels"]["app.kubernetes.io/version"] == "9.9.9"
 
 
@@ -819,6 +891,8 @@ def test_values_in_documents_are_taken_together(
         ("adapters.servers[0]=http://vllm:8104", "/adapters/servers/0"),
         ("vllm.enabled=true", "'PAWL_MODEL'"),
         ("vllm.enabled=true", "/settings/PAWL_UPSTREAM_URL"),
+        ("vllm.enabled=true,settings.PAWL_REPLICA_URLS=http://a/v1", "set vllm.replicas"),
+        ("vllm.replicas=0", "/vllm/replicas"),
     ],
 )
 def test_wrong_value_is_refused_by_its_name(
