@@ -323,3 +323,10 @@ spec:
 {{- end }}
 {{- end }}
 {{- end }}
+
+{{/* A size of a claim in bytes: Kubernetes shows 1.5Gi as 1536Mi. */}}
+{{- define "pawl.bytes" -}}
+{{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 }}
+{{- $unit := regexFind "[A-Za-z]*$" . }}
+{{- mulf (trimSuffix $unit . | float64) (get $units $unit) }}
+{{- end }}

@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from threading import Thread
+from typing import Any, ClassVar, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import kubernetes_validate
@@ -664,6 +666,115 @@ def test_settings_of_each_role_in_the_chart_are_those_that_it_reads() -> None:
     assert CHART_SETTINGS.read_text() == chart_settings()
 
 
+# Claims that an upgrade cannot change
+
+
+class Cluster(BaseHTTPRequestHandler):
+    """Kubernetes' API, as far as helm asks it for `objects` of the namespace `default`."""
+
+    objects: ClassVar[list[Object]] = []
+
+    def do_GET(self) -> None:
+        found = self.answers().get(self.path.partition("?")[0])
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(found or {"kind": "Status", "reason": "NotFound"}).encode())
+
+    def answers(self) -> dict[str, Object]:
+        found: dict[str, Object] = {
+            "/version": {"major": "1", "minor": "37", "gitVersion": "v1.37.0"},
+            "/api": {"kind": "APIVersions", "versions": ["v1"]},
+            "/apis": {"kind": "APIGroupList", "groups": []},
+        }
+        for one in self.objects:
+            version, kind, plural = one["apiVersion"], one["kind"], f"{one['kind'].lower()}s"
+            group = "/api/v1" if version == "v1" else f"/apis/{version}"
+            if group not in found:
+                found[group] = {"kind": "APIResourceList", "groupVersion": version, "resources": []}
+                named = {"groupVersion": version, "version": version.rpartition("/")[2]}
+                known = {"name": version.partition("/")[0], "versions": [named]}
+                found["/apis"]["groups"] += [known] if version != "v1" else []
+            resource = {"name": plural, "kind": kind, "namespaced": True, "verbs": ["get"]}
+            found[group]["resources"].append(resource)
+            found[f"{group}/namespaces/default/{plural}/{one['metadata']['name']}"] = one
+        return found
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def upgrade(helm: Callable[..., tuple[int, str]]) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Render an upgrade of a cluster's `objects`, with values that are set."""
+
+    def upgraded(objects: list[Object], change: str) -> tuple[int, str]:
+        Cluster.objects = objects
+        asked = ("--is-upgrade", "--dry-run=server", "--disable-openapi-validation")
+        where = ("--kube-apiserver", f"http://127.0.0.1:{server.server_port}", "--set", change)
+        return helm("template", "pawl", CHART, "--values", VALUES["providers"], *asked, *where)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Cluster) as server:
+        Thread(target=server.serve_forever).start()
+        yield upgraded
+        server.shutdown()
+
+
+@pytest.mark.parametrize("change", ["proxy.spool.size=20Gi", "proxy.spool.storageClass=fast"])
+def test_upgrade_that_changes_the_spools_claims_is_refused(
+    render: Render, upgrade: Callable[..., tuple[int, str]], change: str
+) -> None:
+    status, error = upgrade(render("providers"), change)
+    assert status != 0
+    assert 'have size 10Gi and storageClass ""' in error
+    command = "kubectl -n default delete statefulset pawl-proxy --cascade=orphan"
+    assert command in error
+    guide = (ROOT / "docs/howto/kubernetes.md").read_text()
+    assert command.replace(" -n default", "") in guide.partition("\n## Another spool\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("live", "given"), [("10Gi", "10Gi"), ("1536Mi", "1.5Gi"), ("2G", "2000M")]
+)
+def test_upgrade_with_the_same_claims_goes_on(
+    render: Render, upgrade: Callable[..., tuple[int, str]], live: str, given: str
+) -> None:
+    # Kubernetes writes sizes in its own way.
+    objects = render("providers", f"proxy.spool.size={live}")
+    status, text = upgrade(objects, f"proxy.spool.size={given}")
+    assert status == 0, text
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ("adapters.size=10Gi", "smaller"),
+        ("adapters.storageClass=fast", "smaller"),
+        ("adapters.size=40Gi", None),
+        ("adapters.storageClass=standard", None),
+    ],
+)
+def test_upgrade_that_shrinks_or_moves_the_adapters_claim_is_refused(
+    render: Render, upgrade: Callable[..., tuple[int, str]], change: str, wrong: str | None
+) -> None:
+    # The class is the cluster's default.
+    objects = [
+        {**one, "spec": {**one["spec"], "storageClassName": "standard"}}
+        if one["kind"] == "PersistentVolumeClaim"
+        else one
+        for one in render("providers")
+    ]
+    status, text = upgrade(objects, change)
+    assert (status != 0) == (wrong is not None), text
+    if wrong is None:
+        [kept] = of_kind(
+            [*filter(None, yaml.safe_load_all(text))], "PersistentVolumeClaim"
+        ).values()
+        assert kept["spec"]["storageClassName"] == "standard"
+    else:
+        assert wrong in text
+
+
 # What a workload is given
 
 
@@ -879,6 +990,7 @@ def test_values_in_documents_are_taken_together(
         ("proxy.image=registry:5000/pawl-proxy", "/proxy/image"),
         ("proxy.replica=3", "'replica'"),
         ("proxy.spool.size=ten", "/proxy/spool/size"),
+        ("proxy.spool.size=10K", "/proxy/spool/size"),
         ("proxy.pod.hostNetwork=true", "'hostNetwork'"),
         ("trainer.env[0].name=PAWL_SEED", "/trainer/env/0/name"),
         ("migrate.env[0].name=PAWL_SEED", "/migrate/env/0/name"),
