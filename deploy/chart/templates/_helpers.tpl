@@ -121,6 +121,11 @@ resources: {{- toYaml . | nindent 2 }}
 
 {{/* Where the chart's vLLM fetches versions from, if it does. */}}
 {{- define "pawl.source" -}}
+{{- with .Values.settings.PAWL_ADAPTER_SOURCE }}
+{{- if regexMatch "^(s3a?|gc?s|az|abfss?|adl)://" . }}
+{{- fail (printf "settings.PAWL_ADAPTER_SOURCE is %s, and no image of Pawl has the package that reads it (s3fs, gcsfs or adlfs): remove it, and the trainer serves versions itself" .) }}
+{{- end }}
+{{- end }}
 {{- if not .Values.adapters.existingClaim }}
 {{- $trainer := printf "http://%s-trainer:8102/adapters" .Release.Name }}
 {{- .Values.settings.PAWL_ADAPTER_SOURCE | default (ternary $trainer "" .Values.trainer.enabled) }}

@@ -939,6 +939,17 @@ def test_more_replicas_at_least_than_at_most_are_refused(
     assert "minReplicas is 21, and maxReplicas is 20: lower" in error
 
 
+@pytest.mark.parametrize("values", ["minimal", "providers", "vllm"])
+@pytest.mark.parametrize("source", ["s3://pawl/adapters", "gs://pawl", "az://pawl/adapters"])
+def test_source_that_no_image_can_read_is_refused(
+    helm: Callable[..., tuple[int, str]], values: str, source: str
+) -> None:
+    given = ("--values", VALUES[values], "--set", f"settings.PAWL_ADAPTER_SOURCE={source}")
+    status, error = helm("template", "pawl", CHART, *given)
+    assert status != 0
+    assert f"settings.PAWL_ADAPTER_SOURCE is {source}, and no image of Pawl has" in error
+
+
 def test_notes_have_the_first_commands(helm: Callable[..., tuple[int, str]]) -> None:
     options = ("--values", VALUES["minimal"], "--dry-run=client", "--namespace", "agents")
     status, text = helm("install", "pawl", CHART, *options)
