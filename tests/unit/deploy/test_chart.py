@@ -525,7 +525,7 @@ def test_monitors_name_the_jobs_that_rules_ask_for(render: Render) -> None:
     [
         ("monitoring",),
         ("monitoring", "trainer.enabled=false", "controller.enabled=false"),
-        ("minimal", "monitoring.enabled=true"),
+        ("minimal", "monitoring.enabled=true", "networkPolicy.enabled=false"),
     ],
 )
 def test_job_without_a_target_is_down_if_the_chart_runs_it(
@@ -558,6 +558,7 @@ def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
     assert told == {
         '[{"port": 8100}]': given["clients"],
         '[{"port": "metrics"}]': given["monitoring"],
+        '[{"port": 8102}]': given["adapters"],
     }
     own, dns, *listed = policy["spec"]["egress"]
     assert own["to"] == [{"podSelector": policy["spec"]["podSelector"]}]
@@ -569,7 +570,7 @@ def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
 @pytest.mark.parametrize(
     ("values", "more", "ports"),
     [
-        ("minimal", ["networkPolicy.enabled=true"], []),
+        ("minimal", [], []),
         ("monitoring", [], ["metrics", 8000]),
         ("monitoring", ["monitoring.enabled=false"], ["metrics"]),
     ],
@@ -886,13 +887,55 @@ def test_ingress_has_a_certificate_and_its_host_is_allowed(
     assert pod.ports["http"] == port
 
 
-def test_ingress_controller_reaches_the_console_only_if_it_is_named(render: Render) -> None:
+def test_ingress_controller_reaches_proxies_and_console(render: Render) -> None:
     [policy] = of_kind(render("console"), "NetworkPolicy").values()
-    ports = [port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])]
-    assert ports == [8100, 8105]
-    [policy] = of_kind(render("console", "networkPolicy.console=null"), "NetworkPolicy").values()
-    ports = [port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])]
-    assert ports == [8100]
+    _clients, ingress, _own_pods = policy["spec"]["ingress"]
+    assert (
+        ingress["from"] == yaml.safe_load(VALUES["console"].read_text())["networkPolicy"]["ingress"]
+    )
+    assert ingress["ports"] == [{"port": 8100}, {"port": 8105}]
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_only_calls_are_open_to_pods_that_are_not_named(render: Render, values: str) -> None:
+    [policy] = of_kind(render(values), "NetworkPolicy").values()
+    spec = policy["spec"]
+    assert selects(spec["podSelector"]["matchLabels"], pods(render(values))["proxy"].labels)
+    clients, *others = spec["ingress"]
+    given = yaml.safe_load(VALUES[values].read_text()).get("networkPolicy", {})
+    assert clients["from"] == given.get("clients", [{"namespaceSelector": {}}])
+    assert clients["ports"] == [{"port": 8100}]
+    assert all(peer not in ({}, {"namespaceSelector": {}}) for x in others for peer in x["from"])
+    assert ("Egress" in spec["policyTypes"]) == ("egress" in given)
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "peer"),
+    [
+        ("console", "networkPolicy.ingress=null", "ingress"),
+        ("minimal", "proxy.ingress.enabled=true,proxy.ingress.host=a.example.com", "ingress"),
+        ("minimal", "monitoring.enabled=true", "monitoring"),
+        ("providers", "networkPolicy.adapters=null", "adapters"),
+        ("minimal", "proxy.service.type=LoadBalancer", "clients"),
+    ],
+)
+def test_peer_that_the_chart_needs_and_nobody_named_is_refused(
+    helm: Callable[..., tuple[int, str]], values: str, change: str, peer: str
+) -> None:
+    options = ("template", "pawl", CHART, "--values", VALUES[values], "--set", change)
+    status, error = helm(*options)
+    assert status != 0
+    assert f"networkPolicy.{peer}" in error
+    assert "networkPolicy.enabled" in error
+    status, text = helm(*options, "--set", "networkPolicy.enabled=false")
+    assert status == 0, text
+
+
+def test_service_outside_of_the_cluster_takes_named_addresses(render: Render) -> None:
+    anybody = "networkPolicy.clients[0].ipBlock.cidr=0.0.0.0/0"
+    objects = render("minimal", "proxy.service.type=LoadBalancer", anybody)
+    [policy] = of_kind(objects, "NetworkPolicy").values()
+    assert policy["spec"]["ingress"][0]["from"] == [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
 
 
 # Checks
