@@ -1,12 +1,16 @@
 """Run docker-compose.yml for real, as a user would: `make compose-test`.
 
-In a folder with the Compose file, an `.env` and a recipe of its own, an agent calls and rewards, an
-update is published, Prometheus scrapes before and after keys exist, every service is killed once, a
-backup is taken, and all of it stops and starts again. What each step showed is printed, with its
-seconds. Exit status: 0 if all of it holds; 1 if not, with the reason and the end of the logs.
+In a folder with the Compose file, an `.env`, ports and a recipe of its own, an agent calls and
+rewards, an update is published, the console shows it, Prometheus scrapes before and after keys
+exist, every service is killed once, images of another tag are gone to and back from, a backup is
+taken, and all of it stops and starts again. What each step showed is printed, with its seconds.
 
-The images are those of `scripts/images.sh`. Where no registry is reached, those of others have
-stand-ins of Debian's packages, of which Grafana's only says that it is healthy.
+The last line is the result. Exit status: 0 if all of it holds; 1 if not: then the reason and the
+end of the logs come before that line, and the whole logs are kept in `var/`.
+
+The images are those of `scripts/images.sh`, with a tag of this run's own. Where no registry is
+reached, those of others have stand-ins of Debian's packages, of which Grafana's only says that it
+is healthy. Containers, volumes and images that were not there before are removed at the end.
 """
 
 import contextlib
@@ -14,34 +18,54 @@ import http.client
 import json
 import os
 import re
+import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 ROOT: Final = Path(__file__).parents[1]
-ENGINE: Final = ("scripts/engine.sh", "compose", "--project-name", "pawl-compose-test")
+# Two runs share an engine, and nothing in it but the images of others.
+PROJECT: Final = f"pawl-compose-test-{secrets.token_hex(4)}"
+ENGINE: Final = ("scripts/engine.sh", "compose", "--project-name", PROJECT)
 # The engine is that of the folder, whose files it sees.
 FILES: Final = ("docker-compose.yml", "dashboards", "config", "scripts/engine.sh")
+COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
+# The variables of published ports.
+PORTS: Final = tuple(re.findall(r"\$\{(\w+):-\d+\}:\d+\"", COMPOSE))
+BUILT: Final = ("proxy", "cpu")
+NEXT: Final = f"{PROJECT}-next"
+OURS: Final = tuple(f"pawl-{name}:{tag}" for name in BUILT for tag in (PROJECT, NEXT))
+OTHERS: Final = tuple(
+    image
+    for image in re.findall(r"^    image: (\S+)$", COMPOSE, re.MULTILINE)
+    if not image.startswith(("pawl-", "vllm/"))
+)
+# What the images are built from.
+BASES: Final = tuple(
+    image
+    for file in ("Dockerfile.proxy", "scripts/stand_ins.Dockerfile")
+    for image in re.findall(r"^FROM (\w+:\S+)", (ROOT / file).read_text(), re.MULTILINE)
+)
 OPERATE: Final = "docs/howto/operate.md"
 KEYS: Final = "docs/howto/keys.md"
 # What a user may set. It is not for this.
 OFFERED: Final = frozenset(
     re.findall(r"^#?(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)
 )
-SERVICES: Final = (
-    *("postgres", "vllm-cpu", "proxy", "trainer-cpu"),
-    *("controller", "prometheus", "alertmanager", "grafana"),
-)
 JOBS: Final = {"pawl-proxy", "pawl-trainer", "pawl-controller", "pawl-vllm"}
 UP_S: Final = 900.0
 STEP_S: Final = 600.0
+# Longer than any command may take, so that one that hangs is a failure.
+COMMAND_S: Final = UP_S + STEP_S
 PAUSE_S: Final = 0.3
 # A rank that the default recipe's server would refuse, and updates of four episodes.
 RECIPE: Final = """
@@ -80,29 +104,53 @@ def until(what: str, look: Callable[[], T], seconds: float = STEP_S) -> T:
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[list[str]]:
-    """Print a line with the seconds that the block took, and the notes that it left."""
+    """Print a line with the seconds that the block took, and the notes that it left.
+
+    An error of the block is noted with `what`.
+    """
     begun, notes = time.monotonic(), list[str]()
-    yield notes
+    try:
+        yield notes
+    except BaseException as error:
+        error.add_note(what)
+        raise
     print(f"{what:<34}{time.monotonic() - begun:>7.1f} s   {'; '.join(notes)}", flush=True)
 
 
+def why(error: BaseException) -> str:
+    """Return in one line what failed, and why."""
+    lines = str(error).strip().splitlines()
+    # The first line is the command; programs say last why they end.
+    said = [" … ".join(dict.fromkeys([lines[0], lines[-1]]))] if lines else []
+    kind = [] if isinstance(error, Failed) else [type(error).__name__]
+    return ": ".join([*getattr(error, "__notes__", []), *kind, *said])
+
+
 class Containers:
-    """Call `docker compose` in a folder of a user's own."""
+    """Call `docker compose` in a folder of a user's own.
+
+    Attributes:
+        log: what commands that failed have printed, and all that the images' build prints.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Copy the Compose file and what it mounts, and write settings and a recipe."""
         self.folder = folder
-        self.port = free_port()
+        self.log = folder / "log"
         for name in FILES:
             source = ROOT / name
             (folder / name).parent.mkdir(exist_ok=True)
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, folder / name)
         (folder / "config" / "recipe.toml").write_text(RECIPE)
-        (folder / ".env").write_text(
-            "COMPOSE_PROFILES=cpu,watch\nPAWL_RECIPE=config/recipe.toml\n"
-            f"PROXY_PORT={self.port}\nGRAFANA_PORT={free_port()}\n"
-        )
+        self.settings = {"COMPOSE_PROFILES": "cpu,watch", "PAWL_RECIPE": "config/recipe.toml"}
+        self.change(IMAGE_TAG=PROJECT)
+
+    def change(self, **settings: str) -> None:
+        """Change settings in `.env`."""
+        self.settings |= settings
+        lines = [f"{name}={value}\n" for name, value in self.settings.items()]
+        (self.folder / ".env").write_text("".join(lines))
 
     def compose(self, *words: str, check: bool = True) -> str:
         """Return what a command of `docker compose` prints.
@@ -112,8 +160,32 @@ class Containers:
         """
         done = self._run([*ENGINE, *words])
         if check and done.returncode:
-            raise Failed(f"`docker compose {' '.join(words)}`: {done.stdout}{done.stderr}")
+            raise Failed(f"`docker compose {' '.join(words)}`:\n{done.stdout}{done.stderr}")
         return done.stdout
+
+    def engine(self, *words: str) -> bool:
+        """Return whether a command of the engine succeeds."""
+        return self._run([ENGINE[0], *words]).returncode == 0
+
+    def build(self) -> None:
+        """Build our images, and get those of others.
+
+        Raises:
+            Failed: one of them cannot be had.
+        """
+        for command in (["scripts/images.sh", *BUILT], [ENGINE[0], "--images", *OTHERS]):
+            with self.log.open("a") as log:
+                done = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=os.environ | {"IMAGE_TAG": PROJECT},
+                    stdout=log,
+                    stderr=log,
+                    check=False,
+                )
+            if done.returncode:
+                end = self.log.read_text(errors="replace").splitlines()[-40:]
+                raise Failed("\n".join([f"`{' '.join(command)}`:", *end]))
 
     def run_documented(self, page: str, line: str, attempts: int = 1) -> None:
         """Run the commands of the page's block in which a line begins like this one.
@@ -138,9 +210,20 @@ class Containers:
             for name, value in os.environ.items()
             if name not in OFFERED and not name.startswith(("PAWL_", "COMPOSE_"))
         }
-        return subprocess.run(
-            command, cwd=self.folder, env=others, capture_output=True, text=True, check=False
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=others,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=COMMAND_S,
         )
+        if done.returncode:
+            with self.log.open("a") as log:
+                log.write(f"{' '.join(command)}: status {done.returncode}\n")
+                log.write(done.stdout + done.stderr)
+        return done
 
     def up(self) -> None:
         """Start what is not running, and wait until it is healthy."""
@@ -150,20 +233,41 @@ class Containers:
         """Return what a command prints in a service's container."""
         return self.compose("exec", "-T", service, *command)
 
+    def services(self) -> list[str]:
+        """Return the services that go on running."""
+        return sorted(set(self.compose("config", "--services").split()) - {"setup"})
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return what `docker compose ps` says of each container that runs."""
+        return [json.loads(line) for line in self.compose("ps", "--format", "json").splitlines()]
+
     def healthy(self) -> set[str]:
         """Return the services whose health check is passed."""
-        lines = self.compose("ps", "--format", "json").splitlines()
-        states = [json.loads(line) for line in lines]
-        return {state["Service"] for state in states if state["Health"] == "healthy"}
+        return {state["Service"] for state in self.states() if state["Health"] == "healthy"}
+
+    def tags(self) -> set[str]:
+        """Return the tags of our images that run."""
+        names = "\n".join(state["Image"] for state in self.states())
+        return set(re.findall(r"^(?:localhost/)?pawl-\w+:(.+)$", names, re.MULTILINE))
 
     def post(
         self, path: str, body: Any, headers: dict[str, str]
     ) -> tuple[int, dict[str, str], bytes]:
         """Return the answer of the proxy's data port: status, headers and body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        kind = {"Content-Type": "application/json"}
+        return self._ask("PROXY_PORT", "POST", path, json.dumps(body), kind | headers)
+
+    def page(self, path: str) -> tuple[int, str]:
+        """Return the console's page: status and text."""
+        status, _, body = self._ask("CONSOLE_PORT", "GET", path, None, {})
+        return status, body.decode()
+
+    def _ask(
+        self, port: str, method: str, path: str, body: str | None, headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", int(self.settings[port]), timeout=60)
         try:
-            kind = {"Content-Type": "application/json"}
-            connection.request("POST", path, json.dumps(body), kind | headers)
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
             return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
         finally:
@@ -182,6 +286,23 @@ class Containers:
         except Failed:
             return set()
         return {series["metric"]["job"] for series in json.loads(said)}
+
+    def show_end(self) -> Path:
+        """Print the end of the logs, and return the file that has all of them."""
+        print(self.compose("ps", "--all", check=False))
+        print(self.compose("logs", "--no-color", "--tail", "40", check=False), flush=True)
+        kept = ROOT / "var" / f"{PROJECT}.log"
+        kept.parent.mkdir(exist_ok=True)
+        logs = self.compose("logs", "--no-color", "--timestamps", check=False)
+        before = self.log.read_text(errors="replace") if self.log.exists() else ""
+        kept.write_text(before + logs)
+        return kept
+
+    def remove(self, images: Iterable[str]) -> None:
+        """Remove containers, networks, volumes and these images, but for those that others use."""
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", check=False)
+        for image in images:
+            self.engine("image", "rm", image)
 
 
 class Agent(threading.Thread):
@@ -235,21 +356,27 @@ class Agent(threading.Thread):
     def works(self) -> None:
         """Wait until one more call is answered and rewarded."""
         count = len(self.rewarded)
-        until("a rewarded call", lambda: len(self.rewarded) > count)
+        until("a rewarded call", lambda: len(self.rewarded) > count or not self.is_alive())
+        if not self.is_alive():
+            raise Failed("the agent has ended, see its traceback above")
 
     def stop(self) -> None:
         """End after the call at hand and its reward."""
         # The reward of an answered call is sent before the next call is begun.
         self._ended.set()
-        self.join()
+        self.join(STEP_S)
+        if self.is_alive():
+            raise Failed(f"the agent's last reward is not taken within {STEP_S:.0f} s")
 
 
-def free_port() -> int:
-    """Return a port on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(names: Iterable[str]) -> dict[str, str]:
+    """Return for each name a port of its own, on which nobody listens now."""
+    with contextlib.ExitStack() as held:
+        # All are held together, so that no two are the same.
+        probes = {name: held.enter_context(socket.socket()) for name in names}
+        for probe in probes.values():
+            probe.bind(("127.0.0.1", 0))
+        return {name: str(probe.getsockname()[1]) for name, probe in probes.items()}
 
 
 def lost(containers: Containers, agent: Agent) -> set[str]:
@@ -266,16 +393,22 @@ def lost(containers: Containers, agent: Agent) -> set[str]:
 def use(containers: Containers, agent: Agent) -> None:
     """Do all that the containers are for, and all that may happen to them."""
     with step("up, until all are healthy") as notes:
+        containers.change(**free_ports(PORTS))
         containers.up()
-        if missing := set(SERVICES) - containers.healthy():
+        services = containers.services()
+        if missing := set(services) - containers.healthy():
             raise Failed(f"not healthy: {', '.join(sorted(missing))}")
-        notes.append(f"{len(SERVICES)} services")
+        notes.append(f"{len(services)} services")
     agent.start()
     with step("calls and rewards") as notes:
         until("8 rewarded calls", lambda: len(agent.rewarded) >= 8)
         notes.append(f"{len(agent.rewarded)} so far")
     with step("an update is published") as notes:
         notes.append(until("a call that a trained version answers", lambda: trained(agent)))
+    with step("the console shows the policy"):
+        if (status := containers.page("/")[0]) != 200:
+            raise Failed(f"its first page has status {status}")
+        until("figures of the policy", lambda: "smollm2" in containers.page("/overview/figures")[1])
     with step("Prometheus scrapes without keys") as notes:
         until("scrapes", lambda: containers.up_since(0) >= JOBS)
         notes.append(", ".join(sorted(JOBS)))
@@ -289,18 +422,38 @@ def use(containers: Containers, agent: Agent) -> None:
         moment = time.time()
         until("scrapes", lambda: containers.up_since(moment) >= JOBS)
         notes.append("a call without one is refused")
-    for service in SERVICES:
+    for service in services:
         with step(f"{service} is killed") as notes:
             before = agent.refused
             containers.compose("kill", service)
             containers.up()
             agent.works()
             notes.append(f"{agent.refused - before} requests unanswered meanwhile")
+    change_tag(containers, agent)
     with step("nothing is lost") as notes:
         until("a call that a trained version answers", lambda: trained(agent))
         agent.stop()
         until("all calls and rewards in the database", lambda: not lost(containers, agent))
         notes.append(f"{len(agent.rewarded)} calls and rewards in the database")
+
+
+def change_tag(containers: Containers, agent: Agent) -> None:
+    """Upgrade to images of another tag, and go back, as the page says it."""
+    for name in BUILT:
+        if not containers.engine("tag", f"pawl-{name}:{PROJECT}", f"pawl-{name}:{NEXT}"):
+            raise Failed(f"pawl-{name} gets no other tag")
+    for what, tag, line in (
+        ("upgrade", NEXT, "docker compose run --rm --no-deps proxy migrate"),
+        ("roll-back", PROJECT, "docker compose up --no-build --remove-orphans"),
+    ):
+        with step(what) as notes:
+            before = agent.refused
+            containers.change(IMAGE_TAG=tag)
+            containers.run_documented(OPERATE, line)
+            if (tags := containers.tags()) != {tag}:
+                raise Failed(f"images with the tags {', '.join(sorted(tags))} run")
+            agent.works()
+            notes.append(f"{agent.refused - before} requests unanswered meanwhile")
 
 
 def trained(agent: Agent) -> str:
@@ -338,26 +491,31 @@ def start_again(containers: Containers, agent: Agent) -> None:
 
 def main() -> None:
     """Build the images, run everything, and remove it again."""
-    begun = time.monotonic()
-    with step("images"):
-        subprocess.run(["scripts/images.sh", "proxy", "cpu"], cwd=ROOT, check=True)
-        named = re.findall(r"^    image: (\S+)$", (ROOT / FILES[0]).read_text(), re.MULTILINE)
-        others = [image for image in named if not image.startswith(("pawl-", "vllm/"))]
-        subprocess.run(["scripts/engine.sh", "--images", *others], cwd=ROOT, check=True)
+    begun, result = time.monotonic(), "passed"
+    # Whoever ends this, what it made is removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="pawl-compose-") as folder:
         containers = Containers(Path(folder))
-        agent = Agent(containers)
+        made = list(OURS)
         try:
-            containers.compose("down", "--volumes", "--remove-orphans")
+            if not containers.engine("version"):
+                raise Failed(containers.log.read_text())
+            others = sorted({*OTHERS, *BASES})
+            made += [one for one in others if not containers.engine("image", "inspect", one)]
+            with step("images"):
+                containers.build()
+            agent = Agent(containers)
             use(containers, agent)
             start_again(containers, agent)
-        except Failed as error:
-            print(containers.compose("ps", "--all", check=False))
-            print(containers.compose("logs", "--tail", "40", check=False))
-            sys.exit(f"pawl: {error}")
+        except (Exception, KeyboardInterrupt) as error:
+            result = f"failed: {why(error)}"
+            print(f"{result}\n")
+            traceback.print_exception(error, file=sys.stdout)
+            result += f"; the logs are in {containers.show_end()}"
         finally:
-            containers.compose("down", "--volumes", "--timeout", "5", check=False)
-    print(f"{'all of it':<34}{time.monotonic() - begun:>7.1f} s")
+            containers.remove(made)
+    print(f"{result}, {time.monotonic() - begun:.1f} s")
+    sys.exit(result != "passed")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ stand_in() { # stand_in IMAGE
     grep -qE "^FROM \S+ AS $name\$" scripts/stand_ins.Dockerfile || fail "$1 cannot be pulled, and has no stand-in"
     echo "pawl: $1 cannot be pulled; making a stand-in" >&2
     if ! run image inspect "debian:$suite-slim" >/dev/null 2>&1; then
-        local root=/tmp/pawl-debian-$suite
+        local root
+        root=$(mktemp -d "/tmp/pawl-debian-$suite.XXXXXX")
         root_file_system "$root" "$suite"
         rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/* "$root"/usr/share/{doc,man,locale}/*
         tar --directory "$root" --exclude='./proc/*' --exclude='./sys/*' --exclude='./dev/*' --create . | run import - "debian:$suite-slim"

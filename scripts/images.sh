@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build Pawl's images with this machine's container engine: `scripts/images.sh [proxy] [trainer] [cpu]`,
-# by default the first two. Each has two tags, the version and the version with git's revision; the
-# second, and the image's size in bytes, are what is printed.
+# by default the first two. Each has two tags, the version and the version with git's revision, or the one
+# that IMAGE_TAG names; the last, and the image's size in bytes, are what is printed.
 # How this machine's pip reaches packages (its index, certificates, folder of wheels) reaches the build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -43,7 +43,8 @@ for image in "$@"; do
             more+=(--build-context "wheels=$given/wheels" --build-arg TORCH_INDEX=)
         fi
     fi
-    BUILDAH_FORMAT=docker scripts/engine.sh build --file "$file" "${options[@]}" ${more[@]+"${more[@]}"} \
-        --tag "pawl-$image:$version" --tag "pawl-$image:$version-g$revision" .
-    scripts/engine.sh image inspect --format "pawl-$image:$version-g$revision {{.Size}}" "pawl-$image:$version-g$revision"
+    name=pawl-$image:${IMAGE_TAG:-$version-g$revision}
+    [ -n "${IMAGE_TAG-}" ] || more+=(--tag "pawl-$image:$version")
+    BUILDAH_FORMAT=docker scripts/engine.sh build --file "$file" "${options[@]}" ${more[@]+"${more[@]}"} --tag "$name" .
+    scripts/engine.sh image inspect --format "$name {{.Size}}" "$name"
 done

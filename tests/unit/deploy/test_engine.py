@@ -1,14 +1,17 @@
 """scripts/engine.sh and scripts/compose_test.py, with programs that stand for an engine."""
 
 import os
+import re
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from scripts import compose_test
-from scripts.compose_test import OFFERED, Containers, Failed
+from scripts.compose_test import OFFERED, PORTS, Containers, Failed, free_ports, step, why
 from tests.conftest import ROOT
 
 # An engine that answers, and has no registry.
@@ -89,3 +92,77 @@ def test_documented_block_is_run_again_as_often_as_is_said(
     with pytest.raises(Failed):
         containers.run_documented(str(page), "echo", attempts=2)
     containers.run_documented(str(page), "echo")
+
+
+def test_every_published_port_is_a_free_one_of_its_own(containers: Containers) -> None:
+    published = re.findall(r"^    ports: (.+)$", compose_test.COMPOSE, re.MULTILINE)
+    assert len(PORTS) == "".join(published).count('"') / 2 > 0
+    ports = free_ports(map(str, range(200)))
+    assert len(set(ports.values())) == 200
+    for port in ports.values():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", int(port)))
+
+
+def test_each_block_that_the_compose_test_runs_is_on_its_page() -> None:
+    source = (ROOT / "scripts" / "compose_test.py").read_text()
+    lines = re.findall(r'"(docker compose [^"`{]+)"', source)
+    assert len(lines) > 5
+    pages = [(ROOT / page).read_text() for page in (compose_test.OPERATE, compose_test.KEYS)]
+    blocks = re.findall("```\\w+\n(.*?)```", "\n".join(pages), re.DOTALL)
+    for line in lines:
+        assert len([block for block in blocks if f"\n{line}" in f"\n{block}"]) == 1, line
+
+
+def test_reason_names_the_step_the_command_and_its_last_line() -> None:
+    said = "`docker compose up`:\n Container a  Waiting\naddress already in use\n"
+    with pytest.raises(Failed) as failed, step("up"):
+        raise Failed(said)
+    assert why(failed.value) == "up: `docker compose up`: … address already in use"
+    assert why(KeyError("x")) == "KeyError: 'x'"
+    assert why(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+# An engine that has three images, fails to build, and says what it was told.
+BROKEN: Final = """#!/bin/sh
+echo "$*" >>"$LOG"
+case "$*" in
+    "image inspect postgres"* | "image inspect python"*) exit 0 ;;
+    *"image inspect"* | build*) echo "the disk is full" >&2; exit 1 ;;
+    compose*logs*) echo "the end of the logs" ;;
+esac
+"""
+
+
+def test_failed_compose_test_ends_with_its_reason_and_removes_only_what_it_made(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "docker").write_text(BROKEN)
+    (tmp_path / "docker").chmod(0o755)
+    log = tmp_path / "log"
+    told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log)}
+    ran = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "compose_test.py"],
+        env=os.environ | told,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    lines = ran.stdout.splitlines()
+    reason = "failed: images: `scripts/images.sh proxy cpu`: … the disk is full"
+    assert lines[0] == reason
+    assert "the end of the logs" in lines
+    last = re.fullmatch(rf"{re.escape(reason)}; the logs are in (\S+), [0-9.]+ s", lines[-1])
+    assert last, lines[-1]
+    kept = Path(last[1])
+    assert "the disk is full" in kept.read_text()
+    kept.unlink()
+    calls = log.read_text().splitlines()
+    [project] = {name for call in calls for name in re.findall(r"--project-name (\S+)", call)}
+    assert any(call.endswith("down --volumes --remove-orphans --timeout 5") for call in calls)
+    removed = {call.removeprefix("image rm ") for call in calls if call.startswith("image rm ")}
+    assert f"pawl-proxy:{project}" in removed
+    assert any(image.startswith("grafana/") for image in removed)
+    assert not any(image.startswith(("postgres", "python", "vllm")) for image in removed)
+    assert not any(image.endswith(":0.1.0") for image in removed)
