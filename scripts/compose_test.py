@@ -37,7 +37,10 @@ ROOT: Final = Path(__file__).parents[1]
 PROJECT: Final = f"pawl-compose-test-{secrets.token_hex(4)}"
 ENGINE: Final = ("scripts/engine.sh", "compose", "--project-name", PROJECT)
 # The engine is that of the folder, whose files it sees.
-FILES: Final = ("docker-compose.yml", "dashboards", "config", "scripts/engine.sh")
+FILES: Final = (
+    *("docker-compose.yml", "deploy/scale.yml"),
+    *("dashboards", "config", "scripts/engine.sh"),
+)
 COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
 # The variables of published ports.
 PORTS: Final = tuple(re.findall(r"\$\{(\w+):-\d+\}:\d+\"", COMPOSE))
@@ -392,6 +395,11 @@ def lost(containers: Containers, agent: Agent) -> set[str]:
 
 def use(containers: Containers, agent: Agent) -> None:
     """Do all that the containers are for, and all that may happen to them."""
+    with step("no PostgreSQL beside one's own"):
+        (containers.folder / "own.env").write_text("DATABASE_URL=postgresql://elsewhere/pawl\n")
+        shown = containers.compose("--env-file", "own.env", "config", "--format", "json")
+        if json.loads(shown)["services"]["postgres"].get("scale") != 0:
+            raise Failed("PostgreSQL is started all the same")
     with step("up, until all are healthy") as notes:
         containers.change(**free_ports(PORTS))
         containers.up()

@@ -61,14 +61,16 @@ static PyMethodDef methods[] = {{"six", six, METH_NOARGS, ""}, {NULL, NULL, 0, N
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "sixes", NULL, -1, methods};
 PyMODINIT_FUNC PyInit_sixes(void) { return PyModule_Create(&definition); }
 """
-VARIABLE: Final = re.compile(r"\$\{(?P<name>\w+)(?P<kind>:[-?])?(?P<rest>[^}]*)\}")
+VARIABLE: Final = re.compile(r"\$\{(?P<name>\w+)(?P<kind>:[-?+])?(?P<rest>[^}]*)\}")
 
 
 def interpolated(text: str, given: Mapping[str, str]) -> str:
-    """The text with `${NAME:-default}` and `${NAME:?message}` filled in as Compose does."""
+    """The text with `${NAME:-default}`, `:?message` and `:+other` filled in as Compose does."""
 
     def fill(match: re.Match[str]) -> str:
         name, kind = match["name"], match["kind"]
+        if kind == ":+":
+            return match["rest"] if given.get(name) else ""
         if given.get(name):
             return given[name]
         assert kind == ":-", f"{name}: {match['rest'] or 'it has neither a default nor a message'}"
@@ -211,6 +213,39 @@ def test_passwords_are_made_up_and_shown_to_those_alone_that_log_in() -> None:
 def test_images_are_pinned_to_a_version(name: str) -> None:
     _, _, tag = service(name)["image"].partition(":")
     assert re.search(r"\d+\.\d+", tag), f"{name}: {tag!r}"
+
+
+def test_one_tag_is_that_of_all_our_images() -> None:
+    services = compose(IMAGE_TAG="next")["services"].values()
+    ours = {found["image"] for found in services if "build" in found}
+    assert ours == {"pawl-proxy:next", "pawl-trainer:next", "pawl-cpu:next"}
+    assert f"\n#IMAGE_TAG={__version__}\n" in ENV_EXAMPLE.read_text()
+
+
+def test_postgres_is_not_started_beside_ones_own() -> None:
+    def scale(**given: str) -> int:
+        extended = compose(**given)["services"]["postgres"]["extends"]
+        others = yaml.safe_load((ROOT / extended["file"]).read_text())["services"]
+        found: int = others[extended["service"]]["scale"]
+        return found
+
+    assert scale() == scale(DATABASE_URL="") == 1
+    assert scale(DATABASE_URL="postgresql://elsewhere/pawl") == 0
+
+
+def test_memory_of_all_that_a_profile_starts_fits_24_gib() -> None:
+    units = {"m": 2**20, "g": 2**30}
+    limits = {name: service(name)["mem_limit"] for name in SERVICES}
+    sizes = {name: int(limit[:-1]) * units[limit[-1]] for name, limit in limits.items()}
+    # It has ended before the others start.
+    del sizes["setup"]
+    always = sizes.keys() - {name for names in PROFILES.values() for name in names}
+    for profile in ("gpu", "cpu"):
+        started = {*always, *PROFILES[profile], *PROFILES["watch"]}
+        assert sum(sizes[name] for name in started) <= 24 * 2**30
+    for match in VARIABLE.finditer(COMPOSE.read_text()):
+        if match["name"].endswith("_MEMORY"):
+            assert f"\n#{match['name']}={match['rest']}\n" in ENV_EXAMPLE.read_text()
 
 
 @pytest.mark.parametrize("name", SERVICES)

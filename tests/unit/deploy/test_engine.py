@@ -137,8 +137,10 @@ esac
 def test_failed_compose_test_ends_with_its_reason_and_removes_only_what_it_made(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "docker").write_text(BROKEN)
-    (tmp_path / "docker").chmod(0o755)
+    # pip, which is asked for its configuration, takes seconds.
+    for name, text in (("docker", BROKEN), ("python3", NONE)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     log = tmp_path / "log"
     told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log)}
     ran = subprocess.run(
