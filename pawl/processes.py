@@ -3,20 +3,23 @@
 import asyncio
 import atexit
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 PR_SET_PDEATHSIG: Final = 1
 # Threads of OpenMP spin while they wait for each other, and so burn the cores that the other
 # processes of one machine need: the demo took 1.6 times as long, and twice the processor time.
 # GNU's OpenMP, which torch brings, spins not at all by this; a user's own value stands.
 PASSIVE_WAITING: Final = ("OMP_WAIT_POLICY", "PASSIVE")
+# As long as the chart's probes wait for `/healthz`.
+HUNG_S: Final = 60.0
 
 
 def run_module(name: str) -> list[str]:
@@ -87,6 +90,26 @@ def stop_event() -> asyncio.Event:
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
     return stop
+
+
+async def end_if_hung(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and end the process with status 1 if its event loop stands still for `HUNG_S` s.
+
+    It answers nobody then, on `/healthz` neither. Whoever has started it starts it again; standard
+    error shows where its threads were.
+    """
+
+    async def postpone() -> None:
+        while True:
+            faulthandler.dump_traceback_later(HUNG_S, exit=True)
+            await asyncio.sleep(HUNG_S / 10)
+
+    postponing = asyncio.create_task(postpone())
+    try:
+        await work
+    finally:
+        postponing.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pawl.commands.common import fail, require_torch
-from pawl.processes import die_with_parent, large_imports, showing_gpus
+from pawl.processes import die_with_parent, end_if_hung, large_imports, showing_gpus
 from pawl.settings import StackSettings, read_settings
 
 
@@ -132,7 +132,7 @@ def _run(process: Coroutine[Any, Any, None], name: str) -> None:
     from trainer.errors import TrainerError
 
     try:
-        asyncio.run(process)
+        asyncio.run(end_if_hung(process))
     except TrainerError as error:
         fail(str(error))
     except OSError as error:

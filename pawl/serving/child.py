@@ -18,6 +18,7 @@ import structlog
 import uvloop
 
 from pawl.logs import configure_logging
+from pawl.processes import end_if_hung
 from pawl.serving.process import DISK_FAILS, LEAVE, LEAVE_S, MOST_REPORTED, STOP, UP
 from proxy.errors import ProxyError
 from proxy.settings import ProxySettings
@@ -147,9 +148,9 @@ def main() -> None:
     ready = os.fdopen(arguments.ready, "wb", buffering=0)
     try:
         if arguments.kind == "ingester":
-            uvloop.run(_ingest(ready, arguments.shared))
+            uvloop.run(end_if_hung(_ingest(ready, arguments.shared)))
         else:
-            uvloop.run(_work(ready, arguments.shared, arguments.listener))
+            uvloop.run(end_if_hung(_work(ready, arguments.shared, arguments.listener)))
     except (OSError, StoreError, ProxyError) as error:
         if isinstance(error, OSError) and error.errno in PASSING:
             log.error("disk_fails", reason=str(error))

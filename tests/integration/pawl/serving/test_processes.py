@@ -1,6 +1,10 @@
-"""Processes of their own: the proxy stays small and without torch, the stack's are kept up."""
+"""Processes of their own: the proxy stays small and without torch, the stack's are kept up.
+
+One whose event loop hangs ends itself, and is started again.
+"""
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -126,3 +130,71 @@ async def test_process_that_cannot_start_is_given_up_with_its_last_words(tmp_pat
     assert "no such model" in str(process.failed)
     assert "an earlier start" not in str(process.failed)
     await process.stop()
+
+
+# The process's event loop stands still as soon as the file `hang` is there.
+HANGING = """
+import asyncio, pathlib, sys, time
+
+import pawl.processes
+
+pawl.processes.HUNG_S = 5.0
+hang = pathlib.Path(__file__).with_name("hang")
+plain = asyncio.sleep
+
+async def sleep(delay, result=None):
+    if hang.exists():
+        hang.unlink()
+        time.sleep(600)
+    return await plain(delay, result)
+
+if {kind!r} in sys.orig_argv:
+    asyncio.sleep = sleep
+"""
+
+
+@pytest.mark.parametrize("kind", ["worker", "ingester", "controller"])
+async def test_process_whose_event_loop_hangs_ends_itself(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGING.format(kind=kind))
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(3)]
+    names = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_CONTROLLER_LISTEN")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        # No database is needed for it.
+        "DATABASE_URL": "postgresql://pawl@127.0.0.1:9/pawl",
+        "PAWL_SPOOL_DIR": str(tmp_path / "spool"),
+    }
+    is_child = kind != "controller"
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        started = await asyncio.create_subprocess_exec(
+            *(str(Path(sys.executable).with_name("pawl")), "proxy" if is_child else kind),
+            cwd=tmp_path,
+            env=environment | dict(zip(names, ports, strict=True)),
+            stderr=stderr,
+        )
+
+    def lines(event: str) -> list[dict[str, str]]:
+        read = [line for line in log.read_text().splitlines() if line.startswith("{")]
+        logged = [json.loads(line) for line in read]
+        return [
+            line
+            for line in logged
+            if line["event"] == event and line.get("child", kind).startswith(kind)
+        ]
+
+    try:
+        await until(lambda: lines("proxy_up" if is_child else "controller_up"))
+        (tmp_path / "hang").touch()
+        if is_child:
+            await until(lambda: len(lines("child_started")) == 2)
+            assert [line["status"] for line in lines("child_ended")] == [1]
+        else:
+            assert await asyncio.wait_for(started.wait(), 30) == 1
+        # Where it hung is said.
+        assert "sitecustomize.py" in log.read_text().partition("Timeout (0:00:05)!")[2]
+    finally:
+        if started.returncode is None:
+            started.terminate()
+            assert await started.wait() == 0
