@@ -2,8 +2,9 @@
 
 In a folder with the Compose file, an `.env`, ports and a recipe of its own, an agent calls and
 rewards, an update is published, the console shows it, Prometheus scrapes before and after keys
-exist, every service is killed once, images of another tag are gone to and back from, a backup is
-taken, and all of it stops and starts again. What each step showed is printed, with its seconds.
+exist, every service is killed once, images of another tag replace these, all of it stops and starts
+again with the first tag, and once more from a backup. What each step showed is printed, with its
+seconds.
 
 The last line is the result. Exit status: 0 if all of it holds; 1 if not: then the reason and the
 end of the logs come before that line, and the whole logs are kept in `var/`.
@@ -437,7 +438,7 @@ def use(containers: Containers, agent: Agent) -> None:
             containers.up()
             agent.works()
             notes.append(f"{agent.refused - before} requests unanswered meanwhile")
-    change_tag(containers, agent)
+    upgrade(containers, agent)
     with step("nothing is lost") as notes:
         until("a call that a trained version answers", lambda: trained(agent))
         agent.stop()
@@ -445,23 +446,24 @@ def use(containers: Containers, agent: Agent) -> None:
         notes.append(f"{len(agent.rewarded)} calls and rewards in the database")
 
 
-def change_tag(containers: Containers, agent: Agent) -> None:
-    """Upgrade to images of another tag, and go back, as the page says it."""
+def upgrade(containers: Containers, agent: Agent) -> None:
+    """Go to images of another tag, as the page says it."""
     for name in BUILT:
         if not containers.engine("tag", f"pawl-{name}:{PROJECT}", f"pawl-{name}:{NEXT}"):
             raise Failed(f"pawl-{name} gets no other tag")
-    for what, tag, line in (
-        ("upgrade", NEXT, "docker compose run --rm --no-deps proxy migrate"),
-        ("roll-back", PROJECT, "docker compose up --no-build --remove-orphans"),
-    ):
-        with step(what) as notes:
-            before = agent.refused
-            containers.change(IMAGE_TAG=tag)
-            containers.run_documented(OPERATE, line)
-            if (tags := containers.tags()) != {tag}:
-                raise Failed(f"images with the tags {', '.join(sorted(tags))} run")
-            agent.works()
-            notes.append(f"{agent.refused - before} requests unanswered meanwhile")
+    with step("upgrade") as notes:
+        before = agent.refused
+        change_tag(containers, NEXT, "docker compose run --rm --no-deps proxy migrate")
+        agent.works()
+        notes.append(f"{agent.refused - before} requests unanswered meanwhile")
+
+
+def change_tag(containers: Containers, tag: str, line: str) -> None:
+    """Name the tag in `.env`, and run the page's commands that have this line."""
+    containers.change(IMAGE_TAG=tag)
+    containers.run_documented(OPERATE, line)
+    if (tags := containers.tags()) != {tag}:
+        raise Failed(f"images with the tags {', '.join(sorted(tags))} run")
 
 
 def trained(agent: Agent) -> str:
@@ -471,7 +473,7 @@ def trained(agent: Agent) -> str:
 
 
 def start_again(containers: Containers, agent: Agent) -> None:
-    """Start new containers on the volumes, and then on new volumes what a backup has."""
+    """Start containers of the tag before, and then on new volumes what a backup has."""
 
     def all_is_there(notes: list[str]) -> None:
         notes.append(until("a call that a trained version answers", lambda: trained(agent)))
@@ -479,9 +481,9 @@ def start_again(containers: Containers, agent: Agent) -> None:
             raise Failed(f"{len(missing)} episodes are gone, such as {missing.pop()}")
         notes.append(f"{len(agent.rewarded)} calls and rewards in the database")
 
-    with step("down and up") as notes:
+    with step("down, and rolled back") as notes:
         containers.compose("down")
-        containers.up()
+        change_tag(containers, PROJECT, "docker compose up --no-build --remove-orphans")
         all_is_there(notes)
     with step("backup"):
         # The copies are of folders that are written to: see the page.
