@@ -2,9 +2,8 @@
 
 In a folder with the Compose file, an `.env`, ports and a recipe of its own, an agent calls and
 rewards, an update is published, the console shows it, Prometheus scrapes before and after keys
-exist, every service is killed once, images of another tag replace these, all of it stops and starts
-again with the first tag, and once more from a backup. What each step showed is printed, with its
-seconds.
+exist, every service is killed once, images of another tag replace these, and all of it stops and
+starts again from a backup, with the first tag. What each step showed is printed, with its seconds.
 
 The last line is the result. Exit status: 0 if all of it holds; 1 if not: then the reason and the
 end of the logs come before that line, and the whole logs are kept in `var/`.
@@ -473,25 +472,20 @@ def trained(agent: Agent) -> str:
 
 
 def start_again(containers: Containers, agent: Agent) -> None:
-    """Start containers of the tag before, and then on new volumes what a backup has."""
-
-    def all_is_there(notes: list[str]) -> None:
-        notes.append(until("a call that a trained version answers", lambda: trained(agent)))
-        if missing := lost(containers, agent):
-            raise Failed(f"{len(missing)} episodes are gone, such as {missing.pop()}")
-        notes.append(f"{len(agent.rewarded)} calls and rewards in the database")
-
-    with step("down, and rolled back") as notes:
-        containers.compose("down")
-        change_tag(containers, PROJECT, "docker compose up --no-build --remove-orphans")
-        all_is_there(notes)
+    """Start the images before the upgrade, on new volumes with what a backup has."""
     with step("backup"):
         # The copies are of folders that are written to: see the page.
         containers.run_documented(OPERATE, "docker compose exec -T postgres pg_dump", attempts=5)
     with step("down, without volumes, and restored") as notes:
         containers.compose("down", "--volumes")
+        containers.change(IMAGE_TAG=PROJECT)
         containers.run_documented(OPERATE, "docker compose exec -T postgres pg_restore")
-        all_is_there(notes)
+        notes.append(until("a call that a trained version answers", lambda: trained(agent)))
+        if missing := lost(containers, agent):
+            raise Failed(f"{len(missing)} episodes are gone, such as {missing.pop()}")
+        notes.append(f"{len(agent.rewarded)} calls and rewards in the database")
+    with step("roll-back"):
+        change_tag(containers, PROJECT, "docker compose up --no-build --remove-orphans")
     with step("Prometheus has a key again"):
         containers.run_documented(OPERATE, "docker compose exec -T proxy pawl keys revoke metrics")
         containers.run_documented(KEYS, "docker compose restart prometheus")
