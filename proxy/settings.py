@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode
 
-from proxy.tool_events import CODING_AGENTS, ResultReaders, parse_readers
+from proxy.tool_events import ResultReaders, parse_readers
 from store.records import EVAL_TASKS
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.sampling import parse_defaults
@@ -135,9 +135,8 @@ class ProxySettings(StoreSettings):
         description="longest reply that is stored, in MiB; a longer one is passed on",
     )
     tool_results: Annotated[InstanceOf[ResultReaders], NoDecode, BeforeValidator(_readers)] = Field(
-        default=parse_readers(CODING_AGENTS),
-        description="how each tool's results are read, such as search=json_error,shell=exit_code; "
-        f"unset: {CODING_AGENTS}",
+        default=ResultReaders(),
+        description="how each tool's results are read, such as search=json_error,shell=exit_code",
     )
     redaction: Path | None = Field(
         default=None,

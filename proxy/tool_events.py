@@ -46,8 +46,6 @@ def quoted_digests(texts: Iterable[str]) -> tuple[UUID, ...]:
 
 
 ANY_TOOL: Final = "*"
-# The shells of Codex and of Qwen Code: whatever a command prints, it cannot forge their frames.
-CODING_AGENTS: Final = "exec_command=codex,write_stdin=codex,run_shell_command=qwen_code"
 IGNORE: Final = "ignore"
 MAX_DETAIL: Final = 200
 

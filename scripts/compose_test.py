@@ -44,6 +44,8 @@ FILES: Final = (
 COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
 # The variables of published ports.
 PORTS: Final = tuple(re.findall(r"\$\{(\w+):-\d+\}:\d+\"", COMPOSE))
+# Below those of `net.ipv4.ip_local_port_range`.
+ASSIGNED: Final = range(20_000, 32_768)
 BUILT: Final = ("proxy", "cpu")
 NEXT: Final = f"{PROJECT}-next"
 OURS: Final = tuple(f"pawl-{name}:{tag}" for name in BUILT for tag in (PROJECT, NEXT))
@@ -375,13 +377,21 @@ class Agent(threading.Thread):
 
 
 def free_ports(names: Iterable[str]) -> dict[str, str]:
-    """Return for each name a port of its own, on which nobody listens now."""
-    with contextlib.ExitStack() as held:
-        # All are held together, so that no two are the same.
-        probes = {name: held.enter_context(socket.socket()) for name in names}
-        for probe in probes.values():
-            probe.bind(("127.0.0.1", 0))
-        return {name: str(probe.getsockname()[1]) for name, probe in probes.items()}
+    """Return for each name a port of its own, on which nobody listens now.
+
+    They are none of those that Linux gives to whoever asks for any: while a container is started
+    anew, nobody else gets its port.
+    """
+    ports = iter(secrets.SystemRandom().sample(ASSIGNED, len(ASSIGNED)))
+    return {name: str(next(filter(is_free, ports))) for name in names}
+
+
+def is_free(port: int) -> bool:
+    """Return whether nobody listens on a port of this machine."""
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def lost(containers: Containers, agent: Agent) -> set[str]:

@@ -15,15 +15,7 @@ from proxy.formats.conversation import ToolResult
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
-from proxy.settings import ProxySettings
-from proxy.tool_events import (
-    MOST_QUOTES,
-    Reading,
-    ResultReaders,
-    parse_readers,
-    quoted_digests,
-    text_digest,
-)
+from proxy.tool_events import MOST_QUOTES, ResultReaders, parse_readers, quoted_digests, text_digest
 from store.records import CallRecord, ToolEvent
 from tests.support.records import captured, tool_event
 
@@ -458,19 +450,6 @@ OUTPUTS = ["", "exit code 7\n", "exit code: 0", *IMITATIONS, *(f"\n{text}" for t
 def verdict(rule: str, text: str) -> str | None:
     reading = parse_readers(f"t={rule}").read("t", text)
     return None if reading is None else reading.status
-
-
-@pytest.mark.parametrize(
-    ("tool", "client"),
-    [("exec_command", "codex"), ("write_stdin", "codex"), ("run_shell_command", "qwen code")],
-)
-def test_shells_of_coding_agents_are_read_where_nothing_is_set(tool: str, client: str) -> None:
-    readers = ProxySettings().tool_results
-    assert [readers.read(tool, RESULTS_OF[client]("exit code 7", code)) for code in (0, 3)] == [
-        Reading(status="ok", detail="exit code 0"),
-        Reading(status="error", detail="exit code 3"),
-    ]
-    assert readers.read(tool, "exit code 7") is None
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

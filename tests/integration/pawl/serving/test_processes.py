@@ -138,7 +138,6 @@ import asyncio, pathlib, sys, time
 
 import pawl.processes
 
-pawl.processes.HUNG_S = 5.0
 hang = pathlib.Path(__file__).with_name("hang")
 plain = asyncio.sleep
 
@@ -149,6 +148,7 @@ async def sleep(delay, result=None):
     return await plain(delay, result)
 
 if {kind!r} in sys.orig_argv:
+    pawl.processes.HUNG_S = 10.0
     asyncio.sleep = sleep
 """
 
@@ -193,7 +193,7 @@ async def test_process_whose_event_loop_hangs_ends_itself(tmp_path: Path, kind: 
         else:
             assert await asyncio.wait_for(started.wait(), 30) == 1
         # Where it hung is said.
-        assert "sitecustomize.py" in log.read_text().partition("Timeout (0:00:05)!")[2]
+        assert "sitecustomize.py" in log.read_text().partition("Timeout (0:00:10)!")[2]
     finally:
         if started.returncode is None:
             started.terminate()
