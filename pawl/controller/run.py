@@ -1,8 +1,9 @@
 """Run the controller's process: start it, answer on its port, and stop it at a signal."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -47,15 +48,26 @@ async def controller(settings: ControllerSettings) -> None:
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
         looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
-        work = [follow(settings, poll_s, name, look) for name, look in looks.items()]
-        work += [controller.follow() for controller in controllers]
-        tasks = [asyncio.create_task(part) for part in work]
-        log.info("controller_up", replicas=settings.server_urls)
-        await stop.wait()
+        reading = [follow(settings, poll_s, name, look) for name, look in looks.items()]
+        async with working(reading), working([each.follow() for each in controllers]):
+            log.info("controller_up", replicas=settings.server_urls)
+            await stop.wait()
+    log.info("controller_down")
+
+
+@asynccontextmanager
+async def working(parts: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Let these parts of the controller work until the block ends.
+
+    A replica's part uses the engine of the part that reads the store, and has to end before it.
+    """
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        yield
+    finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    log.info("controller_down")
 
 
 async def follow(

@@ -1,6 +1,5 @@
 """Publish versions with their files, and run a controller of some replicas in this process."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.reconciler import Reconciler
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
-from pawl.controller.run import app_of, follow
+from pawl.controller.run import app_of, follow, working
 from store.claims import begin_update, consume
 from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base
@@ -107,14 +106,8 @@ async def controlling(
         replicas = await exits.enter_async_context(Replicas(urls, files=files))
         controllers = [ReplicaController(server, servable, POLL_S) for server in replicas.each]
         read = follow(settings_of(engine), POLL_S, "controller", servable.look)
-        work = [read, *(controller.follow() for controller in controllers)]
-        tasks = [asyncio.create_task(part) for part in work]
-        try:
+        async with working([read]), working([each.follow() for each in controllers]):
             yield RunningController(servable, controllers)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def assert_has(server: FakeModelServer, *names: str) -> None:

@@ -14,7 +14,7 @@ from pawl.commands.policies import events_of
 from pawl.controller.comparison import Comparison
 from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluate, Evaluations
-from pawl.controller.run import follow
+from pawl.controller.run import follow, working
 from pawl.settings import ControllerSettings
 from store.claims import begin_update, consume
 from store.read.gates import Standing
@@ -63,12 +63,8 @@ def controller(engine: AsyncEngine, evaluate: Evaluate = never) -> Deciding:
 @asynccontextmanager
 async def following(engine: AsyncEngine, judge: Deciding) -> AsyncIterator[None]:
     """Let a controller look again and again."""
-    task = asyncio.create_task(follow(settings_of(engine), 0.01, "gate", judge.look))
-    try:
+    async with working([follow(settings_of(engine), 0.01, "gate", judge.look)]):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def look(engine: AsyncEngine) -> None:

@@ -15,13 +15,18 @@ import aiohttp
 import psutil
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from benchmarks.stack import free_port
 from pawl.commands.policies import versions_of
 from pawl.controller.reconciler import FIRST_PAUSE_S, SETTLED_LOOKS, Reconciler
 from store import __version__
-from store.version_queries import list_servable, numbered_version, rollback_target
+from store.version_queries import (
+    list_servable,
+    numbered_version,
+    rollback_target,
+    unserved_versions,
+)
 from store.version_states import mark_unloaded, recall
 from store.versions import PolicyVersion
 from tests.support.controller.replicas import (
@@ -37,7 +42,7 @@ from tests.support.faults.unreadable import unreadable
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.waiting import PATIENCE_S, eventually, until
+from tests.support.waiting import PATIENCE_S, awaited, eventually, until
 from trainer.publishing.adapters import MANIFEST, SERVED
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
@@ -248,6 +253,31 @@ async def test_retired_version_that_no_replica_can_load_is_unloaded(
     async with controlling(engine, server.url):
         await eventually(is_unloaded)
         await assert_has(server, "m@2")
+
+
+async def test_stopped_controller_leaves_no_connection_open(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading = asyncio.Event()
+
+    async def long_reading(connection: AsyncConnection, *given: Any) -> list[PolicyVersion]:
+        found = await unserved_versions(connection, *given)
+        is_reading.set()
+        await asyncio.sleep(PATIENCE_S)
+        return found
+
+    monkeypatch.setattr("pawl.controller.replicas.unserved_versions", long_reading)
+    await publish(engine, tmp_path, 1)
+    server.loaded["m@9"] = "nobody's"
+    async with controlling(engine, server.url):
+        await is_reading.wait()
+    open_ones = text("SELECT count(*) - 1 FROM pg_stat_activity WHERE datname = current_database()")
+
+    async def others() -> Any:
+        async with engine.connect() as connection:
+            return await connection.scalar(open_ones)
+
+    assert await awaited(others, lambda count: count == 0) == 0
 
 
 @pytest.mark.parametrize("at_fault", ["server", "replica that is away"])
