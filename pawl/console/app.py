@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pawl.console import episode, episodes, overview, review, tokens, updates, versions
-from pawl.console.pages import CONNECTIONS, NOBODY, Console, Refusal, Viewer, console_of, form, page
+from pawl.console.pages import NOBODY, WAIT_S, Console, Refusal, Viewer, console_of, form, page
 from pawl.database import kept_postgres
 from pawl.processes import stop_event, yield_cores
 from pawl.settings import ConsoleSettings
@@ -43,7 +43,7 @@ from proxy.keys import Gate, Shown, shown_in
 from store.admin_port import listening_on
 from store.browsers import why_foreign
 from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow
-from store.grants import MARK, SCOPES
+from store.grants import MARK, SCOPES, hash_of
 from store.keys import key_ring
 from store.settings import address
 from store.tenants import DEFAULT
@@ -255,7 +255,7 @@ class Guard:
         local = is_loopback(request.scope.get("client")) and not relayed
         gate = Gate(self._settings.access, hosts=self._settings.allowed_hosts)
         async with console_of(request).engine.connect() as connection:
-            gate.take(await key_ring(connection))
+            gate.take(await key_ring(connection, hash_of(key or b"")))
         asked = request.method, headers
         grant = gate.check(Shown(key, relayed), "read", asked, local=local)
         # What the viewer states goes on to the proxy with the viewer's own key.
@@ -332,7 +332,7 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
     lambda error: isinstance(error, PoolTimeout): Refusal(
         503,
         "Too many look at once",
-        f"All {CONNECTIONS} of the console's connections were in use: try again in a moment.",
+        f"Pages of others took {WAIT_S:.0f} seconds: try again in a moment.",
     ),
     is_bad_value: Refusal(
         400,

@@ -35,10 +35,8 @@ from store.read.browsing import begin
 from store.records import Record
 from store.tenants import bare
 
-# Of everybody who looks together; whoever comes later waits.
-CONNECTIONS: Final = 4
-# For one of them.
-WAIT_S: Final = 3.0
+# For the one connection of everybody who looks: beside what serves, one page is read at a time.
+WAIT_S: Final = 10.0
 # Of one statement: no page is worth slowing the database down for longer.
 LIMIT_S: Final = 5.0
 # Of a page, in bytes: what is longer is cut, with the rest a link away.
@@ -108,7 +106,7 @@ class Console:
         self.settings = settings
         self.prefix = settings.console_prefix
         self.engine: AsyncEngine = make_engine(
-            database_url, pool_size=CONNECTIONS, max_overflow=0, limit_s=2 * LIMIT_S, wait_s=WAIT_S
+            database_url, pool_size=1, max_overflow=0, limit_s=2 * LIMIT_S, wait_s=WAIT_S
         )
         self.templates = Environment(
             loader=PackageLoader("pawl.console"),

@@ -39,12 +39,13 @@ Version = Annotated[int, Meta(ge=0, lt=2**31)]
 Finite = Annotated[float, Meta(ge=-1e308, le=1e308)]
 Rows = Sequence[Row[Any]]
 
-# What a page asks differs from one to the next, so a plan for any values is a bad one; and no query
-# of a page is so long that compiling it pays.
+# What a page asks differs from one to the next, so a plan for any values is a bad one; no query of
+# a page is so long that compiling it pays; and no page takes a second core from what serves.
 _BEGIN: Final = text(
     """
     SELECT set_config('statement_timeout', :limit_ms, true),
-        set_config('plan_cache_mode', 'force_custom_plan', true), set_config('jit', 'off', true)
+        set_config('plan_cache_mode', 'force_custom_plan', true), set_config('jit', 'off', true),
+        set_config('max_parallel_workers_per_gather', '0', true)
     """
 )
 

@@ -62,6 +62,10 @@ async def test_name_is_free_again_once_its_key_is_revoked(pawl: Pawl, engine: As
     async with engine.connect() as connection:
         ring = await key_ring(connection)
         assert [one.hash for one in ring.grants] == [hash_of(second.encode())]
+        for key in (first, second, "no key"):
+            alone = await key_ring(connection, hash_of(key.encode()))
+            is_valid = hash_of(key.encode()) in [one.hash for one in alone.grants]
+            assert (alone.made, is_valid) == (True, key == second)
         console = Console(width=180)
         with console.capture() as shown:
             console.print(table(await list_keys(connection)))
