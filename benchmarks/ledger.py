@@ -303,23 +303,23 @@ async def fill(
     async with engine.begin() as connection:
         for day in range(DAYS + 2):
             await ensure_partition(connection, (first + timedelta(days=day)).date())
-    connection = await asyncpg.connect(database_url)
+    driver = await asyncpg.connect(database_url)
     try:
-        await connection.execute("SET synchronous_commit = off; SET work_mem = '128MB'")
-        await connection.execute(_FUNCTIONS)
-        await connection.execute(_RUNS.format(**values))
-        await connection.execute(_EPISODES.format(**values))
+        await driver.execute("SET synchronous_commit = off; SET work_mem = '128MB'")
+        await driver.execute(_FUNCTIONS)
+        await driver.execute(_RUNS.format(**values))
+        await driver.execute(_EPISODES.format(**values))
         packed = (pack_ids(range(40)), pack_ids(range(24)), pack_logprobs([-0.5] * 24))
         for start in range(0, episodes, BATCH):
             texts = (_REPLY, _TOOL_CALLS, _REQUEST)
             chosen = _CALLS.format(**values)
-            await connection.execute(chosen, *texts, *packed, start, start + BATCH)
+            await driver.execute(chosen, *texts, *packed, start, start + BATCH)
             say(f"{start + BATCH:,} episodes after {time.monotonic() - began:.0f} s")
-        await connection.execute(_REST.format(**values))
+        await driver.execute(_REST.format(**values))
         await _long_run(engine)
-        await connection.execute("VACUUM ANALYZE")
+        await driver.execute("VACUUM ANALYZE")
     finally:
-        await connection.close()
+        await driver.close()
         await engine.dispose()
     say(f"filled after {time.monotonic() - began:.0f} s")
 

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
 from proxy.settings import ProxySettings
-from store.driver import Connect, connector, is_away
+from store.driver import Connect, Driver, connector, is_away
 from store.embedded import EmbeddedPostgres
 
 log = structlog.get_logger()
@@ -28,12 +28,12 @@ class Lookup:
         self._url = url.get_secret_value() if url is not None else ""
         self._connect: Connect | None = None
         # Connections that are open, and not in use.
-        self._idle: list[Any] = []
+        self._idle: list[Driver] = []
         self._not_before = 0.0
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def ask(
-        self, question: Callable[[Any], Awaitable[Answer]], *, within_s: float
+        self, question: Callable[[Driver], Awaitable[Answer]], *, within_s: float
     ) -> Answer | None:
         """Return what `question` finds on a connection of the driver, or None after `within_s`.
 
@@ -51,7 +51,7 @@ class Lookup:
             self._turns.release()
 
     async def _asked(
-        self, question: Callable[[Any], Awaitable[Answer]], within_s: float
+        self, question: Callable[[Driver], Awaitable[Answer]], within_s: float
     ) -> Answer | None:
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
@@ -74,7 +74,7 @@ class Lookup:
             return None
 
     async def _on_connection(
-        self, connect: Connect, question: Callable[[Any], Awaitable[Answer]]
+        self, connect: Connect, question: Callable[[Driver], Awaitable[Answer]]
     ) -> Answer:
         driver = self._idle.pop() if self._idle else None
         if driver is None or driver.is_closed():

@@ -37,6 +37,7 @@ from proxy.lookup import Lookup
 from proxy.policies.owners import Owners
 from proxy.strict_bodies import FORM, is_plain, read_form, repeated_name
 from proxy.upstreams.upstreams import shown
+from store.driver import Driver
 from store.questions import known_responses
 from store.tenants import DEFAULT, own_digests, scoped
 
@@ -594,7 +595,7 @@ async def check_continued(
     digests = {name: own_digests(name, [fingerprint])[0] for name in (tenant, *others)}
     names = {scoped(name, named): name for name in (tenant, *others)}
 
-    async def ask(driver: Any) -> set[str]:
+    async def ask(driver: Driver) -> set[str]:
         return await known_responses(driver, list(names), dialect)
 
     clock = asyncio.get_running_loop().time

@@ -8,7 +8,7 @@ import asyncio
 import socket
 import ssl
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 import asyncpg
 import msgspec
@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from store.driver import STATEMENT_TIMEOUT_S, connector, is_away
+from store.driver import STATEMENT_TIMEOUT_S, Driver, connector, is_away
 from store.errors import NewerSchema
 from store.settings import read_url
 
@@ -55,11 +55,18 @@ def make_engine(
     )
 
 
-async def driver_of(connection: AsyncConnection) -> Any:
+async def driver_of(connection: AsyncConnection) -> Driver:
     """Return the driver's own connection, in the transaction of `connection`."""
     # SQLAlchemy begins the transaction with its first statement; the driver's come later.
     await connection.execute(text("SELECT 1"))
-    return (await connection.get_raw_connection()).driver_connection
+    return await idle_driver_of(connection)
+
+
+async def idle_driver_of(connection: AsyncConnection) -> Driver:
+    """Return the driver's own connection, for transactions that SQLAlchemy does not begin."""
+    driver: Driver | None = (await connection.get_raw_connection()).driver_connection
+    assert driver is not None
+    return driver
 
 
 async def database_time(engine: AsyncEngine) -> datetime:

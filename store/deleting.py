@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claims import release
 from store.database import driver_of
+from store.driver import Driver
 from store.link.claimable import refresh
 from store.link.settle import SETTLE_LOCK
 from store.read.episodes import whole_calls
@@ -86,7 +87,7 @@ _LINKED: Final = """
 """
 
 
-async def adapters_of(driver: Any, ids: Sequence[UUID]) -> dict[str, Any]:
+async def adapters_of(driver: Driver, ids: Sequence[UUID]) -> dict[str, Any]:
     """Return the versions that were `trained` on these episodes, and those `carried_by` these."""
     trained = await driver.fetch(_TRAINED, list(ids))
     carried = await driver.fetch(_CARRIED, list(ids)) if trained else []
@@ -140,7 +141,7 @@ STRIP: Final = """
 """
 
 
-async def keep_writers_out(driver: Any) -> int:
+async def keep_writers_out(driver: Driver) -> int:
     """Let no batch be stored and no reference resolved until the end; return the deletion's id."""
     deletion = await begin_deletion(driver)
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
@@ -206,7 +207,7 @@ async def deleted_before(connection: AsyncConnection, name: str, whole: UUID) ->
 
 
 async def end_updates(
-    connection: AsyncConnection, driver: Any, ids: Sequence[UUID], why: str
+    connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], why: str
 ) -> tuple[UUID, ...]:
     """Lock the episodes, and abandon the running updates that hold one of them; return these."""
     holding = [row[0] for row in await driver.fetch(_HOLDING, ids)]
@@ -228,7 +229,7 @@ def _names(keys: Sequence[str], calls: Sequence[Any]) -> list[Named]:
 
 
 async def rewrite(
-    connection: AsyncConnection, driver: Any, ids: Sequence[UUID], calls: Sequence[UUID]
+    connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], calls: Sequence[UUID]
 ) -> int:
     """Store other episodes' additions to these calls whole; return how many there were."""
     adding = [row[0] for row in await driver.fetch(_ADDING, ids, calls)]

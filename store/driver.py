@@ -5,7 +5,7 @@ whatever the record contains, counts as unavailable too.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import asyncpg
 
@@ -15,7 +15,9 @@ from store.settings import read_url
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 60.0
 
-Connect = Callable[[], Awaitable[Any]]
+# What statements are sent to; a pool's and SQLAlchemy's connections hold one.
+Driver: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
+Connect = Callable[[], Awaitable[Driver]]
 
 
 def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) -> Connect:
@@ -29,7 +31,7 @@ def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) ->
     dsns, timeout_s = read_url(database_url)
     connect_s = timeout_s or CONNECT_TIMEOUT_S / len(dsns)
 
-    async def connect() -> Any:
+    async def connect() -> Driver:
         # The driver itself would have one time limit for all hosts: the first one takes it all.
         for dsn in dsns[:-1]:
             try:

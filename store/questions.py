@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
+from store.driver import Driver
 from store.tenants import bare, same_tenant
 
 # What feedback is about
@@ -33,7 +34,7 @@ class Target(NamedTuple):
     call_id: UUID | None
 
 
-async def stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
+async def stored_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> list[Target]:
     """Return those of the (kind, name) pairs that are stored."""
     asked = set(wanted)
     return [
@@ -44,7 +45,7 @@ async def stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list
     ]
 
 
-async def known_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+async def known_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
     """Return those of the (kind, name) pairs that are stored."""
     return {(target.kind, target.name) for target in await stored_targets(driver, wanted)}
 
@@ -67,7 +68,7 @@ def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUI
 _BODIES: Final = "SELECT body_hash FROM feedback_requests WHERE idempotency_key = $1"
 
 
-async def stored_bodies(driver: Any, key: str) -> set[str]:
+async def stored_bodies(driver: Driver, key: str) -> set[str]:
     """Return the hashes of the stored bodies of feedback that came with an idempotency key."""
     return {row[0] for row in await driver.fetch(_BODIES, key)}
 
@@ -80,7 +81,7 @@ _RESPONSES: Final = (
 )
 
 
-async def known_responses(driver: Any, names: Sequence[str], dialect: str) -> set[str]:
+async def known_responses(driver: Driver, names: Sequence[str], dialect: str) -> set[str]:
     """Return those of the response ids that stored calls of a wire format have, tenant included."""
     return {row[0] for row in await driver.fetch(_RESPONSES, list(names), dialect)}
 
@@ -100,7 +101,7 @@ _PINNED_VERSION: Final = """
 """
 
 
-async def pinned_episodes(driver: Any, most: int) -> list[tuple[str, str, int]]:
+async def pinned_episodes(driver: Driver, most: int) -> list[tuple[str, str, int]]:
     """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
 
     The version is the one that an episode goes on with: one that had to leave its first has moved
@@ -111,7 +112,7 @@ async def pinned_episodes(driver: Any, most: int) -> list[tuple[str, str, int]]:
     return [(row["policy"], row["key"], row["latest"]) for row in rows]
 
 
-async def pinned_version(driver: Any, policy: str, episode: str) -> int | None:
+async def pinned_version(driver: Driver, policy: str, episode: str) -> int | None:
     """Return the version of `policy` that an episode goes on with.
 
     None: it has no call of that policy yet.

@@ -10,13 +10,14 @@ any more, so that their episodes are looked for, and their calls counted, withou
 """
 
 from datetime import UTC, date, datetime, time, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.database import driver_of
 from store.deleting import BY_EPISODE, STRIP, end_updates, keep_writers_out
+from store.driver import Driver
 from store.ids import lowest_id_at
 from store.link.claimable import refresh, refresh_wholes
 from store.records import Record
@@ -130,7 +131,7 @@ class _Step(NamedTuple):
     """
 
     connection: AsyncConnection
-    driver: Any
+    driver: Driver
     before: date
     first_id: UUID
     after: UUID

@@ -19,6 +19,7 @@ import msgspec
 from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.driver import Driver
 from store.ids import lowest_id_at, time_of
 from store.records import CallRecord, FeedbackRecord, GapRecord, SpoolRecord, TargetKind
 from store.schema.tables import deleted_names
@@ -113,18 +114,18 @@ BEFORE: Final = timedelta(seconds=1)
 AFTER: Final = timedelta(hours=1)
 
 
-async def forget_unmatched(driver: Any, names: Sequence[Named]) -> dict[str, int]:
+async def forget_unmatched(driver: Driver, names: Sequence[Named]) -> dict[str, int]:
     """Delete statements about targets that never arrived; return how many rows, by table."""
     columns = [list(column) for column in zip(*names, strict=True)] if names else [[], []]
     return await _forget(driver, _UNMATCHED, columns)
 
 
-async def forget_matched(driver: Any, episode_ids: Sequence[UUID]) -> dict[str, int]:
+async def forget_matched(driver: Driver, episode_ids: Sequence[UUID]) -> dict[str, int]:
     """Delete what was said about these episodes; return how many rows, by table."""
     return await _forget(driver, _MATCHED, [list(episode_ids)])
 
 
-async def _forget(driver: Any, query: str, values: Sequence[Any]) -> dict[str, int]:
+async def _forget(driver: Driver, query: str, values: Sequence[Any]) -> dict[str, int]:
     feedback = await driver.fetch(query.format(table="feedback"), *values)
     events = await driver.fetch(query.format(table="tool_events"), *values)
     moments = {row[0] for row in (*feedback, *events)}
@@ -135,7 +136,7 @@ async def _forget(driver: Any, query: str, values: Sequence[Any]) -> dict[str, i
     }
 
 
-async def _forget_requests(driver: Any, moments: Iterable[datetime]) -> int:
+async def _forget_requests(driver: Driver, moments: Iterable[datetime]) -> int:
     """Delete the requests of these times that no statement is left of; return how many."""
     requests = 0
     for at in sorted(moments):
@@ -173,14 +174,14 @@ class Admitted(NamedTuple):
     deletion: int
 
 
-async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
+async def admit(driver: Driver, records: Sequence[SpoolRecord]) -> Admitted:
     """Leave out what was deleted, in the driver's transaction, until whose end nothing is deleted.
 
     Calls of days that are outdated are left out as well, and leave a gap. Of a deleted call, the
     names that feedback may have for it become tombstones, too.
     """
     await driver.execute(_SHARE)
-    last = await driver.fetchrow(_LAST)
+    [last] = await driver.fetch(_LAST)
     deletion = last["deletion"] or 0
     dropped: date | None = last["dropped"]
     # Where nothing was ever deleted, no record's names need a digest.
@@ -223,7 +224,7 @@ async def admit(driver: Any, records: Sequence[SpoolRecord]) -> Admitted:
     )
 
 
-async def begin_deletion(driver: Any) -> int:
+async def begin_deletion(driver: Driver) -> int:
     """Keep batches from being stored until the transaction ends; return the deletion's number."""
     # Whoever loses its connection, or is stopped, must not keep all batches waiting.
     await driver.execute(_PATIENCE)
@@ -231,7 +232,7 @@ async def begin_deletion(driver: Any) -> int:
     return int(await driver.fetchval(_NEXT))
 
 
-async def add(driver: Any, names: Iterable[Named], deletion: int) -> None:
+async def add(driver: Driver, names: Iterable[Named], deletion: int) -> None:
     """Add tombstones in the driver's transaction."""
     if tombstones := digests(names):
         await driver.execute(_ADD, list(tombstones), deletion)

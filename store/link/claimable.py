@@ -20,6 +20,7 @@ from sqlalchemy import delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.database import driver_of
+from store.driver import Driver
 from store.records import CallRecord
 from store.schema.tables import CLAIMABLE, reward_terms
 from store.values.rewards import (
@@ -124,18 +125,18 @@ _LACKING: Final = text(
 )
 
 
-async def score_episodes(driver: Any, ids: Iterable[UUID]) -> None:
+async def score_episodes(driver: Driver, ids: Iterable[UUID]) -> None:
     """Compute the scores of these episodes anew, and of the wholes that they are parts of."""
     await driver.execute(_SCORE_EPISODES, list(ids))
 
 
-async def score_sums(driver: Any, ids: Iterable[UUID]) -> None:
+async def score_sums(driver: Driver, ids: Iterable[UUID]) -> None:
     """Compute anew what these episodes earned by the sums of policies that have one."""
     if await driver.fetchval(_ARE_SUMS):
         await driver.execute(_SCORE_SUMS, list(ids))
 
 
-async def count_late(driver: Any, feedback: list[UUID]) -> dict[str, int]:
+async def count_late(driver: Driver, feedback: list[UUID]) -> dict[str, int]:
     """Return how much of this feedback an update had trained without, by policy."""
     return {row[0]: row[1] for row in await driver.fetch(_LATE, feedback)}
 
@@ -305,7 +306,7 @@ _UNSHARE: Final = """
 
 
 async def add_policies(
-    driver: Any, calls: Iterable[tuple[CallRecord, UUID]], changed: list[UUID]
+    driver: Driver, calls: Iterable[tuple[CallRecord, UUID]], changed: list[UUID]
 ) -> None:
     """Add a row for each policy that served one of `calls`, and refresh those of `changed`.
 
@@ -326,14 +327,14 @@ async def add_policies(
         await driver.execute(_REFRESH, changed)
 
 
-async def share_policies(driver: Any, linked: Iterable[UUID]) -> None:
+async def share_policies(driver: Driver, linked: Iterable[UUID]) -> None:
     """Give each whole that these linked episodes make up the policies of all its parts."""
     ids = list(linked)
     await driver.execute(_UNSHARE, ids)
     await driver.execute(_SHARE, await _wholes(driver, ids))
 
 
-async def refresh_wholes(driver: Any, ids: Iterable[UUID]) -> None:
+async def refresh_wholes(driver: Driver, ids: Iterable[UUID]) -> None:
     """Copy what is stored of these episodes, and of those that they are parts of, to their rows."""
     wanted = list(ids)
     ids = [*wanted, *await _wholes(driver, wanted)]
@@ -341,7 +342,7 @@ async def refresh_wholes(driver: Any, ids: Iterable[UUID]) -> None:
     await score_sums(driver, ids)
 
 
-async def _wholes(driver: Any, ids: list[UUID]) -> list[UUID]:
+async def _wholes(driver: Driver, ids: list[UUID]) -> list[UUID]:
     return [row[0] for row in await driver.fetch(_WHOLES, ids)]
 
 

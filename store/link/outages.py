@@ -14,9 +14,10 @@ order of arrival changes nothing, nor does a repetition.
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
+from store.driver import Driver
 from store.ids import lowest_id_at, new_id, time_of
 from store.link.claimable import refresh_wholes
 from store.records import OWN_EPISODE, GapRecord, OutageRecord
@@ -64,7 +65,7 @@ _SET_ASIDE: Final = f"""
 """
 
 
-async def note_outages(driver: Any, outages: Sequence[OutageRecord]) -> list[UUID]:
+async def note_outages(driver: Driver, outages: Sequence[OutageRecord]) -> list[UUID]:
     """Store outages in the driver's current transaction, and return their ids.
 
     One that is stored already grows if this record of it is longer.
@@ -80,7 +81,7 @@ async def note_outages(driver: Any, outages: Sequence[OutageRecord]) -> list[UUI
 
 
 async def find_in_outage(
-    driver: Any, episodes: Sequence[UUID], span: Span | None
+    driver: Driver, episodes: Sequence[UUID], span: Span | None
 ) -> dict[UUID, bool]:
     """Return which of these episodes are to be set aside, and whether each is linked to others.
 
@@ -90,12 +91,12 @@ async def find_in_outage(
     return {row[0]: row[1] for row in rows}
 
 
-async def find_under_way(driver: Any, outages: Sequence[UUID]) -> dict[UUID, bool]:
+async def find_under_way(driver: Driver, outages: Sequence[UUID]) -> dict[UUID, bool]:
     """Return up to `MOST` episodes of these outages that are not set aside, as `find_in_outage`."""
     return {row[0]: row[1] for row in await driver.fetch(_SOME, outages, MOST)}
 
 
-async def set_aside(driver: Any, episodes: Sequence[UUID]) -> None:
+async def set_aside(driver: Driver, episodes: Sequence[UUID]) -> None:
     """Mark these episodes as doubtful; the caller holds the locks on their rows."""
     await driver.execute(_SET_ASIDE, episodes)
 
@@ -116,7 +117,7 @@ _MARK = f"""
 """
 
 
-async def mark_gaps(driver: Any, gaps: Sequence[GapRecord]) -> list[UUID]:
+async def mark_gaps(driver: Driver, gaps: Sequence[GapRecord]) -> list[UUID]:
     """Exclude these episodes from training, in the driver's current transaction.
 
     Return those that are linked to others, which are to be excluded with them.

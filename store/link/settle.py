@@ -8,11 +8,12 @@ computed from all that is stored, so that neither the order of arrival nor a rep
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 import msgspec
 
+from store.driver import Driver
 from store.link.claimable import count_late, refresh_wholes, score_episodes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
 from store.link.outages import AMONG, Span, find_in_outage, find_under_way, set_aside
@@ -76,7 +77,7 @@ _MEETS = f"""
 """
 
 
-async def meets_others(driver: Any, written: Written) -> bool:
+async def meets_others(driver: Driver, written: Written) -> bool:
     """Return whether the batch may refer to stored records, or be referred to by them."""
     if written.statements or written.linked or written.rescored or written.needing():
         return True
@@ -88,7 +89,7 @@ async def meets_others(driver: Any, written: Written) -> bool:
         return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, provided))
 
 
-async def settle(driver: Any, written: Written) -> dict[str, int]:
+async def settle(driver: Driver, written: Written) -> dict[str, int]:
     """Resolve references between the batch and all stored records, in the current transaction.
 
     It links feedback to targets, joins episodes, sets aside those with a call in an outage, and
@@ -106,7 +107,7 @@ async def settle(driver: Any, written: Written) -> dict[str, int]:
     return await count_late(driver, list(matched)) if matched else {}
 
 
-async def settle_outages(driver: Any, outages: Sequence[UUID]) -> bool:
+async def settle_outages(driver: Driver, outages: Sequence[UUID]) -> bool:
     """Set aside some of the episodes under way in these outages; return whether there were any."""
     await _begin(driver)
     in_outage = await find_under_way(driver, outages)
@@ -114,14 +115,14 @@ async def settle_outages(driver: Any, outages: Sequence[UUID]) -> bool:
     return bool(in_outage)
 
 
-async def _begin(driver: Any) -> None:
+async def _begin(driver: Driver) -> None:
     """Wait until no other transaction settles."""
     await driver.execute(_BY_INDEX)
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
 
 
 async def _bring(
-    driver: Any, rescored: set[UUID], joined: set[UUID], in_outage: Mapping[UUID, bool]
+    driver: Driver, rescored: set[UUID], joined: set[UUID], in_outage: Mapping[UUID, bool]
 ) -> None:
     """Compute anew all that follows from scores, joins and outages of these episodes."""
     ends = joined | {one for one, is_linked in in_outage.items() if is_linked}
@@ -152,7 +153,7 @@ _MATCH = """
 """
 
 
-async def _match(driver: Any, written: Written) -> dict[UUID, UUID]:
+async def _match(driver: Driver, written: Written) -> dict[UUID, UUID]:
     """Link feedback and tool events to stored targets; return the feedback and its episodes."""
     wanted = {
         (item.target_kind, item.target) for record in written.statements for item in record.items
@@ -218,7 +219,7 @@ _REACHED = """
 """
 
 
-async def _link(driver: Any, written: Written) -> set[UUID]:
+async def _link(driver: Driver, written: Written) -> set[UUID]:
     """Store links for the needs that the batch has or meets; return the affected episodes.
 
     Needs that a common digest meets are looked for once, so that a call is stored as fast after
@@ -245,7 +246,7 @@ async def _link(driver: Any, written: Written) -> set[UUID]:
     return ends
 
 
-async def _lock(driver: Any, episodes: set[UUID]) -> None:
+async def _lock(driver: Driver, episodes: set[UUID]) -> None:
     """Lock these episodes and their roots in the order of keys, as `store.write.ingest` does."""
     await driver.execute(
         "SELECT FROM episodes WHERE id = ANY (ARRAY("
@@ -284,7 +285,7 @@ _UPDATE_CALLS = """
 """
 
 
-async def _join(driver: Any, linked: set[UUID]) -> None:
+async def _join(driver: Driver, linked: set[UUID]) -> None:
     """Update these episodes and their calls to the result of `store.link.joins.resolve`."""
     ids = list(linked)
     parts = [EpisodePart(**dict(row)) for row in await driver.fetch(_PARTS, ids)]

@@ -16,14 +16,14 @@ sides of a reference are committed, so the later of two drainers sees them.
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from typing import Any
 from uuid import UUID
 
 import asyncpg
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.database import is_no_records_fault
+from store.database import idle_driver_of, is_no_records_fault
+from store.driver import Driver
 from store.errors import Refused
 from store.ids import days_of, time_of
 from store.link.claimable import add_policies
@@ -108,7 +108,7 @@ _INSERT_REQUESTS = """
 
 
 async def write(
-    driver: Any,
+    driver: Driver,
     records: Sequence[SpoolRecord],
     bases: Bases,
     question_of: QuestionOf = no_question,
@@ -151,7 +151,7 @@ async def write(
 
 
 async def _place_calls(
-    driver: Any, calls: list[CallRecord], question_of: QuestionOf, written: Written
+    driver: Driver, calls: list[CallRecord], question_of: QuestionOf, written: Written
 ) -> None:
     """Write the calls' episodes, and note which call is of which."""
     episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
@@ -164,7 +164,7 @@ async def _place_calls(
     await add_policies(driver, written.calls, changed)
 
 
-async def _write_calls(driver: Any, known: set[UUID], bases: Bases, written: Written) -> None:
+async def _write_calls(driver: Driver, known: set[UUID], bases: Bases, written: Written) -> None:
     """Write the rows of the calls in `written`, but for those that are `known`."""
     new = written.calls
     if known:
@@ -193,7 +193,7 @@ async def _write_calls(driver: Any, known: set[UUID], bases: Bases, written: Wri
 
 
 async def _upsert_episodes(
-    driver: Any, calls: Sequence[CallRecord], question_of: QuestionOf, written: Written
+    driver: Driver, calls: Sequence[CallRecord], question_of: QuestionOf, written: Written
 ) -> tuple[dict[str, UUID], list[UUID]]:
     """Return each key's episode, and the episodes that were stored before and are not linked.
 
@@ -215,7 +215,7 @@ async def _upsert_episodes(
     return ids, [row[1] for row in upserted if row[3] and not row[2]]
 
 
-async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+async def _copy(driver: Driver, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     if rows:
         await driver.copy_records_to_table(table, columns=columns, records=rows)
 
@@ -229,7 +229,7 @@ _CONFLICTS = """
 """
 
 
-async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
+async def _write_feedback(driver: Driver, records: Sequence[FeedbackRecord]) -> list[UUID]:
     """Write feedback requests and their items; return the new requests that have a key.
 
     A request whose key and body are stored already is skipped; the same key with another body is
@@ -267,7 +267,7 @@ _SET_BACK = """
 """
 
 
-async def _set_back(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
+async def _set_back(driver: Driver, records: Sequence[FeedbackRecord]) -> list[UUID]:
     """Date stored repeats of these requests back to these; return the episodes they are about."""
     if not records:
         return []
@@ -339,9 +339,7 @@ class Ingester:
                 self._days.add(day)
             try:
                 async with engine.connect() as connection:
-                    # Transactions are the driver's own, so SQLAlchemy must not begin one.
-                    driver = (await connection.get_raw_connection()).driver_connection
-                    return await self._store_on(driver, records, repeated)
+                    return await self._store_on(await idle_driver_of(connection), records, repeated)
             except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
                 # Some records are stored already, or a day's partition was dropped. Both are
                 # rare, so it is looked for only now.
@@ -351,7 +349,7 @@ class Ingester:
         raise AssertionError("unreachable: the second try returns or raises")
 
     async def _store_on(
-        self, driver: Any, records: Sequence[SpoolRecord], repeated: bool
+        self, driver: Driver, records: Sequence[SpoolRecord], repeated: bool
     ) -> frozenset[UUID]:
         # A call of a transaction that fails is no base: its row is not there.
         bases, self._bases = self._bases, Bases()

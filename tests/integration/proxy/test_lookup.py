@@ -1,17 +1,17 @@
 """What a worker asks the database: within a short limit, and on connections that are kept."""
 
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.lookup import Lookup
+from store.driver import Driver
 from tests.integration.conftest import settings_for
 from tests.support.waiting import eventually
 
 
-async def session(driver: Any) -> int:
+async def session(driver: Driver) -> int:
     number: int = await driver.fetchval("SELECT pg_backend_pid()")
     return number
 

@@ -14,6 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.claim_query import ClaimRule, waiting_updates
+from store.driver import Driver
 from store.ids import lowest_id_at, new_id
 from store.link import settle
 from store.link.joins import DOUBTFUL_CALL
@@ -176,7 +177,7 @@ async def test_far_from_any_outage_no_episode_is_looked_at(engine: AsyncEngine) 
     await store(engine, at(0, "e"), *(outage(-9 - number, -9 - number) for number in range(20)))
     async with engine.connect() as connection:
         [found] = (await connection.execute(text("SELECT id, first_call_id FROM episodes"))).all()
-        driver: Any = (await connection.get_raw_connection()).driver_connection
+        driver: Driver = (await connection.get_raw_connection()).driver_connection
         query = f"EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {AMONG}"
         plan = [row[0] for row in await driver.fetch(query, [found.id], found[1], START)]
     assert "One-Time Filter" in "\n".join(plan)
@@ -211,7 +212,7 @@ async def test_an_outage_of_which_some_was_told_when_its_ingester_was_killed_is_
     told = outage(0, 9)
     real, batches = settle.set_aside, 0
 
-    async def dying(driver: Any, episodes: Sequence[UUID]) -> None:
+    async def dying(driver: Driver, episodes: Sequence[UUID]) -> None:
         nonlocal batches
         batches += 1
         if batches == 2:
