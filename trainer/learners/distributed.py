@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
-from accelerate.commands import accelerate_cli
+from accelerate.commands import launch as accelerate_launch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -42,12 +42,12 @@ def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
     That is 0 if a signal ended them, and 2 if one of them ended with that: it says why. Else those
     that failed may be started again, with status 1.
     """
-    command = ["launch", "--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
+    command = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     # Port 0: any that is free.
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    sys.argv = ["accelerate", *command, "-m", module, *arguments]
+    sys.argv = ["accelerate-launch", *command, "-m", module, *arguments]
     try:
-        accelerate_cli.main()
+        accelerate_launch.main()
     except SignalException:
         return 0
     except ChildFailedError as error:

@@ -409,14 +409,14 @@ async def test_trainer_that_is_given_up_stops_nobody_else(tmp_path: Path) -> Non
 
 LAUNCHER = """
 import json, os, sys
-from accelerate.commands import accelerate_cli
+from accelerate.commands import launch as accelerate_launch
 from pawl.cli import main
 
-def launch():
+def shown():
     names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONSAFEPATH")
     print(json.dumps([sys.argv[1:], [os.environ[name] for name in names]]))
 
-accelerate_cli.main = launch
+accelerate_launch.main = shown
 sys.argv = ["pawl", "trainer", "--once"]
 main()
 """
@@ -434,7 +434,7 @@ def test_trainer_of_several_gpus_starts_a_process_for_each_by_accelerate_launch(
         check=True,
     )
     arguments, environment = json.loads(done.stdout)
-    assert arguments[:4] == ["launch", "--multi_gpu", "--num_processes", "2"]
+    assert arguments[:3] == ["--multi_gpu", "--num_processes", "2"]
     assert arguments[-4:] == ["-m", "pawl.cli", "trainer", "--once"]
     assert environment == ["1,0", "PCI_BUS_ID", "1"]
 

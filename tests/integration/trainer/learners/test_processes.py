@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.commands import accelerate_cli
+from accelerate.commands import launch as accelerate_launch
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -92,7 +92,7 @@ def failing(model: str, folder: Path) -> list[tuple[str, int, list[str]]]:
 def launch(processes: int, programs: list[tuple[str, int, list[str]]]) -> None:
     for _, _, arguments in programs:
         Path(arguments[1]).mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *LAUNCH]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH]
     command += ["--num_processes", str(processes), "--multi_gpu"]
     command += ["--main_process_port", str(free_port())]
     command += ["-m", "tests.support.distributed.launched", json.dumps(programs)]
@@ -128,7 +128,7 @@ def test_processes_end_with_the_status_of_the_one_that_refused(
     def main() -> None:
         raise ended
 
-    monkeypatch.setattr(accelerate_cli, "main", main)
+    monkeypatch.setattr(accelerate_launch, "main", main)
     monkeypatch.setattr(sys, "argv", [])
     assert distributed.launch(2, "pawl.cli", []) == status
 
