@@ -113,6 +113,7 @@ class StreamedAnswer:
         served_name = routed.serving.served_name
         parser = self.parser = call.format.reply(routed.request, served_name, streamed=True)
         exchange.begin(reply.status, reply.reason, [*for_client(reply.headers), *self._headers])
+        exchange.ping = call.format.ping
         pieces = self._pieces = reply.pieces()
         try:
             async for chunk in pieces:

@@ -499,6 +499,8 @@ class WireFormat(Protocol):
     unread: tuple[str, ...] = ()
     # The form of this API's errors.
     errors: ErrorShape = OPENAI
+    # The event that fills a stream's long silence, where this API has one.
+    ping: bytes = b""
     # How its requests hold a conversation.
     turns: Turns = Turns()
     # Which of its fields tell how a call was sampled.

@@ -467,6 +467,7 @@ class MessagesFormat(WireFormat):
     path = "/v1/messages"
     forwarded = ("/v1/messages/count_tokens",)
     errors = ANTHROPIC
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
     turns = MessagesTurns()
     sampling = MessagesSampling()
 

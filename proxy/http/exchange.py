@@ -16,6 +16,8 @@ from store.tenants import DEFAULT
 HIGH_WATER: Final = 256 * 1024
 # Waiting pieces smaller than this are joined: an object for each would take many times the memory.
 SMALL: Final = 1024
+# How an event of a stream ends: with a blank line.
+EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 Grown = Callable[[int], None]
 
 
@@ -226,6 +228,7 @@ class Exchange:
         "_connection",
         "_framed",
         "_silent",
+        "_tail",
         "api_key",
         "body",
         "call",
@@ -234,6 +237,7 @@ class Exchange:
         "keep_alive",
         "key_name",
         "method",
+        "ping",
         "status",
         "target",
         "tenant",
@@ -266,6 +270,10 @@ class Exchange:
         self._framed = chunks
         # The reply to HEAD is the head of the one to GET, without a body (RFC 9110 §9.3.2).
         self._silent = method == "HEAD"
+        # The event that fills a long silence of the reply, if its API has such an event.
+        self.ping = b""
+        # The last bytes of the reply's body so far.
+        self._tail = b""
         # The reply's status, once it has begun.
         self.status: int | None = None
         # The id of the recorded call, if it is one, for logs and messages.
@@ -368,7 +376,13 @@ class Exchange:
     def write(self, data: bytes) -> None:
         """Send the next piece of the body, at once."""
         if data and not self._silent:
+            self._tail = (self._tail + data[-4:])[-4:]
             self._connection.send(wire.chunk(data) if self._framed else data)
+
+    def send_ping(self) -> None:
+        """Send the ping, unless the reply has none or stands within an event."""
+        if self.ping and (not self._tail or self._tail.endswith(EVENT_ENDS)):
+            self.write(self.ping)
 
     def end(self, data: bytes = b"") -> None:
         """Send the last piece and the body's end, in one write."""

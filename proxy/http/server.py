@@ -48,6 +48,9 @@ def is_loopback(peer: Any) -> bool:
 STEP: Final = 16 * 1024
 # Seconds after which an idle connection is closed.
 IDLE_S: Final = 75.0
+# Seconds of silence after which a stream gets a ping, where its API has one: servers are silent
+# while they work on a long prompt, and clients and balancers give up on what is silent.
+PING_S: Final = 60.0
 SOONEST_S: Final = 0.05
 LATEST_S: Final = 5.0
 
@@ -120,6 +123,7 @@ class Connection(asyncio.Protocol):
         self._received = 0
         self._given = 0
         self._head_clock, self._body_clock, self._reply_clock = Clock(), Clock(), Clock()
+        self._silence_clock = Clock()
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         # Too many requests wait, so reading is paused and what follows stays in the socket.
@@ -165,10 +169,15 @@ class Connection(asyncio.Protocol):
     # Deadlines, which the server's sweep checks.
 
     def sweep(self, now: float, patience: ClientDeadlines) -> None:
-        """Close the connection of a client that takes or sends too slowly, or idles too long."""
+        """Close the connection of a client that takes or sends too slowly, or idles too long.
+
+        One that waits for a silent stream gets a ping.
+        """
         unsent = self.unsent
         if not unsent:
             self._reply_clock.reset()
+            if self._current is not None and self._silence_clock.waited(now, self._given) > PING_S:
+                self._current.send_ping()
         elif self._reply_clock.waited(now, self._given - unsent, STEP) > patience.write_s:
             self.server.on_late("write", patience.write_s, self._current)
             self.transport.abort()

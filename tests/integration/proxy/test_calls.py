@@ -68,6 +68,56 @@ async def test_chunks_are_passed_on_before_the_upstream_ends(
         assert await response.content.read() == DONE
 
 
+PING: Final = b'event: ping\ndata: {"type": "ping"}\n\n'
+CHUNKS: Final = (
+    b'data: {"id":"c","model":"m","choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n',
+    b'data: {"id":"c","model":"m","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n',
+    DONE,
+)
+OWN_EVENTS: Final = (
+    b'event: message_start\ndata: {"type":"message_start","message":{"id":"c"}}\n\n',
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "owner", "pieces", "pings"),
+    [
+        ("/v1/messages", "vllm", CHUNKS, True),
+        ("/v1/messages", "vllm", CHUNKS[1:], True),
+        ("/v1/messages", "other", OWN_EVENTS, True),
+        ("/v1/messages", "other", (OWN_EVENTS[0][:-1], b"\n" + OWN_EVENTS[1]), False),
+        (CHAT, "vllm", CHUNKS, False),
+        ("/v1/responses", "vllm", CHUNKS, False),
+    ],
+)
+async def test_silent_stream_has_pings_that_are_not_recorded_where_its_api_has_them(
+    start_proxy: StartProxy,
+    upstream: FakeUpstream,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    owner: str,
+    pieces: tuple[bytes, ...],
+    pings: bool,
+) -> None:
+    upstream.owned_by = owner
+    monkeypatch.setattr("proxy.http.server.PING_S", 0.1)
+    bodies = []
+    async with start_proxy(head_s=0.5) as proxy:
+        for silence_s in (0.0, 0.5):
+            go_on = asyncio.Event()
+            upstream.behave = upstream.behave_otherwise = streams(*pieces, waits=go_on)
+            asyncio.get_running_loop().call_later(silence_s, go_on.set)
+            messages = [{"role": "user", "content": "q"}]
+            asked = {"model": "m", "messages": messages, "max_tokens": 9, "stream": True}
+            bodies.append((await proxy.ask("POST", path, **asked)).body)
+        at_once, late = bodies
+        assert (PING in late, PING in at_once) == (pings, False)
+        assert late.replace(PING, b"") == at_once
+        stored = [call.reply for one in await proxy.episodes(2) for call in one.calls]
+        assert stored[0] == stored[1]
+
+
 async def test_plain_call_does_not_enter_optional_code(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from proxy.http.exchange import HIGH_WATER, Exchange
 from proxy.http.server import (
     LATEST_S,
     MAX_PIPELINED,
+    PING_S,
     SOONEST_S,
     STEP,
     ClientDeadlines,
@@ -194,3 +195,50 @@ async def test_client_that_offered_an_upgrade_may_idle(offer: bytes) -> None:
     await swept(connection, LATER_S, LATER_S, head_s=1.0)
     assert late == ["head"]
     assert wire.sent.count(b"HTTP/1.1 408 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "pings"),
+    [
+        ([b""], 2),
+        ([b"data: 1\n\n"], 2),
+        ([b"data: 1\r\n\r\n"], 2),
+        ([b"data: 1\n", b"\n"], 2),
+        ([b"event: a\n"], 0),
+        ([b"data: 1\n\n", b"data"], 0),
+    ],
+)
+async def test_silent_stream_gets_pings_between_its_events_alone(
+    pieces: list[bytes], pings: int
+) -> None:
+    ping = b"event: ping\n\n"
+
+    async def stream(exchange: Exchange) -> None:
+        exchange.begin(200, b"OK", [])
+        exchange.ping = ping
+        for piece in pieces:
+            exchange.write(piece)
+        await asyncio.sleep(600)
+
+    connection, wire = client(stream)
+    await feed(connection, [HEAD % 0])
+    sent = wire.sent
+    await swept(connection, PING_S - 1)
+    assert wire.sent == sent
+    # A look that sees the ping leave begins to count again.
+    await swept(connection, PING_S + 1, 1.0, PING_S + 1)
+    assert wire.sent == sent + pings * (b"%x\r\n%b\r\n" % (len(ping), ping))
+    connection.connection_lost(None)
+
+
+async def test_reply_whose_api_has_no_pings_stays_silent() -> None:
+    async def stream(exchange: Exchange) -> None:
+        exchange.begin(200, b"OK", [])
+        await asyncio.sleep(600)
+
+    connection, wire = client(stream)
+    await feed(connection, [HEAD % 0])
+    sent = wire.sent
+    await swept(connection, 2 * PING_S, 2 * PING_S)
+    assert wire.sent == sent
+    connection.connection_lost(None)
