@@ -2,27 +2,38 @@
 
 With several upstreams, the body is read first to find the model's upstream, and the upstreams'
 lists of models are joined. With several tenants, it is read to see whose version it names, and the
-list has those of the tenant alone; nor may it name what the provider keeps for all of them.
+list has those of the tenant alone; nor may it name what the provider keeps for all of them. The
+list also has the names that the policies of a file answer, and Anthropic's form for its clients.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final, Literal
 
+import msgspec
 import structlog
 
 from proxy.error_replies import UPSTREAM_SAID, refuse
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
 from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.raw_json import ODD_SHAPE
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
-from proxy.http.wire import JSON, Headers, for_client, for_upstream
+from proxy.http.wire import JSON, Headers, first_value, for_client, for_upstream
 from proxy.intake import Intake
 from proxy.metrics import FORWARDED, WARNINGS, status_label
 from proxy.policies.owners import Owners
 from proxy.policies.versions import Versions
 from proxy.routing import Route
 from proxy.tenants import check_forwarded, check_headers, check_query
-from proxy.upstreams.server import Reply, Upstream, check_redirect, comes_in_events
+from proxy.upstreams.server import (
+    LIST_BYTES,
+    VERSION,
+    Reply,
+    Upstream,
+    check_redirect,
+    comes_in_events,
+)
 from proxy.upstreams.upstreams import Upstreams
 from store.tenants import DEFAULT
 
@@ -53,16 +64,18 @@ async def forward(
     """
     owners = versions.owners
     more: Headers = []
+    edit: Edit | None = None
     try:
         _check_allowed(exchange, route, upstreams, may_delete_models)
         if exchange.method in READS and route.path == MODELS:
             more = _serving(versions, exchange.tenant)
+            edit = _list_edit(exchange, versions)
         names_model = not (route.keeps or route.administers)
         hides = names_model and exchange.tenant != owners.sole
         if upstreams.only is not None and not hides:
-            reply = await _streamed(exchange, route, upstreams.only)
+            reply = await _streamed(exchange, route, upstreams.only, whole=edit is not None)
         elif exchange.method in READS and route.path == MODELS:
-            await _models(exchange, upstreams, owners, more)
+            await _models(exchange, upstreams, owners, more, edit)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
@@ -81,7 +94,7 @@ async def forward(
     FORWARDED.labels(route.label, status_label(reply.status)).inc()
     try:
         check_redirect(reply, exchange.api_key)
-        await _pass_back(exchange, reply, more)
+        await _pass_back(exchange, reply, more, edit)
     except ProxyError as error:
         refuse(exchange, error)
     finally:
@@ -118,7 +131,11 @@ def _check_allowed(
         )
 
 
-async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Reply:
+async def _streamed(exchange: Exchange, route: Route, upstream: Upstream, *, whole: bool) -> Reply:
+    """Send a request as it comes; a `whole` reply is asked for with a body that can be read."""
+    if whole:
+        headers = for_upstream(exchange.headers, exchange.tenant, plain=True)
+        return await upstream.fetch(_target(exchange, route), headers)
     length, chunked = exchange.length, exchange.chunked
     body = exchange.body if chunked or length is not None else None
     if body is not None:
@@ -187,7 +204,48 @@ def _serving(versions: Versions, tenant: str) -> Headers:
     return [(POLICY, ", ".join(served).encode())] if served else []
 
 
-async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners, more: Headers) -> None:
+# Makes one body of another.
+Edit = Callable[[bytes], bytes]
+NEVER: Final = "1970-01-01T00:00:00Z"
+
+
+class _ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+def _list_edit(exchange: Exchange, versions: Versions) -> Edit | None:
+    """Return what a client's list of models must be changed by, or None if it is left as it is."""
+    bases = versions.bases(exchange.tenant)
+    is_anthropics = first_value(exchange.headers, VERSION[0]) is not None
+    return partial(_edited, bases, is_anthropics) if bases or is_anthropics else None
+
+
+def _edited(bases: Mapping[str, str], is_anthropics: bool, body: bytes) -> bytes:
+    """Return OpenAI's list of models with the names in `bases`, in Anthropic's form if wanted.
+
+    Each name has the entry of its base; Anthropic's fields stand beside OpenAI's. What is not such
+    a list is returned as it came.
+    """
+    try:
+        listed = msgspec.json.decode(body, type=_ModelList)
+        models = {model["id"]: model for model in listed.data}
+    except ODD_SHAPE:
+        return body
+    for name, base in bases.items():
+        if base in models:
+            models.setdefault(name, models[base] | {"id": name})
+    if not is_anthropics:
+        return msgspec.json.encode({"object": "list", "data": list(models.values())})
+    own = {"type": "model", "created_at": NEVER}
+    data = [own | {"display_name": name} | model for name, model in models.items()]
+    ends = {"first_id": next(iter(models), None), "last_id": next(reversed(models), None)}
+    return msgspec.json.encode({"data": data, "has_more": False} | ends)
+
+
+async def _models(
+    exchange: Exchange, upstreams: Upstreams, owners: Owners, more: Headers, edit: Edit | None
+) -> None:
     headers = for_upstream(exchange.headers, exchange.tenant, plain=True)
     body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
     reply_headers: Headers = [JSON, *more]
@@ -196,7 +254,7 @@ async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners, more
     if missing:
         text = f"no list of models from upstream {', '.join(missing)}"
         reply_headers.append((WARNING, text.encode()))
-    exchange.reply(200, b"", reply_headers, body)
+    exchange.reply(200, b"", reply_headers, body if edit is None else edit(body))
 
 
 def _is_model(route: Route) -> bool:
@@ -208,8 +266,10 @@ def _target(exchange: Exchange, route: Route) -> str:
     return f"{route.path}?{query}" if query else route.path
 
 
-async def _pass_back(exchange: Exchange, reply: Reply, more: Headers) -> None:
-    """Pass a reply on as it comes, with `more` headers.
+async def _pass_back(
+    exchange: Exchange, reply: Reply, more: Headers, edit: Edit | None = None
+) -> None:
+    """Pass a reply on as it comes, with `more` headers; one that `edit` is for, in one piece.
 
     Unless the reply is a stream, its head waits for the body's first piece: a client cannot use
     the head alone, and a reply that breaks off before that can still be answered with an error.
@@ -218,6 +278,12 @@ async def _pass_back(exchange: Exchange, reply: Reply, more: Headers) -> None:
         ReplyTorn: it broke off before any of it was sent to the client.
     """
     try:
+        if edit is not None and reply.status < ERRORS:
+            body = await reply.read(LIST_BYTES)
+            if body is not None:
+                headers = [*for_client(reply.headers), *more]
+                exchange.reply(reply.status, reply.reason, headers, edit(body))
+                return
         if comes_in_events(reply):
             _begin(exchange, reply, more)
         async for piece in reply.pieces():

@@ -226,6 +226,15 @@ class Versions:
         spec = None if self._table is None else self._table.answering(model, agent, tenant)
         return spec if spec is not None and self._owns(tenant, spec.name) else None
 
+    def bases(self, tenant: str) -> dict[str, str]:
+        """Return the base model of each name that a policy of the file answers for a tenant."""
+        return {
+            name: spec.base
+            for spec in (() if self._table is None else self._table.specs)
+            if spec.tenant == tenant and self._owns(tenant, spec.name)
+            for name in (spec.name, *spec.models)
+        }
+
     @property
     def explore(self) -> bool:
         """Return whether any policy explores."""

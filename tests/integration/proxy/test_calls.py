@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from aiohttp import WSServerHandshakeError
+from aiohttp import WSServerHandshakeError, web
 
 from proxy.calls import call as steps
 from proxy.calls import recording
@@ -264,6 +264,38 @@ async def test_other_allowed_paths_are_forwarded_untouched(
     reply = await proxy.ask("POST", "/v1/embeddings?x=%2F", data=b"\x00\x01")
     assert (reply.body, reply.headers["x-upstream"]) == (b"other:\x00\x01", "1")
     assert upstream.other == [("POST", "/v1/embeddings?x=%2F", b"\x00\x01")]
+
+
+ANTHROPICS: Final = {"anthropic-version": "2023-06-01"}
+
+
+async def test_list_of_models_is_the_servers_own_but_for_anthropics_clients(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    upstream.models = ["m", "m@1"]
+    own = upstream.list_models().body
+    assert (await proxy.ask("GET", "/v1/models?client_version=1")).body == own
+    reply = await proxy.ask("GET", "/v1/models?limit=1000", ANTHROPICS)
+    made = [
+        {"type": "model", "display_name": one["id"], "created_at": "1970-01-01T00:00:00Z"} | one
+        for one in json.loads(own)["data"]
+    ]
+    assert reply.json == {"data": made, "has_more": False, "first_id": "m", "last_id": "m@1"}
+    head = await proxy.ask("HEAD", "/v1/models", ANTHROPICS)
+    assert head.headers["content-length"] == reply.headers["content-length"]
+    upstream.models = []
+    reply = await proxy.ask("GET", "/v1/models", ANTHROPICS)
+    assert reply.json == {"data": [], "has_more": False, "first_id": None, "last_id": None}
+    upstream.list_status = 401
+    assert (await proxy.ask("GET", "/v1/models", ANTHROPICS)).status == 401
+
+
+@pytest.mark.parametrize("body", [b'{"data":[{"type":"model","id":"a"}],"has_more":true}', b"odd"])
+async def test_list_that_is_not_openais_reaches_anthropics_clients_as_it_is(
+    proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    monkeypatch.setattr(upstream, "list_models", lambda: web.Response(body=body))
+    assert (await proxy.ask("GET", "/v1/models", ANTHROPICS)).body == body
 
 
 async def test_too_large_body_is_refused_by_the_settings_name(

@@ -146,7 +146,11 @@ async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, key
         listed[tenant] = [model["id"] for model in reply.json["data"]]
         serving[tenant] = reply.headers["x-pawl-policy"]
     assert serving == {"a": "a-writes@0", "b": "b-writes@0", DEFAULT: "m@0"}
-    assert listed == {"a": ["m", "a-writes@1"], "b": ["m", "b-writes@1"], DEFAULT: ["m", "m@1"]}
+    assert listed == {
+        "a": ["m", "a-writes@1", "a-writes", "writes"],
+        "b": ["m", "b-writes@1", "b-writes", "writes"],
+        DEFAULT: ["m", "m@1"],
+    }
 
 
 async def test_metrics_are_those_of_the_tenants_policies(shared: Proxy, keys: Headers) -> None:

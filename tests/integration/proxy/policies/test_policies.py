@@ -102,6 +102,12 @@ async def test_each_agent_is_served_by_its_policy_and_the_fixed_one_has_no_versi
     await eventually(claimed)
 
 
+async def test_list_of_models_has_each_name_that_a_policy_answers(several: Proxy) -> None:
+    listed = {one["id"]: one for one in (await several.ask("GET", "/v1/models")).json["data"]}
+    assert list(listed) == ["m", "writes", "checks", "my-checker", "rest"]
+    assert listed["my-checker"] == listed["m"] | {"id": "my-checker"}
+
+
 async def test_policys_calls_carry_what_its_bases_upstream_samples_with(several: Proxy) -> None:
     assert await ask(several, "writer") == "writes@0"
     [episode] = await several.episodes(1)
