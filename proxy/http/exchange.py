@@ -270,9 +270,9 @@ class Exchange:
         self._framed = chunks
         # The reply to HEAD is the head of the one to GET, without a body (RFC 9110 §9.3.2).
         self._silent = method == "HEAD"
-        # The event that fills a long silence of the reply, if its API has such an event.
+        # The event that fills a long silence of the reply, if its API has such an event, and the
+        # last bytes of such a reply's body so far.
         self.ping = b""
-        # The last bytes of the reply's body so far.
         self._tail = b""
         # The reply's status, once it has begun.
         self.status: int | None = None
@@ -376,7 +376,8 @@ class Exchange:
     def write(self, data: bytes) -> None:
         """Send the next piece of the body, at once."""
         if data and not self._silent:
-            self._tail = (self._tail + data[-4:])[-4:]
+            if self.ping:
+                self._tail = (self._tail + data[-4:])[-4:]
             self._connection.send(wire.chunk(data) if self._framed else data)
 
     def send_ping(self) -> None:
