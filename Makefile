@@ -5,7 +5,7 @@ PAWL ?= pawl
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo example test slow serving compose-test check format docs lock images clean
+.PHONY: help install demo example test slow serving compose-test check format docs lock images release clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,5 +53,8 @@ lock: install  ## lock all roles to exact versions again
 images:  ## Pawl's container images, with the engine that is here or with one made here (ARGS="proxy cpu")
 	@scripts/images.sh $(ARGS)
 
+release: install  ## wheel, sdist, chart, images, SBOM and checksums in dist/, tried (ARGS="--without-images")
+	@$(BIN)/python -m scripts.release $(ARGS)
+
 clean:  ## remove .venv and everything that ran here
-	@rm -rf .venv build .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv build dist .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

