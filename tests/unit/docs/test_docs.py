@@ -8,6 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from pawl.settings import known_variables
+from store import __version__
 from tests.conftest import ROOT
 from tests.support.docs.documents import anchors, links
 from trainer.recipes.recipe import Recipe, RecipeOptions
@@ -46,6 +47,12 @@ def test_a_page_names_only_recipe_keys_that_exist(page: Path) -> None:
 )
 def test_every_link_resolves(page: Path) -> None:
     assert [target for target in links(page.read_text()) if not resolves(page, target)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_wheel_and_images_of_this_version(page: Path) -> None:
+    named = re.findall(r"(?:pawl_rl-|pawl-(?:proxy|trainer|cpu):)(\d+\.\d+\.\d+)", page.read_text())
+    assert set(named) <= {__version__}
 
 
 def resolves(page: Path, target: str) -> bool:
