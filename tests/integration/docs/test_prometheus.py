@@ -33,7 +33,14 @@ from tests.support.servers.fake_upstream import FakeUpstream, answers, fake_upst
 from tests.support.trainer.scored_episodes import BASE, write_model
 from tests.support.trainer.zygote import zygote
 from tests.support.waiting import awaited, until_true
-from tests.unit.deploy.test_dashboards import INTERVALS, ROOT, Query, dashboard_queries, rules
+from tests.unit.deploy.test_dashboards import (
+    INTERVALS,
+    ROOT,
+    Query,
+    dashboard_queries,
+    rules,
+    variables,
+)
 
 PROMETHEUS: Final = shutil.which("prometheus") or shutil.which("prometheus", path=CLIENTS)
 AMTOOL: Final = shutil.which("amtool") or shutil.which("amtool", path=CLIENTS)
@@ -159,9 +166,11 @@ async def use_everything(stand: Stand, chatting: FakeUpstream, prometheus: Prome
 
 
 def data_of(prometheus: Prometheus, query: Query) -> list[float]:
-    """Return what a query of the dashboard gave so far, of all policies."""
-    asked = query.expression.replace("$policy", ".*")
-    return prometheus.values(INTERVALS.sub(WINDOW, asked))
+    """Return what a query of the dashboard gave so far, with `All` chosen of each variable."""
+    asked = INTERVALS.sub(WINDOW, query.expression)
+    for name, variable in variables().items():
+        asked = asked.replace(f"${name}", variable["allValue"])
+    return prometheus.values(asked)
 
 
 async def use_once(session: aiohttp.ClientSession, chatting: FakeUpstream) -> None:

@@ -28,14 +28,19 @@ DATASOURCES: Final = ROOT / "grafana" / "provisioning" / "datasources" / "promet
 PROVIDERS: Final = ROOT / "grafana" / "provisioning" / "dashboards" / "pawl.yml"
 # Prometheus gives every series these, and that of a cluster the namespace.
 TARGET_LABELS: Final = {"job", "instance", "namespace"}
+SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 INTERVALS: Final = re.compile(r"\$__(rate_interval|interval|range)\b")
 
 
 class Selector(NamedTuple):
-    """One selection in a query: a series' name, and the labels that the query has of it."""
+    """One selection in a query: a series' name, and the labels that the query has of it.
+
+    `chosen` are those of which it takes only what the variable of that name says.
+    """
 
     series: str
     labels: frozenset[str]
+    chosen: frozenset[str]
 
 
 class Query(NamedTuple):
@@ -55,6 +60,12 @@ def dashboard() -> dict[str, Any]:
 def panels() -> list[dict[str, Any]]:
     """All panels that are not rows."""
     return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def variables() -> dict[str, dict[str, Any]]:
+    """The dashboard's variables that are labels of series, by name."""
+    _, *chosen = dashboard()["templating"]["list"]
+    return {one["name"]: one for one in chosen}
 
 
 def dashboard_queries() -> list[Query]:
@@ -94,7 +105,14 @@ def selectors(expression: str) -> list[Selector]:
 
 def _selectors(node: promql.Expr, grouped: frozenset[str]) -> Iterator[Selector]:
     if isinstance(node, promql.VectorSelector):
-        yield Selector(node.name or "", grouped | {m.name for m in node.matchers.matchers})
+        matchers = node.matchers.matchers
+        yield Selector(
+            node.name or "",
+            grouped | {m.name for m in matchers},
+            frozenset(
+                m.name for m in matchers if m.op == promql.MatchOp.Re and m.value == f"${m.name}"
+            ),
+        )
         return
     if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
         grouped |= set(node.modifier.labels)
@@ -171,7 +189,7 @@ def test_query_asks_for_series_and_labels_that_exist_and_its_legend_for_labels_i
     query: Query,
 ) -> None:
     known = registered()
-    for series, labels in selectors(query.expression):
+    for series, labels, _ in selectors(query.expression):
         if series == "up":
             assert labels <= TARGET_LABELS
             continue
@@ -211,13 +229,19 @@ def test_only_counters_have_rates() -> None:
             assert re.search(r"_(total|bucket|sum|count)$", name), query
 
 
-def test_panels_use_the_provisioned_datasource() -> None:
+def test_datasource_is_chosen_and_is_the_provisioned_one_at_first() -> None:
     [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
-    wanted = {"type": source["type"], "uid": source["uid"]}
-    asking = [dashboard()["annotations"]["list"], dashboard()["templating"]["list"], panels()]
-    asking += [panel["targets"] for panel in panels()]
-    assert all(one["datasource"] == wanted for group in asking for one in group)
+    first = dashboard()["templating"]["list"][0]
+    assert (first["name"], first["type"], first["query"]) == (
+        "datasource",
+        "datasource",
+        source["type"],
+    )
+    assert first["current"] == {"text": source["name"], "value": source["uid"]}
     assert source["url"] == "http://prometheus:9090"
+    asking = [dashboard()["annotations"]["list"], [*variables().values()], panels()]
+    asking += [panel["targets"] for panel in panels()]
+    assert all(one["datasource"] == SOURCE for group in asking for one in group)
 
 
 def test_shortest_window_is_the_scrape_interval() -> None:
@@ -243,11 +267,26 @@ def test_dashboard_and_rules_lie_where_they_are_looked_for() -> None:
     assert home == f"{provider['options']['path']}/{DASHBOARD.name}"
 
 
-def test_policy_is_chosen_by_a_label_that_exists() -> None:
-    [variable] = dashboard()["templating"]["list"]
-    match = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
-    assert match is not None
-    assert match[2] in registered()[match[1]]
+def test_variables_are_labels_that_exist_and_narrow_those_after_them() -> None:
+    before: list[str] = []
+    for name, variable in variables().items():
+        assert variable["query"]["query"] == variable["definition"]
+        match = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
+        assert match is not None
+        [selector] = selectors(match[1])
+        assert match[2] == name
+        assert name in registered()[selector.series] | TARGET_LABELS
+        assert selector.chosen == {*before}
+        # A stack without namespaces has no such label, which `.*` matches and `.+` does not.
+        assert (variable["includeAll"], variable["allValue"]) == (True, ".*")
+        before.append(name)
+    assert before == ["namespace", "instance", "policy"]
+
+
+@pytest.mark.parametrize("query", dashboard_queries(), ids=lambda query: query.where)
+def test_query_of_the_dashboard_asks_for_what_is_chosen(query: Query) -> None:
+    for series, _, chosen in selectors(query.expression):
+        assert chosen == variables().keys() & (registered()[series] | TARGET_LABELS)
 
 
 def test_each_alert_has_its_section_in_the_runbook() -> None:
