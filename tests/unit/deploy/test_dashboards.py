@@ -26,8 +26,8 @@ RULE_TESTS: Final = Path(__file__).parent / "rules.yml"
 PROMTOOL: Final = shutil.which("promtool") or shutil.which("promtool", path=CLIENTS)
 DATASOURCES: Final = ROOT / "grafana" / "provisioning" / "datasources" / "prometheus.yml"
 PROVIDERS: Final = ROOT / "grafana" / "provisioning" / "dashboards" / "pawl.yml"
-# Prometheus gives every series these, and that of a cluster the namespace.
-TARGET_LABELS: Final = {"job", "instance", "namespace"}
+# Prometheus gives every series these, and that of a cluster namespace and pod.
+TARGET_LABELS: Final = {"job", "instance", "namespace", "pod"}
 SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 INTERVALS: Final = re.compile(r"\$__(rate_interval|interval|range)\b")
 
