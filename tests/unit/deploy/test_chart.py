@@ -528,6 +528,19 @@ def test_job_without_a_target_is_down_if_the_chart_runs_it(
     assert "{{ $labels.job }}" in missing["rules"][0]["annotations"]["summary"]
 
 
+def test_runbooks_of_all_alerts_are_links_where_their_base_is_named(render: Render) -> None:
+    base = "https://git.example.com/pawl/"
+    [rule] = of_kind(
+        render("monitoring", f"monitoring.runbookBase={base}"), "PrometheusRule"
+    ).values()
+    links = {
+        one["alert"]: one["annotations"]["runbook_url"]
+        for group in rule["spec"]["groups"]
+        for one in group["rules"]
+    }
+    assert links == {name: f"{base}docs/howto/operate.md#{name.lower()}" for name in links}
+
+
 def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
     render: Render,
 ) -> None:
