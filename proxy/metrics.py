@@ -85,7 +85,8 @@ FIRST_CHUNK_SECONDS = Histogram(
 )
 ADDED_SECONDS = Histogram(
     "pawl_added_seconds",
-    "Time that the end of a reply waited until its call's record was on disk.",
+    "Time that Pawl adds to a call: from its body's arrival until it can be sent on, and while its"
+    " reply's end waits until the call's record is on disk.",
     buckets=ADDED,
 )
 TOKENS = Counter("pawl_tokens_total", "Tokens recorded, `prompt` or `sampled`.", ["policy", "kind"])

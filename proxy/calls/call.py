@@ -112,8 +112,9 @@ class Call:
 
     It holds the outcome of each step: a step that fails leaves those of the steps before it, which
     is enough to answer and to record the call. `id` is the bytes of a UUIDv7 and `name` the same as
-    text; `own` is the name of an episode of its own, as it is kept. `arrived_at` is by
-    `time.perf_counter`; `started_at` is Unix time in seconds.
+    text; `own` is the name of an episode of its own, as it is kept. `arrived_at` and `read_at` (the
+    body had come) are by `time.perf_counter`; `started_at` is Unix time in seconds. `held_s` is the
+    time from `read_at` until the request could be sent.
     """
 
     __slots__ = (
@@ -125,12 +126,14 @@ class Call:
         "conversation",
         "exchange",
         "format",
+        "held_s",
         "id",
         "identity",
         "name",
         "own",
         "parts",
         "passed",
+        "read_at",
         "reading",
         "reply",
         "request",
@@ -157,6 +160,7 @@ class Call:
         self.claim = claim
         self.usage = usage
         self.arrived_at = perf_counter()
+        self.held_s = 0.0
         assert route.wire_format is not None
         self.format: WireFormat = route.wire_format
         # Of a request whose reading takes long: its conversation, which is read as well.
@@ -182,6 +186,7 @@ class Call:
         exchange, intake = self.exchange, self.parts.intake
         taken = intake.read_arrived(exchange, self.claim)
         body, long = await intake.read(exchange, self.claim) if taken is None else taken
+        self.read_at = perf_counter()
         try:
             if long:
                 self.request, self.conversation = await intake.beside(self._read_all, body)
@@ -212,6 +217,7 @@ class Call:
         try:
             self._identify()
             upstream = await self._route()
+            self.held_s = perf_counter() - self.read_at
             reply = await self.send(upstream)
             if reply.status >= ERRORS:
                 reply = await self._past_refusal(upstream, reply)
@@ -497,7 +503,7 @@ class Call:
             self.reading = asyncio.create_task(self.parts.intake.beside(read_reply, self))
             await asyncio.wait([self.reading])
         await self._record(status).on_disk
-        ADDED_SECONDS.observe(perf_counter() - before)
+        ADDED_SECONDS.observe(self.held_s + perf_counter() - before)
 
     def _record(self, status: CallStatus) -> Recorded:
         """Record the call with this status, unless it has been recorded."""

@@ -15,6 +15,7 @@ from proxy.calls import recording
 from proxy.errors import SpoolInUse
 from proxy.policies.owners import Owners
 from proxy.policies.versions import Arms
+from proxy.upstreams.server import Upstream
 from store.values.packing import unpack_ids, unpack_logprobs
 from tests.integration.conftest import Proxy, StartProxy, proxy_with, running, settings_for
 from tests.support.ledger.lineage import promote, trained
@@ -376,6 +377,25 @@ async def test_health_readiness_and_metrics_are_the_admin_ports(proxy: Proxy) ->
     for path in ("/healthz", "/readyz", "/metrics"):
         assert (await proxy.admin_page(path)).status == 200
     assert (await proxy.ask("GET", "/metrics")).status == 404
+
+
+async def test_time_that_pawl_adds_is_that_before_a_request_leaves_and_after_its_reply(
+    proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asked_slowly(_: Upstream, model: str | None) -> bool:
+        await asyncio.sleep(0.2)
+        return model is not None
+
+    async def sampled_slowly(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(2.0)
+        return await answers({"choices": []})(request)
+
+    monkeypatch.setattr(Upstream, "gives_ids", asked_slowly)
+    upstream.behave = sampled_slowly
+    added = "pawl_added_seconds_sum"
+    before = (await proxy.counters(added))[added]
+    assert (await proxy.chat()).status == 200
+    assert 0.2 <= (await proxy.counters(added))[added] - before < 2.0
 
 
 async def test_two_proxies_do_not_share_a_spool(proxy: Proxy, tmp_path: Path) -> None:
