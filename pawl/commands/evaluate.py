@@ -205,7 +205,7 @@ class EvaluationDisplay(Display):
         super().__init__(rollout, console)
         self._pairs = pairs
 
-    def cells(self) -> dict[str, str]:  # noqa: D102
+    def cells(self) -> dict[str, str]:
         cells, comparison = super().cells(), self._pairs.comparison
         del cells["reward"]
         seconds = cells.pop("seconds")

@@ -34,7 +34,7 @@ class AnswerJudge(RunJudge):
         """Store the name of the field."""
         self._field = field
 
-    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:  # noqa: D102
+    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
         value = compare(output, task.fields[self._field])
         return [{"metric": REWARD, "value": value, "episode": episode}]
 
@@ -53,7 +53,7 @@ class CommandJudge(RunJudge):
         except JudgeError as error:
             raise RolloutError(f"--judge: {error}") from error
 
-    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:  # noqa: D102
+    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
         given = msgspec.json.encode({"task": task.fields, "output": output, "episode": episode})
         return read_verdict(await self._program.answer(given), episode)
 
