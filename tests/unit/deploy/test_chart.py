@@ -616,7 +616,7 @@ def restarted(before: list[Object], after: list[Object]) -> set[str]:
     return {role for role in old if old[role] != new[role]}
 
 
-@pytest.mark.parametrize("values", ["console", "monitoring", "providers", "replicas", "vllm"])
+@pytest.mark.parametrize("values", VALUES)
 def test_version_of_the_chart_restarts_no_pod(
     helm: Callable[..., tuple[int, str]], render: Render, values: str, tmp_path: Path
 ) -> None:
@@ -632,10 +632,30 @@ def test_version_of_the_chart_restarts_no_pod(
     assert proxy["metadata"]["labels"]["app.kubernetes.io/version"] == "9.9.9"
 
 
+@pytest.mark.parametrize("values", VALUES)
+def test_new_images_leave_vllm_alone_if_its_own_are_kept(render: Render, values: str) -> None:
+    newer = (f"{role}.image=pawl-{role}:0.2.0" for role in ("proxy", "trainer"))
+    objects = render(values, "adapters.image=pawl-proxy:0.1.0", *newer)
+    assert restarted(render(values), objects) == templates(objects).keys() - {"vllm"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("PAWL_KEEP_DAYS", "7"), ("PAWL_LOG_LEVEL", "error")]
+)
+@pytest.mark.parametrize("values", VALUES)
+def test_setting_restarts_only_the_pods_that_read_it(
+    render: Render, values: str, setting: str, value: str
+) -> None:
+    objects = render(values, f"settings.{setting}={value}")
+    reads = {role for role, names in json.loads(chart_settings()).items() if setting in names}
+    assert restarted(render(values), objects) == {
+        role for role, pod in pods(objects).items() if reads & pod.containers.keys()
+    }
+
+
 @pytest.mark.parametrize(
     ("values", "change", "roles"),
     [
-        ("console", "settings.PAWL_KEEP_DAYS=30", {"proxy", "console"}),
         ("console", "settings.PAWL_SEED=7", {"trainer", "console"}),
         ("console", "settings.PAWL_CONTROLLER_POLL_S=2", {"controller", "console"}),
         ("console", "settings.PAWL_MAX_MODEL_LEN=4096", {"vllm", "console"}),
@@ -1038,24 +1058,32 @@ def test_values_in_documents_are_taken_together(
         ("settings.PAWL_VLLM_ARGS=--seed=1", "set vllm.args"),
         ("settings.PAWL_VLLM_DTYPE=auto", "set --dtype in vllm.args"),
         ("settings.PAWL_SERVE_GPUS=0", "set vllm.resources"),
-        ("settings.workers=2", "'workers'"),
-        ("proxy.image=pawl-proxy:latest", "/proxy/image"),
+        ("settings.PAWL_VLLM_PORT=9000", "not used by the chart"),
+        ("settings.PAWL_DATA_DIR=/data", "not used by the chart"),
+        ("settings.PAWL_LOG_DIR=/logs", "not used by the chart"),
+        ("settings.workers=2", "settings.workers: Pawl has no such setting"),
+        ("proxy.image=pawl-proxy:latest", "the tag of a version"),
         ("proxy.image=registry:5000/pawl-proxy", "/proxy/image"),
         ("proxy.replica=3", "'replica'"),
         ("proxy.spool.size=ten", "/proxy/spool/size"),
         ("proxy.spool.size=10K", "/proxy/spool/size"),
         ("proxy.pod.hostNetwork=true", "'hostNetwork'"),
         ("trainer.env[0].name=PAWL_SEED", "/trainer/env/0/name"),
-        ("migrate.env[0].name=PAWL_SEED", "/migrate/env/0/name"),
+        ("migrate.env[0].name=PAWL_API_KEY", "a key into a Secret"),
         ("adapters.volumes[0].name=ca", "'volumes'"),
         ("settings.PAWL_API_KEY=k", "put it into a Secret"),
+        ("settings.PAWL_TEACHER_API_KEY=k", "put it into a Secret"),
+        ("settings.OPENAI_API_KEY=k", "keys into a Secret"),
+        ("settings.PAWL_KEEP_DAY=9", "settings.PAWL_KEEP_DAY: Pawl has no such setting"),
         ("proxy.ingress.enabled=true", "/proxy/ingress/host"),
         ("console.ingress.hosts[0]=a", "'hosts'"),
         ("user=0", "/user"),
-        ("adapters.existingClaim=", "/adapters"),
+        ("adapters.existingClaim=", "unless adapters.existingClaim is shared"),
         ("adapters.servers[0]=http://vllm:8104", "/adapters/servers/0"),
+        ("adapters.servers[0]=http://vllm:8104/v1", "/adapters/servers"),
         ("vllm.enabled=true", "'PAWL_MODEL'"),
         ("vllm.enabled=true", "/settings/PAWL_UPSTREAM_URL"),
+        ("vllm.enabled=true,adapters.servers[0]=http://vllm:8104/v1", "/adapters/servers"),
         ("vllm.enabled=true,settings.PAWL_REPLICA_URLS=http://a/v1", "set vllm.replicas"),
         ("vllm.replicas=0", "/vllm/replicas"),
     ],
