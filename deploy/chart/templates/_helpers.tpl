@@ -303,6 +303,21 @@ spec:
   publishNotReadyAddresses: true
 {{- end }}
 
+{{/* Drained nodes stop one of a role's pods at a time: include "pawl.budget" (list . "proxy"). */}}
+{{- define "pawl.budget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ (index . 0).Release.Name }}-{{ index . 1 }}
+  labels: {{- include "pawl.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  # A node must not wait for a pod that serves nobody.
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- include "pawl.selector" . | nindent 6 }}
+{{- end }}
+
 {{/* An Ingress to a role's Service, if its values want one: include "pawl.ingress" (list . "proxy" 8100). */}}
 {{- define "pawl.ingress" -}}
 {{- $name := printf "%s-%s" (index . 0).Release.Name (index . 1) }}
