@@ -416,6 +416,16 @@ def test_vllm_servers_start_anew_one_after_another(render: Render) -> None:
     assert selects(service["selector"], pods(objects)["vllm"].labels)
 
 
+@pytest.mark.parametrize("role", ["proxy", "vllm"])
+def test_drained_nodes_stop_one_server_at_a_time(render: Render, role: str) -> None:
+    objects = render("replicas")
+    budget = of_kind(objects, "PodDisruptionBudget")[f"pawl-{role}"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert selects(budget["selector"]["matchLabels"], pods(objects)[role].labels)
+    # A node must not wait for a pod that serves nobody.
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
 def test_another_vllm_server_restarts_only_those_who_call_it(render: Render) -> None:
     scaled = render("replicas", "vllm.replicas=3")
     assert restarted(render("replicas"), scaled) == {"proxy", "trainer", "controller"}
@@ -966,6 +976,8 @@ def test_migration_checks_each_role_that_runs_with_the_files_to_come(
 ) -> None:
     objects = render(values)
     pod = pods(objects)["migrate"]
+    # Six more attempts, as by default, would take ten minutes until a mistake fails the upgrade.
+    assert of_kind(objects, "Job")["pawl-migrate"]["spec"]["backoffLimit"] == 3
     roles = {word.partition("=")[2] for word in pod.container["args"][1:]}
     assert roles == pods(objects).keys() - {"migrate", "vllm"}
     [config] = [one["configMap"] for one in pod.spec["volumes"] if one["name"] == "config"]
