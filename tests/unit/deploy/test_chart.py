@@ -970,6 +970,14 @@ def test_service_outside_of_the_cluster_takes_named_addresses(render: Render) ->
     assert policy["spec"]["ingress"][0]["from"] == [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
 
 
+def test_service_outside_of_the_cluster_can_keep_the_callers_addresses(render: Render) -> None:
+    services = of_kind(render("autoscaling"), "Service")
+    assert services["pawl-proxy"]["spec"]["externalTrafficPolicy"] == "Local"
+    # Kubernetes refuses it of a Service within the cluster.
+    local = render("minimal", "proxy.service.externalTrafficPolicy=Local")
+    assert "externalTrafficPolicy" not in of_kind(local, "Service")["pawl-proxy"]["spec"]
+
+
 # Checks
 
 
