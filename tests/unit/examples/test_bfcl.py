@@ -76,7 +76,7 @@ def test_no_entry_is_in_training_and_held_out(files: SimpleNamespace) -> None:
     assert tasks_of(files.tasks, 900, "train", *kinds) == train
 
 
-def test_each_category_has_as_many_tasks_as_another(files: SimpleNamespace) -> None:
+def test_categories_have_equal_numbers_of_tasks(files: SimpleNamespace) -> None:
     some = tasks_of(
         files.tasks, 40, "train", "simple_python", "live_multiple", "irrelevance", "multiple"
     )
@@ -88,7 +88,7 @@ def test_each_category_has_as_many_tasks_as_another(files: SimpleNamespace) -> N
 
 
 @pytest.mark.parametrize("category", WANT_A_CALL)
-def test_right_calls_earn_the_reward_and_no_call_or_one_more_does_not(
+def test_right_calls_earn_the_reward_and_missing_or_extra_calls_do_not(
     files: SimpleNamespace, category: str
 ) -> None:
     tasks = tasks_of(files.tasks, 40, "held-out", category)
@@ -101,7 +101,9 @@ def test_right_calls_earn_the_reward_and_no_call_or_one_more_does_not(
 
 
 @pytest.mark.parametrize("category", ["irrelevance", "live_irrelevance"])
-def test_where_no_call_is_right_none_is_rewarded(files: SimpleNamespace, category: str) -> None:
+def test_irrelevance_task_rewards_only_making_no_call(
+    files: SimpleNamespace, category: str
+) -> None:
     [task] = tasks_of(files.tasks, 1, "train", category)
     assert rewarded(files.judge, task, []) == 1.0
     assert rewarded(files.judge, task, [{"any": {}}]) == 0.0
@@ -116,7 +118,9 @@ def test_arguments_of_any_shape_are_judged(files: SimpleNamespace, arguments: An
 
 
 @pytest.mark.parametrize("category", [*WANT_A_CALL, "irrelevance", "multi_turn_base"])
-def test_tools_are_what_the_api_takes(files: SimpleNamespace, category: str) -> None:
+def test_tool_schemas_and_names_are_valid_for_the_api(
+    files: SimpleNamespace, category: str
+) -> None:
     for task in tasks_of(files.tasks, 60, "train", category):
         for tool in files.leaderboard.tools(task["function"]):
             jsonschema.Draft202012Validator.check_schema(tool["function"]["parameters"])
@@ -157,9 +161,7 @@ def parsed(call: str, known: dict[str, list[str]]) -> tuple[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("category", ["multi_turn_base", "multi_turn_miss_func"])
-def test_an_agent_that_does_what_is_right_in_each_turn_earns_the_reward(
-    files: SimpleNamespace, category: str
-) -> None:
+def test_right_calls_in_each_turn_earn_the_reward(files: SimpleNamespace, category: str) -> None:
     for task in tasks_of(files.tasks, 12, "held-out", category):
         later = [one for some in task["missed_function"].values() for one in some]
         every = [*task["function"], *later]
@@ -221,7 +223,7 @@ def test_nothing_but_calls_of_known_functions_is_run(
 @pytest.mark.parametrize(
     ("gib", "fit"), [(24, "0.5B-Instruct, Qwen/Qwen2.5-Coder-1.5B"), (4, "none")]
 )
-def test_without_a_model_it_says_which_fit(
+def test_missing_model_is_refused_with_the_models_that_fit(
     monkeypatch: pytest.MonkeyPatch, gib: int, fit: str
 ) -> None:
     pytest.importorskip("torch")

@@ -76,14 +76,14 @@ def test_splits_share_no_question(seed: int, other: int, count: int) -> None:
 
 
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=3), st.randoms())
-def test_the_split_is_of_the_numbers_not_of_their_order(numbers: list[int], rng: Any) -> None:
+def test_split_depends_on_the_numbers_and_not_on_their_order(numbers: list[int], rng: Any) -> None:
     shuffled = list(numbers)
     rng.shuffle(shuffled)
     wordings = (" * ".join(map(str, numbers)), f"Of {' and '.join(map(str, shuffled))}.")
     assert questions.split_of(wordings[0]) == questions.split_of(wordings[1])
 
 
-def test_same_seed_makes_the_same_questions_and_fewer_are_the_beginning_of_more() -> None:
+def test_questions_depend_on_the_seed_and_fewer_are_a_prefix_of_more() -> None:
     assert questions.questions(20, 7, "train") == questions.questions(20, 7, "train")
     assert questions.questions(20, 7, "train") != questions.questions(20, 8, "train")
     assert questions.questions(20, 7, "train")[:5] == questions.questions(5, 7, "train")
@@ -119,7 +119,7 @@ def test_any_text_is_a_number_or_an_error(text: str) -> None:
 
 
 @given(st.integers(-9999, 9999), st.integers(-9999, 9999), st.integers(1, 9999))
-def test_it_calculates(a: int, b: int, c: int) -> None:
+def test_calculator_computes_arithmetic(a: int, b: int, c: int) -> None:
     assert calculator.calculator(f"{a} * {b} - {c}") == str(a * b - c)
     assert calculator.calculator(f"({a} + {b}) * {c}") == str((a + b) * c)
     assert float(calculator.calculator(f"{a} / {c}")) == pytest.approx(
@@ -256,7 +256,7 @@ class Lines:
         return self.flushed == count
 
 
-def test_each_line_is_worked_on_as_it_arrives_and_a_failure_is_one_attempts() -> None:
+def test_line_is_worked_on_as_it_arrives_and_fails_alone() -> None:
     async def scenario() -> None:
         reading, writing = os.pipe()
         out, model = Lines(), FakeModel(failing="b")
@@ -278,7 +278,7 @@ def test_each_line_is_worked_on_as_it_arrives_and_a_failure_is_one_attempts() ->
     asyncio.run(scenario())
 
 
-def test_a_stopped_run_ends_although_its_input_does_not() -> None:
+def test_stopped_run_ends_while_its_input_stays_open() -> None:
     async def scenario() -> None:
         reading, writing = os.pipe()
         out = Lines()
@@ -297,7 +297,7 @@ def test_a_stopped_run_ends_although_its_input_does_not() -> None:
 # --- the judge --------------------------------------------------------------------------------
 
 
-def test_verdict_on_a_run_is_about_the_run_and_its_tool_call() -> None:
+def test_verdict_states_metrics_of_the_run_and_of_its_tool_call() -> None:
     tool = {"id": "c1", "name": "calculator", "status": "ok"}
     named = {"id": "c1", "name": "calculator"}
     result = {"id": "q", "response_id": "r1", "answer": "84", "tool": tool}
@@ -339,7 +339,7 @@ def result(answer: str | None, status: str | None, **more: Any) -> dict[str, Any
         (None, None, False, judge.NOTHING),
     ],
 )
-def test_verdict_is_by_the_answer_and_the_tools_status(
+def test_verdict_depends_on_answer_and_tool_status(
     answer: str | None, status: str | None, right: bool, reward: float
 ) -> None:
     assert judge.judge(result(answer, status), 84.0) == judge.Verdict(right, reward, status)
@@ -403,7 +403,7 @@ def test_delivery_tries_the_same_bytes_again() -> None:
     assert len(set(sent)) == 1
 
 
-def test_refusal_is_not_tried_again_and_patience_ends(clock: Clock) -> None:
+def test_delivery_retries_errors_within_patience_and_never_a_refusal(clock: Clock) -> None:
     tried: list[int] = []
 
     def send(code: int) -> None:

@@ -120,7 +120,7 @@ COUNT = "SELECT COUNT(*) FROM employee WHERE age > 30"
         ("SELECT '\ud800'", 0.0, 0.0),
     ],
 )
-def test_a_query_is_right_if_it_finds_the_same(
+def test_query_is_right_if_its_result_is_the_same(
     load: Load, query: str, reward: float, well_formed: float
 ) -> None:
     told = judged(load, "sql", query, answer=COUNT)
@@ -128,7 +128,7 @@ def test_a_query_is_right_if_it_finds_the_same(
 
 
 @pytest.mark.parametrize("split", ["train", "held-out"])
-def test_questions_about_many_databases_have_one_answer(load: Load, split: str) -> None:
+def test_answer_to_a_question_about_many_databases_earns_the_reward(load: Load, split: str) -> None:
     verdict, databases = load("sql", "judge").verdict, load("sql", "databases")
     asked = load("sql", "tasks").many_databases(300, 1, split)
     assert len({task["question"] for task in asked}) == 300
@@ -158,7 +158,7 @@ def test_a_database_is_the_same_each_time_and_can_only_be_read(load: Load) -> No
                 first.execute(f"DELETE FROM {name}")
 
 
-def test_nothing_found_is_never_right(load: Load) -> None:
+def test_empty_result_is_never_right(load: Load) -> None:
     nobody = "SELECT name FROM employee WHERE age > 900"
     assert judged(load, "sql", nobody, answer=nobody)["reward"] == 0.0
 
@@ -188,7 +188,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_recipes_for_comparisons_differ_in_what_is_compared_alone(file: Path) -> None:
+def test_recipes_for_comparisons_differ_only_in_learner_or_credit(file: Path) -> None:
     own, usual = load_recipe(str(file)), load_recipe(str(file.parent / "recipe.toml"))
     changed = {name for name, value in own if value != getattr(usual, name)}
     assert changed <= {"learner", "credit"}
@@ -214,7 +214,7 @@ def line(question: str, answer: str | None) -> dict[str, Any]:
         ("What is 12 * 3?", None, None),
     ],
 )
-def test_arithmetic_judge_knows_right_from_wrong_and_what_it_cannot_tell(
+def test_arithmetic_judge_tells_right_from_wrong_or_states_nothing(
     question: str, answer: str | None, value: float | None
 ) -> None:
     done = subprocess.run(
