@@ -55,7 +55,7 @@ def test_files_stay_in_the_sessions_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["claude", "codex", "opencode", "pi", "openclaw"])
-def test_known_context_is_told_and_unknown_is_left_to_the_agent(name: str) -> None:
+def test_context_length_is_set_if_known_and_left_out_otherwise(name: str) -> None:
     unknown = Session(url=URL, model="m", key="k", folder=SESSION.folder, project=SESSION.project)
     assert "16384" in text_of(CODING_AGENTS[name].setup(SESSION))
     assert "null" not in text_of(CODING_AGENTS[name].setup(unknown))
@@ -67,7 +67,7 @@ def test_reply_may_take_a_quarter_of_the_context() -> None:
     assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "4096"
 
 
-def test_codex_gets_toml_whatever_the_model_is_called() -> None:
+def test_codex_gets_valid_toml_for_any_model_name() -> None:
     named = Session(
         url=URL, model='a "ü"\\b', key="k", folder=SESSION.folder, project=SESSION.project
     )

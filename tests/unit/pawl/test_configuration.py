@@ -185,7 +185,7 @@ def test_wrong_value_of_a_key_is_used_or_refused_by_the_keys_name(kind: str, key
 
 
 @pytest.mark.parametrize(("kind", "key"), CASES)
-def test_wrong_name_of_a_key_is_refused_with_the_right_one(kind: str, key: str) -> None:
+def test_unknown_key_is_refused_with_the_file_named(kind: str, key: str) -> None:
     file, (holder, _, name) = FILES[kind], key.rpartition(".")
     for wrong in (f"{name}_", name.upper(), "x" * 5000, '""', '"\\u0000"'):
         path = f"{holder}.{wrong}" if holder else wrong
@@ -218,7 +218,7 @@ def test_file_that_is_no_toml_is_refused(tmp_path: Path, text: bytes, says: str)
 
 
 @pytest.mark.parametrize("name", ["", "\0", "x" * 100_000, "nobody", "\0.toml", "/", "a/b.toml"])
-def test_name_of_no_recipe_is_refused(name: str) -> None:
+def test_unknown_recipe_name_is_refused(name: str) -> None:
     with pytest.raises(RecipeError, match="recipe"):
         load_recipe(name)
 

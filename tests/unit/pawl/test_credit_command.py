@@ -57,7 +57,7 @@ def test_each_transition_has_a_line(tmp_path: Path) -> None:
     assert run(str(file), "--json").stdout == found.stdout
 
 
-def test_credit_is_by_the_recipe_that_is_named(tmp_path: Path) -> None:
+def test_credit_is_computed_with_the_named_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[credit]\nnormalisation = "none"\nair_lambda = 0.0')
     found = run("-", "--recipe", str(recipe), given=text(*good()))

@@ -410,7 +410,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         (facts(trainer=trainer(LONGEST)), "Calls longer than 512", "PAWL_MAX_MODEL_LEN=512", False),
     ],
 )
-def test_finding_says_what_is_wrong_and_what_to_do(
+def test_finding_names_the_trouble_and_the_remedy(
     known: Facts, title: str, remedy: str, needs_person: bool
 ) -> None:
     first = findings(known)[0]
@@ -424,7 +424,7 @@ def troubles(known: Facts) -> list[Finding]:
     return [one for one in findings(known) if not one.is_outlook]
 
 
-def test_system_that_works_has_an_outlook_alone() -> None:
+def test_working_system_has_only_an_outlook() -> None:
     [outlook] = findings(facts())
     assert not outlook.needs_person
     assert outlook.title == (
@@ -432,7 +432,7 @@ def test_system_that_works_has_an_outlook_alone() -> None:
     )
 
 
-def test_versions_that_give_way_are_no_finding_though_they_take_all_slots() -> None:
+def test_idle_versions_in_all_slots_are_no_finding() -> None:
     assert troubles(facts(policy(live=KEPT_FULL, kept=kept(6, is_under_way=False)))) == []
 
 
@@ -448,17 +448,17 @@ def test_versions_that_give_way_are_no_finding_though_they_take_all_slots() -> N
     ],
     ids=["declared range", "range of the sum", "enough a day"],
 )
-def test_rewards_within_their_range_and_enough_of_them_are_no_finding(known: PolicyFacts) -> None:
+def test_enough_rewards_within_their_range_are_no_finding(known: PolicyFacts) -> None:
     assert troubles(facts(known)) == []
 
 
-def test_what_needs_a_person_comes_before_what_passes() -> None:
+def test_findings_that_need_a_person_come_first() -> None:
     paused = trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="failed"))
     found = findings(facts(controller=ProcessAnswer(address="", why_not=AWAY), trainer=paused))
     assert [one.needs_person for one in found] == [True, False, False]
 
 
-def test_outlook_says_how_many_can_be_trained_why_not_the_others_and_when() -> None:
+def test_outlook_counts_usable_and_unusable_episodes_and_forecasts() -> None:
     """Of 50 episodes in two days 10 have no reward, and 20 are attempts that are all alike."""
     known = policy(
         counts=replace(COUNTS, episodes=50, first_at=ago(days=2), scored=40, alike=20),
@@ -505,7 +505,7 @@ def test_equal_rewards_within_groups_are_no_trouble_where_groups_are_not_compare
     assert troubles(facts(policy(ppo, counts=replace(COUNTS, groups_that_differ=0)))) == []
 
 
-def test_judge_that_agrees_with_no_fact_and_one_that_nothing_measures_are_told() -> None:
+def test_random_judge_and_unmeasured_judge_are_findings() -> None:
     dice = Agreement(source="dice", statements=90, compared=40, share=0.52, error=0.05)
     good = Agreement(source="good", statements=90, compared=40, share=0.9, error=0.03)
     new = Agreement(source="new", statements=90, compared=3)
@@ -517,7 +517,7 @@ def test_judge_that_agrees_with_no_fact_and_one_that_nothing_measures_are_told()
     assert "20 episodes" in found.remedy
 
 
-def test_side_calls_count_neither_as_trouble_nor_as_calls_without_it() -> None:
+def test_side_calls_are_left_out_of_all_counts() -> None:
     side = kind(reason="side", calls=1000)
     assert troubles(facts(calls=(kind(), side))) == []
     greedy = kind(reason="greedy", calls=20)
@@ -532,7 +532,7 @@ def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:
     assert "temperature 0" in found.title
 
 
-def test_calls_without_ids_may_be_those_for_which_vllm_gives_none() -> None:
+def test_remedy_for_calls_without_ids_names_inexpressible_messages() -> None:
     [found] = troubles(facts(calls=(kind(reason="no_token_ids"),)))
     assert "messages that chat completions cannot express" in found.remedy
 

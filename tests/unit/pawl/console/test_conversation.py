@@ -184,7 +184,7 @@ def test_reply_that_is_no_json_is_shown_as_text(body: bytes) -> None:
     assert turn.messages is None
 
 
-def test_call_is_shown_as_what_it_adds_to_the_one_before() -> None:
+def test_call_is_shown_as_its_additions_to_the_previous_call() -> None:
     reply = {"role": "assistant", "content": "a"}
     before = {"messages": [SYSTEM, USER]}
     whole = {"choices": [{"message": reply}]}
@@ -200,14 +200,14 @@ def test_call_is_shown_as_what_it_adds_to_the_one_before() -> None:
     assert (summary.same, summary.left_out) == (1, 1)
 
 
-def test_of_many_messages_the_first_and_the_last_are_shown() -> None:
+def test_first_and_last_of_many_messages_are_shown() -> None:
     many = [{"role": "user", "content": str(number)} for number in range(1000)]
     shown = asking({"messages": many})
     assert (len(shown.messages), shown.more) == (MOST_MESSAGES, 1000 - MOST_MESSAGES)
     assert [shown.messages[0].parts[0].text, shown.messages[-1].parts[0].text] == ["0", "999"]
 
 
-def test_page_has_room_for_so_many_characters() -> None:
+def test_page_limits_characters_in_total_and_for_each_text() -> None:
     said = asking({"prompt": "x" * 10_000}).messages
     space = Space(5000, 3000)
     fitted = [list(space.fit(said[0].parts)) for _ in range(3)]
@@ -221,27 +221,27 @@ def test_page_has_room_for_so_many_characters() -> None:
         {"role": "assistant", "tool_calls": [CALL] * 50_000},
     ],
 )
-def test_of_many_parts_of_a_message_the_first_are_shown(message: Any) -> None:
+def test_first_of_many_parts_of_a_message_are_shown(message: Any) -> None:
     [said] = asking({"messages": [message]}).messages
     assert len(said.parts) == MOST_PARTS + 1
     assert (said.parts[-1].kind, said.parts[-1].title) == ("more", "what follows is not shown")
 
 
 @pytest.mark.parametrize("reply", [{"choices": [{"text": "a"}] * 1000}, {"output": [{}] * 1000}])
-def test_of_many_messages_of_a_reply_the_first_are_shown(reply: Any) -> None:
+def test_first_of_many_messages_of_a_reply_are_shown(reply: Any) -> None:
     said = reply_in(json.dumps(reply).encode())
     assert len(said) == MOST_MESSAGES + 1
     assert said[-1].parts[0].title == "what follows is not shown"
 
 
-def test_nested_parts_are_as_many_as_those_of_one_list() -> None:
+def test_nested_parts_are_limited_like_a_flat_list() -> None:
     nested: list[Any] = [{"content": [{"content": [{}] * 100}] * 100}] * 10
     [said] = asking({"messages": [{"role": "user", "content": nested}]}).messages
     assert len(said.parts) == MOST_PARTS + 1
     assert said.parts[-1].title == "what follows is not shown"
 
 
-def test_page_has_room_for_so_many_parts() -> None:
+def test_page_limits_the_number_of_parts() -> None:
     said = asking({"messages": [{"role": "user", "content": [{}] * 10}]}).messages
     space = Space(5000, 3000, parts=15)
     fitted = [list(space.fit(said[0].parts)) for _ in range(3)]

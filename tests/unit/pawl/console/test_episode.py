@@ -36,7 +36,7 @@ def recorded(calls: list[Any], **changes: Any) -> EpisodeDetail:
     return EpisodeDetail(**facts | {"earlier_calls": 0, "split": "train", "task": "t"} | changes)
 
 
-def test_agents_have_lanes_on_one_time_axis() -> None:
+def test_agents_have_lanes_on_a_shared_time_axis() -> None:
     calls = [
         head(0),
         head(1, agent="b", trainable=False, reason="greedy"),
@@ -84,7 +84,7 @@ def test_episode_says_why_it_waits(fate: dict[str, Any], episode: dict[str, Any]
     assert bool(said) is bool(why)
 
 
-def test_requests_are_made_whole_whatever_the_order_in_which_they_were_stored() -> None:
+def test_requests_are_rebuilt_in_any_order_of_storage() -> None:
     bodies = {UUID(int=n): b"the same beginning " * n + b"%d" % n for n in (1, 2, 3, 4)}
     # The third was stored first: the others are additions to each other, and a fifth is lost.
     parents = {2: 3, 1: 2, 4: 1}

@@ -19,7 +19,7 @@ HASHES = {
 }
 
 
-def test_vendored_files_are_those_that_their_makers_published() -> None:
+def test_vendored_files_have_the_published_hashes() -> None:
     found = {one.name: one.read_bytes() for one in VENDOR.iterdir()}
     assert {name: sha256(content).hexdigest() for name, content in found.items()} == HASHES
     assert sum(map(len, found.values())) <= 120 * 1024
@@ -39,7 +39,7 @@ def test_vendored_files_are_those_that_their_makers_published() -> None:
         ("مرحبا", "مرحبا"),
     ],
 )
-def test_hostile_text_is_shown_as_text_with_all_that_is_unseen(text: str, shown: str) -> None:
+def test_hostile_text_is_escaped_and_invisible_characters_are_shown(text: str, shown: str) -> None:
     assert visible(text) == f'<bdi class="text">{shown}</bdi>'
 
 

@@ -30,7 +30,7 @@ def test_form_states_the_metrics_that_were_chosen(
     assert {one["episode"] for one in stated} == {"e1"}
 
 
-def test_correction_is_stated_of_its_call_with_the_first_value() -> None:
+def test_correction_goes_to_its_call_beside_the_first_value() -> None:
     given = {
         "value:reward": "0",
         "value:verdict": "bad",

@@ -24,13 +24,15 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
         ({"version": 3, "state": "serving", "frozen_at": NOON}, ["serving", "training held"]),
     ],
 )
-def test_version_stands_as_its_words_say(version: dict[str, object], words: list[str]) -> None:
+def test_words_describe_the_state_of_a_version(
+    version: dict[str, object], words: list[str]
+) -> None:
     names = ("share", "unloaded_at", "ended_at", "files_deleted_at", "frozen_at")
     row: Any = SimpleNamespace(**{"version": 0, **dict.fromkeys(names), **version})
     assert words_of(row) == words
 
 
-def test_confirmation_is_of_the_effects_of_a_change_to_a_version() -> None:
+def test_confirmation_depends_on_the_effects_of_a_change() -> None:
     def seen(now: str = "serving", **of: Any) -> str:
         changed = {"action": "promote", "policy": "m", "number": 1} | of
         return Change(**changed, moved=((1, ["retired"], [now]),)).digest
@@ -50,7 +52,7 @@ def update(at: int = 0, state: str = "done", took: float | None = 30, **metrics:
     )
 
 
-def test_plots_have_the_figures_that_any_update_has_oldest_first() -> None:
+def test_plots_show_recorded_figures_oldest_first() -> None:
     newest = update(60, loss=0.2, entropy=0.3)
     plots = plots_of([newest, update(30, state="abandoned"), update(0, loss=0.4, entropy=2.1)])
     assert list(plots) == ["Entropy, nats a token", "Loss", "Seconds"]

@@ -97,7 +97,7 @@ def test_pairs_of_tasks_come_to_the_same_verdicts(case: Case) -> None:
 
 
 @pytest.mark.parametrize("effect", [0.0, -RULE.margin])
-def test_wrong_verdicts_are_rarer_than_the_rule_allows_though_each_episode_is_looked_at(
+def test_wrong_verdicts_stay_within_the_rule_despite_continuous_looks(
     effect: float,
 ) -> None:
     wrong = {0.0: "worse", -RULE.margin: "better"}[effect]
@@ -127,8 +127,8 @@ def followed(*phases: tuple[int, int, float, float], share: float = 0.9) -> Comp
     return comparison
 
 
-def test_watch_finds_a_version_that_is_worse_than_those_before_it() -> None:
-    """They were better than the control, which proves nothing for what follows them."""
+def test_watch_finds_a_version_worse_than_its_predecessors() -> None:
+    """The predecessors beat the control, which proves nothing for the versions after them."""
     assert followed((2_000, 1, 0.9, 0.5)).verdict is None
     verdict = followed((2_000, 1, 0.9, 0.5), (2_000, 2, 0.2, 0.5)).verdict
     assert verdict is not None
@@ -138,7 +138,7 @@ def test_watch_finds_a_version_that_is_worse_than_those_before_it() -> None:
 @pytest.mark.parametrize(
     ("second", "moves_to"), [(0.8, 1), (0.5, None)], ids=["in line", "falls behind"]
 )
-def test_control_moves_on_to_a_version_that_half_of_what_is_known_came_after(
+def test_control_moves_on_to_a_version_with_half_of_the_evidence_after_it(
     second: float, moves_to: int | None
 ) -> None:
     """Evidence of several versions together decides; none of these has enough of its own."""
@@ -148,7 +148,7 @@ def test_control_moves_on_to_a_version_that_half_of_what_is_known_came_after(
     assert comparison.next_control == moves_to
 
 
-def test_fall_below_the_own_past_is_seen_soon_and_before_that_behind_the_control() -> None:
+def test_fall_below_its_own_past_is_seen_before_a_verdict() -> None:
     assert followed((1_000, 1, 0.8, 0.8)).fall is None
     comparison = followed((1_000, 1, 0.8, 0.8), (150, 2, 0.5, 0.8))
     assert comparison.fall == pytest.approx(0.3, abs=0.12)
@@ -172,7 +172,7 @@ def test_outage_is_no_fall() -> None:
     ],
 )
 @pytest.mark.parametrize("watches", [False, True])
-def test_loss_on_a_family_that_is_more_than_the_gain_on_others_is_found(
+def test_trade_between_families_is_found_and_judged(
     undecided: Literal["promote", "keep"],
     means: Mapping[str, float],
     trade: str | None,
@@ -192,7 +192,7 @@ def test_loss_on_a_family_that_is_more_than_the_gain_on_others_is_found(
     assert {one.name for one in comparison.figures().families} == {"a", "b"}
 
 
-def test_fall_of_the_whole_world_is_no_fault_of_what_serves() -> None:
+def test_fall_of_both_arms_is_not_held_against_the_serving_version() -> None:
     random, comparison = Random(2), Comparison(RULE, watches=True)
     for episode in range(4_000):
         is_new = random.random() < 0.9
@@ -200,7 +200,7 @@ def test_fall_of_the_whole_world_is_no_fault_of_what_serves() -> None:
     assert comparison.verdict is None or comparison.verdict.kind == "better"
 
 
-def test_verdict_of_a_trial_stands_whatever_comes_later() -> None:
+def test_verdict_of_a_trial_is_final() -> None:
     comparison = compared(scored(0.9))
     verdict = comparison.verdict
     assert verdict is not None
@@ -238,7 +238,7 @@ def test_expected_difference_points_to_harm_of_a_canary_only_from_half_the_margi
     assert comparison.points_to_harm == harmful
 
 
-def test_rewards_out_of_range_count_as_its_ends_and_are_counted() -> None:
+def test_rewards_out_of_range_are_clipped_and_counted() -> None:
     comparison = Comparison(PublishOptions(reward_range=(0.0, 2.0), margin=0.1))
     comparison.add_pair(
         [ComparedEpisode("one", 5.0)], [ComparedEpisode("one", -1.0), ComparedEpisode("one", 1.0)]
@@ -249,9 +249,7 @@ def test_rewards_out_of_range_count_as_its_ends_and_are_counted() -> None:
     assert figures.difference == 1.5
 
 
-def test_failed_episode_without_a_reward_counts_as_the_lowest_and_an_unscored_one_not_at_all() -> (
-    None
-):
+def test_failed_episode_counts_as_lowest_reward_and_unscored_is_ignored() -> None:
     comparison = Comparison(RULE)
     comparison.add_pair([ComparedEpisode("one", None, failed=True)], [ComparedEpisode("one", 1.0)])
     comparison.add_pair([ComparedEpisode("one", None)], [ComparedEpisode("one", 1.0)])
@@ -284,20 +282,20 @@ def test_bounds_close_in_on_the_difference() -> None:
     ("per_hour", "taken", "share"),
     [(0.0, 0.0, MOST_SHARE), (2.0, 0.0, MOST_SHARE), (2.0, 0.5, 0.25), (1e6, 0.0, LEAST_SHARE)],
 )
-def test_canary_gets_half_of_little_traffic_and_little_of_much(
+def test_canarys_share_falls_with_the_traffic_within_bounds(
     per_hour: float, taken: float, share: float
 ) -> None:
     assert canary_share(per_hour, RULE, taken) == share
 
 
-def test_canarys_share_gives_the_information_that_a_decision_needs_in_time() -> None:
+def test_canarys_share_suffices_for_a_decision_in_time() -> None:
     share = canary_share(100.0, RULE)
     episodes = 100.0 * (RULE.decide_within_h - RULE.reward_delay_s / 3600)
     assert LEAST_SHARE < share < MOST_SHARE
     assert episodes * share * (1 - share) == pytest.approx(INFORMATION)
 
 
-def test_reward_that_is_no_number_counts_as_none() -> None:
+def test_nan_reward_counts_as_unscored() -> None:
     comparison = Comparison(RULE)
     comparison.add_pair(
         [ComparedEpisode("one", nan), ComparedEpisode("one", 0.5)], [ComparedEpisode("one", 1.0)]

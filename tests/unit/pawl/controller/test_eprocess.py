@@ -131,7 +131,7 @@ def test_blocks_are_larger_the_rarer_an_arm_is(tested: float, other: float, size
     assert block_size(tested, other) == size
 
 
-def test_new_families_and_those_past_the_bound_are_centred_by_all() -> None:
+def test_new_and_surplus_families_are_centred_by_the_overall_mean() -> None:
     centres = Centres()
     assert centres.mean_of("new") == 0.5
     for number in range(MOST_CENTRES):
@@ -145,7 +145,7 @@ def test_new_families_and_those_past_the_bound_are_centred_by_all() -> None:
 @pytest.mark.parametrize(("kind", "average"), [(EProcess, 1.0), (ChangeDetector, 4.0)])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("null", [-0.5, -0.02, 0.0, 0.3])
-def test_wealth_is_what_was_given_on_average_where_the_claim_is_just_true(
+def test_mean_wealth_is_the_stake_where_the_claim_just_holds(
     kind: type[EProcess], average: float, side: Side, null: float
 ) -> None:
     # Each block shows one of three differences, whose mean is the null; weights and reaches vary.
@@ -162,7 +162,7 @@ def test_wealth_is_what_was_given_on_average_where_the_claim_is_just_true(
 
 
 @given(BLOCKS, NULLS, st.sampled_from(SIDES))
-def test_wealth_is_never_negative_and_can_be_had_afterwards(
+def test_wealth_is_never_negative_and_can_be_recomputed_from_blocks(
     blocks: list[Block], null: float, side: Side
 ) -> None:
     wealth, late = EProcess(null, side), ChangeDetector(null, side)
@@ -191,7 +191,7 @@ def test_wealth_stays_a_number_however_much_is_won(kind: type[EProcess]) -> None
     assert wealth.value > 1e100
 
 
-def test_late_bets_find_a_change_that_early_ones_have_lost_their_money_on() -> None:
+def test_change_detector_finds_a_late_change_that_the_e_process_misses() -> None:
     early, late = EProcess(0.0, ABOVE), ChangeDetector(0.0, ABOVE)
     for block in [Block(-0.3, 1.0, 1.0)] * 200 + [Block(0.5, 1.0, 1.0)] * 60:
         early.update(block)
@@ -201,7 +201,7 @@ def test_late_bets_find_a_change_that_early_ones_have_lost_their_money_on() -> N
 
 
 @given(FULL_REACH, MISTAKES)
-def test_bounds_are_where_the_wealth_reaches_what_is_needed(
+def test_bounds_are_where_the_wealth_refutes_the_claim(
     blocks: list[Block], mistakes: float
 ) -> None:
     lower, upper = bound(blocks, mistakes, ABOVE), bound(blocks, mistakes, BELOW)

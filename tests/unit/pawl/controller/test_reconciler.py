@@ -40,7 +40,7 @@ def adapter(name: str, number: int, root: str | None = None) -> dict[str, dict[s
 BASE: Final[dict[str, dict[str, str | None]]] = {"base": {"root": "/m", "parent": None}}
 
 
-def test_serving_version_comes_first_then_what_has_a_share_then_the_newest() -> None:
+def test_serving_version_comes_first_then_shares_then_the_newest() -> None:
     versions = [
         version("a", 0, "retired"),
         version("a", 1, "retired", share=0.05),

@@ -53,7 +53,7 @@ def test_every_settled_run_counts_once(runs: list[Ended]) -> None:
 
 
 @pytest.mark.parametrize(("second", "is_binary"), [(1.0, True), (0.5, False)])
-def test_interval_is_wilsons_for_right_and_wrong_and_students_else(
+def test_interval_is_wilsons_for_binary_rewards_and_students_else(
     second: float, is_binary: bool
 ) -> None:
     figures = RunCounts(2)
@@ -62,7 +62,7 @@ def test_interval_is_wilsons_for_right_and_wrong_and_students_else(
     assert (figures.summary()["high"] == 1.0) == is_binary
 
 
-def test_nothing_done_has_no_mean() -> None:
+def test_counts_without_a_run_have_no_mean() -> None:
     summary = RunCounts(3).summary()
     assert (summary["reward"], summary["low"], summary["high"]) == (None, None, None)
 
@@ -118,7 +118,7 @@ def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sh
     return made
 
 
-async def test_terminal_shows_how_far_it_is_and_follows(shown: Shown) -> None:
+async def test_terminal_follows_the_progress_and_trouble_of_a_rollout(shown: Shown) -> None:
     async with shown.showing():
         await until(lambda: "0/20" in shown.written.getvalue())
         shown.progress()

@@ -84,7 +84,7 @@ def test_reward_is_the_sum_that_the_recipe_makes_of_the_judges_metrics() -> None
     assert found.figures.difference == 0.75
 
 
-def test_used_up_budget_is_undecided_by_what_was_seen_so_far() -> None:
+def test_used_up_budget_is_undecided_and_says_where_evidence_points() -> None:
     found = evaluated(100, scored(0.46), scored(0.5), tries=1, most_runs=20)
     assert (found.outcome, found.planned, found.tasks) == ("undecided", 10, 10)
     assert found.points_to_harm
@@ -93,7 +93,7 @@ def test_used_up_budget_is_undecided_by_what_was_seen_so_far() -> None:
     assert "what was seen does not speak against m@2" in seen.reason
 
 
-def test_unscored_runs_leave_the_pair_alone() -> None:
+def test_unscored_run_does_not_count_in_its_pair() -> None:
     job = a_job(tries=2)
     runs = job.runs(tasks(1))
     pairs = Pairs(job, runs)
@@ -118,7 +118,7 @@ def test_both_versions_run_each_task_side_by_side_in_an_order_of_the_seed() -> N
         a_job(tries=3, most_runs=5).runs(tasks(50))
 
 
-def test_verdict_is_the_same_whatever_ends_first() -> None:
+def test_verdict_does_not_depend_on_the_order_in_which_runs_end() -> None:
     chance = random.Random(1)
     job = a_job(tries=2)
     runs = job.runs(tasks(200))
@@ -133,7 +133,7 @@ def test_verdict_is_the_same_whatever_ends_first() -> None:
     assert all(one.figures == found[0].figures and one.tasks == found[0].tasks for one in found)
 
 
-def test_at_most_one_in_twenty_versions_is_called_worse_than_itself() -> None:
+def test_at_most_5_percent_of_versions_are_called_worse_than_themselves() -> None:
     chance = random.Random(0)
     outcomes = []
     for _ in range(1000):
@@ -168,7 +168,7 @@ LISTED = Models(frozenset({"m", "m@2", "m@5", "m@10", "n@11"}), ("m@5", "n@11"))
         ("m@5", "@x", "--against @x: write a version of m"),
     ],
 )
-def test_versions_are_those_named_or_the_newest_and_what_serves(
+def test_named_versions_are_compared_or_else_newest_and_serving(
     policy: str | None, against: str | None, expected: tuple[str, str] | str
 ) -> None:
     if isinstance(expected, str):

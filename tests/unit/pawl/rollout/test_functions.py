@@ -127,7 +127,7 @@ async def call(
         ("well", None),
     ],
 )
-async def test_failure_of_a_function_is_named_and_the_next_run_is_well(
+async def test_failure_of_a_function_is_named_and_the_next_run_succeeds(
     start: Start, do: str, error: str | None
 ) -> None:
     agent = await start()
@@ -174,7 +174,7 @@ async def test_coroutines_of_a_process_share_its_event_loop(start: Start) -> Non
         assert (await call(agent)).output == "well"
 
 
-async def test_run_gets_its_variables_and_none_of_pawls(
+async def test_run_gets_only_its_own_variables(
     start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", "postgresql://secret")
@@ -194,7 +194,7 @@ async def test_run_gets_its_variables_and_none_of_pawls(
 
 
 @pytest.mark.parametrize("seconds", [0, 60])
-async def test_daemon_that_a_function_leaves_holds_nobody_up(
+async def test_daemon_left_by_a_function_delays_neither_result_nor_stop(
     start: Start, folder: Path, seconds: int
 ) -> None:
     agent = await start()

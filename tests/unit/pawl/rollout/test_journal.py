@@ -129,7 +129,7 @@ def settled_runs(data: bytes) -> dict[RunKey, str]:
         (b'{"line":"plank', "j is no journal of a rollout; name another"),
     ],
 )
-def test_another_file_is_refused(data: bytes, message: str) -> None:
+def test_file_that_is_no_journal_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         read(data)
 
@@ -146,7 +146,7 @@ def test_torn_line_is_written_over(tmp_path: Path) -> None:
     assert read(path.read_bytes()).under_way == []
 
 
-def test_file_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
+def test_foreign_file_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("to do")
     with pytest.raises(RolloutError, match="is no journal"):
@@ -188,7 +188,7 @@ def test_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
     assert [begun.episode for begun in read(path.read_bytes()).under_way] == ["e2"]
 
 
-def test_journal_has_one_writer(tmp_path: Path) -> None:
+def test_second_writer_of_a_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal = Journal(path)
     with pytest.raises(RolloutError, match="another pawl rollout is writing"):

@@ -189,7 +189,7 @@ def test_each_policy_has_a_curve_of_its_own() -> None:
         ([0.5, 0.2, 0.6], 0.3),
     ],
 )
-def test_fall_is_from_the_best_before_it(scores: list[float], fall: float) -> None:
+def test_fall_is_measured_from_the_best_earlier_score(scores: list[float], fall: float) -> None:
     assert largest_fall(scores) == pytest.approx(fall)
 
 
@@ -229,11 +229,13 @@ def test_fall_is_from_the_best_before_it(scores: list[float], fall: float) -> No
         "no time for more updates",
     ],
 )
-def test_waves_end_when(rule: Ending, seen: Progress, ends: bool) -> None:
+def test_waves_end_once_the_target_or_a_limit_is_reached(
+    rule: Ending, seen: Progress, ends: bool
+) -> None:
     assert rule.is_reached(seen) is ends
 
 
-def test_there_are_waves_enough_for_so_many_updates() -> None:
+def test_limit_of_waves_grows_with_the_updates_asked_for() -> None:
     assert ending().waves == 40
     assert ending(most_waves=2, updates=50).waves == 100
     assert ending(updates=3).waves == 40
@@ -259,9 +261,7 @@ def test_waves_reward_is_that_of_the_leading_policys_update() -> None:
 
 
 @pytest.mark.parametrize(("best", "said"), [(0.75, "75%[/] in 2"), (0.8, "75%[/] (best 80%) in 2")])
-def test_last_words_say_what_rose_and_the_best_where_it_was_not_the_last(
-    best: float, said: str
-) -> None:
+def test_closing_words_name_the_best_score_unless_it_is_the_last(best: float, said: str) -> None:
     words = closing_words("reward", SUMMARY | {"best": best}, Path("x"), Path("x/data"), "writer")
     assert f"Held-out reward went from [bold]25%[/] to [bold]{said} updates" in words
 
@@ -290,7 +290,7 @@ def test_several_policies_have_each_a_curve_in_the_picture(tmp_path: Path) -> No
     assert one[1] < two[1]
 
 
-def test_picture_names_the_first_the_best_and_the_last_look() -> None:
+def test_picture_labels_the_first_best_and_last_look() -> None:
     seen = progress()
     seen.held_out = [
         HeldOut(waves=wave, updates=wave, score=score)

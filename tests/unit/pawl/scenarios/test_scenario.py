@@ -44,7 +44,7 @@ def test_keys_that_a_file_leaves_out_have_defaults() -> None:
     assert scenario.score == "reward"
 
 
-def test_agents_of_several_policies_know_whom_they_ask_for() -> None:
+def test_scenario_of_several_policies_names_no_policy_to_its_agents() -> None:
     assert parse_scenario(LEAST + 'policies = "policies.toml"', Path("x")).asks_for == ""
 
 
@@ -53,8 +53,8 @@ def test_missing_key_is_named() -> None:
         parse_scenario('title = "A"', Path("sums"))
 
 
-async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
-    """The last one may be ending yet, and its database write into the folder."""
+async def test_folder_in_use_is_refused_to_another_run(tmp_path: Path) -> None:
+    """The last run may be ending yet, and its database write into the folder."""
     var = tmp_path / "var" / "calculator"
     options = RunOptions(
         name="calculator", minutes=1.0, seed=0, var=var, models=tmp_path / "models"
@@ -66,7 +66,7 @@ async def test_folder_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
         assert var.is_dir()
 
 
-async def test_time_limit_counts_from_when_everything_is_up(
+async def test_time_limit_starts_once_the_stack_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[float] = []
@@ -109,7 +109,7 @@ async def test_tasks_that_take_too_long_say_so(
         await make_tasks(scenario, 1, 0, "train", tmp_path)
 
 
-async def test_there_may_be_fewer_held_out_tasks_than_asked_for_but_no_fewer_others(
+async def test_too_few_tasks_are_accepted_only_if_held_out(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "tasks.py").write_text("""print('{"id": "t", "answer": 1}')""")
@@ -126,7 +126,7 @@ def test_missing_template_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_example_is_whole(name: str) -> None:
+def test_each_example_is_complete(name: str) -> None:
     scenario = find_scenario(name)
     template = chat_template(scenario)
     assert template is None or template.is_file()
@@ -162,7 +162,7 @@ def said(
     return run
 
 
-def test_command_needs_a_name_that_it_knows(said: Said) -> None:
+def test_missing_or_unknown_example_name_is_refused(said: Said) -> None:
     assert said(None) == "pawl: name an example, as in `make example NAME=math`"
     assert "there is no example 'nope': name one of bfcl, calculator, math" in said("nope")
 
