@@ -33,7 +33,7 @@ def test_share_of_episodes_explores(share: float, name: Callable[[int], str]) ->
 
 
 @given(st.text(), st.floats(min_value=1e-9, max_value=1), st.floats(min_value=1e-9, max_value=1))
-def test_a_smaller_share_lies_within_a_larger_one_and_all_are_in_the_whole(
+def test_larger_share_explores_every_episode_of_a_smaller_share(
     episode: str, one: float, other: float
 ) -> None:
     small, large = sorted((one, other))
@@ -42,12 +42,12 @@ def test_a_smaller_share_lies_within_a_larger_one_and_all_are_in_the_whole(
     assert is_chosen(episode, one) == is_chosen(episode, one)
 
 
-def test_a_name_that_is_no_unicode_text_is_chosen_or_not_all_the_same() -> None:
+def test_name_that_is_no_unicode_text_can_be_chosen() -> None:
     assert is_chosen("\ud800", 1.0)
 
 
-def test_the_choice_is_the_one_that_it_has_been_since_it_was_released() -> None:
-    """Another one would turn episodes under way."""
+def test_choice_of_exploring_episodes_never_changes() -> None:
+    """Another choice would change episodes under way."""
     chosen = [number for number in range(60) if is_chosen(f"episode-{number}", 0.1)]
     assert chosen == [1, 3, 5, 6, 23, 48]
 
@@ -78,7 +78,7 @@ def changes(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_temperature_below_the_least_is_raised_and_no_other(name: str) -> None:
+def test_only_a_temperature_below_the_minimum_is_raised(name: str) -> None:
     assert changes(name, temperature=0) == {"temperature": 0.7}
     assert changes(name, temperature=0.3) == {"temperature": 0.7}
     assert changes(name, temperature=0.7) is None
@@ -95,13 +95,13 @@ def test_the_servers_own_temperature_counts_where_the_request_names_none(name: s
     assert changes(name, WARMER, greedy, temperature=0.9) is None
 
 
-def test_a_seed_goes_with_a_temperature_that_is_raised() -> None:
+def test_seed_is_removed_if_the_temperature_is_raised() -> None:
     assert changes("chat", temperature=0, seed=7) == {"temperature": 0.7, "seed": None}
     assert changes("chat", temperature=1, seed=7) is None
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_strict_is_dropped_where_the_server_would_hold_calls_to_it(name: str) -> None:
+def test_strict_is_dropped_only_where_the_server_enforces_grammars(name: str) -> None:
     tools = [STRICT[name]]
     assert changes(name, tools=tools) == {"strict": None}
     assert changes(name, tools=tools, temperature=0) == {"temperature": 0.7, "strict": None}
@@ -111,7 +111,7 @@ def test_strict_is_dropped_where_the_server_would_hold_calls_to_it(name: str) ->
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_strict_tools_of_a_known_syntax_stay_strict_unless_they_are_to_be_free(name: str) -> None:
+def test_strict_tools_of_a_known_syntax_stay_strict_unless_loosened(name: str) -> None:
     tagged, tools = SamplingDefaults(tool_tag="hermes"), [STRICT[name]]
     assert changes(name, WARMER, tagged, tools=tools, temperature=0) == {"temperature": 0.7}
     assert changes(name, LOOSER, tagged, tools=tools) == {"strict": None}
@@ -139,26 +139,26 @@ def test_strict_tools_of_a_known_syntax_stay_strict_unless_they_are_to_be_free(n
         {"tools": [STRICT["chat"]], "response_format": {"type": "json_object"}},
     ],
 )
-def test_a_call_that_could_not_be_trained_on_all_the_same_is_left_alone(
+def test_call_that_exploring_cannot_make_trainable_is_left_alone(
     fields: dict[str, Any],
 ) -> None:
     assert changes("chat", **{"temperature": 0} | fields) is None
 
 
-def test_one_change_alone_that_would_not_do_is_not_made() -> None:
+def test_single_change_that_does_not_suffice_is_not_made() -> None:
     """A strict tool's call stays constrained, a cold one greedy."""
     tools = [STRICT["chat"]]
     assert changes("chat", WARMER, tools=tools, temperature=0) is None
     assert changes("chat", LOOSER, tools=tools, temperature=0) is None
 
 
-def test_the_top_k_of_the_server_may_leave_one_token_too() -> None:
+def test_servers_top_k_of_1_prevents_exploring_unless_overridden() -> None:
     one = SamplingDefaults(others={"top_k": 1})
     assert changes("chat", BOTH, one, temperature=0) is None
     assert changes("chat", BOTH, one, temperature=0, top_k=20) == {"temperature": 0.7}
 
 
-def test_a_form_of_the_reply_stays_and_so_does_a_forced_calls_strictness() -> None:
+def test_response_format_and_strictness_of_forced_calls_stay() -> None:
     form = {
         "type": "json_schema",
         "json_schema": {"name": "f", "schema": SCHEMA, "strict": True},
@@ -175,7 +175,7 @@ def test_a_body_that_is_no_object_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_byte_but_those_that_change_is_the_clients(name: str) -> None:
+def test_unchanged_bytes_of_the_request_stay_the_clients(name: str) -> None:
     body = json.dumps(PLAIN[name])[:-1].encode()
     odd = b',"x": 1.50,"temperature" : 0e0, "user":"\\u00e9\\ud83d\\ude00 ", "seed":1,"y":[ 1e2 ]}'
     request = read_request(body + odd)
@@ -194,12 +194,12 @@ def test_every_byte_but_those_that_change_is_the_clients(name: str) -> None:
     assert request.fields["temperature"] == 0
 
 
-def test_a_temperature_that_was_not_named_is_added() -> None:
+def test_missing_temperature_is_added() -> None:
     made = with_explored(read_request(b'{"model":"m"}'), {"temperature": 0.5})
     assert made.body == b'{"model":"m","temperature":0.5}'
 
 
-def test_tools_lose_strict_alone_and_those_that_are_not_strict_nothing() -> None:
+def test_strict_tools_lose_only_strict_and_other_tools_nothing() -> None:
     tools = (
         b'[{"type":"function","function":{"strict":true,"name":"a","parameters":{"strict": true}}},'
         b'{"type" : "function","function":{"name":"b","strict": false}},'
@@ -216,7 +216,7 @@ def test_tools_lose_strict_alone_and_those_that_are_not_strict_nothing() -> None
 
 
 @pytest.mark.parametrize("tools", [None, []], ids=["null", "empty"])
-def test_call_to_which_a_message_adds_a_strict_tool_is_left_alone(tools: Any) -> None:
+def test_call_with_a_strict_tool_added_by_a_message_is_left_alone(tools: Any) -> None:
     definition = {"name": "f", "input_schema": SCHEMA, "strict": True}
     tool = {"type": "tool_definition", "definition": definition}
     changes = [{"role": "system", "content": [{"type": "tool_addition", "tool": tool}]}]
@@ -250,7 +250,7 @@ TOOLS = st.lists(
     st.sampled_from([0.0, 0.2, 0.7, 1.0]),
     st.sampled_from([(False, None), (True, None), (True, "hermes")]),
 )
-def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
+def test_any_exploring_call_is_recorded_as_it_is_sampled(
     name: str, fields: dict[str, Any], tools: Any, temperature: float, parser: tuple[bool, Any]
 ) -> None:
     """The ingester reads of the client's own request what the server reads of the changed one."""

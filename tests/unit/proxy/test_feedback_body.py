@@ -81,13 +81,13 @@ def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
         ("reward", "object"),
     ],
 )
-def test_what_is_wrong_is_named(body: Any, named: str) -> None:
+def test_invalid_feedback_is_refused_with_the_reason(body: Any, named: str) -> None:
     with pytest.raises(BadRequest, match=named):
         parse(body)
 
 
 @pytest.mark.parametrize("text", ["so", " so\n", "s" * 65_536, "ü"])
-def test_correction_stands_beside_a_value_as_it_came(text: str) -> None:
+def test_correction_beside_a_value_is_kept_unchanged(text: str) -> None:
     [item] = parse({"value": 0, "correction": text, "call": str(new_id())}).items
     assert (item.value, item.correction) == (0.0, text)
     [item] = parse({"value": 0, "correction": None, "episode": "e"}).items

@@ -64,13 +64,13 @@ def test_budget_used_is_the_sum_of_the_claims(steps: list[tuple[str, int, int]])
 
 @pytest.mark.parametrize("limit", [1, 2**20, 16 * 2**20, LIMIT])
 @given(size=st.integers(0, 2**40))
-def test_whatever_the_budget_one_request_alone_is_let_in(limit: int, size: int) -> None:
+def test_lone_request_is_let_in_with_any_budget(limit: int, size: int) -> None:
     with Budget(limit).claim() as alone:
         alone.ask(size)
         assert alone.held == size
 
 
-def test_one_large_request_is_let_in_and_small_ones_beside_it() -> None:
+def test_large_request_is_let_in_alone_and_small_requests_beside_it() -> None:
     budget = Budget(LIMIT)
     with budget.claim() as large, budget.claim() as other, budget.claim() as small:
         large.ask(3 * LIMIT)
@@ -83,7 +83,7 @@ def test_one_large_request_is_let_in_and_small_ones_beside_it() -> None:
     assert budget.used == 0
 
 
-def test_a_block_that_fails_gives_back_what_it_held() -> None:
+def test_failing_block_gives_back_its_claim() -> None:
     budget = Budget(LIMIT)
 
     def fail() -> None:
@@ -117,12 +117,12 @@ def test_body_is_parsed_within_its_limits(body: bytes, refusal: Any) -> None:
             check_shape(body)
 
 
-def test_only_what_is_long_is_read_beside_the_loop() -> None:
+def test_only_bodies_that_take_long_are_parsed_beside_the_loop() -> None:
     for body, long in ((b"[]", False), (b"[" + b"{}," * 4000, True), (b" " * LONG_BYTES, False)):
         assert takes_long(body, check_shape(body)) is long
 
 
-async def test_work_beside_the_loop_gives_way_to_it_sooner_and_only_while_it_runs() -> None:
+async def test_switch_interval_is_shorter_only_during_work_beside_the_loop() -> None:
     usual = sys.getswitchinterval()
     intake = Intake(budget=LIMIT, max_body=LIMIT, max_feedback=LIMIT)
     assert await intake.beside(sys.getswitchinterval) == pytest.approx(SWITCH_S)

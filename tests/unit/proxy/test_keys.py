@@ -81,7 +81,7 @@ def test_wrong_revoked_and_missing_keys_are_refused_from_anywhere() -> None:
         assert refused(gate, Shown(credential)) is NoKey
 
 
-def test_revoking_the_last_key_lets_nobody_in() -> None:
+def test_no_request_is_let_in_after_the_last_key_is_revoked() -> None:
     for access in get_args(Access):
         assert refused(gate_with(ring(), access), ANYBODY) is NoKey
 
@@ -96,14 +96,14 @@ def test_loopback_alone_may_call_while_no_key_was_made(shown: Shown, local: bool
     assert refused(gate_with(NO_KEYS, "keys"), shown, local=local) is NoKey
 
 
-def test_refusal_of_a_relayed_request_names_what_opens_the_port() -> None:
+def test_refusal_of_a_relayed_request_names_the_remedy() -> None:
     with pytest.raises(Forbidden, match=r"pawl keys create NAME.*PAWL_ACCESS=anyone") as told:
         gate_with(NO_KEYS).check(RELAYED, "infer", ASKED, local=True)
     assert "reverse proxy" in str(told.value)
 
 
 @pytest.mark.parametrize("access", get_args(Access))
-def test_unknown_keys_let_nobody_in(access: Access) -> None:
+def test_no_request_is_let_in_while_the_keys_are_unknown(access: Access) -> None:
     _, shown = made("infer")
     assert refused(Gate(access), shown) is KeysUnknown
     gate = gate_with(None, access)
@@ -165,7 +165,7 @@ def test_file_of_keys_is_private_and_holds_hashes_alone(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"made": 1}', b"\xff", b"[" * 100_000])
-def test_unreadable_file_of_keys_is_no_empty_one(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_file_of_keys_is_not_taken_as_empty(tmp_path: Path, content: bytes) -> None:
     file = KeyFile(tmp_path)
     file.write(ring(made("infer")[0]))
     [path] = [one for one in tmp_path.rglob("*") if one.is_file()]
@@ -175,7 +175,7 @@ def test_unreadable_file_of_keys_is_no_empty_one(tmp_path: Path, content: bytes)
     assert KeyFile(tmp_path).read() is None
 
 
-def test_file_of_keys_that_is_written_or_lost_has_changed(tmp_path: Path) -> None:
+def test_written_or_removed_file_of_keys_has_changed(tmp_path: Path) -> None:
     file = KeyFile(tmp_path)
     assert file.changed()
     assert not file.changed()
@@ -447,7 +447,7 @@ def events(*values: Any) -> bytes:
         (b"", 0),
     ],
 )
-def test_tokens_are_the_usages_or_the_ids_or_estimated(reply: bytes, tokens: int) -> None:
+def test_tokens_are_counted_by_usage_or_ids_or_estimated(reply: bytes, tokens: int) -> None:
     assert tokens_of(REQUEST, reply) == tokens
 
 
@@ -461,7 +461,7 @@ def test_very_long_reply_counts_by_its_length() -> None:
     assert tokens_of(b"", reply, deflated=True) == 8 * 2**20
 
 
-def test_error_costs_what_its_usage_says() -> None:
+def test_error_costs_only_the_tokens_of_its_usage() -> None:
     refusal = b'{"error":{"message":"busy"}}'
     assert tokens_of(REQUEST, refusal) > 0
     assert tokens_of(REQUEST, refusal, refused=True) == 0

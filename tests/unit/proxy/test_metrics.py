@@ -113,7 +113,7 @@ def test_counts_of_killed_processes_survive_and_their_gauges_do_not(folder: Path
     third.kill()
 
 
-def test_files_are_as_many_as_processes_that_ran_at_once(folder: Path) -> None:
+def test_successive_processes_reuse_a_metrics_file(folder: Path) -> None:
     for _ in range(3):
         process = Process(folder)
         process.kill()
@@ -183,7 +183,7 @@ def test_room_is_set_aside_for_every_kind_of_metric() -> None:
     assert {f"gauge_{gauge._multiprocess_mode}" for gauge in gauges} <= ROOM.keys()
 
 
-def test_a_status_is_one_that_http_defines_or_a_class() -> None:
+def test_status_label_is_a_status_of_http_or_its_class() -> None:
     found = {status_label(status) for status in range(100, 1000)}
     assert {"200", "404", "429", "503", "5xx", "4xx", "9xx"} <= found
     assert len(found) < 90

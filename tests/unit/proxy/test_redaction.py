@@ -68,7 +68,7 @@ def test_unusable_rule_is_an_error_that_names_it_and_the_remedy(text: str, says:
     assert says in str(raised.value)
 
 
-def test_missing_file_of_rules_is_an_error_and_an_unset_one_is_not(tmp_path: Path) -> None:
+def test_missing_rules_are_an_error_only_if_a_file_is_named(tmp_path: Path) -> None:
     assert open_redactor(ProxySettings(redaction=None)) is None
     with pytest.raises(BadRedaction, match=r"PAWL_REDACTION names .*Unset it to store calls as"):
         open_redactor(ProxySettings(redaction=tmp_path / "none.toml"))
@@ -141,7 +141,7 @@ def test_no_document_keeps_a_match(value: Any, ascii_only: bool) -> None:
         assert left == document
 
 
-def test_patterns_apply_in_their_order_and_all_that_hit_are_named() -> None:
+def test_patterns_apply_in_order_and_every_match_is_named() -> None:
     second = "[[rule]]\nname = 'mark'\npattern = '\\[c\\]'\nreplacement = 'd'\n"
     assert redacted('["canary-4711"]', SHORT + second) == ('["d"]', {"canary", "mark"})
 
@@ -166,7 +166,7 @@ def test_no_text_makes_a_pattern_slow() -> None:
         (b'{"a": {"x": 1, "y": "2"}}', "a.*", b'{"a":{"x":"[redacted]","y":"[redacted]"}}'),
     ],
 )
-def test_field_is_replaced_whatever_it_holds(document: bytes, path: str, expected: bytes) -> None:
+def test_field_with_any_value_is_replaced(document: bytes, path: str, expected: bytes) -> None:
     assert with_field(document, path.split("."), GONE) == expected
 
 
@@ -215,7 +215,7 @@ def by_rules(record: CallRecord, rules: str = PATTERN) -> Redacted:
     return redact_call(record, parse_rules(rules, "r"))
 
 
-def test_match_goes_with_everything_made_of_the_text() -> None:
+def test_match_is_removed_with_all_data_derived_from_its_text() -> None:
     record, by, withheld = by_rules(a_call())
     assert CANARY.encode() not in msgspec.json.encode(record)
     assert (by, withheld) == (frozenset({"canary"}), False)
@@ -232,7 +232,7 @@ def test_match_goes_with_everything_made_of_the_text() -> None:
 
 
 @pytest.mark.parametrize(("rule", "name"), [(FIELD, "user"), (REPLY, "said")])
-def test_redacted_field_takes_the_copies_of_texts_along(rule: str, name: str) -> None:
+def test_copies_of_a_redacted_field_are_removed(rule: str, name: str) -> None:
     record, by, _ = by_rules(a_call(), rule)
     assert by == {name}
     assert CANARY not in record.tool_calls[0].arguments
@@ -314,7 +314,7 @@ def piece(data: bytes, damage: str = "") -> Piece:
     return Piece(0, 0, len(data), data, 1, 1, damage)
 
 
-def test_dead_letter_of_a_refused_record_is_the_record_as_it_was_to_be_stored() -> None:
+def test_dead_letter_of_a_refused_record_holds_the_redacted_record() -> None:
     record = call(request=b'{"a":"[redacted]"}')
     data, reason = REDACTOR.letter(Entry(piece(b"canary"), record, "refused"))
     assert (decode_payload(data), reason) == (record, "refused")

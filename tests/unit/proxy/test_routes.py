@@ -144,7 +144,7 @@ def test_no_other_path_of_vllm_gets_through(method: str) -> None:
             find_route(method, re.sub(r"\{[^}]*\}", "x", path))
 
 
-def test_what_tenants_reach_beside_calls_is_known_one_by_one() -> None:
+def test_paths_that_tenants_reach_beside_calls_are_listed() -> None:
     # Whoever adds a path here has to look at what a body of it, JSON or a form, may name by an id
     # that the provider keeps for all tenants (`proxy.tenants`).
     beside = {rule.label for _, _, rule in RULES if not (rule.keeps or rule.administers)}

@@ -34,7 +34,7 @@ files = st.dictionaries(names, st.tuples(shown, st.binary(max_size=80)), max_siz
 
 
 @given(st.dictionaries(names, texts, max_size=4), files)
-def test_what_the_sdks_http_library_writes_is_read(
+def test_form_written_by_the_sdks_http_library_is_read(
     fields: dict[str, str], files: dict[str, tuple[str, bytes]]
 ) -> None:
     given = {name: (f"{file[0]}.wav", file[1]) for name, file in files.items()}
@@ -45,7 +45,7 @@ def test_what_the_sdks_http_library_writes_is_read(
 
 
 @given(st.lists(st.tuples(names, texts), max_size=4), st.binary(max_size=80))
-def test_what_aiohttp_writes_is_read(fields: list[tuple[str, str]], file: bytes) -> None:
+def test_form_written_by_aiohttp_is_read(fields: list[tuple[str, str]], file: bytes) -> None:
     data = FormData()
     for name, text in fields:
         data.add_field(name, text.encode(errors="replace").decode(), content_type="text/plain")
@@ -98,7 +98,7 @@ def test_a_part_is_read_as_clients_write_it(head: bytes) -> None:
         ([(b"model", b"")], {"model": ""}),
     ],
 )
-def test_fields_are_those_of_the_structure_that_their_names_tell(
+def test_fields_are_nested_as_their_names_say(
     pairs: list[tuple[bytes, bytes]], fields: Mapping[str, Any]
 ) -> None:
     form = said(*pairs)
@@ -106,7 +106,7 @@ def test_fields_are_those_of_the_structure_that_their_names_tell(
     assert len(form.texts) == len(pairs)
 
 
-def test_files_are_passed_over_whatever_is_in_them() -> None:
+def test_files_are_skipped_with_any_content() -> None:
     body = FILE % b'{"file_id": "f"}\r\n\r\nm@1\r\n-x--' + PART % (b"model", b"m") + END
     assert read_form(TYPE, body) == Form(("m",), {"model": "m"})
     assert read_form(TYPE, b"--x--") == Form((), {})
@@ -289,7 +289,9 @@ def test_a_structure_is_read_as_json(value: Any) -> None:
         ("application/json; charset", False),
     ],
 )
-def test_a_content_type_tells_whether_ascii_is_ascii(content_type: str, plain: bool) -> None:
+def test_charset_of_a_content_type_decides_whether_it_is_plain(
+    content_type: str, plain: bool
+) -> None:
     assert is_plain(content_type) is plain
 
 
@@ -348,7 +350,7 @@ def written(pairs: list[tuple[str, Any]], ascii_only: bool, blank: str) -> bytes
 
 
 @given(st.lists(st.tuples(odd_texts, values), max_size=6), st.booleans(), blanks)
-def test_any_object_has_a_name_twice_or_has_not(
+def test_any_object_is_checked_for_repeated_names(
     pairs: list[tuple[str, Any]], ascii_only: bool, blank: str
 ) -> None:
     names = [name for name, _ in pairs]

@@ -227,7 +227,7 @@ LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "warned"), LEFT_OUT)
-def test_unknown_name_of_what_may_be_kept_is_left_out_with_a_warning(
+def test_unknown_field_is_left_out_with_a_warning(
     path: str, fields: dict[str, Any], warned: str
 ) -> None:
     passed, warning = called("a", path, {"temperature": 0.25, **fields})
@@ -242,7 +242,7 @@ def test_unknown_name_of_what_may_be_kept_is_left_out_with_a_warning(
     assert (HIDDEN.encode() in untouched.body, warning) == (True, None)
 
 
-def test_all_but_what_is_left_out_is_passed_on_as_it_came() -> None:
+def test_body_is_passed_on_unchanged_except_for_left_out_fields() -> None:
     said = (
         b'{"model":"m", "messages":[{"role":"user","content":"q","n":1e400}],'
         b'"tools":[{"type":"function","new":{},"function":{"name":"f","parameters":{"n":'
@@ -320,7 +320,7 @@ def test_address_within_the_servers_network_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "s3://bucket/x", "http://10.0.0.1/x"])
-def test_data_is_no_address_of_what_is_kept(url: str) -> None:
+def test_address_in_place_of_data_is_refused(url: str) -> None:
     # LiteLLM fetches both for some providers.
     for part in ({"file": {"file_data": url}}, {"input_audio": {"data": url}}):
         with pytest.raises(BadRequest, match="public address"):
@@ -366,7 +366,7 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), ALLOWED)
-def test_request_that_says_all_itself_is_let_through(path: str, fields: dict[str, Any]) -> None:
+def test_self_contained_request_is_let_through(path: str, fields: dict[str, Any]) -> None:
     for tenant in ("a", DEFAULT):
         passed, warning = called(tenant, path, fields)
         assert (passed.body, warning) == (msgspec.json.encode({"model": "m", **fields}), None)
@@ -470,7 +470,7 @@ names = st.text(st.characters(codec="ascii", min_codepoint=97), max_size=4)
 
 
 @given(st.lists(names | st.sampled_from(sorted(MEMBERS)) | st.none(), max_size=6))
-def test_name_of_a_kept_file_is_passed_on_at_no_depth(path: list[str | None]) -> None:
+def test_file_id_is_passed_on_at_no_depth(path: list[str | None]) -> None:
     value: Any = {"file_id": "file-1"}
     for name in path:
         value = [1, value, "x"] if name is None else {"url": 1, name: value}
@@ -584,7 +584,7 @@ def test_form_has_fields_of_the_list_alone(name: str, value: str) -> None:
         forwarded("a", body, FORM)
 
 
-def test_form_that_says_all_itself_is_let_through() -> None:
+def test_self_contained_form_is_let_through() -> None:
     fields = (("model", "whisper"), ("prompt", "file_id: [1]"), ("include[]", "logprobs"))
     more = (("timestamp_granularities[]", "word"), ("chunking_strategy", '{"type": "server_vad"}'))
     for tenant in ("a", "b", DEFAULT):
@@ -614,7 +614,7 @@ UNCLEAR: dict[str, tuple[bytes, tuple[bytes, ...], dict[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("kind", UNCLEAR)
-def test_body_that_may_be_read_otherwise_is_refused(kind: str) -> None:
+def test_ambiguous_body_is_refused(kind: str) -> None:
     body, types, headers = UNCLEAR[kind]
     for tenant in ("a", DEFAULT):
         with pytest.raises(BadRequest, match=r"not known (what it names|which model it names): "):
@@ -625,13 +625,13 @@ def test_body_that_may_be_read_otherwise_is_refused(kind: str) -> None:
     "types",
     [(), (b"application/json",), (b"application/json; charset=utf-8",), (b"text/plain",)],
 )
-def test_json_is_let_through_whatever_it_is_called(types: tuple[bytes, ...]) -> None:
+def test_json_is_let_through_with_any_content_type(types: tuple[bytes, ...]) -> None:
     forwarded("a", SAID, *types, content_encoding=b"identity")
     forwarded("a", b'{"model":"m"}', b"application/x-www-form-urlencoded")
     forwarded("a", b"", *types)
 
 
-def test_call_is_read_in_one_way_where_something_is_hidden() -> None:
+def test_ambiguous_call_is_refused_where_names_are_hidden() -> None:
     called("a", CHAT, {"model": "pa@1", "user": "&"}, kind=b"application/json")
     for unclear in (b"application/x-www-form-urlencoded", b"application/json; charset=utf-7"):
         sneaked = {"model": "m", "user": "&model=pb@1&"}
@@ -651,7 +651,7 @@ def test_call_is_read_in_one_way_where_something_is_hidden() -> None:
         b'{"model": "m", "messages": [1e400, {"x": {"file_id": "f", "file_id": null}}]}',
     ],
 )
-def test_name_that_comes_twice_is_refused_where_something_is_hidden(said: bytes) -> None:
+def test_repeated_name_is_refused_where_names_are_hidden(said: bytes) -> None:
     request = read_request(said)
     for tenant in ("a", DEFAULT):
         with pytest.raises(BadRequest, match=r"has '(model|file_id)' twice"):

@@ -42,7 +42,7 @@ def test_the_contract_example_is_read() -> None:
         ("(ok error)", "not a tool status"),
     ],
 )
-def test_what_is_wrong_is_named(value: str, named: str) -> None:
+def test_invalid_tool_status_is_refused_with_the_reason(value: str, named: str) -> None:
     with pytest.raises(ToolStatusError, match=named):
         parse_tool_status(value)
 
@@ -75,7 +75,7 @@ def test_a_json_object_fails_by_its_error(result: Any, status: str, detail: str 
 
 
 @pytest.mark.parametrize("result", ["", "error", "42", "[1]", '"error"', "null", "{", "1e999"])
-def test_what_is_no_json_object_says_nothing_of_an_error(result: str) -> None:
+def test_result_that_is_no_json_object_states_no_error(result: str) -> None:
     assert read("json_error", result) is None
 
 
@@ -119,7 +119,7 @@ def test_a_process_fails_by_its_exit_code(result: Any, code: int) -> None:
         [1],
     ],
 )
-def test_what_states_no_exit_code_says_nothing(result: Any) -> None:
+def test_result_without_an_exit_code_has_no_status(result: Any) -> None:
     assert read("exit_code", result) is None
 
 
@@ -159,7 +159,7 @@ def test_text_states_a_timeout_in_its_first_or_last_line(text: str) -> None:
     "result",
     ["", "ok", "the timeout is 30", "a\nit timed out\nb", {"timeout": 30}, {"timed_out": False}],
 )
-def test_what_states_no_timeout_says_nothing(result: Any) -> None:
+def test_result_without_a_timeout_has_no_status(result: Any) -> None:
     assert read("timeout", result) is None
 
 
@@ -170,7 +170,7 @@ def test_of_several_rules_the_worst_counts() -> None:
     assert read("json_error+exit_code", {"exit_code": 0, "error": "e"}) == ("error", "e")
 
 
-def test_a_tools_own_rules_go_before_those_of_any() -> None:
+def test_tool_rule_overrides_wildcard() -> None:
     readers = parse_readers("a=exit_code, b=ignore ,*=json_error")
     text = '{"error": "e"}'
     assert readers.read("a", text) is None
@@ -182,7 +182,7 @@ def test_a_tools_own_rules_go_before_those_of_any() -> None:
     assert [readers.ignores(name) for name in ("a", "b", "c", None)] == [False, True, False, False]
 
 
-def test_no_rules_read_nothing() -> None:
+def test_no_result_is_read_without_rules() -> None:
     assert not parse_readers("").give_verdicts
     assert not parse_readers(" , ").give_verdicts
     assert not parse_readers("a=ignore").give_verdicts

@@ -120,13 +120,13 @@ def test_words_after_the_results_change_nothing(api: str, role: str) -> None:
 
 
 @every_format
-def test_a_turn_that_was_answered_by_words_leaves_no_result(api: str) -> None:
+def test_results_before_the_newest_reply_are_not_read(api: str) -> None:
     later = ({"role": "assistant", "content": "done"}, {"role": "user", "content": "thanks"})
     assert results(api, WRITERS[api]([FIRST], *later)) == []
 
 
 @every_format
-def test_a_call_that_came_to_no_result_is_no_event(api: str) -> None:
+def test_tool_call_without_a_result_is_no_event(api: str) -> None:
     request = WRITERS[api]([FIRST])
     [kind] = request
     if api == "messages":
@@ -145,14 +145,14 @@ def test_readers_read_tool_by_tool(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_nobody_reads_results_unless_told_to(api: str) -> None:
+def test_results_are_read_only_with_a_rule(api: str) -> None:
     assert events(api, WRITERS[api]([FIRST])) == []
     assert events(api, WRITERS[api]([FIRST]), "shell=exit_code") == [
         ("b", "error", "reader", "shell")
     ]
 
 
-def test_is_error_is_a_statement_and_goes_before_what_is_read() -> None:
+def test_is_error_overrides_rules() -> None:
     stated_ok = messages([FIRST], is_error=False)
     stated_error = messages([SECOND], is_error=True)
     for rules in ("", "*=json_error", "*=ignore"):
@@ -160,7 +160,7 @@ def test_is_error_is_a_statement_and_goes_before_what_is_read() -> None:
         assert [e[1:3] for e in events("messages", stated_error, rules)] == [("error", "is_error")]
 
 
-def test_without_is_error_the_apis_default_is_assumed_where_nothing_is_read() -> None:
+def test_missing_is_error_means_ok_unless_a_rule_reads_the_result() -> None:
     request = messages([FIRST])
     assert events("messages", request) == [
         ("a", "ok", "assumed", "search"),
@@ -171,7 +171,7 @@ def test_without_is_error_the_apis_default_is_assumed_where_nothing_is_read() ->
     ]
 
 
-def test_a_result_without_a_name_in_the_request_takes_the_rules_of_any_tool() -> None:
+def test_result_of_an_unnamed_tool_takes_the_wildcard_rules() -> None:
     output = {"type": "function_call_output", "call_id": "a", "output": '{"error": 1}'}
     request = {"previous_response_id": "r", "input": [output]}
     assert events("responses", request, "search=json_error") == []
@@ -220,7 +220,7 @@ def test_completions_have_no_tools() -> None:
     assert result_events(CALL, "completions", parsed(chat([FIRST])), ON) == ()
 
 
-def test_a_member_that_cannot_be_read_tells_nothing() -> None:
+def test_request_with_an_unreadable_number_has_no_events() -> None:
     body = json.dumps(chat([SECOND])).encode().replace(b'"{}"', b'"{}", "x": 1e999')
     assert result_events(CALL, "chat", parse_object(body), ON) == ()
 
@@ -245,12 +245,12 @@ def sources(record: CallRecord) -> list[tuple[str | None, str, str]]:
     return [(event.tool_id, event.status, event.source) for event in record.tool_events]
 
 
-def test_the_ingester_keeps_what_the_header_said_beside_it() -> None:
+def test_ingester_keeps_header_events_beside_results() -> None:
     found = recorded("messages", messages([SECOND]), tool_events=(tool_event("denied", "a"),))
     assert sources(found) == [("a", "denied", "header"), ("c", "ok", "assumed")]
 
 
-def test_a_call_that_came_to_no_reply_still_brought_its_results() -> None:
+def test_results_are_recorded_from_a_call_without_a_reply() -> None:
     request = messages([SECOND], is_error=True)
     found = recorded("messages", request, status="upstream_error", http_status=None)
     assert sources(found) == [("c", "error", "is_error")]
@@ -296,7 +296,7 @@ def test_call_of_a_tool_that_its_request_does_not_offer_is_malformed(
     assert sources(found) == [(i, "malformed", "not_offered") for i in malformed]
 
 
-def test_message_that_adds_or_removes_a_tool_changes_what_is_offered() -> None:
+def test_message_that_adds_or_removes_a_tool_changes_the_offered_tools() -> None:
     search, other = ({"name": name, "input_schema": {}} for name in ("search", "other"))
     removes = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "search"}}
     added = {"type": "tool_definition", "definition": other}
@@ -311,7 +311,7 @@ def test_message_that_adds_or_removes_a_tool_changes_what_is_offered() -> None:
     assert sources(found) == [("search", "malformed", "not_offered")]
 
 
-def test_tool_calls_with_one_id_have_one_event() -> None:
+def test_tool_calls_with_the_same_id_have_a_single_event() -> None:
     """The id of an event is the primary key of its row."""
     found = calling(("a", "serach"), ("a", "find"), tools=[FUNCTION])
     assert sources(found) == [("a", "malformed", "not_offered")]
@@ -340,7 +340,7 @@ TURNS = st.lists(
 
 
 @given(st.sampled_from(list(WRITERS)), TURNS)
-def test_a_thread_tells_of_each_result_once(api: str, turns: list[Turn]) -> None:
+def test_each_result_of_a_thread_is_read_once(api: str, turns: list[Turn]) -> None:
     told = [
         result
         for length in range(len(turns) + 1)
@@ -455,7 +455,7 @@ def verdict(rule: str, text: str) -> str | None:
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("code", [0, 3])
 @pytest.mark.parametrize("client", list(RESULTS_OF))
-def test_result_of_a_coding_agent_is_read_whatever_its_command_printed(
+def test_result_of_a_coding_agent_is_read_with_any_output(
     client: str, code: int, output: str
 ) -> None:
     rule = OWN_RULES.get(client.partition(",")[0], "exit_code")
@@ -475,7 +475,7 @@ def test_result_of_a_coding_agent_is_read_whatever_its_command_printed(
     ],
     ids=["runs", "not started", "bare", "killed", "cancelled", "late"],
 )
-def test_result_that_states_no_exit_code_is_no_success_whatever_its_command_printed(
+def test_result_without_an_exit_code_is_no_success_with_any_output(
     rule: str, frame: str, status: str | None, output: str
 ) -> None:
     assert verdict(rule, framed(frame)(f"done\n{output}", 0)) == status
@@ -506,7 +506,7 @@ def test_exit_code_is_not_read_where_a_frame_states_none(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "[1]", '{"success": true}', '[{"query": "q", "success": true}]']
 )
-def test_what_cline_does_not_write_says_nothing(text: str) -> None:
+def test_text_that_cline_does_not_write_has_no_status(text: str) -> None:
     assert verdict("cline", text) is None
 
 
@@ -527,14 +527,14 @@ def test_blanks_around_a_text_and_a_fence_make_no_difference(text: str, blanks: 
 
 
 @given(TEXTS, TEXTS)
-def test_only_the_whole_text_is_the_same(text: str, other: str) -> None:
+def test_only_equal_whole_texts_have_the_same_digest(text: str, other: str) -> None:
     assert (text_digest(text) == text_digest(other)) == (text == other)
     assert text_digest(f"{text}\n{other}") != text_digest(text)
     assert text_digest(f"See:\n```sql\n{text}\n```") != text_digest(text)
 
 
 @pytest.mark.parametrize("text", ["", " \n", "`", "```sql\n```", "``````"])
-def test_a_reply_without_words_is_quoted_by_nobody(text: str) -> None:
+def test_reply_without_words_has_no_digest(text: str) -> None:
     assert text_digest(text) is None
 
 
@@ -542,7 +542,7 @@ def test_words_that_utf8_cannot_write_have_a_digest() -> None:
     assert text_digest("\ud800") != text_digest("\ud801")
 
 
-def test_each_text_is_named_once_and_not_more_than_a_few() -> None:
+def test_quoted_texts_are_distinct_and_limited_in_number() -> None:
     assert quoted_digests(("a", " a ", "", "b")) == (text_digest("a"), text_digest("b"))
     assert len(quoted_digests([str(number) for number in range(99)])) == MOST_QUOTES
 

@@ -38,7 +38,7 @@ def test_a_whole_call_is_trainable() -> None:
     assert why({"temperature": 0.7, "top_p": 1.0, "top_k": -1, "tool_choice": "auto"}) is None
 
 
-def test_what_is_not_text_is_not_trained_whatever_the_tokens_are() -> None:
+def test_call_that_is_not_text_is_untrainable_with_any_tokens() -> None:
     rules = FORMATS["chat"].sampling
     settings = sampling_settings({}, 1.0, rules)
     for sampled in (WHOLE, NOTHING_SAMPLED):
@@ -71,7 +71,7 @@ def test_ids_are_enough_where_the_version_that_sampled_them_is_known() -> None:
         ({"sampled_logprobs": ()}, "length_mismatch"),
     ],
 )
-def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None:
+def test_call_with_inconsistent_tokens_is_untrainable(changes: dict[str, Any], reason: str) -> None:
     assert why(**changes) == reason
 
 
@@ -111,7 +111,7 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
         ),
     ],
 )
-def test_distributions_that_cannot_be_computed_again(
+def test_call_is_untrainable_if_its_distribution_cannot_be_replayed(
     api: str, request_: dict[str, Any], reason: str
 ) -> None:
     assert why(request_, api) == reason
@@ -130,7 +130,7 @@ def test_distributions_that_cannot_be_computed_again(
         ("chat", {"response_format": {"type": "json_object"}}),
     ],
 )
-def test_settings_that_the_trainer_replays(api: str, request_: dict[str, Any]) -> None:
+def test_call_with_replayable_settings_is_trainable(api: str, request_: dict[str, Any]) -> None:
     assert why(request_, api) is None
     assert distribution_of(sampling_settings(request_, 1.0, FORMATS[api].sampling))
 
@@ -162,12 +162,14 @@ HARMLESS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("api", "request_"), HARMLESS)
-def test_field_that_leaves_sampling_alone_does_no_harm(api: str, request_: dict[str, Any]) -> None:
+def test_field_without_effect_on_sampling_keeps_a_call_trainable(
+    api: str, request_: dict[str, Any]
+) -> None:
     assert why(request_, api) is None
 
 
 @pytest.mark.parametrize("api", FORMATS)
-def test_a_field_that_nobody_knows_may_constrain_the_sampling(api: str) -> None:
+def test_unknown_field_makes_the_sampling_unreadable(api: str) -> None:
     assert why({"mirostat": 2, "temperature": 1}, api) == "unreadable_sampling"
     assert why({"mirostat": None}, api) is None
     found = sampling_settings({"mirostat": {"tau": 5}}, 1.0, FORMATS[api].sampling)
@@ -201,14 +203,14 @@ def test_incomplete_failed_and_unknown_calls_are_not_trained() -> None:
         {"text": {"format": {"type": "json_schema"}}},
     ],
 )
-def test_without_a_thought_what_is_no_grammar_that_can_be_read_stays_untrained(
+def test_thoughtless_call_with_an_unreadable_grammar_stays_untrained(
     unread: dict[str, Any],
 ) -> None:
     found = why(unread, "responses", sampled_logprobs=None, thoughtless=True)
     assert found == "constrained_sampling"
 
 
-def test_a_grammar_is_trained_where_log_probabilities_show_it_or_it_held_all_tokens() -> None:
+def test_call_with_a_grammar_needs_log_probabilities_or_no_thought() -> None:
     asked = {"response_format": {"type": "json_object"}}
     assert why(asked) is None
     assert why(asked, sampled_logprobs=None) == "constrained_sampling"

@@ -73,7 +73,7 @@ async def call(
     return Seen(json.loads(server.asked[0]), head, answer, transcribe(captured))
 
 
-def test_its_paths_are_routes() -> None:
+def test_paths_of_the_format_are_routes() -> None:
     found = find_route("POST", "/task/t/v1/toys")
     assert (found.path, found.task) == ("/v1/toys", "t")
     assert found.wire_format is TOY
@@ -107,7 +107,7 @@ async def test_a_stream_is_filtered_event_by_event(intake: Intake, tmp_path: Pat
     assert seen.record.trainable
 
 
-async def test_its_errors_have_its_own_form(intake: Intake, tmp_path: Path) -> None:
+async def test_errors_have_the_form_of_the_format(intake: Intake, tmp_path: Path) -> None:
     seen = await call(intake, tmp_path, None)
     assert json.loads(seen.answer).keys() == {"oops"}
     torn = await call(intake, tmp_path, SaidReply(200, EVENTS, [b"data: {}\n\n"], torn=True))
@@ -123,21 +123,21 @@ async def test_its_errors_have_its_own_form(intake: Intake, tmp_path: Path) -> N
         ({"taste": "sour"}, "unreadable_sampling"),
     ],
 )
-async def test_its_own_fields_say_how_it_was_sampled(
+async def test_fields_of_the_format_decide_the_reason_not_to_train(
     intake: Intake, tmp_path: Path, fields: dict[str, Any], reason: str | None
 ) -> None:
     reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
     assert (await call(intake, tmp_path, reply, fields)).record.reason == reason
 
 
-async def test_it_says_what_is_not_text(intake: Intake, tmp_path: Path) -> None:
+async def test_call_with_a_picture_is_recorded_as_not_text(intake: Intake, tmp_path: Path) -> None:
     reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
     said = [*ASKED["said"], {"by": "me", "picture": "sunset"}]
     record = (await call(intake, tmp_path, reply, {"said": said})).record
     assert (record.trainable, record.reason) == (False, "not_text")
 
 
-async def test_its_tool_results_are_events(intake: Intake, tmp_path: Path) -> None:
+async def test_tool_results_of_the_format_are_events(intake: Intake, tmp_path: Path) -> None:
     reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
     turns = [*ASKED["said"], {"by": "toy", "words": "Hm.", "tool": "add", "call": "c1"}]
     turns += [{"by": "tool", "call": "c1", "words": "no", "failed": True}]
@@ -145,13 +145,13 @@ async def test_its_tool_results_are_events(intake: Intake, tmp_path: Path) -> No
     assert (event.tool_id, event.name, event.status) == ("c1", "add", "error")
 
 
-def test_what_it_says_is_asked_for_by_the_next_call() -> None:
+def test_next_call_needs_the_fingerprints_that_the_reply_provides() -> None:
     said = [*ASKED["said"], {"by": "toy", "words": "Hi."}, {"by": "me", "words": "Bye."}]
     offered = provided_fingerprints(TOY.turns, ASKED, ReplySummary(text="Hi."))
     assert needed_fingerprints(TOY.turns, ASKED | {"said": said}) == offered
 
 
-async def test_episodes_of_the_same_question_are_of_one_task(
+async def test_episodes_of_the_same_question_have_the_same_task(
     intake: Intake, tmp_path: Path
 ) -> None:
     reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)

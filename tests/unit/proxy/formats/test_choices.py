@@ -42,7 +42,7 @@ def run(*pieces: bytes, request: ModelRequest = REQUEST) -> Followed:
     return follow("chat", request, pieces, VERSION, streamed=True)
 
 
-def test_request_keeps_its_bytes_but_for_what_is_added() -> None:
+def test_rewritten_request_keeps_its_bytes_except_name_and_additions() -> None:
     assert REQUEST.body == ASKED.replace(b'"agent"', b'"agent@3"')[:-1] + (
         b',"logprobs":true,"return_token_ids":true}'
     )
@@ -84,7 +84,7 @@ def test_any_way_of_cutting_a_stream_gives_the_same(cuts: list[int]) -> None:
     assert (reply.summary.response_id, reply.summary.text) == ("r1", "h\u00e9llo\u2028")
 
 
-def test_line_leaves_when_it_is_whole_and_the_end_is_held_back() -> None:
+def test_line_is_passed_once_complete_and_the_end_is_held_back() -> None:
     parser = CHAT.reply(REQUEST, VERSION, streamed=True)
     assert parser.feed(sse(HEAD)[:-2]) == b""
     assert parser.feed(b"\n").startswith(b"data: ")
@@ -101,19 +101,19 @@ def test_torn_stream_has_not_ended() -> None:
     assert not run(STREAM[:200]).ended
 
 
-def test_stream_has_ended_with_each_choices_reason_or_with_done() -> None:
+def test_stream_ends_with_the_finish_reason_of_every_choice() -> None:
     stopped = chunk({"content": "a"}, finish_reason="stop")
     assert run(sse(stopped)).ended
     assert not run(sse(stopped, chunk({"content": "b"}, index=1))).ended
 
 
-def test_choice_whose_index_is_no_number_does_not_stop_the_ingester() -> None:
+def test_choice_with_an_invalid_index_does_not_stop_the_ingester() -> None:
     odd = sse(chunk({"content": "b"}, {7: -1.0})).replace(b'"index":0', b'"index":1e400')
     reply = run(odd + STREAM)
     assert (reply.facts.text, reply.facts.sampled.sampled_ids) == ("h\u00e9llo\u2028", None)
 
 
-def test_what_the_client_asked_for_itself_stays() -> None:
+def test_requested_ids_and_log_probabilities_reach_the_client() -> None:
     request = rewritten("chat", return_token_ids=True, logprobs=True)
     reply = run(sse(chunk({"content": "x"}, {4: -0.5})), request=request)
     assert b'"token_ids":[4]' in reply.seen

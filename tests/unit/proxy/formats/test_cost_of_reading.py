@@ -94,7 +94,7 @@ def parser_of(api: str, request: ModelRequest | None = None) -> ReplyParser:
 
 @pytest.mark.parametrize("comment", COMMENTS)
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_comments_and_blank_lines_are_not_taken_one_by_one(
+def test_comments_and_blank_lines_are_passed_in_bulk(
     monkeypatch: pytest.MonkeyPatch, api: str, comment: bytes
 ) -> None:
     parser, lines = parser_of(api), []
@@ -127,7 +127,7 @@ def test_reading_comments_takes_a_few_times_their_length(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_line_that_is_given_up_leaves_as_it_came_and_the_next_is_restored(api: str) -> None:
+def test_abandoned_line_passes_unchanged_and_parsing_resumes_after_it(api: str) -> None:
     parser = FORMATS[api].reply(read_request(b"{}"), None, streamed=True)
     begin, rest = b'data: {"odd": "' + b"x" * 100, b'y"}\r\n\r\n'
     assert parser.feed(begin) == b""
@@ -138,7 +138,7 @@ def test_line_that_is_given_up_leaves_as_it_came_and_the_next_is_restored(api: s
     assert (parser.waiting, parser.feed(b": next\n")) == (0, parser._quiet(b": next\n"))
 
 
-def test_translated_line_that_is_given_up_becomes_one_error() -> None:
+def test_abandoned_translated_line_becomes_a_single_error() -> None:
     parser = parser_of("messages")
     parser.feed(b'data: {"choices": "' + b"x" * 100)
     passed = parser.pass_line() + parser.feed(b"xxx") + parser.feed(b'"}\n\n')
@@ -146,7 +146,7 @@ def test_translated_line_that_is_given_up_becomes_one_error() -> None:
     assert b"xxx" not in passed
 
 
-def test_end_that_is_given_up_waits_for_the_record() -> None:
+def test_abandoned_final_event_is_held_until_the_record() -> None:
     parser = parser_of("responses")
     name, data = b"event: response.completed\n", b'data: {"type": "' + b"x" * 100
     assert parser.feed(name + data) == b""

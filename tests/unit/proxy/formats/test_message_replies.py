@@ -77,7 +77,9 @@ def test_text_between_and_after_tool_calls_waits_for_their_end() -> None:
         ("abort", None, None, (None, None)),
     ],
 )
-def test_stop_reasons(finish: str, stop: Any, arguments: str | None, reason: Any) -> None:
+def test_stop_reason_follows_from_finish_reason_and_tool_calls(
+    finish: str, stop: Any, arguments: str | None, reason: Any
+) -> None:
     function = {"name": "c", "arguments": arguments}
     calls = [] if arguments is None else [chunk(call(0, id="t", function=function))]
     last = chunk({}, finish_reason=finish, stop_reason=stop)
@@ -221,7 +223,7 @@ def forwarded(name: str, served: str | None, pieces: list[bytes]) -> Followed:
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_without_a_swap_every_byte_is_the_upstreams(name: str) -> None:
+def test_stream_is_unchanged_if_no_name_is_swapped(name: str) -> None:
     request = read_request(b'{"model": "m",  "x": 1}')
     assert FORMATS[name].rewrite(request, "m", want_ids=False) is request
     stream = sse(*STREAMS[name])

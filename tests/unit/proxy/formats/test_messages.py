@@ -48,7 +48,7 @@ def test_the_request_goes_to_chat_completions_and_asks_for_ids() -> None:
     }
 
 
-def test_without_ids_it_is_forwarded_as_it_is() -> None:
+def test_request_keeps_its_path_and_fields_if_no_ids_are_wanted() -> None:
     request = rewritten("messages", want_ids=False)
     assert request.path is None
     assert json.loads(request.body) == HI | {"model": VERSION}
@@ -65,7 +65,7 @@ SYSTEMS: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("system", "said"), SYSTEMS)
-def test_system(system: Any, said: list[str]) -> None:
+def test_system_field_becomes_system_messages(system: Any, said: list[str]) -> None:
     first = [m["content"] for m in messages_of(system=system) if m["role"] == "system"]
     assert first == said
 
@@ -119,7 +119,7 @@ def test_a_turn_with_tools_thoughts_and_images() -> None:
     ]
 
 
-def test_results_alone_make_no_message_of_the_users() -> None:
+def test_turn_of_tool_results_alone_makes_no_user_message() -> None:
     result = {"type": "tool_result", "tool_use_id": "t1"}
     assert messages_of({"role": "user", "content": [result]}) == [
         {"role": "tool", "tool_call_id": "t1", "content": ""}
@@ -182,7 +182,7 @@ def test_inline_system_message_stays_where_the_template_shows_it(messages: list[
     assert said == ["system", *asked]
 
 
-def test_inline_system_message_that_would_be_the_first_is_not_left_to_be_moved() -> None:
+def test_inline_system_message_stays_only_after_a_leading_system_message() -> None:
     request = chat_request(HI | {"messages": [ASKS, HURRY]}, keep_system=True)
     assert request is not None
     assert request["messages"] == [{"role": "user", "content": f"q\n\n{REMINDER}"}]
@@ -293,7 +293,7 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), CHOICES)
-def test_what_each_field_becomes(fields: dict[str, Any], said: dict[str, Any]) -> None:
+def test_fields_are_translated_to_chat_fields(fields: dict[str, Any], said: dict[str, Any]) -> None:
     assert chat_request(HI | fields) == HI | said
 
 
@@ -354,7 +354,7 @@ INEXPRESSIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", INEXPRESSIBLE, ids=json.dumps)
-def test_what_chat_has_no_words_for_is_forwarded_as_it_is(fields: dict[str, Any]) -> None:
+def test_request_that_chat_cannot_express_is_forwarded_untranslated(fields: dict[str, Any]) -> None:
     request = rewritten("messages", **fields)
     assert (request.path, request.injected) == (None, frozenset())
 

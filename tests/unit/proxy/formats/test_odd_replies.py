@@ -50,7 +50,7 @@ ODD = {
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_reply_loses_what_was_added_and_nothing_else(name: str, api: str) -> None:
+def test_odd_reply_loses_only_the_added_fields(name: str, api: str) -> None:
     body, wanted = ODD[name].replace(b"X", TAKEN), ODD[name].replace(b"X", LEFT)
     assert whole(api, body) == wanted
     event = b"data: %b\n\n"
@@ -70,7 +70,7 @@ ERROR = b'{"error":  {"message": "no"}}'
 
 @pytest.mark.parametrize("api", PLAIN)
 @pytest.mark.parametrize("want_ids", [False, True])
-def test_what_is_no_reply_reaches_the_client_byte_for_byte(api: str, want_ids: bool) -> None:
+def test_body_that_is_no_reply_reaches_the_client_unchanged(api: str, want_ids: bool) -> None:
     request = rewritten(api, want_ids=want_ids)
     for body in NO_REPLIES + [ERROR] * (request.path is None):
         assert follow(api, request, [body], VERSION, streamed=False).seen == body
@@ -95,7 +95,7 @@ def test_values_that_python_cannot_hold_reach_the_client(api: str, body: bytes) 
         assert all(part in seen for part in re.findall(rb"1e\d+|\\\\ud[0-9a-f]+", body))
 
 
-def test_value_of_another_kind_than_the_apis_stays() -> None:
+def test_added_field_of_an_unexpected_type_is_left_in() -> None:
     body = b'{"choices":[{"token_ids":7,"logprobs":[1]}],"prompt_token_ids":"x","y":NaN}'
     assert whole("chat", body) == body
     read = body.replace(b"NaN", b"1")
@@ -120,7 +120,7 @@ RESPONSE = (
 ) % (ID, ID)
 
 
-def test_an_odd_response_loses_what_was_added() -> None:
+def test_odd_response_loses_the_added_fields() -> None:
     assert whole("responses", RESPONSE) == (
         b'{"id":"r","model":"agent","top_logprobs":null,"output":[{"type":"message","content":'
         b'[{"type":"output_text","text":"\\ud83d","logprobs":null}]}],'
@@ -133,7 +133,7 @@ def test_an_odd_response_loses_what_was_added() -> None:
     assert ID not in streamed("responses", [event % odd])
 
 
-def test_an_odd_chat_reply_is_a_message_all_the_same() -> None:
+def test_odd_chat_reply_is_translated_to_a_message() -> None:
     """Half an emoji is what decoders make of it, U+FFFD; ids go, whatever else comes."""
     body = (
         b'{"id":"c","model":"agent@3","choices":[{"index":0,"finish_reason":"stop",%b,'
@@ -157,7 +157,7 @@ WHOLE = (
     st.lists(st.tuples(st.integers(0, len(WHOLE)), st.binary(max_size=3)), max_size=4),
     st.integers(0, 2 * len(WHOLE)),
 )
-def test_no_damage_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> None:
+def test_damaged_reply_never_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> None:
     """Bytes put in anywhere but into what was added itself, and the end cut off anywhere."""
     body = WHOLE
     for at, more in damage:
@@ -169,7 +169,7 @@ def test_no_damage_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> Non
     assert ID not in streamed("chat", [*lines, b"\n"])
 
 
-def test_an_event_on_several_lines_is_one() -> None:
+def test_event_on_several_lines_is_read_as_a_single_event() -> None:
     body = ODD["a huge number"].replace(b"X", b"\nX")
     lines = b"event: e\n" + b"".join(
         b"data: " + line + b"\n" for line in body.replace(b"X", TAKEN).split(b"\n")
@@ -207,7 +207,7 @@ SENT = b"\xef\xbb\xbfdata: C\n\nid: 1\ndata:C\nevent: e\n\ndata: C".replace(b"C"
 
 
 @given(st.sampled_from([b"\n", b"\r\n", b"\r"]), st.lists(st.integers(0, len(SENT)), max_size=6))
-def test_any_line_end_and_any_cut_gives_the_same(end: bytes, cuts: list[int]) -> None:
+def test_stream_is_restored_with_any_line_end_and_any_cut(end: bytes, cuts: list[int]) -> None:
     data = SENT.replace(b"\n", end).replace(b"X", TAKEN)
     wanted = SENT.replace(b"\n", end).replace(b"X", LEFT).replace(b"agent@3", b"agent")
     assert streamed("chat", cut(data, cuts)) == wanted
@@ -246,7 +246,7 @@ def vllm_stream(asked: dict[str, bool], *, parser_hides: bool, usage: bool) -> I
 @pytest.mark.parametrize(
     ("logprobs", "ids", "hides", "usage"), list(product([False, True], repeat=4))
 )
-def test_a_client_sees_the_chunks_that_it_would_have_seen(
+def test_client_sees_the_same_chunks_as_without_added_fields(
     logprobs: bool, ids: bool, hides: bool, usage: bool
 ) -> None:
     asked = {"logprobs": logprobs, "return_token_ids": ids}
@@ -273,7 +273,7 @@ def test_nothing_is_added_that_would_change_the_answer(api: str, fields: dict[st
     assert json.loads(request.body).items() >= fields.items()
 
 
-def test_ids_that_are_none_are_taken_out_and_not_believed() -> None:
+def test_invalid_ids_are_removed_and_not_recorded() -> None:
     body = b'{"choices":[{"index":0,"text":"a","token_ids":[-1,1.5,"x"]}],"prompt_token_ids":[1]}'
     reply = follow("completions", rewritten("completions"), [body], VERSION, streamed=False)
     assert json.loads(reply.seen) == {

@@ -141,12 +141,14 @@ def test_texts_are_text_wherever_they_stand(api: str) -> None:
         ("messages", {"messages": [], "system": [{"type": "image", "source": SOURCE}]}, False),
     ],
 )
-def test_each_apis_own_fields(api: str, request_: Any, is_text: bool) -> None:
+def test_fields_of_each_api_decide_whether_a_request_is_text(
+    api: str, request_: Any, is_text: bool
+) -> None:
     assert only_text(api, request_) is is_text
 
 
 @pytest.mark.parametrize(("api", "field"), [*FIELD.items(), ("completions", "prompt_embeds")])
-def test_such_a_call_is_recorded_with_its_reason(api: str, field: str) -> None:
+def test_call_with_media_is_recorded_as_not_text(api: str, field: str) -> None:
     shown: Any = places(api, MEDIA[api][0])[0][field] if api in MEDIA else "AA"
     body = {"model": "m", "temperature": 1.0, field: shown}
     record = transcribe(captured(dialect=api, request=json.dumps(body).encode()))

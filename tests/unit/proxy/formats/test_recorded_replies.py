@@ -43,7 +43,7 @@ def answer(name: str, pieces: Iterable[bytes] | None = None) -> Followed:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_client_sees_what_vllm_itself_answers(name: str) -> None:
+def test_client_sees_the_same_reply_as_without_a_proxy(name: str) -> None:
     reply = answer(name)
     assert normalised(reply.seen) == normalised(renamed(BOTH[name][1]["direct"]).encode())
     assert reply.ended
@@ -91,7 +91,7 @@ def test_stream_cut_off_anywhere_has_not_ended(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BOTH))
-def test_the_summary_is_what_the_reply_says(name: str) -> None:
+def test_summary_agrees_with_the_reply(name: str) -> None:
     _, facts, summary, _ = answer(name)
     reply = json.loads(facts.reply or b"")
     blocks = reply.get("content") or [

@@ -48,7 +48,9 @@ def answered(request: ModelRequest, body: Any) -> tuple[dict[str, Any], ReplyFac
         ({"background": True}, {}),
     ],
 )
-def test_what_is_added(fields: dict[str, Any], added: dict[str, Any]) -> None:
+def test_request_asks_for_ids_and_log_probabilities(
+    fields: dict[str, Any], added: dict[str, Any]
+) -> None:
     request = rewritten("responses", **fields)
     own = PLAIN["responses"] | {"model": VERSION} | fields
     assert json.loads(request.body) == own | added
@@ -71,7 +73,7 @@ def test_whole_reply_is_restored_and_recorded() -> None:
     assert sampled.completion_tokens == 2
 
 
-def test_what_the_client_asked_for_itself_stays() -> None:
+def test_requested_ids_and_log_probabilities_reach_the_client() -> None:
     own: dict[str, Any] = {IDS: True, "include": [LOGPROBS]}
     seen, facts = answered(rewritten("responses", **own), RESPONSE)
     assert seen == RESPONSE | {"model": "agent"}
@@ -92,7 +94,7 @@ ODD = [{"author": {"role": "user"}, "type": "message"}]
         {"output": [MESSAGE, {"type": "web_search_call"}]},
     ],
 )
-def test_where_not_all_was_sampled_from_one_prompt_there_are_no_ids(change: Any) -> None:
+def test_response_sampled_from_several_prompts_has_no_ids(change: Any) -> None:
     sampled = answered(REQUEST, RESPONSE | change)[1].sampled
     assert (sampled.prompt_ids, sampled.sampled_ids) == (None, None)
 
@@ -127,7 +129,7 @@ def counting(thoughts: Any) -> dict[str, Any]:
         ({}, {}, False),
     ],
 )
-def test_whether_a_thought_may_be_among_the_tokens(
+def test_response_is_thoughtless_only_if_no_thought_is_possible(
     stream: bool, asked: dict[str, Any], change: dict[str, Any], told: bool
 ) -> None:
     request = rewritten("responses", **asked, **({"stream": True} if stream else {}))
@@ -146,7 +148,7 @@ def test_whether_a_thought_may_be_among_the_tokens(
         ({"text": {"format": {"type": "json_object"}}}, "json"),
     ],
 )
-def test_a_call_that_a_grammar_held_is_trained_by_its_ids_unless_it_may_have_a_thought(
+def test_call_held_by_a_grammar_is_trainable_unless_it_may_have_a_thought(
     asked: dict[str, Any], kind: str, thoughts: int
 ) -> None:
     request = json.dumps(PLAIN["responses"] | asked).encode()
@@ -168,7 +170,7 @@ def test_a_call_that_a_grammar_held_is_trained_by_its_ids_unless_it_may_have_a_t
 
 
 @pytest.mark.parametrize("told", range(4))
-def test_log_probabilities_count_if_every_id_has_one(told: int) -> None:
+def test_log_probabilities_count_only_if_every_id_has_a_value(told: int) -> None:
     text = TEXT | {"logprobs": [LOGPROB] * told}
     seen, facts = answered(REQUEST, RESPONSE | {"output": [MESSAGE | {"content": [text]}]})
     assert facts.sampled.sampled_ids == (3, 4)

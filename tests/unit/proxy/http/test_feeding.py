@@ -79,7 +79,7 @@ async def test_long_work_waits_for_its_turn_and_other_work_goes_on(
     assert rests == pytest.approx([0.0, 0.02, 0.02])
 
 
-async def test_the_rest_of_a_long_body_comes_in_turns() -> None:
+async def test_pieces_of_two_long_bodies_are_fed_in_turns() -> None:
     """Each of two gets one piece of what it sends, and then the other its own."""
     turns, order = SlowWork(), []
 
@@ -162,7 +162,7 @@ async def test_bytes_of_a_client_that_left_are_parsed_no_further() -> None:
     assert received is connection._parser.receiving
 
 
-async def test_a_body_that_nobody_read_does_not_hold_up_the_next_request() -> None:
+async def test_unread_body_does_not_delay_the_next_request() -> None:
     async def handle(exchange: Exchange) -> None:
         await asyncio.sleep(0)
         exchange.reply(404, b"Not Found", [], b"")

@@ -28,7 +28,7 @@ async def _asked(pieces: list[bytes]) -> tuple[Reply, bytes, bool, Wire]:
 
 
 @given(st.sampled_from([SIZED, CHUNKED, TRAILED, ANNOUNCED]).flatmap(cuts))
-def test_any_cut_of_a_reply_is_the_same_reply(pieces: list[bytes]) -> None:
+def test_reply_is_the_same_however_it_is_cut(pieces: list[bytes]) -> None:
     reply, body, kept, _ = asyncio.run(_asked(pieces))
     assert (reply.status, reply.reason, body) == (200, b"Fine", b"hello")
     assert reply.headers[:2] == [(b"X-Case", b"Kept"), (b"x-case", b"again")]
@@ -37,13 +37,13 @@ def test_any_cut_of_a_reply_is_the_same_reply(pieces: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
-async def test_a_reply_without_body_is_whole_with_its_head(status: bytes) -> None:
+async def test_reply_without_a_body_is_complete_after_its_head(status: bytes) -> None:
     _, body, kept, _ = await _asked([b"HTTP/1.1 " + status + b"\r\n\r\n"])
     assert body == b""
     assert kept
 
 
-async def test_others_have_their_turn_between_the_pieces_of_what_came_at_once() -> None:
+async def test_other_tasks_run_between_the_pieces_of_a_large_read() -> None:
     _, connection, _ = upstream()
     answer = connection.ask(b"")
     await feed(connection, [HEAD + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000])
@@ -55,7 +55,7 @@ async def test_others_have_their_turn_between_the_pieces_of_what_came_at_once() 
     assert turns[: len(sizes) - 1] == list(range(len(sizes) - 1))
 
 
-async def test_discarding_a_reply_leaves_its_connection_to_whoever_has_it_now() -> None:
+async def test_discarding_a_reply_spares_a_connection_already_reused() -> None:
     pool, connection, transport = upstream()
     answer = connection.ask(b"")
     await feed(connection, [SIZED])
@@ -93,7 +93,7 @@ async def test_invalid_reply_aborts_the_connection(reply: bytes) -> None:
     assert not pool._idle
 
 
-async def test_a_server_that_closes_is_not_asked_again() -> None:
+async def test_connection_that_the_server_closes_is_not_reused() -> None:
     closing = SIZED.replace(b"X-Case: Kept", b"Connection: close")
     _, body, kept, transport = await _asked([closing])
     assert body == b"hello"
@@ -147,7 +147,7 @@ async def test_a_server_that_is_silent_for_too_long_is_given_up() -> None:
         await answer
 
 
-async def test_a_server_that_sends_faster_than_is_read_is_told_to_wait() -> None:
+async def test_server_is_paused_while_its_bytes_are_unread() -> None:
     _, connection, transport = upstream()
     answer = connection.ask(b"")
     size = HIGH_WATER + 1
@@ -161,7 +161,7 @@ async def test_a_server_that_sends_faster_than_is_read_is_told_to_wait() -> None
 @pytest.mark.parametrize(
     "framing", [b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b""]
 )
-async def test_a_reply_to_head_has_no_body_whatever_its_head_says(framing: bytes) -> None:
+async def test_reply_to_head_has_no_body_despite_its_framing(framing: bytes) -> None:
     pool, connection, transport = upstream()
     answer = connection.ask(b"HEAD / HTTP/1.1\r\n\r\n", to_head=True)
     await feed(connection, [HEAD + framing + b"\r\n", b"hello"])

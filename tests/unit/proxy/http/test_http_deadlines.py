@@ -92,7 +92,7 @@ async def test_a_slow_body_within_a_reply_tears_it() -> None:
     assert wire.aborted
 
 
-async def test_client_that_waits_for_us_is_not_late() -> None:
+async def test_client_is_not_late_while_its_reading_is_paused() -> None:
     async def forever(_: Exchange) -> None:
         await asyncio.sleep(600)
 
@@ -123,7 +123,7 @@ async def test_client_that_waits_for_100_continue_is_not_late() -> None:
     connection.connection_lost(None)
 
 
-async def test_a_reader_that_gets_on_is_waited_for() -> None:
+async def test_slow_reader_that_makes_progress_is_waited_for() -> None:
     connection, wire = client(streaming)
     await feed(connection, [HEAD % 0])
     now = asyncio.get_running_loop().time()
@@ -137,7 +137,7 @@ async def test_a_reader_that_gets_on_is_waited_for() -> None:
     connection.connection_lost(None)
 
 
-async def test_a_reader_that_pauses_but_has_nothing_to_take_is_not_late() -> None:
+async def test_paused_reader_without_unsent_bytes_is_not_late() -> None:
     connection, wire = client(streaming)
     await feed(connection, [HEAD % 0])
     connection.pause_writing()
@@ -231,7 +231,7 @@ async def test_silent_stream_gets_pings_between_its_events_alone(
     connection.connection_lost(None)
 
 
-async def test_reply_whose_api_has_no_pings_stays_silent() -> None:
+async def test_reply_of_an_api_without_pings_stays_silent() -> None:
     async def stream(exchange: Exchange) -> None:
         exchange.begin(200, b"OK", [])
         await asyncio.sleep(600)

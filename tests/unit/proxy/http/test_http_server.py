@@ -47,7 +47,7 @@ async def _exchanged(pieces: list[bytes]) -> tuple[Seen, bytes, bool]:
 
 
 @given(st.sampled_from([SIZED, CHUNKED]).flatmap(cuts))
-def test_any_cut_of_a_request_is_the_same_exchange(pieces: list[bytes]) -> None:
+def test_exchange_is_the_same_however_the_request_is_cut(pieces: list[bytes]) -> None:
     seen, sent, closing = asyncio.run(_exchanged(pieces))
     [(method, target, headers, body)] = seen.requests
     assert (method, target, body) == ("POST", "/v1/x?y=%2F", b"hello")
@@ -156,7 +156,7 @@ async def test_a_reply_that_has_no_body_says_no_length(status: int) -> None:
         assert not wire.is_closing()
 
 
-async def test_a_client_that_waits_for_it_is_told_to_send_its_body() -> None:
+async def test_client_that_expects_100_continue_is_told_to_send_its_body() -> None:
     connection, wire = client(seen := Seen())
     await feed(connection, [HEAD + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n"])
     assert wire.sent == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -242,7 +242,7 @@ def test_ambiguous_request_is_refused_however_it_is_cut(pieces: list[bytes]) -> 
     assert closing
 
 
-async def test_a_request_before_a_broken_one_is_answered_first() -> None:
+async def test_request_before_a_broken_request_is_answered() -> None:
     seen, sent, closing = await _exchanged([SIZED + b"\x00\x00" + SMUGGLED])
     assert sent.replace(b"Connection: close\r\n", b"") == ANSWER
     assert len(seen.requests) == 1
@@ -287,7 +287,7 @@ async def test_part_of_a_request_without_end_is_refused(part: str) -> None:
     assert seen.requests == []
 
 
-async def test_a_client_that_sends_faster_than_is_read_is_told_to_wait() -> None:
+async def test_client_is_paused_while_its_body_is_unread() -> None:
     taken: list[bytes] = []
     go_on = asyncio.Event()
 
@@ -348,7 +348,7 @@ async def test_a_refused_head_has_no_body_either() -> None:
         (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"200"),
     ],
 )
-async def test_request_needs_one_valid_host_and_a_served_version(
+async def test_request_needs_a_single_valid_host_and_a_served_version(
     request_bytes: bytes, status: bytes
 ) -> None:
     connection, wire = client(seen := Seen())
@@ -360,7 +360,7 @@ async def test_request_needs_one_valid_host_and_a_served_version(
         assert b"x-pawl-fault: client" in wire.sent
 
 
-async def test_a_refusal_says_why_in_the_words_it_is_given() -> None:
+async def test_refusal_has_the_body_that_explain_returns() -> None:
     asked: list[tuple[str, int, str]] = []
 
     def explain(target: str, status: int, why: str) -> bytes:
@@ -379,7 +379,7 @@ def inflow() -> BodyStream:
     return BodyStream(Wire(), asyncio.get_running_loop())
 
 
-async def test_small_chunks_cost_about_what_they_hold() -> None:
+async def test_small_chunks_take_memory_in_proportion_to_their_bytes() -> None:
     body, chunks = inflow(), 100_000
     for number in range(chunks):
         body.put(b"%02d" % (number % 100))
@@ -452,7 +452,7 @@ async def cancelled(_: Exchange) -> None:
 
 
 @pytest.mark.parametrize("handle", [failing, forgetting, cancelled])
-async def test_a_handler_that_fails_is_answered_for_and_the_connection_closed(
+async def test_failing_handler_is_answered_with_500_and_the_connection_closed(
     handle: object,
 ) -> None:
     connection, wire = client(handle)  # type: ignore[arg-type]
@@ -496,7 +496,7 @@ async def test_a_callback_that_fails_is_answered_with_500(
     assert wire.ended
 
 
-async def test_a_reply_before_the_body_has_come_says_that_the_connection_closes() -> None:
+async def test_reply_before_the_end_of_the_body_announces_closing() -> None:
     connection, wire = client(whole)
     connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nab")
     await settle()

@@ -29,7 +29,7 @@ STEERING: Headers = [
 
 
 @pytest.mark.parametrize("tenant", ["a", "b"])
-def test_a_tenants_headers_are_those_of_its_body_and_client(tenant: str) -> None:
+def test_steering_headers_are_passed_on_for_the_default_tenant_alone(tenant: str) -> None:
     both = [*SAID, *STEERING]
     assert for_upstream(both, tenant, plain=False) == SAID
     coded = (b"Accept-Encoding", b"identity")

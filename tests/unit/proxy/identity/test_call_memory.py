@@ -69,7 +69,7 @@ WORDS, FEWER_WORDS = fingerprint(PREFIX, 1), fingerprint(PREFIX, 2)
         "a shorter prefix is left to the ledger",
     ],
 )
-def test_call_joins_the_one_episode_that_provided_what_it_needs(
+def test_call_joins_the_only_episode_that_provided_its_needs(
     provided: list[tuple[bytes, str]], needs: list[bytes], found: Joined | Doubt | None
 ) -> None:
     memory = CallMemory()
@@ -78,7 +78,7 @@ def test_call_joins_the_one_episode_that_provided_what_it_needs(
     assert memory.find(needs) == found
 
 
-def test_words_join_nothing_and_hint_at_the_episode_they_continue() -> None:
+def test_shared_words_hint_at_an_episode_and_never_join_it() -> None:
     memory = CallMemory()
     memory.provide([WORDS], "e1")
     assert memory.find([WORDS]) is None
@@ -92,7 +92,7 @@ def test_words_join_nothing_and_hint_at_the_episode_they_continue() -> None:
     assert memory.find([WORDS]) is None
 
 
-def test_failed_attempts_of_one_body_are_bounded() -> None:
+def test_failed_attempts_of_a_body_are_bounded() -> None:
     """However often it fails: a call's cost must not grow with the failures before it."""
     memory = CallMemory()
     for number in range(10 * MOST_ATTEMPTS):
@@ -147,7 +147,7 @@ def test_calls_of_real_clients_are_joined(proxies: int, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_run_alone_is_one_episode(client: str, kind: str) -> None:
+def test_lone_run_becomes_a_single_episode(client: str, kind: str) -> None:
     seen = replay(recorded_runs([(client, kind)], 0), 1, 0)
     result = score(seen, join_in_ledger(seen))
     assert (result.right, result.false, result.quarantined) == (len(seen) - 1, 0, 0)

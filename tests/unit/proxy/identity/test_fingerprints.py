@@ -160,7 +160,7 @@ def test_a_tools_message_in_a_response_is_its_result() -> None:
     assert TOOL_CALL in kinds(needed_fingerprints("responses", {"input": [user("q"), calls, told]}))
 
 
-def test_a_response_that_goes_on_from_another_asks_for_it() -> None:
+def test_response_needs_its_previous_response_id() -> None:
     provides = provided_fingerprints(
         "responses", {"input": "q"}, summary("a", response_id="resp_1")
     )
@@ -177,7 +177,7 @@ def test_only_responses_provide_their_id() -> None:
     assert kinds(provided_fingerprints("chat", chat(user("q")), said)) == [PREFIX]
 
 
-def test_earlier_replies_are_asked_for_after_the_newest() -> None:
+def test_needs_name_the_newest_replies_first() -> None:
     needs: list[bytes] = []
     messages: list[Message] = []
     for turn in range(7):
@@ -189,7 +189,7 @@ def test_earlier_replies_are_asked_for_after_the_newest() -> None:
     assert list(needed_fingerprints("chat", chat(*messages))) == [*needs[-2:-6:-1], needs[-1]]
 
 
-def test_a_continued_reply_is_one_reply() -> None:
+def test_continued_reply_counts_as_a_single_reply() -> None:
     begun = chat(user("q"), assistant("Once upon"))
     provides = provided_fingerprints("chat", begun, summary("a time."))
     whole = chat(user("q"), assistant("Once upon"), assistant("a time."), user("More!"))
@@ -345,7 +345,9 @@ def told(steps: list[tuple[str, Any]]) -> list[Any]:
 
 
 @given(st.lists(STEPS, max_size=8), SPOKEN)
-def test_what_a_call_provides_the_next_one_needs(steps: list[tuple[str, Any]], reply: str) -> None:
+def test_next_call_needs_the_prefix_that_a_call_provides(
+    steps: list[tuple[str, Any]], reply: str
+) -> None:
     messages = as_sent([*steps, ("user", "q")], str, json.dumps)
     provides = provided_fingerprints("chat", chat(*messages), summary(reply))
     needs = needed_fingerprints("chat", chat(*messages, assistant(reply), user("next")))

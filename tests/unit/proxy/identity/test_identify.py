@@ -87,7 +87,7 @@ def test_headers_win_over_the_url_and_the_url_over_the_rest() -> None:
     assert (found.episode, found.method, found.confidence) == ("u", "url", "certain")
 
 
-def test_a_tools_session_wins_over_what_the_content_says() -> None:
+def test_session_of_a_tool_wins_over_the_content() -> None:
     found = who({"x-session-id": "s"}, fields=NEXT, memory=remembering(SAID, "e1"))
     assert (found.episode, found.method, found.needs) == ("session:s", "session", ())
 
@@ -103,7 +103,7 @@ def test_an_unusable_name_is_a_warning_not_an_error(header: str, value: str, wro
     assert header in found.warnings[0]
 
 
-def test_an_unusable_name_gives_way_to_the_next() -> None:
+def test_unusable_name_gives_way_to_the_next_source() -> None:
     found = who({"x-pawl-episode": "", "x-session-id": "s"})
     assert (found.episode, len(found.warnings)) == ("session:s", 1)
 
@@ -133,7 +133,7 @@ def test_task_is_named_by_metadata_and_baggage() -> None:
     assert who({"baggage": "pawl.task=t2"}).task == "t2"
 
 
-def test_words_that_go_on_are_left_to_the_ledger_and_keep_their_version() -> None:
+def test_continued_words_are_left_to_the_ledger_and_keep_their_version() -> None:
     found = who({"traceparent": TRACEPARENT}, fields=NEXT, memory=remembering(SAID, "e1"))
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "likely")
     assert found.needs == SAID
@@ -141,13 +141,13 @@ def test_words_that_go_on_are_left_to_the_ledger_and_keep_their_version() -> Non
 
 
 @pytest.mark.parametrize("episodes", [(), ("e1", "e2")])
-def test_words_that_nobody_or_several_said_are_followed_by_nobody(episodes: tuple[str]) -> None:
+def test_words_of_no_or_several_episodes_follow_no_episode(episodes: tuple[str]) -> None:
     found = who(fields=NEXT, memory=remembering(SAID, *episodes))
     assert (found.method, found.confidence, len(found.needs)) == ("own", "likely", 1)
     assert found.follows == found.episode == str(CALL)
 
 
-def test_a_tool_call_that_is_answered_joins() -> None:
+def test_answered_tool_call_joins_its_episode() -> None:
     memory = CallMemory()
     memory.provide(ASKED_FOR_A_TOOL, "e1", "e0")
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, memory=memory)
@@ -155,14 +155,14 @@ def test_a_tool_call_that_is_answered_joins() -> None:
     assert (found.follows, found.needs) == ("e0", ())
 
 
-def test_a_tool_call_that_two_episodes_were_given_is_in_doubt() -> None:
+def test_tool_call_given_to_two_episodes_is_in_doubt() -> None:
     memory = remembering(ASKED_FOR_A_TOOL, "e1", "e2")
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, memory=memory)
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "doubtful")
     assert found.needs
 
 
-def test_a_trace_joins_what_repeats_nothing() -> None:
+def test_trace_joins_a_call_that_repeats_nothing() -> None:
     found = who({"traceparent": TRACEPARENT})
     assert found.episode == f"trace:{TRACEPARENT[3:35]}"
     assert (found.method, found.confidence) == ("trace", "likely")
@@ -170,7 +170,7 @@ def test_a_trace_joins_what_repeats_nothing() -> None:
 
 
 @pytest.mark.parametrize("fields", [NEXT, ANSWER], ids=["words", "tool call"])
-def test_a_trace_joins_what_repeats_nothing_known_once_it_has_begun(fields: dict[str, Any]) -> None:
+def test_begun_trace_joins_a_call_that_repeats_nothing_known(fields: dict[str, Any]) -> None:
     traced, memory = {"traceparent": TRACEPARENT}, CallMemory()
     # Another proxy may have begun it: the ledger knows.
     found = who(traced, fields=fields, memory=memory)
@@ -183,14 +183,14 @@ def test_a_trace_joins_what_repeats_nothing_known_once_it_has_begun(fields: dict
     assert who(fields=fields, memory=memory).method == "own"
 
 
-def test_words_of_another_episode_are_left_to_the_ledger_whatever_the_trace() -> None:
+def test_words_of_another_episode_are_left_to_the_ledger_despite_a_trace() -> None:
     traced, memory = {"traceparent": TRACEPARENT}, remembering(SAID, "e1")
     who(traced, memory=memory)
     found = who(traced, fields=NEXT, memory=memory)
     assert (found.episode, found.method, found.needs) == (str(CALL), "own", SAID)
 
 
-def test_session_of_openclaw_is_one_episode() -> None:
+def test_session_of_openclaw_is_a_single_episode() -> None:
     """It strips tool calls' ids, and ends each request with a message that no later one repeats.
 
     Each of its processes, which answers one message of the user's, has a trace of its own.
@@ -242,11 +242,11 @@ def test_a_named_retry_repeats_its_own_attempt() -> None:
 @pytest.mark.parametrize(
     ("value", "count"), [("0", 0), ("3", 3), ("", 0), ("-1", 0), ("many", 0), ("9999", 0), ("²", 0)]
 )
-def test_retry_count_is_what_an_sdk_says(value: str, count: int) -> None:
+def test_retry_count_is_read_from_the_header_of_an_sdk(value: str, count: int) -> None:
     assert retry_count({"x-stainless-retry-count": value}) == count
 
 
-def test_all_names_of_a_call_are_its_tenants() -> None:
+def test_episode_and_task_names_are_scoped_to_the_tenant() -> None:
     named = identify({}, NAMED, ModelRequest(b"", fields=FIRST), scoped("a", "1"), CallMemory())
     assert (named.episode, named.task, named.agent) == (scoped("a", "u"), scoped("a", "t"), "a")
     traced = identify(
@@ -259,7 +259,7 @@ def test_all_names_of_a_call_are_its_tenants() -> None:
     assert (found.split, found.task) == ("eval", scoped("a", "eval/t"))
 
 
-def test_no_name_that_a_client_gives_is_another_tenants() -> None:
+def test_client_cannot_name_things_of_another_tenant() -> None:
     for name in ("b\x1fu", "\x1fu", "default\x1fu"):
         found = who({"x-pawl-episode": name, "x-pawl-task": name})
         assert (tenant_of(found.episode), found.task) == (DEFAULT, None)
@@ -335,7 +335,7 @@ def test_person_and_odd_shape_name_no_episode(fields: dict[str, Any]) -> None:
         ({"conversation": {"id": "conv_1"}}, "conversation:conv_1", "response"),
     ],
 )
-def test_fields_that_name_an_episode(fields: dict[str, Any], key: str, method: str) -> None:
+def test_fields_of_a_body_name_an_episode(fields: dict[str, Any], key: str, method: str) -> None:
     assert names_of({}, fields) == [(key, method)]
 
 
@@ -348,7 +348,7 @@ def test_fields_that_name_an_episode(fields: dict[str, Any], key: str, method: s
         ("langfuse_session_id=l", "langfuse:l"),
     ],
 )
-def test_baggage_that_names_an_episode(baggage: str, key: str) -> None:
+def test_baggage_names_an_episode(baggage: str, key: str) -> None:
     assert names_of({"baggage": baggage}) == [(key, "baggage")]
 
 
@@ -369,7 +369,7 @@ def test_baggage_is_read_as_it_was_written(members: dict[str, str]) -> None:
     assert parse_baggage(header) == members
 
 
-def test_baggage_beyond_what_is_passed_on_says_nothing() -> None:
+def test_baggage_longer_than_the_limit_is_ignored() -> None:
     assert parse_baggage("a=" + "x" * MAX_BAGGAGE) == {}
 
 
@@ -403,7 +403,7 @@ def split_of(
     return who(headers, find_route("POST", prefix + PATH), fields, memory)
 
 
-def test_a_call_that_says_nothing_is_for_training() -> None:
+def test_call_without_a_stated_split_is_for_training() -> None:
     assert split_of().split == "train"
     assert split_of({"x-pawl-task": "evaluate this"}).split == "train"
 
@@ -425,7 +425,7 @@ def test_a_call_that_says_nothing_is_for_training() -> None:
         ({}, "", {"pawl_task": "eval/sums"}),
     ],
 )
-def test_each_way_to_say_that_it_is_evaluation(
+def test_split_of_evaluation_is_read_from_every_source(
     headers: dict[str, str], prefix: str, metadata: Any
 ) -> None:
     found = split_of(headers, prefix, metadata)

@@ -71,10 +71,8 @@ def clock(time: str, role: str = "system") -> dict[str, str]:
         ),
     ],
 )
-def test_groups_in_the_database_stay_open_to_the_same_question(
-    dialect: str, request_: bytes, digest: str
-) -> None:
-    """Their names are made of these digests: another digest would be another group."""
+def test_digests_of_questions_never_change(dialect: str, request_: bytes, digest: str) -> None:
+    """Names of groups are made of these digests: another digest would be another group."""
     assert (question_digest(dialect, request_) or b"").hex() == digest
 
 
@@ -99,7 +97,7 @@ def _utf16(text: str) -> list[int]:
     return [int.from_bytes(data[at : at + 2], "little") for at in range(0, len(data), 2)]
 
 
-def test_all_that_users_say_counts_and_nothing_else() -> None:
+def test_question_is_made_of_user_messages_alone() -> None:
     found = question_digest("chat", chat(USER))
     example = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     assert question_digest("chat", chat(*example, USER)) != found
@@ -110,7 +108,7 @@ def test_all_that_users_say_counts_and_nothing_else() -> None:
     assert question_digest("chat", chat({"role": "user", "content": [image]})) not in (found, None)
 
 
-def test_where_messages_are_cut_counts() -> None:
+def test_boundaries_between_messages_change_the_question() -> None:
     one, other = ("ab", "c"), ("a", "bc")
     found = [
         question_digest("chat", chat(*({"role": "user", "content": text} for text in texts)))
@@ -146,7 +144,7 @@ def test_a_plain_prompt_has_no_instructions_apart() -> None:
     assert question_digest("completions", b'{"prompt": "2 + 2"}') is None
 
 
-def test_the_task_of_a_call_that_names_none() -> None:
+def test_unnamed_task_is_derived_from_the_question_or_the_prompt_ids() -> None:
     ids = [tokens([1, 2, number], [4]) for number in range(2)]
     one, other = (
         call(tokens=own, request=chat(clock(f"10:0{number}"), USER))
@@ -167,7 +165,7 @@ def test_the_task_of_a_call_that_names_none() -> None:
     assert task_of(msgspec.structs.replace(unknown, http_status=400)) is None
 
 
-def test_an_episode_that_another_model_began_is_of_the_question_that_it_was_asked() -> None:
+def test_task_is_derived_from_a_first_call_of_another_model() -> None:
     """A planner elsewhere gives no ids, and what it plans is another text each time."""
     rows = [
         episode_row(

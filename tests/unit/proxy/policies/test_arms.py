@@ -59,7 +59,7 @@ def test_each_arm_gets_its_share_of_new_episodes(
 
 
 @given(st.integers(min_value=1, max_value=9), SHARES, SHARES, NAMES)
-def test_episode_of_an_arm_gets_its_version_which_tells_the_arm(
+def test_version_of_an_episode_tells_its_arm(
     serving: int, share: float, control_share: float, episode: str
 ) -> None:
     arms = Arms("m", serving, 10, share, 0, control_share)
@@ -69,7 +69,7 @@ def test_episode_of_an_arm_gets_its_version_which_tells_the_arm(
 
 
 @given(st.sampled_from(["m", "n"]), SHARES, SHARES, NAMES)
-def test_a_greater_share_takes_none_away(
+def test_larger_share_keeps_the_canarys_episodes(
     policy: str, one: float, other: float, episode: str
 ) -> None:
     less, more = sorted((one, other))
@@ -77,7 +77,7 @@ def test_a_greater_share_takes_none_away(
         assert Arms(policy, 2, 3, more).of_new(episode) == "canary"
 
 
-def test_one_canary_is_tried_on_other_episodes_than_the_next() -> None:
+def test_successive_canaries_are_tried_on_independent_episodes() -> None:
     both = [
         one
         for one in EPISODES
@@ -86,7 +86,7 @@ def test_one_canary_is_tried_on_other_episodes_than_the_next() -> None:
     assert abs(len(both) - 0.01 * len(EPISODES)) <= SIGMAS * sqrt(0.01 * len(EPISODES))
 
 
-def test_without_shares_all_are_served_by_what_serves() -> None:
+def test_all_episodes_get_the_serving_version_without_shares() -> None:
     arms = arms_of(numbered("retired", "unloaded", "serving"))
     assert {arms["m"].of_new(one) for one in EPISODES[:100]} == {"serving"}
     assert arms["m"].of_version(0) == "serving"
@@ -99,7 +99,7 @@ def test_control_of_another_state_or_unloaded_is_no_arm() -> None:
 
 
 @given(st.integers(), st.lists(NAMES, max_size=20))
-def test_all_proxies_give_an_episode_the_same(seed: int, episodes: list[str]) -> None:
+def test_all_proxies_give_an_episode_the_same_version(seed: int, episodes: list[str]) -> None:
     here = trying(0.4, 0.3)
     there = Random(seed).sample(here, len(here))
     names = sorted(set(episodes))
@@ -124,7 +124,7 @@ def test_episodes_keep_their_version_when_the_canary_ends(end: str) -> None:
     assert set(later.values()) == {(1, "control"), (serves, "serving")}
 
 
-def test_a_forgotten_episode_goes_on_with_what_it_had_once_the_canary_serves() -> None:
+def test_forgotten_episode_keeps_its_version_once_the_canary_serves() -> None:
     before = given_to(Versions(trying()), EPISODES[:3000])
     after = given_to(Versions(ENDS["promoted"][0]), EPISODES[:3000])
     for one, (number, arm) in before.items():
@@ -132,14 +132,14 @@ def test_a_forgotten_episode_goes_on_with_what_it_had_once_the_canary_serves() -
             assert after[one][0] == number
 
 
-def test_an_episode_that_had_to_leave_its_version_is_nothing_to_try_another_on() -> None:
+def test_episode_that_lost_its_version_gets_no_canary() -> None:
     versions = Versions(numbered("serving", "retired"))
     given_to(versions, EPISODES[:500])
     versions.replace(trying(0.9, 0.1)[1:])
     assert set(given_to(versions, EPISODES[:500]).values()) == {(2, "serving")}
 
 
-def test_evaluation_and_a_version_that_is_named_are_in_no_arm() -> None:
+def test_evaluation_and_calls_for_a_named_version_are_in_no_arm() -> None:
     versions = Versions(trying(0.6, 0.4))
     for one in EPISODES[:50]:
         assert versions.resolve("m", one, split=EVAL) == Serving("m", 2, "m@2")
@@ -155,7 +155,7 @@ def test_version_without_traffic_gets_no_episode(state: PolicyState) -> None:
     assert set(given_to(versions, EPISODES[:50]).values()) == {(1, "serving")}
 
 
-def test_a_policy_that_goes_live_with_another_is_tried_in_its_share_too() -> None:
+def test_canary_share_holds_for_policies_that_go_live_together() -> None:
     table = parse_policies(
         "".join(
             f'[[policy]]\nname = "{name}"\nbase = "m"\nagents = ["{name}"]\n'

@@ -55,7 +55,7 @@ def test_a_tenant_sees_its_own_versions_and_base_models(tenant: str) -> None:
     owners.check(tenant, "m")
 
 
-def test_a_long_name_takes_no_longer_than_it_is_long() -> None:
+def test_long_name_is_checked_in_linear_time() -> None:
     for name in (" " * 2_000_000 + "x", "@" * 2_000_000, "x@" + "1" * 2_000_000 + "x"):
         assert not Owners(TABLE).hides("a", name)
 
@@ -67,7 +67,7 @@ def test_a_policy_without_a_file_may_have_an_at_in_its_name() -> None:
     assert not owners.hides(DEFAULT, "me@home@1")
 
 
-def test_with_one_tenant_nothing_is_hidden_from_it_and_all_from_others() -> None:
+def test_sole_tenant_sees_all_names_and_others_no_versions() -> None:
     for owners in (Owners(None), Owners(parse_policies('[[policy]]\nname = "p"\nbase = "m"', "p"))):
         assert owners.sole == DEFAULT
         assert not owners.hides(DEFAULT, "x@1")
@@ -101,7 +101,7 @@ def test_no_call_is_served_by_another_tenants_policy(
 
 
 @pytest.mark.parametrize("tenant", TENANTS)
-def test_a_policy_that_is_given_to_another_tenant_is_nobodys(tenant: str) -> None:
+def test_policy_given_to_another_tenant_is_served_to_no_tenant(tenant: str) -> None:
     given = [of("pa", number, "b") for number in (0, 1)]
     versions = Versions([*given, of("pb", 0)], TABLE)
     assert versions.owners.hides(tenant, "pa@1")
@@ -109,7 +109,7 @@ def test_a_policy_that_is_given_to_another_tenant_is_nobodys(tenant: str) -> Non
     assert versions.trained_policy("pa", "default", tenant) is None
 
 
-def test_without_a_file_a_policy_is_still_the_tenants_that_it_began_with() -> None:
+def test_policy_keeps_its_first_tenant_without_a_file() -> None:
     versions = Versions(VERSIONS)
     assert versions.resolve("pa", "e", "default", "a").policy == "pa"
     assert versions.resolve("pa", "e", "default", DEFAULT) == Serving(None, None, "pa")
@@ -155,7 +155,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_owner_without_a_file_is_the_stores() -> None:
+def test_owner_is_read_from_the_store_without_a_file() -> None:
     began = version(0, "serving", "p", "m", tenant="b")
     file = OwnersFile(None)
     assert whose(file.now([])) == DEFAULT

@@ -60,7 +60,7 @@ Step = tuple[int, int, int, int]
         max_size=60,
     )
 )
-def test_the_first_servable_proposal_is_what_all_get(steps: list[Step]) -> None:
+def test_all_workers_get_the_first_servable_proposal(steps: list[Step]) -> None:
     one = SharedPins(os.memfd_create("pins"))
     workers = [one, SharedPins(one.page), SharedPins(one.page)]
     kept: dict[tuple[str, str], int] = {}
@@ -86,7 +86,7 @@ def test_a_full_set_loses_its_oldest_entry_alone(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_names_do_not_run_into_each_other() -> None:
+def test_pins_of_policy_and_episode_names_do_not_collide() -> None:
     pins = SharedPins(os.memfd_create("pins"))
     assert pins.agree("m", "ab", 1, any_version) == 1
     assert pins.kept("ma", "b") is None
@@ -94,7 +94,7 @@ def test_names_do_not_run_into_each_other() -> None:
     assert pins.kept("m", "\ud800") == 2
 
 
-def test_processes_that_propose_at_the_same_time_get_the_same() -> None:
+def test_processes_that_propose_at_the_same_time_agree() -> None:
     pins = SharedPins(os.memfd_create("pins"))
     processes = [
         subprocess.Popen(
@@ -169,7 +169,7 @@ def test_an_episode_keeps_its_version_at_another_worker(two: tuple[Versions, Ver
     assert one.resolve("m", "new").version == 1
 
 
-def test_episode_of_a_retired_version_goes_on_with_the_same_one_everywhere(
+def test_episode_of_an_unloaded_version_moves_alike_at_every_worker(
     two: tuple[Versions, Versions],
 ) -> None:
     one, other = two
@@ -207,7 +207,7 @@ def test_a_worker_that_has_not_read_of_a_promotion_yet_catches_up(
     assert looks == [1]
 
 
-def test_policies_that_go_live_together_keep_to_it_at_another_worker() -> None:
+def test_policies_that_go_live_together_stay_together_across_workers() -> None:
     pins, table = SharedPins(os.memfd_create("pins")), parse_policies(TOGETHER, "policies.toml")
 
     def at(number: int) -> list[PolicyVersion]:
@@ -226,7 +226,7 @@ def test_policies_that_go_live_together_keep_to_it_at_another_worker() -> None:
     assert one.resolve("b", "new", "writer").version == 1
 
 
-def test_what_another_proxy_knows_counts_more_than_what_was_live_together() -> None:
+def test_pin_of_another_proxy_wins_over_versions_live_together() -> None:
     pins, table = SharedPins(os.memfd_create("pins")), parse_policies(TOGETHER, "policies.toml")
     one, other = (Versions(shared=SharedPins(pins.page), table=table) for _ in range(2))
     old = [version(0, "serving", name) for name in ("writes", "checks")]

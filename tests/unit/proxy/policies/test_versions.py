@@ -49,7 +49,7 @@ def test_version_that_was_ever_loaded_can_be_asked_for_by_its_name(
         ("m@9", "is unknown"),
     ],
 )
-def test_why_a_version_is_not_served_and_what_to_ask_for(asked: str, why: str) -> None:
+def test_unserved_version_is_explained_with_loaded_alternatives(asked: str, why: str) -> None:
     versions = Versions(numbered("retired", "unloaded", "rejected", "serving", "written"))
     said = versions.why_not_served(asked)
     assert said is not None
@@ -75,7 +75,7 @@ def test_a_pin_that_can_be_served_is_not_replaced() -> None:
     assert versions.resolve("m", "e").version == 2
 
 
-def test_an_episode_that_lost_its_version_goes_where_another_proxy_moved_it() -> None:
+def test_episode_that_lost_its_version_follows_the_move_of_another_proxy() -> None:
     """It left version 1 for 2 elsewhere; here 3 serves by now, and 1 is remembered."""
     versions = Versions(numbered("retired", "serving"))
     assert versions.resolve("m", "e").version == 1
@@ -86,7 +86,7 @@ def test_an_episode_that_lost_its_version_goes_where_another_proxy_moved_it() ->
     assert versions.resolve("m", "e").version == 2
 
 
-def test_where_nobody_moved_an_episode_the_store_is_asked_once() -> None:
+def test_store_is_asked_only_once_about_an_unmoved_episode() -> None:
     versions = Versions(numbered("retired", "serving"))
     versions.resolve("m", "e")
     versions.replace(numbered("retired", "unloaded", "serving"))
@@ -136,7 +136,7 @@ def of(policy: str, *states: State) -> list[PolicyVersion]:
     return numbered(*states, name=policy, base="qwen")
 
 
-def test_a_policy_that_no_trainer_has_begun_is_its_base() -> None:
+def test_policy_without_versions_is_served_as_its_base() -> None:
     versions = Versions([], TABLE)
     assert versions.resolve("writes", "e", "any") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.knows("writes", "e")
@@ -144,7 +144,7 @@ def test_a_policy_that_no_trainer_has_begun_is_its_base() -> None:
     assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1", arm="serving")
 
 
-def test_a_name_that_the_file_does_not_have_is_no_policys() -> None:
+def test_name_missing_from_the_file_is_no_policy() -> None:
     stored = [*numbered("retired", "serving"), version(1, "retired", "rest")]
     versions = Versions([*stored, version(1, "retired", "writes")], TABLE)
     for model in ("m", "m@1", "rest@1", "gpt-x"):
@@ -152,7 +152,7 @@ def test_a_name_that_the_file_does_not_have_is_no_policys() -> None:
     assert versions.resolve("writes@1", "e") == Serving("writes", 1, "writes@1")
 
 
-def test_without_a_file_a_policy_is_served_where_its_base_is() -> None:
+def test_policy_without_a_file_is_served_under_its_base() -> None:
     versions = Versions(of("writes", "serving"))
     assert versions.resolve("writes", "e") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.base_of("writes") == "qwen"
@@ -173,7 +173,7 @@ base = "m"
 """
 
 
-def test_a_policy_explores_by_any_of_its_names_and_a_version_of_it_by_none() -> None:
+def test_exploration_applies_to_policy_names_and_not_to_version_names() -> None:
     versions = Versions(table=parse_policies(EXPLORING, "p.toml"))
     assert versions.explore
     for model, agent in (("m", "x"), ("a", "y"), ("mine", "y")):
@@ -184,7 +184,7 @@ def test_a_policy_explores_by_any_of_its_names_and_a_version_of_it_by_none() -> 
         assert versions.exploration(model, agent) is None
 
 
-def test_a_version_whose_files_were_deleted_says_so() -> None:
+def test_version_with_deleted_files_is_explained() -> None:
     """Such versions are not listed any more: there may have been thousands of them."""
     versions = Versions([version(0, "retired"), version(2, "serving")])
     said = versions.why_not_served("m@1")
@@ -219,7 +219,7 @@ def test_an_episode_gets_versions_that_were_live_together() -> None:
         assert versions.resolve(name, "new").version == 1
 
 
-def test_a_version_that_waits_to_go_live_can_be_asked_for_and_serves_nobody_else() -> None:
+def test_version_that_waits_to_go_live_is_served_only_by_its_name() -> None:
     versions = Versions(of("writes", "serving", "loaded"), TOGETHER)
     assert versions.resolve("writes", "e").version == 0
     assert versions.resolve("writes@1", "eval").version == 1
@@ -238,7 +238,7 @@ async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:
     watching.cancel()
 
 
-async def test_a_disk_that_fails_is_no_end_and_is_waited_out(tmp_path: Path) -> None:
+async def test_disk_error_is_waited_out(tmp_path: Path) -> None:
     file = VersionFile(tmp_path)
     file.write([BASE])
     whole = (tmp_path / NAME).read_bytes()
@@ -251,7 +251,7 @@ async def test_a_disk_that_fails_is_no_end_and_is_waited_out(tmp_path: Path) -> 
     assert file.read() == [BASE]
 
 
-async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
+async def test_unchanged_file_is_not_read_again(tmp_path: Path) -> None:
     file = VersionFile(tmp_path)
     assert file.read() is None
     file.write([BASE])

@@ -46,7 +46,7 @@ def test_outage_begins_once_and_ends(tmp_path: Path) -> None:
     assert size(tmp_path) == PAGE * PAGES
 
 
-def test_outage_whose_episodes_are_all_named_is_none(tmp_path: Path) -> None:
+def test_outage_with_only_named_episodes_is_discarded(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     assert file.end(12.0, named=True) is None
@@ -66,7 +66,7 @@ def test_stored_outage_makes_room_for_the_next(tmp_path: Path) -> None:
     assert (second.id != first.id, second.since) == (True, 20.0)
 
 
-def test_outage_that_is_not_stored_takes_in_the_next_and_is_not_withdrawn(tmp_path: Path) -> None:
+def test_unstored_outage_is_extended_by_the_next_and_not_withdrawn(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     first = file.end(12.0, named=False)
@@ -139,7 +139,7 @@ def test_truncated_file_is_made_whole(tmp_path: Path) -> None:
     assert size(tmp_path) == PAGE * PAGES
 
 
-def test_removed_file_takes_no_mark(tmp_path: Path) -> None:
+def test_mark_of_an_outage_fails_if_its_file_was_removed(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     (tmp_path / OUTAGE).unlink()
     with pytest.raises(FileNotFoundError, match="removed"):
@@ -184,7 +184,7 @@ def unmarked(writer: SegmentWriter, clock: Clock, tmp_path: Path) -> SegmentWrit
     return writer
 
 
-def test_outage_has_earlier_losses_that_could_not_be_marked(
+def test_outage_begins_with_earlier_unmarked_losses(
     unmarked: SegmentWriter, tmp_path: Path
 ) -> None:
     unmarked.begin_outage()

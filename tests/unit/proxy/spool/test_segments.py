@@ -118,7 +118,7 @@ def test_junk_in_between_costs_at_most_the_record_it_is_in(position: int, junk: 
 
 
 @given(st.integers(0, len(SEGMENT)), st.integers(0, len(SEGMENT)))
-def test_a_stretch_that_is_missing_costs_what_it_reached_into(one: int, other: int) -> None:
+def test_missing_stretch_costs_at_most_the_records_it_touches(one: int, other: int) -> None:
     begin, end = sorted((one, other))
     data = SEGMENT[:begin] + SEGMENT[end:]
     found = pieces(data)
@@ -129,7 +129,7 @@ def test_a_stretch_that_is_missing_costs_what_it_reached_into(one: int, other: i
 
 
 @given(st.lists(st.sampled_from([*FRAMES, MAGIC, MAGIC + MARK, b"\0" * 64, b"junk"])), st.binary())
-def test_whatever_is_in_a_segment_is_read_without_an_error(parts: list[bytes], end: bytes) -> None:
+def test_any_content_of_a_segment_is_read_without_an_error(parts: list[bytes], end: bytes) -> None:
     data = b"".join(parts) + end
     for mark in (MARK, None):
         adjoin(pieces(data, mark=mark), data)
@@ -137,7 +137,7 @@ def test_whatever_is_in_a_segment_is_read_without_an_error(parts: list[bytes], e
 
 
 @given(st.integers(0, len(SEGMENT)), st.integers(0, len(SEGMENT) - 1), st.booleans())
-def test_what_is_read_while_it_grows_is_what_is_read_at_its_end(
+def test_growing_segment_reads_the_same_as_a_finished_segment(
     cut: int, flipped: int, flip: bool
 ) -> None:
     """The ingester counts a segment that grows, and drains it later: both see the same pieces."""
@@ -174,7 +174,7 @@ def test_a_client_cannot_plant_a_record_in_a_body_that_is_damaged() -> None:
 
 
 @pytest.mark.parametrize("damaged_after", [False, True])
-def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_after: bool) -> None:
+def test_whole_frame_is_found_within_the_length_of_a_cut_frame(damaged_after: bool) -> None:
     cut = encode_frame(captured("x" * 400))
     kept = encode_frame(captured("kept"))
     after = encode_frame(captured("after"))
@@ -188,7 +188,7 @@ def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_aft
     assert [piece.records for piece in found] == [1, 1, 1]
 
 
-def test_a_gap_with_the_bytes_of_its_id_is_read() -> None:
+def test_gap_with_its_id_as_bytes_is_read() -> None:
     gap = GapRecord(id=new_id(), episodes=("e1",))
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(gap))
     assert fields.count(str(gap.id)) == 1
@@ -268,7 +268,7 @@ async def test_empty_segment_that_its_worker_deletes_is_no_trouble(
     assert logs == []
 
 
-def test_batches_are_read_once_and_little_more_with_each(path: Path) -> None:
+def test_reading_in_batches_is_linear_in_the_segment(path: Path) -> None:
     # Frames of very different lengths: a batch may be shorter than the last one, or longer.
     frames = [
         encode_frame(captured(f"{number}", request=b"x" * 2 ** (number % 14)))
@@ -318,7 +318,7 @@ def test_drain_is_stuck_until_all_records_move_also_through_an_outage() -> None:
     assert progress.stuck_s == 1.0
 
 
-def test_folder_that_goes_while_segments_are_looked_for_has_none(
+def test_folder_that_vanishes_during_the_search_for_segments_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("access.part", "worker"):

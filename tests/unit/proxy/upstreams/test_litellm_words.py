@@ -27,7 +27,7 @@ def body(**more: Any) -> bytes:
     return json.dumps({"model": "m", "messages": MESSAGES} | more).encode()
 
 
-def test_what_openai_defines_becomes_arguments() -> None:
+def test_fields_of_openais_api_become_arguments() -> None:
     asked = read_litellm_request(CHAT, body(temperature=0.5, stream=True, seed=None), "u")
     assert (asked.model, asked.stream) == ("m", True)
     assert asked.arguments == {"messages": MESSAGES, "temperature": 0.5, "stream": True}
@@ -63,7 +63,7 @@ def test_a_client_chooses_no_server_and_no_credentials(field: str) -> None:
         (EMBEDDINGS, b'{"model": "m"}', "input is missing"),
     ],
 )
-def test_what_litellm_has_no_words_for_is_refused(path: str, sent: bytes, named: str) -> None:
+def test_request_that_litellm_cannot_express_is_refused(path: str, sent: bytes, named: str) -> None:
     with pytest.raises(BadRequest, match=named):
         read_litellm_request(path, sent, "u")
 

@@ -95,7 +95,7 @@ def test_a_file_is_read_whole() -> None:
         (ONE + "default = true\n" + TWO[len(ONE) :] + "default = true", "'a' and 'b' are both"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, named: str) -> None:
+def test_invalid_file_is_refused_with_the_reason(text: str, named: str) -> None:
     with pytest.raises(BadUpstreams, match=named) as caught:
         parse_upstreams(text, "u.toml")
     assert caught.value.message.startswith("u.toml")
@@ -147,7 +147,7 @@ def test_a_name_finds_its_upstream(model: str | None, number: int) -> None:
     assert TABLE.find(model) == number
 
 
-def test_without_a_default_the_others_are_nobodys() -> None:
+def test_unclaimed_model_has_no_upstream_without_a_default() -> None:
     table = ModelTable([["a"], ["b*"]], default=None)
     assert [table.find(name) for name in ("a", "bb")] == [0, 1]
     assert {table.find(name) for name in ("c", "a@x", "a@", None)} == {None}
@@ -162,7 +162,7 @@ names = st.text(alphabet="ab@1*", min_size=1, max_size=4).filter(lambda name: "*
     st.text(alphabet="ab@1", max_size=6),
     st.integers(0, 99),
 )
-def test_a_version_is_where_its_policy_is_unless_it_is_named(
+def test_version_is_at_the_upstream_of_its_policy_unless_named(
     claims: list[list[str]], model: str, version: int
 ) -> None:
     # A version has no versions of its own.
