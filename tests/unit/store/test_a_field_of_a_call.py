@@ -69,7 +69,7 @@ def test_a_field_that_is_added_in_two_places_is_written_and_read_back(tmp_path: 
     assert said.stdout == "13 13 13\nINTEGER True Length of the request's body.\n", said.stderr
 
 
-def test_every_column_is_written_and_every_field_has_one() -> None:
+def test_every_column_is_written_and_every_field_has_a_column() -> None:
     by_updates = {"policy_logprobs"}
     columns = {column.name for column in transitions.c}
     assert sorted(TRANSITION_COLUMNS) == sorted(columns - by_updates)
@@ -80,7 +80,7 @@ def test_every_column_is_written_and_every_field_has_one() -> None:
     assert kept <= fields
 
 
-def test_all_that_is_read_back_unchanged_has_a_column() -> None:
+def test_every_field_of_call_facts_has_a_column() -> None:
     assert {*CallFacts.__struct_fields__} <= {field.name for field in kept_fields(CallRecord)}
 
 

@@ -36,7 +36,7 @@ def test_equal_facts_measure_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_dice_and_flattery_weigh_nothing(seed: int) -> None:
+def test_random_and_flattering_judges_have_no_trust(seed: int) -> None:
     assert measured(0.5, seed=seed).trust == 0.0
     share, error = agreement([("reward", 1.0, float(place % 2)) for place in range(40)])
     flatters = Agreement(source="j", statements=40, compared=40, share=share, error=error)
@@ -44,13 +44,13 @@ def test_dice_and_flattery_weigh_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_judge_that_is_mostly_right_weighs_by_that(seed: int) -> None:
+def test_trust_grows_with_the_share_of_right_statements(seed: int) -> None:
     # 0.8 of both kinds are right: 2 * 0.8 - 1 of a fact.
     assert measured(0.8, seed=seed).trust == pytest.approx(0.6, abs=0.2)
     assert measured(1.0, seed=seed).trust == 1.0
 
 
-def test_error_is_that_of_many_draws() -> None:
+def test_error_of_agreement_equals_the_spread_of_many_draws() -> None:
     drawn = [measured(0.7, facts=60, seed=seed) for seed in range(300)]
     shares = [one.share or 0.0 for one in drawn]
     mean = sum(shares) / len(shares)
@@ -60,7 +60,9 @@ def test_error_is_that_of_many_draws() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), *[st.sampled_from((0.0, 0.5, 1.0))] * 2)))
-def test_it_is_what_comparing_each_pair_gives(pairs: list[tuple[str, float, float]]) -> None:
+def test_agreement_equals_the_comparison_of_each_pair(
+    pairs: list[tuple[str, float, float]],
+) -> None:
     compared = [
         0.5 if own == other else float((own > other) == (fact > fact_of_other))
         for metric, own, fact in pairs

@@ -48,7 +48,7 @@ def driver_reads(url: str) -> list[Any]:
 @example("postgresql://u:p@h:5432/d?host=/run/pg")
 @example("postgresql+asyncpg://[::1]:5432/d")
 @example("postgresql++://")
-def test_what_is_not_refused_is_read_by_the_driver(url: str) -> None:
+def test_accepted_url_is_read_by_the_driver(url: str) -> None:
     with suppress(StoreError):
         assert driver_reads(url)
 
@@ -89,7 +89,7 @@ def test_hosts_login_and_database_are_read_as_libpq_does(
         ("postgresql://u:secret@h/d?sslmode", "NAME=VALUE"),
     ],
 )
-def test_what_is_wrong_is_named_without_the_login(url: str, message: str) -> None:
+def test_error_in_a_url_is_named_without_the_login(url: str, message: str) -> None:
     with pytest.raises(StoreError, match=message) as raised:
         read_url(url)
     assert "secret" not in str(raised.value)
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_named_without_the_login(url: str, message: str) -> Non
         ("pawl.serving.child, proxy.worker", {"sqlalchemy"}),
     ],
 )
-def test_process_starts_without_what_it_does_not_use(modules: str, without: set[str]) -> None:
+def test_process_does_not_import_unused_database_libraries(modules: str, without: set[str]) -> None:
     program = f"import sys, {modules}; print({without} & {{*sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
@@ -123,7 +123,7 @@ def test_a_url_is_told_without_its_login(url: str, told: str) -> None:
     assert without_login(url) == told
 
 
-def test_a_model_server_is_called_by_its_address_alone() -> None:
+def test_name_of_a_model_server_is_its_address_without_the_login() -> None:
     assert ModelServer("http://name:secret@127.0.0.1:1/v1/").url == "http://127.0.0.1:1/v1"
     assert Replica("http://name:secret@127.0.0.1:1/v1", None).root == "http://127.0.0.1:1"
 
@@ -143,7 +143,7 @@ def test_a_model_server_is_called_by_its_address_alone() -> None:
         ),
     ],
 )
-def test_no_records_fault_is_waited_for(error: Exception) -> None:
+def test_temporary_database_error_counts_as_unavailable(error: Exception) -> None:
     assert is_unavailable(error)
 
 
@@ -157,11 +157,11 @@ def test_no_records_fault_is_waited_for(error: Exception) -> None:
         ValueError("not 16 bytes"),
     ],
 )
-def test_a_records_own_fault_is_told(error: Exception) -> None:
+def test_error_caused_by_a_record_does_not_count_as_unavailable(error: Exception) -> None:
     assert not is_unavailable(error)
 
 
-def test_a_wrong_password_does_not_pass_by_itself_and_is_no_records_fault() -> None:
+def test_wrong_password_is_neither_temporary_nor_caused_by_a_record() -> None:
     error = asyncpg.InvalidPasswordError("wrong")
     assert is_no_records_fault(error)
     assert not is_unavailable(error)

@@ -9,7 +9,7 @@ import pytest
 from store.files import whole_file, write_private
 
 
-def test_file_that_was_not_written_to_its_end_is_as_it_was(tmp_path: Path) -> None:
+def test_interrupted_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"before")
     with pytest.raises(TypeError), whole_file(path) as file:
@@ -43,7 +43,7 @@ def test_pipe_is_written_as_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pipe]
 
 
-def test_file_keeps_the_permissions_of_the_earlier_one(tmp_path: Path) -> None:
+def test_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"secret")
     path.chmod(0o600)
@@ -52,7 +52,7 @@ def test_file_keeps_the_permissions_of_the_earlier_one(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_private_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_private_file_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"")
     path.chmod(0o644)

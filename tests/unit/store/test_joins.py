@@ -39,20 +39,20 @@ def parts(*numbers: int) -> list[EpisodePart]:
     return [part(number) for number in numbers]
 
 
-def test_two_that_are_one_by_another_ask_are_no_doubt() -> None:
+def test_need_provided_by_two_joined_episodes_is_no_doubt() -> None:
     joins = resolve(parts(1, 2, 3), [*link(3, 1, 2), *link(2, 1)])
     assert joins.places[uid(3)].root == joins.places[uid(2)].root == uid(1)
     assert all(place.quarantined_reason is None for place in joins.places.values())
 
 
-def test_the_surest_sign_counts_alone() -> None:
+def test_need_of_the_surest_level_counts_alone() -> None:
     joins = resolve(parts(1, 2, 3), [*link(3, 1, level=0), *link(3, 1, 2, level=2)])
     assert joins.places[uid(3)].root == uid(1)
     assert joins.places[uid(2)].root is None
     assert joins.places[uid(2)].quarantined_reason is None
 
 
-def test_a_task_that_a_part_names_is_the_whole_episodes() -> None:
+def test_joined_episode_takes_the_task_that_a_part_names() -> None:
     joins = resolve([part(1), part(2, task="named", task_named=True)], link(2, 1))
     assert joins.places[uid(1)].joined_task == "named"
     named_first = resolve([part(1, task="x", task_named=True), part(2)], link(2, 1))
@@ -67,7 +67,7 @@ def test_levels_put_ids_before_prefixes() -> None:
     assert [level for _, level in levels([*needs, digest(PREFIX, 5)])] == [0, 0, 1, 5, 6]
 
 
-def test_a_doubt_across_splits_is_the_needing_episodes_alone() -> None:
+def test_doubt_across_splits_quarantines_only_the_needing_episode() -> None:
     some = [part(1, split="eval"), part(2, split="eval"), part(3)]
     places = resolve(some, link(3, 1, 2, level=ACROSS + 2)).places
     assert [places[uid(n)].quarantined_reason for n in (1, 2, 3)] == [None, None, DOUBTFUL_NEED]

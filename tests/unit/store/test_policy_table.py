@@ -52,7 +52,7 @@ def test_a_file_is_read_whole() -> None:
         ("writes@3", "writer", None),
     ],
 )
-def test_who_answers(model: str, agent: str, policy: str | None) -> None:
+def test_policy_is_found_by_model_and_agent(model: str, agent: str, policy: str | None) -> None:
     found = parse_policies(WHOLE, "p.toml").answering(model, agent)
     assert (found and found.name) == policy
 
@@ -141,14 +141,14 @@ def test_a_policy_explores_in_the_share_that_it_names() -> None:
     assert str(second.explore) == "share = 0.25, drop_strict = true"
 
 
-def test_one_agent_may_have_a_policy_for_each_base() -> None:
+def test_agent_may_have_a_policy_for_each_base() -> None:
     table = parse_policies(
         ONE + 'agents = ["x"]\n[[policy]]\nname = "b"\nbase = "n"\nagents = ["x"]', "p.toml"
     )
     assert [getattr(table.answering(base, "x"), "name", None) for base in ("m", "n")] == ["a", "b"]
 
 
-def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     with pytest.raises(BadPolicies, match=r"PAWL_POLICIES names .*none\.toml.*Unset it"):
         open_policies(missing)
@@ -170,7 +170,7 @@ KEYS = st.sampled_from(["name", "base", "agents", "models", "trained", "recipe",
 
 
 @given(st.lists(st.dictionaries(KEYS, VALUES), max_size=3))
-def test_any_file_is_refused_or_answers_each_call_at_most_once(
+def test_any_file_is_refused_or_answers_each_call_unambiguously(
     tables: list[dict[str, str]],
 ) -> None:
     text = "".join(
@@ -196,7 +196,7 @@ CHAIN = "".join(
 )
 
 
-def test_policies_that_hang_together_go_live_together_whoever_says_so() -> None:
+def test_policies_chained_by_publish_with_go_live_together() -> None:
     table = parse_policies(CHAIN, "p.toml")
     for name in ("a", "b", "c"):
         assert table.live_together(name) == ("a", "b", "c")
@@ -212,13 +212,13 @@ def test_policies_that_hang_together_go_live_together_whoever_says_so() -> None:
         ("d", "policy 'd': publish_with: 'd' is no other policy"),
     ],
 )
-def test_a_policy_cannot_go_live_with_one_that_has_no_versions(other: str, named: str) -> None:
+def test_publish_with_must_name_another_trained_policy(other: str, named: str) -> None:
     text = CHAIN.replace('name = "d"\n', f'name = "d"\npublish_with = ["{other}"]\n')
     with pytest.raises(BadPolicies, match=named):
         parse_policies(text, "p.toml")
 
 
-def test_a_fixed_policy_goes_live_with_none() -> None:
+def test_publish_with_of_a_fixed_policy_is_refused() -> None:
     text = CHAIN.replace("trained = false", 'trained = false\npublish_with = ["a"]')
     with pytest.raises(BadPolicies, match="publish_with is for a trained policy alone"):
         parse_policies(text, "p.toml")

@@ -35,7 +35,7 @@ def test_live_versions_never_exceed_the_slots(events: list[str], slots: int) -> 
 
 
 @given(SLOTS)
-def test_what_serves_or_is_decided_about_always_has_room_for_the_next(slots: int) -> None:
+def test_serving_and_gated_versions_leave_a_slot_for_the_next(slots: int) -> None:
     """Else no version would be made for as long as a trial, or a person, takes."""
     for serving in range(20):
         alone = Live(serving=serving, held=serving, gated=2 * serving, kept=0, coming=0)
@@ -43,7 +43,7 @@ def test_what_serves_or_is_decided_about_always_has_room_for_the_next(slots: int
 
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
-def test_the_first_of_a_set_needs_room_for_all_but_no_more_than_there_can_be(
+def test_first_version_of_a_set_needs_slots_for_all_as_far_as_possible(
     live: Live, slots: int, together: int
 ) -> None:
     alone = Live(serving=live.serving, held=live.held, kept=0, coming=0)
@@ -54,6 +54,8 @@ def test_the_first_of_a_set_needs_room_for_all_but_no_more_than_there_can_be(
 
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
-def test_version_that_others_wait_for_needs_one_slot(live: Live, slots: int, together: int) -> None:
+def test_version_that_others_wait_for_needs_a_single_slot(
+    live: Live, slots: int, together: int
+) -> None:
     asked = msgspec.structs.replace(live, ready=1, partners_ready=1)
     assert needed_slots(asked, slots, together) == 1

@@ -37,10 +37,10 @@ def test_any_call_can_be_stored(name: str, other: str) -> None:
     assert "\x00" not in (record.tool_events[0].tool_id or "")
 
 
-def test_what_can_be_stored_is_left_alone() -> None:
+def test_storable_call_is_left_unchanged() -> None:
     record = call("e", tool_events=(tool_event("ok", "t"),), response_id="\u00fc" * 1024)
     assert storable_call(record) is record
 
 
-def test_an_id_that_no_index_takes_is_no_target() -> None:
+def test_response_id_too_long_for_an_index_is_dropped() -> None:
     assert storable_call(call(response_id="r" * (MAX_INDEXED_BYTES + 1))).response_id is None

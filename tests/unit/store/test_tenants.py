@@ -31,14 +31,14 @@ NAMES = st.one_of(
 
 
 @given(TENANTS, NAMES, TENANTS, NAMES)
-def test_kept_names_are_alike_only_if_tenant_and_name_are(
+def test_scoped_names_are_equal_only_for_equal_tenant_and_name(
     tenant: str, name: str, other: str, its: str
 ) -> None:
     assert (scoped(tenant, name) == scoped(other, its)) == ((tenant, name) == (other, its))
 
 
 @given(TENANTS, NAMES)
-def test_a_kept_name_says_whose_it_is_and_what_it_was(tenant: str, name: str) -> None:
+def test_tenant_and_name_are_read_from_a_scoped_name(tenant: str, name: str) -> None:
     kept = scoped(tenant, name)
     assert (tenant_of(kept), bare(kept)) == (tenant, name)
     assert same_tenant(kept, "n") == scoped(tenant, "n")
@@ -53,7 +53,7 @@ def test_names_of_the_default_tenant_are_kept_as_they_are(name: str) -> None:
 
 
 @given(TENANTS, NAMES, TENANTS, NAMES | st.from_regex(r"[0-9]{1,3}", fullmatch=True))
-def test_tasks_of_two_tenants_are_of_one_family_never(
+def test_tasks_of_two_tenants_never_share_a_family(
     tenant: str, name: str, other: str, its: str
 ) -> None:
     own, others = task_family(scoped(tenant, name)), task_family(scoped(other, its))
@@ -72,7 +72,7 @@ def test_fingerprints_of_two_tenants_never_match(
     assert own_digests(DEFAULT, digests) == tuple(digests)
 
 
-def test_key_holds_its_id_and_no_two_are_alike() -> None:
+def test_keys_hold_their_ids_and_differ() -> None:
     made = [new_secret() for _ in range(50)]
     begin, end = len(MARK), len(MARK) + 2 * ID_BYTES
     assert all(key[begin:end] == key_id for key_id, key in made)

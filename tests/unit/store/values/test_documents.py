@@ -77,7 +77,7 @@ def test_only_insignificant_whitespace_goes(document: str) -> None:
 
 
 @given(st.one_of(st.binary(), st.text(string.printable).map(str.encode), DOCUMENTS.map(str.encode)))
-def test_anything_is_one_line_or_refused(text: bytes) -> None:
+def test_any_text_is_compacted_to_a_single_line_or_refused(text: bytes) -> None:
     try:
         found = compact(text)
     except ValueError:
@@ -162,13 +162,15 @@ def test_strings_across_windows_are_kept_apart() -> None:
     assert size_of(text).values == 180_000
 
 
-def test_what_is_too_large_is_not_counted_to_its_end() -> None:
+def test_counting_stops_once_a_document_is_too_large() -> None:
     size = documents.size_of(b"[" + b"{}," * 10**6, Size(1000, 10**9))
     assert 1000 < size.containers < 10**5
 
 
 @pytest.mark.parametrize("piece", range(1, 12))
-def test_no_cut_changes_what_is_counted(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_the_same_however_a_document_is_cut(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "_PIECE", piece)
     texts = ['a"[', "\\", "\\\\", '\\"', '\\\\"{', "]" * 9, "\\" * 40, '"""', ""]
     data = json.dumps([{text: text} for text in texts] + [[texts]]).encode()
@@ -242,7 +244,9 @@ def test_json_is_counted_exactly(value: Any, around: int) -> None:
     st.integers(0, 6),
     st.integers(1, 20),
 )
-def test_what_is_called_flat_is_flat(parts: list[bytes], limit: int, piece: int) -> None:
+def test_document_called_flat_is_within_the_depth_limit(
+    parts: list[bytes], limit: int, piece: int
+) -> None:
     data = b"".join(parts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "MAX_DEPTH", limit)

@@ -29,7 +29,7 @@ def test_very_many_degrees_of_freedom_are_a_little_wider_than_a_normal_distribut
 
 
 @given(st.integers(1, 1100))
-def test_more_observations_never_widen(freedom: int) -> None:
+def test_quantile_never_grows_with_more_observations(freedom: int) -> None:
     assert t_quantile(freedom + 1) <= t_quantile(freedom)
 
 
@@ -37,7 +37,9 @@ def test_more_observations_never_widen(freedom: int) -> None:
     ("right", "count", "low", "high"),
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962), (1, 1, 0.2065, 1.0)],
 )
-def test_wilsons_interval(right: int, count: int, low: float, high: float) -> None:
+def test_wilsons_interval_equals_published_figures(
+    right: int, count: int, low: float, high: float
+) -> None:
     found = wilson(right / count, count)
     assert (round(found.low, 4), round(found.high, 4)) == (low, high)
 
@@ -57,7 +59,7 @@ def test_students_interval_is_centred_on_the_mean(seen: list[float]) -> None:
     assert interval.low <= mean(seen) <= interval.high
 
 
-def test_one_observation_has_no_interval() -> None:
+def test_single_observation_has_no_interval() -> None:
     assert student(0.5, 0.0, 1) is None
 
 
@@ -80,7 +82,7 @@ def test_interval_of_independent_values_is_wilsons_for_0_and_1_and_students_else
     assert of_groups([0.5]) is None
 
 
-def test_interval_knows_that_attempts_at_one_task_are_not_independent() -> None:
+def test_interval_accounts_for_dependent_attempts_at_a_task() -> None:
     alike = [[1.0] * 8, [0.0] * 8, [1.0] * 8, [0.0] * 8, [1.0] * 8]
     # Each task decides all of its eight attempts: they are worth little more than five values.
     assert of_groups(*alike) == pytest.approx(wilson(0.6, 5), abs=0.13)

@@ -29,14 +29,16 @@ class Stored:
 
 
 @given(Text, Text)
-def test_what_was_taken_apart_is_put_together(base: bytes, data: bytes) -> None:
+def test_rebuild_reverses_delta(base: bytes, data: bytes) -> None:
     found = delta(base, data)
     assert rebuild(base, *found) == data
     assert found.prefix + found.suffix <= min(len(base), len(data))
 
 
 @given(Text, Text, Text, Text)
-def test_what_both_share_is_found(head: bytes, old: bytes, new: bytes, tail: bytes) -> None:
+def test_delta_finds_the_shared_head_and_tail(
+    head: bytes, old: bytes, new: bytes, tail: bytes
+) -> None:
     found = delta(head + old + tail, head + new + tail)
     assert len(found.middle) <= len(new)
 
@@ -83,7 +85,7 @@ def test_any_batches_in_any_order_are_read_back(sizes: list[int], dice: Any) -> 
     assert_whole(rows, calls)
 
 
-def test_a_threads_calls_keep_what_they_add() -> None:
+def test_call_of_a_thread_stores_only_its_additions() -> None:
     calls = thread(6)
     rows = stored(Bases(), calls)
     assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]
@@ -92,7 +94,7 @@ def test_a_threads_calls_keep_what_they_add() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_calls_without_a_name_add_to_what_they_ask_for(at_once: bool) -> None:
+def test_unnamed_call_adds_to_the_call_that_provided_its_needs(at_once: bool) -> None:
     """Each has an episode of its own until the store joins them."""
     said = [bytes([3]) + bytes([turn]) * 15 for turn in range(6)]
     calls = [
@@ -115,7 +117,7 @@ def test_agents_that_take_turns_add_to_their_own_calls() -> None:
     assert rows[checker[2].id].parent_id == checker[1].id
 
 
-def test_a_day_stands_alone() -> None:
+def test_call_never_adds_to_a_call_of_another_day() -> None:
     midnight = datetime(2026, 3, 1, tzinfo=UTC)
     ids = [lowest_id_at(midnight + timedelta(milliseconds=ms)) for ms in (-1, 1)]
     request = b"same" * 100
@@ -137,7 +139,7 @@ def damaged(rows: list[Any]) -> list[str]:
     return [why.partition(": ")[2] for why in whole_texts(rows).damaged.values()]
 
 
-def test_what_adds_to_a_damaged_call_is_damaged_and_no_other() -> None:
+def test_damage_spreads_only_to_calls_that_add_to_the_damaged_call() -> None:
     rows = stored(Bases(), [*thread(3), *thread(3, episode="other")])
     rows[1].request_prefix = 10**6
     first, second = damaged(rows)

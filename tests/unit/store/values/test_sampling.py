@@ -45,7 +45,7 @@ from trainer.credit.assign import TransitionCredit
         *((math.inf, None), (math.nan, None), ("inf", None), ("1_0", None), (10**400, None)),
     ],
 )
-def test_temperatures(asked: object, used: float | None) -> None:
+def test_temperature_is_read_as_vllm_uses_it(asked: object, used: float | None) -> None:
     assert used_temperature(asked) == used
 
 
@@ -58,20 +58,20 @@ def test_anything_is_a_finite_number_or_none(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, -9999.0, 0.5, -1e30])
-def test_no_sampled_token_has_it(value: float) -> None:
+def test_value_outside_its_range_is_no_log_probability(value: float) -> None:
     assert not are_logprobs(pack_logprobs([-1.0, value, -2.0]))
     assert are_logprobs(pack_logprobs([-1.0, 0.0, -9998.0, 1e-7]))
 
 
 @given(st.binary(max_size=64))
-def test_any_bytes_are_log_probabilities_or_not(data: bytes) -> None:
+def test_accepted_bytes_hold_only_possible_log_probabilities(data: bytes) -> None:
     whole = data[: len(data) // 4 * 4]
     if are_logprobs(whole):
         assert all(-9999 < value <= 1e-3 for value in array("f", whole))
 
 
 @pytest.mark.parametrize(("recorded", "used"), [(1e-3, 0.01), ("0.5", 0.5), (0.7, 0.7)])
-def test_rows_are_scored_at_what_was_used(recorded: object, used: float) -> None:
+def test_row_has_the_temperature_that_was_used(recorded: object, used: float) -> None:
     """An earlier Pawl recorded what was asked for."""
     call = transition(sampling={"temperature": recorded})
     credit = TransitionCredit(
@@ -110,7 +110,7 @@ def read(**settings: Any) -> Distribution:
         *({"max_tokens": 5}, {"seed": 3}, {"stop_token_ids": "odd"}, {"grammar": None}),
     ],
 )
-def test_what_shapes_nothing_is_plain(settings: dict[str, Any]) -> None:
+def test_settings_without_effect_give_a_plain_distribution(settings: dict[str, Any]) -> None:
     found = read(**settings)
     assert found == Distribution(temperature=1.0)
     assert found.is_plain
@@ -133,7 +133,9 @@ def test_what_shapes_nothing_is_plain(settings: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_shapes_something(settings: dict[str, Any], found: dict[str, Any]) -> None:
+def test_settings_with_effect_are_in_the_distribution(
+    settings: dict[str, Any], found: dict[str, Any]
+) -> None:
     wanted = msgspec.structs.replace(Distribution(temperature=1.0), **found)
     assert read(**settings) == wanted
     assert hash(read(**settings)) == hash(wanted)
@@ -153,17 +155,17 @@ def test_what_shapes_something(settings: dict[str, Any], found: dict[str, Any]) 
         *(("bad_words", ["a", ""]), ("bad_words", "a"), ("min_tokens", -1), ("min_tokens", 1.5)),
     ],
 )
-def test_what_nothing_is_sampled_with_is_named(name: str, value: Any) -> None:
+def test_impossible_setting_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} is "):
         read(**{name: value})
 
 
-def test_stops_are_read_where_they_are_masked() -> None:
+def test_invalid_stop_token_ids_are_refused_if_min_tokens_masks_them() -> None:
     with pytest.raises(ValueError, match="stop_token_ids is"):
         read(min_tokens=1, stop_token_ids=["x"])
 
 
-def test_which_settings_look_back() -> None:
+def test_penalties_bad_words_and_min_tokens_need_history() -> None:
     back: list[dict[str, Any]] = [
         *({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 1.1}),
         *({"bad_words": ["a"]}, {"min_tokens": 1}),
@@ -172,7 +174,7 @@ def test_which_settings_look_back() -> None:
     assert not read(top_p=0.5, top_k=3, logit_bias={"1": 1}, allowed_token_ids=[1]).needs_history
 
 
-def test_the_ids_that_settings_name() -> None:
+def test_token_ids_of_a_distribution_are_all_ids_in_its_settings() -> None:
     found = read(
         logit_bias={"3": 1},
         allowed_token_ids=[5],
@@ -204,7 +206,7 @@ def test_any_settings_are_read_or_refused(settings: dict[str, Any]) -> None:
     assert hash(found) == hash(distribution_of(settings))
 
 
-def test_a_servers_defaults() -> None:
+def test_servers_defaults_are_read_or_refused_by_name() -> None:
     card = {"temperature": 0.6, "top_p": "0.95", "top_k": 20}
     assert parse_defaults(card) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert parse_defaults({"temperature": 0}) == {"temperature": 0.0}
@@ -216,7 +218,7 @@ def test_a_servers_defaults() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_recorded_is_read(kind: Any) -> None:
+def test_recorded_grammar_of_every_kind_is_read(kind: Any) -> None:
     assert read_grammar({"kind": kind, "text": "x"}) == Grammar(kind=kind, text="x")
 
 
@@ -231,14 +233,14 @@ def test_what_is_recorded_is_read(kind: Any) -> None:
         ),
     ],
 )
-def test_nothing_else_is_a_recorded_grammar(value: Any) -> None:
+def test_invalid_value_is_no_recorded_grammar(value: Any) -> None:
     assert read_grammar(value) is None
     if value is not None:
         with pytest.raises(ValueError, match="grammar"):
             read(grammar=value)
 
 
-def test_it_makes_a_distribution_that_looks_back_and_knows_its_stops() -> None:
+def test_grammar_gives_a_distribution_with_history_and_stops() -> None:
     asked = {"kind": "regex", "text": "a+"}
     found = read(grammar=asked, stop_token_ids=[9, 4])
     assert found.grammar == Grammar(kind="regex", text="a+")
@@ -266,7 +268,7 @@ TAGS = st.builds(
 
 
 @given(TAGS)
-def test_what_is_written_is_read(tag: ToolTag) -> None:
+def test_tool_tag_survives_writing_and_reading(tag: ToolTag) -> None:
     read = tag_from(text_of(tag))
     assert read == tag
     schemas = [[tool.parameters for tool in one.tools] for one in (read, tag)]
@@ -282,6 +284,6 @@ def test_what_is_written_is_read(tag: ToolTag) -> None:
         '{"model": "hermes", "choice": "auto", "tools": [{"name": 7}]}',
     ],
 )
-def test_nothing_else_is_a_recorded_tool_tag(text: Any) -> None:
+def test_invalid_text_is_no_recorded_tool_tag(text: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         tag_from(text)
