@@ -97,7 +97,7 @@ def test_steps_deal_out_whole_episodes(rows: list[list[int]], steps: int) -> Non
 
 
 @given(ROWS, st.integers(1, 5))
-def test_every_process_computes_as_often_and_no_row_is_lost(
+def test_processes_get_equal_numbers_of_batches_and_no_row_is_lost(
     rows: list[list[int]], processes: int
 ) -> None:
     batches = [[row([0, *ids], weight=1.0 + index)] for index, ids in enumerate(rows)]
@@ -147,7 +147,7 @@ def test_episode_that_drops_its_thoughts_is_computed_once_where_memory_has_room(
 @pytest.mark.parametrize(
     ("way", "tokens"), [("tree", 112), ("stretches", 151), ("chain", 215), ("whole", 320)]
 )
-def test_computed_tokens_are_those_of_the_way(way: Way, tokens: int) -> None:
+def test_number_of_computed_tokens_depends_on_the_way(way: Way, tokens: int) -> None:
     """Three rows share 103 tokens: a stretch continues the first 64 of them."""
     shared = list(range(1, 104))
     made = [

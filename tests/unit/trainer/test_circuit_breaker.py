@@ -67,7 +67,7 @@ def test_pauses_get_longer_while_tests_pass_and_updates_fail() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=30))
-def test_breaker_is_open_exactly_if_some_failures_followed_each_other(outcomes: list[bool]) -> None:
+def test_breaker_opens_exactly_after_enough_failures_in_a_row(outcomes: list[bool]) -> None:
     breaker = CircuitBreaker(Clock())
     in_a_row = 0
     for succeeded in outcomes:
@@ -81,7 +81,7 @@ def test_breaker_is_open_exactly_if_some_failures_followed_each_other(outcomes: 
     assert breaker.is_open == (in_a_row >= FAILURES)
 
 
-def test_rows_of_a_past_fault_do_not_pause_until_there_are_many() -> None:
+def test_past_faults_pause_training_only_once_there_are_many() -> None:
     breaker = CircuitBreaker(Clock())
     for _ in range(PAST_FAULTS - 1):
         breaker.note_past_fault("they drift")
@@ -104,7 +104,7 @@ def test_doubt_is_settled_by_a_test_and_leaves_the_count_as_it_was() -> None:
     assert breaker.why == "its base model is another"
 
 
-def test_two_updates_that_drift_and_no_success_between_them_say_what_a_server_does() -> None:
+def test_two_drifting_updates_without_a_success_blame_the_server() -> None:
     breaker = CircuitBreaker(Clock())
     breaker.note_drift()
     assert not breaker.sampled_wrongly
@@ -117,7 +117,7 @@ def test_two_updates_that_drift_and_no_success_between_them_say_what_a_server_do
     assert not breaker.sampled_wrongly
 
 
-def test_most_of_several_episodes_look_like_a_fault() -> None:
+def test_failure_of_half_of_several_episodes_looks_like_a_fault() -> None:
     assert looks_like_a_fault(4, 4)
     assert looks_like_a_fault(4, 8)
     assert not looks_like_a_fault(4, 9)
@@ -143,7 +143,7 @@ def test_reason_of_a_pause_is_shown_in_a_word() -> None:
     assert breaker.reason == "server"
 
 
-def test_a_doubt_that_is_settled_is_no_reason_any_more() -> None:
+def test_settled_doubt_closes_the_breaker_and_clears_its_reason() -> None:
     breaker = CircuitBreaker(Clock())
     breaker.doubt("the memory is short", "out_of_memory")
     breaker.settle()

@@ -187,7 +187,7 @@ def test_content_of_other_slots_and_of_an_overwritten_output_never_leaks(
     assert not case.output[:, :RANK].isnan().any()
 
 
-def test_weights_of_three_dimensions_are_weights_of_four() -> None:
+def test_weights_of_three_and_four_dimensions_give_the_same_output() -> None:
     first, second = (
         shrink_case([0, 2, -1, 0], torch.float32),
         shrink_case([0, 2, -1, 0], torch.float32),
@@ -280,7 +280,7 @@ def test_replacements_for_experts_are_checked_alike(
         replace_operations([ModuleType("lacking")], "9.9", replacements)
 
 
-def test_prompt_rows_of_one_request_all_go_to_its_adapter() -> None:
+def test_all_prompt_rows_of_a_request_go_to_its_adapter() -> None:
     """vLLM asks so for prompt log-probabilities: one index, as many rows as the prompt has."""
     torch.manual_seed(0)
     inputs, weights = torch.randn(5, 8), torch.randn(2, 1, 3, 8)

@@ -94,7 +94,7 @@ def test_means_are_over_episodes() -> None:
     assert found["trained_episodes"] == 2
 
 
-def test_calls_of_another_policy_are_not_trained_and_make_nobody_stale() -> None:
+def test_calls_of_another_policy_are_not_trained_and_make_no_episode_stale() -> None:
     """A checker that stays on the base model, beside a writer that is trained."""
     checker = transition(policy="base", policy_version=0, agent="checker")
     made = of_calls(1.0, transition(policy_version=5), checker)
@@ -186,7 +186,7 @@ def test_step_is_the_root_of_the_share_of_episodes_with_a_signal(
         ({"assignment": "call"}, False),
     ],
 )
-def test_groups_must_differ_where_they_are_compared_by_what_the_store_knows(
+def test_claim_needs_spread_only_if_a_groups_episodes_are_compared(
     credit: dict[str, Any], needed: bool
 ) -> None:
     rule = claim_rule(Recipe(credit=CreditOptions.model_validate(credit)), "m")
@@ -227,7 +227,7 @@ def test_taught_episodes_need_no_reward() -> None:
     assert found.step_share == pytest.approx((3 / 4) ** 0.5)
 
 
-def test_advantage_of_a_token_is_what_the_teacher_gives_it_above_what_the_policy_gave() -> None:
+def test_advantage_of_a_token_is_teacher_less_sampled_log_probability() -> None:
     calls = [transition(tokens=tokens([1, 2], [3, 4], -1.0)), transition()]
     plan = plan_update(claimed((of_calls(None, *calls),)), recipe(**TAUGHT))
     first, second = plan.rows
@@ -277,7 +277,7 @@ def test_an_update_without_a_success_makes_no_version() -> None:
     assert found.metrics["dropped"] == {"low_reward": 2}
 
 
-def test_imitated_rows_have_the_plain_softmax_whatever_they_were_sampled_from() -> None:
+def test_imitated_rows_have_the_plain_softmax_despite_their_settings() -> None:
     cold = transition(sampling={"temperature": 0.3, "top_p": 0.5})
     found = imitated((of_calls(1.0, cold, silent(0)),))
     assert [(row.distribution, row.sampled_logprobs) for row in found.rows] == [(PLAIN, ())] * 2
@@ -299,7 +299,7 @@ def test_imitated_rows_have_the_plain_softmax_whatever_they_were_sampled_from() 
         (untrainable("greedy", tokens=Tokens()), "greedy"),
     ],
 )
-def test_calls_are_imitated_whose_ratio_alone_is_unknown(
+def test_call_is_imitated_if_only_its_ratio_is_unknown(
     call: TransitionRow, reason: str | None
 ) -> None:
     found = imitated((of_calls(1.0, call, transition()),))
@@ -336,7 +336,7 @@ def beside_a_failure(*calls: TransitionRow) -> Claim:
     return claimed(parent_version=3, groups=(group,))
 
 
-def test_only_calls_that_would_be_trained_are_computed_or_replayed_before() -> None:
+def test_only_calls_to_be_trained_are_recomputed_or_replayed() -> None:
     unread: dict[str, Any] = {"trainable": False, "reason": "greedy"}
     asked = beside_a_failure(
         silent(1), silent(None), silent(2, **unread), silent(4, policy="other"),
@@ -435,7 +435,7 @@ def row(number: int, version: int, *logprobs: float) -> Row:
     return msgspec.structs.replace(made, version=version, sampled_logprobs=logprobs)
 
 
-def test_an_episode_is_measured_as_one() -> None:
+def test_effective_share_is_measured_over_a_whole_episode() -> None:
     rows = [row(2, 2, -1.0, -1.0), row(2, 1, -1.0), row(3, 4, -2.0)]
     found = shares_by_episode(rows, [[-1.0, -60.0], [-60.0], [-2.0]], CAP)
     assert found == {UUID(int=2): pytest.approx(1 / 3), UUID(int=3): 1.0}
@@ -444,7 +444,7 @@ def test_an_episode_is_measured_as_one() -> None:
     assert smallest_in(found) == {"smallest_effective_sample": pytest.approx(1 / 3)}
 
 
-def test_an_episode_that_is_too_far_counts_in_the_mean_and_is_not_trained() -> None:
+def test_off_policy_episode_counts_in_the_mean_and_is_not_trained() -> None:
     gone = of_calls(1.0, transition(), transition(trainable=False, reason="greedy"))
     held = claimed((gone, episode(1.0), episode(0.0)), parent_version=3)
     found = plan_update(held, DEFAULT, LeftOut(off_policy_episodes={gone.id: 0.25}))
@@ -478,7 +478,7 @@ def corrected(value: float, *calls: TransitionRow, **changes: Any) -> Episode:
     return of_calls(value, *made)
 
 
-def test_correction_is_one_more_row_of_its_call_beside_the_others() -> None:
+def test_correction_adds_a_row_of_its_call() -> None:
     call = transition(tokens=tokens([7, 8], [9], -0.5), policy_version=2)
     claim = claimed((episode(1.0), corrected(0.0, transition(), call)), parent_version=5)
     replies = {str(call.id): (40, 41, 2)}
@@ -498,7 +498,7 @@ def test_correction_is_one_more_row_of_its_call_beside_the_others() -> None:
 
 
 @pytest.mark.parametrize("equal", ["episode", "token", "call", "auto"])
-def test_corrections_of_an_episode_share_the_weight_of_one_episode_more(equal: str) -> None:
+def test_corrections_of_an_episode_share_the_weight_of_an_added_episode(equal: str) -> None:
     stated = (said(0.0, correction="right"),)
     calls = [transition(feedback=stated, tokens=tokens([1], [2] * size)) for size in (3, 9, 27)]
     claim = claimed((episode(1.0), of_calls(0.0, *calls)))
@@ -512,7 +512,7 @@ def test_corrections_of_an_episode_share_the_weight_of_one_episode_more(equal: s
     assert math.isclose(math.fsum(row.weight for row in found.rows), 1.0)
 
 
-def test_episode_that_only_its_correction_trains_counts_whole() -> None:
+def test_episode_trained_only_by_its_correction_counts_whole() -> None:
     lone = corrected(0.5, transition(trainable=False, reason="greedy"))
     [call] = lone.calls
     found = plan_update(claimed((lone, episode(0.5))), DEFAULT, replies={str(call.id): (3,)})
@@ -523,7 +523,7 @@ def test_episode_that_only_its_correction_trains_counts_whole() -> None:
 
 
 @pytest.mark.parametrize(("earlier", "is_alike"), [((), True), ((0.0,), True), ((1.0,), False)])
-def test_members_of_a_group_that_earned_the_same_count_for_their_advantage(
+def test_members_with_equal_rewards_count_by_their_advantage(
     earlier: tuple[float, ...], is_alike: bool
 ) -> None:
     others = rewarded(0.3, 0.0, 0.3, 0.0)
@@ -538,7 +538,7 @@ def test_members_of_a_group_that_earned_the_same_count_for_their_advantage(
     assert found.metrics["signal_episodes"] == pytest.approx(4.0 + weighed)
 
 
-def test_what_cannot_be_corrected_is_refused_by_name() -> None:
+def test_impossible_correction_is_refused_with_its_reason() -> None:
     two = msgspec.structs.replace(episode(0.0, 2), feedback=(said(0.0, correction="right"),))
     theirs = corrected(0.0, policy="other")
     fixed = corrected(0.0, policy_version=None)
@@ -562,7 +562,7 @@ def test_what_cannot_be_corrected_is_refused_by_name() -> None:
     assert LeftOut.recorded(found.metrics) == left_out
 
 
-def test_row_that_is_imitated_has_its_correction_beside_it() -> None:
+def test_imitated_row_shares_its_weight_with_its_correction() -> None:
     claim = claimed((corrected(1.0),))
     call = claim.groups[0].episodes[0].calls[0]
     found = plan_update(claim, recipe(**IMITATES), replies={str(call.id): (3, 4)})

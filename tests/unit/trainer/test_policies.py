@@ -22,7 +22,7 @@ def settings(**values: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({"policies": Path("p.toml")} | values)
 
 
-def test_settings_name_the_policy_where_there_is_no_file() -> None:
+def test_settings_name_the_policy_without_a_file() -> None:
     chosen = chosen_policies(settings(policies=None, policy="m", recipe="r"), None)
     assert chosen == (Chosen(policy="m", base=None, recipe="r"),)
     [chosen_by_server] = chosen_policies(settings(policies=None), None)
@@ -80,14 +80,14 @@ def test_recipes_that_cannot_share_a_base_model_are_refused(
         (TWO, "writes,other", r"p\.toml has no policy 'other' .*: writes, checks"),
     ],
 )
-def test_ambiguous_or_unknown_policies_are_refused_with_what_to_set(
+def test_ambiguous_or_unknown_policies_are_refused_with_the_setting(
     text: str, policy: str | None, named: str
 ) -> None:
     with pytest.raises(TrainerError, match=named):
         chosen_policies(settings(policy=policy), parse_policies(text, "p.toml"))
 
 
-def test_an_adapter_goes_to_a_policy_by_its_name_whatever_the_settings_train() -> None:
+def test_imported_adapter_goes_to_the_named_policy_despite_the_settings() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
     chosen = importing_policy(settings(policy="checks", recipe="r"), table, "writes")
     assert chosen == Chosen(policy="writes", base="qwen", recipe="ppo", known=BOTH)
@@ -96,12 +96,12 @@ def test_an_adapter_goes_to_a_policy_by_its_name_whatever_the_settings_train() -
 
 
 @pytest.mark.parametrize("name", ["rest", "other"])
-def test_an_adapter_for_no_trained_policy_is_refused_with_those_there_are(name: str) -> None:
+def test_adapter_for_no_trained_policy_is_refused_with_the_trained_names(name: str) -> None:
     with pytest.raises(TrainerError, match=rf"p\.toml has no policy '{name}' .*: writes, checks"):
         importing_policy(settings(), parse_policies(FIXED + TWO, "p.toml"), name)
 
 
-def test_an_adapter_goes_to_a_policy_of_the_tenant_that_is_named_or_to_none() -> None:
+def test_adapter_goes_only_to_a_policy_of_the_named_tenant() -> None:
     owned = ONE + 'tenant = "a"\n' + OTHER + 'tenant = "b"\n' + '[[policy]]\nname = "p"\nbase = "m"'
     table = parse_policies(owned, "p.toml")
     for name, tenant in (("writes", "a"), ("plans", "b"), ("p", "default")):

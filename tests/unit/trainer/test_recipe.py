@@ -166,7 +166,7 @@ def test_wrong_key_or_value_is_named(text: str, named: str) -> None:
         parse_recipe(text, "r.toml")
 
 
-def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
         match="default, ppo, rollout, sft",
@@ -191,7 +191,7 @@ def test_the_recipe_of_a_training_run_differs_from_that_of_live_traffic_by_its_c
         (f"{EVALUATED}tasks = 't'\npython = 'a:b'\nanswer = 'right'", False),
     ],
 )
-def test_version_serves_without_a_decision_only_if_nobody_is_to_make_one(
+def test_version_serves_at_once_only_if_the_recipe_asks_for_no_decision(
     text: str, serves_at_once: bool
 ) -> None:
     recipe = parse_recipe(text, "r.toml")

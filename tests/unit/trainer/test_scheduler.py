@@ -22,23 +22,23 @@ def test_most_signal_comes_first() -> None:
     assert in_turn(waiting({"a": 1.0, "b": 3.0, "c": 2.0})) == ["b", "c", "a"]
 
 
-def test_among_equals_who_waited_for_more_turns_comes_first() -> None:
+def test_policy_that_waited_longer_comes_first_among_equals() -> None:
     assert in_turn(waiting({"a": 1.0, "b": 1.0}, {"b": 1})) == ["b", "a"]
 
 
-def test_a_turn_may_be_had_by_one_whose_groups_are_not_whole() -> None:
+def test_policy_without_a_signal_has_its_turn_after_waiting() -> None:
     assert in_turn(waiting({"a": 0.0, "b": 5.0}, {"a": 2 * PATIENCE})) == ["a", "b"]
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), SIGNALS), st.data())
-def test_each_is_named_once(signals: dict[str, float], data: st.DataObject) -> None:
+def test_each_policy_is_named_once(signals: dict[str, float], data: st.DataObject) -> None:
     turns = {name: data.draw(st.integers(0, 100)) for name in signals}
     assert sorted(in_turn(waiting(signals, turns))) == sorted(signals)
 
 
 @given(st.lists(st.tuples(*[SIGNALS] * 4, *[st.booleans()] * 4), min_size=60, max_size=90))
-def test_nobody_starves(history: list[tuple[float, ...]]) -> None:
-    """Whatever waits for the others: who could have made an update at every turn had one soon."""
+def test_every_ready_policy_gets_a_turn_in_time(history: list[tuple[float, ...]]) -> None:
+    """A policy that could make an update at every turn is passed over a bounded number of times."""
     turns = dict.fromkeys(NAMES, 0)
     passed_over = dict.fromkeys(NAMES, 0)
     for at in history:

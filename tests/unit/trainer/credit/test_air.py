@@ -61,7 +61,7 @@ def test_weight_falls_to_nothing_as_episodes_succeed(finals: list[float], weight
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 0.05), (-1.0, 0.0), (0.0, 100.0)])
-def test_weight_is_of_the_places_in_the_range(low: float, high: float) -> None:
+def test_weight_depends_on_rewards_relative_to_their_range(low: float, high: float) -> None:
     worst, best = [low] * 4, [high] * 4
     assert air_weight(worst, (low, high)) == 1.0
     assert air_weight(best, (low, high)) == 0.0
@@ -74,7 +74,7 @@ def test_tool_that_always_works_is_worth_nothing_however_often_it_is_called() ->
     assert air(heap[:1], usual=usual(*heap)) == 0.0
 
 
-def test_event_counts_by_how_it_differs_from_what_its_tool_usually_gives() -> None:
+def test_event_counts_by_its_difference_from_its_tools_usual_score() -> None:
     # calc: 1, 1, -1 and -0.5, usually 0.125.
     claim = [ended("ok", "1"), ended("ok", "2"), ended("malformed", "3"), ended("timeout", "4")]
     assert air([ended("ok")], usual=usual(*claim)) == pytest.approx(0.2 * 0.875)
@@ -90,7 +90,7 @@ def test_tool_that_never_ran_is_compared_with_all_tools() -> None:
     assert air(claim[1:], usual=usual(*claim)) == 0.0
 
 
-def test_no_heap_of_easy_calls_is_worth_more_than_one() -> None:
+def test_many_easy_calls_are_worth_no_more_than_a_single_call() -> None:
     heap = [ended("ok", str(number)) for number in range(1000)]
     assert air(heap) == air(heap[:1]) == 0.2
 
@@ -126,7 +126,7 @@ def test_arguments_that_are_not_json_stand_as_they_are(text: str) -> None:
 
 
 @given(st.sampled_from(TOOL_STATUSES))
-def test_a_malformed_call_scores_below_one_that_failed_cleanly(status: str) -> None:
+def test_malformed_call_scores_below_every_other_status(status: str) -> None:
     assert air([ended(status)]) > air([ended("malformed")]) or status == "malformed"
 
 

@@ -33,7 +33,7 @@ def test_newest_correction_counts_in_any_order_until_it_is_withdrawn(
         assert correction_of(order) == counts
 
 
-def test_correction_of_an_episode_is_its_only_calls() -> None:
+def test_correction_of_an_episode_is_given_to_its_only_call() -> None:
     assert corrections_of([SECOND], [[FIRST]]) == ["second"]
     assert corrections_of([FIRST], [[SECOND]]) == ["second"]
     assert corrections_of([said(None, 9)], [[FIRST]]) == [None]

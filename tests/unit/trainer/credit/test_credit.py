@@ -110,7 +110,7 @@ def with_tools(*statuses: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_eight_failures_whose_tools_differ_are_no_four_successes() -> None:
+def test_failures_with_different_tools_get_small_advantages() -> None:
     """The tool scores 1 and -1, usually 0; AIR is ±0.2, and its mean 0: ±0.2 / 0.5."""
     found = credited(with_tools(*["ok"] * 4, *["malformed"] * 4))
     assert [line.advantage for line in found.values()] == pytest.approx(
@@ -169,7 +169,7 @@ def test_group_of_successes_teaches_nothing_by_its_tools() -> None:
     assert {line.r_total for line in found} == {1.0}
 
 
-def test_success_of_ppo_is_a_whole_one_whatever_its_tools_said() -> None:
+def test_success_in_ppo_returns_1_with_any_tool_status() -> None:
     """An episode is its own group there, and its return is what the critic learns."""
     lines = [
         episode(f"e{number}", 1.0, task=None, calls=[call(tool_events=[event(status)])])
@@ -194,7 +194,7 @@ def attempt(name: str, final: float, red_runs: int | None) -> dict[str, Any]:
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.none() | st.integers(0, 9)), max_size=8)
 )
-def test_blind_edit_is_never_preferred_to_a_tested_one(others: list[tuple[float, Any]]) -> None:
+def test_blind_edit_is_never_preferred_to_a_tested_edit(others: list[tuple[float, Any]]) -> None:
     members = [attempt(f"e{number}", *one) for number, one in enumerate(others)]
     for final in (0.0, 0.5, 1.0):
         for red_runs in range(10):
@@ -211,7 +211,7 @@ def test_a_group_without_spread_in_either_part_is_not_trained() -> None:
     assert {line.reason for line in credited(lines).values()} == {None}
 
 
-def test_late_corrected_and_repeated_statements_in_any_order() -> None:
+def test_order_of_late_corrected_and_repeated_statements_is_irrelevant() -> None:
     other = episode("other", 1.0)
     first = credited([episode("e", *LATE_AND_CORRECTED), other])
     for order in itertools.permutations(LATE_AND_CORRECTED):
@@ -242,7 +242,7 @@ def test_the_number_of_calls_changes_neither_advantage_nor_total_weight() -> Non
         assert total == pytest.approx([0.1, 0.1], abs=1e-12)
 
 
-def test_groups_that_tell_nothing_are_not_trained() -> None:
+def test_group_of_equal_rewards_is_not_trained() -> None:
     found = credited(
         [
             episode("same1", 0.1, task="same", calls=calls(3)),
@@ -305,7 +305,7 @@ def test_quarantined_episode_counts_nowhere() -> None:
     assert found["a", "1"].advantage == pytest.approx(2**-0.5, abs=1e-12)
 
 
-def test_a_reward_that_no_sum_of_squares_could_hold() -> None:
+def test_huge_rewards_do_not_overflow() -> None:
     found = credited([episode("a", 1e300), episode("b", -1e300), episode("c", 0.0)])
     assert [found[name, "1"].advantage for name in "abc"] == pytest.approx([1, -1, 0], abs=1e-12)
 
@@ -356,7 +356,9 @@ def lines_of(drawn: Any) -> list[dict[str, Any]]:
 
 
 @given(EPISODES, RULES, st.randoms(use_true_random=False))
-def test_no_order_changes_a_bit_and_weights_sum_to_one(drawn: Any, rule: Any, random: Any) -> None:
+def test_order_does_not_change_credit_and_weights_sum_to_1(
+    drawn: Any, rule: Any, random: Any
+) -> None:
     lines = lines_of(drawn)
     found = credited(lines, **rule)
     random.shuffle(lines)
@@ -447,13 +449,13 @@ def two_agents() -> list[dict[str, Any]]:
     ]
 
 
-def test_identical_is_the_default_and_counts_no_single_calls_reward() -> None:
+def test_identical_is_the_default_and_ignores_rewards_of_single_calls() -> None:
     found = credited(two_agents(), air_lambda=0.0)
     assert found == credited(two_agents(), air_lambda=0.0, assignment="identical")
     assert {(line.episode, line.r_final) for line in found.values()} == {("a", 0.0), ("b", 1.0)}
 
 
-def test_per_agent() -> None:
+def test_per_agent_compares_each_agent_by_its_own_returns() -> None:
     found = credited(two_agents(), assignment="per_agent")
     # writer: 1 + 0.2 against -0.2 - 0.2, means 0.4 and 0, AIR's weight ½, s = 1.2·√½; checker: 0
     # against 1.
@@ -464,7 +466,7 @@ def test_per_agent() -> None:
     assert {line.weight for line in found.values()} == {0.25}
 
 
-def test_per_agent_takes_the_mean_of_what_an_agents_calls_were_given() -> None:
+def test_per_agent_takes_the_mean_of_the_rewards_of_an_agents_calls() -> None:
     own = [call("1", feedback=[reward(1.0)]), call("2", feedback=[reward(0.5)]), call("3")]
     found = credited([episode("a", calls=own)], assignment="per_agent")
     assert [line.r_final for line in found.values()] == [0.75] * 3
@@ -552,7 +554,7 @@ def paid_and_tooled() -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_baselines_and_normalisations(
+def test_each_baseline_and_normalisation_gives_its_advantages(
     baseline: str,
     normalisation: str,
     finals: tuple[float, float],
@@ -626,7 +628,7 @@ def test_families_of_tasks_have_equal_shares_of_the_loss_within_limits() -> None
     assert {line.weight for line in by_size.values()} == {1 / 76}
 
 
-def test_equal_weight_of_calls_and_of_tokens() -> None:
+def test_equal_weight_shares_the_loss_by_episode_call_or_token() -> None:
     own = [call("1", sampled_ids=[1] * 6), call("2", sampled_ids=[1] * 2)]
     lines = [episode("a", 1.0, calls=own), episode("b", 0.0, calls=[call(sampled_ids=[1] * 4)])]
 
@@ -757,7 +759,7 @@ def test_stale_episode_counts_in_the_baseline_and_is_not_trained() -> None:
     assert found[1].advantage == pytest.approx(2**-0.5, abs=1e-12)
 
 
-def test_late_members_are_compared_with_what_was_spent_before() -> None:
+def test_late_members_are_compared_with_members_spent_earlier() -> None:
     [found] = in_group(stored.episode(1.0), earlier=(stored.episode(0.0), stored.episode(0.0)))
     # mean ⅓, s = √⅓
     assert found.advantage == pytest.approx(2 * 3**-0.5, abs=1e-12)
@@ -787,7 +789,7 @@ def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BASELINES, "best", defined["BestOfGroup"]())
 
 
-def test_a_name_that_is_not_in_the_table_is_refused_with_those_that_are() -> None:
+def test_unknown_baseline_is_refused_with_the_known_names() -> None:
     with pytest.raises(RecipeError, match=r"credit\.baseline: .*'best' is not known: use one of"):
         parse_recipe(RECIPE, "r.toml")
 
@@ -807,13 +809,13 @@ def test_traits_of_a_new_baseline_are_checked() -> None:
 
 
 @pytest.mark.usefixtures("_toy")
-def test_the_reference_lists_it() -> None:
+def test_schema_lists_a_new_baseline() -> None:
     schema = CreditOptions.model_json_schema()
     assert "best" in schema["properties"]["baseline"]["enum"]
 
 
 @pytest.mark.parametrize("assignment", ["identical", "per_agent", "call"])
-def test_side_call_has_no_return_and_changes_no_others(assignment: str) -> None:
+def test_side_call_has_no_return_and_changes_no_other_call(assignment: str) -> None:
     # Somebody may reward a title, too: it is still not the agent's work.
     beside = call("side", trainable=False, reason="side", feedback=[reward(-1.0)])
     work = [call("1", feedback=[reward(0.25)]), call("2")]

@@ -48,7 +48,7 @@ def credit(
         ("prompt:0a1b", "prompt"),
     ],
 )
-def test_families(task: str | None, family: str) -> None:
+def test_family_of_a_task_is_read_from_its_name(task: str | None, family: str) -> None:
     assert task_family(task) == family
 
 
@@ -91,7 +91,7 @@ def test_return_equal_to_its_baseline_is_no_signal() -> None:
     assert after.baselines.of_finals("t", "").mean == 0.1
 
 
-def test_each_agent_has_its_own() -> None:
+def test_each_agent_has_its_own_moving_baseline() -> None:
     both = MovingBaselines(
         families={
             "t": {
@@ -111,7 +111,7 @@ def test_each_agent_has_its_own() -> None:
     assert mean == pytest.approx(0.25 + 0.05 * 0.75, abs=1e-12)
 
 
-def test_unscored_episodes_move_nothing_and_learners_without_groups_none() -> None:
+def test_unscored_episodes_and_baseline_none_move_no_average() -> None:
     assert credit(episode(None)).baselines == NO_MOVING_BASELINES
     assert (
         credit(episode(1.0), before=KNOWN, rule=CreditOptions(baseline="none")).baselines == KNOWN
@@ -155,7 +155,7 @@ def test_average_of_few_returns_is_their_plain_mean() -> None:
     assert (found.mean, found.variance) == pytest.approx((0.5, 1 / 5), abs=1e-12)
 
 
-def test_a_batch_moves_it_as_its_returns_would_one_by_one_on_average() -> None:
+def test_batch_moves_the_baseline_by_the_mean_over_all_orders() -> None:
     values = [1.0, 0.0, 0.25]
     one_by_one = []
     for order in itertools.permutations(values):
@@ -168,7 +168,9 @@ def test_a_batch_moves_it_as_its_returns_would_one_by_one_on_average() -> None:
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=9), st.randoms(use_true_random=False))
-def test_no_order_within_an_update_changes_a_bit(values: list[float], random: object) -> None:
+def test_order_within_an_update_does_not_change_the_averages(
+    values: list[float], random: object
+) -> None:
     shuffled = list(values)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     for before in (NO_MOVING_BASELINES, KNOWN):

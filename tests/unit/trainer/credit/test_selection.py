@@ -85,7 +85,7 @@ def total(one: EpisodeReturns) -> float:
 
 
 @given(some_groups, rules)
-def test_the_kept_are_the_best_of_each_task(
+def test_best_episodes_of_each_task_are_kept(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
@@ -117,7 +117,7 @@ def test_other_episodes_stay_as_they_are(
 
 
 @given(some_groups, rules)
-def test_episode_that_cannot_be_kept_takes_nobodys_place(
+def test_episode_that_cannot_be_kept_displaces_no_other(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
@@ -129,7 +129,7 @@ def test_episode_that_cannot_be_kept_takes_nobodys_place(
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6))
-def test_a_lower_bar_and_more_room_lose_nobody(rewards: list[float]) -> None:
+def test_lower_bar_and_more_room_keep_every_kept_episode(rewards: list[float]) -> None:
     made = of_groups([account(reward) for reward in rewards])
     for least, less in pairwise([1.0, 0.5, 0.0]):
         for most in (1, 2, None):
@@ -143,11 +143,11 @@ def test_later_episodes_of_equal_returns_are_kept() -> None:
     assert reasons(made, most_per_task=2) == [NOT_BEST, None, None, None]
 
 
-def test_the_reward_is_compared_and_not_what_tools_add_to_it() -> None:
+def test_reward_just_below_the_bar_is_not_kept() -> None:
     assert reasons(of_groups([account(0.99), account(1.0)])) == [LOW_REWARD, None]
 
 
-def test_pawl_credit_says_who_is_kept() -> None:
+def test_pawl_credit_shows_the_kept_episodes() -> None:
     lines = [episode("bad", 0.0), episode("good", 1.0), episode("nobody")]
     found = credited(lines, SftOptions(), baseline="none", normalisation="none")
     assert {key: (line.weight, line.reason) for (key, _), line in found.items()} == {

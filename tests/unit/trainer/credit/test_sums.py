@@ -87,7 +87,7 @@ def test_each_reward_is_the_sum_of_its_parts_in_any_order() -> None:
             assert credited([*others, episode(name, *order)], earns=SUM) == found
 
 
-def test_withdrawal_counts_before_a_number_and_that_before_a_text_of_the_same_time() -> None:
+def test_at_the_same_time_withdrawal_beats_number_and_number_beats_text() -> None:
     said = [reward(1, 5, "right"), reward(0.5, 5, "right"), reward("x", 5, "right")]
     for order in itertools.permutations(said):
         [line] = credited([episode("e", *order)], earns=SUM).values()
@@ -96,7 +96,7 @@ def test_withdrawal_counts_before_a_number_and_that_before_a_text_of_the_same_ti
         assert line.reason == "unscored"
 
 
-def test_parts_of_single_calls_are_their_own_and_of_agents_their_mean() -> None:
+def test_parts_are_summed_for_each_call_or_averaged_for_each_agent() -> None:
     said = [reward(1, 0, "right"), reward(4, 0, "cost")]
     calls = [call("1", feedback=said), call("2", feedback=[reward(0, 0, "right")]), call("3")]
     by_call = credited([episode("e", calls=calls)], earns=SUM, assignment="call")

@@ -51,7 +51,7 @@ def test_own_failure_is_passed_on_to_the_others() -> None:
     assert (learner.said, learner.has_let_go) == (("no room here", True), False)
 
 
-def test_a_disk_that_refuses_takes_nothing_from_the_others() -> None:
+def test_disk_error_of_a_process_does_not_fail_the_others() -> None:
     """What was trained is written again, and goes on from there."""
     learner: Any = OtherProcesses(None)
     agree(learner, OSError("No space left on device"))

@@ -79,7 +79,7 @@ def test_a_row_that_had_room_before_is_not_to_blame() -> None:
     assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
 
 
-def test_the_next_update_tries_what_the_recipe_says() -> None:
+def test_next_update_tries_the_recipes_micro_batch_size_again() -> None:
     made = budget()
     rows = [row(number, 100) for number in range(30)]
     made.begin()
@@ -121,7 +121,7 @@ def test_layers_that_are_planned_to_be_checkpointed_do_not_keep_attempts_rare() 
     assert (made.checkpointed_share, made.tokens) == (0.4, FULL)
 
 
-def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
+def test_only_memory_errors_count_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60)
     assert is_out_of_memory(raised.value)
@@ -185,7 +185,7 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
     assert (made.checkpointed_share, made.tokens) == (0.0, FULL)
 
 
-def test_what_has_no_backward_pass_is_cut_without_checkpointing() -> None:
+def test_forward_only_batches_are_cut_without_checkpointing() -> None:
     switched: list[float] = []
     made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=switched.append)
     rows = [row(number, 100) for number in range(30)]

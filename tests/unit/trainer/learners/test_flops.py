@@ -24,7 +24,7 @@ TOKENS = 16
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen3", "qwen3_moe", "mixtral", "phi3", "mistral3", "deepseek_v3"]
 )
-def test_operations_on_a_frozen_base_are_those_that_torch_counts(kind: str) -> None:
+def test_operations_on_a_frozen_base_equal_the_count_of_torch(kind: str) -> None:
     extra, _ = FAMILIES[kind]
     given = extra if "text_config" in extra else TEXT | extra
     config = AutoConfig.for_model(kind, **given)
@@ -50,7 +50,7 @@ def test_layers_with_a_window_attend_to_no_more_than_it_holds() -> None:
     assert seen == 6.0 * flops.attention * (600 + 5050)
 
 
-def test_figures_are_of_an_update_and_of_the_time_since_the_one_before(
+def test_figures_cover_the_update_and_the_idle_time_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flops = ModelFlops(matrices=100, head=10, attention=0, windows=())
@@ -70,7 +70,7 @@ def test_figures_are_of_an_update_and_of_the_time_since_the_one_before(
     assert measured.figures(rows, epochs=3, seconds=2.0) == first | {"idle_share": 0.7}
 
 
-def test_model_that_does_not_say_what_it_multiplies_has_no_share_of_the_peak(
+def test_model_of_unknown_operations_has_no_mfu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Heads of Gemma 4 have another size in each kind of layer, and its configuration has none."""

@@ -33,13 +33,13 @@ def calls(draw: st.DrawFn) -> list[ValuedCall]:
     return found
 
 
-def test_one_call_by_hand() -> None:
+def test_advantages_of_a_single_call_match_a_calculation_by_hand() -> None:
     # δ = (0 + 0.4 − 0.5, 0 + 0.2 − 0.4, 1 + 0 − 0.2) = (−0.1, −0.2, 0.8), λ = 0.5
     (got,) = episode_advantages([call(1.0, 0.5, 0.4, 0.2)], 0.5)
     assert got == pytest.approx([-0.1 + 0.5 * 0.2, -0.2 + 0.5 * 0.8, 0.8], abs=1e-12)
 
 
-def test_two_calls_by_hand() -> None:
+def test_advantages_of_two_calls_match_a_calculation_by_hand() -> None:
     # Identical credit: 0 after the first call, 1 after the second.
     # δ = (0.3 − 0.2, 0 + 0.5 − 0.3, 1 − 0.5) = (0.1, 0.2, 0.5), λ = 0.8
     first, second = episode_advantages([call(1.0, 0.2, 0.3), call(1.0, 0.5)], 0.8)
@@ -66,7 +66,7 @@ def test_reward_of_each_call_is_the_difference_of_returns(
 
 
 @given(calls())
-def test_advantage_with_lambda_one_is_return_less_value(chain: list[ValuedCall]) -> None:
+def test_advantage_with_lambda_1_is_return_less_value(chain: list[ValuedCall]) -> None:
     got = episode_advantages(chain, 1.0)
     for number, (one, advantages) in enumerate(zip(chain, got, strict=True)):
         later = sum(sum(other.rewards) for other in chain[number + 1 :])
@@ -76,7 +76,7 @@ def test_advantage_with_lambda_one_is_return_less_value(chain: list[ValuedCall])
 
 
 @given(calls())
-def test_advantage_with_lambda_zero_is_one_step_of_temporal_difference(
+def test_advantage_with_lambda_0_is_the_temporal_difference(
     chain: list[ValuedCall],
 ) -> None:
     got = [a for row in episode_advantages(chain, 0.0) for a in row]
@@ -91,7 +91,7 @@ def test_advantage_with_lambda_zero_is_one_step_of_temporal_difference(
 
 
 @given(st.lists(figures, min_size=1, max_size=12), shares, st.data())
-def test_the_recursion_is_the_sum_it_stands_for(
+def test_recursion_equals_the_explicit_sum(
     rewards: list[float], trace: float, data: st.DataObject
 ) -> None:
     size = len(rewards)
@@ -117,7 +117,7 @@ def test_small_spread_is_not_blown_up() -> None:
     ]
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_is_1_for_exact_and_0_for_constant_values() -> None:
     returns = [[1.0], [0.0]]
     assert explained_variance([[1.0], [0.0]], returns, [1.0, 1.0]) == 1.0
     assert explained_variance([[0.3], [0.3]], returns, [1.0, 1.0]) == pytest.approx(0.0)

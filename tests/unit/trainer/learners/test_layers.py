@@ -200,9 +200,7 @@ def test_mixtures_have_adapters_neither_on_routers_nor_on_experts(kind: str) -> 
 
 @pytest.mark.parametrize("experts", [True, False])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
-def test_peft_adapts_what_was_chosen_and_nothing_else(
-    kind: str, experts: bool, tmp_path: Path
-) -> None:
+def test_peft_adapts_only_the_chosen_layers(kind: str, experts: bool, tmp_path: Path) -> None:
     """PEFT reads names of a mixture's layers as those of its experts, unless it is kept from it."""
     base = tiny_model(kind)
     lora = LoraOptions(rank=2, experts=experts)
@@ -227,7 +225,7 @@ MISREAD = {"deepseek_v2", "deepseek_v3", "qwen3_next"}
 
 # The configuration of the tiny DBRX is too small to be computed.
 @pytest.mark.parametrize("kind", sorted(MIXTURES.keys() - MISREAD - {"dbrx"}))
-def test_whoever_loads_an_adapter_with_peft_has_the_same_model(kind: str, tmp_path: Path) -> None:
+def test_adapter_loaded_with_peft_gives_the_same_model(kind: str, tmp_path: Path) -> None:
     """The adapter names whole paths: PEFT takes their ends for other layers, too."""
     ours = attach_adapter(tiny_model(kind), LoraOptions(rank=2, alpha=8), None, seed=0)
     torch.manual_seed(1)
@@ -258,6 +256,6 @@ def test_named_layers_keep_their_meaning() -> None:
 
 
 @pytest.mark.parametrize("names", [["q_proj", "kw_proj"], ["nothing"], "no.*thing"])
-def test_a_name_that_matches_nothing_is_refused_with_those_that_there_are(names: Any) -> None:
+def test_unmatched_target_module_is_refused_with_the_layers_there_are(names: Any) -> None:
     with pytest.raises(LearnerError, match=r"lora\.target_modules.*q_proj, k_proj.*leave it out"):
         attach_adapter(tiny_model("llama"), LoraOptions(target_modules=names), None, 0)

@@ -107,7 +107,7 @@ def test_long_reply_is_not_masked_for_a_drift_that_is_permitted(tokens: int) -> 
     [([3, 2], -0.05, -0.05), ([2], -0.05, 0.0), ([3], 0.05, 0.0), ([3], -5.0, -0.1)],
     ids=["newest", "older alone", "above zero", "past the bound"],
 )
-def test_drift_is_that_of_the_newest_version_within_its_bound(
+def test_mean_drift_is_of_the_newest_version_and_bounded(
     versions: list[int], difference: float, drift: float
 ) -> None:
     made, policy = drifting(versions, 7, difference)
@@ -127,7 +127,7 @@ def test_sequence_of_any_length_is_kept_without_bounds() -> None:
 
 
 @given(LOG_RATIOS)
-def test_a_rows_sums_are_those_of_its_tokens(rows: list[list[float]]) -> None:
+def test_sums_of_a_row_equal_the_sums_over_its_tokens(rows: list[list[float]]) -> None:
     for row, found in zip(rows, compared(rows, [0] * len(rows)), strict=True):
         assert found.tokens == len(row)
         assert found.divergence == pytest.approx(sum(math.exp(d) - 1 - d for d in row))
@@ -138,7 +138,7 @@ def test_a_rows_sums_are_those_of_its_tokens(rows: list[list[float]]) -> None:
 
 
 @given(LOG_RATIOS, st.data())
-def test_drift_is_the_newest_versions_and_the_rest_is_staleness(
+def test_drift_is_of_the_newest_version_and_staleness_of_older_versions(
     rows: list[list[float]], data: st.DataObject
 ) -> None:
     versions = [data.draw(st.integers(3, 5)) for _ in rows]
@@ -160,7 +160,7 @@ def test_drift_is_the_newest_versions_and_the_rest_is_staleness(
 
 
 @given(LOG_RATIOS)
-def test_the_effective_sample_is_all_of_it_only_on_policy(rows: list[list[float]]) -> None:
+def test_effective_sample_size_follows_kish_and_is_1_on_policy(rows: list[list[float]]) -> None:
     every = [math.exp(d) for row in rows for d in row]
     found = off_policy_metrics(compared(rows, [0] * len(rows)), newest=0)
     wanted = sum(every) ** 2 / (len(every) * sum(ratio**2 for ratio in every))
@@ -172,7 +172,7 @@ def test_the_effective_sample_is_all_of_it_only_on_policy(rows: list[list[float]
 
 
 @given(LOG_RATIOS, st.data())
-def test_recomputed_rows_count_in_all_but_what_tells_of_the_server(
+def test_recomputed_rows_count_in_all_figures_but_drift_and_staleness(
     rows: list[list[float]], data: st.DataObject
 ) -> None:
     versions = [data.draw(st.sampled_from([None, 4, 5])) for _ in rows]

@@ -141,7 +141,7 @@ def test_changed_byte_is_found(tmp_path: Path, name: str) -> None:
     assert "its SHA-256 is not the one in" in (why_altered(version) or "")
 
 
-def test_another_versions_files_are_found(tmp_path: Path) -> None:
+def test_files_of_another_version_count_as_altered(tmp_path: Path) -> None:
     version, other = recorded(tmp_path, 1), recorded(tmp_path, 2)
     folder = Path(version.adapter_path or "")
     shutil.rmtree(folder)
@@ -151,7 +151,7 @@ def test_another_versions_files_are_found(tmp_path: Path) -> None:
     assert "has the files of m@2" in (why_altered(unhashed) or "")
 
 
-def test_files_with_a_manifest_that_fits_them_are_found(tmp_path: Path) -> None:
+def test_forged_files_with_a_matching_manifest_count_as_altered(tmp_path: Path) -> None:
     version = recorded(tmp_path, 1)
     folder = Path(version.adapter_path or "")
     (folder / SERVED[1]).write_text("mine")
@@ -178,7 +178,7 @@ async def test_files_that_cannot_be_read_for_now_are_not_altered(tmp_path: Path,
     await check_files(version)
 
 
-async def test_a_folder_in_place_of_a_file_is_no_error_that_passes(tmp_path: Path) -> None:
+async def test_folder_in_place_of_a_file_counts_as_altered(tmp_path: Path) -> None:
     version = recorded(tmp_path, 1)
     file = Path(version.adapter_path or "") / SERVED[1]
     file.unlink()
@@ -209,7 +209,9 @@ def test_the_adapter_is_copied_and_the_trainers_own_files_are_not(
     assert names(out.parent) == ["out"]
 
 
-def test_an_empty_folder_is_filled_and_a_full_one_refused(version: Path, tmp_path: Path) -> None:
+def test_export_fills_an_empty_folder_and_refuses_a_full_folder(
+    version: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     export_adapter(version, out)

@@ -16,7 +16,7 @@ def version(number: int, state: PolicyState, *, deleted: bool = False) -> Policy
     )
 
 
-def test_a_folder_that_no_update_recorded_goes_once_its_number_is_passed() -> None:
+def test_unrecorded_folder_is_removed_once_a_newer_version_exists() -> None:
     versions = [version(0, "retired"), version(3, "serving")]
     assert leftovers(versions, [1, 2, 3, 4]) == [1, 2]
 

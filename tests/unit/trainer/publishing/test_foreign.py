@@ -57,7 +57,7 @@ def test_plain_lora_up_to_the_recipes_rank_is_taken() -> None:
         ({"use_what_comes_next": True}, "use_what_comes_next = True"),
     ],
 )
-def test_adapter_that_is_not_plain_is_refused_with_what_to_do(
+def test_adapter_that_is_not_plain_lora_is_refused_with_the_reason(
     changes: dict[str, Any], said: str
 ) -> None:
     why = why_not_plain(CONFIG | changes, LoraOptions(rank=8))

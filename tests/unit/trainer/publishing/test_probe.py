@@ -25,7 +25,7 @@ def test_the_old_version_under_the_new_name_is_found() -> None:
     assert rejection_reason(compare(TRAINED, TRAINED, TRAINED), 0.01) is not None
 
 
-def test_nan_is_wrong() -> None:
+def test_nan_is_rejected() -> None:
     nan = [[float("nan"), -2.0], [-3.0]]
     assert rejection_reason(compare(nan, TRAINED, BEFORE), 0.01) is not None
 
@@ -101,7 +101,7 @@ METRICS = (
 )
 
 
-def test_vllm_names_them_with_its_lora_requests() -> None:
+def test_slots_are_read_from_vllms_lora_requests_metric() -> None:
     assert slots_named_in(METRICS) == 4
     assert slots_named_in('vllm:lora_requests_info{a="",max_lora="12",b=""} 1.0') == 12
 

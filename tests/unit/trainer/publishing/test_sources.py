@@ -102,7 +102,7 @@ def kept(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["http", "file"])
-async def test_fetched_version_is_what_the_trainer_wrote(
+async def test_fetched_version_equals_the_trainers_files(
     trainer: Path, tmp_path: Path, kind: str
 ) -> None:
     written = write(trainer)
@@ -143,7 +143,7 @@ async def test_half_fetched_version_goes_on_where_it_ended(
     assert kept(tmp_path / "own") == ["1"]
 
 
-async def test_long_fetch_goes_on_and_its_end_is_told_to_who_asks_next(
+async def test_long_fetch_goes_on_and_the_next_caller_learns_its_end(
     trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = write(trainer)
@@ -160,7 +160,9 @@ async def test_long_fetch_goes_on_and_its_end_is_told_to_who_asks_next(
         assert same(await files.fetch(written, None), written)
 
 
-async def test_version_that_is_here_waits_for_no_other(trainer: Path, tmp_path: Path) -> None:
+async def test_fetched_version_does_not_wait_for_the_fetch_of_another(
+    trainer: Path, tmp_path: Path
+) -> None:
     here, other = write(trainer, 1), write(trainer, 2)
     async with serving(trainer) as (served, url), fetching(url, tmp_path / "own") as files:
         place = await files.fetch(here, None)
@@ -173,7 +175,7 @@ async def test_version_that_is_here_waits_for_no_other(trainer: Path, tmp_path: 
         assert same(await long, other)
 
 
-async def test_folder_is_one_processs_alone(trainer: Path, tmp_path: Path) -> None:
+async def test_folder_is_held_by_a_single_process(trainer: Path, tmp_path: Path) -> None:
     written, own = write(trainer), tmp_path / "own"
     async with fetching(f"file://{trainer}", own) as one, fetching(f"file://{trainer}", own) as two:
         one.hold()
@@ -186,9 +188,7 @@ async def test_folder_is_one_processs_alone(trainer: Path, tmp_path: Path) -> No
         assert await two.fetch(written, None) == place
 
 
-async def test_files_that_were_put_there_are_known_by_the_trainers_path(
-    trainer: Path, tmp_path: Path
-) -> None:
+async def test_copied_files_are_known_by_the_trainers_path(trainer: Path, tmp_path: Path) -> None:
     written, own = write(trainer), tmp_path / "own"
     shutil.copytree(trainer, own)
     async with fetching(f"file://{trainer}", own) as files:
@@ -223,9 +223,7 @@ async def test_version_that_is_not_as_it_was_written_is_not_kept(
         assert same(await files.fetch(written, digest), written)
 
 
-async def test_source_that_is_away_is_told_from_one_that_lacks_the_version(
-    trainer: Path, tmp_path: Path
-) -> None:
+async def test_source_that_is_away_is_named_and_tried_again(trainer: Path, tmp_path: Path) -> None:
     written = write(trainer)
     async with serving(trainer) as (served, url), fetching(url, tmp_path / "own") as files:
         served.is_away = True
@@ -312,7 +310,7 @@ async def test_versions_asked_for_longest_ago_make_room(trainer: Path, tmp_path:
 
 
 @pytest.mark.parametrize("folder", ["/", "/x", "/m/..", "/../1", "/m/.1"])
-async def test_path_that_is_no_versions_is_refused(trainer: Path, folder: str) -> None:
+async def test_path_that_is_no_version_folder_is_refused(trainer: Path, folder: str) -> None:
     async with fetching(f"file://{trainer}", trainer) as files:
         with pytest.raises(NotFetched, match="not the folder of a version"):
             await files.fetch(Path(folder), None)
