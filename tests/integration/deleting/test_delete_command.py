@@ -50,7 +50,7 @@ def files_with(folder: Path, word: str) -> list[Path]:
     ]
 
 
-async def test_it_is_gone_from_the_spool_and_does_not_come_back(proxy: Proxy) -> None:
+async def test_deleted_episode_is_removed_from_the_spool_and_stays_deleted(proxy: Proxy) -> None:
     spool = proxy.settings.spool_dir
     said = [{"role": "user", "content": CANARY}]
     for key in (GONE, "kept"):
@@ -85,7 +85,7 @@ def letter(folder: Path, name: str, frame: Frame | bytes) -> Path:
     return folder / "dead" / f"{name}.letter"
 
 
-async def test_dead_letters_lose_what_is_about_it_and_keep_the_rest(
+async def test_dead_letters_lose_only_the_deleted_episodes_records(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     await Ingester().store(engine, [call(GONE), call("kept")])
@@ -125,7 +125,7 @@ async def test_dead_letters_lose_what_is_about_it_and_keep_the_rest(
     assert (again.state, again.removed) == ("deleted_before", {"dead_letters": 0})
 
 
-async def test_an_ingester_elsewhere_removes_its_own_letters(
+async def test_other_ingester_removes_its_dead_letters_of_deleted_episodes(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     await Ingester().store(engine, [call(GONE), call("later")])
@@ -146,7 +146,9 @@ async def test_an_ingester_elsewhere_removes_its_own_letters(
     ]
 
 
-async def test_what_waits_for_an_ingester_is_told(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_waiting_records_of_deleted_episodes_are_counted(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
     (tmp_path / "0").mkdir()
     frames = [captured(GONE), captured("kept"), reward(1.0, episode=GONE)]
     segment = tmp_path / "0" / "a.open"
@@ -159,7 +161,9 @@ async def test_what_waits_for_an_ingester_is_told(engine: AsyncEngine, tmp_path:
     assert await drained(engine, tmp_path, 0) == 0
 
 
-async def test_a_name_that_is_not_recorded_is_refused(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_delete_refuses_an_unrecorded_name_unless_it_is_to_be_marked(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
     await Ingester().store(engine, [call("e1")])
     with pytest.raises(UnknownEpisodes, match=r"'e2'.*nothing was deleted"):
         await choose(engine, ["e1", "e2"], None, marking=False)
@@ -187,7 +191,7 @@ def pawl(url: str, folder: Path, arguments: Sequence[str]) -> "subprocess.Popen[
     )
 
 
-async def test_after_a_kill_the_rest_is_deleted(
+async def test_second_delete_removes_episodes_left_by_a_killed_delete(
     engine: AsyncEngine, database_url: str, tmp_path: Path
 ) -> None:
     await Ingester().store(

@@ -77,7 +77,7 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> frozenset[Any]:
     return await Ingester().store(engine, records)
 
 
-async def test_nothing_of_it_is_left_and_all_else_is_as_before(engine: AsyncEngine) -> None:
+async def test_deletion_leaves_no_trace_and_changes_no_other_episode(engine: AsyncEngine) -> None:
     kept = about_everything("kept", "kept-word")
     gone = about_everything(f"gone {CANARY}", CANARY)
     # What names nothing that is stored cannot be known to be about it.
@@ -119,7 +119,7 @@ async def test_nothing_of_it_is_left_and_all_else_is_as_before(engine: AsyncEngi
     assert (counted.calls, counted.episodes) == (3, 1)
 
 
-async def test_no_client_can_name_the_row_that_is_left(engine: AsyncEngine) -> None:
+async def test_no_client_can_name_a_deleted_episodes_row(engine: AsyncEngine) -> None:
     await Ingester().store(engine, [call("gone")])
     await deleted(engine, "gone")
     async with engine.connect() as connection:
@@ -127,7 +127,7 @@ async def test_no_client_can_name_the_row_that_is_left(engine: AsyncEngine) -> N
     assert what_is_wrong(key) == "holds unprintable characters"
 
 
-async def test_what_comes_later_is_not_stored(engine: AsyncEngine) -> None:
+async def test_late_records_of_a_deleted_episode_are_not_stored(engine: AsyncEngine) -> None:
     records = about_everything(f"gone {CANARY}", CANARY)
     await store(engine, *records[:-1])
     await deleted(engine, f"gone {CANARY}")
@@ -150,7 +150,7 @@ async def test_what_comes_later_is_not_stored(engine: AsyncEngine) -> None:
         assert await connection.scalar(text("SELECT count(*) FROM transitions")) == 0
 
 
-async def test_a_call_of_another_episode_that_was_stored_as_an_addition_stays_whole(
+async def test_call_stored_as_an_addition_to_a_deleted_call_stays_whole(
     engine: AsyncEngine,
 ) -> None:
     told = digest(PREFIX, "told")
@@ -206,7 +206,9 @@ async def test_a_joined_episode_is_deleted_whole(engine: AsyncEngine) -> None:
     assert (again.wholes, again.unknown) == ((), ("never",))
 
 
-async def test_the_receipt_says_which_versions_learned_from_it(engine: AsyncEngine) -> None:
+async def test_receipt_names_the_versions_trained_on_the_deleted_episode(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, call("e1"), call("e2"), reward(1.0, episode="e1"))
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
@@ -228,7 +230,7 @@ async def test_the_receipt_says_which_versions_learned_from_it(engine: AsyncEngi
     assert (counted.trained_episodes, counted.trained_unscored_episodes) == (3, 0)
 
 
-async def test_an_update_that_holds_it_comes_to_nothing(engine: AsyncEngine) -> None:
+async def test_deletion_abandons_the_update_that_claimed_the_episode(engine: AsyncEngine) -> None:
     rule = msgspec.structs.replace(RULE, groups=2)
     await store(engine, *(call(key) for key in "ab"), *(reward(1.0, episode=key) for key in "ab"))
     claim = await claimed(engine, rule)
@@ -245,7 +247,7 @@ async def test_an_update_that_holds_it_comes_to_nothing(engine: AsyncEngine) -> 
         assert await claims.running_update(connection, "m") == again.update_id
 
 
-async def test_a_name_that_is_not_recorded_can_be_marked(engine: AsyncEngine) -> None:
+async def test_unrecorded_name_can_be_marked_deleted(engine: AsyncEngine) -> None:
     await store(engine, now(reward(1.0, episode="later")))
     async with engine.begin() as connection:
         marked = await mark_deleted(connection, "later")
@@ -281,7 +283,9 @@ async def test_episodes_are_selected_by_task_beginning_and_time(engine: AsyncEng
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_deleting_any_of_many_changes_no_other(engine: AsyncEngine, seed: int) -> None:
+async def test_deleting_any_episode_changes_no_other_episode(
+    engine: AsyncEngine, seed: int
+) -> None:
     dice = random.Random(seed)
     told = [digest(PREFIX, f"t{n}") for n in range(6)]
     records: list[SpoolRecord] = []

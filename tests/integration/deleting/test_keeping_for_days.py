@@ -60,7 +60,7 @@ async def rows(engine: AsyncEngine, query: str) -> list[Any]:
         return list((await connection.execute(text(query))).scalars())
 
 
-async def test_older_episodes_and_days_go_and_newer_ones_stay(engine: AsyncEngine) -> None:
+async def test_outdated_episodes_and_days_are_removed_and_newer_kept(engine: AsyncEngine) -> None:
     ingester = Ingester()
     old = [
         call("old 1", request=body("canary 1"), **made(9, 1)),
@@ -86,7 +86,9 @@ async def test_older_episodes_and_days_go_and_newer_ones_stay(engine: AsyncEngin
     assert await exported(engine) == after
 
 
-async def test_an_episode_that_goes_on_is_readable_and_set_aside(engine: AsyncEngine) -> None:
+async def test_episode_that_lost_outdated_calls_is_readable_and_quarantined(
+    engine: AsyncEngine,
+) -> None:
     calls = thread("long", 4, 4)
     same_day = call("long", request=body("long 0", "again"), **made(2, 9))
     await Ingester().store(engine, [*calls, same_day, reward(1.0, episode="long")])
@@ -108,7 +110,7 @@ async def aside(engine: AsyncEngine) -> int:
     return int(found)
 
 
-async def test_what_goes_on_is_set_aside_some_at_a_time_before_its_day_is_dropped(
+async def test_ongoing_episodes_are_quarantined_in_steps_before_a_day_is_dropped(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.retaining.MOST", 2)
@@ -122,7 +124,7 @@ async def test_what_goes_on_is_set_aside_some_at_a_time_before_its_day_is_droppe
     assert await rows(engine, "SELECT sum(calls) FROM dropped_days") == [5]
 
 
-async def test_no_call_of_a_day_is_stored_any_more_once_its_episodes_are_looked_for(
+async def test_call_of_a_day_that_is_being_removed_is_not_stored(
     engine: AsyncEngine,
 ) -> None:
     ingester = Ingester()
@@ -134,7 +136,7 @@ async def test_no_call_of_a_day_is_stored_any_more_once_its_episodes_are_looked_
     assert await aside(engine) == 2
 
 
-async def test_records_are_stored_while_a_day_is_looked_through_and_counted(
+async def test_records_are_stored_while_an_outdated_day_is_scanned(
     engine: AsyncEngine,
 ) -> None:
     ingester = Ingester()
@@ -152,7 +154,7 @@ async def test_records_are_stored_while_a_day_is_looked_through_and_counted(
     assert await rows(engine, PARTITIONS) == [2]
 
 
-async def test_that_it_was_spent_stays_known(engine: AsyncEngine) -> None:
+async def test_removed_trained_episode_still_counts_as_trained(engine: AsyncEngine) -> None:
     await Ingester().store(
         engine,
         [
@@ -182,7 +184,7 @@ async def test_that_it_was_spent_stays_known(engine: AsyncEngine) -> None:
     assert list(await exported(engine)) == ["spent"]
 
 
-async def test_an_episode_whose_late_call_is_left_out_is_set_aside(engine: AsyncEngine) -> None:
+async def test_episode_is_quarantined_if_an_outdated_call_is_left_out(engine: AsyncEngine) -> None:
     ingester = Ingester()
     await ingester.store(engine, [call("old", **made(9, 1))])
     await remove_all(engine, BEFORE)
@@ -211,7 +213,7 @@ async def test_a_clock_that_is_ahead_removes_nothing_new(
     assert list(await exported(engine)) == ["new"]
 
 
-async def test_one_removes_at_a_time(engine: AsyncEngine) -> None:
+async def test_remover_does_nothing_while_another_removes(engine: AsyncEngine) -> None:
     await Ingester().store(engine, [call("old", **made(9, 1))])
     async with engine.connect() as connection:
         await connection.execute(text(f"SELECT pg_advisory_lock({RETAIN_LOCK})"))
@@ -244,7 +246,7 @@ def test_old_dead_letters_are_removed(tmp_path: Path) -> None:
     assert remove_old_letters(tmp_path, BEFORE) == 0
 
 
-async def test_an_ingester_goes_on_whatever_fails(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_removal_is_tried_again_after_a_failure(engine: AsyncEngine, tmp_path: Path) -> None:
     await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
     failures = iter([OSError("the disk fails")])
 
@@ -263,7 +265,7 @@ async def test_an_ingester_goes_on_whatever_fails(engine: AsyncEngine, tmp_path:
         await asyncio.wait([keeping])
 
 
-async def test_what_never_came_has_a_bound_by_number_and_by_age(
+async def test_pending_feedback_is_bounded_by_number_and_age(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.retaining.MOST_PENDING", 3)

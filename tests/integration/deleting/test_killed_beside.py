@@ -123,7 +123,7 @@ async def deleted_and_killed(stand: Stand, dice: random.Random) -> None:
     await asyncio.to_thread(process.communicate)
 
 
-async def test_nothing_of_it_is_left_in_files_and_tables_and_nothing_else_is_lost(
+async def test_kills_leave_no_trace_of_deleted_episodes_and_lose_no_kept_call(
     stand: Stand,
 ) -> None:
     dice, done = random.Random(1), asyncio.Event()

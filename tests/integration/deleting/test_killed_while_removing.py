@@ -180,7 +180,7 @@ async def removed_until_killed(url: str, before: date, steps: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [7, 30])
-async def test_what_is_outdated_goes_whole_and_all_else_stays(
+async def test_outdated_episodes_are_removed_whole_and_others_kept_through_kills(
     engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
     first_day = NOON.date() - timedelta(days=keep)
@@ -223,7 +223,7 @@ async def test_what_is_outdated_goes_whole_and_all_else_stays(
         assert 0 < there <= len(list(days))
 
 
-async def test_the_database_knows_tenants_as_names_do(engine: AsyncEngine) -> None:
+async def test_sql_and_python_find_the_same_tenant_in_a_name(engine: AsyncEngine) -> None:
     names = [
         "",
         "e",

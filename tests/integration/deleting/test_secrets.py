@@ -136,7 +136,7 @@ async def test_no_secret_of_a_request_is_kept_anywhere(
     assert CANARY.encode() not in out.getvalue()
 
 
-async def test_credentials_in_the_url_of_an_upstream_are_not_told(
+async def test_credentials_in_an_upstreams_url_are_not_shown(
     database_url: str, tmp_path: Path
 ) -> None:
     url = f"http://user:{CANARY}-j@127.0.0.1:{free_port()}/v1"
