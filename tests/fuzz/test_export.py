@@ -36,7 +36,7 @@ def _call(tape: Tape) -> dict[str, Any]:
 
 @fuzzing(40, slow=True)
 @given(made_of(lambda tape: [_call(tape) for _ in range(1 + tape.below(4))]))
-def test_any_recorded_call_is_exported_as_one_line(
+def test_any_recorded_call_is_exported_as_a_json_line(
     shared: SharedDatabase, drawn: list[dict[str, Any]]
 ) -> None:
     agent = str(new_id())

@@ -99,7 +99,7 @@ def _is_unchanged(asked: ModelRequest, served_name: str | None) -> bool:
 
 @fuzzing(1_000)
 @given(made_of(calls.recorded), requests, ends)
-def test_any_recorded_call_is_read_again(
+def test_any_recorded_call_can_be_transcribed(
     call: dict[str, Any], body: bytes, end: dict[str, Any]
 ) -> None:
     """As the ingester does: facts, ids, results of tools, sampling settings."""

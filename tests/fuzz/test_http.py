@@ -73,7 +73,7 @@ def _answer(tape: Tape) -> tuple[list[bytes], int, bool]:
 
 @fuzzing(500)
 @given(made_of(_answer))
-def test_any_bytes_from_an_upstream_are_a_reply_or_a_broken_one(
+def test_any_bytes_from_an_upstream_end_in_a_reply_or_an_error(
     answer: tuple[list[bytes], int, bool],
 ) -> None:
     """A question, before or in the middle of what comes; at the end the connection breaks."""

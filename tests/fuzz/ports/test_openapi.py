@@ -52,7 +52,7 @@ def scopes_of(operation: Any) -> set[str]:
 
 @fuzzing(300)
 @given(case=cases(), name=st.sampled_from(NAMES))
-def test_whatever_the_document_allows_or_not_is_answered_as_it_says(
+def test_any_request_gets_an_answer_that_the_openapi_document_allows(
     ports: Ports, case: Case, name: str
 ) -> None:
     path = case.operation.path

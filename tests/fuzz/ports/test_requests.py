@@ -51,7 +51,7 @@ def heads(received: bytes) -> list[tuple[int, dict[str, str]]]:
 
 @fuzzing(400)
 @given(odd=made_of(connection))
-def test_whatever_is_sent_to_the_data_port_is_answered_and_goes_nowhere_else(
+def test_odd_data_port_request_is_answered_and_forwards_nothing_forbidden(
     ports: Ports, odd: bytes
 ) -> None:
     # Twice, as the first may be taken for the end of a body.
@@ -69,7 +69,7 @@ def test_whatever_is_sent_to_the_data_port_is_answered_and_goes_nowhere_else(
 
 @fuzzing(100)
 @given(odd=made_of(connection), path=st.sampled_from((b"/metrics", b"/healthz", b"/readyz", None)))
-def test_whatever_is_sent_to_the_admin_port_is_answered_and_metrics_only_with_a_key(
+def test_odd_admin_port_request_never_fails_or_shows_metrics_without_a_key(
     ports: Ports, odd: bytes, path: bytes | None
 ) -> None:
     text = with_keys(odd, ports.keys)

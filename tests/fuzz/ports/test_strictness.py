@@ -50,7 +50,7 @@ def test_document_allows_its_routes_and_no_path_of_a_servers_own() -> None:
     assert is_allowed(b"HEAD", b"/v1/models/meta/health")
 
 
-def test_upstream_notes_requests_that_may_not_come() -> None:
+def test_strict_upstream_notes_forbidden_requests() -> None:
     upstream = StrictUpstream(is_allowed, "ours")
     upstream.secrets = [b"theirs"]
     sound = [(b"Host", b"127.0.0.1:0"), (b"Authorization", b"Bearer ours")]
