@@ -40,7 +40,7 @@ async def test_reply_that_inflates_beyond_the_limit_is_a_dead_letter(
     assert_adds_up()
 
 
-async def test_flipped_bit_costs_one_record(spooled: Spooled) -> None:
+async def test_flipped_bit_costs_only_its_record(spooled: Spooled) -> None:
     path = spooled.write(*[captured(f"e{n}") for n in range(5)])
     data = bytearray(path.read_bytes())
     data[len(data) // 5 + HEAD_BYTES // 2] ^= 1
@@ -50,7 +50,7 @@ async def test_flipped_bit_costs_one_record(spooled: Spooled) -> None:
     assert "damaged" in spooled.reasons()
 
 
-async def test_damage_in_a_growing_segment_costs_one_record(
+async def test_damage_in_a_growing_segment_costs_only_the_damaged_record(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     spool = Spool(tmp_path / "0", segment_bytes=2**20)

@@ -219,7 +219,7 @@ async def has_waiters(connection: AsyncConnection) -> bool:
     return bool(await connection.scalar(text(f"SELECT EXISTS ({waiting})")))
 
 
-async def test_figures_do_not_wait_for_a_batch_that_postgres_does_not_end(
+async def test_counting_does_not_wait_for_a_blocked_batch(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "COUNT_S", 0.1)
@@ -233,7 +233,7 @@ async def test_figures_do_not_wait_for_a_batch_that_postgres_does_not_end(
         await traffic.assert_moves()
 
 
-async def test_figures_add_up_in_the_midst_of_a_turn(
+async def test_counters_add_up_while_a_drain_is_blocked(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker's records of the turn are stored, and another's wait for a lock."""

@@ -31,7 +31,7 @@ async def append(spool: Spool, *episodes: str) -> None:
         assert await spool.append(encode_frame(captured(episode)))
 
 
-async def test_records_that_come_one_by_one_are_stored_many_at_once(
+async def test_records_that_arrive_singly_are_stored_in_batches(
     spooled: Spooled, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drainer = Drainer(spooled.folder, lambda: spooled.engine, batch=500)
@@ -57,7 +57,7 @@ async def test_records_that_come_one_by_one_are_stored_many_at_once(
     assert len([moved for moved in batches if moved]) <= 100
 
 
-async def test_records_of_the_start_are_stored_as_soon_as_there_is_a_connection(
+async def test_waiting_records_are_stored_as_soon_as_the_database_connects(
     spooled: Spooled, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look a second would let all records of a start wait for up to a second more."""
@@ -75,7 +75,7 @@ async def test_records_of_the_start_are_stored_as_soon_as_there_is_a_connection(
 
 
 @pytest.mark.parametrize("was_connected", [True, False])
-async def test_rest_at_the_end_waits_for_a_database_that_is_away(
+async def test_final_drain_waits_for_an_unreachable_database(
     spooled: Spooled, spool: Spool, monkeypatch: pytest.MonkeyPatch, was_connected: bool
 ) -> None:
     monkeypatch.setattr(drain, "RETRY_S", 0.01)
@@ -102,7 +102,7 @@ async def test_rest_at_the_end_waits_for_a_database_that_is_away(
     await away.dispose()
 
 
-async def test_busy_worker_keeps_no_other_waiting(spooled: Spooled) -> None:
+async def test_busy_workers_records_do_not_delay_other_workers(spooled: Spooled) -> None:
     for worker in ("0", "1", "2"):
         own = Spool(spooled.folder / worker, segment_bytes=2**20)
         await append(own, *[f"{worker}-{number}" for number in range(4)])
@@ -125,7 +125,7 @@ async def test_record_that_cannot_be_stored_stops_no_other(spooled: Spooled) -> 
     await spooled.drain()
 
 
-async def test_unreadable_record_is_one_dead_letter_however_long_the_database_is_away(
+async def test_unreadable_record_becomes_a_single_dead_letter_despite_an_outage(
     spooled: Spooled, spool: Spool
 ) -> None:
     engine = away = make_engine("postgresql://nobody@127.0.0.1:1/none")
@@ -159,7 +159,7 @@ async def test_next_ingester_counts_all_of_a_segment_that_is_read_in_pieces(
     assert ledger()["pawl_records_spooled"] == 50
 
 
-async def test_next_ingester_goes_on_where_a_killed_one_ended(
+async def test_next_ingester_resumes_a_killed_ingesters_drain(
     spooled: Spooled, spool: Spool
 ) -> None:
     await append(spool, *[f"e{number}" for number in range(5)])
@@ -177,9 +177,7 @@ async def test_next_ingester_goes_on_where_a_killed_one_ended(
     spool.close()
 
 
-async def test_segment_that_somebody_removed_is_counted_as_dropped(
-    spooled: Spooled, spool: Spool
-) -> None:
+async def test_removed_segment_is_counted_as_dropped(spooled: Spooled, spool: Spool) -> None:
     await append(spool, "a")
     await spooled.drainer.count()
     before = ledger()["pawl_records_dropped_total"]

@@ -110,7 +110,7 @@ async def test_group_commit_makes_many_records_durable_with_few_syncs(
     spool.close()
 
 
-async def test_ordinary_record_does_not_wait_for_all_long_ones(tmp_path: Path) -> None:
+async def test_ordinary_record_does_not_wait_behind_several_long_records(tmp_path: Path) -> None:
     commits: list[list[str]] = []
     spool = Spool(
         tmp_path, segment_bytes=2**24, on_commit=lambda _outcome, marks: commits.append(marks)
@@ -136,7 +136,7 @@ async def test_records_after_the_spool_was_removed_are_stored_and_the_version_fi
     await until(lambda: "m" in serving_of(VersionFile(spool).read() or []))
 
 
-async def test_keys_count_on_though_the_spool_with_their_file_is_removed(
+async def test_key_is_still_required_after_the_spool_is_removed(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:

@@ -79,7 +79,7 @@ async def test_failing_step_keeps_the_results_of_the_steps_before_it(
     assert call.http_status == (200 if step == "comes_in_events" else None)
 
 
-async def test_failure_in_a_stream_tears_it_after_an_error_event(
+async def test_failing_stream_is_torn_after_an_error_event(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer.ReplyBuffer, "add", fails)
@@ -99,7 +99,7 @@ async def test_call_is_recorded_though_its_fingerprints_cannot_be_made(
     assert (await proxy.only_call()).status == "complete"
 
 
-async def test_call_whose_record_cannot_be_made_is_answered_and_counted_as_dropped(
+async def test_unrecordable_call_is_answered_and_counted_as_dropped(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = ledger()

@@ -36,7 +36,7 @@ async def append(spool: Spool, episode: str) -> bool:
 
 @pytest.mark.parametrize("names", [[name] for name in CALLS] + [CALLS], ids="+".join)
 @pytest.mark.parametrize("begun", [False, True])
-async def test_disk_that_refuses_a_call_leaves_nobody_unanswered_and_the_next_record_is_stored(
+async def test_spool_answers_every_append_and_recovers_after_any_disk_error(
     spooled: Spooled, failing: Failing, names: list[str], begun: bool
 ) -> None:
     spool = Spool(spooled.folder / "0", segment_bytes=600)
@@ -53,7 +53,7 @@ async def test_disk_that_refuses_a_call_leaves_nobody_unanswered_and_the_next_re
 
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), ValueError("v")])
-async def test_error_of_any_kind_is_an_answer(
+async def test_write_error_of_any_kind_fails_only_its_append(
     tmp_path: Path, failing: Failing, error: Exception
 ) -> None:
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
@@ -64,7 +64,7 @@ async def test_error_of_any_kind_is_an_answer(
     spool.close()
 
 
-async def test_failing_callback_leaves_nobody_unanswered(tmp_path: Path) -> None:
+async def test_failing_commit_callback_leaves_no_append_unanswered(tmp_path: Path) -> None:
     def broken(_outcome: str, _marks: list[str]) -> None:
         raise OSError(28, "No space left on device")
 
@@ -243,7 +243,7 @@ async def test_commit_that_a_full_disk_cut_off_hides_no_later_record(
 
 
 @pytest.mark.parametrize("frames", [20, 700])
-async def test_full_disk_takes_the_gap_of_lost_records_before_anybody_is_answered(
+async def test_gaps_of_lost_records_are_on_a_full_disk_before_the_answer(
     spooled: Spooled, full_disk: Path, frames: int
 ) -> None:
     before = ledger()[DROPPED]

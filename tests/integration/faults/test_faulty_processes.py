@@ -128,7 +128,7 @@ async def test_killed_ingester_is_noticed_by_no_client(stand: Stand) -> None:
         await stand.kill("ingester", 0)
 
 
-async def test_killed_supervisor_ends_its_children_and_the_next_stores_what_they_left(
+async def test_killed_supervisors_children_end_and_the_next_stores_their_records(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
     go_on = upstream.hold_streams()
@@ -327,7 +327,7 @@ async def test_calls_are_taken_after_sigterm_until_load_balancers_have_noticed(
 
 
 @pytest.mark.usefixtures("own_cluster")
-async def test_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_recorded(
+async def test_unfinished_stream_is_cut_off_at_the_end_of_the_grace_and_recorded(
     upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_STOP_GRACE_S", str(GRACE_S))
@@ -343,7 +343,7 @@ async def test_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_rec
 
 
 @pytest.mark.usefixtures("own_cluster")
-async def test_streams_of_a_replaced_worker_have_more_time_than_a_stop_gives_them(
+async def test_replaced_workers_stream_outlives_the_stop_grace(
     upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_STOP_GRACE_S", "1")

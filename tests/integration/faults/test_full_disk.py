@@ -127,7 +127,7 @@ async def test_full_disk_stops_no_process_and_no_call(stand: Stand) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_worker_that_ends_again_and_again_ends_nothing_else(
+async def test_worker_that_keeps_ending_does_not_stop_the_proxy(
     stand: Stand,
 ) -> None:
     """Seven times, each soon after it has begun; readiness says how often."""
@@ -267,7 +267,7 @@ async def test_proxy_serves_on_through_io_errors_and_recovers_by_itself(
 
 
 @pytest.mark.timeout(600)
-async def test_proxy_whose_disk_hangs_answers_and_ends(
+async def test_proxy_with_a_hanging_disk_answers_calls_and_ends(
     faulty: tuple[Stand, Path],
 ) -> None:
     stand, control = faulty

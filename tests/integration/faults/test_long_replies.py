@@ -88,7 +88,7 @@ async def stored(proxy: Proxy) -> Any:
 
 
 @pytest.mark.parametrize("framing", ["sized", "chunked", "gzip"])
-async def test_reply_in_one_piece_that_is_too_long_leaves_as_it_came(
+async def test_overlong_whole_reply_is_passed_on_unchanged(
     proxy: Proxy, upstream: RawUpstream, most_used: Callable[[], int], framing: str
 ) -> None:
     body = whole(MOST + 1)
@@ -106,7 +106,7 @@ async def test_reply_in_one_piece_that_is_too_long_leaves_as_it_came(
     assert most_used() <= IN_FLIGHT_MB * MB
 
 
-async def test_line_that_is_too_long_leaves_as_it_came_and_the_others_without_ids(
+async def test_overlong_line_is_passed_on_unchanged_and_other_lines_without_ids(
     proxy: Proxy, upstream: RawUpstream, most_used: Callable[[], int]
 ) -> None:
     lines = event("a", **IDS), event("x" * (MOST + MB), **IDS), event("b", **IDS)
@@ -121,7 +121,7 @@ async def test_line_that_is_too_long_leaves_as_it_came_and_the_others_without_id
     assert most_used() <= IN_FLIGHT_MB * MB
 
 
-async def test_stream_that_is_too_long_leaves_without_ids_and_is_found_by_its_id(
+async def test_overlong_stream_loses_its_token_ids_and_keeps_its_response_id(
     proxy: Proxy, upstream: RawUpstream, most_used: Callable[[], int]
 ) -> None:
     block = event("x" * 1000, **IDS) * 100
@@ -167,7 +167,7 @@ async def test_upstream_is_not_read_further_while_the_budget_is_full(
     assert (await stored(proxy))[0] == "complete"
 
 
-async def test_reply_without_room_in_time_leaves_as_it_came(
+async def test_reply_that_gets_no_memory_in_time_is_passed_on_unchanged(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer, "ROOM_S", 0.1)
@@ -188,7 +188,7 @@ async def test_reply_without_room_in_time_leaves_as_it_came(
     assert await stored(proxy) == ("complete", "reply_too_long")
 
 
-async def test_what_follows_the_end_of_a_stream_reaches_the_client(
+async def test_bytes_after_a_streams_end_reach_the_client(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     stream = event("hello") + b"data: [DONE]\n\n" + b": more\n" * 20_000
@@ -239,7 +239,7 @@ async def test_reply_that_breaks_off_leaves_memory_at_once(
     assert not names & {"Call", "ReplyBuffer", "bytearray", "frame"}
 
 
-async def test_long_reply_is_read_beside_the_event_loop_and_its_conversation_goes_on(
+async def test_long_reply_is_read_off_the_event_loop_and_still_joins_its_episode(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []

@@ -99,7 +99,7 @@ def raising(error: BaseException, what: Callable[..., Any], poison: str) -> Call
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_record_whose_reading_raises_anything_is_the_only_dead_letter(
+async def test_only_records_that_fail_to_transcribe_become_dead_letters(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(transcribe, "transcribe", raising(error, transcribe.transcribe, "poison"))
@@ -140,7 +140,7 @@ def fails(error: Exception, *episodes: str) -> Callable[[SpoolRecord], None]:
     [KeyError("k"), TypeError("t"), AssertionError(), RecursionError(), MemoryError()],
     ids=lambda error: type(error).__name__,
 )
-async def test_record_whose_storing_raises_anything_is_the_only_dead_letter(
+async def test_only_records_that_fail_to_store_become_dead_letters(
     spooled: Spooled, storing: Any, error: Exception
 ) -> None:
     storing(fails(error, "poison"))
@@ -151,7 +151,7 @@ async def test_record_whose_storing_raises_anything_is_the_only_dead_letter(
 
 
 @pytest.mark.parametrize("next_ingester", [False, True], ids=["same ingester", "next ingester"])
-async def test_error_that_hits_all_calls_makes_no_dead_letter_of_any(
+async def test_error_that_hits_all_calls_makes_no_dead_letters(
     spooled: Spooled, storing: Any, next_ingester: bool
 ) -> None:
     """A bug, say; feedback goes on being stored. Once it is mended, all are."""
@@ -171,7 +171,7 @@ async def test_error_that_hits_all_calls_makes_no_dead_letter_of_any(
     assert await spooled.outcome() == (13, 0, [])
 
 
-async def test_poison_record_without_others_waits_and_blocks_nothing_behind_it(
+async def test_lone_poison_record_waits_and_blocks_no_later_record(
     spooled: Spooled, storing: Any
 ) -> None:
     storing(fails(KeyError("k"), "poison"))

@@ -96,7 +96,7 @@ async def stored_outages(spooled: Spooled) -> int:
 
 
 @pytest.mark.timeout(600)
-async def test_episodes_whose_gaps_a_killed_worker_had_only_in_memory_are_set_aside(
+async def test_killed_workers_unwritten_gaps_quarantine_episodes_under_way(
     spooled: Spooled, full_disk: Path
 ) -> None:
     with working(full_disk) as worker:
@@ -162,7 +162,7 @@ async def test_worker_that_lives_names_all_lost_episodes_and_leaves_no_outage(
     assert await spooled.incomplete() == {"another", "cut short"}
 
 
-async def test_more_lost_episodes_than_are_remembered_are_an_outage(
+async def test_too_many_gaps_to_remember_become_an_outage(
     spooled: Spooled, full_disk: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MOST_GAPS", 1)
@@ -244,7 +244,7 @@ async def test_outage_that_cannot_be_noted_as_stored_is_stored_again(
     await spooled.drain()
 
 
-async def test_episodes_are_remembered_where_the_outage_cannot_be_written_either(
+async def test_gaps_stay_in_memory_if_the_outage_cannot_be_written(
     full_disk: Path, recorder: Recorder, failing: Failing
 ) -> None:
     (full_disk / "balloon").unlink()

@@ -233,9 +233,7 @@ async def test_sleeping_reader_is_torn_and_the_upstream_stopped(
         assert call.status == "client_gone"
 
 
-async def test_whole_reply_that_nobody_takes_is_given_up(
-    impatient: Proxy, upstream: RawUpstream
-) -> None:
+async def test_unread_whole_reply_is_given_up(impatient: Proxy, upstream: RawUpstream) -> None:
     before = too_slow("write")
 
     async def much(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
@@ -253,7 +251,7 @@ async def test_whole_reply_that_nobody_takes_is_given_up(
     sleeper.close()
 
 
-async def test_others_are_answered_beside_sleeping_readers(
+async def test_other_clients_are_answered_beside_sleeping_readers(
     impatient: Proxy, upstream: RawUpstream
 ) -> None:
     upstream.script = endless
