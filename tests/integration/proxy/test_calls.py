@@ -92,7 +92,7 @@ OWN_EVENTS: Final = (
         ("/v1/responses", "vllm", CHUNKS, False),
     ],
 )
-async def test_silent_stream_has_pings_that_are_not_recorded_where_its_api_has_them(
+async def test_only_silent_messages_streams_get_pings_and_pings_are_not_recorded(
     start_proxy: StartProxy,
     upstream: FakeUpstream,
     monkeypatch: pytest.MonkeyPatch,
@@ -177,7 +177,7 @@ async def test_url_and_headers_name_episode_agent_and_task_and_are_not_passed_on
 
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9".encode(), b"\xff\xfe"])
-async def test_episodes_name_may_hold_any_letters_and_no_bytes_fail_the_call(
+async def test_episode_name_takes_any_letters_and_odd_bytes_fail_no_call(
     proxy: Proxy, name: bytes
 ) -> None:
     body = b'{"model":"m","messages":[]}'
@@ -215,7 +215,7 @@ async def test_stray_tool_status_is_stored_with_the_episode(proxy: Proxy) -> Non
     assert [(e.tool_id, e.status) for e in episode.stray_tool_events] == [("c1", "error")]
 
 
-async def test_malformed_json_reaches_the_upstream_which_says_so(proxy: Proxy) -> None:
+async def test_malformed_json_is_refused_by_the_upstream_and_recorded(proxy: Proxy) -> None:
     reply = await proxy.ask("POST", CHAT, data=b'{"model": ')
     assert reply.status == 400
     assert "JSON" in reply.json["error"]["message"]
@@ -233,7 +233,7 @@ async def test_admin_endpoints_are_refused_with_a_clear_error(
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/task/t/v1/messages", "/v1/models"])
-async def test_websocket_is_refused_as_one_where_the_path_is_served(
+async def test_websocket_to_a_served_path_is_refused_with_426(
     proxy: Proxy, upstream: FakeUpstream, path: str
 ) -> None:
     """Codex goes on over HTTP at once after this status alone; it tries seven times after a 404."""
@@ -250,7 +250,7 @@ async def test_websocket_is_refused_as_one_where_the_path_is_served(
     assert upstream.other == []
 
 
-async def test_other_offers_and_other_paths_are_answered_as_before(proxy: Proxy) -> None:
+async def test_other_upgrades_and_unserved_paths_get_no_426(proxy: Proxy) -> None:
     with pytest.raises(WSServerHandshakeError) as refused:
         await proxy.session.ws_connect(proxy.url + "/v1/load_lora_adapter")
     assert refused.value.status == 404
@@ -270,7 +270,7 @@ async def test_other_allowed_paths_are_forwarded_untouched(
 ANTHROPICS: Final = {"anthropic-version": "2023-06-01"}
 
 
-async def test_list_of_models_is_the_servers_own_but_for_anthropics_clients(
+async def test_list_of_models_is_unchanged_except_for_anthropics_clients(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     upstream.models = ["m", "m@1"]
@@ -292,7 +292,7 @@ async def test_list_of_models_is_the_servers_own_but_for_anthropics_clients(
 
 
 @pytest.mark.parametrize("body", [b'{"data":[{"type":"model","id":"a"}],"has_more":true}', b"odd"])
-async def test_list_that_is_not_openais_reaches_anthropics_clients_as_it_is(
+async def test_odd_list_of_models_reaches_anthropics_clients_unchanged(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setattr(upstream, "list_models", lambda: web.Response(body=body))
@@ -319,7 +319,7 @@ async def test_upstream_that_hangs_up_is_502_and_recorded(
 
 
 @pytest.mark.parametrize("failure", [hang_up, answers(b"", 503)], ids=["no reply", "error"])
-async def test_retry_by_the_clients_sdk_is_one_call_with_the_attempt_that_failed(
+async def test_sdk_retry_and_its_failed_attempt_are_a_single_call(
     proxy: Proxy, upstream: FakeUpstream, failure: Handler
 ) -> None:
     upstream.behave = failure
@@ -445,7 +445,7 @@ async def test_strict_tools_are_trained_where_the_servers_parser_is_known(
     assert ("grammar" in call.sampling) == (parser == "hermes")
 
 
-async def test_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -> None:
+async def test_unnamed_tool_conversation_is_a_single_episode(proxy: Proxy) -> None:
     user = {"role": "user", "content": "q"}
     first = await proxy.chat(messages=[user], tools=[{"type": "function"}])
     message = first.json["choices"][0]["message"]

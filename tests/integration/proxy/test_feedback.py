@@ -54,7 +54,7 @@ async def test_repeat_under_a_key_is_harmless_and_another_body_is_refused(proxy:
     assert len(episode.feedback) == 1
 
 
-async def test_list_stands_or_falls_as_one(proxy: Proxy) -> None:
+async def test_list_with_an_invalid_statement_is_refused_whole(proxy: Proxy) -> None:
     before = (await proxy.counters())["pawl_records_total"]
     status, body = await proxy.feedback(
         [{"value": 1, "episode": "e"}, {"value": "1", "episode": "e"}]
@@ -81,7 +81,7 @@ async def test_tool_status_reaches_the_call_that_asked(proxy: Proxy) -> None:
     assert [e.status for e in episode.calls[0].tool_events] == ["malformed"]
 
 
-async def test_metrics_of_any_name_are_three_series(proxy: Proxy) -> None:
+async def test_feedback_metric_names_make_at_most_three_series(proxy: Proxy) -> None:
     async def post_feedback(number: int) -> int:
         """Post a hundred metrics of names of their own; return how long the page of metrics is."""
         named = [{"metric": f"m{number}-{i}", "value": 1, "episode": "e"} for i in range(100)]

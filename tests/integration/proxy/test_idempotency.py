@@ -70,7 +70,9 @@ async def both(one: Proxy, other: Proxy, values: tuple[float, float], key: str) 
     )
 
 
-async def test_of_two_bodies_at_once_a_worker_takes_one(proxy: Proxy, workers: Workers) -> None:
+async def test_worker_refuses_the_second_of_two_simultaneous_bodies(
+    proxy: Proxy, workers: Workers
+) -> None:
     for number in range(5):
         answers = await both(proxy, proxy, (number, number + 0.5), uuid4().hex)
         assert sorted(status for status, _ in answers) == [202, 409]
@@ -81,7 +83,7 @@ async def test_of_two_bodies_at_once_a_worker_takes_one(proxy: Proxy, workers: W
     assert len(await workers.stored(6)) == 6
 
 
-async def test_workers_of_one_machine_share_keys_without_a_database(
+async def test_workers_of_the_same_machine_share_keys_without_a_database(
     workers: Workers, tmp_path: Path
 ) -> None:
     one, other = [await workers.start(tmp_path, database=False) for _ in range(2)]
@@ -96,7 +98,7 @@ async def test_workers_of_one_machine_share_keys_without_a_database(
 
 
 @pytest.mark.usefixtures("_patient_lookups")
-async def test_proxies_of_one_database_share_the_keys_of_stored_bodies(
+async def test_proxies_of_the_same_database_share_the_keys_of_stored_bodies(
     workers: Workers, tmp_path: Path
 ) -> None:
     one, other = [await workers.start(tmp_path / name) for name in ("one", "other")]
@@ -127,7 +129,7 @@ async def test_proxies_without_a_database_store_both_bodies_and_count_the_confli
 
 
 @pytest.mark.usefixtures("_patient_lookups")
-async def test_key_whose_body_was_not_taken_is_free_again(
+async def test_idempotency_key_of_a_refused_body_is_free_again(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await workers.start(tmp_path)

@@ -62,7 +62,7 @@ async def test_request_that_nests_too_deep_is_refused(
     assert await counted(proxy, "pawl_records_total") == before
 
 
-async def test_json_within_a_string_of_a_request_may_be_as_deep_as_it_likes(proxy: Proxy) -> None:
+async def test_json_inside_a_requests_string_may_nest_at_any_depth(proxy: Proxy) -> None:
     """Claude Code tells its session in such a string."""
     reply = await proxy.chat(metadata={"user_id": '{"a":' * 5000})
     assert reply.status == 200
@@ -170,7 +170,7 @@ async def test_feedback_has_a_limit_of_its_own(proxy: Proxy) -> None:
     assert (await proxy.feedback([{"value": 1, "episode": "e", "a": []}] * 9_000))[0] == 400
 
 
-async def test_past_the_budget_a_new_request_is_told_to_come_again(
+async def test_request_beyond_the_memory_budget_is_503_with_retry_after(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     go_on = asyncio.Event()

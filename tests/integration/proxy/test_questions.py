@@ -42,7 +42,7 @@ def asked(episode: str, question: str, now: str) -> CapturedCall:
 
 
 @pytest.mark.parametrize("store", [drained, replayed])
-async def test_same_question_makes_one_task(
+async def test_episodes_with_the_same_question_share_a_task(
     engine: AsyncEngine, tmp_path: Path, store: Storing
 ) -> None:
     """All have the same prompt ids: by these, all would be of one task."""

@@ -140,7 +140,7 @@ async def test_redacted_text_is_nowhere(
     assert b'pawl_withheld_total{reason="not_json"}' in told
 
 
-async def test_redacted_stream_is_stored_as_what_it_said(
+async def test_redacted_stream_is_stored_as_a_whole_redacted_reply(
     settings: ProxySettings, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     upstream.behave = SPLIT

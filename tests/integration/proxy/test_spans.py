@@ -142,7 +142,7 @@ async def test_call_of_a_dead_letter_that_is_replayed_is_a_span(
     assert attributes(span)["gen_ai.conversation.id"] == "of-a-letter"
 
 
-async def test_calls_of_an_episode_without_a_trace_share_one(
+async def test_calls_of_an_episode_without_a_trace_share_a_new_trace(
     start_proxy: StartProxy, upstream: FakeUpstream, collector: Collector
 ) -> None:
     async with start_proxy(otel=True) as proxy:
@@ -158,7 +158,7 @@ async def test_calls_of_an_episode_without_a_trace_share_one(
     assert (failed.status.code, attributes(failed)["error.type"]) == (2, "500")
 
 
-async def test_redacted_call_keeps_its_trace_and_shows_nothing(
+async def test_redacted_calls_span_keeps_its_trace_and_hides_the_text(
     start_proxy: StartProxy, collector: Collector, tmp_path: Path
 ) -> None:
     (rules := tmp_path / "rules.toml").write_text(RULES)
@@ -172,7 +172,7 @@ async def test_redacted_call_keeps_its_trace_and_shows_nothing(
     assert b"canary" not in b"".join(collector.bodies)
 
 
-async def test_collector_that_is_away_costs_spans_alone(
+async def test_unreachable_collector_costs_only_spans(
     start_proxy: StartProxy, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
@@ -210,7 +210,7 @@ async def test_spans_of_a_collector_that_hangs_are_bounded(
         await until(lambda: not any(one.name.startswith("Otel") for one in threads()))
 
 
-async def test_what_others_choose_costs_no_other_span(collector: Collector) -> None:
+async def test_hostile_call_values_cost_no_other_span(collector: Collector) -> None:
     hostile = {
         "episode": scoped("acme", "e"),
         "finish": "\ud800" * 1000,
@@ -245,7 +245,7 @@ async def test_spans_without_their_packages_are_refused_at_the_start(
         ("OTEL_EXPORTER_OTLP_HEADERS", "a=1, Bearer secret", "NAME=VALUE"),
     ],
 )
-def test_place_that_spans_cannot_go_to_is_refused(name: str, value: str, remedy: str) -> None:
+def test_unusable_collector_settings_are_refused(name: str, value: str, remedy: str) -> None:
     with pytest.raises(NoSpans, match=f"{name}: .*{remedy}") as refused:
         check_environment({name: value})
     assert value not in str(refused.value)

@@ -68,7 +68,7 @@ async def test_chats_result_is_an_event_of_the_call_that_asked(reading: Proxy) -
     await eventually(is_counted)
 
 
-async def test_header_beats_what_a_result_says(reading: Proxy) -> None:
+async def test_tool_status_header_overrides_the_tool_result(reading: Proxy) -> None:
     tool_id, messages = await failed(reading)
     header = {"x-pawl-tool-status": f'denied;id="{tool_id}"'}
     await reading.chat(messages=messages, headers=header)
@@ -154,7 +154,7 @@ async def test_is_error_beats_the_reader_and_the_reader_the_default(engine: Asyn
     assert found == [("error", "is_error")]
 
 
-async def test_tool_that_was_not_offered_is_malformed_whatever_its_result_said(
+async def test_unoffered_tool_is_malformed_despite_an_ok_result(
     engine: AsyncEngine,
 ) -> None:
     statements = (("malformed", "not_offered"), ("ok", "is_error"), ("ok", "assumed"))

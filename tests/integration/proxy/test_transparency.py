@@ -126,7 +126,7 @@ async def test_coded_stream_is_decoded_piece_by_piece(
     assert b"\naccept-encoding: identity" in upstream.heads[-1].lower()
 
 
-async def test_coded_streams_say_the_same_bytes_as_plain_ones(
+async def test_gzip_and_plain_streams_reach_the_client_as_the_same_bytes(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     for sent in (
@@ -174,7 +174,7 @@ async def test_undecodable_reply_does_not_reach_the_client(
     assert not (await proxy.only_call()).trainable
 
 
-async def test_error_in_an_unknown_coding_is_the_upstreams_own(
+async def test_error_in_an_unknown_coding_is_passed_on_unchanged(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     upstream.script = says(sized(b"503 Busy", b"\x0b\x02", b"Content-Encoding: br"))
@@ -214,7 +214,7 @@ async def test_streams_end_does_not_wait_for_the_upstreams_close(
     assert rest.endswith(LAST)
 
 
-async def test_messages_end_made_of_a_chats_does_not_wait_for_the_close(
+async def test_translated_messages_stream_ends_before_the_upstreams_close(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     goes_on = asyncio.Event()
@@ -274,7 +274,7 @@ async def test_forwarded_streams_head_does_not_wait_for_its_first_event(
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-async def test_model_is_deleted_only_where_a_setting_says_so(
+async def test_model_is_deleted_only_if_a_setting_allows_deletion(
     start_proxy: StartProxy, upstream: RawUpstream, allowed: bool
 ) -> None:
     upstream.script = says(sized(b"200 OK", b'{"deleted":true}', JSON))
@@ -312,7 +312,7 @@ async def test_relayed_errors_name_the_upstream_and_have_the_shape_of_the_client
             assert seen == body
 
 
-async def test_our_own_refusals_are_anthropics_to_its_clients(
+async def test_proxys_errors_on_messages_have_anthropics_shape(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     upstream.script = says(sized(b"200 OK", WHOLE, JSON)[:-1], then="reset")

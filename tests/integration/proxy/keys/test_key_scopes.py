@@ -112,7 +112,7 @@ def expected(endpoint: Endpoint, tenant: str, scope: str) -> tuple[int, str] | N
     return HIDDEN if about_a and tenant != "a" else None
 
 
-async def test_exactly_the_allowed_cells_pass_for_what_is_another_tenants(
+async def test_exactly_the_allowed_cells_pass_on_another_tenants_objects(
     shared: Proxy, engine: AsyncEngine
 ) -> None:
     cells = [

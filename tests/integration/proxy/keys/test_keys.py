@@ -160,7 +160,7 @@ async def test_log_names_keys_that_are_made_and_revoked(proxy: Proxy, engine: As
         await until(lambda: changes() == [(["agent"], []), (["other"], []), ([], ["agent"])])
 
 
-async def test_log_has_what_operators_change_of_policies(proxy: Proxy, engine: AsyncEngine) -> None:
+async def test_log_shows_operators_changes_of_policies(proxy: Proxy, engine: AsyncEngine) -> None:
     with capture_logs() as logs:
         async with engine.begin() as connection:
             await freeze(connection, "m", frozen=True, reason="(by anna)", actor="operator")
@@ -214,7 +214,7 @@ async def test_refusal_has_the_shape_of_the_clients_api(proxy: Proxy, engine: As
     ("access", "relayed", "local"),
     [("loopback", 403, 200), ("anyone", 200, 200), ("keys", 401, 401)],
 )
-async def test_access_says_who_may_call_while_no_key_was_made(
+async def test_access_setting_limits_callers_while_no_key_exists(
     access: str, relayed: int, local: int, start_proxy: StartProxy
 ) -> None:
     async with start_proxy(access=access) as proxy:
@@ -261,7 +261,7 @@ async def test_prometheus_scrapes_before_and_after_the_first_key(
 
 
 @pytest.mark.parametrize("access", ["anyone", "keys"])
-async def test_new_replica_without_a_database_answers_no_call_and_gets_none(
+async def test_new_replica_without_a_database_refuses_calls_and_is_unhealthy(
     access: str, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     settings = settings_for(AWAY, upstream.url, tmp_path).model_copy(update={"access": access})
@@ -293,7 +293,7 @@ async def test_keys_work_without_a_database_across_restarts(
 
 
 @pytest.mark.parametrize("damage", ["lost", "torn"])
-async def test_unreadable_keys_let_nobody_in_until_the_ingester_writes_them_again(
+async def test_unreadable_keys_refuse_all_calls_until_the_ingester_rewrites_them(
     damage: str, engine: AsyncEngine, start_proxy: StartProxy
 ) -> None:
     key = await made(engine, "agent", "infer")
@@ -318,7 +318,7 @@ async def test_unreadable_keys_let_nobody_in_until_the_ingester_writes_them_agai
         await taken(proxy, key)
 
 
-async def test_no_key_goes_further_than_the_gate(
+async def test_no_key_reaches_the_upstream_logs_files_tables_or_metrics(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     key = await made(engine, "agent", "infer", "feedback", "read")

@@ -14,7 +14,7 @@ from tests.integration.proxy.keys.conftest import EVERYONE, Headers, by_tenant
 from tests.support.servers.fake_upstream import FakeUpstream, answers, whole_reply
 
 
-async def test_same_names_are_three_tenants_own(shared: Proxy, keys: Headers) -> None:
+async def test_same_names_of_three_tenants_stay_apart(shared: Proxy, keys: Headers) -> None:
     named = {"x-pawl-episode": "run-7", "x-pawl-task": "t", "x-pawl-agent": "writer"}
     replies = {}
     for tenant, key in keys.items():
@@ -47,7 +47,7 @@ async def test_same_names_are_three_tenants_own(shared: Proxy, keys: Headers) ->
     assert counts(scored) == {"a": 2, "b": 1, DEFAULT: 0}
 
 
-async def test_idempotency_key_is_each_tenants_own(shared: Proxy, keys: Headers) -> None:
+async def test_tenants_share_no_idempotency_keys(shared: Proxy, keys: Headers) -> None:
     for value, tenant in enumerate(EVERYONE):
         body = {"value": value, "episode": "run-7"}
         for _ in range(2):
@@ -79,7 +79,7 @@ def steps(seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_no_call_joins_what_another_tenant_said(
+async def test_no_call_joins_another_tenants_episode(
     seed: int, shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     dice = random.Random(seed)
@@ -125,7 +125,7 @@ async def test_repeat_of_another_tenants_failed_attempt_is_no_retry(
     assert methods(found) == {"a": ["retry"], "b": ["own"], DEFAULT: ["own"]}
 
 
-async def test_policy_answers_its_tenant_alone(
+async def test_policy_answers_only_its_tenant(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     for tenant, policy in (("a", "a-writes"), ("b", "b-writes")):
@@ -153,7 +153,9 @@ async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, key
     }
 
 
-async def test_metrics_are_those_of_the_tenants_policies(shared: Proxy, keys: Headers) -> None:
+async def test_tenants_metrics_page_shows_only_its_own_policies(
+    shared: Proxy, keys: Headers
+) -> None:
     for key in keys.values():
         assert (await shared.chat(headers={**key, "x-pawl-agent": "writer"})).status == 200
     pages = {

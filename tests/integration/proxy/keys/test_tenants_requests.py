@@ -24,7 +24,7 @@ def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "LOOK_S", 60.0)
 
 
-async def test_another_tenants_version_looks_like_one_that_nobody_has(
+async def test_another_tenants_version_looks_like_an_unknown_version(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     calls = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -70,7 +70,7 @@ async def test_version_named_in_a_form_is_looked_at_too(
     assert len(upstream.other) == 2
 
 
-async def test_file_named_in_a_form_is_the_default_tenants(
+async def test_only_the_default_tenant_may_name_a_file_in_a_form(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     head, data = form(b"mask[file_id]", b"file-1")
@@ -93,7 +93,9 @@ async def test_unreadable_body_is_not_passed_on_where_it_may_name_a_version(
     assert (upstream.requests, upstream.other) == ([], [])
 
 
-async def test_providers_storage_is_the_default_tenants(shared: Proxy, keys: Headers) -> None:
+async def test_only_the_default_tenant_reaches_the_providers_storage(
+    shared: Proxy, keys: Headers
+) -> None:
     for path in ("/v1/files", "/v1/files/f1", "/v1/responses/r1", "/v1/chat/completions/c1"):
         seen = {one: (await shared.ask("GET", path, key)).status for one, key in keys.items()}
         assert seen == {"a": 403, "b": 403, DEFAULT: 200}
@@ -103,7 +105,7 @@ async def test_providers_storage_is_the_default_tenants(shared: Proxy, keys: Hea
     assert seen == {"a": 403, "b": 403, DEFAULT: 200}
 
 
-async def test_call_goes_on_from_a_response_of_its_own_tenant_only(
+async def test_call_continues_only_responses_of_its_own_tenant(
     shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
 ) -> None:
     upstream.behave_otherwise = answers(RESPONSE)
@@ -141,7 +143,7 @@ async def test_call_goes_on_from_a_response_of_its_own_tenant_only(
     assert len(upstream.other) == 3
 
 
-async def test_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
+async def test_reply_id_chosen_by_a_chat_client_gives_no_access_to_a_response(
     shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
 ) -> None:
     async def chat(_: web.Request) -> web.Response:
@@ -170,7 +172,7 @@ async def test_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
     assert scored(await shared.episodes(3, scored)) == [found[DEFAULT][0].key]
 
 
-async def test_no_name_of_a_response_keeps_others_from_being_looked_up(
+async def test_odd_response_id_does_not_block_later_lookups(
     shared: Proxy, keys: Headers, looked_up_once: None
 ) -> None:
     # After a failed look-up nobody is answered for a second: the next one would be 503.
@@ -247,7 +249,7 @@ NAMING_FILES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", NAMING_FILES)
-async def test_file_is_named_by_the_default_tenant_only(
+async def test_only_the_default_tenant_may_name_a_file_in_a_request(
     path: str, shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     body = {"model": "m", **NAMING_FILES[path]}

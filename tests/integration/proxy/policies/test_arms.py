@@ -67,7 +67,7 @@ async def test_each_call_is_stored_with_the_arm_that_its_episode_was_given(
     assert others == {(1, None), (2, None)}
 
 
-async def test_episodes_of_a_canary_keep_it_when_it_is_rolled_back_and_no_other_gets_it(
+async def test_rolled_back_canary_keeps_its_episodes_and_gets_no_new_episode(
     trying: Proxy,
 ) -> None:
     before = {one: await served(trying, f"/episode/{one}") for one in EPISODES}

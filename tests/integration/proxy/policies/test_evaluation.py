@@ -17,7 +17,7 @@ async def splits(proxy: Proxy, calls: int) -> set[tuple[str, str]]:
     return {(episode.key, episode.split) for episode in await proxy.episodes(calls)}
 
 
-async def test_header_url_task_and_metadata_say_that_it_is_evaluation(proxy: Proxy) -> None:
+async def test_header_url_task_or_metadata_makes_an_episode_evaluation(proxy: Proxy) -> None:
     await proxy.chat("/episode/header", {"x-pawl-split": "eval"})
     await proxy.chat("/episode/url/split/eval")
     await proxy.chat("/task/eval%2Fsums/episode/task")
@@ -32,7 +32,7 @@ async def test_header_url_task_and_metadata_say_that_it_is_evaluation(proxy: Pro
     }
 
 
-async def test_call_whose_body_cannot_be_read_is_evaluation_too(
+async def test_call_with_an_unreadable_body_keeps_its_split(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:
@@ -77,7 +77,7 @@ async def versions(proxy: Proxy) -> None:
 
 @pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize(("asked", "served"), [("m@0", "m"), ("m@1", "m@1"), ("m@3", "m@3")])
-async def test_version_is_served_by_its_name_also_an_unloaded_one_that_is_still_there(
+async def test_version_asked_for_by_name_is_served_while_the_server_has_it(
     proxy: Proxy, upstream: FakeUpstream, asked: str, served: str
 ) -> None:
     upstream.behave = serving("m", "m@1", "m@3")
@@ -96,7 +96,7 @@ async def test_version_is_served_by_its_name_also_an_unloaded_one_that_is_still_
     [("m@1", "is retired"), ("m@2", "was rejected"), ("m@9", "is unknown")],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_version_that_is_not_served_is_an_error_that_says_what_is(
+async def test_unserved_version_is_404_with_the_reason_and_the_served_versions(
     proxy: Proxy, upstream: FakeUpstream, asked: str, why: str, stream: bool
 ) -> None:
     upstream.behave = serving("m", "m@3")
@@ -109,7 +109,7 @@ async def test_version_that_is_not_served_is_an_error_that_says_what_is(
 
 
 @pytest.mark.usefixtures("versions")
-async def test_another_unknown_model_is_the_upstreams_own_error(
+async def test_unknown_model_gets_the_upstreams_own_error(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     upstream.behave = serving("m")

@@ -109,7 +109,7 @@ async def recorded(proxy: Proxy, calls: int = 1) -> list[TransitionRow]:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-async def test_greedy_call_of_an_exploring_episode_is_sampled_and_trainable_and_says_so(
+async def test_explored_greedy_call_is_sampled_trainable_and_shown_in_a_header(
     exploring: Proxy, upstream: FakeUpstream, path: str, streamed: bool
 ) -> None:
     reply = await post(exploring, path, stream=streamed)
@@ -132,7 +132,7 @@ async def test_greedy_call_of_an_exploring_episode_is_sampled_and_trainable_and_
     assert request.get("tools") == ASKED[path].get("tools")
 
 
-async def test_without_exploration_the_same_call_is_sent_and_recorded_as_it_is(
+async def test_unexplored_call_is_sent_and_recorded_unchanged(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     before = await counted(exploring)
@@ -197,7 +197,7 @@ async def test_episode_explores_with_all_its_calls_or_with_none(
             assert json.loads(upstream.other[-1][2])["temperature"] == (0.7 if chosen else 0)
 
 
-async def test_calls_that_are_joined_by_what_they_repeat_explore_together(
+async def test_calls_joined_by_a_repeated_reply_explore_together(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     """The request's change is not the client's: what a call repeats is found as ever."""
@@ -219,7 +219,7 @@ async def test_calls_that_are_joined_by_what_they_repeat_explore_together(
     assert explored == [is_chosen(e.key, 0.5) for e in await exploring.episodes(16)]
 
 
-async def test_request_that_the_server_refuses_is_sent_again_as_the_client_wrote_it(
+async def test_refused_explored_request_is_sent_again_as_the_client_wrote_it(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     async def refuse_change(request: web.Request) -> web.StreamResponse:
@@ -242,7 +242,7 @@ async def test_request_that_the_server_refuses_is_sent_again_as_the_client_wrote
 OVERLOADED = answers({"error": {"message": "overloaded"}}, 503)
 
 
-async def test_error_in_place_of_a_reply_says_it_too(
+async def test_failed_explored_call_has_the_header_of_explored_settings(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     for behave, status in ((OVERLOADED, 503), (hang_up, 502)):

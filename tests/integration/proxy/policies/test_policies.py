@@ -69,7 +69,7 @@ async def ask(proxy: Proxy, agent: str, **body: Any) -> str:
     return reply.headers["x-pawl-policy"]
 
 
-async def test_each_agent_is_served_by_its_policy_and_the_fixed_one_has_no_version(
+async def test_each_agent_gets_its_policy_and_the_fixed_policy_has_no_version(
     several: Proxy, upstream: FakeUpstream
 ) -> None:
     assert await ask(several, "rewriter") == "rest"
@@ -108,14 +108,16 @@ async def test_list_of_models_has_each_name_that_a_policy_answers(several: Proxy
     assert listed["my-checker"] == listed["m"] | {"id": "my-checker"}
 
 
-async def test_policys_calls_carry_what_its_bases_upstream_samples_with(several: Proxy) -> None:
+async def test_policys_calls_record_the_sampling_defaults_of_its_bases_upstream(
+    several: Proxy,
+) -> None:
     assert await ask(several, "writer") == "writes@0"
     [episode] = await several.episodes(1)
     [sampling] = [call.sampling for call in episode.calls]
     assert (sampling["temperature"], sampling["top_k"]) == (0.6, 20)
 
 
-async def test_new_version_of_one_policy_leaves_the_others_alone(
+async def test_promoting_a_policys_version_leaves_other_policies_unchanged(
     several: Proxy, upstream: FakeUpstream
 ) -> None:
     assert await ask(several, "checker") == "checks@0"

@@ -89,7 +89,7 @@ async def test_model_sees_the_message_once_and_the_call_is_trainable(
     assert json.loads(call.request or b"")["messages"] == [ASKS, HURRY]
 
 
-async def test_template_that_is_not_told_gets_the_message_within_a_turn(
+async def test_server_with_a_hidden_template_gets_the_message_within_a_turn(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     Template(upstream, "is hidden")

@@ -125,7 +125,7 @@ async def test_a_stream(setup: Setup) -> None:
     assert json.loads(call.reply or b"")["choices"][0]["message"]["content"] == "hi"
 
 
-async def test_chunks_are_passed_on_as_they_come_and_a_client_that_leaves_stops_it(
+async def test_chunks_arrive_at_once_and_a_leaving_client_stops_the_stream(
     setup: Setup,
 ) -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -220,7 +220,7 @@ async def test_a_provider_that_is_silent_is_given_up(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_provider_that_says_our_key_back_tells_the_client_nothing(
+async def test_key_that_a_provider_echoes_is_hidden_from_the_client(
     setup: Setup, stream: bool
 ) -> None:
     async def say(request: web.Request) -> web.Response:
@@ -238,7 +238,7 @@ async def test_a_provider_that_says_our_key_back_tells_the_client_nothing(
     assert b"sk-ours" not in ((await setup.proxy.only_call()).reply or b"")
 
 
-async def test_what_litellm_makes_up_itself(setup: Setup) -> None:
+async def test_litellms_mock_reply_is_passed_on_and_not_trained(setup: Setup) -> None:
     response = await setup.proxy.chat(model="mock")
     assert response.json["choices"][0]["message"]["content"] == "mocked"
     assert (await setup.proxy.only_call()).reason == "no_token_ids"
@@ -262,7 +262,7 @@ async def test_embeddings(setup: Setup) -> None:
     assert json.loads(asked)["input"] == ["a"]
 
 
-async def test_the_list_of_models_names_those_claimed_whole(setup: Setup) -> None:
+async def test_list_of_models_has_the_models_claimed_by_full_name(setup: Setup) -> None:
     async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
         listed = [(model["id"], model["owned_by"]) for model in (await reply.json())["data"]]
     assert listed == [("m", "vllm"), ("far", "provider"), ("mock", "mock")]

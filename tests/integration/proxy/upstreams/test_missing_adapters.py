@@ -106,7 +106,7 @@ async def test_call_that_waited_too_long_may_be_repeated(
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
 @pytest.mark.parametrize(("asked", "status"), [(VERSION, 404), ("m", 200)])
-async def test_call_goes_on_with_what_serves_if_its_version_is_unloaded_meanwhile(
+async def test_waiting_call_takes_the_serving_version_if_its_own_is_unloaded(
     proxy: Proxy,
     upstream: FakeUpstream,
     engine: AsyncEngine,
@@ -181,7 +181,7 @@ async def test_404_about_something_else_is_passed_on(proxy: Proxy, upstream: Fak
         assert (reply.status, reply.json["error"]["message"]) == (404, "no such image")
 
 
-async def test_call_refused_as_malformed_elsewhere_is_sent_as_it_came(
+async def test_call_is_sent_as_it_came_if_the_server_refuses_added_fields(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     """The server that has the version refuses what the proxy adds."""
@@ -203,7 +203,9 @@ async def test_call_refused_as_malformed_elsewhere_is_sent_as_it_came(
     assert ["return_token_ids" in body for body in asked] == [True, True, False]
 
 
-async def test_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: FakeUpstream) -> None:
+async def test_client_that_leaves_ends_the_wait_for_its_version(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
     waiting = asyncio.create_task(proxy.chat())
     await until(lambda: bool(upstream.requests))
     waiting.cancel()
@@ -215,7 +217,7 @@ async def test_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: FakeU
     assert len(upstream.requests) == 1
 
 
-async def test_retired_version_is_a_404_that_says_why(
+async def test_retired_version_is_404_with_the_reason(
     engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy
 ) -> None:
     like_vllm(upstream)
@@ -226,7 +228,7 @@ async def test_retired_version_is_a_404_that_says_why(
         assert "is retired" in reply.json["error"]["message"]
 
 
-async def test_deleted_versions_are_not_kept_in_mind_and_yet_explained(
+async def test_deleted_versions_are_explained_although_no_proxy_lists_them(
     engine: AsyncEngine, upstream: FakeUpstream, start_proxy: StartProxy
 ) -> None:
     """However many there were: what proxies know is bounded by the versions that have files."""

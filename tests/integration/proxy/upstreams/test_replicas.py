@@ -102,7 +102,7 @@ async def test_request_that_was_sent_is_never_sent_again(
     assert sum(len(one.requests) for one in two) == 1
 
 
-async def test_error_of_one_replica_is_its_answer(
+async def test_error_of_a_replica_is_the_answer_and_is_not_retried(
     two: tuple[FakeUpstream, FakeUpstream], replicas: Upstream
 ) -> None:
     for one in two:
@@ -111,7 +111,7 @@ async def test_error_of_one_replica_is_its_answer(
     assert sum(len(one.requests) for one in two) == 1
 
 
-async def test_client_is_told_the_upstreams_name_and_the_log_the_replicas_addresses(
+async def test_error_names_the_upstream_and_only_the_log_the_replicas_addresses(
     upstream: FakeUpstream,
 ) -> None:
     upstream.behave = hang_up
@@ -135,7 +135,7 @@ async def test_client_is_told_the_upstreams_name_and_the_log_the_replicas_addres
 # The list of models says which of them give ids.
 
 
-async def test_unknown_names_cost_one_look_however_many_ask_at_once(
+async def test_unknown_names_asked_at_once_cost_a_single_look(
     upstream: FakeUpstream, single: Upstream
 ) -> None:
     names = [*(f"unknown {number}" for number in range(50)), "m"]
@@ -167,7 +167,7 @@ async def test_server_that_cannot_be_asked_is_not_asked_by_each_call(
     await eventually(lambda: single.gives_ids("m"))
 
 
-async def test_server_whose_list_is_never_the_same_fills_no_memory(single: Upstream) -> None:
+async def test_ever_changing_list_of_models_fills_no_memory(single: Upstream) -> None:
     for number in range(30):
         single.learn(f"{number} {name}" for name in range(1000))
     assert len(single._gives_ids) <= module.MOST_NAMES

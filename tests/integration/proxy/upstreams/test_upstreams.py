@@ -68,7 +68,7 @@ async def setup(
 without_default = pytest.mark.parametrize("setup", [""], indirect=True)
 
 
-async def test_policy_is_served_and_captured_where_it_is(setup: Setup) -> None:
+async def test_policy_is_served_and_captured_at_its_own_upstream(setup: Setup) -> None:
     response = await setup.proxy.chat()
     assert response.headers["x-pawl-policy"] == "m@0"
     assert (await setup.proxy.only_call()).trainable
@@ -76,7 +76,7 @@ async def test_policy_is_served_and_captured_where_it_is(setup: Setup) -> None:
     assert not setup.hosted.requests
 
 
-async def test_another_model_goes_elsewhere_with_our_key_recorded_and_not_trained(
+async def test_other_model_goes_to_its_upstream_with_our_key_and_is_not_trained(
     setup: Setup,
 ) -> None:
     response = await setup.proxy.chat(
@@ -92,13 +92,13 @@ async def test_another_model_goes_elsewhere_with_our_key_recorded_and_not_traine
     assert (call.trainable, call.reason) == (False, "no_token_ids")
 
 
-async def test_clients_own_key_goes_where_none_of_ours_does(setup: Setup) -> None:
+async def test_clients_key_goes_to_an_upstream_without_a_key_of_ours(setup: Setup) -> None:
     await setup.proxy.chat(headers={"Authorization": "Bearer client"})
     assert setup.local.headers[0]["Authorization"] == "Bearer client"
 
 
 @without_default
-async def test_version_goes_where_its_policy_is(setup: Setup) -> None:
+async def test_version_goes_to_its_policys_upstream(setup: Setup) -> None:
     async with setup.proxy.engine.begin() as connection:
         await trained(connection, 0)
         await promote(connection, "m", 1, reason="for the test", actor="operator")
@@ -117,13 +117,13 @@ async def test_version_goes_where_its_policy_is(setup: Setup) -> None:
     assert [asked["model"] for asked in setup.hosted.requests] == ["gpt-x@3"]
 
 
-async def test_model_that_nobody_claims_goes_to_the_default(setup: Setup) -> None:
+async def test_unclaimed_model_goes_to_the_default_upstream(setup: Setup) -> None:
     assert (await setup.proxy.chat(model="who")).status == 200
     assert setup.local.requests[0]["model"] == "who"
 
 
 @without_default
-async def test_model_that_nobody_answers_for_is_refused_and_recorded(setup: Setup) -> None:
+async def test_unclaimed_model_without_a_default_is_refused_and_recorded(setup: Setup) -> None:
     response = await setup.proxy.chat(model="who")
     assert (response.status, response.headers["x-pawl-fault"]) == (404, "client")
     error = response.json["error"]
@@ -152,7 +152,7 @@ async def test_server_that_refuses_its_list_is_not_asked_before_every_call(
     assert "return_token_ids" not in setup.hosted.requests[-1]
 
 
-async def test_lists_of_models_are_one(setup: Setup) -> None:
+async def test_lists_of_models_of_all_upstreams_are_merged(setup: Setup) -> None:
     reply = await setup.proxy.ask("GET", "/v1/models")
     assert "x-pawl-warning" not in reply.headers
     # What a request for it would not reach is not listed as the server's.
@@ -250,7 +250,7 @@ def run_pawl(folder: Path, code: str, **environment: str) -> subprocess.Complete
     )
 
 
-def test_pawl_proxy_does_not_start_and_says_why_in_a_line(tmp_path: Path) -> None:
+def test_missing_key_variable_stops_the_start_with_a_single_line(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text(FILE.format(local="http://a/v1", hosted="http://b/v1", default=""))
     start = "import sys; sys.argv = ['pawl', 'proxy']; from pawl.cli import main; main()"
@@ -260,7 +260,7 @@ def test_pawl_proxy_does_not_start_and_says_why_in_a_line(tmp_path: Path) -> Non
     assert line.startswith(f"pawl: {path}: upstream 'hosted': api_key_env: the variable HOSTED_KEY")
 
 
-def test_litellm_is_imported_for_none_but_its_own(tmp_path: Path) -> None:
+def test_litellm_is_imported_only_for_litellm_upstreams(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text(FILE.format(local="http://a/v1", hosted="http://b/v1", default=""))
     # The key stands in `.env`, as settings do.
@@ -288,7 +288,7 @@ def test_key_of_an_upstream_may_be_a_secret(tmp_path: Path) -> None:
     check_upstreams(settings)
 
 
-def test_litellm_that_is_not_there_is_asked_for(
+def test_missing_litellm_is_refused_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

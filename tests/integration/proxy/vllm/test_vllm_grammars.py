@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 @settings(max_examples=400)
 @given(st.sampled_from(["chat", "completions"]), FORMS, st.none() | OWN, FUNCTIONS, CHOICES)
-def test_any_form_of_a_chat(
+def test_trainable_chat_or_completion_has_vllms_grammar(
     vllm_grammar: Any, api: str, form: Any, own: Any, functions: Any, choice: Any
 ) -> None:
     said = {"response_format": form, "structured_outputs": own}
@@ -50,7 +50,9 @@ def test_any_form_of_a_chat(
 
 @settings(max_examples=300)
 @given(FUNCTIONS, CHOICES, st.sampled_from([None, True, False, "no", 0, 1]))
-def test_any_forced_call(vllm_grammar: Any, functions: Any, choice: Any, several: Any) -> None:
+def test_trainable_forced_call_has_vllms_grammar(
+    vllm_grammar: Any, functions: Any, choice: Any, several: Any
+) -> None:
     fields: dict[str, Any] = {**CHAT, "tool_choice": choice}
     fields["tools"] = [{"type": "function", "function": one} for one in functions]
     fields["parallel_tool_calls"] = several
@@ -60,7 +62,7 @@ def test_any_forced_call(vllm_grammar: Any, functions: Any, choice: Any, several
 
 @settings(max_examples=300)
 @given(FORMS, st.none() | OWN, FUNCTIONS, CHOICES)
-def test_any_form_of_a_response(
+def test_trainable_response_has_vllms_grammar(
     vllm_grammar: Any, form: Any, own: Any, functions: Any, choice: Any
 ) -> None:
     if isinstance(form, dict) and isinstance(form.get("json_schema"), dict):
@@ -101,14 +103,16 @@ def test_any_form_of_a_response(
         ),
     ],
 )
-def test_these_are_replayed(vllm_grammar: Any, api: str, said: dict[str, Any]) -> None:
+def test_supported_constraints_are_trained_with_vllms_grammar(
+    vllm_grammar: Any, api: str, said: dict[str, Any]
+) -> None:
     asked = {"chat": CHAT, "completions": {"model": "m", "prompt": "q"}, "responses": RESPONSES}
     both = held(vllm_grammar, api, asked[api] | said)
     assert both.is_trained
     assert both.ours == both.theirs
 
 
-def test_a_message_has_the_grammar_of_the_chat_that_it_is_sent_as(vllm_grammar: Any) -> None:
+def test_message_has_the_grammar_of_its_translated_chat(vllm_grammar: Any) -> None:
     asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "q"}]}
     tools = [{"name": "f", "input_schema": SCHEMA}]
     for said in (
@@ -125,7 +129,7 @@ def test_a_message_has_the_grammar_of_the_chat_that_it_is_sent_as(vllm_grammar: 
 
 @pytest.mark.parametrize("api", FORMATS)
 @given(st.dictionaries(st.sampled_from([*"abc", "type", "format", "name", "function"]), VALUES))
-def test_whatever_a_request_says_its_grammar_is_read_or_not(api: str, odd: Any) -> None:
+def test_odd_constraint_is_readable_or_makes_the_call_untrainable(api: str, odd: Any) -> None:
     names = ("response_format", "text", "output_config", "structured_outputs", "tool_choice")
     for name in names:
         for value in (odd, {"format": odd}, {"json_schema": odd}, [odd]):

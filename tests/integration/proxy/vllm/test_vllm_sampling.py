@@ -93,7 +93,7 @@ def assert_agrees(params: Any, found: dict[str, Any], reason: str | None) -> Non
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("value", TEMPERATURES)
-def test_temperatures(vllm_params: Any, api: str, value: str) -> None:
+def test_trainable_call_has_vllms_temperature(vllm_params: Any, api: str, value: str) -> None:
     body = body_of(api, f',"temperature":{value}')
     params, (found, reason) = vllm_params(api, body), recorded(api, body)
     assert_agrees(params, found, reason)
@@ -108,7 +108,9 @@ def test_temperatures(vllm_params: Any, api: str, value: str) -> None:
 @example("chat", '"0"', "top_p", '"0.5"')
 @example("chat", "1e-3", "top_k", '"1"')
 @example("completions", "1", "top_p", '"1.0"')
-def test_any_numbers(vllm_params: Any, api: str, value: str, name: str, other: str) -> None:
+def test_trainable_call_has_vllms_numbers(
+    vllm_params: Any, api: str, value: str, name: str, other: str
+) -> None:
     body = body_of(api, f',"temperature":{value},"{name}":{other}')
     assert_agrees(vllm_params(api, body), *recorded(api, body))
 
@@ -145,7 +147,9 @@ def test_any_numbers(vllm_params: Any, api: str, value: str, name: str, other: s
         ('"top_p":null,"temperature":null,"top_k":null', None),
     ],
 )
-def test_spellings(vllm_params: Any, api: str, more: str, reason: str | None) -> None:
+def test_each_spelling_of_a_setting_has_its_reason_and_vllms_value(
+    vllm_params: Any, api: str, more: str, reason: str | None
+) -> None:
     body = body_of(api, "," + more)
     params, (found, why) = vllm_params(api, body), recorded(api, body)
     assert why == reason
@@ -160,7 +164,9 @@ def test_spellings(vllm_params: Any, api: str, more: str, reason: str | None) ->
         *('"allowed_token_ids":[1]', '"allowed_token_ids":[7,1,7],"top_p":0.5'),
     ],
 )
-def test_what_vllm_applies_to_some_apis_only(vllm_params: Any, api: str, more: str) -> None:
+def test_settings_that_responses_ignore_make_a_response_untrainable(
+    vllm_params: Any, api: str, more: str
+) -> None:
     """Responses may name these, and vLLM samples without them."""
     body = body_of(api, "," + more)
     found, why = recorded(api, body)
@@ -186,12 +192,12 @@ def test_a_beam_search_samples_nothing(value: str) -> None:
         '"output_config":{"format":{"type":"json_schema"},"x":1e400}',
     ],
 )
-def test_what_our_parser_does_not_take_is_not_guessed_at(more: str) -> None:
+def test_request_that_our_parser_refuses_is_unreadable_sampling(more: str) -> None:
     assert recorded("chat", body_of("chat", "," + more))[1] == "unreadable_sampling"
 
 
 @pytest.mark.parametrize("strict", ["true", "1", '"yes"'])
-def test_a_strict_tool_however_it_says_so(strict: str) -> None:
+def test_strict_tool_is_constrained_sampling_in_any_spelling(strict: str) -> None:
     tool = f'{{"type":"function","function":{{"name":"f","strict":{strict}}}}}'
     assert recorded("chat", body_of("chat", f',"tools":[{tool}]'))[1] == "constrained_sampling"
 
@@ -200,7 +206,7 @@ def said(request: dict[str, Any], **changes: Any) -> CallRecord:
     return transcribe(captured(request=json.dumps(CHAT | request).encode(), **changes))
 
 
-def test_the_record_tells_what_was_used() -> None:
+def test_record_has_the_sampling_settings_that_vllm_used() -> None:
     record = said({"temperature": 1e-3, "top_k": "-1", "seed": 3})
     assert (record.trainable, record.reason) == (True, None)
     assert json.loads(record.sampling) == {"temperature": 0.01, "top_k": -1.0, "seed": 3}
@@ -234,6 +240,6 @@ def test_the_messages_api_is_read_the_same(wire_format: str) -> None:
 
 
 @pytest.mark.parametrize("logprob", ["-9999.0", "0.5", "1e30", "-1e30"])
-def test_log_probabilities_that_no_sampled_token_has(logprob: str) -> None:
+def test_impossible_log_probability_makes_a_call_untrainable(logprob: str) -> None:
     reply = captured().reply.replace(b"-1.5", logprob.encode())
     assert said({}, reply=reply).reason == "impossible_logprobs"

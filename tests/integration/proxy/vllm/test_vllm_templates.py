@@ -72,7 +72,7 @@ async def requests_answered(proxy: Proxy, url: str) -> dict[str, float]:
     }
 
 
-async def test_each_turn_is_one_trainable_call_whose_prompt_goes_on_from_the_last(
+async def test_each_turn_is_a_trainable_call_that_extends_the_last_prompt(
     server: str, start_proxy: StartProxy
 ) -> None:
     async with start_proxy(upstream_url=f"{server}/v1") as proxy:
