@@ -59,7 +59,7 @@ async def test_body_that_cannot_be_read_after_the_answer_is_not_logged(
     assert failures(caplog) == []
 
 
-async def test_client_that_is_gone_before_it_may_go_on_is_not_logged(
+async def test_client_gone_before_100_continue_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with listening() as port:
@@ -75,7 +75,7 @@ async def test_client_that_is_gone_before_it_may_go_on_is_not_logged(
     assert failures(caplog) == []
 
 
-async def test_failure_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with listening() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD % (b"/broken", b"Connection: close\r\n"))
@@ -93,7 +93,7 @@ async def test_failure_of_ours_is_logged(caplog: pytest.LogCaptureFixture) -> No
         b'{"event":"call","level":"info"}\n\n',
     ],
 )
-async def test_stranger_writes_nothing_into_the_log(
+async def test_malformed_request_is_400_and_not_logged(
     request_bytes: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with listening() as port:
@@ -113,7 +113,9 @@ async def test_stranger_writes_nothing_into_the_log(
         (b"Host: a\r\nSec-Fetch-Site: cross-site", b"403"),
     ],
 )
-async def test_port_without_keys_answers_no_other_sites_page(headers: bytes, status: bytes) -> None:
+async def test_port_without_keys_refuses_pages_of_other_sites(
+    headers: bytes, status: bytes
+) -> None:
     async with listening() as port:
         head = b"GET /healthz HTTP/1.1\r\nConnection: close\r\n%b\r\n\r\n"
         answer = await raw_ask(port, head % headers)

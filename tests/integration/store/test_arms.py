@@ -59,7 +59,7 @@ async def keys(engine: AsyncEngine, found: list[ArmEpisode]) -> list[str]:
     return [names[one.id] for one in found]
 
 
-async def test_episodes_of_that_time_count_in_the_order_of_their_first_calls(
+async def test_evidence_has_the_periods_episodes_in_order_of_first_calls(
     engine: AsyncEngine,
 ) -> None:
     records = [
@@ -79,7 +79,7 @@ async def test_episodes_of_that_time_count_in_the_order_of_their_first_calls(
     ]
 
 
-async def test_what_was_given_to_no_arm_by_chance_is_left_out(engine: AsyncEngine) -> None:
+async def test_evidence_leaves_out_episodes_that_were_assigned_no_arm(engine: AsyncEngine) -> None:
     records = [
         given_call("counts", 1, 500),
         given_call("eval", 1, 500, 1, arm=None, split="eval"),
@@ -94,7 +94,7 @@ async def test_what_was_given_to_no_arm_by_chance_is_left_out(engine: AsyncEngin
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 100])
-async def test_none_is_left_out_however_long_the_parts_are(engine: AsyncEngine, most: int) -> None:
+async def test_evidence_is_complete_for_any_page_size(engine: AsyncEngine, most: int) -> None:
     records = [
         given_call("1", 1, 500),
         given_call("in-no-arm", 1, 490, arm=None),
@@ -110,7 +110,7 @@ async def test_none_is_left_out_however_long_the_parts_are(engine: AsyncEngine, 
     assert await keys(engine, found) == ["1", "2", "3", "4", "5", "6"]
 
 
-async def test_what_comes_too_late_does_not_count_whenever_it_is_read(engine: AsyncEngine) -> None:
+async def test_rewards_and_calls_after_the_deadline_do_not_count(engine: AsyncEngine) -> None:
     def late(value: float, episode: str, ago_s: float) -> SpoolRecord:
         at = datetime.now(UTC) - timedelta(seconds=ago_s)
         return msgspec.structs.replace(reward(value, episode=episode), at=at)
@@ -155,7 +155,7 @@ async def test_what_comes_too_late_does_not_count_whenever_it_is_read(engine: As
     assert said["of-two"].seconds == pytest.approx(COUNTS_S - 200.0, abs=0.01)
 
 
-async def test_episode_counts_once_its_reward_is_there_in_the_order_of_rewards(
+async def test_scored_episodes_count_at_once_in_the_order_of_their_rewards(
     engine: AsyncEngine,
 ) -> None:
     def given(value: float, episode: str, ago_s: float) -> SpoolRecord:
@@ -178,7 +178,7 @@ async def test_episode_counts_once_its_reward_is_there_in_the_order_of_rewards(
     assert [one.reward for one in found] == [None, 0.5, 1.0]
 
 
-async def test_an_episode_is_of_the_arm_that_it_began_in_whatever_it_went_on_with(
+async def test_episode_counts_for_the_arm_of_its_first_call(
     engine: AsyncEngine,
 ) -> None:
     records = [given_call("e", 2, 500), given_call("e", 1, 400, arm="serving")]
@@ -186,7 +186,7 @@ async def test_an_episode_is_of_the_arm_that_it_began_in_whatever_it_went_on_wit
     assert (one.arm, one.version) == ("canary", 2)
 
 
-async def test_a_joined_episode_is_one(engine: AsyncEngine) -> None:
+async def test_joined_episode_counts_once_with_its_parts_reward(engine: AsyncEngine) -> None:
     said = (b"1" * 16,)
     records: list[SpoolRecord] = [
         given_call("whole", 2, 500, method="own", provides=said),
@@ -197,7 +197,9 @@ async def test_a_joined_episode_is_one(engine: AsyncEngine) -> None:
     assert (one.arm, one.reward) == ("canary", 0.25)
 
 
-async def test_each_says_how_it_ended(engine: AsyncEngine) -> None:
+async def test_evidence_has_reward_failure_malformed_tools_and_duration(
+    engine: AsyncEngine,
+) -> None:
     asked = [given_call("paid", 1, 700), given_call("by-call", 1, 690)]
     records: list[SpoolRecord] = [
         *asked,
@@ -230,7 +232,7 @@ async def test_each_says_how_it_ended(engine: AsyncEngine) -> None:
     assert said["mended"].seconds == 1.0
 
 
-async def test_tasks_of_a_kind_are_a_family(engine: AsyncEngine) -> None:
+async def test_evidence_has_the_family_of_each_task(engine: AsyncEngine) -> None:
     records = [
         given_call("a", 1, 500, 1, task="sql/easy-1"),
         given_call("b", 1, 500, 2, task="sql/easy-22"),
@@ -266,7 +268,7 @@ def rows_touched(plan: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("known", ["", "ANALYZE"])
-async def test_each_episode_is_worked_on_once_however_many_there_are(
+async def test_evidence_queries_touch_rows_in_proportion_to_their_episodes(
     engine: AsyncEngine, known: str
 ) -> None:
     """So it is before the database has looked at its tables, and after."""

@@ -101,7 +101,7 @@ async def test_filter_chooses_episodes_that_meet_all_its_conditions(
     assert await found(ledger, **chosen) == names
 
 
-async def test_tenant_sees_its_own_episodes_alone(ledger: AsyncEngine) -> None:
+async def test_tenant_sees_only_its_own_episodes(ledger: AsyncEngine) -> None:
     assert await found(ledger, "acme") == "f"
     assert await found(ledger, "acme", task="t/1") == "f"
     assert await found(ledger, "default") == "gedcbaa"
@@ -114,7 +114,7 @@ async def test_tenant_sees_its_own_episodes_alone(ledger: AsyncEngine) -> None:
         assert await fates(connection, "acme", since) == {("m", "unscored"): 1}
 
 
-async def test_tenant_beside_a_busy_one_sees_its_own_newest(
+async def test_tenant_beside_a_busy_tenant_sees_its_own_newest_episodes(
     ledger: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(browsing, "MOST_COUNTED", 1)
@@ -128,7 +128,7 @@ async def test_tenant_beside_a_busy_one_sees_its_own_newest(
         assert await calls_of(connection, "default") == [1]
 
 
-async def test_rewards_are_without_quarantined_episodes_as_gates_read_them(
+async def test_rewards_leave_out_quarantined_episodes(
     ledger: AsyncEngine,
 ) -> None:
     async with ledger.begin() as connection:
@@ -140,7 +140,7 @@ async def test_rewards_are_without_quarantined_episodes_as_gates_read_them(
     assert [one for one in scored if one[0]] == [(1, 1.0), (1, 0.25)]
 
 
-async def test_parts_of_a_list_have_each_episode_once(ledger: AsyncEngine) -> None:
+async def test_pages_of_the_list_have_each_episode_once(ledger: AsyncEngine) -> None:
     names, before = "", None
     async with ledger.connect() as connection:
         while True:
@@ -156,7 +156,7 @@ async def test_parts_of_a_list_have_each_episode_once(ledger: AsyncEngine) -> No
     assert names == "gf ed cb aa "
 
 
-async def test_search_that_ran_out_of_time_says_from_where_to_go_on(ledger: AsyncEngine) -> None:
+async def test_search_that_ran_out_of_time_can_be_continued(ledger: AsyncEngine) -> None:
     records = [call(f"n{number}", **ago(1800, number)) for number in range(300)]
     await Ingester().store(ledger, records)
     rare = EpisodeFilter(agent="plan")
@@ -179,7 +179,7 @@ async def test_counts_are_by_state_and_rewards_in_equal_ranges(ledger: AsyncEngi
     assert {n: bar for n, bar in enumerate(counts.bars) if bar} == {0: 1, 15: 1, 16: 1, 19: 1}
 
 
-async def test_overview_counts_calls_rewards_and_what_became_of_episodes(
+async def test_overview_counts_calls_rewards_and_states_of_episodes(
     ledger: AsyncEngine,
 ) -> None:
     since = datetime.now(UTC) - timedelta(days=1)

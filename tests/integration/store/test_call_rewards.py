@@ -72,7 +72,9 @@ async def trained(engine: AsyncEngine, by: Recipe) -> Plan:
 
 
 @pytest.mark.parametrize("assignment", PAID)
-async def test_they_are_claimed_and_trained_once(engine: AsyncEngine, assignment: str) -> None:
+async def test_episode_with_call_rewards_is_claimed_and_trained_once(
+    engine: AsyncEngine, assignment: str
+) -> None:
     first, second = made("e", agent="writer"), made("e", agent="checker")
     await store(engine, first, second, given(1.0, first), given(0.25, second))
     plan = await trained(engine, recipe(assignment))
@@ -84,13 +86,15 @@ async def test_they_are_claimed_and_trained_once(engine: AsyncEngine, assignment
     assert await reasons(engine) == {"e": None}
 
 
-async def test_where_the_recipe_does_not_pay_them_they_are_not(engine: AsyncEngine) -> None:
+async def test_episode_is_not_claimed_if_the_recipe_ignores_call_rewards(
+    engine: AsyncEngine,
+) -> None:
     one = made("e")
     await store(engine, one, given(1.0, one))
     assert await taken(engine, recipe("identical")) == []
 
 
-async def test_calls_that_nobody_scored_are_left_out_of_the_loss(engine: AsyncEngine) -> None:
+async def test_unscored_calls_have_no_loss_weight(engine: AsyncEngine) -> None:
     first, second = made("e"), made("e")
     await store(engine, first, second, given(1.0, second))
     plan = await trained(engine, recipe())
@@ -101,7 +105,7 @@ async def test_calls_that_nobody_scored_are_left_out_of_the_loss(engine: AsyncEn
     assert plan.outcomes[0].trained
 
 
-async def test_they_make_a_group_complete_beside_others(engine: AsyncEngine) -> None:
+async def test_episode_with_call_rewards_completes_a_group(engine: AsyncEngine) -> None:
     one, other = made("one", task="t"), made("other", task="t")
     await store(engine, one, given(1.0, one), other)
     assert await taken(engine, recipe(group_size=2)) == []
@@ -109,7 +113,7 @@ async def test_they_make_a_group_complete_beside_others(engine: AsyncEngine) -> 
     assert await taken(engine, recipe(group_size=2)) == ["one", "other"]
 
 
-async def test_a_late_one_is_compared_with_those_that_were_trained_before(
+async def test_late_episode_is_compared_with_trained_members_of_its_group(
     engine: AsyncEngine,
 ) -> None:
     by = recipe(group_size=2)
@@ -131,25 +135,25 @@ async def test_a_late_one_is_compared_with_those_that_were_trained_before(
 # When it is over
 
 
-async def test_one_that_still_goes_on_is_left(engine: AsyncEngine) -> None:
+async def test_ongoing_episode_with_call_rewards_is_not_claimed(engine: AsyncEngine) -> None:
     first = made("e")
     await store(engine, first, given(1.0, first), made("e", started_at=datetime.now(UTC)))
     assert await taken(engine, recipe()) == []
 
 
-async def test_one_whose_calls_are_still_being_scored_is_left(engine: AsyncEngine) -> None:
+async def test_episode_with_recent_call_rewards_is_not_claimed_yet(engine: AsyncEngine) -> None:
     first, second = made("e"), made("e")
     await store(engine, first, second, given(1.0, first), just_now(given(1.0, second)))
     assert await taken(engine, recipe()) == []
 
 
-async def test_a_reward_for_all_of_it_says_that_it_is_over(engine: AsyncEngine) -> None:
+async def test_episode_reward_makes_an_ongoing_episode_claimable(engine: AsyncEngine) -> None:
     one = made("e", started_at=datetime.now(UTC))
     await store(engine, one, just_now(given(1.0, one)), just_now(reward(0.5, episode="e")))
     assert await taken(engine, recipe()) == ["e"]
 
 
-async def test_a_joined_one_is_over_when_all_of_its_parts_are(engine: AsyncEngine) -> None:
+async def test_joined_episode_is_claimed_when_all_its_parts_are_over(engine: AsyncEngine) -> None:
     digest = b"3" * 16
     whole = made("whole", method="header", provides=(digest,))
     await store(engine, whole, given(1.0, whole))
@@ -184,7 +188,9 @@ async def test_a_joined_episode_is_scored_alike_in_any_order(engine: AsyncEngine
     assert found == [("whole", *at, None)]
 
 
-async def test_what_is_said_after_the_claim_is_not_used(engine: AsyncEngine) -> None:
+async def test_newest_call_reward_is_trained_and_a_later_reward_starts_no_update(
+    engine: AsyncEngine,
+) -> None:
     one = made("e")
     await store(engine, one, given(1.0, one, at=5))
     await store(engine, given(0.25, one, at=1))
@@ -197,7 +203,7 @@ async def test_what_is_said_after_the_claim_is_not_used(engine: AsyncEngine) -> 
 # Failed ones
 
 
-async def test_a_failed_one_is_claimed_once(engine: AsyncEngine) -> None:
+async def test_failed_episode_with_call_rewards_is_claimed_once(engine: AsyncEngine) -> None:
     first, second, third = made("e"), made("e"), made("e", **FAILED)
     await store(engine, first, second, third, given(1.0, first))
     by = recipe(failed_reward=-1.0)
@@ -210,7 +216,7 @@ async def test_a_failed_one_is_claimed_once(engine: AsyncEngine) -> None:
     assert await taken(engine, by) == []
 
 
-async def test_a_failed_one_waits_for_the_rewards_that_are_being_given(
+async def test_failed_episode_waits_while_call_rewards_still_arrive(
     engine: AsyncEngine,
 ) -> None:
     first, second = made("e"), made("e", **FAILED)
@@ -247,7 +253,7 @@ async def test_an_export_and_the_update_give_the_same_credit(
     assert (list(past.lines), past.notes) == (expected, [])
 
 
-async def test_states_of_an_export(engine: AsyncEngine) -> None:
+async def test_export_shows_scored_failed_and_unscored_episodes(engine: AsyncEngine) -> None:
     scored, failed = made("scored"), made("failed")
     await store(engine, scored, failed, made("failed", **FAILED), made("unscored"))
     await store(engine, given(1.0, scored), given(1.0, failed))

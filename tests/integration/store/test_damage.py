@@ -98,7 +98,7 @@ async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Threads]:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-async def test_an_update_goes_on_without_it(bench: Threads, kind: str) -> None:
+async def test_update_goes_on_without_the_damaged_episode(bench: Threads, kind: str) -> None:
     await bench.fill(groups=3)
     what, told = DAMAGES[kind]
     await bench.damage("t0-1", what)
@@ -135,7 +135,7 @@ async def test_an_update_goes_on_without_it(bench: Threads, kind: str) -> None:
     assert {key for key, reason in spent.items() if reason} == {"t0-1"}
 
 
-async def test_several_are_set_aside_at_once(bench: Threads) -> None:
+async def test_several_damaged_episodes_are_set_aside_at_once(bench: Threads) -> None:
     await bench.fill(groups=4)
     for episode in ("t0-0", "t1-0", "t1-1"):
         await bench.damage(episode)
@@ -148,7 +148,7 @@ async def test_several_are_set_aside_at_once(bench: Threads) -> None:
     assert states == ["expired", "done"]
 
 
-async def test_where_nothing_else_waits_there_is_no_update(bench: Threads) -> None:
+async def test_no_update_is_made_if_too_few_undamaged_groups_wait(bench: Threads) -> None:
     await bench.fill()
     await bench.damage("t0-0")
     assert not await bench.run_once()
@@ -156,7 +156,7 @@ async def test_where_nothing_else_waits_there_is_no_update(bench: Threads) -> No
     assert not await bench.run_once()
 
 
-async def test_one_that_is_killed_before_it_is_set_aside_finds_it_again(
+async def test_killed_trainer_finds_damaged_episode_again(
     bench: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.fill(groups=3)
@@ -179,7 +179,7 @@ async def test_one_that_is_killed_before_it_is_set_aside_finds_it_again(
     await bench.assert_spent_once(5)
 
 
-async def test_an_update_that_has_ended_sets_nothing_aside(bench: Threads) -> None:
+async def test_ended_update_sets_no_episode_aside(bench: Threads) -> None:
     await bench.fill()
     claim = await claimed(bench.engine, SHORT)
     assert claim is not None
@@ -222,7 +222,7 @@ async def test_no_group_is_filled_up_with_a_damaged_member(engine: AsyncEngine) 
 # What is told of them
 
 
-def test_commands_say_so_in_one_line(
+def test_commands_name_the_damaged_episode_in_a_single_line(
     database_url: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -137,7 +137,7 @@ def kill(pid: int | None) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("on_a_slow_disk", [False, True])
-def test_commands_that_start_at_once_share_one_server(folder: Path, on_a_slow_disk: bool) -> None:
+def test_commands_that_start_at_once_share_a_server(folder: Path, on_a_slow_disk: bool) -> None:
     began = time.monotonic()
     users = [user(folder) for _ in range(AT_ONCE)]
     if on_a_slow_disk:
@@ -155,7 +155,7 @@ def test_commands_that_start_at_once_share_one_server(folder: Path, on_a_slow_di
     assert EmbeddedPostgres(folder).pid is None
 
 
-def test_command_that_reads_makes_no_database_and_names_the_one_that_runs(folder: Path) -> None:
+def test_reading_command_makes_no_database_and_names_the_running_stack(folder: Path) -> None:
     server, empty = EmbeddedPostgres(folder), folder / "other"
     with pytest.raises(StoreError, match=f"no database in {empty}"):
         EmbeddedPostgres(empty).check_made()
@@ -224,7 +224,7 @@ def test_hung_server_is_stopped_hard_after_its_owner_was_killed(
     until_true(lambda: not processes_of(folder))
 
 
-def test_server_whose_owner_and_guard_were_killed_is_stopped_by_the_next(folder: Path) -> None:
+def test_server_with_killed_owner_and_guard_is_replaced_by_the_next_user(folder: Path) -> None:
     owner = user(folder)
     await_up(owner)
     left = EmbeddedPostgres(folder).pid
@@ -388,7 +388,7 @@ def test_server_is_stopped_although_its_folder_was_closed_to_its_user(
     assert postgres.pid is None
 
 
-def test_path_too_long_for_a_socket_gets_a_short_one(folder: Path) -> None:
+def test_server_starts_in_a_folder_too_long_for_a_socket_path(folder: Path) -> None:
     postgres = EmbeddedPostgres(folder / ("long" * 25))
     postgres.ensure_running()
     postgres.stop()

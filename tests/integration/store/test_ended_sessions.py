@@ -22,7 +22,9 @@ def url_of(engine: AsyncEngine) -> str:
 
 
 @pytest.mark.parametrize("turns", TURNS)
-async def test_a_session_that_ends_before_a_query(engine: AsyncEngine, turns: int) -> None:
+async def test_session_ended_before_a_query_counts_as_an_unavailable_database(
+    engine: AsyncEngine, turns: int
+) -> None:
     async with engine.connect() as ended:
         pid = (await ended.execute(text("SELECT pg_backend_pid()"))).scalar_one()
         async with engine.connect() as other:
@@ -37,7 +39,9 @@ async def test_a_session_that_ends_before_a_query(engine: AsyncEngine, turns: in
 
 
 @pytest.mark.parametrize("turns", TURNS)
-async def test_a_session_that_ends_while_it_is_made(engine: AsyncEngine, turns: int) -> None:
+async def test_session_ended_while_connecting_counts_as_no_answer(
+    engine: AsyncEngine, turns: int
+) -> None:
     """The server ends it before SQLAlchemy has asked its first questions."""
     ender: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(url_of(engine))
     fresh = make_engine(url_of(engine))

@@ -49,7 +49,7 @@ async def expired(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> dict
 # Groups of one
 
 
-async def test_episodes_are_taken_one_by_one_with_or_without_a_task(engine: AsyncEngine) -> None:
+async def test_single_episodes_are_claimed_with_or_without_a_task(engine: AsyncEngine) -> None:
     without_ids = {"tokens": Tokens(), "trainable": False, "reason": "no_token_ids"}
     await episode(engine, "e0", 1.0, **without_ids)
     for number, task in enumerate(["a", "a", "b"], 1):
@@ -60,7 +60,9 @@ async def test_episodes_are_taken_one_by_one_with_or_without_a_task(engine: Asyn
     assert [group.task for group in claim.groups] == ["", "a"]
 
 
-async def test_fewer_than_an_update_needs_are_left_at_any_age(engine: AsyncEngine) -> None:
+async def test_too_few_episodes_for_an_update_are_not_claimed_at_any_age(
+    engine: AsyncEngine,
+) -> None:
     await episode(engine, "e", 1.0)
     assert await claimed(engine, ClaimRule(**fields(SINGLE, max_age_s=1e-6))) is None
     assert keys(await claimed(engine, ClaimRule(**fields(SINGLE, fewest=1)))) == ["e"]
@@ -73,7 +75,7 @@ def fields(rule: ClaimRule, **changes: Any) -> dict[str, Any]:
 # Freshness
 
 
-async def test_what_newer_versions_sampled_comes_first(engine: AsyncEngine) -> None:
+async def test_episodes_of_newer_versions_are_claimed_first(engine: AsyncEngine) -> None:
     await versions(engine, "retired", "serving")
     for number, version in enumerate([0, 2, 1, 2]):
         await episode(engine, f"e{number}", 1.0, at=number, policy_version=version)
@@ -90,7 +92,7 @@ async def test_groups_of_newer_versions_come_first(engine: AsyncEngine) -> None:
     assert keys(await claimed(engine, rule, parent=1)) == ["new0", "new1"]
 
 
-async def test_more_members_than_a_group_has_stay_for_the_next(engine: AsyncEngine) -> None:
+async def test_extra_members_of_a_task_wait_for_the_next_group(engine: AsyncEngine) -> None:
     for member in range(9):
         await episode(engine, f"e{member}", float(member), at=member, task="t")
     claim = await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT)))
@@ -101,7 +103,7 @@ async def test_more_members_than_a_group_has_stay_for_the_next(engine: AsyncEngi
 
 
 @pytest.mark.parametrize("right", [0, 1])
-async def test_what_only_a_judge_scored_that_agrees_with_no_fact_is_left(
+async def test_episode_scored_only_by_a_judge_is_claimed_if_the_judge_is_trusted(
     engine: AsyncEngine, right: int
 ) -> None:
     for place in range(24):
@@ -145,7 +147,9 @@ async def consumed_group(engine: AsyncEngine, values: Sequence[float] = (0.0, 0.
     await consume_all(engine, claim)
 
 
-async def test_a_late_member_is_claimed_with_those_that_came_before(engine: AsyncEngine) -> None:
+async def test_late_member_is_claimed_with_consumed_members_for_comparison(
+    engine: AsyncEngine,
+) -> None:
     await consumed_group(engine)
     await episode(engine, "late", 1.0, task="t")
     claim = await claimed(engine, SHORT)
@@ -157,7 +161,7 @@ async def test_a_late_member_is_claimed_with_those_that_came_before(engine: Asyn
     assert set(await reasons(engine)) == {"early0", "early1", "early2", "late"}
 
 
-async def test_a_late_member_waits_for_more_until_it_has_waited_enough(
+async def test_late_member_is_not_claimed_before_max_age(
     engine: AsyncEngine,
 ) -> None:
     await consumed_group(engine)
@@ -165,14 +169,14 @@ async def test_a_late_member_waits_for_more_until_it_has_waited_enough(
     assert await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
 
 
-async def test_member_without_siblings_is_taken_once_it_has_waited(engine: AsyncEngine) -> None:
+async def test_lone_member_is_claimed_after_max_age(engine: AsyncEngine) -> None:
     await consumed_group(engine)
     await episode(engine, "lone", 1.0, task="other")
     assert await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
     assert keys(await claimed(engine, SHORT)) == ["lone"]
 
 
-async def test_a_late_members_advantage_is_over_all_that_are_known(engine: AsyncEngine) -> None:
+async def test_late_members_advantage_includes_consumed_members(engine: AsyncEngine) -> None:
     await consumed_group(engine, values=(0.0, 0.0, 0.0))
     await episode(engine, "late", 1.0, task="t")
     claim = await claimed(engine, SHORT)
@@ -184,7 +188,7 @@ async def test_a_late_members_advantage_is_over_all_that_are_known(engine: Async
     assert (credit.weight, len(plan.rows), plan.metrics["earlier_members"]) == (1.0, 1, 3)
 
 
-async def test_what_an_update_held_can_be_read_again(engine: AsyncEngine) -> None:
+async def test_claim_of_a_finished_update_can_be_loaded_again(engine: AsyncEngine) -> None:
     await consumed_group(engine)
     await episode(engine, "late", 1.0, task="t")
     claim = await claimed(engine, SHORT)
@@ -206,7 +210,7 @@ def plan_of(claim: Claim | None, **credit: Any) -> Plan:
     return plan_update(claim, Recipe(credit=CreditOptions.model_validate(credit)))
 
 
-async def test_a_group_in_which_all_are_equal_is_counted_and_not_trained(
+async def test_group_without_spread_is_counted_and_not_trained(
     engine: AsyncEngine,
 ) -> None:
     for member in range(3):
@@ -220,7 +224,7 @@ FAILED = ClaimRule(**fields(SINGLE, groups=1, failed_after_s=60.0))
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 
 
-async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
+async def test_silent_failed_episode_is_claimed_if_the_rule_takes_failures(
     engine: AsyncEngine,
 ) -> None:
     broken: dict[str, Any] = {"http_status": 400}
@@ -246,14 +250,14 @@ async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
         {"http_status": 404},
     ],
 )
-async def test_what_the_infrastructure_lost_is_no_outcome(
+async def test_episode_lost_by_the_infrastructure_is_not_claimed_as_failed(
     engine: AsyncEngine, lost: dict[str, Any]
 ) -> None:
     await episode(engine, "lost", started_at=LONG_AGO, task="t", **lost)
     assert await claimed(engine, FAILED) is None
 
 
-async def test_failed_ones_complete_a_group(engine: AsyncEngine) -> None:
+async def test_failed_episode_completes_a_group(engine: AsyncEngine) -> None:
     broken: dict[str, Any] = {
         "http_status": 400,
         "started_at": LONG_AGO,
@@ -264,7 +268,7 @@ async def test_failed_ones_complete_a_group(engine: AsyncEngine) -> None:
     assert sorted(keys(await claimed(engine, rule))) == ["failed", "good"]
 
 
-async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
+async def test_last_part_of_a_joined_episode_decides_whether_it_failed(
     engine: AsyncEngine,
 ) -> None:
     made: dict[str, Any] = {"method": "own", "started_at": LONG_AGO}
@@ -277,7 +281,9 @@ async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
     assert keys(await claimed(engine, FAILED)) == ["a0"]
 
 
-async def test_failed_episode_is_not_taken_where_it_is_unscored(engine: AsyncEngine) -> None:
+async def test_claim_rule_takes_no_failed_episodes_if_failures_are_unscored(
+    engine: AsyncEngine,
+) -> None:
     part = ClaimOptions(group_size=1, groups=1)
     unscored = CreditOptions(baseline="none", failed_reward="unscored")
     none = Recipe(claim=part, credit=unscored)
@@ -289,7 +295,9 @@ async def test_failed_episode_is_not_taken_where_it_is_unscored(engine: AsyncEng
 # The moving baselines
 
 
-async def test_an_update_starts_from_what_the_last_one_left(engine: AsyncEngine) -> None:
+async def test_update_starts_from_the_baselines_of_the_last_finished_update(
+    engine: AsyncEngine,
+) -> None:
     found = []
     for number in range(3):
         for member in range(3):
@@ -348,20 +356,20 @@ async def test_stale_episodes_are_spent_with_a_reason(engine: AsyncEngine) -> No
     assert last.metrics["dropped"] == {"stale": 2}
 
 
-async def test_stale_ones_are_not_claimed_even_before_they_are_spent(engine: AsyncEngine) -> None:
+async def test_stale_episode_is_not_claimed_even_before_it_is_consumed(engine: AsyncEngine) -> None:
     await versions(engine, "retired", "retired", "serving")
     await episode(engine, "stale", 1.0, policy_version=1)
     rule = ClaimRule(**fields(LIMITED, max_age_s=1e-6))
     assert await claimed(engine, rule, parent=3) is None
 
 
-async def test_without_limits_nothing_is_ever_spent(engine: AsyncEngine) -> None:
+async def test_episodes_never_expire_without_limits(engine: AsyncEngine) -> None:
     await versions(engine, *["retired"] * 9)
     await episode(engine, "old", 1.0, started_at=LONG_AGO)
     assert await expired(engine, SINGLE, parent=9) == {}
 
 
-async def test_rejected_versions_make_nobody_stale(engine: AsyncEngine) -> None:
+async def test_rejected_versions_do_not_count_for_staleness(engine: AsyncEngine) -> None:
     await versions(engine, "retired", "rejected", "rejected", "rejected", "serving")
     async with engine.connect() as connection:
         found = [await oldest_version(connection, "m", 5, staleness) for staleness in (0, 1, 2, 9)]
@@ -370,7 +378,7 @@ async def test_rejected_versions_make_nobody_stale(engine: AsyncEngine) -> None:
     assert unlimited == 0
 
 
-async def test_what_is_in_doubt_or_claimed_is_not_spent(engine: AsyncEngine) -> None:
+async def test_doubtful_or_claimed_episodes_do_not_expire(engine: AsyncEngine) -> None:
     await versions(engine, "retired", "serving")
     await episode(engine, "doubtful", 1.0, policy_version=0, confidence="doubtful")
     await episode(engine, "claimed", 1.0, policy_version=0)

@@ -113,7 +113,7 @@ async def refusing(code: str, message: str) -> AsyncIterator[int]:
         ("localhost:{plain}", "", "28P01", "correct user and password in DATABASE_URL"),
     ],
 )
-async def test_migrate_says_in_one_line_why_it_cannot_and_what_to_do(
+async def test_failed_migrate_prints_cause_and_remedy_in_a_single_line(
     tls_port: int, certificate: Path, hosts: str, parameters: str, code: str, said: str
 ) -> None:
     async with refusing(code, "no entry") as plain:
@@ -155,7 +155,7 @@ async def test_wrong_certificate_is_a_refusal(
     assert is_refusal(raised.value)
 
 
-async def test_next_host_is_tried_if_one_is_silent(database_url: str, tls_port: int) -> None:
+async def test_next_host_is_tried_if_a_host_is_silent(database_url: str, tls_port: int) -> None:
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()

@@ -22,7 +22,7 @@ from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, tokens, tool_event
 
 
-async def test_a_call_comes_back_as_it_was_said(engine: AsyncEngine) -> None:
+async def test_stored_call_is_read_back_unchanged(engine: AsyncEngine) -> None:
     body = b'{"model":"m", "big":12345678901234567890, "nul":"\\u0000", "z":1, "a":2}'
     await store(engine, call(request=body, tokens=tokens([7, 8], [9], -0.25)))
     [episode] = await episodes(engine)
@@ -53,7 +53,7 @@ async def test_a_reward_that_comes_before_its_call_is_matched(engine: AsyncEngin
     assert [f.value for f in episode.feedback] == [0.5]
 
 
-async def test_a_reward_for_one_call_of_many_is_that_calls(engine: AsyncEngine) -> None:
+async def test_reward_for_a_call_of_several_stays_with_that_call(engine: AsyncEngine) -> None:
     first, second = call(), call()
     await store(engine, first, second, reward(0.5, call=str(second.id)))
     [episode] = await episodes(engine)
@@ -72,14 +72,16 @@ async def test_tool_events_find_the_call_that_asked(engine: AsyncEngine) -> None
     assert [e.tool_id for e in episode.stray_tool_events] == ["unasked"]
 
 
-async def test_an_idempotency_key_states_once(engine: AsyncEngine) -> None:
+async def test_feedback_repeated_under_its_idempotency_key_is_stored_once(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, call(), reward(1.0, episode="e1", key="k"))
     await store(engine, reward(1.0, episode="e1", key="k"))
     [episode] = await episodes(engine)
     assert len(episode.feedback) == 1
 
 
-async def test_a_named_task_beats_a_derived_one(engine: AsyncEngine) -> None:
+async def test_named_task_overrides_a_derived_task(engine: AsyncEngine) -> None:
     early, late = call(task=None), call(task="named")
     await store(engine, late)
     await store(engine, early)
@@ -87,7 +89,7 @@ async def test_a_named_task_beats_a_derived_one(engine: AsyncEngine) -> None:
     assert episode.task == "named"
 
 
-async def test_equal_first_prompts_are_one_task(engine: AsyncEngine) -> None:
+async def test_episodes_with_equal_first_prompts_share_a_task(engine: AsyncEngine) -> None:
     await store(engine, call("a"), call("b"), call("c", tokens=tokens([9], [1])))
     tasks = [e.task for e in await episodes(engine)]
     assert tasks[0] == tasks[1] != tasks[2]
@@ -126,7 +128,7 @@ async def test_a_partition_that_was_dropped_is_made_again(engine: AsyncEngine) -
     assert [c.request for c in episode.calls] == [request]
 
 
-async def test_call_of_a_batch_that_failed_is_no_base(engine: AsyncEngine) -> None:
+async def test_call_of_a_refused_batch_is_no_base_for_later_calls(engine: AsyncEngine) -> None:
     ingester, request = Ingester(), b"x" * 300
     with pytest.raises(Refused):
         await ingester.store(engine, [call("a", request=request), call("b", status="lost")])
@@ -135,7 +137,7 @@ async def test_call_of_a_batch_that_failed_is_no_base(engine: AsyncEngine) -> No
     assert [c.request for c in episode.calls] == [request]
 
 
-async def test_known_targets(engine: AsyncEngine) -> None:
+async def test_recorded_episodes_responses_and_calls_are_known_targets(engine: AsyncEngine) -> None:
     record = call(response_id="r1")
     await store(engine, record)
     async with engine.begin() as connection:
@@ -145,7 +147,7 @@ async def test_known_targets(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"status": "lost"}, {"trainable": False, "reason": None}])
-async def test_the_database_holds_its_invariants(
+async def test_database_refuses_inconsistent_calls(
     engine: AsyncEngine, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(Refused):

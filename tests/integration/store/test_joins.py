@@ -53,7 +53,7 @@ def own(name: str, **changes: Any) -> CallRecord:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_a_call_joins_the_episode_whose_reply_it_repeats(
+async def test_call_joins_the_episode_with_the_repeated_reply(
     engine: AsyncEngine, turned: bool
 ) -> None:
     first, second = own("a", told=["1"]), own("b", repeats=["1"])
@@ -70,7 +70,7 @@ async def test_a_call_joins_the_episode_whose_reply_it_repeats(
 
 
 @pytest.mark.parametrize(("kind", "method"), [(TOOL_CALL, "tool_call"), (RESPONSE, "response")])
-async def test_an_id_joins_for_certain(engine: AsyncEngine, kind: int, method: str) -> None:
+async def test_call_joined_by_an_id_is_certain(engine: AsyncEngine, kind: int, method: str) -> None:
     fingerprint = digest(kind, "id")
     await store(engine, own("a", told=[]), call("b", method="own", needs=(fingerprint,)))
     await store(engine, call("a", provides=(fingerprint,)))
@@ -79,7 +79,7 @@ async def test_an_id_joins_for_certain(engine: AsyncEngine, kind: int, method: s
     assert [c.confidence for c in joined] == ["certain"]
 
 
-async def test_a_chain_is_one_episode(engine: AsyncEngine) -> None:
+async def test_chain_of_joined_calls_is_a_single_episode(engine: AsyncEngine) -> None:
     records = [
         own(str(turn), told=[str(turn)], repeats=[str(turn - 1)] if turn else [])
         for turn in range(6)
@@ -104,7 +104,7 @@ async def test_a_joined_key_stays_valid(engine: AsyncEngine) -> None:
     assert pins == {"a": 0, "b": 0}
 
 
-async def test_a_reward_for_a_joined_reply_scores_the_whole(engine: AsyncEngine) -> None:
+async def test_reward_for_a_joined_reply_scores_the_whole_episode(engine: AsyncEngine) -> None:
     first, second = own("a", told=["1"]), own("b", repeats=["1"], response_id="r2")
     await store(engine, reward(1.0, response="r2"))
     await store(engine, second)
@@ -118,7 +118,7 @@ async def test_a_reward_for_a_joined_reply_scores_the_whole(engine: AsyncEngine)
     assert [len(e.calls) for e in group.episodes] == [2]
 
 
-async def test_in_doubt_nothing_is_joined_and_nothing_trained(engine: AsyncEngine) -> None:
+async def test_doubtful_calls_are_neither_joined_nor_claimed(engine: AsyncEngine) -> None:
     await store(engine, own("a", told=["1"]), own("c", repeats=["1"]))
     assert len(await episodes(engine)) == 1
     await store(engine, own("b", told=["1"]))
@@ -134,7 +134,7 @@ async def test_in_doubt_nothing_is_joined_and_nothing_trained(engine: AsyncEngin
         assert await claims.claim(connection, RULE, 0, {}) is None
 
 
-async def test_a_call_in_doubt_is_read_though_it_adds_to_another_episodes(
+async def test_doubtful_call_stored_as_an_addition_is_read_back_whole(
     engine: AsyncEngine,
 ) -> None:
     talk = b'{"messages":[' + b"x" * 300
@@ -157,7 +157,9 @@ async def test_a_call_in_doubt_is_read_though_it_adds_to_another_episodes(
 
 
 @pytest.mark.parametrize("batch", [1, 4, 100])
-async def test_what_many_were_told_says_nothing_of_them(engine: AsyncEngine, batch: int) -> None:
+async def test_reply_common_to_many_episodes_puts_only_its_repeats_in_doubt(
+    engine: AsyncEngine, batch: int
+) -> None:
     dice = random.Random(batch)
     records = [own(f"a{number}", told=["hello"]) for number in range(MOST_PROVIDERS + 3)]
     records += [own(f"b{number}", repeats=["hello"]) for number in range(3)]
@@ -254,7 +256,9 @@ async def test_link_that_another_ingester_made_first_is_taken_back(engine: Async
     }
 
 
-async def test_a_call_that_the_proxy_placed_in_doubt_quarantines(engine: AsyncEngine) -> None:
+async def test_call_placed_in_doubt_by_the_proxy_quarantines_its_episode(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, call("a"))
     await store(engine, call("a", confidence="doubtful"), reward(1.0, episode="a"))
     [episode] = await episodes(engine)
@@ -275,7 +279,7 @@ async def test_a_claimed_episode_is_not_changed(engine: AsyncEngine) -> None:
     assert found["b"].quarantined_reason == TOO_LATE
 
 
-async def test_an_attempt_and_its_repeat_are_one_call(engine: AsyncEngine) -> None:
+async def test_failed_attempt_and_its_retry_are_a_single_call(engine: AsyncEngine) -> None:
     attempt = call("a", status="client_gone", trainable=False, reason="incomplete")
     repeat = call("a", retry_of=attempt.id)
     await store(engine, repeat, statement("speed", 1.0, call=str(attempt.id)))

@@ -40,7 +40,7 @@ async def trained(engine: AsyncEngine, *names: str) -> None:
     await consume_all(engine, claim, version=1)
 
 
-async def test_what_comes_after_training_is_marked_and_counted_and_counts(
+async def test_late_feedback_is_marked_counted_and_part_of_live_figures(
     engine: AsyncEngine,
 ) -> None:
     told: Counter[str] = Counter()
@@ -64,7 +64,7 @@ async def test_what_comes_after_training_is_marked_and_counted_and_counts(
     assert (work.scored, work.mean) == (3, pytest.approx((1.0 + 0.25 + 0.5) / 3))
 
 
-async def test_only_what_counts_for_the_policy_is_counted_and_a_repeat_once(
+async def test_only_metrics_of_the_policys_reward_count_as_late_and_only_once(
     engine: AsyncEngine,
 ) -> None:
     told: Counter[str] = Counter()
@@ -78,7 +78,7 @@ async def test_only_what_counts_for_the_policy_is_counted_and_a_repeat_once(
     assert told == {"m": 1}
 
 
-async def test_what_a_withdrawal_takes_back_after_training_counts_no_more(
+async def test_reward_withdrawn_after_training_leaves_the_reward_curve(
     engine: AsyncEngine,
 ) -> None:
     await trained(engine, "a", "b")

@@ -33,7 +33,7 @@ async def tables(url: str) -> set[str]:
     return names
 
 
-async def test_up_and_down_and_up_again(empty_database_url: str) -> None:
+async def test_schema_has_the_same_tables_after_up_down_and_up(empty_database_url: str) -> None:
     await upgrade(empty_database_url)
     made = await tables(empty_database_url)
     assert {"transitions", "episodes", "tool_events", "feedback", "policies"} <= made

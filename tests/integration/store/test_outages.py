@@ -52,7 +52,7 @@ async def reasons(engine: AsyncEngine) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("first", ["calls", "outage"])
-async def test_what_was_under_way_is_set_aside_and_nothing_else(
+async def test_only_episodes_under_way_in_an_outage_are_set_aside(
     engine: AsyncEngine, first: str
 ) -> None:
     calls = [
@@ -69,7 +69,7 @@ async def test_what_was_under_way_is_set_aside_and_nothing_else(
     }
 
 
-async def test_a_late_call_shows_that_an_episode_was_under_way(engine: AsyncEngine) -> None:
+async def test_late_call_puts_its_episode_into_an_earlier_outage(engine: AsyncEngine) -> None:
     await store(engine, at(-9, "e"))
     await store(engine, outage(0, 0.1))
     assert await reasons(engine) == {"e": None}
@@ -77,7 +77,9 @@ async def test_a_late_call_shows_that_an_episode_was_under_way(engine: AsyncEngi
     assert await reasons(engine) == {"e": IN_OUTAGE}
 
 
-async def test_an_outage_that_is_told_again_grows_and_never_shrinks(engine: AsyncEngine) -> None:
+async def test_repeated_outage_record_extends_the_outage_and_never_shortens_it(
+    engine: AsyncEngine,
+) -> None:
     name = new_id()
     await store(engine, outage(0, 1, name), at(4, "e"))
     assert await reasons(engine) == {"e": None}
@@ -86,7 +88,9 @@ async def test_an_outage_that_is_told_again_grows_and_never_shrinks(engine: Asyn
     assert await reasons(engine) == {"e": IN_OUTAGE, "later": IN_OUTAGE}
 
 
-async def test_no_update_claims_what_was_set_aside(engine: AsyncEngine) -> None:
+async def test_episode_set_aside_by_an_outage_does_not_count_as_waiting(
+    engine: AsyncEngine,
+) -> None:
     rule = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1.0)
     await store(engine, at(0, "e"), reward(1.0, episode="e"))
     async with engine.begin() as connection:
@@ -153,14 +157,16 @@ async def claimable(engine: AsyncEngine) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_any_order_split_and_repetition_sets_the_same_aside(
+async def test_any_order_split_and_repetition_sets_aside_the_same_episodes(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
     await same_in_any_order(engine, scenario(dice), dice, claimable, "recording_outages")
 
 
-async def test_of_several_drainers_at_once_none_lets_an_episode_pass(engine: AsyncEngine) -> None:
+async def test_concurrent_drainers_set_aside_every_episode_of_an_outage(
+    engine: AsyncEngine,
+) -> None:
     calls = [at(number / 100, f"e{number}") for number in range(60)]
     outages = [outage(0, number / 100, new_id()) for number in range(20)]
 
@@ -173,7 +179,7 @@ async def test_of_several_drainers_at_once_none_lets_an_episode_pass(engine: Asy
     assert set((await reasons(engine)).values()) == {IN_OUTAGE}
 
 
-async def test_far_from_any_outage_no_episode_is_looked_at(engine: AsyncEngine) -> None:
+async def test_episode_far_from_any_outage_is_not_looked_up(engine: AsyncEngine) -> None:
     await store(engine, at(0, "e"), *(outage(-9 - number, -9 - number) for number in range(20)))
     async with engine.connect() as connection:
         [found] = (await connection.execute(text("SELECT id, first_call_id FROM episodes"))).all()
@@ -191,7 +197,7 @@ async def written_by(engine: AsyncEngine) -> dict[str, str]:
         return {row[0]: row[1] for row in found}
 
 
-async def test_an_outage_of_days_is_told_in_transactions_of_bounded_size(
+async def test_long_outage_is_applied_in_transactions_of_bounded_size(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.link.outages.MOST", 3)
@@ -204,7 +210,7 @@ async def test_an_outage_of_days_is_told_in_transactions_of_bounded_size(
     assert max(Counter(written.values()).values()) <= 3
 
 
-async def test_an_outage_of_which_some_was_told_when_its_ingester_was_killed_is_told_whole(
+async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.link.outages.MOST", 3)
@@ -228,7 +234,7 @@ async def test_an_outage_of_which_some_was_told_when_its_ingester_was_killed_is_
     assert set((await reasons(engine)).values()) == {IN_OUTAGE}
 
 
-def test_any_other_reason_is_preferred() -> None:
+def test_reason_outage_yields_to_any_other_reason() -> None:
     """PostgreSQL's LEAST takes the lesser text."""
     assert max(IN_OUTAGE, LOST_CALL, DOUBTFUL_CALL) == IN_OUTAGE
     assert timedelta(0) < SLACK

@@ -81,7 +81,7 @@ async def states(engine: AsyncEngine) -> dict[int, tuple[str, bool]]:
     return {row[0]: (row[1], row[2]) for row in await rows(engine, query)}
 
 
-async def test_versions_after_it_end_and_what_they_consumed_is_claimed_again(
+async def test_later_versions_end_and_their_episodes_are_claimed_again(
     engine: AsyncEngine,
 ) -> None:
     await line(engine, 3)
@@ -119,7 +119,7 @@ async def test_event_has_the_reason_and_the_figures(engine: AsyncEngine) -> None
     assert event.evidence["retrain"]["left_out"] == 1
 
 
-async def test_what_is_left_out_is_never_claimed_or_compared_with(engine: AsyncEngine) -> None:
+async def test_left_out_episodes_are_neither_claimed_nor_compared_with(engine: AsyncEngine) -> None:
     await line(engine, 2)
     await store(engine, call("late", task="t", policy_version=2), reward(1, episode="late"))
     retrained = await again(engine, 1, "w2/e0", "w2/e2", "late")
@@ -136,7 +136,7 @@ async def test_what_is_left_out_is_never_claimed_or_compared_with(engine: AsyncE
     assert ([one.key for one in group.episodes], group.earlier) == (["new"], ())
 
 
-async def test_second_retraining_leaves_the_same_out(engine: AsyncEngine) -> None:
+async def test_second_retraining_leaves_out_the_same_episodes(engine: AsyncEngine) -> None:
     await line(engine, 2)
     await again(engine, 1, "w2/e0")
     retrained = await again(engine, 0)
@@ -144,7 +144,7 @@ async def test_second_retraining_leaves_the_same_out(engine: AsyncEngine) -> Non
     assert (await reasons(engine)) == {"w2/e0": "left_out"}
 
 
-async def test_repeated_at_once_it_changes_nothing_more(engine: AsyncEngine) -> None:
+async def test_repeated_retraining_changes_nothing_more(engine: AsyncEngine) -> None:
     await line(engine, 2)
     await again(engine, 1, "w2/e0")
     before = await states(engine), await reasons(engine)
@@ -160,7 +160,9 @@ async def test_episodes_that_the_start_has_learned_from_are_counted(engine: Asyn
     assert (await reasons(engine))["w1/e0"] is None
 
 
-async def test_set_aside_stale_and_deleted_episodes(engine: AsyncEngine) -> None:
+async def test_retraining_frees_stale_but_not_damaged_or_deleted_episodes(
+    engine: AsyncEngine,
+) -> None:
     """Stale ones are free again; what was set aside, or deleted since, stays consumed."""
     await line(engine, 2)
     await store(engine, call("old", task="o", policy_version=0))
@@ -206,7 +208,7 @@ async def test_update_from_an_ended_version_is_refused(engine: AsyncEngine) -> N
     assert set(keys(await claim_from(engine, 1))) == set(keys(late))
 
 
-async def test_versions_that_wait_or_are_tried_are_retired(
+async def test_waiting_and_canary_versions_are_retired(
     engine: AsyncEngine,
 ) -> None:
     await line(engine, 2)
@@ -270,7 +272,7 @@ async def test_ended_version_never_serves_again(engine: AsyncEngine) -> None:
         (3, 3, 2),
     ],
 )
-async def test_what_serves_is_watched_against_a_version_that_did_not_end(
+async def test_control_after_retraining_is_a_version_that_did_not_end(
     engine: AsyncEngine, was: int, start: int, control: int
 ) -> None:
     for number in range(1, 6):
@@ -292,7 +294,7 @@ async def test_what_serves_is_watched_against_a_version_that_did_not_end(
     assert stands.control.since >= stands.serving.since
 
 
-async def test_ended_versions_make_no_episode_older(engine: AsyncEngine) -> None:
+async def test_ended_versions_do_not_count_for_staleness(engine: AsyncEngine) -> None:
     await line(engine, 4)
     async with engine.connect() as connection:
         assert await oldest_version(connection, "m", 4, 1) == 3
@@ -306,7 +308,7 @@ async def test_ended_versions_make_no_episode_older(engine: AsyncEngine) -> None
         assert await oldest_version(connection, "m", 5, 1) == 1
 
 
-async def test_moving_baselines_are_those_of_the_start(engine: AsyncEngine) -> None:
+async def test_claim_after_retraining_has_the_starts_moving_baselines(engine: AsyncEngine) -> None:
     await line(engine, 3)
     await again(engine, 1)
     assert (await claim_from(engine, 1)).baselines == {"after": 1}
@@ -345,7 +347,7 @@ async def test_start_that_cannot_serve_is_refused_and_changes_nothing(engine: As
     assert (await reasons(engine)) == before[1]
 
 
-async def test_killed_before_it_commits_it_changed_nothing(engine: AsyncEngine) -> None:
+async def test_retraining_killed_before_its_commit_changes_nothing(engine: AsyncEngine) -> None:
     await line(engine, 3)
     before = await states(engine), await reasons(engine)
 

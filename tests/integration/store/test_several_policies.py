@@ -78,7 +78,7 @@ async def two_episodes(engine: AsyncEngine, order: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(["writer", "checker", "rewriter"])))
-async def test_each_trained_policy_claims_the_episode_once_whoever_called_first(
+async def test_each_trained_policy_claims_the_episode_once_in_any_order_of_calls(
     engine: AsyncEngine, order: Sequence[str]
 ) -> None:
     await two_episodes(engine, order)
@@ -108,7 +108,7 @@ async def test_a_policy_without_a_version_is_not_in_training(engine: AsyncEngine
     assert await rows(engine, "p.version") == [("e", "writes", 1)]
 
 
-async def test_giving_up_one_policys_update_leaves_the_others_alone(engine: AsyncEngine) -> None:
+async def test_releasing_a_policys_update_leaves_another_policys_claim(engine: AsyncEngine) -> None:
     await two_episodes(engine, ["writer", "checker"])
     written, checked = await must_take(engine, "writes"), await must_take(engine, "checks")
     async with engine.begin() as connection:
@@ -121,7 +121,7 @@ async def test_giving_up_one_policys_update_leaves_the_others_alone(engine: Asyn
     ]
 
 
-async def test_an_episode_expires_for_one_policy(engine: AsyncEngine) -> None:
+async def test_episode_expires_for_a_single_policy(engine: AsyncEngine) -> None:
     await two_episodes(engine, ["checker", "writer"])
     async with engine.begin() as connection:
         await add_in_state(connection, "writes", 2, "retired")
@@ -135,7 +135,7 @@ async def test_an_episode_expires_for_one_policy(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("reason", ["damaged", NON_FINITE])
-async def test_what_one_policy_cannot_use_another_may_unless_nobody_can_read_it(
+async def test_episode_set_aside_by_a_policy_stays_for_others_unless_damaged(
     engine: AsyncEngine, reason: str
 ) -> None:
     await two_episodes(engine, ["writer", "checker"])
@@ -148,7 +148,7 @@ async def test_what_one_policy_cannot_use_another_may_unless_nobody_can_read_it(
     assert left == (["e1"] if reason == "damaged" else ["e0"])
 
 
-async def test_a_policy_that_calls_late_claims_what_another_has_spent(engine: AsyncEngine) -> None:
+async def test_late_calling_policy_claims_episodes_consumed_by_another(engine: AsyncEngine) -> None:
     await two_episodes(engine, ["writer"])
     await consume_all(engine, await must_take(engine, "writes"))
     await store(engine, *calls_of("e0", ["checker", "writer"]), *calls_of("e1", ["checker"]))
@@ -156,7 +156,7 @@ async def test_a_policy_that_calls_late_claims_what_another_has_spent(engine: As
     assert await take(engine, "writes") is None
 
 
-async def test_late_members_are_compared_with_those_that_their_policy_consumed(
+async def test_late_member_is_compared_with_members_that_its_policy_consumed(
     engine: AsyncEngine,
 ) -> None:
     await two_episodes(engine, ["writer", "checker"])
@@ -190,7 +190,7 @@ def halves(version: int = 1) -> list[CallRecord]:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_a_whole_is_claimed_by_the_policies_of_its_parts(
+async def test_joined_episode_is_claimed_by_the_policies_of_all_its_parts(
     engine: AsyncEngine, turned: bool
 ) -> None:
     records = [*halves(), reward(1.0, episode="second")]
@@ -208,7 +208,7 @@ async def test_a_whole_is_claimed_by_the_policies_of_its_parts(
     assert len(await rows(engine, "c.trained", "c.trained")) == 2
 
 
-async def test_a_join_that_is_undone_takes_the_policies_of_the_part_back(
+async def test_undone_join_takes_the_parts_policies_from_the_joined_episode(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, *halves())
@@ -222,7 +222,9 @@ async def test_a_join_that_is_undone_takes_the_policies_of_the_part_back(
     ]
 
 
-async def test_what_one_policy_holds_no_later_part_changes(engine: AsyncEngine) -> None:
+async def test_later_part_does_not_join_an_episode_that_a_policy_claimed(
+    engine: AsyncEngine,
+) -> None:
     [first, second, third] = halves()
     [written] = calls_of("first", ["writer"])
     await store(engine, first, written, reward(1.0, episode="first"))

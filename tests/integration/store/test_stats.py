@@ -10,7 +10,9 @@ from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
 
-async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> None:
+async def test_totals_count_each_policys_calls_failures_and_trained_episodes(
+    engine: AsyncEngine,
+) -> None:
     writer = {"policy": "writer", "policy_version": 0}
     fixed = {"policy": "checker", "trainable": False, "reason": "fixed_policy"}
     records = [

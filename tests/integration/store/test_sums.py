@@ -119,7 +119,7 @@ async def seen(engine: AsyncEngine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_store_makes_the_sums_of_credit_in_any_order(
+async def test_store_sums_metrics_as_credit_does_in_any_order(
     engine: AsyncEngine, seed: int
 ) -> None:
     await rules(engine, m=SUM)
@@ -128,7 +128,7 @@ async def test_the_store_makes_the_sums_of_credit_in_any_order(
     assert {row[4] for row in found["scores"]} > {None}
 
 
-async def test_another_sum_counts_for_all_that_was_said_before(engine: AsyncEngine) -> None:
+async def test_new_reward_rule_rescores_earlier_feedback(engine: AsyncEngine) -> None:
     records = some_records(random.Random(7))
     await store(engine, *records)
     alone = await scores(engine)
@@ -146,14 +146,14 @@ async def test_another_sum_counts_for_all_that_was_said_before(engine: AsyncEngi
         assert await reward_rule(connection, "n") == REWARD_ALONE
 
 
-async def test_a_policy_that_joins_an_episode_later_finds_it_scored(engine: AsyncEngine) -> None:
+async def test_policy_that_calls_later_finds_the_episode_scored(engine: AsyncEngine) -> None:
     await rules(engine, m=SUM)
     await store(engine, call("e", policy="n"), statement("right", 1.0, episode="e"))
     await store(engine, call("e", policy="m"))
     assert [(row[1], row[4]) for row in await scores(engine)] == [("m", 0.5), ("n", None)]
 
 
-async def test_only_what_the_sum_scores_is_claimed_and_what_lacks_is_counted(
+async def test_only_episodes_scored_by_the_sum_are_claimed_and_lacking_are_counted(
     engine: AsyncEngine,
 ) -> None:
     recipe = Recipe.model_validate(
@@ -200,7 +200,7 @@ async def test_only_what_the_sum_scores_is_claimed_and_what_lacks_is_counted(
     assert found["dear"].parts == {"right": 1.0, "cost": -1.0}
 
 
-async def test_what_is_sent_again_counts_as_when_it_was_sent_first(engine: AsyncEngine) -> None:
+async def test_repeated_feedback_keeps_the_time_of_its_first_request(engine: AsyncEngine) -> None:
     said = [
         statement("reward", 1.0, at=0, key="k", episode="e"),
         statement("reward", 0.25, at=5, episode="e"),
@@ -213,7 +213,7 @@ async def test_what_is_sent_again_counts_as_when_it_was_sent_first(engine: Async
         await empty(engine)
 
 
-async def test_with_defaults_alone_anything_that_was_stated_scores(engine: AsyncEngine) -> None:
+async def test_any_statement_scores_if_all_metrics_have_defaults(engine: AsyncEngine) -> None:
     await rules(engine, m=OPTIONAL)
     await store(engine, call("a"), call("b"), statement("cost", 0.5, episode="a"))
     assert [(row[0], row[4]) for row in await scores(engine)] == [("a", 0.5), ("b", None)]

@@ -85,7 +85,7 @@ def of(tenant: str, found: Sequence[Episode]) -> list[Episode]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_each_tenant_has_what_it_would_have_if_it_were_alone(
+async def test_other_tenants_records_change_no_tenants_episodes_or_scores(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
@@ -124,7 +124,7 @@ async def test_each_tenant_has_what_it_would_have_if_it_were_alone(
         assert await connection.scalar(crossing) == 0
 
 
-async def test_no_group_has_episodes_of_two_tenants_even_under_one_policy(
+async def test_no_group_has_episodes_of_two_tenants_with_the_same_policy(
     engine: AsyncEngine,
 ) -> None:
     records: list[SpoolRecord] = []
@@ -150,7 +150,7 @@ async def test_no_group_has_episodes_of_two_tenants_even_under_one_policy(
         assert group.task == scoped(tenant, "the task")
 
 
-async def test_targets_of_another_tenant_are_as_unknown_as_those_that_nobody_has(
+async def test_targets_of_another_tenant_are_unknown(
     engine: AsyncEngine,
 ) -> None:
     [call] = [one for one in records_of("a", 2) if isinstance(one, CallRecord)][:1]
@@ -165,7 +165,7 @@ async def test_targets_of_another_tenant_are_as_unknown_as_those_that_nobody_has
             assert len(await known_targets(driver, wanted)) == known
 
 
-async def test_a_tenants_episodes_are_deleted_and_no_others_of_their_names(
+async def test_deleting_a_tenants_episodes_spares_equal_names_of_other_tenants(
     engine: AsyncEngine,
 ) -> None:
     for tenant in TENANTS:

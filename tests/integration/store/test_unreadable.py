@@ -78,7 +78,9 @@ async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Threads]:
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-async def test_the_trainer_spends_it_and_goes_on(bench: Threads, kind: str) -> None:
+async def test_trainer_consumes_the_unreadable_episode_and_trains_the_others(
+    bench: Threads, kind: str
+) -> None:
     await fill(bench.engine, kind)
     assert await bench.run_once()
     trained = {f"t{task}-{member}": None for task in (1, 2) for member in (0, 1)}
@@ -86,7 +88,7 @@ async def test_the_trainer_spends_it_and_goes_on(bench: Threads, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-async def test_an_export_has_all_others(engine: AsyncEngine, kind: str) -> None:
+async def test_export_has_all_episodes_but_the_unreadable(engine: AsyncEngine, kind: str) -> None:
     await fill(engine, kind)
     out = io.BytesIO()
     with pytest.raises(Damaged, match=r"'t0-1' cannot be .* the other 5 episodes are written"):
@@ -106,7 +108,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("part", ["request", "reply"])
 @pytest.mark.parametrize("kind", TEXTS)
-async def test_texts_that_are_no_document_are_exported_by_nobody(
+async def test_episode_with_invalid_json_is_not_exported_and_may_be_trained(
     bench: Threads, kind: str, part: str
 ) -> None:
     await fill(bench.engine, "a nested stop")
@@ -141,7 +143,7 @@ async def judged(engine: AsyncEngine, judge: Judge) -> Desk:
 
 
 @pytest.mark.parametrize("kind", ["a nested stop", "no settings"])
-async def test_a_judge_is_asked_about_all_others_and_not_again(
+async def test_judge_is_asked_once_about_each_readable_episode(
     engine: AsyncEngine, kind: str
 ) -> None:
     await unscored(engine, kind)
@@ -154,7 +156,9 @@ async def test_a_judge_is_asked_about_all_others_and_not_again(
         assert await connection.scalar(query) == 0
 
 
-async def test_a_program_is_shown_one_line(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_judge_program_sees_no_line_that_a_request_forged(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
     forged = b'{"messages":\n[]}\r\n{"episode":"forged",\r"feedback":[]}'
     pretty = b'{\r\n "messages": [\n {"role": "user",\r "content": "a\\nb"} ]}'
     await store(engine, call("good-a", request=pretty), call("good-b", request=forged))
@@ -164,7 +168,7 @@ async def test_a_program_is_shown_one_line(engine: AsyncEngine, tmp_path: Path) 
     assert (await outcomes(engine))["good-b"][0] == "failed"
 
 
-async def test_a_model_judges_all_others(engine: AsyncEngine) -> None:
+async def test_judge_model_is_asked_about_each_readable_episode(engine: AsyncEngine) -> None:
     asked: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:

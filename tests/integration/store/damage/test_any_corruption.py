@@ -106,7 +106,7 @@ async def exported(engine: AsyncEngine) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_any_corruption_of_a_row_is_one_episodes_own(database_url: str) -> None:
+def test_any_corruption_of_a_row_damages_only_its_episode(database_url: str) -> None:
     """Read or damaged, and nothing else; the others are read as they were."""
     with shared_database(database_url) as shared:
         before = shared.run(prepare(shared.engine))
@@ -148,7 +148,7 @@ async def only_one_is_damaged(
             await connection.execute(text("INSERT INTO transitions SELECT * FROM kept"))
 
 
-async def test_a_statement_of_no_number_is_damage(engine: AsyncEngine) -> None:
+async def test_nan_in_feedback_damages_its_episode(engine: AsyncEngine) -> None:
     await fill(engine, "a nested stop")
     async with engine.begin() as connection:
         await connection.execute(
@@ -162,7 +162,7 @@ async def test_a_statement_of_no_number_is_damage(engine: AsyncEngine) -> None:
     assert "t1-0" in found
 
 
-async def test_a_call_that_repeats_itself_is_damage(engine: AsyncEngine) -> None:
+async def test_call_that_is_a_retry_of_itself_damages_its_episode(engine: AsyncEngine) -> None:
     await fill(engine, "a nested stop")
     await damage(engine, "t1-0", "retry_of = id")
     found, damaged = await read_all(engine)
@@ -198,7 +198,7 @@ BODIES = st.one_of(
 
 
 @pytest.mark.timeout(300)
-def test_each_line_of_an_export_is_one_document(database_url: str) -> None:
+def test_each_line_of_an_export_is_a_json_document(database_url: str) -> None:
     """Whatever a body is: one line an episode, its own, or a message that names it."""
     with shared_database(database_url) as shared:
 
@@ -233,7 +233,7 @@ async def each_is_one_line(engine: AsyncEngine, bodies: list[tuple[bytes, bytes]
             await connection.execute(text("TRUNCATE transitions, episodes CASCADE"))
 
 
-async def test_an_export_leaves_numbers_and_strings_alone(engine: AsyncEngine) -> None:
+async def test_export_keeps_numbers_and_strings_as_written(engine: AsyncEngine) -> None:
     said = b'{ "a" : [ 1e400, 1.10,\n-0.0, ' + b"9" * 50 + b', "\\u0041\\/" ], "a": 1 }\n'
     await store(
         engine,

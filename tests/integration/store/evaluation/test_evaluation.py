@@ -72,7 +72,9 @@ async def test_an_episode_of_evaluation_is_never_claimed(engine: AsyncEngine) ->
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_one_call_is_enough(engine: AsyncEngine, turned: bool) -> None:
+async def test_single_evaluation_call_makes_its_episode_evaluation(
+    engine: AsyncEngine, turned: bool
+) -> None:
     calls = [call("e"), call("e", split="eval"), call("e")]
     for record in reversed(calls) if turned else calls:
         await store(engine, record)
@@ -96,7 +98,7 @@ async def test_evaluation_fills_no_group(engine: AsyncEngine) -> None:
         ({}, {"call_rewards_after_s": 0}),
     ],
 )
-async def test_neither_failures_nor_rewards_for_calls_bring_it_in(
+async def test_neither_failure_nor_call_rewards_make_evaluation_claimable(
     engine: AsyncEngine, changes: Any, rule: Any
 ) -> None:
     for split in ("eval", "train"):
@@ -128,7 +130,7 @@ async def test_evaluation_does_not_expire(engine: AsyncEngine) -> None:
         assert list((await connection.execute(query)).scalars()) == ["train"]
 
 
-async def test_what_turned_evaluation_after_it_was_spent_is_compared_with_no_more(
+async def test_consumed_episode_that_became_evaluation_is_not_compared_with(
     engine: AsyncEngine,
 ) -> None:
     short = ClaimRule(policy="m", group_size=4, groups=1, max_age_s=1e-6, fewest=1)
@@ -148,7 +150,9 @@ async def test_what_turned_evaluation_after_it_was_spent_is_compared_with_no_mor
 # Said after the claim
 
 
-async def test_what_turns_evaluation_under_a_claim_is_not_consumed(engine: AsyncEngine) -> None:
+async def test_episode_that_becomes_evaluation_under_a_claim_is_not_consumed(
+    engine: AsyncEngine,
+) -> None:
     for key in ("a", "b"):
         await store(engine, call(key, task="q"), reward(1.0, episode=key))
     claim = await take(engine, PAIRS)
@@ -160,7 +164,9 @@ async def test_what_turns_evaluation_under_a_claim_is_not_consumed(engine: Async
     assert keys(await take(engine)) == {"b"}
 
 
-async def test_what_continues_a_claimed_episode_makes_it_evaluation(engine: AsyncEngine) -> None:
+async def test_evaluation_call_that_continues_a_claimed_episode_spoils_the_claim(
+    engine: AsyncEngine,
+) -> None:
     told = said("id", TOOL_CALL)
     await store(engine, own("a", provides=(told,)), reward(1.0, episode="a"))
     claim = await take(engine)
@@ -173,7 +179,9 @@ async def test_what_continues_a_claimed_episode_makes_it_evaluation(engine: Asyn
     assert await take(engine) is None
 
 
-async def test_what_is_spent_stays_spent_and_the_late_call_is_kept(engine: AsyncEngine) -> None:
+async def test_late_evaluation_call_keeps_a_consumed_episode_out_of_the_curve(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, call("a"), reward(1.0, episode="a"))
     claim = await take(engine)
     assert claim is not None
@@ -202,7 +210,7 @@ async def test_a_damaged_episode_of_evaluation_is_set_aside_unspent(engine: Asyn
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("first", "second"), [("eval", "train"), ("train", "eval")])
-async def test_an_id_joins_across_splits_and_the_whole_is_evaluation(
+async def test_episode_joined_by_id_across_splits_is_evaluation(
     engine: AsyncEngine, first: str, second: str, turned: bool
 ) -> None:
     told = said("id", TOOL_CALL)
@@ -216,7 +224,7 @@ async def test_an_id_joins_across_splits_and_the_whole_is_evaluation(
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_training_that_continues_evaluations_words_is_evaluation(
+async def test_training_call_that_continues_an_evaluation_reply_joins_evaluation(
     engine: AsyncEngine, turned: bool
 ) -> None:
     told = said("hello")
@@ -229,7 +237,7 @@ async def test_training_that_continues_evaluations_words_is_evaluation(
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_evaluation_that_repeats_trainings_words_leaves_it_for_training(
+async def test_evaluation_that_repeats_a_training_reply_leaves_training_claimable(
     engine: AsyncEngine, turned: bool
 ) -> None:
     told = said("hello")
@@ -244,7 +252,7 @@ async def test_evaluation_that_repeats_trainings_words_leaves_it_for_training(
     assert keys(await take(engine)) == {"t"}
 
 
-async def test_equal_words_of_much_evaluation_put_training_in_no_doubt(
+async def test_equal_evaluation_replies_do_not_make_a_training_join_doubtful(
     engine: AsyncEngine,
 ) -> None:
     told = said("hello")
@@ -258,7 +266,9 @@ async def test_equal_words_of_much_evaluation_put_training_in_no_doubt(
     assert (whole.key, whole.aliases) == ("t", ("t2",))
 
 
-async def test_a_join_that_is_taken_apart_gives_training_back(engine: AsyncEngine) -> None:
+async def test_undone_join_with_evaluation_makes_training_claimable_again(
+    engine: AsyncEngine,
+) -> None:
     told = said("hello")
     await store(engine, own("e", "eval", provides=(told,)), own("b", needs=(told,)))
     await store(engine, reward(1.0, episode="b"))
@@ -297,7 +307,7 @@ async def test_other_rewards_have_students_interval(engine: AsyncEngine) -> None
 
 
 @pytest.mark.parametrize(("right", "alone"), [((8, 0), (1, 0)), ((8, 8), (1, 1))])
-async def test_eight_attempts_at_a_task_that_all_end_alike_are_worth_one(
+async def test_repeated_equal_attempts_at_a_task_do_not_narrow_the_interval(
     engine: AsyncEngine, right: tuple[int, ...], alone: tuple[int, ...]
 ) -> None:
     async def limits(attempts: int, ends: tuple[int, ...], policy: str) -> tuple[Any, Any]:
@@ -328,7 +338,7 @@ async def test_the_newest_reward_of_an_episode_counts(engine: AsyncEngine) -> No
     assert [point.mean for point in await curve(engine)] == [0.0]
 
 
-async def test_rewards_for_calls_count_by_their_mean_where_there_is_no_other(
+async def test_mean_of_call_rewards_counts_if_the_episode_has_no_reward(
     engine: AsyncEngine,
 ) -> None:
     calls = [call("a", split="eval"), call("a", split="eval")]
@@ -355,7 +365,7 @@ async def test_an_episode_counts_for_each_policy_by_the_version_of_its_first_cal
     assert found == [("checker", 5, 1.0), ("writer", 2, 1.0)]
 
 
-async def test_joined_parts_are_one_episode_of_the_curve(engine: AsyncEngine) -> None:
+async def test_joined_parts_count_as_a_single_episode_in_the_curve(engine: AsyncEngine) -> None:
     told = said("1")
     await store(engine, own("a", "eval", provides=(told,)), own("b", "eval", needs=(told,)))
     await store(engine, reward(1.0, episode="b"))
@@ -370,7 +380,7 @@ async def test_rewards_that_are_too_large_to_be_squared_are_no_error(engine: Asy
     assert point.mean == pytest.approx(1e15 / 3)
 
 
-async def test_the_work_of_each_version_has_a_curve_too(engine: AsyncEngine) -> None:
+async def test_training_episodes_have_a_reward_curve_by_version(engine: AsyncEngine) -> None:
     work = [("a", 0, 0.0), ("b", 1, 1.0), ("c", 1, 0.5)]
     for key, version, value in work:
         await store(engine, call(key, policy_version=version), reward(value, episode=key))

@@ -287,7 +287,7 @@ def marked(database_url: str) -> Iterator[SharedDatabase]:
 )
 @given(steps=ledgers, rule=rules)
 @example(steps=LATE, rule=GROUPS)
-def test_none_of_evaluation_is_spent_and_all_of_training_is(
+def test_all_training_and_no_evaluation_episodes_are_consumed(
     marked: SharedDatabase, steps: list[Sequence[Any]], rule: ClaimRule
 ) -> None:
     marked.run(play(marked.engine, steps, rule))
@@ -298,7 +298,7 @@ def test_none_of_evaluation_is_spent_and_all_of_training_is(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=st.lists(calls | calls | rewards, max_size=24))
-def test_evaluation_sets_no_training_aside(
+def test_evaluation_sets_no_training_episode_aside(
     marked: SharedDatabase, steps: list[Sequence[Any]]
 ) -> None:
     marked.run(play(marked.engine, steps))

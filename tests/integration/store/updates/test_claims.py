@@ -42,7 +42,7 @@ async def finish(engine: AsyncEngine, claim: Claim, version: int | None = 1) -> 
     await consume_all(engine, claim, {"loss": 0.5}, version)
 
 
-async def test_whole_groups_with_all_their_calls(engine: AsyncEngine) -> None:
+async def test_claim_has_whole_groups_with_all_their_calls(engine: AsyncEngine) -> None:
     await fill(engine)
     claim = await take(engine)
     assert claim is not None
@@ -121,7 +121,7 @@ async def somebody_waits(engine: AsyncEngine) -> bool:
         return bool(await connection.scalar(text(waiting)))
 
 
-async def test_a_group_is_claimed_with_the_member_that_somebody_holds(engine: AsyncEngine) -> None:
+async def test_claim_waits_for_a_member_locked_by_another_transaction(engine: AsyncEngine) -> None:
     await fill(engine)
     async with engine.connect() as other:
         await other.execute(text("SELECT FROM episodes WHERE key = 't0-1' FOR UPDATE"))
@@ -134,7 +134,7 @@ async def test_a_group_is_claimed_with_the_member_that_somebody_holds(engine: As
     assert [len(group.episodes) for group in claim.groups] == [2, 2]
 
 
-async def test_one_update_runs_at_a_time(engine: AsyncEngine) -> None:
+async def test_concurrent_claims_of_a_policy_start_a_single_update(engine: AsyncEngine) -> None:
     await fill(engine, tasks=8)
     found = await asyncio.gather(*[take(engine) for _ in range(4)], return_exceptions=True)
     assert sum(isinstance(claim, Claim) for claim in found) == 1
@@ -233,7 +233,7 @@ async def test_each_episode_is_consumed_with_its_outcome(
     )
 
 
-async def test_of_refused_outcomes_none_is_stored(
+async def test_no_outcome_is_stored_if_any_is_refused(
     engine: AsyncEngine, running: tuple[UUID, list[UUID]]
 ) -> None:
     update_id, [one, other, _] = running

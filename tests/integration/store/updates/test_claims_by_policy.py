@@ -71,7 +71,7 @@ async def found(engine: AsyncEngine, query: str = OF_POLICIES) -> list[tuple[Any
 
 
 @pytest.mark.parametrize("seed", range(16))
-async def test_any_order_split_and_repetition_gives_the_same_to_claim(
+async def test_any_order_split_and_repetition_gives_the_same_claimable_episodes(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
@@ -153,7 +153,7 @@ def episodes_of_three(count: int) -> list[list[SpoolRecord]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_each_policy_consumes_each_episode_once_whatever_is_killed(
+async def test_each_policy_consumes_each_episode_once_through_kills(
     engine: AsyncEngine, seed: int
 ) -> None:
     """The episodes arrive meanwhile, their calls and rewards in any order and more than once."""
@@ -185,7 +185,7 @@ async def test_each_policy_consumes_each_episode_once_whatever_is_killed(
     assert await found(engine, SPENT) == [(*pair, 1, True) for pair in expected]
 
 
-async def test_one_policys_updates_touch_nothing_of_the_other(engine: AsyncEngine) -> None:
+async def test_policys_updates_change_nothing_of_another_policy(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         for policy in POLICIES:
             await ensure_base(connection, policy)

@@ -102,7 +102,9 @@ async def unserved(engine: AsyncEngine) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_all_at_once_is_one_by_one(engine: AsyncEngine, seed: int) -> None:
+async def test_query_for_all_versions_agrees_with_single_lookups(
+    engine: AsyncEngine, seed: int
+) -> None:
     await fill(engine, Random(seed))
     async with engine.begin() as connection:
         for name in ("m", "n", "nobody"):
@@ -120,7 +122,7 @@ async def test_all_at_once_is_one_by_one(engine: AsyncEngine, seed: int) -> None
             )
 
 
-async def test_there_are_idle_versions_and_others(engine: AsyncEngine) -> None:
+async def test_random_ledger_has_idle_and_used_versions(engine: AsyncEngine) -> None:
     """The draws above tell the two apart."""
     await fill(engine, Random(0))
     assert await idle(engine)
@@ -128,7 +130,7 @@ async def test_there_are_idle_versions_and_others(engine: AsyncEngine) -> None:
     assert len(await idle(engine)) + len(await unserved(engine)) < 8
 
 
-async def test_control_and_what_a_roll_back_would_serve_are_never_idle(engine: AsyncEngine) -> None:
+async def test_control_and_rollback_target_are_never_idle(engine: AsyncEngine) -> None:
     await serve_ten(engine, v3="retired", v4="retired", v5="retired", v10="serving")
     served = "UPDATE policy_events SET at = now() - abs(version - 3) * interval '1 h'"
     share = "UPDATE policies SET share = 0.05 WHERE version = 5"
@@ -155,9 +157,7 @@ async def serve_ten(engine: AsyncEngine, **states: State) -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_an_episode_that_moved_uses_its_new_version_alone(
-    engine: AsyncEngine, turned: bool
-) -> None:
+async def test_moved_episode_uses_only_its_new_version(engine: AsyncEngine, turned: bool) -> None:
     await serve_ten(engine, v5="retired", v6="retired", v10="serving")
     records = [made("e", 0, 1, LONG_AGO_S), made("e", 1, 5, 1.0)]
     for record in reversed(records) if turned else records:
@@ -170,7 +170,7 @@ async def test_an_episode_that_moved_uses_its_new_version_alone(
         assert await pinned_version(driver, "m", "e") == 5
 
 
-async def test_a_joined_episode_goes_on_with_the_version_that_its_last_part_moved_to(
+async def test_joined_episode_continues_with_the_version_of_its_last_part(
     engine: AsyncEngine,
 ) -> None:
     await serve_ten(engine, v1="retired", v5="retired", v10="serving")
@@ -196,7 +196,7 @@ async def test_a_version_is_kept_for_an_episode_that_calls_another_policy_meanwh
     assert await idle(engine) == [6]
 
 
-async def test_each_version_that_one_episode_asks_for_by_name_is_in_use(
+async def test_each_version_that_an_episode_asks_for_by_name_is_in_use(
     engine: AsyncEngine,
 ) -> None:
     await serve_ten(engine, v10="serving")
@@ -221,7 +221,7 @@ async def test_rewarded_episode_keeps_no_version_unless_it_is_of_evaluation(
 @pytest.mark.parametrize(
     ("pause_s", "call_s", "keeps"), [(8, 1, False), (40, 1, True), (8, 40, True)]
 )
-async def test_usual_pause_and_call_of_the_agent_say_how_long_an_episode_is_waited_for(
+async def test_agents_usual_pause_and_call_decide_how_long_its_version_is_kept(
     engine: AsyncEngine, pause_s: float, call_s: float, keeps: bool
 ) -> None:
     await serve_ten(engine, v4="retired", v5="retired", v10="serving")
@@ -241,7 +241,7 @@ async def test_usual_pause_and_call_of_the_agent_say_how_long_an_episode_is_wait
     assert await idle(engine) == ([5] if keeps else [4, 5])
 
 
-async def test_call_may_be_open_for_a_while_after_its_version_lost_the_traffic(
+async def test_version_is_not_idle_for_a_while_after_it_lost_the_traffic(
     engine: AsyncEngine,
 ) -> None:
     """The database knows of no call before it has ended."""
@@ -252,7 +252,7 @@ async def test_call_may_be_open_for_a_while_after_its_version_lost_the_traffic(
     assert await idle(engine) == [4]
 
 
-async def test_recalled_version_waits_to_be_promoted(engine: AsyncEngine) -> None:
+async def test_recalled_version_is_not_idle(engine: AsyncEngine) -> None:
     await serve_ten(engine, v4="retired", v10="serving")
     async with engine.begin() as connection:
         await recall(connection, "m", 5, reason="to go back", actor="operator")
@@ -270,7 +270,7 @@ async def changed(engine: AsyncEngine, version: int, *, ago_s: float) -> None:
         await connection.execute(text(query), {"s": ago_s, "v": version})
 
 
-async def test_an_episode_that_was_rolled_back_keeps_the_version_that_it_calls(
+async def test_episode_that_moved_to_an_older_version_keeps_it_in_use(
     engine: AsyncEngine,
 ) -> None:
     await serve_ten(engine, v4="retired", v10="serving")
@@ -279,7 +279,9 @@ async def test_an_episode_that_was_rolled_back_keeps_the_version_that_it_calls(
 
 
 @pytest.mark.parametrize("idle_s", [1e9, 4e9])
-async def test_what_is_never_idle_is_not(engine: AsyncEngine, idle_s: float) -> None:
+async def test_huge_idle_time_leaves_no_version_unserved(
+    engine: AsyncEngine, idle_s: float
+) -> None:
     """A recipe may say so with a time before the first that ids can tell."""
     await serve_ten(engine, v10="serving")
     async with engine.connect() as connection:

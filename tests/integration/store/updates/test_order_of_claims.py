@@ -76,7 +76,7 @@ async def store(engine: AsyncEngine, episodes: list[Episode]) -> None:
         await ingest(connection, records)
 
 
-async def test_an_episode_of_half_an_hour_is_not_left_over_for_its_version(
+async def test_group_with_the_latest_rewards_is_claimed_despite_an_older_version(
     engine: AsyncEngine,
 ) -> None:
     long = [Episode(0, 0, 700.0, 0.0, 0), Episode(1, 0, 700.0, 1.0, 0)]

@@ -38,7 +38,7 @@ async def fall(connection: AsyncConnection, number: int) -> int | None:
     return None if serves is None else serves.version
 
 
-async def test_all_that_served_since_the_control_falls_with_its_lineage(
+async def test_every_version_since_the_control_is_rolled_back_with_its_lineage(
     engine: AsyncEngine,
 ) -> None:
     """2 is the control of 3 and 4; 9 has another root."""
@@ -71,7 +71,7 @@ async def test_all_that_served_since_the_control_falls_with_its_lineage(
     await check_told(engine)
 
 
-async def test_canary_falls_alone_with_what_was_trained_on_from_it(engine: AsyncEngine) -> None:
+async def test_canary_is_rolled_back_with_only_its_own_lineage(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 2, 1)
         await promote(connection, "m", 1, rule=RULE)
@@ -91,7 +91,7 @@ async def test_canary_falls_alone_with_what_was_trained_on_from_it(engine: Async
     }
 
 
-async def test_control_that_was_trained_on_from_what_falls_stays(engine: AsyncEngine) -> None:
+async def test_control_survives_the_roll_back_of_its_parent(engine: AsyncEngine) -> None:
     """An operator gave the traffic to an older version, beside which a newer one did better."""
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 2, 1)
@@ -124,7 +124,7 @@ async def test_rolled_back_version_never_serves_again(engine: AsyncEngine) -> No
 
 
 @pytest.mark.parametrize(("served", "before"), [((1, 2, 3, 1, 4), 1), ((1, 2, 3, 0, 4), 0)])
-async def test_without_a_control_what_had_the_traffic_before_serves_again(
+async def test_without_a_control_the_version_that_served_before_serves_again(
     engine: AsyncEngine, served: tuple[int, ...], before: int
 ) -> None:
     """Whatever its number, and whoever asked first: by who moved the traffic."""
@@ -143,7 +143,7 @@ async def test_without_a_control_what_had_the_traffic_before_serves_again(
         assert await fall(connection, 4) == before
 
 
-async def test_version_that_never_served_or_is_unloaded_serves_after_no_roll_back(
+async def test_roll_back_never_serves_an_unserved_or_unloaded_version(
     engine: AsyncEngine,
 ) -> None:
     async with engine.begin() as connection:
@@ -157,7 +157,7 @@ async def test_version_that_never_served_or_is_unloaded_serves_after_no_roll_bac
         assert await fall(connection, 4) == 1
 
 
-async def test_what_serves_nothing_cannot_be_rolled_back(engine: AsyncEngine) -> None:
+async def test_base_or_written_version_cannot_be_rolled_back(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0)
         for number in (0, 1):
@@ -234,7 +234,7 @@ async def check_fall(connection: AsyncConnection, fallen: PolicyVersion) -> None
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_roll_back_frees_just_the_lineage_and_what_serves_is_loaded(
+async def test_roll_back_fails_only_the_lineage_and_serves_a_loaded_version(
     engine: AsyncEngine, seed: int
 ) -> None:
     draw = Random(seed)
@@ -254,7 +254,9 @@ async def test_roll_back_frees_just_the_lineage_and_what_serves_is_loaded(
     await check_told(engine)
 
 
-async def test_update_of_a_version_that_fell_meanwhile_makes_none(engine: AsyncEngine) -> None:
+async def test_update_from_a_version_that_failed_meanwhile_makes_no_version(
+    engine: AsyncEngine,
+) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await promote(connection, "m", 1, rule=RULE)
@@ -350,7 +352,7 @@ async def test_episodes_of_a_rolled_back_version_are_consumed_untrained(
         assert len(await find_ready(connection, ALL, 0)) == len(KEPT)
 
 
-async def test_they_are_consumed_without_a_reward_too_and_before_others_expire(
+async def test_unscored_episodes_of_a_rolled_back_version_expire_as_rolled_back(
     engine: AsyncEngine,
 ) -> None:
     async with engine.begin() as connection:
@@ -370,7 +372,9 @@ async def test_they_are_consumed_without_a_reward_too_and_before_others_expire(
     assert counted == {"rolled_back": len(LOST), "stale": 2}
 
 
-async def test_what_an_update_held_already_is_not_consumed(engine: AsyncEngine) -> None:
+async def test_claim_with_episodes_of_a_rolled_back_version_is_not_consumed(
+    engine: AsyncEngine,
+) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 1, 3)
         await ingest(connection, records())
@@ -389,7 +393,7 @@ async def test_what_an_update_held_already_is_not_consumed(engine: AsyncEngine) 
     await consume_all(engine, again, {}, 5)
 
 
-async def test_versions_that_were_rolled_back_make_nothing_older(lost: AsyncEngine) -> None:
+async def test_rolled_back_versions_do_not_count_for_staleness(lost: AsyncEngine) -> None:
     rule = ClaimRule(policy="m", group_size=1, groups=9, max_age_s=1e9, max_staleness=1)
     async with lost.begin() as connection:
         # Of 1 and 3 none is more than one version old, whatever came to nothing in between.

@@ -36,7 +36,7 @@ async def group(engine: AsyncEngine, task: str, *values: float, at: int = 0) -> 
 
 
 @pytest.mark.parametrize(("fresh", "stale", "takes"), [(3, 1, 4), (1, 3, 4), (1, 2, 0), (4, 1, 4)])
-async def test_stale_member_fills_a_group_that_waits_for_no_other_in_its_place(
+async def test_stale_member_fills_its_group_and_does_not_expire_while_it_waits(
     engine: AsyncEngine, fresh: int, stale: int, takes: int
 ) -> None:
     """As most of the control's are; it is compared with, and consumed untrained."""
@@ -69,7 +69,7 @@ async def test_stale_member_fills_a_group_that_waits_for_no_other_in_its_place(
         ([1, 1, 1, 1], [0], [], False),
     ],
 )
-async def test_stale_member_is_compared_with(
+async def test_stale_member_gives_signal_to_a_group_short_of_fresh_members(
     engine: AsyncEngine, fresh: list[int], stale: list[int], earlier: list[int], has_signal: bool
 ) -> None:
     hasty = rule(group_size=4, groups=1, max_age_s=NOW, fewest=1)
@@ -103,7 +103,7 @@ async def test_groups_without_spread_do_not_make_an_update(engine: AsyncEngine) 
     assert tasks(await claimed(engine, rule(needs_spread=False))) == ["a", "same"]
 
 
-async def test_an_update_takes_as_many_of_them_along(engine: AsyncEngine) -> None:
+async def test_update_takes_waiting_groups_without_spread_along(engine: AsyncEngine) -> None:
     for number, task in enumerate(("same1", "same2", "same3")):
         await group(engine, task, 1.0, 1.0, at=number)
     # Three are enough by themselves; one is consumed first.
@@ -116,7 +116,9 @@ async def test_an_update_takes_as_many_of_them_along(engine: AsyncEngine) -> Non
     assert tasks(await claimed(engine, rule())) == ["a", "b", "same3"]
 
 
-async def test_enough_of_them_are_consumed_while_too_few_differ(engine: AsyncEngine) -> None:
+async def test_enough_groups_without_spread_are_consumed_while_few_have_spread(
+    engine: AsyncEngine,
+) -> None:
     await group(engine, "a", 1.0, 0.0)
     await group(engine, "same1", 1.0, 1.0)
     await group(engine, "same2", 0.0, 0.0)
@@ -139,7 +141,9 @@ async def test_groups_without_spread_wait_for_a_whole_update_at_any_age(
     assert tasks(await claimed(engine, old)) == ["same1", "same2"]
 
 
-async def test_no_age_makes_an_update_of_fewer_than_it_needs(engine: AsyncEngine) -> None:
+async def test_too_few_episodes_for_an_update_are_not_claimed_at_any_age(
+    engine: AsyncEngine,
+) -> None:
     await group(engine, "a", 1.0, 0.0)
     assert await claimed(engine, rule(max_age_s=NOW)) is None
     assert tasks(await claimed(engine, rule(max_age_s=NOW, fewest=2))) == ["a"]
@@ -153,7 +157,7 @@ async def test_update_of_the_fewest_takes_groups_without_spread_along(
     assert tasks(await claimed(engine, rule(fewest=2))) == ["a", "same"]
 
 
-async def test_of_corrected_rewards_the_newest_are_compared(engine: AsyncEngine) -> None:
+async def test_newest_of_corrected_rewards_is_compared(engine: AsyncEngine) -> None:
     await group(engine, "a", 1.0, 0.0)
     await group(engine, "b", 1.0, 1.0)
     await store(engine, reward(1.0, episode="a1", at=5), reward(0.25, episode="a1", at=2))
@@ -165,7 +169,7 @@ async def test_of_corrected_rewards_the_newest_are_compared(engine: AsyncEngine)
     assert found == {"a0": 1.0, "a1": 1.0, "b0": 0.5, "b1": 1.0}
 
 
-async def test_of_rewards_said_at_once_the_lowest_counts(engine: AsyncEngine) -> None:
+async def test_lowest_of_simultaneous_rewards_counts(engine: AsyncEngine) -> None:
     await group(engine, "a", 1.0, 1.0)
     await store(engine, reward(0.25, episode="a1"), reward(0.5, episode="a1"))
     await group(engine, "b", 1.0, 1.0)
@@ -175,7 +179,7 @@ async def test_of_rewards_said_at_once_the_lowest_counts(engine: AsyncEngine) ->
     assert found == 0.25
 
 
-async def test_a_late_member_differs_from_those_that_were_consumed(engine: AsyncEngine) -> None:
+async def test_late_member_has_spread_with_consumed_members(engine: AsyncEngine) -> None:
     await group(engine, "t", 1.0, 1.0)
     first = await claimed(engine, rule(groups=1))
     assert first is not None
@@ -188,7 +192,7 @@ async def test_a_late_member_differs_from_those_that_were_consumed(engine: Async
     assert tasks(await claimed(engine, late)) == ["same1", "same2", "t"]
 
 
-async def test_a_failure_differs_by_what_the_recipe_gives_it(engine: AsyncEngine) -> None:
+async def test_failed_episode_gives_spread_by_its_failed_reward(engine: AsyncEngine) -> None:
     broken: dict[str, Any] = {"http_status": 400}
     await store(
         engine,
@@ -237,7 +241,7 @@ async def rated(engine: AsyncEngine, *values: float, task: str | None = "{n}", a
 
 
 @pytest.mark.parametrize("task", [None, "once/{n}"])
-async def test_single_episodes_are_ready_at_once_and_count_one_by_one(
+async def test_single_episodes_are_ready_at_once_and_count_singly(
     engine: AsyncEngine, task: str | None
 ) -> None:
     await rated(engine, 1.0, 1.0, 1.0, task=task)
@@ -246,7 +250,7 @@ async def test_single_episodes_are_ready_at_once_and_count_one_by_one(
     assert len(keys(await claimed(engine, rule()))) == 4
 
 
-async def test_groups_and_single_episodes_make_one_update(engine: AsyncEngine) -> None:
+async def test_groups_and_single_episodes_share_an_update(engine: AsyncEngine) -> None:
     """Each counts by its number, and none of them waits for its own kind."""
     await group(engine, "a", 1.0, 0.0)
     await rated(engine, 1.0, 0.0, task=None)
@@ -287,7 +291,7 @@ async def test_repeats_are_seen_among_consumed_episodes_too(engine: AsyncEngine)
     assert await claimed(engine, rule(fewest=1)) is None
 
 
-async def test_task_of_all_episodes_makes_as_many_groups_as_it_has_members_for(
+async def test_single_task_of_all_episodes_makes_several_groups(
     engine: AsyncEngine,
 ) -> None:
     """As where agents say what differs in their instructions alone."""
@@ -297,7 +301,7 @@ async def test_task_of_all_episodes_makes_as_many_groups_as_it_has_members_for(
     assert tasks(claim) == ["only"]
 
 
-async def test_update_takes_no_more_than_a_whole_one(engine: AsyncEngine) -> None:
+async def test_update_takes_no_more_episodes_than_a_whole_update(engine: AsyncEngine) -> None:
     await rated(engine, *[1.0, 0.0] * 9, task=None)
     assert len(keys(await claimed(engine, rule(group_size=8, groups=2, fewest=4)))) == 16
 
@@ -334,7 +338,7 @@ async def test_groups_of_successes_alone_make_an_update(engine: AsyncEngine) -> 
     assert tasks(await claimed(engine, success())) == ["a", "b"]
 
 
-async def test_groups_without_a_success_do_not_make_one(engine: AsyncEngine) -> None:
+async def test_groups_without_a_success_do_not_make_an_update(engine: AsyncEngine) -> None:
     """Their rewards differ, and none is enough."""
     await group(engine, "low", 0.9, 0.0)
     await group(engine, "a", 1.0, 0.0)
@@ -357,7 +361,7 @@ async def test_failures_are_taken_along_or_by_themselves(engine: AsyncEngine) ->
     assert tasks(await claimed(engine, success())) == ["a", "b", "low3"]
 
 
-async def test_of_a_task_with_many_episodes_successes_are_taken_first(
+async def test_success_of_a_large_task_is_claimed_first(
     engine: AsyncEngine,
 ) -> None:
     await group(engine, "a", 1.0, 0.0, 0.0, 0.0, 0.0)
@@ -368,7 +372,7 @@ async def test_of_a_task_with_many_episodes_successes_are_taken_first(
     assert len(keys(claim)) == 4
 
 
-async def test_a_success_that_was_consumed_is_no_success_that_waits(engine: AsyncEngine) -> None:
+async def test_consumed_success_does_not_count_as_waiting(engine: AsyncEngine) -> None:
     await group(engine, "a", 1.0, 1.0)
     first = await claimed(engine, success(groups=1))
     assert first is not None
@@ -381,7 +385,7 @@ async def test_a_success_that_was_consumed_is_no_success_that_waits(engine: Asyn
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
-async def test_a_failed_episode_is_worth_what_the_recipe_says(
+async def test_failed_episodes_are_claimed_with_any_failed_reward(
     engine: AsyncEngine, value: float
 ) -> None:
     for name in ("x", "y"):

@@ -54,7 +54,7 @@ async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine)
     assert counts(await live(engine, "elsewhere")) == (1, 1, 0)
 
 
-async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
+async def test_removed_policy_needs_no_slot_once_its_episodes_are_over(
     engine: AsyncEngine,
 ) -> None:
     await add(engine, "m", ("retired", 9e3), ("serving", 9e3))
@@ -78,7 +78,7 @@ async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
     assert await needed("m") == (1, 0, 2)
 
 
-async def test_a_look_reads_no_more_however_many_versions_there_were(engine: AsyncEngine) -> None:
+async def test_slot_query_reads_no_more_with_many_old_versions(engine: AsyncEngine) -> None:
     await add(engine, "elsewhere", *[("unloaded", 9e3)] * 30, base="another")
     await add(engine, "m", ("serving", 5.0))
     many = """
@@ -109,7 +109,7 @@ async def test_a_base_model_needs_no_slot(engine: AsyncEngine) -> None:
     assert (await live(engine)).total == 0
 
 
-async def test_a_running_update_reserves_one_until_it_ends(engine: AsyncEngine) -> None:
+async def test_running_update_reserves_a_slot_until_it_ends(engine: AsyncEngine) -> None:
     await add(engine, "m")
     await add(engine, "n")
     async with engine.begin() as connection:
@@ -120,7 +120,7 @@ async def test_a_running_update_reserves_one_until_it_ends(engine: AsyncEngine) 
     assert (await live(engine)).coming == 0
 
 
-async def test_what_a_trainer_that_is_gone_left_running_reserves_nothing_for_ever(
+async def test_update_left_running_by_a_lost_trainer_reserves_no_slot_for_ever(
     engine: AsyncEngine,
 ) -> None:
     await add(engine, "m")
@@ -192,7 +192,9 @@ async def test_trainers_of_other_servers_do_not_wait_for_each_other(engine: Asyn
         await asyncio.wait_for(lock_slots(other, "elsewhere"), 10.0)
 
 
-async def test_partners_that_are_ready_are_those_of_the_set_alone(engine: AsyncEngine) -> None:
+async def test_only_partners_of_the_policys_set_count_as_ready_partners(
+    engine: AsyncEngine,
+) -> None:
     await add(engine, "m", ("serving", 9.0), ("loaded", 5.0))
     await add(engine, "n", ("serving", 9.0))
     await add(engine, "o", ("serving", 9.0), ("loaded", 5.0))

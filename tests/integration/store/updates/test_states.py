@@ -102,14 +102,14 @@ async def put(connection: AsyncConnection, state: PolicyState) -> None:
         await set_state(connection, "m", 1, state)
 
 
-def test_there_is_a_function_for_each_change_that_is_allowed() -> None:
+def test_each_allowed_change_of_state_has_a_function() -> None:
     assert set(MOVES) == {(before, to) for before in ALLOWED for to in ALLOWED[before]}
     assert set(ALLOWED) == set(POLICY_STATES)
     assert len(POLICY_STATES) == 7
 
 
 @pytest.mark.parametrize(("before", "to"), MOVES)
-async def test_version_changes_by_a_function_with_one_event(
+async def test_each_change_of_state_writes_a_single_event(
     engine: AsyncEngine, before: PolicyState, to: PolicyState
 ) -> None:
     async with engine.begin() as connection:
@@ -124,7 +124,9 @@ async def test_version_changes_by_a_function_with_one_event(
 
 
 @pytest.mark.parametrize("before", POLICY_STATES)
-async def test_version_changes_in_no_other_way(engine: AsyncEngine, before: PolicyState) -> None:
+async def test_forbidden_change_of_state_is_refused(
+    engine: AsyncEngine, before: PolicyState
+) -> None:
     async with engine.begin() as connection:
         await put(connection, before)
     were = await states(engine), await told(engine)
@@ -135,7 +137,7 @@ async def test_version_changes_in_no_other_way(engine: AsyncEngine, before: Poli
     assert (await states(engine), await told(engine)) == were
 
 
-async def test_event_says_who_changed_a_state_and_on_what_that_rests(engine: AsyncEngine) -> None:
+async def test_event_has_actor_reason_and_evidence(engine: AsyncEngine) -> None:
     proof = {"verdict": "better", "arms": {"canary": {"episodes": 50}}}
     async with engine.begin() as connection:
         await trained(connection, 0)
@@ -152,7 +154,7 @@ async def test_event_says_who_changed_a_state_and_on_what_that_rests(engine: Asy
         assert await connection.scalar(text(given)) == 0
 
 
-async def test_what_is_killed_before_it_is_committed_changed_nothing(engine: AsyncEngine) -> None:
+async def test_promotion_killed_before_its_commit_changes_nothing(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
@@ -172,7 +174,7 @@ async def test_what_is_killed_before_it_is_committed_changed_nothing(engine: Asy
     assert (await states(engine), await told(engine)) == before
 
 
-async def test_a_change_is_not_there_without_its_event_even_where_each_statement_is_committed(
+async def test_failed_event_leaves_the_state_unchanged_even_in_autocommit(
     engine: AsyncEngine,
 ) -> None:
     async with engine.begin() as connection:
@@ -186,7 +188,7 @@ async def test_a_change_is_not_there_without_its_event_even_where_each_statement
     await check_told(engine)
 
 
-async def test_of_two_controllers_who_decide_at_once_one_does(engine: AsyncEngine) -> None:
+async def test_only_a_single_concurrent_roll_back_succeeds(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await promote(connection, "m", 1, reason=TEST, actor="trainer")
@@ -204,7 +206,7 @@ async def test_of_two_controllers_who_decide_at_once_one_does(engine: AsyncEngin
     await check_told(engine)
 
 
-async def test_whoever_decides_at_once_the_events_tell_what_there_is(engine: AsyncEngine) -> None:
+async def test_events_match_states_after_concurrent_changes(engine: AsyncEngine) -> None:
     """Controllers and operators at once, in an order of chance: no change without its event."""
     async with engine.begin() as connection:
         await trained(connection, *range(6))
@@ -237,7 +239,7 @@ async def test_whoever_decides_at_once_the_events_tell_what_there_is(engine: Asy
     await check_told(engine)
 
 
-async def test_promoters_of_one_policy_come_one_after_the_other(engine: AsyncEngine) -> None:
+async def test_concurrent_promotions_of_a_policy_are_serialised(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 0, 0, 0)
         for number in range(1, 5):
@@ -260,7 +262,7 @@ async def test_promoters_of_one_policy_come_one_after_the_other(engine: AsyncEng
     await check_told(engine)
 
 
-async def test_who_served_since_is_told_by_who_got_the_traffic(engine: AsyncEngine) -> None:
+async def test_served_since_counts_only_versions_that_got_the_traffic(engine: AsyncEngine) -> None:
     """What stays in its state, such as what is frozen, did not get it."""
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
@@ -281,7 +283,7 @@ async def test_who_served_since_is_told_by_who_got_the_traffic(engine: AsyncEngi
 # Which versions servers keep
 
 
-async def test_servers_keep_what_an_episode_may_have(engine: AsyncEngine) -> None:
+async def test_servers_keep_only_versions_that_episodes_may_use(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 1, 0)
         await promote(connection, "m", 1, rule=RULE)
@@ -412,7 +414,7 @@ async def test_share_is_the_canarys_alone_and_ends_with_it(engine: AsyncEngine) 
                 await connection.execute(query, {"share": share, "version": number})
 
 
-async def test_nothing_goes_live_of_a_policy_that_is_frozen(engine: AsyncEngine) -> None:
+async def test_frozen_policy_promotes_no_version(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0)
         await loads(connection, 1)
@@ -426,7 +428,7 @@ async def test_nothing_goes_live_of_a_policy_that_is_frozen(engine: AsyncEngine)
             await freeze(connection, "other", frozen=True, reason=TEST, actor="operator")
 
 
-async def test_policy_is_not_held_for_ever_by_one_that_does_nothing_any_more(
+async def test_lock_of_an_idle_controller_on_a_policy_ends(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a controller does not that is stopped, or whose machine is cut off."""
@@ -462,7 +464,7 @@ async def serving(connection: AsyncConnection) -> dict[str, int]:
     return {v.name: v.version for v in await list_versions(connection) if v.state == "serving"}
 
 
-async def test_who_looks_sees_both_old_or_both_new(written: AsyncEngine) -> None:
+async def test_readers_see_partner_versions_promoted_together(written: AsyncEngine) -> None:
     async with written.begin() as connection:
         await make_loaded(connection, "writer", 1, RULE, **BY)
         assert await promote_together(connection, BOTH, FOR_EVER) == []
@@ -475,7 +477,7 @@ async def test_who_looks_sees_both_old_or_both_new(written: AsyncEngine) -> None
         assert await serving(looking) == {"checker": 1, "writer": 1}
 
 
-async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
+async def test_concurrent_trainers_leave_a_joint_promotion_to_the_next_look(
     written: AsyncEngine,
 ) -> None:
     async with written.connect() as one, written.connect() as other:
@@ -499,7 +501,7 @@ async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
         ({"mode": "immediate", "approve": True}, "loaded"),
     ],
 )
-async def test_a_newer_version_takes_the_place_of_one_that_waits_to_be_looked_at(
+async def test_newer_version_replaces_a_waiting_version_unless_under_review(
     written: AsyncEngine, rule: dict[str, Any], before: str
 ) -> None:
     async with written.begin() as connection:
