@@ -1,4 +1,4 @@
-"""Lock a spool's folders: one process holds each, by a lock that ends with the process."""
+"""Locks on a spool's folders; a lock ends with the process that holds it."""
 
 import errno
 import fcntl
@@ -14,22 +14,21 @@ PRIVATE: Final = 0o700
 LOCK: Final = "lock"
 OPEN: Final = ".open"
 SEALED: Final = ".seg"
-# Errors of a disk that may go away by themselves; any other is a mistake in the set-up.
+# Disk errors that may pass by themselves; any other is a mistake in the set-up.
 PASSING: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 
 
 class Lock:
-    """Hold a file for as long as this process lives, or until `release`."""
+    """An exclusive lock on a file, until `release` or the end of the process."""
 
     def __init__(self, handle: int) -> None:
-        """Store the descriptor that the file was locked through."""
         self._handle = handle
 
     def is_of(self, path: Path) -> bool:
-        """Return whether `path` still is the file that is locked.
+        """Return whether `path` is still the locked file.
 
         Raises:
-            OSError: the disk does not tell.
+            OSError: the file cannot be examined.
         """
         try:
             return os.path.samestat(os.fstat(self._handle), os.stat(path))
@@ -37,12 +36,11 @@ class Lock:
             return False
 
     def release(self) -> None:
-        """Unlock the file, so that another process may lock it."""
         os.close(self._handle)
 
 
 def hold(path: Path) -> Lock:
-    """Lock a file, which is created if it is missing.
+    """Lock a file; create it if it is missing.
 
     Raises:
         SpoolInUse: another process holds it.
@@ -73,10 +71,10 @@ def is_held(path: Path) -> bool:
 
 
 class Home:
-    """Hold a worker's own folder."""
+    """A worker's own folder, locked."""
 
     def __init__(self, folder: Path) -> None:
-        """Lock `folder`, which is created if it is missing.
+        """Lock `folder`; create it if it is missing.
 
         Raises:
             SpoolInUse: another process holds it.
@@ -86,22 +84,21 @@ class Home:
         self.folder = folder
         self._lock = hold(folder / LOCK)
         try:
-            # Segments that an earlier worker left open; nobody writes to them any more.
+            # Segments that an earlier worker left open; no process writes to them.
             self.left = sorted(folder.glob(f"*{OPEN}"))
         except OSError:
             self._lock.release()
             raise
 
     def is_lost(self) -> bool:
-        """Return whether somebody removed the folder, or put another in its place.
+        """Return whether the folder was removed or replaced.
 
         Raises:
-            OSError: the disk does not tell.
+            OSError: the lock file cannot be examined.
         """
         return not self._lock.is_of(self.folder / LOCK)
 
     def release(self) -> None:
-        """Unlock the folder, so that another process may take it."""
         self._lock.release()
 
 

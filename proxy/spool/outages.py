@@ -1,17 +1,17 @@
-"""Keep a mark of fixed size: from one moment to another, records were lost and nobody knows whose.
+"""Recording outages on disk: a time in which records of unknown episodes were lost.
 
-Such a time is an outage. Its mark is written in place, over bytes that were allocated while the
-disk had room, so that a full disk cannot refuse it; and it is durable before any call of that time
-is answered, so that no kill loses it. Each worker's folder has one file of three pages:
+The mark of an outage has a fixed size. It overwrites bytes that were written while the disk had
+room, so a full disk cannot refuse it. It is durable before any call of the outage is answered, so
+no kill loses it. Each worker's folder has one file of three pages:
 
-    | state with an even number | state with an odd number | what is in the database |
+    | worker's state, even number | worker's state, odd number | outage stored in the database |
 
-A state is a number, an id, and two moments (Unix time in seconds; an end of 0: it lasts). Of the
-worker's two pages the one with the higher number counts. If a write is torn, the state before it
-counts: before a beginning nobody was answered yet, and before an end the outage still lasts.
+A state is a number, an id, a beginning and an end (Unix seconds; an end of 0: it lasts). Of the
+worker's two pages the higher number counts. If a write is torn, the previous state counts: before a
+beginning no call was answered yet, and before an end the outage still lasts.
 
-One file holds one outage. If another begins before the last one is stored, both and the time
-between become one.
+A file holds one outage. An outage that begins before the last one is stored is merged with it, and
+covers the time between.
 """
 
 import os
@@ -37,9 +37,9 @@ _NO_ID: Final = bytes(16)
 
 
 class RecordingOutage(NamedTuple):
-    """Mark a time in which records were lost; `until` is None while it lasts.
+    """A time in which records were lost, in Unix seconds by the worker's clock.
 
-    Both moments are Unix time in seconds by the clock of the worker's machine.
+    `until` is None while it lasts.
     """
 
     id: bytes
@@ -48,7 +48,7 @@ class RecordingOutage(NamedTuple):
 
 
 class State(NamedTuple):
-    """Hold what a file says: the worker's last outage, and what the ingester stored last."""
+    """Contents of an outage file: the worker's last outage, and the ingester's last stored one."""
 
     number: int
     outage: RecordingOutage | None
@@ -56,12 +56,12 @@ class State(NamedTuple):
 
     @property
     def not_stored(self) -> RecordingOutage | None:
-        """Return the outage, unless all of it is stored."""
+        """Return the outage, unless it is stored with its end."""
         return None if self.outage == self.stored else self.outage
 
 
 def parse_state(data: bytes) -> State:
-    """Return what the bytes of a file say; a page that is damaged says nothing (pure)."""
+    """Parse an outage file; a damaged page counts as empty (pure)."""
     pages = [_parsed(data[at * PAGE : (at + 1) * PAGE]) for at in range(PAGES)]
     number, outage = max(filter(None, pages[:_STORED]), default=(0, None), key=lambda page: page[0])
     stored_page = pages[_STORED]
@@ -85,10 +85,10 @@ def _packed(number: int, outage: RecordingOutage | None) -> bytes:
 
 
 class OutageFile:
-    """Write the file of one folder; only the process that holds the folder's lock may do so."""
+    """A worker's outage file; only the process that holds the folder's lock may use it."""
 
     def __init__(self, folder: Path) -> None:
-        """Open it, or create it if the disk has room.
+        """Open the file, or create it if the disk has room.
 
         Raises:
             OSError: the disk refuses it.
@@ -96,16 +96,16 @@ class OutageFile:
         self._file = os.open(folder / OUTAGE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if (size := os.fstat(self._file).st_size) < PAGE * PAGES:
-                # Written, and not only set aside: to overwrite it takes no block.
+                # Zeros are written, not just allocated: overwriting them takes no new block.
                 _write(self._file, bytes(PAGE * PAGES - size), size)
                 sync(folder)
             self._number, self._outage, _ = _read(self._file)
         except OSError:
             os.close(self._file)
             raise
-        # The present outage holds an earlier one, of which nobody knows any names.
+        # The outage was merged with an earlier one, whose episodes are unknown.
         self._joined = self.lasts
-        # The latest moment that was seen while it lasted: the clock may be set back.
+        # The latest time seen during the outage: the clock may be set back.
         self._latest = 0.0
 
     @property
@@ -115,14 +115,14 @@ class OutageFile:
 
     @property
     def lasts_since(self) -> float:
-        """Return when the outage began that lasts (Unix time), or infinity if none lasts."""
+        """Return when the present outage began (Unix time), or infinity if none lasts."""
         return self._outage.since if self.lasts and self._outage is not None else inf
 
     def begin(self, now: float) -> bool:
-        """Let an outage begin at `now`; return False if one lasts already that has `now` in it.
+        """Begin an outage at `now`; return False if the present outage covers `now` already.
 
         Raises:
-            OSError: the disk refuses it: nothing is marked.
+            OSError: the write failed; nothing is marked.
         """
         if os.fstat(self._file).st_nlink == 0:
             raise FileNotFoundError("somebody removed the file of outages")
@@ -132,7 +132,7 @@ class OutageFile:
             return False
         not_stored = _read(self._file).not_stored
         if not_stored is not None:
-            # Also if it lasts and the clock was set back.
+            # Merge with it, also if it lasts and the clock was set back.
             self._joined |= not_stored.until is not None
             self._set(RecordingOutage(not_stored.id, min(not_stored.since, now), None))
         else:
@@ -141,13 +141,13 @@ class OutageFile:
         return True
 
     def end(self, now: float, *, named: bool) -> RecordingOutage | None:
-        """End the outage that lasts; return it, or None if there is none or it need not be stored.
+        """End the present outage; return it, or None if there is none or it need not be stored.
 
-        `named` says whether all episodes that lost a record since it began are marked by name. Then
-        there was no outage, unless it holds an earlier one.
+        `named`: all episodes that lost a record since it began are marked by name. The outage is
+        then discarded, unless it was merged with an earlier one.
 
         Raises:
-            OSError: the disk refuses it: the outage lasts.
+            OSError: the write failed; the outage lasts.
         """
         if self._outage is None or self._outage.until is not None:
             return None
@@ -156,17 +156,16 @@ class OutageFile:
         return self._outage
 
     def _set(self, outage: RecordingOutage | None) -> None:
-        # A page whose write failed may be half written: the next try takes the same one.
+        # A failed write may leave half a page: the next try writes the same page.
         _write(self._file, _packed(self._number + 1, outage), (self._number + 1) % _STORED * PAGE)
         self._number, self._outage = self._number + 1, outage
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
 def read_outage(path: Path) -> State:
-    """Return what a file says; its worker may be writing it.
+    """Read an outage file, which its worker may be writing.
 
     Raises:
         OSError: it cannot be read.
@@ -175,7 +174,7 @@ def read_outage(path: Path) -> State:
 
 
 def note_stored(path: Path, outage: RecordingOutage) -> None:
-    """Note in a file that PostgreSQL has an outage; only the ingester does so.
+    """Note in an outage file that PostgreSQL has `outage`; only the ingester calls this.
 
     Raises:
         OSError: the disk refuses it.

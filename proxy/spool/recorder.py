@@ -1,16 +1,16 @@
-"""Bring records to disk with group commit, durable before a reply's end leaves.
+"""Write records to disk by group commit, durable before a reply's end leaves.
 
-The event loop gathers frames; one writer thread takes all that wait, writes them at once, and makes
-them durable with one `fdatasync`. Long frames wait for each other, so that an ordinary call does
-not wait until the disk has taken them all. Whatever the disk does, every future gets a result and
-the thread goes on: an error gives False at once, and so does a commit that takes longer than
-`PATIENCE_S`; until the disk answers, new frames are refused at once. What failed is cut off again,
-so that the segment stays readable.
+The event loop gathers frames; one writer thread takes all waiting frames, writes them together, and
+makes them durable with one `fdatasync`. A commit has at most one long frame, so that an ordinary
+call does not wait for several. Every future gets a result and the thread goes on, whatever the disk
+does: an error gives False at once, and so does a commit that takes longer than `PATIENCE_S`. Until
+the disk answers, new frames are refused at once. Failed bytes are cut off again, so that the
+segment stays readable.
 
-A record that cannot be written is counted, and leaves a `GapRecord`, which names its episode. The
-writer thread writes it into a reserve that a full disk cannot refuse, before anybody gets an
-answer. If that fails too, the episodes are remembered, and the gap is written as soon as the disk
-works; a recording outage on disk stands for them meanwhile, in case this process is killed.
+A record that cannot be written is counted, and a `GapRecord` names its episode. Before any client
+gets its answer, the writer thread writes the gap into a reserve that a full disk cannot refuse. If
+that fails too, the episodes stay in memory until the disk takes their gap; meanwhile a recording
+outage on disk covers them, in case this process is killed.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ QUIET_S: Final = 5.0
 # wakes the writer thread up, and calls wait for that.
 BUSY: Final = 4
 GATHER_S: Final = 0.002
-# A frame longer than this waits until no other long one is in the commit.
+# A commit has at most one frame longer than this; the others wait.
 LONG_BYTES: Final = 256 * 1024
 # Longest time that a commit may take before it counts as failed.
 PATIENCE_S: Final = 15.0
@@ -49,7 +49,7 @@ PATIENCE_S: Final = 15.0
 CLOSE_S: Final = 5.0
 Waiting = tuple[bytes, "asyncio.Future[bool]", str]
 Commit = tuple[list[Waiting], asyncio.AbstractEventLoop]
-# `noted`: the frames are lost, and what is to be noted of them is durable.
+# `noted`: the frames are lost, and a note of them is durable.
 Outcome = Literal["durable", "noted", "lost"]
 OnCommit = Callable[[Outcome, list[str]], None]
 Note = Callable[[list[str]], bytes]
@@ -60,12 +60,11 @@ def _nothing(_outcome: Outcome, _marks: list[str]) -> None:
 
 
 def _no_note(_marks: list[str]) -> bytes:
-    """Note nothing of lost frames."""
     return b""
 
 
 class Spool:
-    """Keep one worker's segments, and the thread that writes them."""
+    """One worker's segments, and the thread that writes them."""
 
     def __init__(
         self,
@@ -78,10 +77,10 @@ class Spool:
     ) -> None:
         """Lock a folder, and start the writer thread.
 
-        If the disk is full or fails, the folder is taken as soon as the disk works.
+        If the disk is full or fails, the folder is locked as soon as the disk works.
 
         Args:
-            folder: the folder, or a function that takes one.
+            folder: the folder, or a function that locks one.
             segment_bytes: size at which a segment is sealed.
             on_commit: called after each commit, before its futures get their result, with
                 its outcome and the marks of its frames.
@@ -91,7 +90,7 @@ class Spool:
 
         Raises:
             SpoolInUse: another process holds the folder.
-            OSError: it cannot be created or written, and that will not change by itself.
+            OSError: it cannot be created or written, and the error will not pass by itself.
         """
         take = folder if callable(folder) else partial(Home, folder)
         self._on_commit = on_commit
@@ -112,8 +111,7 @@ class Spool:
     def append(self, frame: bytes, mark: str = "") -> "asyncio.Future[bool]":
         """Take a frame; the future's result is whether it is durable (False: it counts as lost).
 
-        The frame is taken at once: cancelling the future does not take it back. `mark` is what
-        `on_commit` gets for it.
+        Cancelling the future does not take the frame back. `on_commit` gets the frame's `mark`.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
@@ -164,7 +162,7 @@ class Spool:
 
     def _committed(self, waiting: list[Waiting], outcome: Outcome) -> None:
         if self._stalled:
-            # Their futures gave False already. What is on disk of them is stored all the same.
+            # The futures gave False already. Frames that reached the disk are stored all the same.
             self._stalled = False
             log.warning("spool_answers_again", outcome=outcome)
             self._answer([], outcome)
@@ -188,7 +186,7 @@ class Spool:
                 future.set_result(outcome == "durable")
 
     def end_outage(self, *, named: bool) -> None:
-        """End the outage, if one lasts; `named`: all that was lost meanwhile is marked by name."""
+        """End the outage, if one lasts; `named`: a gap names every episode that lost a record."""
         self._queue.put(partial(self._writer.end_outage, named=named))
 
     async def flush(self) -> None:
@@ -199,8 +197,7 @@ class Spool:
     def close(self, within_s: float = CLOSE_S) -> None:
         """Seal the segment and unlock the folder; call `flush` before.
 
-        A disk that does not answer is waited for `within_s` seconds only: the folder is unlocked
-        when this process ends, in any case.
+        Wait at most `within_s` seconds for the disk: the end of this process unlocks the folder.
         """
         self._queue.put(None)
         self._thread.join(within_s)
@@ -246,10 +243,10 @@ class Spool:
 
 
 def _split(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
-    """Return the frames of the next commit, and those that wait for a later one.
+    """Return the frames of the next commit, and the frames of a later one.
 
-    A call that depends on another came after that one was durable, so frames that wait together may
-    be written in any order.
+    Waiting frames may be written in any order: a call arrives after the record of any call that it
+    depends on is durable.
     """
     lengths = [len(frame) for frame, _, _ in gathered]
     if max(lengths) <= LONG_BYTES:
@@ -272,7 +269,7 @@ def _taken(take: Callable[[], Home]) -> Home | None:
         return None
 
 
-# Most episodes with an unwritten gap that are remembered; beyond them only the outage is on disk.
+# Most episodes with an unwritten gap kept by name; the outage alone covers further ones.
 MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
@@ -281,7 +278,7 @@ GAP: Final = "\0gap"
 
 
 class Recorder:
-    """Bring one worker's records to disk: each is durable, or it is dropped, counted and marked."""
+    """Writes one worker's records: each is durable, or it is dropped, counted and marked."""
 
     def __init__(
         self,
@@ -290,17 +287,17 @@ class Recorder:
         segment_bytes: int = SEGMENT_BYTES,
         redactor: Redactor | None = None,
     ) -> None:
-        """Take a folder under `root`; with a redactor, each record goes through it before.
+        """Lock a folder under `root`; a redactor redacts each record before it is written.
 
         Raises:
-            OSError: it cannot be created or written, and that will not change by itself.
+            OSError: the folder cannot be created or written, and the error will not pass by itself.
         """
         self._redactor = redactor
         self._redacting: set[asyncio.Task[None]] = set()
         self._gaps: dict[str, None] = {}
-        # Those in the gap that is being written.
+        # The episodes of the gap that is being written.
         self._telling: tuple[str, ...] = ()
-        # Records were lost since the last outage ended; and some of whose episodes no name is left.
+        # Records were lost since the last outage ended; some of their episodes were not kept.
         self._losing = False
         self._unnamed = False
         self._retry: asyncio.TimerHandle | None = None
@@ -316,7 +313,7 @@ class Recorder:
         if self._redactor is None:
             return self._append(record, record.episode)
         durable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        # A task of its own: who awaits the future may give up, and the record is written anyway.
+        # A separate task: the caller may stop waiting, and the record is written anyway.
         task = asyncio.create_task(self._append_redacted(self._redactor, record, durable))
         self._redacting.add(task)
         task.add_done_callback(self._redacting.discard)
@@ -343,7 +340,7 @@ class Recorder:
         return lost
 
     async def append(self, record: Frame) -> bool:
-        """Write any other record, and return whether it is durable."""
+        """Write a record that is not a captured call; return whether it is durable."""
         if self._redactor is not None and isinstance(record, FeedbackRecord):
             record = self._redactor.feedback(record)
         return await self._append(record, "")
@@ -352,7 +349,7 @@ class Recorder:
         try:
             frame = encode_frame(record)
         except Exception:
-            # A record that cannot be encoded counts as one that the disk refused.
+            # A record that cannot be encoded counts as refused by the disk.
             log.exception("record_not_encoded", kind=type(record).__name__)
             return self.lose(episode)
         return self._spool.append(frame, episode)
@@ -362,7 +359,7 @@ class Recorder:
         return self._spool.under_way_s()
 
     def _gap_of(self, marks: list[str]) -> bytes:
-        """Return the gap that lost frames leave, as a frame; called in the spool's thread."""
+        """Return the frame of a gap for lost frames; called in the writer thread."""
         # `_telling` does not change before the commit of its gap has ended.
         episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP)
         if GAP in marks:
@@ -391,7 +388,7 @@ class Recorder:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
     def _remember(self, lost: list[str]) -> None:
-        """Remember the episodes of lost records, as many as there is room for."""
+        """Remember the episodes of lost records, at most `MOST_GAPS`."""
         for episode in filter(None, lost):
             self._losing = True
             if len(self._gaps) < MOST_GAPS:
@@ -400,7 +397,7 @@ class Recorder:
                 self._unnamed = True
 
     def _end_outage(self) -> None:
-        """End the outage once all episodes that are remembered have been told of."""
+        """End the outage once gaps of all remembered episodes are written."""
         if self._gaps or self._telling:
             return
         self._spool.end_outage(named=not self._unnamed)
@@ -420,7 +417,7 @@ class Recorder:
         self._spool.append(_gap(self._telling), GAP)
 
     async def close(self) -> None:
-        """Write what waits, and unlock the folder."""
+        """Write all waiting records, and unlock the folder."""
         while self._redacting:
             await asyncio.wait(self._redacting)
         await self._spool.flush()

@@ -1,17 +1,16 @@
-"""Define what the spool holds (pure): records in frames that can be found again after damage.
+"""Format of the spool's segments (pure): records in frames that can be found after damage.
 
     | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
 
-A payload is a call as its worker captured it, feedback, or a gap. A worker parses only what serving
-needs: the ingester reads a call's bytes again through the same wire format and makes the ledger's
-record of them (`proxy.ingester.transcribe`).
+A payload is a call (captured, or redacted), feedback, or a gap. A worker parses only the fields
+that serving needs. The ingester parses a call's bytes again with the same wire format, and makes
+the database's record from them (`proxy.ingester.transcribe`).
 
-All numbers are u32, little-endian. `magic` (4 bytes) and `mark` (8 random bytes, one for each
-process) make a frame's beginning findable: after damaged bytes, reading goes on at the next one. A
-client cannot plant a beginning in its own body, because it does not know the mark; the reader takes
-it from the segment's name. The header has a checksum of its own, so that the length of a frame can
-be trusted though its payload is damaged. `number` counts frames, which gives the number of frames
-that are missing in a damaged stretch.
+All numbers are u32, little-endian. `magic` (4 bytes) and `mark` (8 random bytes for each process)
+show where a frame begins: after damaged bytes, reading goes on at the next frame. A client cannot
+fake a frame in its body, because it does not know the mark; the reader takes the mark from the
+segment's name. The header has its own checksum, so that a frame's length can be trusted even if its
+payload is damaged. `number` counts frames, and so tells how many a damaged stretch lost.
 """
 
 import os
@@ -45,20 +44,20 @@ _CHECK: Final = struct.Struct("<I")
 _FIELDS: Final = struct.Struct("<12sIII")
 NUMBERS: Final = 2**32
 PIECE: Final = 5000
-# Longest reply that is inflated by default, in bytes: few deflated bytes can hold very many.
+# Default limit of an inflated reply, in bytes: a few deflated bytes can inflate to very many.
 MOST_INFLATED: Final = 256 * 2**20
-# Bytes of magic and mark that must be right for a damaged header to be taken for one.
+# Bytes of magic and mark that must match for a damaged header to be recognised.
 ALIKE: Final = 6
 
 
 class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
-    """Describe one call as its worker saw it.
+    """One call as its worker saw it.
 
     `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
     ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `provides`
     and `needs` are fingerprints (`proxy.identity.call_memory`).
 
-    It is stored as an array: the order of the fields is what a spool's bytes depend on.
+    It is stored as an array: the order of the fields is part of the spool's format.
     """
 
     id: bytes
@@ -87,30 +86,30 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     started_at: float
     first_chunk_ms: float | None
     total_ms: float
-    # What the upstream samples with besides, where the request does not say.
+    # The upstream's defaults of sampling settings that the request leaves out.
     sampling_defaults: Mapping[str, float] = {}
     split: Split = TRAIN
-    # Whether the upstream may hold calls of strict tools to a grammar.
+    # Whether the upstream may constrain calls of strict tools with a grammar.
     tool_grammars: bool = True
-    # What exploration changed of the request, as `proxy.exploring` makes it.
+    # The settings that exploration changed (`proxy.exploring`).
     explored: Mapping[str, float | None] | None = None
-    # The syntax of that grammar (`proxy.formats.sampling`), where it is known.
+    # The syntax of the tool grammar (`proxy.formats.sampling`), if known.
     tool_tag: str | None = None
     arm: Arm | None = None
-    # The id of the API key that let it in.
+    # The id of the client's API key.
     api_key: str | None = None
     # The client's trace context (`proxy.identity.identify.trace_context`).
     trace: str | None = None
-    # How many bytes the whole reply had, inflated; 0: unknown.
+    # Length of the whole reply in bytes, inflated; 0: unknown.
     reply_bytes: int = 0
 
     @property
     def too_long(self) -> bool:
-        """Return whether `reply` is only the beginning: the whole was too long to be kept."""
+        """Return whether the reply was too long to keep, and `reply` is only its beginning."""
         return not self.deflated and self.reply_bytes > len(self.reply)
 
 
-# A call that was redacted is recorded as the ledger has it.
+# A redacted call is recorded as a `CallRecord`.
 Frame = CapturedCall | CallRecord | FeedbackRecord | GapRecord
 
 
@@ -119,7 +118,7 @@ class ReplyTooLong(Exception):
 
 
 def inflate(reply: bytes, most: int = MOST_INFLATED) -> bytes:
-    """Return the bytes of a deflated reply as they were before they were deflated.
+    """Inflate a deflated reply.
 
     Raises:
         zlib.error: the deflated bytes are damaged.
@@ -140,7 +139,7 @@ def inflate(reply: bytes, most: int = MOST_INFLATED) -> bytes:
 _SYNC: Final = MAGIC + MARK
 _numbers: Final = count()
 _encoder: Final = msgspec.msgpack.Encoder()
-# msgspec cannot decode a union of structs that are arrays and one that is a map.
+# msgspec cannot decode a union of array-like structs and map-like structs.
 _captured: Final[msgspec.msgpack.Decoder[CapturedCall | GapRecord]] = msgspec.msgpack.Decoder(
     CapturedCall | GapRecord
 )
@@ -153,12 +152,12 @@ LONG_ARRAYS: Final = (0xDC, 0xDD)
 
 
 class Piece(NamedTuple):
-    """Hold one frame of a segment, or a damaged stretch of it; offsets are within the segment.
+    """One frame of a segment, or a damaged stretch; offsets are within the segment.
 
-    It begins at `start`, with its header, and its `data`, the payload or the damaged bytes, at
-    `begin`. `records` is the number of records in it: for a damaged stretch 0 if that is known to
-    be junk between frames, and 1 if the number cannot be known. `number` is that of the next frame,
-    None if it is not known. `damage` describes the damage, and is empty if there is none.
+    `data` is the payload, or the damaged bytes. The piece begins at `start`, its data at `begin`.
+    `records` counts the records in it: in a damaged stretch 0 if it is known to be junk between
+    frames, and 1 if the count is unknown. `number` is the next frame's, None if unknown. `damage`
+    describes the damage; it is empty if there is none.
     """
 
     start: int
@@ -171,7 +170,7 @@ class Piece(NamedTuple):
 
 
 class _Head(msgspec.Struct, frozen=True, gc=False):
-    """Hold a frame's header, with the payload's place."""
+    """A frame's header, and where its payload begins and ends."""
 
     begin: int
     end: int
@@ -209,7 +208,7 @@ def _checksum(payload: bytes) -> int:
 
 
 def read_frames(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the intact payloads, each after the offset at which its frame ends."""
+    """Yield the offset at which each intact frame ends, and the frame's payload."""
     for piece in read_pieces(data, ended=True):
         if not piece.damage:
             yield piece.end, piece.data
@@ -225,11 +224,11 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of `data`, which stands at the offset `base` of its segment.
 
-    Reading ends before the first piece whose end cannot be determined yet, so that a piece is the
-    same however much of what follows it could be read.
+    Reading stops before the first piece whose end is not known yet, so that the pieces do not
+    depend on how much of the segment was there to read.
 
-    `mark` is the mark of the segment's frames, and `number` that of the first frame, if they are
-    known. If the segment has `ended`, an incomplete frame is damaged; otherwise it may still be
+    `mark` is the mark of the segment's frames, and `number` the number of the first frame, if they
+    are known. If the segment has `ended`, an incomplete frame is damaged; otherwise it may still be
     being written.
     """
     at = 0
@@ -292,7 +291,7 @@ def _end_of_damage(
 
 
 def _intact_within(data: bytes, at: int, end: int, mark: bytes | None) -> int | None:
-    """Return where the first intact frame begins that lies between both offsets, if one does."""
+    """Return the offset of the first intact frame between `at` and `end`, or None."""
     while 0 <= (at := _next(data, at, mark)) < end:
         head = _head(data, at, mark)
         if head is not None and head.end <= end and _is_intact(data, head):
@@ -325,7 +324,7 @@ def _next(data: bytes, at: int, mark: bytes | None) -> int:
 def _lost(number: int | None, following: _Head | None, size: int) -> int:
     """Return how many records a damaged stretch of `size` bytes held, by the next frame's number.
 
-    The count is 1 if it is not known, or if the stretch has no room for as many headers.
+    Return 1 if the count is unknown, or if the stretch is too short for that many headers.
     """
     if number is None or following is None:
         return 1

@@ -1,11 +1,11 @@
-"""Write the segments of one worker: bytes are durable in one, or cut off again.
+"""Write one worker's segments: bytes are durable, or cut off again.
 
 `SegmentWriter` never raises: a disk that fails now may work in a moment, and the writer must still
 run then. Failures are logged, and `append` returns False.
 
-Beside the present segment there is an empty one, the reserve, for which blocks of the disk are set
-aside. It takes the marks of lost records (`mark`) while the disk has no room for anything else.
-Once it is used up, one mark of fixed size says that records were lost (`proxy.spool.outages`).
+Beside the present segment there is an empty segment with allocated disk blocks: the reserve. It
+takes the marks of lost records (`mark`) while the disk has no room for anything else. Once it is
+used up, one mark of fixed size says that records were lost (`proxy.spool.outages`).
 """
 
 import ctypes
@@ -32,13 +32,13 @@ _KEEP_SIZE: Final = 1
 
 
 class SegmentFile:
-    """Write a new segment file."""
+    """A new segment file, open for appending."""
 
     def __init__(self, folder: Path, *, allocated: int = 0) -> None:
-        """Create it in `folder`, with `allocated` bytes of the disk set aside for it.
+        """Create the file in `folder`, with `allocated` bytes of disk blocks.
 
         Raises:
-            OSError: the disk refuses it; nothing is left behind if the disk allows that.
+            OSError: the disk refuses it; the file is deleted if possible.
         """
         self.path = folder / f"{new_id()}_{MARK.hex()}{OPEN}"
         self.size = 0
@@ -54,10 +54,10 @@ class SegmentFile:
             raise
 
     def is_removed(self) -> bool:
-        """Return whether somebody deleted the file.
+        """Return whether the file was deleted.
 
         Raises:
-            OSError: the disk does not tell.
+            OSError: the file cannot be examined.
         """
         return os.fstat(self._file).st_nlink == 0
 
@@ -65,7 +65,7 @@ class SegmentFile:
         """Make `data` durable at the end.
 
         Raises:
-            OSError: the disk refuses it; some of it may be in the file (`cut`).
+            OSError: the disk refuses it; a part may be in the file (see `cut`).
         """
         view = memoryview(data)
         while view:
@@ -77,7 +77,7 @@ class SegmentFile:
         self.size += len(data)
 
     def cut(self) -> None:
-        """Cut off what a failed `append` left.
+        """Cut off the bytes that a failed `append` left.
 
         Raises:
             OSError: the disk refuses it.
@@ -94,7 +94,7 @@ class SegmentFile:
 
 
 def _allocate(file: int, size: int) -> None:
-    """Set aside `size` bytes of the disk for a file, whose size stays as it is.
+    """Allocate `size` bytes of disk blocks for a file, and leave its size unchanged.
 
     Raises:
         OSError: the disk has no room, or this system or file system cannot do it.
@@ -128,11 +128,11 @@ class SegmentWriter:
         # Segments that will not grow any more, but could not be renamed yet.
         self._unsealed: list[Path] = [] if home is None else home.left
         self._outage: OutageFile | None = None
-        # Whether the file of outages failed last, and an end that it did not take yet.
+        # Whether the outage file failed last; `named` of an outage's end that is not written yet.
         self._outage_failed = False
         self._ending: bool | None = None
-        # When the first record was lost that no mark tells of (Unix time): what refused the mark
-        # may be over while the disk still has no room for names.
+        # When the first unmarked record was lost (Unix time): the error that refused the mark may
+        # pass while the disk still has no room for names.
         self._unmarked_since = inf
         self._open_outage()
 
@@ -182,9 +182,9 @@ class SegmentWriter:
         return True
 
     def begin_outage(self) -> None:
-        """Mark durably, without a byte more on the disk, that records are lost from now on.
+        """Mark durably, without more disk space, that records are lost from now on.
 
-        A loss before, of which no mark could be made, is in it.
+        The outage begins with the earliest loss that could not be marked.
         """
         self._ending = None
         self._unmarked_since = min(self._unmarked_since, time.time())
@@ -204,7 +204,7 @@ class SegmentWriter:
     def end_outage(self, *, named: bool) -> None:
         """End the outage, if one lasts: records can be written again.
 
-        `named` tells whether all episodes that lost a record meanwhile are marked by name.
+        `named`: all episodes that lost a record meanwhile are marked by name.
         """
         self._ending = named
         if self._outage is None:
@@ -259,9 +259,9 @@ class SegmentWriter:
         return self._segment
 
     def _leave(self, home: Home) -> None:
-        """Give up a folder that somebody removed, with what was in it; another is taken next.
+        """Give up a removed folder with its files; another is taken next.
 
-        An outage whose file went with it goes on.
+        A lasting outage goes on, though its file is gone.
         """
         log.error("spool_removed", folder=str(home.folder), by="somebody else")
         reserve, self._reserve = self._reserve, None
@@ -275,7 +275,7 @@ class SegmentWriter:
         home.release()
 
     def _renew_reserve(self, folder: Path) -> None:
-        """Have an empty reserve, if the disk has room for one."""
+        """Make an empty reserve unless there is one, if the disk has room."""
         reserve = self._reserve
         if reserve is not None and reserve.size == 0:
             return
@@ -283,7 +283,7 @@ class SegmentWriter:
             self._reserve = SegmentFile(folder, allocated=RESERVE_BYTES)
         except Exception as error:
             if not self._reserve_failed:
-                # What the present one cannot take is kept in memory then.
+                # Gaps for which the present reserve has no room are kept in memory.
                 log.warning("no_reserve", folder=str(folder), reason=_text(error))
             self._reserve_failed = True
             return
@@ -292,7 +292,7 @@ class SegmentWriter:
             self._end(reserve)
 
     def _open_outage(self) -> None:
-        """Have the file of outages, and end the outage of a worker that was killed."""
+        """Open the outage file unless it is open, and end the outage of a killed worker."""
         if self._outage is not None or self._home is None:
             return
         try:
@@ -305,7 +305,7 @@ class SegmentWriter:
             self.end_outage(named=False)
 
     def _lose_outage(self, error: Exception) -> None:
-        """Note that the file of outages failed; it is opened again when it is needed."""
+        """Close the outage file after an error; it is opened again when it is needed."""
         if not self._outage_failed:
             log.error(
                 "recording_outage_not_marked", reason=_text(error), kept="in this worker's memory"
@@ -323,7 +323,7 @@ class SegmentWriter:
         self.seal()
 
     def _end(self, segment: SegmentFile, *, cut: bool = False) -> None:
-        """Close a segment, and delete it if it is empty: a full disk must not fill with these.
+        """Close a segment; delete it if it is empty, so that a full disk does not gather files.
 
         `cut`: the last append failed, so its bytes are cut off.
         """
@@ -334,7 +334,7 @@ class SegmentWriter:
             if not kept:
                 segment.path.unlink(missing_ok=True)
         except OSError as error:
-            # Its whole frames will be stored, though their records were reported as lost.
+            # Its intact frames will be stored, though their records were reported as lost.
             log.error("spool_not_cut", segment=str(segment.path), reason=_text(error))
             kept = True
         _close(segment)
@@ -346,12 +346,12 @@ def _close(file: SegmentFile | OutageFile) -> None:
     try:
         file.close()
     except OSError as error:
-        # Linux releases the descriptor all the same (close(2)). What was acknowledged was synced.
+        # Linux releases the descriptor all the same (close(2)). Acknowledged bytes are synced.
         log.error("segment_not_closed", reason=_text(error))
 
 
 def _sealed(path: Path) -> bool:
-    """Rename a segment that will not grow any more; return False if that must be tried again."""
+    """Rename a finished segment; return False if that must be tried again."""
     try:
         path.rename(path.with_suffix(SEALED))
     except FileNotFoundError:
