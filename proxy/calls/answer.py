@@ -1,13 +1,13 @@
-"""Pass a reply back to the client as it comes, all but its end.
+"""Pass a reply to the client as it arrives, and hold its end back until the call is recorded.
 
-An answer is received first (`receive`) and its end released later (`release`): between the two the
-call is recorded, so that the end leaves only once the record is durable. An answer changes while it
-is received, for a call can be broken off at any chunk, and its record says how far the reply came.
-A call holds its answer, and no answer its call: neither would be freed until garbage is collected.
+`receive` takes the reply, and `release` sends its end. Between the two the call is recorded, so
+that the end leaves only once the record is durable. An answer changes while it is received: a call
+can break off at any chunk, and its record shows how much of the reply arrived. A call refers to its
+answer, but an answer not to its call: only the garbage collector would free such a cycle.
 
-What an answer holds of a reply is charged to the memory budget as it comes. While the budget is
-full the upstream is not read further. A reply that is too long, or for which there is no room in
-time, is passed on to its end, and only its beginning is recorded: a client is never cut off.
+The bytes that an answer holds are charged to the memory budget as they arrive. While the budget is
+full, the upstream is not read further. A reply that is too long, or finds no room in time, is still
+passed on to its end, but only its beginning is recorded: a client is never cut off.
 """
 
 import asyncio
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ERRORS: Final = 400
-# A reply in one piece, or a line of a stream, is in memory so many times until it is recorded.
+# Copies in memory of a reply in one piece, or of a stream's line, until it is recorded.
 REPLY_COPIES: Final = 6
-# Longest wait for room in the budget, in seconds, and the pause between two looks.
+# Longest wait for room in the budget, and the pause between two tries, in seconds.
 ROOM_S: Final = 10.0
 LOOK_S: Final = 0.05
-# A reply's bytes wait in memory until its end; beyond this size they are deflated. Of a reply that
-# is too long only so many bytes are kept.
+# A reply is held in memory until its end. Beyond this size it is deflated; a reply that is too long
+# is cut to this size.
 DEFLATE_FROM: Final = 64 * 1024
 LEVEL: Final = 1
-# Memory that a deflated piece takes beside its bytes (approximate).
+# Overhead of a deflated piece in memory (approximate).
 PACKED_BYTES: Final = 256
 
 
 async def has_room(claim: BudgetShare, size: int, within_s: float) -> bool:
-    """Claim `size` bytes in all once there is room; return False if that takes `within_s`."""
+    """Wait for room to hold `size` bytes in all, and claim it; return False after `within_s`."""
     until = monotonic() + within_s
     while True:
         try:
@@ -62,15 +62,15 @@ async def has_room(claim: BudgetShare, size: int, within_s: float) -> bool:
 
 
 def most_held(call: "Call") -> int:
-    """Return the bytes of the longest reply in one piece, or line, that fits into memory.
+    """Return the most bytes of a reply in one piece, or of a line, that may be held.
 
-    Room for one copy more is left to what the call holds besides.
+    Room for one more copy is left to the rest of the call.
     """
     return min(call.parts.max_reply, call.parts.intake.budget.limit // (REPLY_COPIES + 1))
 
 
 class StreamedAnswer:
-    """Give the client a reply of server-sent events, event by event."""
+    """A reply of server-sent events, passed on event by event."""
 
     streamed = True
     __slots__ = (
@@ -88,18 +88,18 @@ class StreamedAnswer:
     _pieces: AsyncIterator[bytes]
 
     def __init__(self, reply: Reply, headers: Headers, claim: BudgetShare) -> None:
-        """Begin an answer of which nothing has come.
+        """Begin an empty answer.
 
         Args:
-            reply: the upstream's, of which the head has come.
-            headers: our own, which the answer gets.
-            claim: what the call holds of the memory budget.
+            reply: the upstream's reply, whose head has arrived.
+            headers: the proxy's own headers, to be added.
+            claim: the call's share of the memory budget.
         """
         self._reply = reply
         self._headers = headers
         self._held = b""
         self._why_torn: str | None = None
-        # What the request holds of the budget.
+        # The request's part of the budget.
         self._base = claim.held
         self.buffer = ReplyBuffer()
         self.parser: ReplyParser | None = None
@@ -107,7 +107,7 @@ class StreamedAnswer:
         self.first_chunk_ms: float | None = None
 
     async def receive(self, call: "Call") -> CallStatus:
-        """Pass the reply on as it comes, and return how it ended, but keep its end back."""
+        """Pass the reply on as it arrives, hold its end back, and return how it ended."""
         reply, buffer = self._reply, self.buffer
         exchange, routed = call.exchange, call.routed
         served_name = routed.serving.served_name
@@ -137,10 +137,10 @@ class StreamedAnswer:
         return "complete" if parser.ended else "truncated"
 
     async def _make_room(self, call: "Call", parser: ReplyParser) -> None:
-        """Charge what is held by now; where it is too much, give up what need not be held.
+        """Charge the bytes held by now; without room for them, give up part of them.
 
-        A stream that is too long is not stored, and leaves line by line as before. A line that is
-        too long leaves as it comes, with what was added to it.
+        Of a stream that is too long only the beginning is stored; its lines are passed on as
+        before. A line that is too long is passed on as it arrives, added fields included.
         """
         buffer, within_s = self.buffer, ROOM_S
         if buffer.dropped:
@@ -157,7 +157,7 @@ class StreamedAnswer:
             call.claim.add(self._base - call.claim.held)
 
     async def release(self, call: "Call") -> None:
-        """Send the end; tear a reply that broke off, as a clean end would make it look whole."""
+        """Send the end; tear a reply that broke off: a clean end would make it look whole."""
         exchange, parser = call.exchange, self.parser
         if self._why_torn is not None:
             message = f"The model server's reply broke off: {self._why_torn}."
@@ -189,19 +189,19 @@ class StreamedAnswer:
 
 
 class WholeAnswer:
-    """Give the client a reply in one piece, once it is recorded."""
+    """A reply in one piece, sent once it is recorded."""
 
     streamed = False
     first_chunk_ms = None
     __slots__ = ("_base", "_body", "_headers", "_out", "_passes", "_reply", "buffer", "parser")
 
     def __init__(self, reply: Reply, headers: Headers, claim: BudgetShare) -> None:
-        """Begin an answer of which nothing has come; the arguments are `StreamedAnswer`'s."""
+        """Begin an empty answer, with the arguments of `StreamedAnswer`."""
         self._reply = reply
         self._headers = headers
         self._body = self._out = b""
         self._base = claim.held
-        # It is too long to be held: it leaves as it comes.
+        # The reply is too long to be held: it is passed on as it arrives.
         self._passes = False
         self.buffer = ReplyBuffer()
         self.parser: ReplyParser | None = None
@@ -209,10 +209,10 @@ class WholeAnswer:
     async def receive(self, call: "Call") -> CallStatus:
         """Read the whole reply; nothing of it is passed on before its record is durable.
 
-        One that is too long to be held is passed on as it comes, all but its last piece.
+        A reply that is too long to be held is passed on as it arrives, all but its last piece.
 
         Raises:
-            ReplyTorn: the reply broke off; what came of it is in the buffer.
+            ReplyTorn: the reply broke off; the bytes that arrived are in the buffer.
         """
         reply = self._reply
         try:
@@ -257,21 +257,21 @@ class WholeAnswer:
         while await has_room(claim, wanted, ROOM_S):
             with suppress(Overloaded):
                 body = await reply.read(most, charge)
-                # What came last, or what it decodes to, is charged without being asked.
+                # The last bytes, or the decoded body, are charged whether or not there is room.
                 wanted = self._base + REPLY_COPIES * len(body or b"")
                 claim.add(max(wanted - claim.held, 0))
                 return body
         return None
 
     async def _pass_on(self, call: "Call") -> CallStatus:
-        """Pass a reply on that is too long to be held, as it comes, all but its last piece.
+        """Pass on a reply that is too long to be held, as it arrives, all but its last piece.
 
         Raises:
             Torn: the reply broke off.
         """
         reply, exchange, buffer = self._reply, call.exchange, self.buffer
         if isinstance(reply, Decoded):
-            # What was decoded of it, or could not be, is not recorded.
+            # The reply is passed on in its coding, and its bytes are counted but not recorded.
             self._out, reply = reply.raw, reply.coded
             buffer.drop()
             buffer.add(self._out)
@@ -296,7 +296,7 @@ class WholeAnswer:
         return "complete"
 
     async def release(self, call: "Call") -> None:
-        """Send the reply, or the end of one that was passed on, once its record is durable."""
+        """Send the reply, or its last piece if it was passed on; its record is durable."""
         if self._passes:
             call.exchange.end(self._out)
             return
@@ -310,15 +310,14 @@ Answer = StreamedAnswer | WholeAnswer
 
 
 class ReplyBuffer:
-    """Keep a reply's bytes as they come; a long stream is compressed in memory."""
+    """A reply's bytes so far; a long stream is compressed in memory."""
 
     __slots__ = ("_deflater", "_packed", "_packed_bytes", "_pieces", "_size", "_total", "dropped")
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._pieces: list[bytes] = []
         self._size = 0
-        # How many bytes came before those in `_pieces`.
+        # Number of bytes that arrived before `_pieces`.
         self._total = 0
         self._packed: list[bytes] = []
         self._packed_bytes = 0
@@ -332,16 +331,16 @@ class ReplyBuffer:
 
     @property
     def total(self) -> int:
-        """Return how many bytes came in all."""
+        """Return how many bytes have arrived."""
         return self._total + self._size
 
     def keep(self, data: bytes) -> None:
-        """Keep a reply that came in one piece: it is in memory anyway."""
+        """Keep bytes uncompressed: a reply in one piece is in memory anyway."""
         self._pieces.append(data)
         self._size += len(data)
 
     def add(self, data: bytes) -> bool:
-        """Keep a piece of a stream; return whether `DEFLATE_FROM` more bytes have come."""
+        """Keep a piece of a stream; return whether `DEFLATE_FROM` more bytes have arrived."""
         if not self.dropped:
             self._pieces.append(data)
         self._size += len(data)
@@ -354,7 +353,7 @@ class ReplyBuffer:
         return True
 
     def drop(self) -> None:
-        """Keep only the beginning of a reply that is too long; what comes is counted."""
+        """Keep only the first `DEFLATE_FROM` bytes; further bytes are only counted."""
         data, is_deflated = self.take()
         if is_deflated:
             data = zlib.decompressobj().decompress(data, DEFLATE_FROM)

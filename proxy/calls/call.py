@@ -1,4 +1,4 @@
-"""Take recorded calls through their steps, and answer and record each whatever fails.
+"""Take recorded calls through their steps; answer and record each call, whatever fails.
 
 `Call.run` shows the steps and their order. The request leaves at once, chunks are passed on as they
 come, the record is made durable, and only then does the reply's end leave. Whatever happens (the
@@ -50,7 +50,7 @@ from store.tenants import DEFAULT, scoped
 
 log = structlog.get_logger()
 
-# A controller looks twice a second, and an adapter is loaded in less than a second or two.
+# Wait for a version, in seconds: a controller looks twice a second, and loads it in under two.
 WAIT_S: Final = 10.0
 LOOK_AGAIN_S: Final = 0.25
 # The status by which a model server says that it has no such model.
@@ -62,10 +62,10 @@ NOBODY: Final = Serving(None, None, None)
 
 
 class CallParts(msgspec.Struct, frozen=True):
-    """Hold what all calls of a worker share.
+    """Objects and settings that all calls of a worker share.
 
-    `max_reply`, the longest reply in one piece, is in bytes. `eval_tasks` is how the names of tasks
-    begin whose episodes are evaluation.
+    `max_reply` is the longest reply that is stored whole, in bytes. An episode is evaluation if its
+    task's name begins with `eval_tasks`.
     """
 
     upstreams: Upstreams
@@ -80,11 +80,11 @@ class CallParts(msgspec.Struct, frozen=True):
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """Name the policy version that serves a call, with the request as the upstream gets it.
+    """The policy version that serves a call, and the request as the upstream gets it.
 
-    `explored` is what exploration changed of the request, None if it changed nothing. `changed`
-    says whether the upstream gets other bytes than the client sent: what a change adds to the reply
-    can only be removed if the reply is not compressed.
+    `explored` holds the settings that exploration changed, None if there are none. `changed`: the
+    upstream gets other bytes than the client sent. Its reply must then not be compressed, because
+    the fields that the change adds to it have to be removed.
     """
 
     serving: Serving
@@ -96,10 +96,10 @@ class Routed(msgspec.Struct, frozen=True):
 async def answer_call(
     parts: CallParts, exchange: Exchange, route: Route, usage: Usage | None = None
 ) -> None:
-    """Answer one call and record it; `usage` is what the client's key uses, if keys are required.
+    """Answer and record one call; `usage` is that of the client's key, if keys are required.
 
     Raises:
-        TooLarge, BadRequest, Overloaded, ClientGone: its body was not taken (`Intake.read`).
+        TooLarge, BadRequest, Overloaded, ClientGone: the body was not read (`Intake.read`).
     """
     with parts.intake.budget.claim() as claim:
         call = Call(parts, exchange, route, claim, usage)
@@ -108,13 +108,13 @@ async def answer_call(
 
 
 class Call:
-    """Take one call through the proxy.
+    """One call on its way through the proxy.
 
-    It holds the outcome of each step: a step that fails leaves those of the steps before it, which
-    is enough to answer and to record the call. `id` is the bytes of a UUIDv7 and `name` the same as
-    text; `own` is the name of an episode of its own, as it is kept. `arrived_at` and `read_at` (the
-    body had come) are by `time.perf_counter`; `started_at` is Unix time in seconds. `held_s` is the
-    time from `read_at` until the request could be sent.
+    It holds the outcome of each step. If a step fails, the outcomes of earlier steps are enough to
+    answer and to record the call. `id` is the bytes of a UUIDv7 and `name` the same as text; `own`
+    is the stored name of the episode that holds this call alone, if it belongs to no other.
+    `arrived_at` and `read_at` (the whole body) are by `time.perf_counter`; `started_at` is Unix
+    time in seconds. `held_s` is the time from `read_at` until the request could be sent.
     """
 
     __slots__ = (
@@ -153,7 +153,7 @@ class Call:
         claim: BudgetShare,
         usage: Usage | None,
     ) -> None:
-        """Begin a call whose head has come; `claim` is its part of the memory budget."""
+        """Begin a call whose head has arrived; `claim` is its share of the memory budget."""
         self.parts = parts
         self.exchange = exchange
         self.route = route
@@ -163,7 +163,7 @@ class Call:
         self.held_s = 0.0
         assert route.wire_format is not None
         self.format: WireFormat = route.wire_format
-        # Of a request whose reading takes long: its conversation, which is read as well.
+        # The conversation of a request that takes long to read, None for other requests.
         self.conversation: Conversation | None = None
         self.tool_events: tuple[ToolEvent, ...] = ()
         self.warnings: tuple[str, ...] = ()
@@ -175,13 +175,13 @@ class Call:
         self._recorded: Recorded | None = None
 
     async def read(self) -> None:
-        """Read the request, and give the call its id, by which its client may name it from now on.
+        """Read the request, and give the call its id, which its client may use from now on.
 
-        A body that cannot be read for an unforeseen reason is a call all the same: `run` answers
-        and records it.
+        If parsing the body fails unexpectedly, there is a call all the same: `run` answers and
+        records it.
 
         Raises:
-            TooLarge, BadRequest, Overloaded, ClientGone: the body was not taken (`Intake.read`).
+            TooLarge, BadRequest, Overloaded, ClientGone: the body was not read (`Intake.read`).
         """
         exchange, intake = self.exchange, self.parts.intake
         taken = intake.read_arrived(exchange, self.claim)
@@ -199,7 +199,7 @@ class Call:
         self.own = scoped(exchange.tenant, self.name)
         self.started_at = time()
         self.identity = identity_alone(self.own, self.name, self.route)
-        # What is passed on of the request; it is recorded as the client sent it.
+        # The request to pass on; the record has the request as the client sent it.
         self.passed = self.request
         self.routed = Routed(NOBODY, self.request)
 
@@ -273,7 +273,7 @@ class Call:
         """Choose version and upstream, and fit the request to both; return the upstream.
 
         Raises:
-            ProxyError: the call names what is not its tenant's, or no upstream serves its model.
+            ProxyError: the call names another tenant's things, or no upstream serves its model.
         """
         parts, identity, model = self.parts, self.identity, self.request.model
         tenant, owners = self.exchange.tenant, parts.versions.owners
@@ -309,10 +309,10 @@ class Call:
         return upstream
 
     async def _check_names(self) -> None:
-        """Check that the call names nothing that is hidden from its tenant, or leave it out.
+        """Refuse a call that names things hidden from its tenant; drop fields that may not pass.
 
         Raises:
-            NotServed, BadRequest: it does, or it is not known whether it does.
+            NotServed, BadRequest: the call names hidden things, or cannot be checked.
         """
         exchange, owners = self.exchange, self.parts.versions.owners
         tenant, headers = exchange.tenant, exchange.headers
@@ -360,11 +360,11 @@ class Call:
         return msgspec.structs.replace(serving, exploring=exploring)
 
     def sampling_defaults(self) -> SamplingDefaults:
-        """Return what the call's upstream samples with if the request does not say."""
+        """Return the upstream's defaults of sampling settings that the request leaves out."""
         return self.parts.upstreams.sampling_defaults(self._upstreams_model())
 
     def _upstreams_model(self) -> str | None:
-        """Return the model that the upstream is found by: a policy is served where its base is."""
+        """Return the model that determines the upstream: for a policy, its base model."""
         policy = self.routed.serving.policy
         return self.request.model if policy is None else self.parts.versions.base_of(policy)
 
@@ -374,7 +374,7 @@ class Call:
         """Send the request to its upstream, and return the reply once its head has come.
 
         Raises:
-            ProxyError: there is no reply, as `ModelServer.ask` says.
+            ProxyError: no reply came (see `ModelServer.ask`).
         """
         return upstream.ask("POST", *self.outgoing())
 
@@ -391,26 +391,25 @@ class Call:
     # Send again, where that can help.
 
     async def _past_refusal(self, upstream: ModelServer, refusal: Reply) -> Reply:
-        """Retry a call that was refused if that can help, and return the last reply.
+        """Retry a refused call if that can help, and return the last reply.
 
-        - Its version is being loaded (`pawl controller`), or another replica has it: the store
-          lists it as servable, and a server that does not know a model has not worked on the
-          request. The call waits, for a bounded time.
-        - It was refused as malformed, with fields that the proxy added: it is sent as the client
-          wrote it, but for the model's name.
+        - The server does not know the version, which the store lists as servable: it is being
+          loaded (`pawl controller`), or another replica has it. The call waits, for a bounded time.
+          Sending it again is safe: a server that does not know a model has not run the request.
+        - The server refused a request as malformed to which the proxy had added fields: it is sent
+          as the client wrote it, except for the model's name.
 
-        Which replica gets a request that could not be sent at all is decided in
-        `proxy.upstreams.server`. Nothing else is ever sent twice: a model must not answer one call
-        two times.
+        `proxy.upstreams.server` chooses another replica for a request that could not be sent at
+        all. Nothing else is ever sent twice: a model must not answer one call twice.
 
         Raises:
-            ProxyError: it was sent again, and no reply came; or its version cannot be had.
+            ProxyError: no reply came to the retry, or the version is not available.
         """
         reply = await self._once_loaded(upstream, refusal)
         if reply.status in REFUSED_AS_MALFORMED and self.routed.request.injected:
-            # Nothing that the proxy adds can fail a call so, and a refusal is about the client's
-            # request. Changed before it is sent: the record of a call that fails now says what was
-            # sent last.
+            # So no added field can fail a call, and a second refusal is about the client's request.
+            # `routed` changes before sending: if the call fails now, its record shows what was sent
+            # last.
             self.routed = rewritten(self, False)
             # A server may close after a refusal without announcing it: use another connection.
             reply.discard()
@@ -418,11 +417,11 @@ class Call:
         return reply
 
     async def _once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
-        """Return the reply, or that of a replica that has the call's version if this one lacks it.
+        """Return the reply; if its server lacks the version, that of a replica that has it.
 
-        What a server that lists the version replies is final, whatever it is. A version that was
-        unloaded meanwhile is not waited for: the episode goes on with what serves, as it would have
-        if the call had come later, unless the request names the version.
+        The reply of a server that lists the version is final, whatever it says. A version that was
+        unloaded meanwhile is not waited for: the episode goes on with the serving version, as if
+        the call had come later, unless the request names the version.
 
         Raises:
             NotServed: the request names a version that was unloaded meanwhile.
@@ -463,9 +462,9 @@ class Call:
         return await self._once_loaded(upstream, await self.send(upstream))
 
     def why_not_served(self) -> str | None:
-        """Return what is known of a version that the request names, unless it is servable.
+        """Return why the version that the request names is not served.
 
-        The result is None if the request names none.
+        The result is None if the call's version is servable, or the request names no version.
         """
         versions = self.parts.versions
         if versions.is_servable(self.routed.serving):
@@ -480,7 +479,7 @@ class Call:
         Raises:
             NotServed: the request names a version that the upstream does not have.
             Redirected: the reply would send the client's key elsewhere.
-            UnreadableCoding: what was added to the request could not be removed from the reply.
+            UnreadableCoding: added fields could not be removed from the reply.
         """
         self.reply = reply
         if reply.status == UNKNOWN_MODEL and (why := self.why_not_served()) is not None:
@@ -512,12 +511,12 @@ class Call:
         return self._recorded
 
     async def _refuse(self, error: ProxyError) -> None:
-        """Answer an error that was foreseen."""
+        """Record the call, and answer with a foreseen error."""
         await self._make_durable("truncated" if isinstance(error, ReplyTorn) else "upstream_error")
         refuse(self.exchange, error, errors=self.format.errors, headers=self._own_headers())
 
     async def _fail(self) -> None:
-        """Answer an unexpected error: status 500, or an error event if the reply has begun."""
+        """Record the call; answer with status 500, or an error event if the reply has begun."""
         exchange, errors = self.exchange, self.format.errors
         log.exception("call_failed", call=self.name)
         await self._make_durable("truncated" if exchange.started else "upstream_error")
@@ -550,8 +549,8 @@ def rewritten(call: Call, want_ids: bool) -> Routed:
         changed = explored(request, wire_format, serving.exploring)
         if changed is not None:
             sent = wire_format.rewrite(changed.request, serving.served_name, want_ids=True)
-            # A request that gets no fields for ids could not be trained on. One that has them of
-            # its own is left alone too: whoever reads token ids measures what was asked for.
+            # Explore only if the proxy asks for the ids. Without ids a call cannot be trained on,
+            # and a client that asks for ids itself measures the settings that it chose.
             if sent.injected:
                 return Routed(serving, sent, changed.changes, changed=True)
     sent = wire_format.rewrite(request, serving.served_name, want_ids=want_ids)

@@ -1,7 +1,6 @@
-"""Make a call's record exactly once, whatever the call came to.
+"""Make a call's record, however the call ended; count the call and log it.
 
-A call that has ended is counted, and has one line in the log, which never holds a prompt, a key or
-a body.
+A call's line in the log never holds a prompt, a key or a body.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ ReplyRead = tuple[ReplySummary, tuple[bytes, ...]]
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """Hold a call's capture, None if it could not be made; and the future of its being durable."""
+    """A call's capture (None if making it failed), and a future: whether it is durable."""
 
     capture: CapturedCall | None
     on_disk: "asyncio.Future[bool]"
@@ -53,7 +52,7 @@ def record(call: "Call", status: CallStatus) -> Recorded:
 
 
 def read_reply(call: "Call") -> ReplyRead:
-    """Return the reply's summary and the call's fingerprints; nothing of the call is changed."""
+    """Return the reply's summary and the call's fingerprints, without changing the call."""
     parser = None if call.answer is None else call.answer.parser
     summary = ReplySummary() if parser is None else parser.summary()
     conversation = call.identity.conversation
@@ -63,10 +62,10 @@ def read_reply(call: "Call") -> ReplyRead:
 
 
 def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
-    """Return what was read of the reply, or nothing if that fails.
+    """Return the reply's summary and the call's fingerprints, both empty if reading fails.
 
-    What a later call may repeat is remembered before the reply's end leaves: the client's next call
-    may follow at once.
+    The fingerprints are remembered before the reply's end leaves: the client's next call may follow
+    at once.
     """
     try:
         reading = call.reading
@@ -137,7 +136,7 @@ def _captured(call: "Call", status: CallStatus, provided: tuple[bytes, ...]) -> 
 
 
 def _spend(usage: Usage, capture: CapturedCall) -> None:
-    """Add a call's tokens to what its key uses; if they cannot be counted, it is recorded anyway.
+    """Charge a call's tokens to its key; if they cannot be counted, the call is recorded anyway.
 
     This happens before the reply's end leaves: the client's next request may follow at once.
     """
