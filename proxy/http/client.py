@@ -1,4 +1,4 @@
-"""Ask servers by HTTP/1.1: keep connections to each, and take replies as they come."""
+"""HTTP/1.1 client: pools of connections to servers, and replies that are read as they arrive."""
 
 import asyncio
 import ssl
@@ -14,10 +14,10 @@ from proxy.http import wire
 from proxy.http.exchange import BodyStream, Grown
 from proxy.http.wire import Headers
 
-# vLLM closes idle connections after 5 s; one that is reused must be younger.
+# vLLM closes idle connections after 5 s; a reused connection must be younger.
 KEEPALIVE_S: Final = 3.0
 CONNECT_S: Final = 10.0
-# Limit on a reply's head, and on what is between the pieces of its body: sizes, trailers.
+# Limit on a reply's head, and on the bytes between the pieces of its body: sizes, trailers.
 MAX_HEAD_BYTES: Final = 256 * 1024
 log = structlog.get_logger()
 
@@ -40,24 +40,23 @@ class Torn(ConnectionError):
 
 # Most bytes of a reply that are worked on while other calls wait.
 TURN_BYTES: Final = 16 * 1024
-# A thread that waits for the GIL takes some 50 us to wake. A loop that always has work releases it
-# for shorter: the thread that makes records durable waited 2 to 3 ms before each of its steps. In
-# seconds, to which Linux adds 50 us.
+# A thread that waits for the GIL takes some 50 us to wake. A busy event loop releases the GIL for
+# less: the spool's writer thread waited 2 to 3 ms before each of its steps. In seconds; Linux adds
+# 50 us.
 WAKE_S: Final = 20e-6
 
 
 def let_threads_run() -> None:
-    """Leave the GIL to the threads that wait for it."""
+    """Release the GIL for long enough that a waiting thread gets it."""
     sleep(WAKE_S)
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Keep one connection to a server; asyncio and httptools call it back."""
+    """One connection to a server; asyncio and httptools call it back."""
 
     transport: asyncio.Transport
 
     def __init__(self, pool: "Pool") -> None:
-        """Begin a connection of `pool`; asyncio then calls `connection_made`."""
         self._pool = pool
         # Kept because asyncio.get_running_loop() costs a system call each time.
         self.loop = asyncio.get_running_loop()
@@ -98,7 +97,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport.write(data)
         if self._can_write is not None:
             await self._can_write
-        # The time until now was the client's, and does not count as the server's silence.
+        # The client took the time until now: it does not count as the server's silence.
         self.last_heard = monotonic()
 
     def give_up(self, why: str) -> None:
@@ -115,12 +114,11 @@ class UpstreamConnection(asyncio.Protocol):
     # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
         self._pool.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail whatever is waited for, unless the close is the body's regular end."""
+        """Fail the reply that is due, unless the close is the regular end of its body."""
         self._pool.connections.discard(self)
         if self.pushing is not None:
             self.pushing.cancel()
@@ -196,7 +194,6 @@ class UpstreamConnection(asyncio.Protocol):
             head.set_result(reply)
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece of the body."""
         self._overhead = 0
         if self._reply is not None:
             self._reply.body.put(body)
@@ -224,14 +221,13 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class Reply:
-    """Give a reply whose head has come; its body may still be on its way."""
+    """A reply whose head has arrived; its body may still be on its way."""
 
     __slots__ = ("_connection", "body", "headers", "reason", "status")
 
     def __init__(
         self, connection: UpstreamConnection, status: int, reason: bytes, headers: Headers
     ) -> None:
-        """Store the head, and begin to receive the body."""
         self._connection = connection
         self.status = status
         self.reason = reason
@@ -243,7 +239,7 @@ class Reply:
         return wire.first_value(self.headers, wanted)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes; others that wait have their turn between its pieces.
+        """Yield the body as it arrives; other threads and calls have their turn between its pieces.
 
         Raises:
             Torn: the body broke off.
@@ -259,7 +255,7 @@ class Reply:
     ) -> Coroutine[Any, Any, bytes | None]:
         """Return the whole body, or None once it is longer than `limit` bytes.
 
-        `grown` and what is kept are as in `BodyStream.whole`.
+        `BodyStream.whole` describes `grown`, and which bytes are kept.
 
         Raises:
             Torn: the body broke off.
@@ -268,11 +264,11 @@ class Reply:
 
     @property
     def ended(self) -> bool:
-        """Return whether the whole body has come and was taken."""
+        """Return whether the whole body has arrived and was taken."""
         return self.body.exhausted
 
     def unread(self) -> bytes:
-        """Return the bytes of a torn body that came and were not taken."""
+        """Return the bytes of a torn body that arrived and were not taken."""
         return self.body.take()
 
     def close(self) -> None:
@@ -281,7 +277,7 @@ class Reply:
             self._connection.transport.abort()
 
     def discard(self) -> None:
-        """Release the reply and close its connection, unless another request has that by now."""
+        """Release the reply and close its connection, unless another request uses it by now."""
         if not self.body.ended or self._connection.usable:
             self._connection.transport.abort()
 
@@ -345,7 +341,6 @@ class Pool:
                 connection.give_up(f"the server was silent for {silence_s:g} s")
 
     def close(self) -> None:
-        """Close every connection."""
         for connection in list(self.connections):
             connection.transport.abort()
 
@@ -360,9 +355,8 @@ async def ask(
 ) -> Reply:
     """Send a request, and return the reply once its head has come.
 
-    A body comes whole or in pieces: then it has `length` bytes, or is sent in chunks if that is
-    None. A server may answer before it has all of them: the rest is sent while its answer is
-    received, for as long as that lasts.
+    A body in pieces (`BodyStream`) has `length` bytes; if that is None, it is sent in chunks. If
+    the server replies before it has the whole body, the rest is sent until the reply ends.
 
     Raises:
         NotSent: no connection could be made.
@@ -381,7 +375,7 @@ async def ask(
     connection.sending = pieces is not None
     if pieces is not None:
         push = _push(connection, pieces, chunked=length is None)
-        # It begins once the head is sent.
+        # The task first runs after `connection.ask` has sent the head.
         connection.pushing = asyncio.create_task(push)
     try:
         return await connection.ask(data, to_head=method == "HEAD")

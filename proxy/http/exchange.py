@@ -1,6 +1,6 @@
-"""Give a handler its view of a client's connection: one request, its body, and its reply.
+"""A handler's view of a client's connection: one request, its body, and its reply.
 
-Pieces of a body wait here for their reader; a brake stops senders that are too fast.
+Pieces of a body wait here for their reader; a brake pauses senders that are too fast.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Grown = Callable[[int], None]
 
 
 class SharedBrake:
-    """Share the brake of a connection between parts that pause it, each for a reason of its own."""
+    """The brake of a connection: reading is paused while any of several parts asks for it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         """Store the transport, which is reading."""
@@ -42,7 +42,7 @@ class SharedBrake:
             self._transport.resume_reading()
 
 
-# What a body's bytes come from, which is paused while too many are unread.
+# The source of a body's bytes, which is paused while too many are unread.
 Brake = asyncio.Transport | SharedBrake
 
 
@@ -62,7 +62,6 @@ class BodyStream:
     )
 
     def __init__(self, source: Brake, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin an empty body from `source`."""
         self._source = source
         self._loop = loop
         self._pieces: list[bytes | bytearray] = []
@@ -90,9 +89,8 @@ class BodyStream:
         return self.ended and not self._pieces
 
     def put(self, data: bytes) -> None:
-        """Add bytes that arrived."""
         if self._pieces and (len(data) < SMALL or not self._patient):
-            # A body that is read whole grows in one place, which is given back as a whole.
+            # A body that is read whole grows in one buffer, which is freed as a whole.
             self._join(data)
         else:
             self._pieces.append(data)
@@ -111,7 +109,6 @@ class BodyStream:
             self._pieces.append(bytearray(data))
 
     def end(self) -> None:
-        """Mark the body as complete."""
         self.ended = True
         self._wake()
 
@@ -137,7 +134,7 @@ class BodyStream:
         return data
 
     def _first(self, most: int) -> bytes:
-        """Take the first `most` bytes, of more; what stays is not copied."""
+        """Take the first `most` bytes when there are more; later pieces are not copied."""
         pieces, taken = self._pieces, []
         while len(pieces[0]) <= most:
             most -= len(pieces[0])
@@ -154,7 +151,7 @@ class BodyStream:
     def raise_failure(self) -> None:
         """Raise the error that the body broke off with, if it did."""
         if self._failure is not None:
-            # What is raised holds the reader's frames, and these hold this stream.
+            # A copy: a raised error refers to the reader's frames, and these refer to this stream.
             raise copy(self._failure)
 
     async def more(self, most: int | None = None) -> bytes:
@@ -170,8 +167,8 @@ class BodyStream:
     async def whole(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None once it is longer than `limit` bytes.
 
-        `grown` is called with the number of bytes so far, whenever there are more. What came is
-        kept for the next reader if this one gets nothing: None, or an error of `grown`.
+        `grown` is called with the number of bytes so far, before each wait for more. If the result
+        is None, or `grown` raises, the bytes are kept for the next reader.
 
         Raises:
             ConnectionError: the body broke off.
@@ -222,7 +219,7 @@ class BodyTooSlow(ConnectionError):
 
 
 class Exchange:
-    """Read one request, and send the reply to it."""
+    """One request, and the reply to it."""
 
     __slots__ = (
         "_connection",
@@ -257,7 +254,7 @@ class Exchange:
         """Begin the exchange for a request whose head has come, with its target percent-encoded.
 
         `keep_alive`: the connection may be used again after this reply. `chunks`: the client
-        understands chunked replies. `expects`: it waits to be told to send its body.
+        understands chunked replies. `expects`: it waits for `100 Continue` to send its body.
         """
         self._connection = connection
         self.method = method
@@ -268,17 +265,17 @@ class Exchange:
         self.expects = expects
         # An HTTP/1.0 client knows no chunks, so the end of its reply is the connection's end.
         self._framed = chunks
-        # The reply to HEAD is the head of the one to GET, without a body (RFC 9110 §9.3.2).
+        # The reply to HEAD has the head of a reply to GET, and no body (RFC 9110 §9.3.2).
         self._silent = method == "HEAD"
-        # The event that fills a long silence of the reply, if its API has such an event, and the
-        # last bytes of such a reply's body so far.
+        # The event to send in a long silence of the reply (empty: its API has none), and the last
+        # bytes of the body so far, if there is such an event.
         self.ping = b""
         self._tail = b""
         # The reply's status, once it has begun.
         self.status: int | None = None
-        # The id of the recorded call, if it is one, for logs and messages.
+        # The call's id, for logs and messages; None if the request is not recorded as a call.
         self.call: str | None = None
-        # Whose names the request means, and the id and name of its key: told by the gate.
+        # The request's tenant, and the id and name of its API key, set by the gate.
         self.tenant = DEFAULT
         self.api_key: str | None = None
         self.key_name: str | None = None
@@ -349,8 +346,8 @@ class Exchange:
         """Send the whole reply."""
         framing: Headers = []
         if not self.body.ended:
-            # The rest of an unread body cannot be told from a request: the connection closes, and a
-            # client that knows it does not send its next request on it.
+            # The rest of an unread body would be read as a request, so the connection closes. The
+            # head says so, and the client does not send its next request on it.
             self.keep_alive = False
         if status not in wire.BODYLESS:
             framing = [(b"Content-Length", b"%d" % len(body))]
@@ -381,7 +378,7 @@ class Exchange:
             self._connection.send(wire.chunk(data) if self._framed else data)
 
     def send_ping(self) -> None:
-        """Send the ping, unless the reply has none or stands within an event."""
+        """Send the ping, unless the reply has none or is in the middle of an event."""
         if self.ping and (not self._tail or self._tail.endswith(EVENT_ENDS)):
             self.write(self.ping)
 
@@ -402,11 +399,10 @@ class Exchange:
         await self._connection.drained()
 
     def tear(self) -> None:
-        """Close in the middle of the body: what was sent arrives, and is seen to be incomplete."""
+        """Close within the body: the client gets the bytes sent, and sees that more is missing."""
         self._connection.transport.close()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._connection.transport.abort()
 
     def _send(self, status: int, head: bytes) -> None:

@@ -1,9 +1,9 @@
-"""Make requests of a connection's bytes: check heads, and hand bodies to their exchange.
+"""Parse a connection's bytes into requests: check heads, and hand bodies to their exchange.
 
-No turn of the event loop parses more than it can take. Of 256 KB in chunks of two bytes the parser
-makes 37,000 pieces, which takes longer than an ordinary call. So bytes are parsed in slices.
-Connections whose slices fall into many pieces, or whose body is long, wait for each other, and
-between two of their turns the event loop does other work for as long.
+Parsing must not hold up the event loop. The parser makes 37,000 pieces of 256 KB in chunks of two
+bytes, which takes longer than an ordinary call. So bytes are parsed in slices. Connections whose
+slices fall into many pieces, or whose body is long, take turns; between two turns, the event loop
+does other work for as long as the last turn took.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Limit on a head, and on what is between the pieces of a body: chunk sizes, extensions, trailers.
+# Limit on a head, and on the bytes between pieces of a body: chunk sizes, extensions, trailers.
 MAX_HEAD_BYTES: Final = 256 * 1024
 # Versions of HTTP that are served.
 VERSIONS: Final = ("1.1", "1.0")
 # `uri-host [":" port]`, which may be empty (RFC 9110 §7.2, RFC 3986 §3.2.2).
 _HOST: Final = re.compile(rb"(?:\[[0-9A-Za-z:._~%-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(?::[0-9]*)?\Z")
-# A longer length does not fit 63 bits: another server may read it as another one (RFC 9110 §8.6).
+# A longer length may not fit 63 bits: servers may read different numbers (RFC 9110 §8.6).
 MOST_DIGITS: Final = 18
 # Bytes that are parsed at once.
 SLICE: Final = 16 * 1024
 # A slice that falls into more pieces of a body than this takes long to parse.
 MANY_PIECES: Final = 128
-# Of a body longer than this the rest is taken in turns: of sixteen that come at once, each turn of
-# the event loop would copy 4 MB otherwise.
+# Beyond this length a body is taken in turns: without turns, sixteen such bodies at once would copy
+# 4 MB in each turn of the event loop.
 LONG_BODY: Final = 2**20
 
 
@@ -47,7 +47,7 @@ class RequestParser:
     """Parse the requests of one connection; httptools calls it back."""
 
     def __init__(self, connection: "Connection") -> None:
-        """Begin with no bytes; requests and refusals go to `connection`, which is made."""
+        """Begin with no bytes; requests and refusals go to `connection`, which is connected."""
         self._connection = connection
         self._parser = httptools.HttpRequestParser(self)
         self._headers: Headers = []
@@ -96,8 +96,8 @@ class RequestParser:
             if self._overhead > MAX_HEAD_BYTES:
                 why = f"a head or trailers of more than {MAX_HEAD_BYTES} bytes"
                 self._connection.refuse(431, why)
-        # Not within the handler: what follows would fail with the offer as its `__context__`, and
-        # not with the error that its callback raised.
+        # Outside of the `except`: within it, the `__context__` of a later callback's error would be
+        # the upgrade, and not the error that the callback raised.
         if offered is not None:
             self._go_on_without_upgrade(data[offered:])
 
@@ -112,7 +112,6 @@ class RequestParser:
     # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
         if self._resuming:
             return
         self.in_head = True
@@ -129,7 +128,7 @@ class RequestParser:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the connection, which answers it or has it wait."""
+        """Hand the request to the connection, which answers or queues it."""
         if self._resuming:
             return
         self.in_head = False
@@ -158,7 +157,6 @@ class RequestParser:
         self._connection.take(exchange)
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece of the body."""
         self._overhead = 0
         self.feeding.pieces += 1
         self.feeding.body_bytes += len(body)
@@ -176,7 +174,7 @@ class RequestParser:
     # An offer to upgrade is ignored (RFC 9110 §7.8 allows it).
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the body with a new parser: the old one takes what follows for another protocol."""
+        """Read the body with a new parser: the old one takes it for another protocol."""
         exchange = self.receiving
         if exchange is None:
             self._connection.refuse(400, "an offer to upgrade without a request")
@@ -194,20 +192,19 @@ class UnreadableRequest(ValueError):
     """Report a request that cannot be answered; the message says why."""
 
     def __init__(self, status: int, why: str) -> None:
-        """Store the status to answer with, and the reason."""
         super().__init__(why)
         self.status = status
         self.why = why
 
 
 def read_head(headers: Headers, *, modern: bool) -> bool:
-    """Check a head, and return whether the client waits to be told to send its body.
+    """Check a head, and return whether the client waits for `100 Continue` to send its body.
 
     `modern`: the request is HTTP/1.1.
 
     Raises:
-        Refused: the request does not have exactly one valid host (RFC 9112 §3.2), or its body has a
-            coding or a length that cannot be passed on as it is.
+        UnreadableRequest: the request does not have exactly one valid host (RFC 9112 §3.2), or its
+            body has a coding or a length that cannot be passed on as it is.
     """
     expects = False
     hosts = 0
@@ -241,16 +238,15 @@ def _check_host(value: bytes) -> None:
 
 
 class SlowWork:
-    """Work that takes long, of all connections: one piece at a time, with as long a rest after."""
+    """Slow work of all connections, one piece at a time, each followed by as long a rest."""
 
     def __init__(self) -> None:
-        """Begin with nothing to do."""
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
         self._rested_at = 0.0
 
     def wait(self, work: Callable[[], None]) -> None:
-        """Have `work` done when it is its turn."""
+        """Queue `work`, to be called in its turn."""
         self._waiting.append(work)
         if not self._scheduled:
             self._schedule()
@@ -276,9 +272,9 @@ class Feeding:
     """Keep the bytes of one connection that its parser has not seen yet."""
 
     def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: SlowWork) -> None:
-        """Begin with no bytes; `feed` parses some, and `source` is paused while some wait.
+        """Begin with no bytes; `feed` parses bytes, and `source` is paused while bytes wait.
 
-        `turns` are shared with the other connections.
+        All connections share `turns`.
         """
         self._feed = feed
         self._source = source

@@ -28,8 +28,8 @@ log = structlog.get_logger()
 def is_loopback(peer: Any) -> bool:
     """Return whether a connection's other end is this machine.
 
-    `peer` is the transport's `peername`: a pair or more, of which the first is an address. What is
-    not such an address counts as another machine.
+    `peer` is the transport's `peername`: a tuple whose first element is an address. Anything else
+    counts as another machine.
     """
     if not isinstance(peer, tuple) or not peer:
         return False
@@ -49,7 +49,7 @@ STEP: Final = 16 * 1024
 # Seconds after which an idle connection is closed.
 IDLE_S: Final = 75.0
 # Seconds of silence after which a stream gets a ping, where its API has one: servers are silent
-# while they work on a long prompt, and clients and balancers give up on what is silent.
+# while they work on a long prompt, and clients and balancers give up on silent connections.
 PING_S: Final = 60.0
 SOONEST_S: Final = 0.05
 LATEST_S: Final = 5.0
@@ -58,7 +58,7 @@ LATEST_S: Final = 5.0
 class ClientDeadlines(msgspec.Struct, frozen=True):
     """Limit the seconds that a client may take for a head, and for each `STEP` bytes of a body.
 
-    `write_s` counts only while there are bytes that the client could take.
+    `write_s` counts only while unsent bytes wait for the client.
     """
 
     head_s: float = 60.0
@@ -83,16 +83,15 @@ class Clock:
     __slots__ = ("_count", "_since")
 
     def __init__(self) -> None:
-        """Begin with nothing awaited."""
         self._count = -1
         self._since = 0.0
 
     def reset(self) -> None:
-        """Begin again with the next look: nothing is being waited for."""
+        """Start again at the next call of `waited`: nothing is being waited for."""
         self._count = -1
 
     def waited(self, now: float, count: int, step: int = 1) -> float:
-        """Return the seconds since the count last grew by `step`, as far as looks have shown."""
+        """Return the seconds since a call last found that the count had grown by `step`."""
         if self._count < 0 or count - self._count >= step:
             self._count = count
             self._since = now
@@ -114,7 +113,6 @@ class Connection(asyncio.Protocol):
     _feeding: Feeding
 
     def __init__(self, server: "Server") -> None:
-        """Begin a connection of `server`; asyncio then calls `connection_made`."""
         self.server = server
         # Kept because asyncio.get_running_loop() costs a system call each time.
         self.loop = asyncio.get_running_loop()
@@ -126,7 +124,7 @@ class Connection(asyncio.Protocol):
         self._silence_clock = Clock()
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
-        # Too many requests wait, so reading is paused and what follows stays in the socket.
+        # Too many requests wait, so reading is paused and further ones stay in the socket.
         self._held = False
         self._can_write: asyncio.Future[None] | None = None
         self._lost = False
@@ -171,7 +169,7 @@ class Connection(asyncio.Protocol):
     def sweep(self, now: float, patience: ClientDeadlines) -> None:
         """Close the connection of a client that takes or sends too slowly, or idles too long.
 
-        One that waits for a silent stream gets a ping.
+        A client that waits for a silent stream gets a ping.
         """
         unsent = self.unsent
         if not unsent:
@@ -216,7 +214,6 @@ class Connection(asyncio.Protocol):
     # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
         self.brake = SharedBrake(self.transport)
         self._parser = RequestParser(self)
@@ -225,7 +222,7 @@ class Connection(asyncio.Protocol):
         self.server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell all who work for the client that it is gone."""
+        """Stop all work for the client, which is gone."""
         self._lost = self.closing = True
         self.server.connections.discard(self)
         for exchange in (self._parser.receiving, self._current, *self._waiting):
@@ -238,7 +235,7 @@ class Connection(asyncio.Protocol):
             self._can_write.exception()
         if self.task is not None:
             self.task.cancel()
-        # Their exceptions hold the handler's frames, with all that it held of the reply.
+        # Their exceptions refer to the handler's frames, which hold the reply in memory.
         self.task = self._can_write = None
 
     def data_received(self, data: bytes) -> None:
@@ -270,7 +267,7 @@ class Connection(asyncio.Protocol):
     # Requests are answered one after another.
 
     def take(self, exchange: Exchange) -> None:
-        """Start to answer a request whose head has come, or queue it behind the one before it."""
+        """Start to answer a request whose head has come, or queue it behind earlier requests."""
         if self._current is None:
             self._begin(exchange)
             return
@@ -310,7 +307,7 @@ class Connection(asyncio.Protocol):
         self._current = None
         self.task = None
         self.idle_since = monotonic()
-        # What the handler left unread would keep the connection paused.
+        # Unread bytes would keep the connection paused.
         exchange.body.take()
         if not exchange.keep_alive or (
             not exchange.body.ended and self._parser.receiving is exchange
@@ -329,7 +326,8 @@ class Connection(asyncio.Protocol):
     def refuse(self, status: int, why: str) -> None:
         """Answer with an error and close: nothing after an invalid request can be parsed.
 
-        Requests before it are answered first.
+        If an earlier request is being answered, its reply is finished, and no error is sent.
+        Requests that wait are dropped.
         """
         self.closing = True
         self._waiting.clear()
@@ -379,7 +377,7 @@ BREAK_OFF_S: Final = 2.0
 
 
 class Server:
-    """Keep all connections of one listening socket, and the handler of their requests."""
+    """All connections of one listening socket, and the handler of their requests."""
 
     def __init__(
         self,
@@ -389,7 +387,7 @@ class Server:
         explain: Explain,
         on_late: OnLate,
     ) -> None:
-        """Store what answers a request, refuses one, and counts clients that took too long."""
+        """Store the callbacks that answer a request, word a refusal, and count slow clients."""
         self.handle = handle
         self.explain = explain
         self.on_late = on_late
@@ -415,9 +413,9 @@ class Server:
             self._listening.close()
 
     def finish_within(self, seconds: float) -> None:
-        """Break off what is still under way after `seconds`; the earliest such deadline counts.
+        """Break off requests still under way after `seconds`; the earliest such deadline counts.
 
-        From now on a client without progress is broken off after half of that at the latest.
+        From now on, a client without progress for half that time is broken off.
         """
         self._break_off_at = min(self._break_off_at, monotonic() + seconds)
         self._patience = self._patience.at_most(seconds / 2)
@@ -448,7 +446,7 @@ class Server:
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
-        """Break off what is left, and wait for the handlers to end."""
+        """Break off the remaining requests, and wait for their handlers to end."""
         self.stop_accepting()
         if self._sweeping is not None:
             self._sweeping.cancel()

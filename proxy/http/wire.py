@@ -1,13 +1,12 @@
-"""Write heads of requests and replies as bytes: what is passed on, removed and added (pure).
+"""Write heads of requests and replies: which headers are passed on, removed and added (pure).
 
-Names and values stay the bytes they came as, in their order, so that whatever need not change
-reaches the other side unchanged.
+Names and values keep their bytes and their order, so that the other side gets them unchanged.
 
-The default tenant's headers are passed on, as those of a client that no proxy is before. Of other
-tenants' requests only those are that describe the body, the client and the API: gateways take
-others by which a request goes to another model (`x-gateway-model-name-rewrite`), host
-(`x-portkey-custom-host`) or place in the queue (`x-vllm-priority`), or gets a reply that was made
-for somebody else (`idempotency-key`), and which there are nobody can list.
+The default tenant's headers are passed on as if there were no proxy. Other tenants have an
+allow-list: headers that describe the body, the client and the API. Gateways have headers that
+change a request's model (`x-gateway-model-name-rewrite`), host (`x-portkey-custom-host`) or place
+in the queue (`x-vllm-priority`), or return another client's reply (`idempotency-key`); a list of
+all of these cannot be complete.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,7 +60,7 @@ _OF_ANY_TENANT: Final = frozenset(
         *(b"traceparent", b"tracestate"),
     }
 )
-# What SDKs say of themselves.
+# Prefix of the headers by which SDKs describe themselves.
 _SDK: Final = b"x-stainless-"
 
 
@@ -71,7 +70,7 @@ def lowered(headers: Headers) -> dict[str, str]:
     Values are decoded as UTF-8, as names in feedback are; other bytes become unprintable
     characters.
     """
-    # Backwards, so that of several values the first is the one that stays.
+    # In reverse, so that the first of several values wins.
     return {
         _lower(name): str(value, "utf-8", "surrogateescape") for name, value in reversed(headers)
     }
@@ -119,8 +118,8 @@ def is_of_any_tenant(name: bytes) -> bool:
 def for_client(headers: Headers) -> Headers:
     """Return the upstream's headers for the client, without those that frame the body.
 
-    What only this proxy says of a call (`x-pawl-…`) is not taken from an upstream either: it could
-    name another's version or call, and where it is a Pawl itself it names its own.
+    The upstream's `x-pawl-…` headers are left out too: they could name another tenant's version or
+    call, and an upstream that is a Pawl itself names its own.
     """
     unwanted = _with_named(_OF_THE_REPLY, headers)
     return _not_ours(headers, unwanted)
@@ -138,7 +137,7 @@ def _not_ours(headers: Headers, unwanted: frozenset[bytes]) -> Headers:
 def _with_named(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
     """Return `unwanted` and the headers that the `Connection` header names."""
     for name, value in headers:
-        # What nearly all say names nothing that is not on the list already.
+        # `keep-alive`, which nearly all clients send, is on the list already.
         if len(name) == 10 and value != b"keep-alive" and name.lower() == b"connection":
             unwanted |= {token.strip().lower() for token in value.split(b",")}
     return unwanted
@@ -159,13 +158,11 @@ def request_head(
 
 
 def bodyless_head(method: str, target: str, host: bytes, headers: Headers) -> bytes:
-    """Return the head of a request without a body."""
     first = f"{method} {target} HTTP/1.1".encode("latin-1")
     return head(first, [(b"Host", host), *headers])
 
 
 def reply_head(status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return a reply's head."""
     return head(b"HTTP/1.1 %d %b" % (status, reason or REASONS.get(status, b"")), headers)
 
 
