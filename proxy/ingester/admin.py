@@ -27,35 +27,35 @@ from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
-# What a file is known by: time of change, inode and size (one that is written in place may change
-# twice within a tick of the disk's clock); a word where there is none, or none was read.
+# Identifies a file's content: time of change, inode, and size (a file written in place may change
+# twice within a tick of the disk's clock). A word if there is no file, or none was read.
 Mark = tuple[int, int, int] | str
 
 
 class OwnersFile:
-    """Read the owners of policies again whenever their file changes."""
+    """The owners of policies, read again whenever their file changes."""
 
     def __init__(self, path: Path | None) -> None:
-        """Store where the file is; the first look reads it."""
+        """Store the file's path; the first `now` reads it."""
         self._path = path
         self._seen: Mark = "unread"
         self._trouble = ""
         self._owners = Owners(None)
 
     def now(self, versions: Iterable[PolicyVersion]) -> Owners:
-        """Return the owners, of the store's `versions` too.
+        """Return the owners named by the file and by the store's `versions`.
 
-        If the file cannot be used, which is logged once, they are those that it named last, and the
-        next look tries again: what the disk refuses now it may give then.
+        If the file cannot be used, that is logged once, its last usable content counts, and the
+        next call tries again.
         """
-        # Taken before reading: a file that is replaced in between is read again at the next look.
+        # Taken before reading: a file that is replaced in between is read again at the next call.
         mark = self._mark()
         if mark != self._seen:
             try:
                 self._owners = Owners(open_policies(self._path))
                 self._seen, self._trouble = mark, ""
             except BadPolicies as error:
-                # What the ingester has to do besides must not wait for the file.
+                # The ingester's other work must not wait for the file.
                 if str(error) != self._trouble:
                     log.error("owners_unreadable", reason=str(error))
                 self._trouble = str(error)
@@ -74,7 +74,7 @@ class OwnersFile:
 
 # The tenant of a request's key.
 TENANT: Final = web.RequestKey("tenant", str)
-# Load balancers have no keys, and these endpoints show nobody's content.
+# Load balancers have no keys, and these endpoints show no content.
 OPEN: Final = frozenset({"/healthz", "/readyz"})
 ENDS: Final = ("stored", "dead_lettered", "dropped", "deleted")
 
@@ -89,10 +89,10 @@ def admin_app(
     """Return the admin port's application.
 
     `/healthz` is 200 while the process answers. `/readyz` is 200 while a worker takes calls and
-    503 otherwise; it asks for no key, and so tells of no tenant's policies but the default one's.
-    `/metrics` is in Prometheus's text format: all of it for the default tenant, whose the proxy is,
-    and for any other the series of its own policies. `processes` returns the workers' states; it is
-    None if no supervisor runs them.
+    503 otherwise; it asks for no key, and so shows only the default tenant's policies. `/metrics`,
+    in Prometheus's text format, shows everything to the default tenant, which owns the proxy, and
+    to any other tenant the series of its own policies. `processes` returns the workers' states; it
+    is None if no supervisor runs them.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -194,10 +194,10 @@ def _ready_reply(
 
 
 def unsettled() -> int:
-    """Return the number of records that earlier ingesters counted and that have not ended yet.
+    """Return how many records that earlier ingesters counted have not ended yet.
 
-    A record ends stored, dead-lettered, dropped or deleted. The number is 0 where counters are not
-    shared: no earlier ingester's are known then.
+    A record ends stored, dead-lettered, dropped or deleted. The number is 0 if counters are not
+    shared: those of earlier ingesters are then unknown.
     """
     if not is_shared():
         return 0

@@ -1,7 +1,7 @@
 """Settle records, each in one of three ways: stored and counted, a dead letter, or held for later.
 
-No error over one record keeps those after it from being settled: it is passed over for now, and
-its segment is kept until it is settled.
+An error over one record does not hold up later records: the record is passed over for now, and its
+segment is kept until it is settled.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ LETTER_AGAIN_S: Final = 1.0
 # Pause before a record that PostgreSQL did not take, while it answered, is tried again.
 UNANSWERED_AGAIN_S: Final = 30.0
 
-# A longer reply, in bytes, is read beside the drain.
+# A reply longer than this, in bytes, is read in a thread beside the drain.
 AT_ONCE: Final = 2**20
-# A long reply that so many ingesters began to read, and did not outlive, becomes a dead letter.
+# A long reply becomes a dead letter after this many ingesters ended while they read it.
 MOST_BEGUN: Final = 3
 ENDS_INGESTERS: Final = f"{MOST_BEGUN} ingesters ended while they read its reply"
-# Most seconds for which pieces are read before those that were read are stored.
+# Longest time to read pieces, in seconds, before the records in them are stored.
 READ_S: Final = 0.25
 
 TOLD: Final[dict[Why, str]] = {
@@ -83,7 +83,7 @@ CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
 class StoredBatch(NamedTuple):
-    """Say what came of storing: the records that are stored, and how many were left out."""
+    """The records that were stored, and the number left out because they were deleted."""
 
     records: Sequence[SpoolRecord]
     left_out: int
@@ -93,7 +93,7 @@ NOTHING_STORED: Final = StoredBatch((), 0)
 
 
 class BatchWriter:
-    """Settle the records of one drainer; the caller must not run two settlings at once."""
+    """Settle the records of one drainer; the caller must not settle two batches at once."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class BatchWriter:
     ) -> None:
         """Settle records under `root`; replies longer than `most_reply` bytes are not read.
 
-        Nothing is stored, or kept as a dead letter, that `redactor` was not applied to.
-        `send_spans` is called with records that were stored.
+        `redactor` is applied to every record before it is stored or becomes a dead letter.
+        `send_spans` is called with stored records.
         """
         self._root = root
         self._readers = readers
@@ -126,7 +126,7 @@ class BatchWriter:
 
     @property
     def one_by_one(self) -> bool:
-        """Return whether to settle one record at a time, because one may be what fails."""
+        """Return whether to settle one record at a time, because one may cause the failures."""
         return self.failures >= PATIENCE
 
     def begin(self) -> None:
@@ -135,7 +135,7 @@ class BatchWriter:
         self.trouble = ""
 
     async def takes_nothing(self, engine: AsyncEngine, error: Exception) -> bool:
-        """Count an error, and return whether PostgreSQL answers and yet does not get on.
+        """Count an error, and return whether PostgreSQL answers but keeps failing.
 
         An outage is not counted, however long it is: no record is its cause.
         """
@@ -147,14 +147,13 @@ class BatchWriter:
 
     @property
     def reads_long(self) -> bool:
-        """Return whether a long reply is being read."""
         return self._long is not None
 
     def read(self, pieces: Iterable[Piece], at_once: float = AT_ONCE) -> list[Entry]:
         """Read pieces of a segment in order: each as a redacted record, or why it is unreadable.
 
-        The last pieces are left out if reading takes too long. So is the record of a call whose
-        reply is longer than `at_once` bytes, with the reason `TAKES_LONG`.
+        The last pieces are left out if reading takes too long. A call whose reply is longer than
+        `at_once` bytes has no record, and the reason `TAKES_LONG`.
         """
         entries, began = [], monotonic()
         for piece in pieces:
@@ -169,7 +168,7 @@ class BatchWriter:
     async def settle(self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]) -> None:
         """Store entries of a segment; halve a batch that fails down to the record that fails.
 
-        If the database goes away in the middle, what was settled before stays settled.
+        If the database goes away in the middle, settled entries stay settled.
 
         Raises:
             Exception: the database is away (`store.database.is_no_records_fault`).
@@ -191,7 +190,7 @@ class BatchWriter:
             if entry.reason == TAKES_LONG:
                 self._hold(segment, entry, "long", TAKES_LONG)
         await self._write_letters(segment, [e for e in unread if e.reason != TAKES_LONG])
-        # In one step with moving on: whoever cancels the drain meanwhile finds both, or neither.
+        # No `await` between counting and advancing: a cancelled drain has done both or neither.
         self._count(stored)
         settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
         segment.advance(entries[-1].piece, sum(settled))
@@ -220,7 +219,7 @@ class BatchWriter:
     async def _fail(
         self, engine: AsyncEngine, segment: Segment, entry: Entry, error: Exception
     ) -> None:
-        """Decide about a record that could not be stored alone.
+        """Hold a record that fails alone in its batch, or write it as a dead letter.
 
         Raises:
             Exception: the database is away; the record itself may be sound.
@@ -250,7 +249,7 @@ class BatchWriter:
         """Write entries as dead letters, or hold them and return False if the disk refuses."""
         if not entries:
             return True
-        # Unique to the record, and the same if a kill makes the next ingester write it again.
+        # Names are unique to a record, and the same if the next ingester writes it after a kill.
         letters = [
             DeadLetter(f"{segment.path.stem}-{entry.piece.end}", *self._written(entry))
             for entry in entries
@@ -277,9 +276,9 @@ class BatchWriter:
         return self._redactor.letter(entry)
 
     async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
-        """Try held pieces again that are due, and return how many were settled."""
+        """Try the held pieces that are due again, and return how many were settled."""
         moved = 0
-        # The segment of one that was read may be gone.
+        # A long reply was read, but its segment may be gone: then it is discarded below.
         read = self._long if self._long is not None and self._long[1].done() else None
         for segment in segments:
             for held in sorted(segment.held.values()):

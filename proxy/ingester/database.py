@@ -1,8 +1,8 @@
 """Connect the ingester to PostgreSQL, migrate it, and watch the policy versions and the API keys.
 
-The versions that have their files, and the keys, are read twice a second and kept in files that
-every worker watches. A proxy that starts while the database is away therefore routes as the last
-one did, and lets the same keys in.
+The versions whose files exist, and the keys, are read twice a second and kept in files that every
+worker watches. A proxy that starts while the database is away therefore routes as before, and lets
+the same keys in.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
 # Longest single wait for an embedded server. Short, so that the ingester can be stopped meanwhile.
 LOOK_S: Final = 5.0
-# Changes of policies of which those by hand are logged at one look.
+# Number of newest changes of policies that are searched for changes by hand at one look.
 MOST_EVENTS: Final = 200
 
 
@@ -49,8 +49,8 @@ class KeyPublisher:
     async def bring(self, connection: AsyncConnection) -> None:
         """Read the keys from the database, and write the file if they or the file changed.
 
-        A failing disk is logged, and tried again at the next call: the caller must not take it for
-        a lost database.
+        A disk error is logged, and the next call tries again: the caller must not take it for a
+        lost database.
         """
         ring = await key_ring(connection)
         if ring == self._written and not self._file.changed():
@@ -93,22 +93,22 @@ class Database:
         self._known: list[PolicyVersion] | None = None
         # Whether the policy file does not hold `_known` yet.
         self._unwritten = False
-        # The newest changes of policies, by id, at the last look; None: there was none yet.
+        # Ids of the newest changes of policies at the last look; None before the first look.
         self._events: set[UUID] | None = None
         self._embedded: EmbeddedPostgres | None = None
         self._engine: AsyncEngine | None = None
         self._stopping = asyncio.Event()
-        # What was logged last of `up` and `refusal`.
+        # `up` and `refusal` as they were last logged.
         self._logged: tuple[bool, str] | None = None
         self.up = False
-        # Why PostgreSQL refuses us, or why we fail with it, though no outage explains it.
+        # Why PostgreSQL refuses us, or which error no outage explains; empty if there is none.
         self.refusal = ""
         self.versions: list[PolicyVersion] = []
         self.serving: dict[str, int] = {}
         self._show(self._file.read() or [])
 
     def engine(self) -> AsyncEngine | None:
-        """Return the engine, or None before the first connection; it may have broken since."""
+        """Return the engine, or None before the first connection, which may be lost by now."""
         return self._engine
 
     async def run(self) -> None:
@@ -119,7 +119,7 @@ class Database:
                 if self._engine is None:
                     await self._start()
                 elif self._embedded is not None and not self.up:
-                    # It may have been killed, and perhaps nobody else will start it again.
+                    # The embedded server may have been killed: start it again if needed.
                     await self._url()
                 await self._watch_once()
                 self.refusal = ""
@@ -215,7 +215,7 @@ class Database:
 
 
 def _refusal(error: Exception) -> str:
-    """Return what failed if somebody has to mend it; empty for an outage, which ends by itself."""
+    """Return the error's type if somebody must fix it; empty for an outage, which passes."""
     # An embedded server that does not start, or not yet, is a StoreError.
     away = isinstance(error, StoreError) or is_unavailable(error)
     return type(error).__name__ if is_refusal(error) or not away else ""

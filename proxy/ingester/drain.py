@@ -1,8 +1,8 @@
 """Move records from the spool to PostgreSQL, in batches, off every request's path.
 
 A batch is stored in one transaction and only then counted as drained. Records carry their ids, so
-that draining one twice stores it once. A batch that the database refuses is halved until the
-refused record stands alone; that one becomes a dead letter, with the reason beside it. While the
+that a record drained twice is stored once. A batch that the database refuses is halved until the
+refused record is alone; the record becomes a dead letter, with the reason beside it. While the
 database is away, everything waits on disk and is counted.
 
 No record's content stops the drain:
@@ -14,13 +14,13 @@ No record's content stops the drain:
 - A dead letter that the disk does not take is held and tried again.
 
 Only the ingester counts records, as it finds them in the workers' folders. Whichever process is
-killed at whichever moment, recorded = stored + spooled + dead-lettered + dropped + deleted.
+killed at any time, recorded = stored + spooled + dead-lettered + dropped + deleted.
 
-A recording outage is a time in which a worker lost records and could not say whose. A worker notes
-its outage in a file beside its segments (`proxy.spool.outages`). One that has ended is stored once.
-One that lasts is stored as far as it has come, so that no update claims episodes of that time while
-the disk stays full; but not at once, because a short one ends with all of its episodes named. If
-the worker is gone, nobody loses records in its place, so the outage ends now.
+A recording outage is a time in which a worker lost records of unknown episodes. The worker notes it
+in a file beside its segments (`proxy.spool.outages`). An outage that has ended is stored once. An
+outage that lasts is stored up to now, so that no update claims episodes of that time while the disk
+stays full. This waits a while, because a short outage ends with all of its episodes named. If the
+worker is gone, it loses no more records, so the outage ends now.
 """
 
 import asyncio
@@ -58,31 +58,30 @@ from store.write.ingest import Ingester
 
 log = structlog.get_logger()
 
-# Interval between two looks at the files of outages.
+# Interval between two looks at the outage files.
 OUTAGE_LOOK_S: Final = 1.0
-# An outage that lasts is stored once it has lasted this long, and again when it has grown so far.
+# An outage that lasts is stored whenever it has grown by this much.
 OUTAGE_PATIENCE_S: Final = 30.0
 CANNOT_STORE_OUTAGE: Final = "a recording outage cannot be read, or PostgreSQL does not take it"
 
 
 class RecordingOutages:
-    """Follow the files of outages under one root."""
+    """Store the recording outages of the workers under one root."""
 
     def __init__(self, root: Path, patience_s: float = OUTAGE_PATIENCE_S) -> None:
-        """Store an outage that goes on once it has lasted for `patience_s` seconds."""
         self._root = root
         self._patience_s = patience_s
         self._ingester = Ingester()
         self._not_before = 0.0
-        # The outage that lasts in each file, and up to which time it is stored.
+        # By file: the id of its lasting outage, and the time up to which the outage is stored.
         self._stored_until: dict[Path, tuple[bytes, float]] = {}
-        # For how long the longest has lasted (s); 0 if none does.
+        # For how long the longest outage has lasted (s); 0 if none lasts.
         self.lasts_s = 0.0
-        # Why not all could be stored; empty if they could.
+        # Why an outage could not be stored; empty if all could be.
         self.trouble = ""
 
     async def store(self, engine: AsyncEngine) -> None:
-        """Store all that is not stored yet, unless that was tried within the last second.
+        """Store the outages that are not stored yet, unless that was tried within the last second.
 
         Raises:
             Exception: the database is away (`store.database.is_no_records_fault`).
@@ -103,7 +102,7 @@ class RecordingOutages:
                 await self._note_stored(path, outage)
 
     async def look(self) -> dict[Path, RecordingOutage]:
-        """Return the outages that are to be stored, by file, after ending those of gone workers."""
+        """End the outages of gone workers, and return the outages to be stored, by file."""
         self.trouble = ""
         outages = {}
         for path in await asyncio.to_thread(lambda: sorted(in_folders(self._root, OUTAGE))):
@@ -138,7 +137,7 @@ class RecordingOutages:
         except Exception as error:
             if is_no_records_fault(error) and not await answers(engine):
                 raise
-            # It may be this outage that PostgreSQL does not take: no record waits for it.
+            # The fault may be this outage's: records do not wait for it.
             self._fail(path, error)
             return False
         return True
@@ -147,7 +146,7 @@ class RecordingOutages:
         try:
             await asyncio.to_thread(note_stored, path, outage)
         except OSError as error:
-            # It is stored again, which changes nothing.
+            # The outage is stored again later, which changes nothing.
             self._fail(path, error)
             return
         lasted_s = (outage.until or outage.since) - outage.since
@@ -159,7 +158,7 @@ class RecordingOutages:
 
 
 def _not_stored(path: Path) -> RecordingOutage | None:
-    """Return what is to be stored of a file's outage, which ends here if its worker is gone.
+    """Return a file's outage unless it is stored; end it first if its worker is gone.
 
     Raises:
         OSError: the file cannot be read, or the outage cannot be ended.
@@ -187,11 +186,11 @@ MOST_REASON: Final = 200
 
 
 class DrainState:
-    """Tell the drain's present state, since when, and why.
+    """The drain's present state, since when, and why.
 
     `moving`: records are being stored, or there are none. `waiting`: PostgreSQL is away, and
-    records wait on disk, as intended. `stuck`: something else keeps a record from being stored,
-    though perhaps not all. It lasts until all move again: an outage in between does not end it.
+    records wait on disk, as intended. `stuck`: something else keeps some or all records from being
+    stored. It lasts until all records move again: an outage in between does not end it.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -233,15 +232,15 @@ RETRY_S: Final = 1.0
 # Most records that one transaction stores.
 BATCH: Final = 256
 IDLE_S: Final = 0.1
-# Longest wait for a batch that is being stored before what is on disk is counted.
+# Longest wait of `count` for a batch that is being stored.
 COUNT_S: Final = 1.0
-# After a turn that took all there was comes this pause, so that the next batch is larger: what a
-# transaction costs, here and in PostgreSQL, is shared by more records.
+# Pause after a turn that left no records, so that the next batch is larger: more records then share
+# the cost of a transaction, here and in PostgreSQL.
 GATHER_S: Final = 0.03
 
 
 class Drainer:
-    """Drain every worker's folder under `root` until told to stop."""
+    """Drain every worker's folder under `root` until `stop` is called."""
 
     def __init__(
         self,
@@ -255,10 +254,10 @@ class Drainer:
         redactor: Redactor | None = None,
         send_spans: Callable[[Iterable[SpoolRecord]], None] | None = None,
     ) -> None:
-        """Store where records come from, one folder of `root` for each worker, and go to.
+        """Begin; `root` has a folder for each worker.
 
-        `connect` returns the engine, or None while there is no connection. `counted_before` says
-        how many of the records on disk an earlier ingester counted already. Replies longer than
+        `connect` returns the engine, or None while there is no connection. `counted_before` is the
+        number of records on disk that an earlier ingester counted already. Replies longer than
         `most_reply` bytes are not read.
         """
         self._root = root
@@ -283,7 +282,7 @@ class Drainer:
     def stop(self) -> None:
         """Let `run` return once the present batch is settled.
 
-        It may be cancelled as well, whatever it does: what was not settled stays in the spool.
+        `run` may also be cancelled at any time: unsettled records stay in the spool.
         """
         self._stopping.set()
 
@@ -293,7 +292,7 @@ class Drainer:
             try:
                 moved = await self.drain_once()
             except Exception as error:
-                # This task must not end: what is on disk waits, and is tried again.
+                # This task must not end: records wait on disk, and are tried again.
                 await self._note_failure(error)
                 await self._pause(RETRY_S)
             else:
@@ -327,7 +326,7 @@ class Drainer:
             self.progress.note("waiting", reason)
 
     async def _takes_nothing(self, error: Exception) -> bool:
-        """Return whether PostgreSQL answers and yet does not get on; this never raises."""
+        """Return whether PostgreSQL answers but keeps failing; this never raises."""
         engine = self._connect()
         try:
             return engine is not None and await self._writer.takes_nothing(engine, error)
@@ -352,15 +351,15 @@ class Drainer:
     async def count(self) -> None:
         """Count the records that the workers have written up to now.
 
-        They are counted later if PostgreSQL takes longer than `COUNT_S` for a batch: whoever asks
-        for figures must not wait for it.
+        They are counted later if PostgreSQL takes longer than `COUNT_S` for a batch: a scrape of
+        the metrics must not wait for it.
         """
         try:
             async with asyncio.timeout(COUNT_S):
                 await self._busy.acquire()
         except TimeoutError:
             log.warning("counting_put_off", waited_s=COUNT_S)
-            # What the batch stored so far does not wait any more.
+            # Records that the batch has stored so far do not wait any more.
             self._show()
             return
         try:
@@ -378,18 +377,18 @@ class Drainer:
             self._busy.release()
 
     async def _count_rest(self, segment: Segment) -> None:
-        """Count what a segment has to its end; one read may give a part of it.
+        """Count a segment's records to its end, with as many reads as it takes.
 
         Raises:
             OSError: it cannot be read.
         """
-        # A torn end cannot be told from one being written until it is drained.
+        # Until the segment is drained, a torn frame at its end looks like one being written.
         read = partial(segment.pieces, most=None, sealed=False)
         while pieces := await asyncio.to_thread(read, segment.counted):
             self._count(segment, pieces)
 
     async def drain_rest(self) -> None:
-        """Store all that is on disk, but what is held; while the database is away, try again."""
+        """Store all records on disk except held ones; while the database is away, try again."""
         while True:
             try:
                 moved = await self.drain_once()
@@ -426,7 +425,7 @@ class Drainer:
         self._look()
         moved = await self._writer.try_held(engine, self._segments.values())
         self._is_behind = False
-        # The oldest segment of each worker: one that is never done must not keep others waiting.
+        # One batch of each worker: a worker that never pauses must not keep others waiting.
         served: set[Path] = set()
         for segment in list(self._segments.values()):
             if segment.path.parent in served:

@@ -34,15 +34,15 @@ from store.read.evaluations import evaluations
 log = structlog.get_logger()
 
 LOOK_S: Final = 0.1
-# Seconds between two looks of each kind.
+# Seconds between two runs of each repeated task.
 KEYS_S: Final = 600.0
 EVALUATIONS_S: Final = 2.0
 DELETED_S: Final = 10.0
 OUTDATED_S: Final = 600.0
-# What is outdated is removed so soon after the start.
+# Seconds from the start to the first removal of outdated records.
 OUTDATED_FIRST_S: Final = 10.0
-# A pause is at least this many times as long as the look before it, so that what takes long (very
-# many episodes of evaluation) does not keep the database busy.
+# A pause is at least this many times as long as the work before it, so that slow work (very many
+# episodes of evaluation) does not keep the database busy.
 LOOK_SHARE: Final = 20
 
 
@@ -53,7 +53,7 @@ async def ingesting(
     patience_s: float = 0.0,
     processes: Callable[[], list[ProcessState]] | None = None,
 ) -> AsyncIterator[None]:
-    """Run an ingester: it works when the context is entered, and drains what it can when left.
+    """Run an ingester within the context; at its end, drain for a limited time.
 
     It waits `patience_s` seconds for another ingester to release the spool directory. `processes`
     returns the workers' states; it is None if no supervisor runs them.
@@ -61,7 +61,7 @@ async def ingesting(
     Raises:
         SpoolInUse: another ingester holds the spool directory.
         NotListening: the admin port is taken.
-        BadRedaction: what redacts cannot be used.
+        BadRedaction: the rules of redaction cannot be used.
     """
     redactor = open_redactor(settings)
     # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
@@ -97,7 +97,7 @@ async def _working(
     database = Database(settings)
     spans = None
     if settings.otel:
-        # Only here: the packages are an extra. The supervisor has seen that they are there.
+        # Imported here: the packages are an extra, and the supervisor has checked for them.
         from proxy.ingester.spans import Spans
 
         spans = Spans()
@@ -141,7 +141,7 @@ async def _working(
 
 
 def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
-    """Begin what an ingester does beside draining; each task runs until it is cancelled."""
+    """Start the ingester's tasks beside draining; each runs until it is cancelled."""
     root, connect, days = settings.spool_dir, database.engine, settings.keep_days
     files, deleted = KeyFiles(root), DeletedLetters(root)
     work = {
@@ -165,10 +165,10 @@ async def repeat(
     pause_s: float,
     first_s: float | None = None,
 ) -> None:
-    """Do work again and again, until cancelled; one that fails is logged and tried again.
+    """Repeat work until cancelled; a failure is logged, and the work is tried again.
 
     `connect` returns the engine that `work` gets, None before the first connection. `first_s` is
-    the pause before the first time, if it is not `pause_s`.
+    the pause before the first run, if it is not `pause_s`.
     """
     task = asyncio.current_task()
     name = "" if task is None else task.get_name()
@@ -185,7 +185,7 @@ async def repeat(
 
 
 async def clean_keys(files: KeyFiles, _: AsyncEngine | None) -> None:
-    """Delete this machine's links of idempotency keys that are a day old."""
+    """Delete this machine's links of idempotency keys that are a day old, or too many."""
     log.info("idempotency_keys_forgotten", keys=await asyncio.to_thread(files.clean))
 
 

@@ -1,11 +1,11 @@
-"""Dead letters, and what is removed from them and from the database: the deleted and the outdated.
+"""Dead letters, and the removal of deleted and outdated records.
 
-A dead letter is a record that cannot be stored, with the reason, until somebody looks. It holds
-prompts, and is the only copy of its record: only the proxy's user may read it, and it is durable
-before its segment is deleted.
+A dead letter is a record that cannot be stored, kept with the reason until somebody looks at it. It
+holds prompts, and is the only copy of its record: only the proxy's user may read it, and it is
+durable before its segment is deleted.
 
-The drain leaves records of deleted episodes out by itself. Dead letters are not drained: every
-ingester looks through its own, whoever deleted the episode.
+The drain leaves out records of deleted episodes. Dead letters are not drained, so every ingester
+searches its own letters for deleted episodes.
 """
 
 import asyncio
@@ -73,14 +73,14 @@ CHANGED: Final = b"refused; what was about deleted episodes was removed from it"
 
 
 def names_in(frame: Frame) -> Iterable[Named]:
-    """Return the names by which it is known whether a record, or a part of it, is deleted."""
+    """Return the names in a record that show whether it, or a part of it, is deleted."""
     if isinstance(frame, CapturedCall):
         return [("episode", frame.episode)]
     return tombstones.names_in(frame)
 
 
 def without_deleted(frame: Frame, deleted: Set[UUID]) -> Frame | None:
-    """Return what is left of a record without the deleted names; None: nothing is."""
+    """Return a record without its parts about deleted names; None: nothing is left."""
     if isinstance(frame, CapturedCall):
         return frame if keys_left([frame.episode], deleted) else None
     return tombstones.without_deleted(frame, deleted)
@@ -90,14 +90,14 @@ class DeletedLetters:
     """Remove this machine's dead letters about deleted episodes."""
 
     def __init__(self, root: Path) -> None:
-        """Begin with no letter looked at; `root` is the spool's."""
+        """Begin with no letter searched; `root` is the spool's folder."""
         self._root = root
         self._seen: set[Path] = set()
         # The number of the last deletion; None before the first look.
         self._deletion: int | None = None
 
     async def remove(self, engine: AsyncEngine | None) -> None:
-        """Look through the letters that are new since the last look or the last deletion."""
+        """Search new letters; after a deletion, search all letters again."""
         if engine is None:
             return
         async with engine.connect() as connection:
@@ -107,7 +107,7 @@ class DeletedLetters:
             if newest:
                 await remove_letters(connection, sorted(there - seen))
             if self._deletion is not None and newest > self._deletion:
-                # Their names are nowhere kept any more.
+                # Only a number is logged: the names are not kept anywhere.
                 log.info("episodes_deleted", episodes=newest - self._deletion)
             self._seen, self._deletion = there, newest
 
@@ -120,16 +120,17 @@ def letters_of(root: Path) -> list[Path]:
 async def remove_letters(
     connection: AsyncConnection, letters: Iterable[Path], names: Sequence[str] = ()
 ) -> int:
-    """Remove from dead letters what is about deleted episodes; return how many changed.
+    """Remove deleted episodes from dead letters; return how many letters changed.
 
-    A letter that is about others, too, is written again without it. One that is no record is
-    removed if it holds one of `names` as a field; they are those of deleted episodes.
+    A letter that is also about other episodes is written again without the deleted ones. A letter
+    that cannot be decoded is removed if it contains one of `names`, names of deleted episodes, as a
+    field.
 
     Raises:
-        OSError: the disk fails; what was not removed can be removed later.
+        OSError: the disk fails; the remaining letters can be searched later.
     """
     removed = 0
-    # As a field of a record, its length before it: a word of that name in a prompt is another's.
+    # Encoded as a record's field, with its length in front, so that words in prompts do not match.
     encoded = [msgspec.msgpack.encode(name) for name in names]
     for path in letters:
         try:
@@ -156,7 +157,7 @@ async def remove_letters(
 
 
 def replace_letter(path: Path, left: Frame | None) -> None:
-    """Write a letter again with what is left of it; None: remove it.
+    """Write a letter again with the record `left`; None: remove the letter.
 
     Raises:
         OSError: the disk fails.
@@ -185,11 +186,11 @@ async def waiting(connection: AsyncConnection, root: Path) -> int:
 
 
 def _frames_in(path: Path) -> list[Frame]:
-    """Return the records in a segment; of those that cannot be read the drain makes letters."""
+    """Return the readable records of a segment; the drain makes dead letters of the others."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        # Its records were stored meanwhile, or it was sealed, and is counted at the next look.
+        # Its records were stored meanwhile, or it was renamed, and is counted at the next look.
         return []
     frames = []
     for _, payload in read_frames(content):
@@ -203,10 +204,10 @@ STEP_S: Final = 0.05
 
 
 async def remove_outdated(root: Path, days: int, engine: AsyncEngine | None) -> None:
-    """Remove what is older than these days, in the database and of the letters at `root`."""
+    """Remove records older than `days` from the database and from the letters at `root`."""
     if engine is None:
         return
-    # A clock that is set ahead must not remove what is new: two have to agree.
+    # A clock that is set ahead must not remove new records: two clocks have to agree.
     today = min(datetime.now(UTC), await database_time(engine)).date()
     before = today - timedelta(days=days)
     await remove_all(engine, before)
@@ -217,14 +218,14 @@ async def remove_outdated(root: Path, days: int, engine: AsyncEngine | None) -> 
 
 
 async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
-    """Remove statements about what never came, step by step, and count them."""
+    """Remove statements whose target never came, step by step, and count them."""
     while engine is not None and (removed := await retaining.remove_pending(engine, days)):
         OUTDATED.labels("pending").inc(removed)
         await asyncio.sleep(STEP_S)
 
 
 async def remove_all(engine: AsyncEngine, before: date) -> None:
-    """Remove what is older than a day, step by step, and count it."""
+    """Remove records from before a day, step by step, and count them."""
     after = NOWHERE
     while (removed := await remove_some(engine, before, after)) is not None:
         after = removed.last
@@ -249,7 +250,7 @@ def _count(removed: Removed) -> None:
 def remove_old_letters(root: Path, before: date) -> int:
     """Remove this machine's dead letters that were made before a day; return how many.
 
-    One that the disk does not give or remove is logged, and tried again at the next look.
+    A letter that cannot be read or removed is logged, and tried again at the next look.
     """
     removed = 0
     for path in letters_of(root):
@@ -266,7 +267,7 @@ def remove_old_letters(root: Path, before: date) -> int:
 
 
 def _made_at(letter: Path) -> datetime:
-    """Return when a letter's record was made; of one that cannot be read, when it was written."""
+    """Return when a letter's record was made, or when the letter was written if unreadable."""
     payload = letter.read_bytes()
     try:
         frame = decode_payload(payload)

@@ -2,7 +2,7 @@
 
 The offset up to which a segment is stored is kept beside it, in `ID.at`, so that a new ingester
 goes on where a killed one stopped. That file is not synced: if it is lost, or cannot be read or
-written, some records are stored a second time, and storing is idempotent.
+written, some records are stored a second time, which changes nothing.
 """
 
 import os
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 log = structlog.get_logger()
 
 AT: Final = ".at"
-# Beside a segment: the offsets of long pieces that an ingester began to read, a line each time.
+# File beside a segment: the offset of each long piece that an ingester began to read, a line each.
 BEGUN: Final = ".begun"
 # Bytes of a segment that are read at once.
 READ_BYTES: Final = 4 * 2**20
@@ -46,7 +46,7 @@ Why = Literal["letter", "suspect", "unanswered", "long"]
 
 
 class Held(NamedTuple):
-    """Note a piece that was passed over, and why.
+    """A piece that was passed over, and why.
 
     `kind` is its record's type, None for a letter. `turn` (as the batch writer counts them) and
     `at` (seconds of the monotonic clock) say when it was last tried.
@@ -61,7 +61,7 @@ class Held(NamedTuple):
 
 
 class FramePlace(NamedTuple):
-    """Mark where a piece begins: its offset, and the number of the frame there (None: unknown)."""
+    """Where a piece begins: its offset, and the number of the frame there (None: unknown)."""
 
     offset: int
     number: int | None
@@ -71,7 +71,7 @@ BEGIN: Final = FramePlace(0, None)
 
 
 class Segment:
-    """Follow one segment file, with the ingester's position in it."""
+    """One segment file, with the ingester's position in it."""
 
     def __init__(self, path: Path) -> None:
         """Read the position that an earlier ingester left beside the segment at `path`."""
@@ -81,15 +81,15 @@ class Segment:
         self._marked = True
         self.stored = self._read_place()
         self.counted = self.stored
-        # Records between `stored` and `counted`, and those that are held.
+        # Number of records between `stored` and `counted`, and of held records.
         self.waiting = 0
         # Records that were passed over for now, by the offset at which they begin.
         self.held: dict[int, Held] = {}
         # Everything in it is settled or held; once nothing is held, the file can be deleted.
         self.drained = False
-        # Whether the last read left pieces behind those that it gave.
+        # Whether there are more pieces after the last read.
         self.has_more = False
-        # Bytes that the next batch will take, going by the last one.
+        # Expected bytes of the next batch, by the size of the last one.
         self._likely = READ_BYTES
         # After a failure: when it may be tried again (seconds of the monotonic clock).
         self.not_before = 0.0
@@ -128,7 +128,7 @@ class Segment:
             size *= 2
 
     def _expect(self, batch: list[Piece]) -> None:
-        """Read little more for the next batch than a full one took: the rest is read again."""
+        """Expect the next batch to be a quarter larger: bytes beyond a batch are read twice."""
         taken = batch[-1].end - batch[0].start if batch else READ_BYTES
         self._likely = taken + taken // 4
 
@@ -148,7 +148,7 @@ class Segment:
             return data, len(data) < size or not file.read(1)
 
     def _with_file(self, use: Callable[[Path], Result]) -> Result:
-        """Return what `use` makes of the segment's path.
+        """Return `use(path)` for the segment's path, or for its new path if it was renamed.
 
         Raises:
             OSError: `use` raised it.
@@ -156,7 +156,7 @@ class Segment:
         try:
             return use(self._existing())
         except FileNotFoundError:
-            # Its worker sealed it, and so renamed it, after its path was looked up.
+            # Its worker renamed it after the path was looked up.
             return use(self._existing())
 
     def _existing(self) -> Path:
@@ -185,7 +185,7 @@ class Segment:
         self.advance(held.piece, 0)
 
     def begin_reading(self, piece: Piece) -> int:
-        """Note that a piece is being read; return how many ingesters ended in the midst of that."""
+        """Note that a piece is being read; return how many ingesters ended while reading it."""
         path = self.path.with_suffix(BEGUN)
         try:
             with path.open("a+") as file:
@@ -193,13 +193,13 @@ class Segment:
                 earlier = file.read().split().count(str(piece.begin))
                 file.write(f"{piece.begin}\n")
         except OSError as error:
-            # It is read all the same: on a full disk nothing else makes room.
+            # Read it all the same: on a full disk, only draining makes room.
             log.warning("reading_not_noted", segment=self.path.stem, reason=str(error))
             return 0
         return earlier
 
     def end_reading(self) -> None:
-        """Forget that a piece was being read, which has ended well.
+        """Delete the note of `begin_reading`: the piece was read.
 
         Raises:
             OSError: the note could not be deleted.
@@ -252,10 +252,10 @@ class Segment:
         return place
 
     def is_gone(self, error: OSError) -> bool:
-        """Return whether it raised `error` since it is not there any more, under either name.
+        """Return whether `error` came because the segment is gone, under either name.
 
-        Its worker deletes one that stayed empty. What was in any other counts as dropped at the
-        next look.
+        Its worker deletes a segment that stayed empty. The records of any other segment count as
+        dropped at the next look.
         """
         names = (self.path.with_suffix(suffix) for suffix in (OPEN, SEALED))
         return isinstance(error, FileNotFoundError) and not any(map(lexists, names))
@@ -266,7 +266,7 @@ class Segment:
         log.error("segment_failed", segment=self.path.stem, reason=str(error))
 
     def remove(self) -> None:
-        """Delete the segment, under whichever name it has by now.
+        """Delete the segment, under either name, and the files beside it.
 
         Raises:
             OSError: it could not be deleted.
@@ -294,7 +294,7 @@ def _mark_of(stem: str) -> bytes | None:
 
 
 def in_folders(root: Path, pattern: str) -> Iterator[Path]:
-    """Yield what matches `pattern` in the folders of a spool; one that goes meanwhile has none."""
+    """Yield files that match `pattern` in a spool's folders; skip folders that vanish meanwhile."""
     for folder in root.glob("*"):
         with suppress(FileNotFoundError):
             yield from list(folder.glob(pattern))

@@ -1,8 +1,8 @@
 """Send each stored call as an OpenTelemetry span (`PAWL_OTEL`): names and numbers, never its text.
 
 The ingester makes a call's span once it has stored the call, so no agent waits for a collector.
-Spans wait in the SDK's queue for the SDK's thread, which sends them. Those that do not fit there,
-and those that the collector does not take, are dropped and counted.
+Spans wait in the SDK's queue for the SDK's thread, which sends them. Spans that find the queue
+full, or that the collector does not take, are dropped and counted.
 
 The names are those of OpenTelemetry's semantic conventions for generative AI. A span continues its
 client's trace; without one, the calls of an episode share a trace. Ids follow from the call, so a
@@ -46,14 +46,14 @@ from store.values.packing import ITEM_BYTES
 
 log = structlog.get_logger()
 
-# The conventions' last version before those for generative AI got a repository of their own.
+# The conventions' last version before generative AI got a repository of its own.
 SCHEMA: Final = "https://opentelemetry.io/schemas/1.41.0"
 # Spans that wait or are being sent: the SDK's own default. Each is a few KB.
 MOST_WAITING: Final = 2048
 BATCH: Final = 512
 # Longer texts are cut: servers choose ids and finish reasons.
 LONGEST: Final = 256
-# Protobuf has no larger integers; one of them would cost the whole batch.
+# Protobuf has no larger integers: a larger one would lose the whole batch.
 MOST: Final = 2**63
 ERRORS: Final = 400
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -72,16 +72,16 @@ SETTINGS: Final = (
     *("temperature", "top_p", "top_k", "max_tokens"),
     *("frequency_penalty", "presence_penalty", "seed"),
 )
-# As chat and completions name their usage, and as responses and messages do.
+# Names of usage in chat and completions, and in responses and messages.
 PROMPT_TOKENS: Final = ("prompt_tokens", "input_tokens")
 SAMPLED_TOKENS: Final = ("completion_tokens", "output_tokens")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Check what the variables of OpenTelemetry say about where spans go, and how.
+    """Check OpenTelemetry's environment variables for protocol, endpoint and headers.
 
     Raises:
-        NoSpans: Pawl cannot send them so. Values are left out: they may hold credentials.
+        NoSpans: Pawl cannot use a variable. Its value is left out: it may hold credentials.
     """
 
     def stated(of: str) -> tuple[str, str]:
@@ -104,8 +104,8 @@ class Spans:
     """Make the spans of stored calls, and hand them to the SDK's queue."""
 
     def __init__(self) -> None:
-        """Begin the SDK's thread; where spans go is in the variables of OpenTelemetry."""
-        # What the SDK logs may quote headers and addresses with credentials.
+        """Start the SDK's thread; OpenTelemetry's environment variables name the collector."""
+        # The SDK's log may quote headers and addresses with credentials.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL + 1)
         self._queue, self._ids = _Queue(_Exporter()), _Ids()
         named = Resource({SERVICE_NAME: "pawl", "service.version": __version__})
@@ -146,7 +146,7 @@ class Spans:
         span.end(start + int(record.total_ms * 1e6))
 
     async def close(self, within_s: float) -> None:
-        """Send what waits, for at most `within_s` seconds, and end the thread."""
+        """Send waiting spans for at most `within_s` seconds, and end the thread."""
         ending = Thread(target=self._queue.shutdown, name="pawl-spans-end", daemon=True)
         ending.start()
         await asyncio.to_thread(ending.join, within_s)
@@ -172,7 +172,7 @@ class _Ids(IdGenerator):
 
 
 class _Exporter(SpanExporter):
-    """Send batches by OTLP, count what became of them, and log when that changes."""
+    """Send batches by OTLP, count spans as sent or dropped, and log when that changes."""
 
     def __init__(self) -> None:
         session: Any = import_module("requests").Session()
@@ -204,7 +204,7 @@ class _Exporter(SpanExporter):
 
 
 class _Queue(BatchSpanProcessor):
-    """Hold spans for the thread, and drop those for which there is no room."""
+    """Queue spans for the SDK's thread, and drop spans that find no room."""
 
     def __init__(self, exporter: _Exporter) -> None:
         self._room = exporter.room
@@ -220,7 +220,7 @@ class _Queue(BatchSpanProcessor):
 
 
 def _parent(trace: str | None) -> Context:
-    """Return the context of a client's `traceparent`, in which a span is its client's child."""
+    """Return the context that makes a span the child of a client's `traceparent`."""
     if trace is None:
         return Context()
     _, trace_id, span_id, flags = (int(part, 16) for part in trace.split("-"))
@@ -229,7 +229,7 @@ def _parent(trace: str | None) -> Context:
 
 
 def _attributes(record: CallRecord) -> dict[str, Value]:
-    """Return what a span says of its call; nothing of it is of the request's or reply's text."""
+    """Return a span's attributes, without any text of the request or the reply."""
     operation, provider = OPERATIONS[record.dialect]
     settings, usage, ids = _fields(record.sampling), _fields(record.usage), record.tokens
     tenant, first_ms = tenant_of(record.episode), record.first_chunk_ms
@@ -268,12 +268,12 @@ def _error(record: CallRecord) -> str | None:
 
 
 def _text(text: str | None) -> str | None:
-    # Half of a surrogate pair would cost the whole batch.
+    # Half of a surrogate pair would lose the whole batch.
     return text and text[:LONGEST].encode(errors="replace").decode()
 
 
 def _fields(document: bytes | None) -> dict[str, Any]:
-    """Return the fields of settings or usage; none if they cannot be read, such as half a pair."""
+    """Return the fields of settings or usage; none if they cannot be decoded."""
     with suppress(msgspec.DecodeError):
         return {} if document is None else msgspec.json.decode(document, type=dict[str, Any])
     return {}
@@ -287,6 +287,6 @@ def _number(value: object) -> int | float | None:
 
 
 def _tokens(usage: Mapping[str, object], names: Iterable[str], ids: bytes) -> int:
-    """Return how many tokens the server counted, else how many ids it gave."""
+    """Return how many tokens the server counted, or else the number of its token ids."""
     counts = (_number(usage.get(name)) for name in names)
     return next((one for one in counts if isinstance(one, int)), len(ids) // ITEM_BYTES)

@@ -1,9 +1,9 @@
-"""Turn a piece of a segment into the ledger's record, or a reason why there is none (pure).
+"""Turn a piece of a segment into the database's record, or a reason why there is none (pure).
 
-A worker's capture is read again in its format. What a request asks is what users say in it,
-whatever the instructions beside it: these may hold the time of day or a session's id, and are then
-never the same twice. Episodes of one question are a group in the database, so the digest of the
-same bytes must never change.
+A worker's capture is parsed again in its wire format. The question of a request is what users say
+in it, without the instructions: these may hold the time of day or a session's id, and then differ
+each time. Episodes with one question are a group in the database, so the digest of the same bytes
+must never change.
 """
 
 import gc
@@ -41,9 +41,9 @@ _RESULT: Final = "tool_result"
 
 
 def question_of(call: CallRecord) -> bytes | None:
-    """Return a digest of what users say in a call's request, as its wire format holds it.
+    """Return a digest of what users say in a call's request.
 
-    Return None if the request cannot be read, nobody says anything, or the format is unknown.
+    Return None if the request cannot be read, users say nothing, or the wire format is unknown.
     """
     wire_format = FORMATS.get(call.dialect)
     if wire_format is None or call.request is None:
@@ -58,10 +58,7 @@ def question_of(call: CallRecord) -> bytes | None:
 
 
 def _digest(texts: Iterable[bytes]) -> bytes | None:
-    """Return a digest of texts, and of where each ends; None if all are empty.
-
-    Text is the same as a string or as parts.
-    """
+    """Return a digest of texts and of their lengths; None if all are empty."""
     digest, is_asked = sha256(), False
     for text in texts:
         digest.update(b"%d:" % len(text))
@@ -71,15 +68,15 @@ def _digest(texts: Iterable[bytes]) -> bytes | None:
 
 
 def _spoken(content: bytes) -> bytes:
-    """Return the text of one message, whose content is JSON."""
-    # The bytes of such a string are its text: there is nothing to decode, and to encode again.
+    """Return the text of a message's content (JSON), whether a string or parts."""
+    # A string without escapes: its bytes are its text.
     if content[:1] == content[-1:] == b'"' and b"\\" not in content and content.isascii():
         return content[1:-1]
     return b"".join(_texts(msgspec.json.decode(content)))
 
 
 def _texts(content: Any) -> Iterator[bytes]:
-    """Yield the text of one message; parts that are no text as JSON, but for results of tools."""
+    """Yield a message's texts, and other parts as JSON; leave out results of tools."""
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
         if isinstance(text, str):
@@ -90,7 +87,7 @@ def _texts(content: Any) -> Iterator[bytes]:
 
 TOO_DEEP: Final[Reason] = "nested_too_deep"
 TOO_LONG: Final[Reason] = "reply_too_long"
-# Least bytes of a reply that are read at once.
+# Least bytes of a reply that are parsed at once.
 BLOCK_BYTES: Final = 64 * 1024
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED)
@@ -99,7 +96,7 @@ TAKES_LONG: Final = "takes long to be read"
 
 
 class Entry(NamedTuple):
-    """Hold a piece of a segment with its record, or with the reason why it has none."""
+    """A piece of a segment with its record, or with the reason why it has none."""
 
     piece: Piece
     record: SpoolRecord | None
@@ -134,7 +131,7 @@ def read_entry(
     except TakesLong:
         return Entry(piece, None, TAKES_LONG)
     except Exception as error:
-        # Clients and models decide what is in it; reading it again would fail the same way.
+        # Clients and models decide its content; reading it again would fail the same way.
         cause = f"{type(error).__name__} at {raised_at(error)}"
         return Entry(piece, None, f"{CANNOT_BE_READ}: {cause}: {error}")
 
@@ -155,7 +152,7 @@ def record_of(
     most_reply: int = MOST_INFLATED,
     at_once: float = inf,
 ) -> SpoolRecord:
-    """Return the ledger's record in a spooled payload.
+    """Return the database's record of a spooled payload.
 
     Raises:
         TakesLong: its reply is longer than `at_once` bytes.
@@ -173,7 +170,7 @@ def record_of(
 def transcribe(
     captured: CapturedCall, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
 ) -> CallRecord:
-    """Return the ledger's record of a captured call; the request in it is the client's own.
+    """Return the database's record of a captured call, with the request as the client sent it.
 
     Raises:
         zlib.error: the reply was deflated and is damaged.
@@ -210,16 +207,16 @@ def transcribe(
         tools = wire_format.sampling.tools(request.fields)
         unknown = not_offered_events(UUID(bytes=captured.id), tools, facts.tool_calls)
         events = (*events, *unknown)
-    # The API states how a tool ended, or there is a reader.
+    # The API states how a tool ended, or a reader is configured.
     if turns.states_errors or readers.give_verdicts:
         events = (*events, *result_events(UUID(bytes=captured.id), turns, shown, readers))
-        # What a reply says that asks for no tool: a later call may quote it.
+        # The text of a reply without tool calls, which a later call may quote.
         quotable = None if facts.tool_calls else text_digest(facts.text)
     return _record(captured, request, raw, facts, settings, reason, events, quotable, side)
 
 
 def unread_call(captured: CapturedCall) -> CallRecord:
-    """Return the record of a captured call of which nothing is read, request and reply left out."""
+    """Return a captured call's record without parsing it, and without request and reply."""
     unknown = msgspec.json.encode({UNREAD_SETTINGS: ["request"]})
     settings = Judged(unknown, TOO_DEEP, TOO_DEEP)
     events = captured.tool_events
@@ -239,7 +236,7 @@ def _record(
 ) -> CallRecord:
     response_id, sampled = facts.response_id, facts.sampled
     return CallRecord(
-        # A quarter of the time that `UUID(bytes=...)` takes.
+        # Four times as fast as `UUID(bytes=...)`.
         id=msgspec.convert(captured.id, UUID),
         episode=captured.episode,
         method=captured.method,
@@ -287,10 +284,10 @@ def _record(
 
 
 def _read_request(body: bytes, wire_format: WireFormat) -> tuple[ModelRequest, Object | None]:
-    """Return the request as far as its reply is read by it, and all of its fields unparsed.
+    """Return the request with the fields needed to read its reply, and all fields unparsed.
 
-    The request is stored as bytes. Fields that the reply can be read without may be very large,
-    and are never parsed as a whole.
+    The request is stored as bytes. The other fields may be very large, and are never parsed as a
+    whole.
     """
     if not wire_format.unread:
         request = read_request(body)
@@ -307,8 +304,8 @@ def _reply_facts(
 ) -> tuple[ReplyFacts, Reason | None]:
     """Return the reply's facts, and the reason if reply or request cannot be read.
 
-    A reply that nests too deep, or was too long to be kept whole, is stored as raw bytes: all that
-    is known is its id, which feedback may name.
+    A reply that nests too deep, or was too long to be kept whole, is stored as raw bytes: only its
+    id is read, because feedback may name it.
     """
     deep_request = TOO_DEEP if request.parsed is None and nests_too_deep(request.body) else None
     if captured.http_status is None:
@@ -331,7 +328,7 @@ def _reply_facts(
     for block in _blocks(raw):
         parser.feed(block)
     if not captured.too_long and (captured.streamed or captured.status == "complete"):
-        # The worker took what there was of a stream as its end.
+        # A stream that was cut off counts as finished.
         parser.finish()
     if unread is not None:
         return msgspec.structs.replace(NO_REPLY, response_id=parser.summary().response_id), unread
@@ -343,7 +340,7 @@ def _reply_facts(
 
 
 def _blocks(raw: bytes) -> Iterator[bytes]:
-    """Yield a reply in blocks of whole lines: lines take many times their length, all at once."""
+    """Yield a reply in blocks of whole lines: parsing all at once takes many times its length."""
     start = 0
     while start < len(raw):
         end = raw.find(b"\n", start + BLOCK_BYTES) + 1 or len(raw)
