@@ -1,4 +1,4 @@
-"""Run one process of the supervisor's: `python -m pawl.serving.child ingester|worker …`."""
+"""Run a child process of the supervisor: `python -m pawl.serving.child ingester|worker …`."""
 
 import argparse
 import asyncio
@@ -42,7 +42,7 @@ async def _until_stopped(
     """Wait until SIGTERM, SIGHUP, or the supervisor's end, which closes standard input.
 
     Args:
-        stop_soon: called on each SIGTERM, also on one after this function has returned.
+        stop_soon: called on each SIGTERM, even after this function has returned.
         leave: called on SIGHUP, and when the supervisor has ended.
     """
     stopped = asyncio.Event()
@@ -68,9 +68,9 @@ async def _until_stopped(
 
 
 def spare_the_collector() -> None:
-    """Exempt all present objects from garbage collection, and have it run seldom.
+    """Exempt all present objects from garbage collection, and run it rarely.
 
-    What exists now lives as long as the process, and a call leaves no reference cycles behind.
+    Present objects live as long as the process, and calls leave no reference cycles behind.
     """
     gc.collect()
     gc.freeze()
@@ -78,16 +78,16 @@ def spare_the_collector() -> None:
 
 
 def return_large_blocks() -> None:
-    """Have glibc give freed blocks of `LARGE_BYTES` and more back to the system at once.
+    """Make glibc return freed blocks of `LARGE_BYTES` and more to the system at once.
 
-    By default it keeps up to 32 MiB of each size that was once freed, in pieces (mallopt(3)):
-    after a few large requests a worker's memory would stay that high.
+    By default, once it has freed a block of up to 32 MiB, glibc keeps later blocks of that size for
+    reuse (mallopt(3)): after a few large requests, a worker's memory would stay high.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
-        # Setting one stops glibc from moving the other, which would be at 128 KiB: the heap's end
-        # would then go back and forth with ordinary bodies.
+        # Setting one threshold fixes the other at 128 KiB, unless it is set too: the heap would
+        # then grow and shrink with ordinary bodies.
         mallopt(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
 
 
@@ -106,7 +106,7 @@ async def _ingest(ready: IO[bytes], shared: Path) -> None:
     spare_the_collector()
     # Calls come first: records can wait on disk, but clients wait for their replies.
     os.nice(INGESTER_NICENESS)
-    # An ingester whose supervisor was killed holds the spool until it has stored what it can.
+    # The ingester of a killed supervisor holds the spool while it drains: wait for it.
     states = partial(read_states, shared)
     async with ingesting(ProxySettings(), patience_s=PATIENCE_S, processes=states):
         _report(ready)
@@ -135,7 +135,7 @@ async def _work(ready: IO[bytes], shared: Path, listener: int) -> None:
 
 
 def main() -> None:
-    """Run the ingester or a worker, as the arguments say, until it is told to end."""
+    """Run the ingester or a worker, as the arguments say, until a signal ends it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=["ingester", "worker"])
     parser.add_argument("--shared", type=Path)

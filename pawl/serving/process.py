@@ -1,8 +1,8 @@
-"""Keep one process of the supervisor's running: restart it after pauses that grow.
+"""Keep a child process of the supervisor running: restart it after pauses that grow.
 
-A process reports over a pipe that it is up. If one was never up and ends again and again, its
-settings or its code cannot work, and the operator is told by `DoesNotStart`. One that was up
-once, or that a full or failing disk keeps from starting, is restarted without end.
+A process reports over a pipe that it is up. If a process ends again and again and was never up, its
+settings or its code cannot work, and `DoesNotStart` tells the operator. A process that was up once,
+or that a full or failing disk keeps from starting, is restarted without end.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from proxy.shared_memory import ProcessState, State
 
 log = structlog.get_logger()
 
-# How long a worker that is replaced, or whose supervisor was killed, may go on with its calls.
-# Nobody waits for its end, so this is long; if somebody does, `PAWL_STOP_GRACE_S` holds.
+# How long a worker may finish its calls if it is replaced, or its supervisor was killed. This is
+# long, because nothing waits for its end; if the proxy stops, `PAWL_STOP_GRACE_S` holds instead.
 LEAVE_S: Final = 600.0
-# How long it may take after that, to break its calls off and to make their records durable.
+# How long the worker may take after that to break off its calls and make their records durable.
 LEAVE_MARGIN_S: Final = 10.0
 
 # Status of a process that a disk keeps from starting: it may well start later (sysexits.h).
@@ -37,13 +37,13 @@ FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 30.0
 # A process that ran this long is healthy: the next pause is the shortest again.
 HEALTHY_S: Final = 30.0
-# A process that ends within this time and was never up fails to start, not at its work.
+# A process that ends within this time and was never up counts as a failed start.
 YOUNG_S: Final = 20.0
 MOST_EARLY_ENDS: Final = 5
 # SIGKILL comes from outside (the kernel, when memory is short), and a disk may work again: neither
 # is a failed start.
 PASSING_ENDS: Final = (-signal.SIGKILL, DISK_FAILS)
-# What a process reports: this, or why it cannot start.
+# A process's report: this, or the reason why it cannot start.
 UP: Final = b"up"
 MOST_REPORTED: Final = 4096
 # How long a process that is to replace another may take until it is up.
@@ -53,17 +53,16 @@ ENDING_S: Final = 2.0
 
 
 class NotReplaced(ProxyError):
-    """Report that a replacement did not come up; the process that it was for goes on serving."""
+    """Report that a replacement did not come up; the old process goes on serving."""
 
 
 class Running:
-    """Describe a process that was started.
+    """A process that was started.
 
     Attributes:
-        process: the process.
         started: when it was started, on the monotonic clock.
         up: becomes true when the process reports that it is up, and false if it ends before.
-        why: what it said, in that case, of why it cannot start.
+        why: in that case, the reported reason why it cannot start, if any.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, ready: int) -> None:
@@ -154,7 +153,7 @@ class Child:
         self._replacing, self._ended_meanwhile = True, False
         try:
             new = await self._spawn()
-            # `stop` must end it too while it is not yet the present one.
+            # `stop` must end the new process too, before it is the present one.
             self._others.add(new)
             await self._see_up(new)
         except Exception:
@@ -172,7 +171,7 @@ class Child:
             self._others.discard(old)
 
     async def stop(self) -> None:
-        """Let the process finish its work and end, and with it one that it is replacing."""
+        """Let the process finish its work and end, and also the other process of a replacement."""
         self._stop.set()
         self._show("stopping")
         present = {self._present, *self._others}

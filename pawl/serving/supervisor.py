@@ -38,8 +38,8 @@ BACKLOG: Final = 4096
 def listening(listen: str, count: int) -> list[socket.socket]:
     """Open the data port's sockets, one for each of `count` workers.
 
-    The kernel spreads connections over the sockets; on a single one, the worker that wakes
-    first would take all that wait. A worker that is replaced leaves its socket, with the
+    The kernel spreads connections over the sockets; on a single socket, the worker that wakes
+    first would take all waiting connections. A worker that is replaced leaves its socket, with the
     connections that wait in its queue, to its successor.
 
     Raises:
@@ -81,7 +81,7 @@ async def serve(settings: ProxySettings) -> None:
         BadUpstreams, BadRedaction: the file of upstreams, or of redaction rules, cannot be used.
         NoSpans: spans are wanted, and cannot be sent.
         BadPolicies: the file of policies cannot be used.
-        DoesNotStart: a process never came up, or there can be no spool.
+        DoesNotStart: a process never came up, or the spool's folder cannot be made.
     """
     check_files(settings)
     try:
@@ -111,12 +111,11 @@ async def serve(settings: ProxySettings) -> None:
 
 
 class Fleet:
-    """Keep the ingester and the workers, with what they share: metrics, states, and pins.
+    """The ingester and the workers, and the folder that they share (metrics, states, pins).
 
     Attributes:
-        ingester: the ingester.
         workers: the workers, in the order of their sockets.
-        gave_up: gets a `DoesNotStart` if one of them never comes up.
+        gave_up: gets a `DoesNotStart` if the ingester or a worker never comes up.
     """
 
     def __init__(self, settings: ProxySettings, listeners: Sequence[socket.socket]) -> None:
@@ -167,7 +166,7 @@ class Fleet:
             await worker.replace()
 
     async def announce_stop(self, for_s: float) -> None:
-        """Say for so many seconds that no worker takes calls, though they all do."""
+        """Report all workers as stopping for `for_s` seconds, though they still take calls."""
         self._stopping = True
         self._write_states()
         log.info("proxy_stops", in_s=for_s)
@@ -221,10 +220,10 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
 
 
 def check_files(settings: ProxySettings) -> None:
-    """Check that a worker could use the files of upstreams, policies and redaction; and spans.
+    """Check the files of upstreams, policies and redaction, and that spans can be sent if wanted.
 
     Raises:
-        BadUpstreams, BadPolicies, BadRedaction, NoSpans: it could not.
+        BadUpstreams, BadPolicies, BadRedaction, NoSpans: a check failed.
     """
     check_upstreams(settings)
     open_policies(settings.policies)
@@ -234,10 +233,10 @@ def check_files(settings: ProxySettings) -> None:
 
 
 def check_spans() -> None:
-    """Check that spans can be made here, and sent as the variables of OpenTelemetry say.
+    """Check that OpenTelemetry's packages are installed and its environment variables usable.
 
     Raises:
-        NoSpans: they cannot.
+        NoSpans: they are not.
     """
     try:
         from proxy.ingester.spans import check_environment
