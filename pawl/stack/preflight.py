@@ -16,7 +16,7 @@ from store import install_command
 GIB: Final = 2**30
 MEMORY_GIB: Final = 6
 DISK_GIB: Final = 3
-# PyPI has the CUDA build of torch alone.
+# PyPI has only the CUDA build of torch.
 TORCH_FOR_CPUS: Final = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
 
@@ -25,7 +25,7 @@ class NotReady(Exception):
 
 
 def check_ports(ports: dict[str, int]) -> None:
-    """Check that all ports, by the settings that name them, are free on 127.0.0.1.
+    """Check that all ports are free on 127.0.0.1; `ports` has them by setting.
 
     Raises:
         NotReady: a port is taken.
@@ -63,7 +63,7 @@ def check_memory(needed_gib: float = MEMORY_GIB) -> None:
 
 
 def check_folder(setting: str, folder: Path) -> None:
-    """Make the folder that a setting names, unless it is there, and check that it may be written.
+    """Make the folder that a setting names if it is missing, and check that it is writable.
 
     Raises:
         NotReady: it cannot be made, or not be written to.
@@ -97,10 +97,10 @@ def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:
 
 
 def check_gpus(variable: str, gpus: Sequence[int]) -> None:
-    """Check that the GPUs that a setting names are there; CUDA would compute without them.
+    """Check that the GPUs that a setting names exist: CUDA would compute without missing ones.
 
     Raises:
-        NotReady: one is not, or there is no NVIDIA driver.
+        NotReady: a GPU is missing, or there is no NVIDIA driver.
     """
     if not gpus:
         return
@@ -160,9 +160,9 @@ def unusable(reason: str) -> str:
 
 
 def check_torch() -> None:
-    """Check, in a process of its own, that torch can be imported.
+    """Check, in a separate process, that torch can be imported.
 
-    A build for another machine fails at its import: the CUDA build where there is no CUDA.
+    A build for another machine fails at import, such as the CUDA build where there is no CUDA.
 
     Raises:
         NotReady: it cannot be imported; the message ends with the remedy.

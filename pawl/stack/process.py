@@ -24,7 +24,7 @@ LAST_BYTES: Final = 16 * 1024
 
 
 class ProcessFailed(Exception):
-    """Report that a process cannot be kept running; the message ends with that of its log."""
+    """Report that a process cannot be kept running; the message ends with the end of its log."""
 
 
 class Process:
@@ -42,7 +42,7 @@ class Process:
         *,
         stop_s: float = STOP_S,
     ) -> None:
-        """Store how the command is run, and the seconds from SIGTERM to SIGKILL at its stop."""
+        """Store the command; `stop` waits `stop_s` seconds from SIGTERM to SIGKILL."""
         self.name = name
         self.restarts = 0
         self.failed: ProcessFailed | None = None
@@ -50,7 +50,7 @@ class Process:
         self._command = list(command)
         self._environment = dict(environment)
         self.log_file = log_dir / f"{name}.log"
-        # The size of the log, in bytes, as the process was last started.
+        # The size of the log, in bytes, when the process was last started.
         self._began_at = 0
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -68,9 +68,9 @@ class Process:
         self._keeping = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
 
     async def stop(self, within_s: float = math.inf) -> None:
-        """Stop the process and all that it started: SIGTERM, and SIGKILL after `stop_s`.
+        """Stop the process (SIGTERM, SIGKILL after `stop_s` seconds), and kill its children.
 
-        A shorter `within_s` (seconds) counts in its place.
+        `within_s` (seconds) replaces a longer `stop_s`.
         """
         self._stopping = True
         stop_s = min(self._stop_s, within_s)
@@ -88,7 +88,7 @@ class Process:
             await asyncio.wait([self._keeping])
 
     def last_words(self, lines: int = 12) -> str:
-        """Return the last lines that it wrote since it was last started, of at most 16 KiB."""
+        """Return the last lines of the log since the last start, at most 16 KiB."""
         if not self.log_file.exists():
             return ""
         with self.log_file.open("rb") as log_file:

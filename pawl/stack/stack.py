@@ -39,7 +39,7 @@ from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 # Without these nothing is served.
 SERVING: Final = frozenset(("proxy", "vllm"))
-# How long each process may take to end that is stopped before all are ready.
+# How long each process may take to end if the stack is stopped before it is ready.
 STOP_STARTING_S: Final = 4.0
 # A first start downloads the model.
 READY_S: Final = 1200.0
@@ -50,11 +50,11 @@ STOP_MARGIN_S: Final = 2.0
 
 
 class StackPlan(Record, frozen=True, kw_only=True):
-    """Plan the processes to start, with their addresses (HOST:PORT), folders and settings.
+    """The processes to start, with their addresses (HOST:PORT), folders and settings.
 
-    Without a `database_url` the embedded PostgreSQL is started, in `data_dir`, and without an
-    `upstream_url` vLLM. The trainer reads the setting of `train_gpus` itself. `settings` are
-    variables of the processes, where they differ from those of this one.
+    Without a `database_url`, the embedded PostgreSQL is started in `data_dir`; without an
+    `upstream_url`, vLLM is started. `train_gpus` are only checked: the trainer reads the setting
+    itself. `settings` are environment variables that differ from this process's.
     """
 
     vllm: VllmOptions
@@ -91,13 +91,13 @@ def configured_plan(
     chat_template: Path | None = None,
     **others: Any,
 ) -> StackPlan:
-    """Return a plan with the addresses, and the options of vLLM, of this process's settings.
+    """Return a plan with the addresses and vLLM's options from this process's settings.
 
     `rank` is the highest LoRA rank, and `others` are the other fields of the plan.
     """
     settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
     trainer = read_settings(TrainerSettings)
-    # Unset is the first GPU, for both of them.
+    # Unset means the first GPU, for vLLM and for the trainer.
     shares_gpu = set(settings.serve_gpus or (0,)) & set(trainer.train_gpus or (0,))
     return StackPlan(
         vllm=VllmOptions(
@@ -135,12 +135,12 @@ class Stack:
         self.postgres = postgres
         self.processes: dict[str, Process] = {}
         self.url = f"http://{plan.listen}"
-        # As an agent sets it in `OPENAI_BASE_URL`, and where rewards are posted to.
+        # The value for an agent's `OPENAI_BASE_URL`, and the URL that rewards are posted to.
         self.base_url = f"{self.url}/v1"
         self.feedback_url = f"{self.url}/feedback"
 
     async def stop_training(self) -> None:
-        """End the trainer, so that no version comes any more; all else goes on."""
+        """Stop the trainer, so that no new version comes; the other processes go on."""
         await self.processes["trainer"].stop()
 
     def check(self) -> None:
@@ -154,7 +154,7 @@ class Stack:
                 raise process.failed
 
     async def serve(self, tell: Callable[[str], None]) -> None:
-        """Serve until it cannot any more; `tell` is called once for each other process given up.
+        """Watch all processes for ever; call `tell` for each that fails while serving goes on.
 
         Raises:
             ProcessFailed: the proxy or vLLM was given up.
@@ -176,7 +176,7 @@ class Stack:
 async def running_stack(
     plan: StackPlan, tell: Callable[[str], None] = lambda _: None
 ) -> AsyncIterator[Stack]:
-    """Start the stack, yield it when all of it is ready, and stop all of it at the end.
+    """Start the stack, yield it once it is ready, and stop it at the end.
 
     `tell` is called with the names of the processes that are not ready yet.
 
@@ -200,11 +200,11 @@ async def running_stack(
                 exits.push_async_callback(process.stop)
                 stack.processes[process.name] = process
                 if process.name == "vllm" and has_gpu():
-                    # It measures the GPU's free memory as it starts: the trainer must not take any.
+                    # vLLM measures the GPU's free memory as it starts: the trainer must not use it.
                     await _wait_until_ready(stack, tell)
             await _wait_until_ready(stack, tell)
         except BaseException:
-            # Nobody was served yet, and who stops it may kill it after ten seconds, as Docker does.
+            # No client was served yet, and a kill may follow after ten seconds, as from Docker.
             stops = (process.stop(STOP_STARTING_S) for process in stack.processes.values())
             await asyncio.gather(*stops)
             raise
@@ -230,7 +230,7 @@ def preflight(plan: StackPlan) -> None:
 
 
 def _processes(plan: StackPlan, database_url: str) -> list[Process]:
-    """Return the processes of a plan, those that take longest to come up first."""
+    """Return the processes of a plan, the slowest to come up first."""
     upstream = plan.upstream_url or f"http://127.0.0.1:{plan.vllm.port}/v1"
     environment = _environment(plan, database_url, upstream)
     pawl = run_module("pawl.cli")
@@ -275,7 +275,8 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
         ProcessFailed: a process was given up, or does not answer after `READY_S` seconds.
     """
     plan = stack.plan
-    # The trainer is ready once it has tested the model server: one of others may come much later.
+    # The trainer is ready once it has tested the model server. A model server that is not ours may
+    # come up much later, so then only the trainer's port is waited for.
     trainer_path = "readyz" if "vllm" in stack.processes else "metrics"
     health_urls = {
         "proxy": f"http://{plan.admin_listen}/readyz",
@@ -303,7 +304,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
 
 
 def _waited_for(stack: Stack, name: str) -> str:
-    """Return a process's name, and what vLLM does: its cold start takes minutes."""
+    """Return a process's name, and the stage of vLLM's start, which takes minutes when cold."""
     doing = stage(stack.processes[name].last_words(1)) if name == "vllm" else ""
     return f"{name} ({doing})" if doing else name
 

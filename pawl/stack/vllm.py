@@ -1,6 +1,6 @@
-"""Run vLLM: the CPU build with our LoRA plugin, or a GPU.
+"""Run vLLM: on a GPU, or the CPU build with our LoRA plugin.
 
-`python -m pawl.stack.vllm` has the arguments of `vllm serve`.
+`python -m pawl.stack.vllm` takes the arguments of `vllm serve`.
 """
 
 import importlib.util
@@ -18,23 +18,23 @@ from trainer.settings import USUAL_SLOTS
 
 # vLLM's parser of tool calls for most models, Qwen's among them.
 USUAL_TOOL_PARSER: Final = "hermes"
-# Only whole blocks of a prompt are kept for the next request. vLLM's 128 tokens on a CPU are more
-# than many an agent's prompt, which is then computed again for each sample of its group.
+# Only whole blocks of a prompt are cached for the next request. With vLLM's 128 tokens on a CPU,
+# shorter prompts, which many agents have, would be computed again for each episode of a group.
 CPU_BLOCK_TOKENS: Final = 32
 CPU_CONTEXT: Final = 2048
-# For keys and values on a CPU.
+# Size of the KV cache on a CPU.
 CPU_CACHE_GIB: Final = 2
-# Its --max-lora-rank has to be one of these.
+# The values that vLLM accepts for --max-lora-rank.
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Of a GPU's memory: beside a trainer, and alone.
+# vLLM's share of a GPU's memory: beside a trainer, and alone.
 SHARED: Final = 0.5
 ALONE: Final = 0.9
-# Characters of a stage of its start that are shown.
+# Longest stage of vLLM's start that is shown, in characters.
 MOST_SAID: Final = 72
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
-    """Set the options of a vLLM server that differ from one stack to another.
+    """Options of a vLLM server that differ from one stack to another.
 
     Attributes:
         model: folder or hub name of the base model.
@@ -42,12 +42,12 @@ class VllmOptions(Record, frozen=True, kw_only=True):
         dtype: number format; None: float32 on a CPU, bfloat16 on a GPU.
         max_model_len: longest context, in tokens; None: the model's own, as far as it fits into a
             GPU's memory, and 2048 on a CPU.
-        max_lora_rank: highest rank of an adapter; vLLM is given the next that it knows.
+        max_lora_rank: highest rank of an adapter; vLLM gets the next value that it accepts.
         adapter_slots: adapters that it computes with at once.
         chat_template: chat template file; None: the model's own.
-        sampling_defaults: what it samples with if a request does not say, by setting; where one is
-            missing, vLLM's own.
-        gpus: the GPUs that it serves on, as nvidia-smi numbers them; empty: those that CUDA shows.
+        sampling_defaults: sampling settings for requests that leave them out; vLLM's own defaults
+            hold for the rest.
+        gpus: the GPUs that it serves on, as nvidia-smi numbers them; empty: all that CUDA shows.
         gpu_share: share of each GPU's memory that it takes.
         arguments: further arguments, which override all others.
     """
@@ -73,15 +73,15 @@ def has_gpu() -> bool:
 
 
 def rank_with_room(rank: int) -> int:
-    """Return the lowest --max-lora-rank that adapters of this rank fit; vLLM refuses others."""
+    """Return the lowest --max-lora-rank that vLLM accepts and that fits adapters of `rank`."""
     return next((known for known in RANKS if known >= rank), rank)
 
 
 def lacks_lora(architecture: str) -> bool:
-    """Return whether the vLLM that is installed here has no LoRA for a class of models.
+    """Return whether the installed vLLM has no LoRA for a class of models.
 
-    Its sources are read, because to import them takes many seconds. Which layers of a class it
-    adapts is known only when a model is built.
+    vLLM's sources are read, because importing them takes many seconds. Which layers of a class
+    adapters can change is known only when a model is built.
     """
     spec = importlib.util.find_spec("vllm")
     roots = (spec.submodule_search_locations if spec is not None else None) or ()
@@ -104,9 +104,8 @@ def lacks_lora(architecture: str) -> bool:
 
 
 def vllm_command(options: VllmOptions) -> list[str]:
-    """Return the server's command line."""
     dtype = options.dtype or ("bfloat16" if has_gpu() else "float32")
-    # "auto": the longest context up to the model's own for which the memory suffices.
+    # "auto": the longest context that fits into memory, up to the model's own.
     context = options.max_model_len or ("auto" if has_gpu() else CPU_CONTEXT)
     command = [
         *run_module("pawl.stack.vllm"),
@@ -116,15 +115,15 @@ def vllm_command(options: VllmOptions) -> list[str]:
         *("--dtype", dtype),
         *("--max-model-len", str(context)),
         *("--enable-lora", "--max-loras", str(options.adapter_slots)),
-        # Whichever mixture it is: adapters have experts as PEFT stacks them.
+        # For any mixture of experts: adapters stack the experts as PEFT does.
         "--enable-mixed-moe-lora-format",
-        # Those that were retired a moment ago are unloaded at leisure.
+        # Room for adapters that have just retired, and are unloaded later.
         *("--max-cpu-loras", str(2 * options.adapter_slots)),
         *("--max-lora-rank", str(rank_with_room(options.max_lora_rank))),
-        # Log-probabilities are of the distribution that was sampled from, and sampling defaults
-        # are those that the proxy knows, not the model's own.
+        # Log-probabilities are of the distribution that was sampled from. Sampling defaults are the
+        # proxy's, not the model's own.
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        # With an empty list it would fetch from anywhere; no host has this name (RFC 2606).
+        # With an empty list vLLM would fetch from any host; no host has this name (RFC 2606).
         *("--allowed-media-domains", "none.invalid"),
         *("--enable-auto-tool-choice", "--tool-call-parser", options.tool_parser),
     ]
@@ -146,8 +145,8 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
     if not has_gpu():
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
-            # The engine computes by itself. vLLM would start one process more for that, which
-            # imports everything again, and the engine would burn a core while it waits for it.
+            # The engine computes by itself. A separate process for that would import everything
+            # again, and the engine would burn a core while it waits for that process.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(cores),
         }
@@ -155,15 +154,14 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
 
 
 def stage(line: str) -> str:
-    """Return what a line of the server's log says, without its process, time, source and bar."""
+    """Return a log line's message, without process, time, source and progress bar."""
     said = re.sub(r"^(\(\w+ pid=\d+\) )?\w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ", "", line)
     return said.partition("[")[0].strip(" |")[:MOST_SAID]
 
 
 def main() -> None:
-    """Be vLLM's server."""
     wait_passively()
-    # To import it is half of its start.
+    # The import is half of vLLM's start.
     with large_imports():
         from vllm.entrypoints.launchers.api_server.entry import main as serve
     serve()
