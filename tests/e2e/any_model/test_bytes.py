@@ -74,7 +74,7 @@ async def test_direct_and_proxied_replies_are_the_same_bytes(
 
 
 @each({"messages": {"a system message amid": {"messages": HURRY}}})
-async def test_system_message_amid_is_answered_as_a_part_of_the_turn_before(
+async def test_mid_conversation_system_message_joins_the_previous_turn(
     stack: Stack, path: str, body: dict[str, Any]
 ) -> None:
     """The one difference on purpose: vLLM moves the message to the front."""

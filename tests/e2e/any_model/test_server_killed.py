@@ -127,7 +127,7 @@ async def fill(stack: Stack) -> None:
         )
 
 
-async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:
+async def test_no_call_gets_a_404_after_vllm_was_killed(stack: Stack) -> None:
     engine = make_engine(stack.database_url)
 
     async def serving() -> int:

@@ -1,4 +1,4 @@
-"""The check before the first claim, against a real vLLM: what fits passes, the rest is named."""
+"""The check before the first claim, against a real vLLM: unfit settings are named."""
 
 import shutil
 from pathlib import Path
@@ -37,7 +37,7 @@ async def why_unserved(stack: Stack, model: str | Base, chosen: Recipe, folder: 
 
 # PEFT, of the layer that no server can serve.
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-async def test_what_fits_passes_and_what_does_not_is_named(
+async def test_self_test_passes_fitting_adapter_and_names_unservable_settings(
     stack: Stack, learner: Learner, tmp_path: Path
 ) -> None:
     base = learner._base
@@ -50,7 +50,9 @@ async def test_what_fits_passes_and_what_does_not_is_named(
     assert "lora.target_modules" in (why or "")
 
 
-async def test_another_base_model_is_named(stack: Stack, shallow_dir: str, tmp_path: Path) -> None:
+async def test_self_test_names_the_setting_of_a_wrong_base_model(
+    stack: Stack, shallow_dir: str, tmp_path: Path
+) -> None:
     """The same layers and words, other weights: as a model's next release."""
     model = AutoModelForCausalLM.from_pretrained(shallow_dir)
     with torch.no_grad():

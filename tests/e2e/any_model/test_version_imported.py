@@ -1,4 +1,4 @@
-"""An adapter from elsewhere, imported, is what a real vLLM serves behind the proxy."""
+"""A real vLLM serves an imported adapter behind the proxy."""
 
 import asyncio
 import os
@@ -83,7 +83,7 @@ async def stored(stack: Stack, keys: Sequence[str]) -> tuple[PolicyVersion, list
     return versions[-1], calls or []
 
 
-async def test_vllm_serves_what_was_imported(
+async def test_vllm_serves_imported_adapter(
     stack: Stack, learner: Learner, shallow_dir: str, tmp_path: Path
 ) -> None:
     adapter = await asyncio.to_thread(write_adapter, shallow_dir, tmp_path / "sft")

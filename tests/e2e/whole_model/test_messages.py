@@ -70,7 +70,7 @@ async def test_tool_using_message_has_exact_ids(stack: Stack, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_message_of_text_is_trainable_and_tokenised_as_chat_is(
+async def test_text_message_is_trainable_and_tokenised_like_chat(
     stack: Stack, stream: bool
 ) -> None:
     episode = str(new_id())

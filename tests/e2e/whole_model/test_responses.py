@@ -61,7 +61,7 @@ async def test_response_has_exact_ids(stack: Stack, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream: bool) -> None:
+async def test_response_with_only_a_tool_call_is_trainable(stack: Stack, stream: bool) -> None:
     """vLLM gives no log-probability there, and all ids: those of the same chat."""
     episode = str(new_id())
     told: Any = {"model": POLICY, "input": RESPONSES_QUESTION, "tools": [RESPONSES_TOOL]}
@@ -94,7 +94,7 @@ async def test_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream: 
     assert unpack_ids(call.tokens.prompt_ids) == wanted["prompt_token_ids"]
 
 
-async def test_the_version_that_sampled_gives_the_servers_log_probabilities(
+async def test_sampling_version_reproduces_the_servers_log_probabilities(
     stack: Stack, learner: Learner
 ) -> None:
     """Of a whole text, which has them all: equal to 1e-3 in float32."""

@@ -148,7 +148,7 @@ async def _with_texts(url: str) -> tuple[Completion, list[str] | None]:
         return answer, await server.token_texts(BASE, answer.ids)
 
 
-def test_model_server_tells_the_text_of_each_token(server_url: str) -> None:
+def test_model_server_returns_the_text_of_each_token(server_url: str) -> None:
     answer, texts = asyncio.run(_with_texts(server_url))
     assert texts is not None
     assert len(texts) == len(answer.ids)
@@ -174,7 +174,7 @@ async def _fetched_and_loaded(url: str, adapter: Path, tmp_path: Path) -> list[A
         return [*fetched, *await _answers(url, ["its-own"])]
 
 
-def test_server_computes_with_what_pawl_adapters_fetched(
+def test_adapter_fetched_by_pawl_adapters_answers_like_the_original(
     server_url: str, adapter_dir: Path, tmp_path: Path
 ) -> None:
     fetched, base, adapter = asyncio.run(_fetched_and_loaded(server_url, adapter_dir, tmp_path))
@@ -182,7 +182,7 @@ def test_server_computes_with_what_pawl_adapters_fetched(
     assert fetched.ids != base.ids
 
 
-def test_stock_operations_still_answer_rows_without_an_adapter_from_the_last_slot() -> None:
+def test_stock_vllm_still_computes_base_rows_with_the_last_adapter_slot() -> None:
     """Fails when vLLM has mended it (vllm#48421, vllm#49656): the plugin may then go."""
     from vllm.lora.ops.torch_ops import lora_ops
 

@@ -1,4 +1,4 @@
-"""Real adapters on a real stack are judged: what is bad never serves, or not for long."""
+"""Real adapters on a real stack are judged: a bad adapter never serves, or not for long."""
 
 import asyncio
 import json
@@ -196,7 +196,7 @@ class World:
         raise AssertionError("the evidence does not suffice")
 
 
-async def test_bad_adapters_never_serve_and_a_good_one_serves_until_it_turns_bad(
+async def test_bad_adapters_never_serve_and_good_adapter_serves_until_it_turns_bad(
     stack: Stack, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = make_engine(stack.database_url)
