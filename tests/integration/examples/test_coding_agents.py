@@ -80,7 +80,7 @@ async def test_tests_become_the_reward_of_the_sessions_episode(
     assert await rewards(proxy) == {f"{client}:{SESSION}": [value]}
 
 
-async def test_name_in_address_or_header_goes_before_the_session(
+async def test_episode_named_in_address_or_header_overrides_the_session(
     proxy: Proxy, tmp_path: Path
 ) -> None:
     prefix = "/task/t/episode/run%2013"
@@ -100,13 +100,13 @@ async def test_name_in_address_or_header_goes_before_the_session(
         ("kill $$", "did not run"),
     ],
 )
-async def test_tests_that_did_not_run_say_nothing(
+async def test_hook_says_why_the_tests_did_not_run(
     tests: str, named: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     assert named in await stop("codex", proxy.url, tmp_path, tests)
 
 
-async def test_proxy_that_is_away_does_not_stop_the_agent(tmp_path: Path) -> None:
+async def test_unreachable_proxy_does_not_stop_the_agent(tmp_path: Path) -> None:
     assert "no reward" in await stop("codex", f"http://127.0.0.1:{free_port()}", tmp_path)
 
 

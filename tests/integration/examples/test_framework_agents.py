@@ -146,7 +146,7 @@ async def test_agent_runs_as_a_program_against_a_plain_server(case: str) -> None
     assert not [name for name in headers if name.startswith("x-pawl")]
 
 
-async def test_sql_agent_is_shown_the_tables_of_the_database_that_it_is_asked_about() -> None:
+async def test_sql_agent_is_shown_the_schema_of_its_tasks_database() -> None:
     def model(name: str, messages: list[dict[str, Any]]) -> Reply:
         if name == "writer":
             assert "CREATE TABLE flight (" in messages[0]["content"]
@@ -183,7 +183,7 @@ async def test_leaderboard_agent_prints_the_calls_that_the_model_made() -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "sql", "rag"])
-async def test_agent_runs_as_a_scenario_hosts_it(name: str, tmp_path: Path) -> None:
+async def test_agent_answers_when_hosted_by_a_scenario(name: str, tmp_path: Path) -> None:
     scenario = find_scenario(name)
     log = tmp_path / "log"
     agent = HostedAgent(str(CLIENTS), scenario.agent, scenario.folder, log)
