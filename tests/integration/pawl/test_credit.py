@@ -1,4 +1,4 @@
-"""`pawl credit` tells of an export, and of an update, what the trainer computes."""
+"""`pawl credit` explains an export or an update with the trainer's own figures."""
 
 import io
 import json
@@ -96,7 +96,7 @@ def lines_of(credited: Any) -> list[CreditLine]:
         {"baseline": "leave_one_out", "equal_weight": "token"},
     ],
 )
-async def test_of_an_export_what_the_trainer_computes(
+async def test_credit_of_an_export_equals_the_trainers_credit(
     engine: AsyncEngine, rule: dict[str, Any]
 ) -> None:
     await fill(engine)
@@ -131,7 +131,7 @@ async def trained(
     return claim, plan
 
 
-async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
+async def test_credit_of_a_past_update_is_reproduced_exactly(engine: AsyncEngine) -> None:
     await fill(engine)
     claim, plan = await trained(engine, RECIPE.model_dump(mode="json"))
     expected = lines_of(plan.credited)
@@ -145,7 +145,7 @@ async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
     assert [line.advantage for line in expected[:3]] == pytest.approx([0.35] * 3, abs=1e-12)
 
 
-async def test_of_an_update_the_moving_baselines_that_it_had(engine: AsyncEngine) -> None:
+async def test_past_update_is_explained_with_its_own_moving_baselines(engine: AsyncEngine) -> None:
     expected = []
     for version, scores in ((1, (1.0, 0.0)), (2, (1.0, 0.5))):
         for place, score in enumerate(scores):
@@ -174,7 +174,7 @@ async def test_command_explains_an_update(engine: AsyncEngine, pawl: Pawl) -> No
     assert isinstance(missing.exception, UnknownUpdate)
 
 
-async def test_what_arrived_too_late_for_an_update_is_noted(engine: AsyncEngine) -> None:
+async def test_late_reward_is_noted_beside_an_updates_credit(engine: AsyncEngine) -> None:
     await fill(engine)
     await trained(engine, RECIPE.model_dump(mode="json"))
     await store(engine, reward(-5.0, at=60, episode="a1"))
@@ -182,7 +182,7 @@ async def test_what_arrived_too_late_for_an_update_is_noted(engine: AsyncEngine)
     assert "reward_mean = 0.425, and the ledger gives -1.0 now" in notes
 
 
-async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
+async def test_unknown_or_running_update_is_refused(engine: AsyncEngine) -> None:
     await fill(engine)
     with pytest.raises(UnknownUpdate, match="no update made version 1"):
         await explained(engine, 1, None)
@@ -194,7 +194,7 @@ async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
         await explained(engine, claim.update_id, None)
 
 
-async def test_a_recipe_of_another_version(engine: AsyncEngine) -> None:
+async def test_unreadable_recipe_of_an_update_is_refused(engine: AsyncEngine) -> None:
     await fill(engine)
     await trained(engine, {"sorcery": 1})
     with pytest.raises(RecipeError, match="cannot read the recipe that the update recorded"):

@@ -306,12 +306,12 @@ async def test_first_finding_names_the_reason_and_its_remedy(
     assert first.needs_person
 
 
-async def test_nothing_needs_a_person_in_a_system_that_works(stack: Stack) -> None:
+async def test_working_system_has_no_finding_that_needs_a_person(stack: Stack) -> None:
     await stack.work(*GOOD)
     assert [one.title for one in await stack.findings() if one.needs_person] == []
 
 
-async def test_new_episodes_that_have_a_reward_are_over_as_well(stack: Stack) -> None:
+async def test_new_episodes_with_a_reward_count_as_over(stack: Stack) -> None:
     await no_rewards(stack)
     await stack.work(*(("c", float(n % 2)) for n in range(8)))
     first = (await stack.findings())[0]
@@ -331,7 +331,7 @@ async def test_environment_that_lets_threads_spin_is_named(
     assert (f"unset {name}" in found.remedy, found.needs_person) == (True, False)
 
 
-async def test_system_that_is_wholly_away_is_one_finding_in_time(stack: Stack) -> None:
+async def test_stopped_system_is_a_single_finding(stack: Stack) -> None:
     await another_database(stack)
     for part in stack.parts:
         await stack.stop(part)
@@ -340,7 +340,7 @@ async def test_system_that_is_wholly_away_is_one_finding_in_time(stack: Stack) -
     assert "`pawl up`" in found.remedy
 
 
-async def test_parts_that_take_connections_and_never_answer_are_told_of_in_time(
+async def test_hanging_parts_are_reported_within_the_time_limit(
     tmp_path: Path,
 ) -> None:
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -363,7 +363,7 @@ async def test_parts_that_take_connections_and_never_answer_are_told_of_in_time(
     assert str(away.figures["error"]).startswith("no answer within")
 
 
-async def test_slow_database_leaves_what_was_read_before(
+async def test_slow_database_read_is_cut_off_and_reported(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(*_: Any) -> None:

@@ -81,7 +81,7 @@ async def test_line_has_the_documented_keys(filled: AsyncEngine) -> None:
     assert stray == [None, None, None, None, told]
 
 
-async def test_line_says_what_became_of_the_episode(engine: AsyncEngine) -> None:
+async def test_line_has_the_episodes_fates(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
         tasks = {"solved": 1.0, "unsolved": 0.0, "waits": 1.0}
@@ -118,7 +118,7 @@ async def test_episodes_are_chosen_by_agent_policy_and_time(filled: AsyncEngine)
     assert "quiet" not in [line["episode"] for line in recent]
 
 
-async def test_split_is_a_field(engine: AsyncEngine) -> None:
+async def test_line_has_the_episodes_split(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await ingest(connection, [call("t"), call("e"), call("e", split="eval")])
     lines = await exported(engine)
@@ -170,7 +170,7 @@ async def test_export_without_a_database_leaves_the_earlier_file(
     assert list(tmp_path.glob("*.new")) == []
 
 
-async def test_episode_that_cannot_be_read_back_keeps_none_of_the_others_from_the_file(
+async def test_damaged_episode_does_not_keep_the_others_from_the_export(
     pawl: Pawl, filled: AsyncEngine, tmp_path: Path
 ) -> None:
     async with filled.begin() as connection:

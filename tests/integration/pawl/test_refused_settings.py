@@ -74,7 +74,7 @@ def test_other_processes_name_the_address_that_they_cannot_listen_on(
 
 
 @pytest.mark.parametrize("command", ["proxy", "trainer", "controller", "adapters", "console"])
-def test_log_level_that_there_is_not_is_refused(command: str, tmp_path: Path) -> None:
+def test_unknown_log_level_is_refused(command: str, tmp_path: Path) -> None:
     assert ended(tmp_path, command, PAWL_LOG_LEVEL="loud").splitlines() == [
         "pawl: PAWL_LOG_LEVEL is 'loud': Input should be 'debug', 'info', 'warning' or 'error'; it "
         "sets: least level of the lines that are logged; `debug` has a line for each call and "
@@ -110,7 +110,7 @@ def test_spool_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_value_that_cannot_be_used_is_told_in_one_line(
+def test_unusable_value_is_refused_with_its_reason(
     command: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     assert ended(tmp_path, *command).endswith(said)
@@ -128,7 +128,7 @@ def test_value_that_cannot_be_used_is_told_in_one_line(
         ("console", "PAWL_CONSOLE_PREFIX", "no path"),
     ],
 )
-def test_migration_refuses_first_what_a_checked_process_could_not_use(
+def test_migrate_check_refuses_a_processs_unusable_setting(
     process: str, setting: str, value: str, tmp_path: Path
 ) -> None:
     """The database is away, and is not asked."""
@@ -138,5 +138,5 @@ def test_migration_refuses_first_what_a_checked_process_could_not_use(
     assert value in error
 
 
-def test_key_for_more_requests_than_there_can_be_is_refused(tmp_path: Path) -> None:
+def test_key_with_an_excessive_limit_at_once_is_refused(tmp_path: Path) -> None:
     assert "'--at-once'" in ended(tmp_path, "keys", "create", "k", "--at-once", "99999999999")

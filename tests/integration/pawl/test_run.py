@@ -80,7 +80,7 @@ async def run(folder: Path, url: str, *options: str) -> Outcome:
 
 
 @pytest.mark.parametrize(("score", "reward"), [("test -f bin/mini", 1.0), ("false", 0.0)])
-async def test_session_is_one_episode_with_its_task_and_score(
+async def test_session_becomes_a_single_episode_with_task_and_score(
     score: str, reward: float, proxy: Proxy, tmp_path: Path
 ) -> None:
     options = ("mini", "--task", "a/b", "--score", score, "--", "3")
@@ -98,7 +98,7 @@ async def test_session_is_one_episode_with_its_task_and_score(
     assert f"/episodes?text={episode.key}" in outcome.errors
 
 
-async def test_agents_folder_is_removed_and_nothing_of_the_users_is_written(
+async def test_agents_folder_is_removed_and_nothing_is_written_to_the_home(
     proxy: Proxy, tmp_path: Path
 ) -> None:
     outcome = await run(tmp_path, proxy.url, "mini", "--", "0")
@@ -131,7 +131,7 @@ async def test_signal_reaches_the_agent(proxy: Proxy, tmp_path: Path) -> None:
         (("mini", "--task", " "), "--task is empty: give another name"),
     ],
 )
-async def test_session_that_cannot_begin_is_one_line(
+async def test_session_that_cannot_begin_is_refused_in_a_single_line(
     options: tuple[str, ...], message: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     outcome = await run(tmp_path, proxy.url, *options)

@@ -58,7 +58,7 @@ async def lines(pawl: Pawl, *arguments: str) -> list[dict[str, Any]]:
         (("keys", "list", "--json"), "name", "key-"),
     ],
 )
-async def test_lists_have_the_tenants_own_alone(
+async def test_option_tenant_limits_lists_to_that_tenant(
     pawl: Pawl, command: tuple[str, ...], field: str, begins: str
 ) -> None:
     whole = [line[field].partition("@")[0] for line in await lines(pawl, *command)]
@@ -69,7 +69,7 @@ async def test_lists_have_the_tenants_own_alone(
     assert await lines(pawl, *command, "--tenant", "nobody") == []
 
 
-async def test_another_tenants_is_not_found(pawl: Pawl) -> None:
+async def test_other_tenants_policies_keys_and_updates_are_not_found(pawl: Pawl) -> None:
     for tenant in TENANTS:
         shown = await lines(pawl, "policies", "show", f"of-{tenant}", "--tenant", tenant, "--json")
         assert [line["version"] for line in shown] == [f"of-{tenant}@0", f"of-{tenant}@1"]

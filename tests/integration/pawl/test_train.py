@@ -86,7 +86,7 @@ def test_export_is_trained_update_by_update(exported: Path, tiny_model: str) -> 
         ("policy", "m@new", "policy is 'm@new', and not NAME or NAME@N"),
     ],
 )
-def test_file_that_lacks_what_training_needs_is_refused(
+def test_export_lacking_training_fields_is_refused(
     exported: Path, tiny_model: str, field: str, value: Any, why: str
 ) -> None:
     line = json.loads(exported.read_text().splitlines()[0])

@@ -118,7 +118,7 @@ def said(
     return f"{command} ends well"
 
 
-def test_table_has_all_commands() -> None:
+def test_tables_of_this_file_have_every_command() -> None:
     known = set()
     for name, target in cli.COMMANDS.items():
         group = cli.Commands().get_command(None, name)
@@ -129,7 +129,7 @@ def test_table_has_all_commands() -> None:
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("url", sorted(REFUSED))
-def test_every_command_refuses_a_url_in_one_line(
+def test_every_command_refuses_an_unusable_url_in_a_single_line(
     url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", url.format(SECRET))
@@ -139,7 +139,7 @@ def test_every_command_refuses_a_url_in_one_line(
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("url", sorted(AWAY))
-def test_every_command_reports_in_one_line_that_the_database_is_away(
+def test_every_command_reports_an_absent_database_in_a_single_line(
     url: str, hanging: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", url.format(SECRET, hanging))

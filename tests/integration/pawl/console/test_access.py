@@ -47,13 +47,13 @@ async def test_console_without_keys_is_open_to_this_machine_alone(
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example:8105", "203.0.113.9", "[2001:db8::1]", ""]
 )
-async def test_name_of_another_site_sees_nothing_without_keys(console: Pages, host: str) -> None:
+async def test_foreign_host_name_is_refused_without_keys(console: Pages, host: str) -> None:
     assert (await console.get("/", {"Host": host})).status == 403
     for own in ("localhost:8105", "127.0.0.1", "[::1]:80", "pawl-console:8105"):
         assert (await console.get("/", {"Host": own})).status == 200
 
 
-async def test_key_of_any_name_is_told_from_nobody(console: Pages, engine: AsyncEngine) -> None:
+async def test_key_named_local_counts_as_logged_in(console: Pages, engine: AsyncEngine) -> None:
     shown = await console.get("/", bearer(await key_of(engine, "local", "read")))
     assert "Log out" in shown.body.decode()
 
@@ -73,7 +73,7 @@ async def test_silent_connection_is_closed(
             writer.close()
 
 
-async def test_silent_connections_keep_nobody_out(console: Pages) -> None:
+async def test_silent_connections_do_not_block_other_requests(console: Pages) -> None:
     host, port = console.address.split("/")[2].split(":")
     waiting = [await asyncio.open_connection(host, int(port)) for _ in range(MOST_AT_ONCE + 50)]
     for _, writer in waiting[::2]:
@@ -83,7 +83,7 @@ async def test_silent_connections_keep_nobody_out(console: Pages) -> None:
         writer.close()
 
 
-async def test_form_that_breaks_off_is_no_failure(database_url: str) -> None:
+async def test_disconnect_during_a_form_sends_and_logs_nothing(database_url: str) -> None:
     received: Iterator[Message] = iter(
         [
             {"type": "http.request", "body": b"key=", "more_body": True},
@@ -111,7 +111,7 @@ async def test_value_that_the_database_cannot_hold_is_refused(console: Pages, pa
     assert (await console.get(path)).status == 400
 
 
-async def test_console_asks_for_a_key_once_one_was_made(
+async def test_console_requires_a_key_after_the_first_key_is_made(
     console: Pages, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await key_of(engine, "anna", "read", "train", "admin")
@@ -153,7 +153,7 @@ async def test_browser_logs_in_and_out(console: Pages, engine: AsyncEngine) -> N
     assert (await console.get("/")).status == 401
 
 
-async def test_cookie_is_for_https_alone_where_the_page_came_by_it(console: Pages) -> None:
+async def test_login_cookie_is_secure_over_https(console: Pages) -> None:
     origin = "https://" + console.address.split("/")[2]
     entered = await console.ask("POST", "/login", {"Origin": origin}, key="k")
     assert "Secure" in entered.headers["Set-Cookie"]
@@ -165,7 +165,7 @@ async def test_login_leads_to_no_other_site(console: Pages, to: str) -> None:
     assert entered.headers["Location"] == "/"
 
 
-async def test_link_of_another_site_opens_with_the_browsers_cookie(
+async def test_cross_site_link_opens_a_page_and_cannot_post(
     console: Pages, engine: AsyncEngine
 ) -> None:
     await console.ask("POST", "/login", key=await key_of(engine, "anna", "read"))
@@ -176,7 +176,7 @@ async def test_link_of_another_site_opens_with_the_browsers_cookie(
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-async def test_page_of_another_site_shows_no_part_of_the_console(console: Pages, site: str) -> None:
+async def test_other_site_cannot_embed_the_console(console: Pages, site: str) -> None:
     for kind, status in (("image", 403), ("iframe", 403), ("empty", 403), ("document", 200)):
         headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Dest": kind}
         assert (await console.get("/", headers)).status == status
@@ -199,7 +199,7 @@ async def test_change_that_another_site_asks_for_is_refused(
     assert "Set-Cookie" not in refused.headers
 
 
-async def test_every_answer_forbids_scripts_that_are_not_ours(
+async def test_every_answer_forbids_foreign_and_inline_scripts(
     console: Pages, engine: AsyncEngine
 ) -> None:
     for path, status in (("/", 200), ("/none", 404), ("/static/console.css", 200)):
@@ -229,7 +229,7 @@ async def test_console_answers_behind_a_prefix_that_a_proxy_keeps_or_removes(
 
 
 @pytest.mark.usefixtures("own_cluster")
-async def test_database_that_is_away_is_a_page_until_it_is_back(
+async def test_console_shows_a_page_while_the_database_is_away(
     open_console: OpenConsole, tmp_path: Path
 ) -> None:
     postgres = EmbeddedPostgres(tmp_path)
@@ -255,7 +255,7 @@ async def test_database_that_is_away_is_a_page_until_it_is_back(
         (ConnectionRefusedError("cannot connect to 203.0.113.9:5432"), "The database is away"),
     ],
 )
-async def test_page_of_a_failure_names_no_server(
+async def test_failure_page_names_no_server_address(
     database_url: str, error: Exception, title: str
 ) -> None:
     app = app_of(ConsoleSettings(), database_url)
@@ -265,7 +265,7 @@ async def test_page_of_a_failure_names_no_server(
     await app.state.console.engine.dispose()
 
 
-async def test_database_without_tables_says_what_to_do(
+async def test_console_without_tables_advises_pawl_migrate(
     open_console: OpenConsole, empty_database_url: str
 ) -> None:
     async with open_console(empty_database_url) as console:
@@ -283,7 +283,7 @@ async def test_pages_read_in_transactions_that_cannot_write(database_url: str) -
     await app.state.console.engine.dispose()
 
 
-async def test_doctor_is_asked_once_for_all_who_look_together(
+async def test_doctor_runs_once_for_several_page_views(
     console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []

@@ -130,7 +130,7 @@ async def test_hostile_texts_are_shown_as_text_and_do_nothing(
     assert wrong == {}
 
 
-async def test_person_logs_in_with_a_key_and_gets_to_the_page_that_was_asked_for(
+async def test_login_with_a_key_leads_to_the_requested_page(
     engine: AsyncEngine, open_console: OpenConsole, browser: Browser
 ) -> None:
     async with engine.begin() as connection:
@@ -154,7 +154,7 @@ async def test_person_logs_in_with_a_key_and_gets_to_the_page_that_was_asked_for
     assert tab.wrongs == []
 
 
-async def test_list_shows_new_episodes_while_it_is_looked_at(
+async def test_open_list_shows_new_episodes(
     engine: AsyncEngine, open_console: OpenConsole, browser: Browser
 ) -> None:
     await store(engine, call("the-first"))
@@ -166,7 +166,7 @@ async def test_list_shows_new_episodes_while_it_is_looked_at(
     assert tab.wrongs == []
 
 
-async def test_filters_are_set_by_keys_alone_and_stay_in_the_address(
+async def test_filter_is_set_by_keyboard_and_put_into_the_address(
     ledger: str, open_console: OpenConsole, browser: Browser
 ) -> None:
     async with open_console(ledger) as console, view(browser, console.address) as tab:

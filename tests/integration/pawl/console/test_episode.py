@@ -162,7 +162,7 @@ def shown_credit(body: bytes) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.parametrize("credit", [{"assignment": "per_agent"}, {"normalisation": "batch"}])
-async def test_credit_on_the_page_is_that_of_the_command_for_200_calls(
+async def test_page_shows_the_same_credit_as_the_command_for_200_calls(
     engine: AsyncEngine, console: Pages, pawl: Pawl, credit: dict[str, str]
 ) -> None:
     recipe = {"claim": {"group_size": 4, "groups": 2}, "credit": credit | {"equal_weight": "token"}}
@@ -187,7 +187,7 @@ async def test_credit_on_the_page_is_that_of_the_command_for_200_calls(
             assert steps == pytest.approx(own["advantage"], abs=1e-12)
 
 
-async def test_returns_beside_an_agents_baseline_are_those_of_the_agent(
+async def test_page_shows_the_agents_own_returns_beside_its_baseline(
     engine: AsyncEngine, console: Pages
 ) -> None:
     late = int((datetime.now(UTC) - START).total_seconds())
@@ -207,7 +207,7 @@ async def test_returns_beside_an_agents_baseline_are_those_of_the_agent(
     assert re.findall(r"of [\d.]+, [^<]*", page.body.decode()) == ["of 0, 0.500", "of 1, 1"]
 
 
-async def test_credit_that_several_ask_for_at_once_is_computed_once(
+async def test_concurrent_requests_compute_credit_once(
     engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[str] = []
@@ -225,7 +225,7 @@ async def test_credit_that_several_ask_for_at_once_is_computed_once(
     assert computed != [threading.main_thread().name]
 
 
-async def test_credit_of_large_replies_is_left_to_the_command(
+async def test_credit_of_large_replies_is_not_computed_on_the_page(
     engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(engine)
@@ -237,7 +237,7 @@ async def test_credit_of_large_replies_is_left_to_the_command(
     assert "too large to compute here" in (await console.get(path)).body.decode()
 
 
-async def test_episode_is_shown_with_what_was_said_and_what_came_of_it(
+async def test_page_shows_an_episodes_messages_and_training_outcome(
     engine: AsyncEngine, console: Pages
 ) -> None:
     await fill(engine)
@@ -260,7 +260,7 @@ async def test_episode_is_shown_with_what_was_said_and_what_came_of_it(
     assert (await console.get(f"/episodes/{new_id()}")).status == 404
 
 
-async def test_tokens_are_shown_with_their_probability_and_what_the_loss_makes_of_them(
+async def test_tokens_show_log_probability_and_whether_they_are_trained(
     engine: AsyncEngine, console: Pages
 ) -> None:
     await fill(engine)
@@ -321,7 +321,7 @@ async def test_tokens_are_ids_while_a_model_server_hangs(
     assert "No model server says the texts" in page
 
 
-async def test_page_with_the_worst_texts_is_no_larger_than_others(
+async def test_page_of_hostile_texts_stays_below_two_megabytes(
     engine: AsyncEngine, console: Pages
 ) -> None:
     worst = '"\u200b' * 500
@@ -346,7 +346,7 @@ async def test_page_with_the_worst_texts_is_no_larger_than_others(
     assert len(page.body) <= 2_000_000
 
 
-async def test_tokens_have_the_texts_that_a_model_server_tells(
+async def test_tokens_are_shown_with_the_model_servers_texts(
     engine: AsyncEngine, open_console: OpenConsole
 ) -> None:
     await fill(engine)
@@ -378,9 +378,7 @@ async def test_attempts_at_a_task_are_compared_in_the_list_and_by_their_credit(
     assert "of 0, 0.250, 0.500, 0.750<" in shown
 
 
-async def test_raw_bytes_are_a_file_as_they_were_recorded(
-    engine: AsyncEngine, console: Pages
-) -> None:
+async def test_raw_bytes_are_downloaded_as_recorded(engine: AsyncEngine, console: Pages) -> None:
     odd = call("odd", request=None, request_raw=b"\xff<script>", reply=None, reply_raw=b"no \x00")
     await store(engine, *attempt("run", "sql/1", 4, 1.0, 1), odd)
     [run] = [one for one in await episodes(engine) if one.key == "run"]
@@ -470,7 +468,7 @@ async def test_busy_episode_is_shown_on_a_page_of_bounded_size(
         assert more in body
 
 
-async def test_requests_are_taken_apart_beside_the_event_loop(
+async def test_requests_are_parsed_off_the_event_loop(
     engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store(engine, *attempt("a", "t", 3, 1.0, 1), *attempt("b", "t", 3, 0.0, 2))
@@ -489,7 +487,7 @@ async def test_requests_are_taken_apart_beside_the_event_loop(
     assert threading.main_thread().name not in threads
 
 
-async def test_only_its_own_tenant_sees_an_episode(
+async def test_episode_is_visible_to_its_own_tenant_only(
     engine: AsyncEngine, open_console: OpenConsole
 ) -> None:
     own = scoped("own", "e1")

@@ -33,14 +33,14 @@ def links(page: str) -> list[str]:
     return [one.replace("&amp;", "&") for one in re.findall(r'href="([^"]+)"', page)]
 
 
-async def test_empty_database_says_what_to_do_first(console: Pages) -> None:
+async def test_pages_of_an_empty_database_show_the_first_step(console: Pages) -> None:
     assert "OPENAI_BASE_URL" in await shown(console, "/overview/figures")
     assert "OPENAI_BASE_URL" in await shown(console, "/episodes")
     for path in PARTS:
         await shown(console, path)
 
 
-async def test_list_is_gone_through_by_its_links_with_the_filter(
+async def test_list_links_page_through_all_episodes_and_keep_the_filter(
     console: Pages, engine: AsyncEngine
 ) -> None:
     records = [call(f"run-{n:03}", **ago(9000 - n), task="t") for n in range(120)]
@@ -61,7 +61,7 @@ async def test_list_is_gone_through_by_its_links_with_the_filter(
     assert names == [f"run-{n:03}" for n in reversed(range(120))]
 
 
-async def test_names_of_agents_are_shown_as_text_and_carried_by_addresses(
+async def test_hostile_names_are_shown_as_text_and_kept_in_links(
     console: Pages, engine: AsyncEngine
 ) -> None:
     odd = {"agent": HOSTILE, "task": f"t&{HOSTILE}", "policy": f'm"{HOSTILE}'}
@@ -97,7 +97,7 @@ async def test_side_call_is_shown_with_its_kind_and_left_out_of_the_share(
     assert "side call: compaction" in page
 
 
-async def test_overview_shows_rewards_of_a_version_live_and_held_out_with_intervals(
+async def test_overview_shows_live_and_held_out_rewards_with_intervals(
     console: Pages, engine: AsyncEngine
 ) -> None:
     held_out = [call("e", task="eval/1", split="eval"), reward(0.25, episode="e")]
@@ -167,7 +167,7 @@ QUESTION = "How many customers ordered in May?"
     ],
     ids=["short", "long", "tool call", "failed"],
 )
-async def test_list_shows_the_question_and_the_last_answer_in_place_of_names(
+async def test_list_shows_question_and_last_answer_instead_of_names(
     console: Pages, engine: AsyncEngine, reply: dict[str, Any] | None, answer: str
 ) -> None:
     said = [
@@ -210,14 +210,16 @@ async def test_list_shows_the_question_and_the_last_answer_in_place_of_names(
         ("policy=%FF%00", "policy: write at most 512 characters, without U+0000."),
     ],
 )
-async def test_filter_that_cannot_be_used_is_a_page_that_names_the_field(
+async def test_invalid_filter_is_refused_with_the_name_of_its_field(
     console: Pages, query: str, said: str
 ) -> None:
     reply = await console.get(f"/episodes?{query}")
     assert (reply.status, said in reply.body.decode()) == (400, True)
 
 
-async def test_key_of_a_tenant_sees_its_own_alone(console: Pages, engine: AsyncEngine) -> None:
+async def test_key_sees_only_its_tenants_data_and_admin_sees_all(
+    console: Pages, engine: AsyncEngine
+) -> None:
     acme = {name: scoped("acme", f"{name}-of-acme") for name in ("episode", "task")}
     await Ingester().store(engine, [call("e-of-all", task="task-of-all"), call(**acme)])
     async with engine.begin() as connection:

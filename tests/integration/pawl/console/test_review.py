@@ -77,13 +77,13 @@ def shown(reply: Reply) -> list[str]:
         ("uncertain", ["mute", "unsure"]),
     ],
 )
-async def test_queue_has_what_its_sentence_says_newest_first(
+async def test_each_queue_lists_its_kind_of_episodes_newest_first(
     console: Pages, ledger: AsyncEngine, kind: str, keys: list[str]
 ) -> None:
     assert shown(await console.get(f"/review?policy=m&kind={kind}")) == keys
 
 
-async def test_text_of_a_link_is_not_shown_as_posted(console: Pages, ledger: AsyncEngine) -> None:
+async def test_crafted_link_shows_no_posted_message(console: Pages, ledger: AsyncEngine) -> None:
     for done in ("Your%20key%20is%20wrong", str(uuid4())):
         page = (await console.get(f"/review?policy=m&done={done}")).body.decode()
         assert ("Posted" in page, "Your key" in page) == (False, False)
@@ -104,9 +104,7 @@ def fields(reply: Reply) -> dict[str, str]:
     return {name: html.unescape(value) for name, value in named}
 
 
-async def test_nothing_is_stated_before_a_value_is_chosen(
-    console: Pages, ledger: AsyncEngine
-) -> None:
+async def test_review_form_has_no_preselected_value(console: Pages, ledger: AsyncEngine) -> None:
     [field, *keys] = re.findall(
         r'<[^>]*name="value:[^>]*>', (await console.get("/review?policy=m")).body.decode()
     )
@@ -115,7 +113,7 @@ async def test_nothing_is_stated_before_a_value_is_chosen(
     assert [key.startswith("<button formnovalidate") for key in keys] == [True] * 5
 
 
-async def test_score_is_posted_once_with_the_viewers_key_though_sent_twice(
+async def test_score_sent_twice_is_posted_once_with_the_viewers_key(
     reviewed: Pages, proxy: Proxy, ledger: AsyncEngine
 ) -> None:
     key = await made(ledger, "anna", "read", "feedback")
@@ -166,7 +164,7 @@ async def test_bad_score_is_refused(
     assert (sent.status, said in sent.body.decode()) == (status, True)
 
 
-async def test_score_needs_scope_its_tenant_our_page_and_a_proxy(
+async def test_score_is_refused_without_scope_tenant_own_page_or_proxy(
     open_console: OpenConsole, ledger: AsyncEngine
 ) -> None:
     reader = await made(ledger, "reader", "read")
@@ -196,7 +194,7 @@ async def test_person_scores_and_skips_by_keys(reviewed: Pages) -> None:
         assert await tab.page.get_by_role("heading", name="old").is_visible()
 
 
-async def test_person_writes_the_right_reply_below_what_was_said(
+async def test_reviewer_posts_a_correction_with_the_score(
     reviewed: Pages, ledger: AsyncEngine, tmp_path: Path
 ) -> None:
     async with chromium() as browser, view(browser, reviewed.address, WIDE) as tab:

@@ -101,7 +101,9 @@ async def test_versions_have_state_figures_parent_and_reason(
     assert (await console.get("/versions?policy=n")).status == 404
 
 
-async def test_what_is_compared_has_its_evidence_so_far(console: Pages, line: AsyncEngine) -> None:
+async def test_running_comparisons_are_shown_with_their_evidence(
+    console: Pages, line: AsyncEngine
+) -> None:
     async with line.begin() as connection:
         canary = (await list_versions(connection, "m"))[2]
         await begin_canary(connection, canary, 0.5, reason="tried", actor="controller")
@@ -119,7 +121,7 @@ async def test_what_is_compared_has_its_evidence_so_far(console: Pages, line: As
     assert "what serves against its control" in said
 
 
-async def test_rewards_of_a_version_are_not_crowded_out_by_newer_ones(
+async def test_newer_versions_do_not_crowd_out_a_versions_rewards(
     line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lineage, "MOST_EPISODES", 1)
@@ -130,12 +132,12 @@ async def test_rewards_of_a_version_are_not_crowded_out_by_newer_ones(
     assert live[1].mean == 1.0
 
 
-async def test_database_without_policies_says_how_one_begins(console: Pages) -> None:
+async def test_pages_without_policies_say_that_there_are_none_yet(console: Pages) -> None:
     for path in ("/versions", "/updates"):
         assert "yet" in text_of(await console.get(path))
 
 
-async def test_approval_promotes_with_the_evidence_and_the_name_of_who_did_it(
+async def test_approval_promotes_and_records_evidence_and_approver(
     console: Pages, line: AsyncEngine
 ) -> None:
     await wait(line, 2)
@@ -176,7 +178,7 @@ async def test_approval_promotes_with_the_evidence_and_the_name_of_who_did_it(
         ),
     ],
 )
-async def test_change_does_what_its_page_said(
+async def test_confirmed_change_matches_its_preview(
     console: Pages, line: AsyncEngine, path: str, said: list[str], after: dict[int, str]
 ) -> None:
     before = await states(line)
@@ -197,7 +199,7 @@ async def test_frozen_policy_is_shown_and_thawed(console: Pages, line: AsyncEngi
     assert "Frozen since" not in text_of(await console.get("/versions"))
 
 
-async def test_change_is_refused_once_it_comes_to_something_else(
+async def test_change_is_refused_if_its_effect_differs_from_the_preview(
     console: Pages, line: AsyncEngine
 ) -> None:
     seen = seen_in(await console.get("/versions/m/2/promote"))
@@ -210,7 +212,7 @@ async def test_change_is_refused_once_it_comes_to_something_else(
     assert (await console.ask("POST", "/versions/m/2/promote", saw=seen_in(stale))).status == 303
 
 
-async def test_approval_is_refused_once_there_is_other_evidence(
+async def test_approval_is_refused_after_the_evidence_changed(
     console: Pages, line: AsyncEngine
 ) -> None:
     await wait(line, 2)
@@ -220,7 +222,7 @@ async def test_approval_is_refused_once_there_is_other_evidence(
     assert (await states(line))[2] == "loaded"
 
 
-async def test_change_needs_scope_confirmation_and_our_own_page(
+async def test_change_is_refused_without_scope_confirmation_or_own_page(
     console: Pages, line: AsyncEngine
 ) -> None:
     reader = await key_of(line, "reader", "read")
@@ -245,7 +247,7 @@ async def test_link_of_another_site_previews_no_change(console: Pages, line: Asy
     assert "A link of another site" in reply.body.decode()
 
 
-async def test_line_before_the_first_version_is_empty(console: Pages, line: AsyncEngine) -> None:
+async def test_page_before_the_first_version_is_answered(console: Pages, line: AsyncEngine) -> None:
     assert (await console.get("/versions?policy=m&before=0")).status == 200
 
 
@@ -264,7 +266,7 @@ async def test_tenant_sees_and_moves_its_own_policies_alone(
     assert (await console.ask("POST", "/versions/m/2/promote", theirs, saw=seen)).status == 404
 
 
-async def test_unloaded_version_is_left_to_the_command_that_loads_it(
+async def test_promoting_an_unloaded_version_is_refused_with_the_command(
     console: Pages, line: AsyncEngine
 ) -> None:
     async with line.begin() as connection:
@@ -275,9 +277,7 @@ async def test_unloaded_version_is_left_to_the_command_that_loads_it(
     assert "`pawl policies promote m@1` loads it first" in text_of(asked)
 
 
-async def test_updates_have_their_figures_and_each_its_episodes(
-    console: Pages, line: AsyncEngine
-) -> None:
+async def test_update_pages_show_figures_and_episodes(console: Pages, line: AsyncEngine) -> None:
     async with line.begin() as connection:
         made = (await list_versions(connection, "m"))[1].update_id
         metrics = text("UPDATE updates SET metrics = '{\"reward_mean\": 0.5}' WHERE id = :id")
@@ -289,7 +289,9 @@ async def test_updates_have_their_figures_and_each_its_episodes(
     assert (await console.get("/updates/01900000-0000-7000-8000-000000000000")).status == 404
 
 
-async def test_policy_of_any_name_is_linked_to(console: Pages, engine: AsyncEngine) -> None:
+async def test_policy_name_with_special_characters_is_linked_and_escaped(
+    console: Pages, engine: AsyncEngine
+) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, name="org/m <b>?#%41@2")
     address = "/versions/org/m%20%3Cb%3E%3F%23%2541@2/1"
@@ -303,7 +305,7 @@ async def test_policy_of_any_name_is_linked_to(console: Pages, engine: AsyncEngi
 
 
 @pytest.mark.usefixtures("line")
-async def test_who_has_no_key_changes_nothing_from_another_machine(
+async def test_remote_viewer_without_a_key_cannot_make_changes(
     open_console: OpenConsole,
 ) -> None:
     async with open_console(access="anyone") as console:
@@ -315,7 +317,7 @@ async def test_who_has_no_key_changes_nothing_from_another_machine(
 
 
 @pytest.mark.usefixtures("line")
-async def test_changes_are_previewed_one_at_a_time(
+async def test_changes_are_previewed_sequentially(
     console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most = 0, 0

@@ -76,7 +76,7 @@ async def controller_of(
         yield controller
 
 
-async def test_each_server_loads_from_its_own_disk_and_again_after_it_lost_it(
+async def test_each_server_loads_from_its_own_disk_and_reloads_after_a_loss(
     engine: AsyncEngine, two: list[Apart], port: TrainersPort, root: Path, tmp_path: Path
 ) -> None:
     probe = (ProbeRow(ids=(1, 2, 3), logprobs=(-2.0, -2.0)),)
@@ -97,7 +97,7 @@ async def test_each_server_loads_from_its_own_disk_and_again_after_it_lost_it(
         assert two[1].server.loads == ["m@2", "m@1"]
 
 
-async def test_source_that_is_away_is_shown_and_asked_again(
+async def test_unreachable_source_is_reported_and_retried(
     engine: AsyncEngine, two: list[Apart], port: TrainersPort, root: Path, tmp_path: Path
 ) -> None:
     await publish(engine, root, 1)
@@ -111,7 +111,7 @@ async def test_source_that_is_away_is_shown_and_asked_again(
             await assert_has(one.server, "m@1")
 
 
-async def test_server_loads_what_is_on_its_disk_while_the_trainer_is_away(
+async def test_server_loads_from_its_disk_while_the_trainer_is_away(
     engine: AsyncEngine, two: list[Apart], port: TrainersPort, root: Path, tmp_path: Path
 ) -> None:
     one = two[0]
@@ -132,7 +132,7 @@ async def test_server_loads_what_is_on_its_disk_while_the_trainer_is_away(
     assert one.server.loads == ["m@1", "m@1"]
 
 
-async def test_server_that_gets_no_files_for_a_while_was_not_away(
+async def test_failed_fetch_does_not_count_as_a_server_outage(
     two: list[Apart], port: TrainersPort, root: Path
 ) -> None:
     written = write(root)
@@ -145,9 +145,7 @@ async def test_server_that_gets_no_files_for_a_while_was_not_away(
         assert servers.returns == 0
 
 
-async def test_gateway_that_gets_no_answer_says_nothing_about_a_version(
-    two: list[Apart], root: Path
-) -> None:
+async def test_unanswered_gateway_counts_as_a_server_outage(two: list[Apart], root: Path) -> None:
     written = write(root)
 
     async def hang_up() -> None:
@@ -177,7 +175,7 @@ async def test_altered_files_never_reach_a_server(two: list[Apart], root: Path) 
     assert two[0].has("m@1", written)
 
 
-async def test_what_the_server_says_is_passed_on(two: list[Apart], root: Path) -> None:
+async def test_gateway_passes_on_the_servers_answers(two: list[Apart], root: Path) -> None:
     written, fake = write(root), two[0].server
     fake.refused = {"m@1"}
     fake.adapter_slots = 3
@@ -204,7 +202,7 @@ async def test_what_the_server_says_is_passed_on(two: list[Apart], root: Path) -
         ("controller", "nosuch://bucket", "Protocol not known: nosuch"),
     ],
 )
-async def test_source_that_cannot_be_read_is_an_error_at_the_start(
+async def test_unusable_adapter_source_is_refused_at_the_start(
     tmp_path: Path, command: str, source: str, why: str
 ) -> None:
     process = await asyncio.create_subprocess_exec(
@@ -223,7 +221,7 @@ async def test_source_that_cannot_be_read_is_an_error_at_the_start(
     assert len(said.splitlines()) == 1
 
 
-async def test_killed_process_goes_on_where_it_was(
+async def test_killed_process_resumes_its_download(
     server: FakeModelServer, root: Path, tmp_path: Path
 ) -> None:
     weights = os.urandom(9 * 2**20)

@@ -115,7 +115,7 @@ async def test_evaluation_decides_before_any_traffic(
     assert evaluator.of == [(1, 0)]
 
 
-async def test_evaluated_version_that_is_to_be_approved_waits_and_that_is_said_once(
+async def test_evaluated_version_waits_for_approval_with_a_single_event(
     engine: AsyncEngine,
 ) -> None:
     evaluator = Evaluator(0.4)
@@ -134,7 +134,7 @@ async def test_evaluated_version_that_is_to_be_approved_waits_and_that_is_said_o
     assert lost.of == []
 
 
-async def test_evaluation_goes_on_while_newer_versions_come_and_the_newest_is_next(
+async def test_newer_versions_do_not_stop_an_evaluation_and_the_newest_is_next(
     engine: AsyncEngine,
 ) -> None:
     evaluator = Evaluator(-0.4)
@@ -167,7 +167,7 @@ async def test_evaluation_ends_if_another_version_serves_meanwhile(engine: Async
     assert await states(engine) == {0: "retired", 1: "retired", 2: "serving", 3: "loaded"}
 
 
-async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_once(
+async def test_failed_evaluation_is_retried_and_logged_once(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.5)
@@ -188,7 +188,7 @@ async def test_evaluation_that_fails_is_begun_again_and_its_failure_is_named_onc
     assert len(evaluator.of) == 4
 
 
-async def test_version_that_cannot_be_evaluated_in_time_is_retired_and_that_is_shown(
+async def test_version_not_evaluated_in_time_is_retired_and_failure_is_shown(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.0)

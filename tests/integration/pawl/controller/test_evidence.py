@@ -1,4 +1,4 @@
-"""What a comparison rests on: the same whoever reads it and when, and none left out."""
+"""Evidence of a comparison is complete, and the same for every reader at any time."""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -79,7 +79,7 @@ async def figures(engine: AsyncEngine, read: Evidence, now: datetime) -> Figures
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_controller_that_ran_on_and_one_that_was_restarted_come_to_the_same(
+async def test_restarted_controller_finds_the_same_evidence(
     engine: AsyncEngine, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Parts of one episode take long on a busy machine.
@@ -106,7 +106,7 @@ async def test_controller_that_ran_on_and_one_that_was_restarted_come_to_the_sam
     assert found.new.unscored + found.old.unscored > 10
 
 
-async def test_episodes_that_an_arm_gave_to_another_version_are_left_out(
+async def test_episodes_of_an_arm_with_another_version_are_left_out(
     engine: AsyncEngine,
 ) -> None:
     """A proxy takes what serves now for the canary a while longer; the one before was one too."""

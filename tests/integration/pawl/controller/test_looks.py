@@ -63,7 +63,7 @@ async def hang(_: AsyncConnection) -> None:
     await asyncio.Event().wait()
 
 
-async def test_look_that_takes_too_long_is_named_and_hinders_no_other_policy(
+async def test_slow_look_is_logged_and_delays_no_other_policy(
     engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await loaded(engine, 0, name="a")
@@ -83,7 +83,7 @@ async def test_look_that_takes_too_long_is_named_and_hinders_no_other_policy(
     assert not is_shown_as_failed("a")
 
 
-async def test_rule_that_cannot_be_read_is_named_once_and_hinders_no_other_policy(
+async def test_unreadable_rule_is_logged_once_and_delays_no_other_policy(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await loaded(engine, 0, name="a", rule={**RULE, "margin": "none"})
@@ -99,7 +99,7 @@ async def test_rule_that_cannot_be_read_is_named_once_and_hinders_no_other_polic
     assert is_shown_as_failed("a")
 
 
-async def test_policy_whose_look_the_database_ends_hinders_no_other(
+async def test_look_cancelled_by_the_database_delays_no_other_policy(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database gives queries of its role a time, as some do: that is as if it went away."""
@@ -120,7 +120,7 @@ async def test_policy_whose_look_the_database_ends_hinders_no_other(
 
 
 @pytest.mark.parametrize("compared", ["trial", "watch"])
-async def test_look_that_is_cut_off_goes_on_with_the_next(
+async def test_long_look_is_split_over_several_looks(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, compared: str
 ) -> None:
     """It reads no more at once than other policies can wait for."""
@@ -163,7 +163,7 @@ async def promotes_another(connection: AsyncConnection) -> None:
 
 @pytest.mark.parametrize("does", [freezes, promotes_another])
 @pytest.mark.parametrize("better", [True, False])
-async def test_look_does_not_undo_what_an_operator_did_meanwhile(
+async def test_look_does_not_undo_an_operators_concurrent_change(
     engine: AsyncEngine,
     judge: Deciding,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +191,7 @@ async def test_look_does_not_undo_what_an_operator_did_meanwhile(
     assert await states(engine) == after
 
 
-async def test_version_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
+async def test_policy_frozen_during_a_look_gets_no_canary(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def frozen_then(connection: AsyncConnection, name: str) -> Gated | None:
@@ -210,7 +210,7 @@ async def test_version_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
     assert (await states(engine))[1] == "loaded"
 
 
-async def test_failure_that_is_no_outage_is_not_called_one(
+async def test_failure_other_than_an_outage_is_logged_as_gate_fails(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(_: object) -> None:
@@ -231,7 +231,7 @@ async def test_several_controllers_make_each_change_once(engine: AsyncEngine) ->
     assert await changes(engine) == [("m@1", "canary"), ("m@0", "retired"), ("m@1", "serving")]
 
 
-async def test_several_controllers_let_the_control_move_on_once(engine: AsyncEngine) -> None:
+async def test_several_controllers_move_the_control_once(engine: AsyncEngine) -> None:
     controllers = [controller(engine) for _ in range(3)]
     await loaded(engine, 0, rule=IMMEDIATE)
     await serves(engine, 2, 1)
@@ -294,7 +294,7 @@ async def test_controller_killed_in_a_change_leaves_nothing_half_done(
     assert dict((await changes(engine))[len(done) :]) == made
 
 
-async def test_judging_goes_on_once_the_database_is_back(
+async def test_judging_resumes_after_a_database_outage(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await on_trial(engine, controller(engine))

@@ -40,7 +40,7 @@ async def earns(engine: AsyncEngine) -> None:
     await score_by(engine, "m", MORE)
 
 
-async def test_trial_begins_anew_with_the_reward_and_rests_on_what_began_since(
+async def test_changed_reward_restarts_a_trial_on_new_episodes_only(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     """By the old range all rewards of the new sum would be its highest."""
@@ -68,7 +68,7 @@ async def test_trial_begins_anew_with_the_reward_and_rests_on_what_began_since(
     assert lost["figures"]["new"]["mean"] == pytest.approx(15.0)
 
 
-async def test_watch_begins_anew_with_the_reward_and_rests_on_what_began_since(
+async def test_changed_reward_restarts_a_watch_on_new_episodes_only(
     engine: AsyncEngine,
 ) -> None:
     async with engine.begin() as connection:
@@ -86,7 +86,7 @@ async def test_watch_begins_anew_with_the_reward_and_rests_on_what_began_since(
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_look_in_which_rewards_become_another_sum_decides_nothing(
+async def test_look_during_a_reward_change_decides_nothing(
     engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await on_trial(engine, judge)

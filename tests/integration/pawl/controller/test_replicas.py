@@ -68,7 +68,7 @@ async def test_restarted_server_gets_its_adapters_back(
         await assert_has(server, "m@2", "m@3", "m@4")
 
 
-async def test_server_that_has_all_is_asked_at_few_looks(
+async def test_settled_server_is_asked_at_few_looks(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, may_skip = 0, Reconciler.may_skip
@@ -93,7 +93,7 @@ async def test_server_that_has_all_is_asked_at_few_looks(
         await assert_has(server, "m@1", "m@2")
 
 
-async def test_server_is_asked_at_once_after_a_change_and_while_it_lacks_any(
+async def test_no_look_is_skipped_after_a_change_or_while_versions_are_missing(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
@@ -147,7 +147,7 @@ async def test_ended_versions_are_not_loaded_again_after_a_restart(
             assert sorted(server.loads) == ["m@1", "m@4", "m@5"]
 
 
-async def test_versions_that_nobody_asks_for_are_unloaded_without_a_trainer(
+async def test_controller_unloads_unused_versions_without_a_trainer(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2, 3)
@@ -210,7 +210,7 @@ async def test_several_controllers_at_once_load_each_adapter_once(
         assert sorted(server.loads) == ["m@1", "m@2"]
 
 
-async def test_other_files_under_a_versions_name_are_replaced(
+async def test_foreign_adapter_under_a_versions_name_is_replaced(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1)
@@ -304,7 +304,7 @@ async def test_version_is_not_given_up_while_servers_are_at_fault(
     assert not one.unloaded
 
 
-async def test_recalled_version_is_given_up_no_sooner_than_before(
+async def test_recalled_version_is_retried_before_it_is_given_up_again(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pawl.controller.reconciler.LONGEST_PAUSE_S", 2 * FIRST_PAUSE_S)
@@ -331,7 +331,7 @@ async def test_recalled_version_is_given_up_no_sooner_than_before(
         assert not reconciler.gave_up("m@1")
 
 
-async def test_refused_adapter_is_tried_less_and_less_and_hinders_no_other(
+async def test_refused_adapter_is_retried_with_backoff_and_blocks_no_other(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
@@ -359,7 +359,7 @@ def database_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
         yield refused
 
 
-async def test_only_what_served_is_loaded_of_an_old_reading(
+async def test_only_the_serving_version_is_loaded_from_a_stale_list(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of others may be being deleted by a trainer that the database is there for."""
@@ -378,7 +378,7 @@ async def test_only_what_served_is_loaded_of_an_old_reading(
         await assert_has(server, "m@1", "m@2")
 
 
-async def test_version_unloaded_meanwhile_is_not_loaded(
+async def test_version_unloaded_during_another_load_is_not_loaded(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
@@ -410,7 +410,7 @@ def altered(path: Path) -> Iterator[None]:
         (unreadable, MANIFEST, "unread", "cannot be read (Input/output error)"),
     ],
 )
-async def test_version_with_unfit_files_is_loaded_once_they_are_fit_and_hinders_no_other(
+async def test_version_with_unfit_files_is_loaded_after_repair_and_blocks_no_other(
     engine: AsyncEngine,
     server: FakeModelServer,
     tmp_path: Path,
@@ -526,7 +526,7 @@ async def test_adapter_loaded_before_the_controller_came_is_checked_too(
         await assert_has(server)
 
 
-async def test_adapter_that_nobody_could_ask_about_is_not_left_loaded(
+async def test_adapter_is_unloaded_if_its_probe_is_refused(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, probe=PROBE)
@@ -539,7 +539,7 @@ async def test_adapter_that_nobody_could_ask_about_is_not_left_loaded(
         await assert_has(server, "m@1")
 
 
-async def test_process_is_small_answers_and_ends_at_sigterm(
+async def test_controller_process_is_small_reports_metrics_and_ends_at_sigterm(
     database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1)

@@ -1,4 +1,4 @@
-"""A canary beside what serves: what their episodes came to decides, once, with its reason."""
+"""A canary is compared with the serving version by their episodes, and decided about once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,7 +70,7 @@ async def test_share_of_a_canary_follows_the_traffic(
     assert await changes(engine) == [("m@1", "canary")]
 
 
-async def test_better_version_is_promoted_with_its_evidence_and_what_served_is_its_control(
+async def test_better_version_is_promoted_and_previous_version_becomes_control(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await on_trial(engine, judge)
@@ -93,7 +93,7 @@ async def test_better_version_is_promoted_with_its_evidence_and_what_served_is_i
     assert await changes(engine) == [("m@1", "canary"), ("m@0", "retired"), ("m@1", "serving")]
 
 
-async def test_worse_version_is_rolled_back_and_what_was_made_of_it_rejected(
+async def test_worse_version_is_rolled_back_and_its_descendants_are_rejected(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await begin_trial(engine, judge)
@@ -141,7 +141,7 @@ async def test_difference_so_far_decides_at_the_deadline(
     assert last.evidence["verdict"] == "undecided"
 
 
-async def test_time_of_a_trial_begins_anew_with_what_it_is_compared_with(
+async def test_trial_deadline_restarts_when_the_serving_version_changes(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await begin_trial(engine, judge, {**AT_ONCE, "margin": 0.01})
@@ -153,7 +153,7 @@ async def test_time_of_a_trial_begins_anew_with_what_it_is_compared_with(
     assert (await states(engine))[1] == "canary"
 
 
-async def test_trial_without_any_reward_goes_on_past_its_deadline_until_a_newer_version_waits(
+async def test_trial_without_rewards_outlasts_its_deadline_until_a_newer_version(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await begin_trial(engine, judge, AT_ONCE)
@@ -167,7 +167,7 @@ async def test_trial_without_any_reward_goes_on_past_its_deadline_until_a_newer_
     assert (await states(engine))[2] == "canary"
 
 
-async def test_proof_gives_the_control_of_a_version_promoted_without_it_the_share_of_the_rule(
+async def test_control_share_falls_to_the_rule_after_late_proof(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     rule = {**AT_ONCE, "margin": 0.01}
@@ -184,7 +184,7 @@ async def test_proof_gives_the_control_of_a_version_promoted_without_it_the_shar
 
 
 @pytest.mark.parametrize("more", [{}, {"decide_within_h": 0.5, "margin": 0.01}])
-async def test_version_that_is_to_be_approved_waits_and_that_is_said_once(
+async def test_decided_canary_waits_for_approval_with_a_single_event(
     pawl: Pawl, engine: AsyncEngine, judge: Deciding, more: Mapping[str, Any]
 ) -> None:
     good = not more
@@ -203,7 +203,7 @@ async def test_version_that_is_to_be_approved_waits_and_that_is_said_once(
     assert await states(engine) == {0: "retired", 1: "serving"}
 
 
-async def test_immediate_version_that_is_to_be_approved_waits_and_that_is_said_once(
+async def test_immediate_version_waits_for_approval_with_a_single_event(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await loaded(engine, 0, rule={**RULE, "mode": "immediate", "approve": True})
@@ -213,7 +213,7 @@ async def test_immediate_version_that_is_to_be_approved_waits_and_that_is_said_o
     assert "`pawl policies promote`" in (await last_event(engine)).reason
 
 
-async def test_version_that_is_to_be_approved_is_rolled_back_for_being_worse(
+async def test_worse_version_is_rolled_back_without_approval(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await on_trial(engine, judge, {**RULE, "approve": True}, mine=BAD, others=GOOD)
@@ -231,7 +231,7 @@ async def test_frozen_policy_is_not_moved(engine: AsyncEngine, judge: Deciding) 
         assert (await states(engine))[1] == ("canary" if frozen else "serving")
 
 
-async def test_next_version_is_tried_after_the_one_before_it(
+async def test_next_version_is_tried_after_the_previous_trial(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await on_trial(engine, judge)
@@ -244,7 +244,7 @@ async def test_next_version_is_tried_after_the_one_before_it(
     assert await shares(engine) == {0: 0.3, 2: pytest.approx(0.35)}
 
 
-async def test_version_older_than_what_serves_is_tried_no_more(
+async def test_canary_older_than_the_serving_version_is_retired(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await begin_trial(engine, judge)
@@ -292,7 +292,7 @@ def shown(compared: str, version: str) -> str:
     return f"pawl_controller_gate_episodes{{{labels}}} "
 
 
-async def test_figures_of_a_comparison_are_shown_while_it_goes_on(
+async def test_metrics_show_a_comparisons_figures_while_it_runs(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     GATE_EPISODES.clear()

@@ -1,4 +1,4 @@
-"""What serves is compared with its control, an earlier version, and rolled back to it.
+"""The serving version is compared with its control, an earlier version, and rolled back to it.
 
 No trainer runs in any of these tests, and no model server.
 """
@@ -48,7 +48,7 @@ def is_watched() -> bool:
     return 'pawl_controller_gate_watched{policy="m"} 1.0' in generate_latest().decode()
 
 
-async def test_fall_rolls_back_all_that_served_since_the_control_which_serves_again(
+async def test_reward_drop_rolls_back_every_version_since_the_control(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     """Before any episode of a bad version counts, others have followed it."""
@@ -76,7 +76,7 @@ async def test_fall_rolls_back_all_that_served_since_the_control_which_serves_ag
     assert await shares(engine) == {}
 
 
-async def test_versions_that_follow_each_other_are_judged_by_the_episodes_of_all(
+async def test_successive_versions_are_judged_by_their_pooled_episodes(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     """The controller has seen some of them before the next one serves."""
@@ -105,7 +105,7 @@ async def test_version_that_turns_bad_as_it_serves_is_rolled_back(
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_world_that_gets_worse_for_all_rolls_nothing_back(
+async def test_reward_drop_in_both_arms_rolls_nothing_back(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await serves(engine, 1, 0)
@@ -127,7 +127,7 @@ async def moved(engine: AsyncEngine, judge: Deciding) -> None:
     await judge.look(engine)
 
 
-async def test_control_moves_on_with_the_evidence_of_all_that_served_since(
+async def test_control_moves_on_with_pooled_evidence_of_later_versions(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await moved(engine, judge)
@@ -141,9 +141,7 @@ async def test_control_moves_on_with_the_evidence_of_all_that_served_since(
     assert await changes(engine) == before
 
 
-async def test_roll_back_returns_to_the_control_that_moved_on(
-    engine: AsyncEngine, judge: Deciding
-) -> None:
+async def test_roll_back_returns_to_the_moved_control(engine: AsyncEngine, judge: Deciding) -> None:
     """Versions that were better than the first control prove nothing for one that is worse."""
     await moved(engine, judge)
     [control] = await shares(engine)
@@ -157,7 +155,7 @@ async def test_roll_back_returns_to_the_control_that_moved_on(
 
 
 @pytest.mark.parametrize(("control", "ends"), [(BAD, "serving"), (GOOD, "rolled_back")])
-async def test_fall_below_its_own_past_holds_training_until_the_control_tells_why(
+async def test_reward_drop_over_time_holds_training_until_the_control_decides(
     engine: AsyncEngine, judge: Deciding, control: list[float], ends: str
 ) -> None:
     """The world got worse for all; or the version alone did."""
@@ -189,7 +187,7 @@ async def fall_and_hold(engine: AsyncEngine, judge: Deciding) -> None:
         assert await why_held(connection, "m") is not None
 
 
-async def test_training_is_not_held_any_longer_once_no_server_can_load_the_control(
+async def test_hold_on_training_ends_if_no_server_can_load_the_control(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     """Nothing new could serve, so nothing would ever tell why rewards fell."""
@@ -202,7 +200,7 @@ async def test_training_is_not_held_any_longer_once_no_server_can_load_the_contr
         assert await why_held(connection, "m") is None
 
 
-async def test_training_that_a_person_lets_go_on_is_held_for_no_fall_of_before(
+async def test_training_resumed_by_a_person_is_not_held_again_for_the_same_drop(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await fall_and_hold(engine, judge)
@@ -216,7 +214,7 @@ async def test_training_that_a_person_lets_go_on_is_held_for_no_fall_of_before(
 
 
 @pytest.mark.parametrize(("undecided", "ends"), [("promote", "serving"), ("keep", "rolled_back")])
-async def test_loss_on_a_family_is_reported_and_rolled_back_where_the_recipe_says_so(
+async def test_family_loss_is_reported_and_rolled_back_if_the_recipe_asks(
     engine: AsyncEngine, judge: Deciding, undecided: str, ends: str
 ) -> None:
     await serves(engine, 1, 0, {**IMMEDIATE, "undecided": undecided})
@@ -232,7 +230,7 @@ async def test_loss_on_a_family_is_reported_and_rolled_back_where_the_recipe_say
 
 
 @pytest.mark.parametrize(("verdict", "serving"), [("undecided", 0), (None, 1)])
-async def test_canary_that_was_promoted_without_proof_may_give_the_traffic_back(
+async def test_canary_promoted_without_proof_can_lose_the_traffic_again(
     engine: AsyncEngine, judge: Deciding, verdict: str | None, serving: int
 ) -> None:
     """As much is known in the end as a trial needs, and it tells against it; not so if a person
@@ -268,7 +266,7 @@ async def test_version_after_a_roll_back_is_watched_again(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-async def test_version_without_a_control_is_not_watched_and_shown_so_where_one_is_wanted(
+async def test_version_without_its_control_is_not_judged_and_shown_as_unwatched(
     engine: AsyncEngine, judge: Deciding, share: float
 ) -> None:
     await serves(engine, 1, 0, {**IMMEDIATE, "control_share": share})
@@ -280,7 +278,7 @@ async def test_version_without_a_control_is_not_watched_and_shown_so_where_one_i
     assert is_watched() == (not share)
 
 
-async def test_what_served_before_says_nothing_of_what_an_operator_promotes(
+async def test_operators_promotion_is_judged_by_its_own_episodes_only(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     """It may be a repair, and what it repairs has episodes that count only later."""
@@ -298,7 +296,7 @@ async def test_what_served_before_says_nothing_of_what_an_operator_promotes(
     assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
 
 
-async def test_version_that_a_roll_back_brings_back_is_not_shown_as_unwatched(
+async def test_control_serving_after_a_roll_back_is_not_shown_as_unwatched(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await moved(engine, judge)
@@ -311,9 +309,7 @@ async def test_version_that_a_roll_back_brings_back_is_not_shown_as_unwatched(
     assert is_watched()
 
 
-async def test_canary_falls_with_what_it_was_trained_from(
-    engine: AsyncEngine, judge: Deciding
-) -> None:
+async def test_canary_is_rolled_back_with_its_parent(engine: AsyncEngine, judge: Deciding) -> None:
     await serves(engine, 1, 0)
     await next_version(engine, 2, 1, RULE)
     await judge.look(engine)
@@ -323,7 +319,7 @@ async def test_canary_falls_with_what_it_was_trained_from(
     assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rolled_back"}
 
 
-async def test_control_that_an_operator_promotes_leaves_none(
+async def test_promoted_control_leaves_the_policy_without_a_control(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await serves(engine, 1, 0)

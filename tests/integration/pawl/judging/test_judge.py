@@ -195,7 +195,9 @@ async def test_repeat_after_a_crash_scores_nothing_twice(proxy: Proxy) -> None:
     assert await eventually(stated) == [0.5]
 
 
-async def test_command_runs_once(proxy: Proxy, bench: Bench, database_url: str) -> None:
+async def test_option_once_judges_the_waiting_episodes_and_ends(
+    proxy: Proxy, bench: Bench, database_url: str
+) -> None:
     for name in ("good-1", "unsure-1"):
         await proxy.chat(headers={"x-pawl-episode": name})
     await proxy.episodes(2)
@@ -409,7 +411,7 @@ async def test_episode_in_parts_is_judged_when_its_last_part_is_over(engine: Asy
     assert judge.asked == ["first"]
 
 
-async def test_judge_is_shown_what_export_writes_without_fates(
+async def test_judge_sees_the_exported_episode_without_fates(
     engine: AsyncEngine, bench: Bench
 ) -> None:
     await store(engine, call("good-1", started_at=LONG_AGO, task="t"), call("good-1"))
@@ -438,7 +440,7 @@ async def test_failed_judgement_is_tried_again_a_bounded_number_of_times(
     assert len(bench.asked) == 3
 
 
-async def test_judge_that_cannot_tell_yet_is_asked_again_more_often_than_it_may_fail(
+async def test_undecided_judge_is_asked_beyond_the_limit_for_failures(
     engine: AsyncEngine,
 ) -> None:
     class Patient(Opinion):
@@ -453,7 +455,9 @@ async def test_judge_that_cannot_tell_yet_is_asked_again_more_often_than_it_may_
         await set_due(engine)
 
 
-async def test_episode_that_goes_on_is_news_again(engine: AsyncEngine, bench: Bench) -> None:
+async def test_undecided_episode_is_judged_again_after_new_calls(
+    engine: AsyncEngine, bench: Bench
+) -> None:
     await store(engine, call("unsure-1", started_at=LONG_AGO), call("good-1", started_at=LONG_AGO))
     desk = Desk()
     await judged(engine, bench.judge, desk)
@@ -491,7 +495,7 @@ async def test_episodes_are_judged_a_few_at_once(engine: AsyncEngine) -> None:
     assert len(desk.posted) == 30
 
 
-async def test_score_given_meanwhile_is_not_contradicted(engine: AsyncEngine) -> None:
+async def test_late_judgement_is_posted_as_an_opinion_beside_the_score(engine: AsyncEngine) -> None:
     await store(engine, call("e"))
     judge, desk = Opinion(), Desk()
     asked = judge.judge
@@ -516,7 +520,7 @@ async def test_judge_runs_once_at_a_time(engine: AsyncEngine) -> None:
     assert await judged(engine, Opinion()) == {}
 
 
-async def test_tenants_have_judges_of_one_name_at_once(engine: AsyncEngine) -> None:
+async def test_judges_of_the_same_name_run_for_two_tenants_at_once(engine: AsyncEngine) -> None:
     for tenant in ("a", "b"):
         await store(engine, call(scoped(tenant, "e")), call(scoped(tenant, f"only {tenant}")))
     judge_of_a, judge_of_b = Opinion(), Opinion()
@@ -530,7 +534,7 @@ async def test_tenants_have_judges_of_one_name_at_once(engine: AsyncEngine) -> N
     assert "only b" not in judge_of_a.asked
 
 
-async def test_option_again_is_about_the_tenants_episodes_alone(
+async def test_option_again_affects_only_the_tenants_episodes(
     engine: AsyncEngine, bench: Bench
 ) -> None:
     await store(engine, *(call(scoped(tenant, "unsure-1")) for tenant in ("a", "b")))
@@ -557,7 +561,7 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
         await task
 
 
-async def test_feedback_that_is_away_costs_no_episode_and_no_second_judgement(
+async def test_feedback_outage_costs_no_episode_and_no_second_judgement(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, call("e"))
@@ -580,7 +584,7 @@ async def test_feedback_that_is_away_costs_no_episode_and_no_second_judgement(
     assert judge.asked == ["e", "e"]
 
 
-async def test_proxy_that_is_away_is_asked_again_for_a_while(
+async def test_feedback_client_gives_up_on_an_unreachable_proxy(
     session: aiohttp.ClientSession,
 ) -> None:
     desk = FeedbackClient(session, f"http://127.0.0.1:{free_port()}/feedback", patience_s=0.6)
@@ -622,7 +626,7 @@ async def test_score_of_a_model_is_the_reward(
     assert upstream.headers[0]["Authorization"] == "Bearer secret"
 
 
-async def test_another_rubric_is_another_judge(session: aiohttp.ClientSession) -> None:
+async def test_judges_name_depends_on_its_rubric(session: aiohttp.ClientSession) -> None:
     names = [by_rubric(session, "http://m", rubric=rubric).name for rubric in ("a", "b", "a")]
     assert names[0] == names[2] != names[1]
 
@@ -639,7 +643,7 @@ async def test_another_rubric_is_another_judge(session: aiohttp.ClientSession) -
         (never, "failed", "no answer within"),
     ],
 )
-async def test_fault_of_a_model_leaves_the_episode_unscored(
+async def test_unusable_model_answer_leaves_the_episode_unscored(
     engine: AsyncEngine,
     session: aiohttp.ClientSession,
     upstream: FakeUpstream,
@@ -660,7 +664,7 @@ async def test_fault_of_a_model_leaves_the_episode_unscored(
 
 
 @pytest.mark.parametrize("status", [401, 404, 429, 500, 503, None])
-async def test_server_that_cannot_answer_now_is_no_episodes_fault(
+async def test_unavailable_server_is_not_recorded_against_the_episode(
     engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream, status: int | None
 ) -> None:
     await store(engine, call("e"))
@@ -681,7 +685,7 @@ def talk(*texts: str) -> bytes:
     return json.dumps({"messages": messages}).encode()
 
 
-async def test_what_the_user_says_next_scores_a_call_on_its_policys_scale(
+async def test_users_next_message_scores_a_call_on_its_policys_scale(
     engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
 ) -> None:
     first = call("e", request=talk("1+2?"), policy="m")
@@ -721,7 +725,7 @@ async def test_what_the_user_says_next_scores_a_call_on_its_policys_scale(
     assert {one["source"] for one in said} == {judge.name}
 
 
-async def test_attempts_at_a_task_are_compared_in_one_prompt_and_one_alone_waits(
+async def test_attempts_at_a_task_share_a_prompt_and_a_single_attempt_waits(
     engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
 ) -> None:
     await store(engine, *(call(f"e{place}", task="t") for place in range(3)), call("x", task="u"))
@@ -786,7 +790,7 @@ async def test_command_compares_the_attempts_that_are_recorded(
     assert await eventually(both)
 
 
-async def test_a_share_of_what_has_a_reward_is_judged_to_compare_the_judge(
+async def test_share_of_rewarded_episodes_is_judged_for_comparison(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, *(call(f"e{place}") for place in range(60)))
@@ -799,7 +803,7 @@ async def test_a_share_of_what_has_a_reward_is_judged_to_compare_the_judge(
     assert len(judge.asked) == 60
 
 
-async def test_what_only_another_judge_scored_is_judged_and_a_fact_is_not(
+async def test_episode_with_an_opinion_is_judged_and_with_a_fact_is_not(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, *(call(key, policy="m", policy_version=0) for key in ("opinion", "fact")))
@@ -810,7 +814,7 @@ async def test_what_only_another_judge_scored_is_judged_and_a_fact_is_not(
     assert judge.asked == ["opinion"]
 
 
-async def test_judge_that_breaks_at_one_episode_goes_on_with_the_others(
+async def test_judge_that_fails_at_an_episode_continues_with_the_others(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, call("a"), call("b"))

@@ -135,7 +135,7 @@ OLD = REST | {"name": "old", "kind": "unlisted", "base": "old", "models": [], "s
 
 
 @pytest.mark.usefixtures("filled")
-async def test_list_has_the_policies_of_the_file_and_those_of_the_store(
+async def test_list_has_the_policies_of_the_file_and_of_the_store(
     pawl: Pawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "p.toml").write_text(FILE)
@@ -294,7 +294,7 @@ async def test_freeze_is_an_event_of_the_policy(pawl: Pawl, line: AsyncEngine) -
     assert ("frozen: release day", "operator") in said
 
 
-async def test_operator_promotes_the_version_that_waits_and_rolls_it_back_to_the_control(
+async def test_operator_promotes_the_waiting_version_and_rolls_back_to_the_control(
     pawl: Pawl, line: AsyncEngine
 ) -> None:
     await load(line, 2)
@@ -323,7 +323,7 @@ async def test_operator_promotes_the_version_that_waits_and_rolls_it_back_to_the
         assert said in str(found.exception)
 
 
-async def test_promote_shows_the_evidence_of_a_version_that_waits_and_asks_a_terminal(
+async def test_promote_shows_a_waiting_versions_evidence_and_asks_a_terminal(
     pawl: Pawl, line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await load(line, 2, waits=True)
@@ -340,7 +340,7 @@ async def test_promote_shows_the_evidence_of_a_version_that_waits_and_asks_a_ter
     assert (await events_of(line, "m"))[-1].evidence == BETTER
 
 
-async def test_show_has_arms_shares_and_what_a_version_waits_for(
+async def test_show_lists_arms_shares_and_the_reason_a_version_waits(
     pawl: Pawl, line: AsyncEngine
 ) -> None:
     await load(line, 2)
@@ -363,7 +363,7 @@ async def test_show_has_arms_shares_and_what_a_version_waits_for(
     assert events_table(await events_of(line, "m")).row_count == len(events)
 
 
-async def test_unloaded_version_is_recalled_and_promoted_once_the_servers_list_it(
+async def test_unloaded_version_is_recalled_and_promoted_after_servers_list_it(
     pawl: Pawl, line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await load(line, 2)

@@ -38,7 +38,7 @@ async def run(
         yield invoke
 
 
-async def test_import_waits_for_a_decision_where_the_recipe_asks_for_one(
+async def test_import_waits_for_a_decision_in_canary_mode(
     run: Pawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tried.toml").write_text('[publish]\nmode = "canary"\n')
@@ -71,7 +71,7 @@ async def test_import_is_version_1_and_export_has_the_same_weights(
     }
 
 
-async def test_adapter_is_imported_for_the_tenant_that_is_named(
+async def test_adapter_is_imported_for_the_named_tenant(
     run: Pawl, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     (tmp_path / "p.toml").write_text(FILE + 'tenant = "team-a"\n')
@@ -85,7 +85,7 @@ async def test_adapter_is_imported_for_the_tenant_that_is_named(
     }
 
 
-async def test_missing_policy_or_version_is_answered_with_those_that_there_are(
+async def test_missing_policy_or_version_is_refused_with_the_known_names(
     run: Pawl, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:
@@ -101,9 +101,7 @@ async def test_missing_policy_or_version_is_answered_with_those_that_there_are(
     assert str(other.exception) == "policy 'writer' has no version 7 (with an adapter: 1)"
 
 
-async def test_version_whose_files_were_deleted_is_not_exported(
-    run: Pawl, engine: AsyncEngine
-) -> None:
+async def test_version_with_deleted_files_is_not_exported(run: Pawl, engine: AsyncEngine) -> None:
     await run("import", "writer", "sft")
     async with engine.begin() as connection:
         await set_state(connection, "writer", 1, "rolled_back")

@@ -82,11 +82,13 @@ async def left_out(run: Pawl, *queries: str) -> int:
         ("u1/e0 u1/e0 task=t20 agent=judge", 4),
     ],
 )
-async def test_queries_select_episodes_and_add_up(run: Pawl, queries: str, number: int) -> None:
+async def test_retrain_queries_select_the_union_of_their_episodes(
+    run: Pawl, queries: str, number: int
+) -> None:
     assert await left_out(run, *queries.split()) == number
 
 
-async def test_key_selects_by_its_name_or_id_what_came_with_it(
+async def test_query_by_key_selects_episodes_by_key_name_or_id(
     run: Pawl, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:
@@ -109,7 +111,7 @@ async def test_key_selects_by_its_name_or_id_what_came_with_it(
         assert repr(unknown) in str(result.exception)
 
 
-async def test_line_starts_again(run: Pawl, pawl: Pawl) -> None:
+async def test_retrain_starts_the_line_again_from_an_earlier_version(run: Pawl, pawl: Pawl) -> None:
     result = await run("m", "--from", "1", "--without", "u2/e0", "--reason", "a fooled judge")
     assert result.exit_code == 0, result.output
     assert result.stdout == (

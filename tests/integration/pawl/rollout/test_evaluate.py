@@ -67,7 +67,7 @@ async def test_better_version_is_known_before_all_tasks_are_run(
     assert (len(fake.calls), result(runner).figures) == (calls, found.figures)
 
 
-async def test_worse_version_and_undecided_have_a_status_of_their_own(
+async def test_worse_and_undecided_evaluations_have_distinct_exit_statuses(
     fake: FakeProxy, runner: Runner
 ) -> None:
     runner.command = ("evaluate", "m@1", "--against", "@2")
@@ -123,7 +123,7 @@ async def test_task_that_crashes_the_agent_is_named(runner: Runner) -> None:
     assert (found.compared, found.figures.difference) == (3, 1.0)
 
 
-async def test_version_that_is_unloaded_meanwhile_is_not_called_worse(
+async def test_version_unloaded_during_evaluation_is_not_called_worse(
     fake: FakeProxy, runner: Runner
 ) -> None:
     runner.write([{"id": f"t/{number}", "do": "exit late", **RIGHT_WITH_2} for number in range(4)])
@@ -197,6 +197,6 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
         assert journals[0].read_bytes().count(b"run_abandoned") <= 2
 
 
-async def test_proxy_tells_which_version_serves(proxy: Proxy) -> None:
+async def test_proxy_reports_the_serving_version(proxy: Proxy) -> None:
     models = await ProxyClient(proxy.session, proxy.url).models()
     assert models == Models(frozenset({"m"}), ("m@0",))

@@ -113,7 +113,9 @@ async def test_failed_run_has_no_reward_and_is_named(
     assert len(failed) == 5 == outcome.summary["failed"]
 
 
-async def test_client_made_at_import_calls_nobody(runner: Runner, tmp_path: Path) -> None:
+async def test_base_url_read_at_import_fails_all_runs_with_advice(
+    runner: Runner, tmp_path: Path
+) -> None:
     (tmp_path / "early.py").write_text(
         "import os, agent\nURL = os.environ['OPENAI_BASE_URL']\n"
         "def answer(task):\n    return agent.ask(URL, 'q')\n"
@@ -157,7 +159,7 @@ def read_to_its_end(terminal: int) -> str:
             return b"".join(pieces).decode()
 
 
-async def test_terminal_gets_a_table_and_the_output_the_summary(runner: Runner) -> None:
+async def test_terminal_shows_a_table_and_stdout_gets_the_summary(runner: Runner) -> None:
     runner.write([{"id": "t0", "a": "echo hello"}, {"id": "t1", "a": "x", "do": "exit"}])
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (40, 90))
@@ -213,7 +215,7 @@ async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Outcome:
     return await ended(process)
 
 
-async def test_run_that_fails_while_the_proxy_restarts_is_made_again(
+async def test_run_that_fails_during_a_proxy_restart_is_repeated(
     fake: FakeProxy, runner: Runner
 ) -> None:
     """Runs that fail because it is away are done again; what it did not take is told again."""
@@ -236,7 +238,7 @@ async def test_no_run_fails_while_the_model_server_restarts(
     assert len(fake.rewards()) == 18
 
 
-async def test_absence_that_is_over_when_the_run_fails_counts_too(
+async def test_run_that_fails_after_a_proxy_outage_is_repeated(
     fake: FakeProxy, runner: Runner
 ) -> None:
     """Agents wait before they give up, and the proxy may be back by then."""
@@ -264,7 +266,7 @@ async def test_refused_feedback_is_counted_and_not_repeated(
     assert len(fake.rewards()) == 5
 
 
-async def test_ctrl_c_lets_runs_end_and_the_same_command_goes_on(
+async def test_ctrl_c_lets_runs_finish_and_the_same_command_resumes(
     fake: FakeProxy, runner: Runner
 ) -> None:
     runner.write([task | {"seconds": 0.3} for task in TASKS])

@@ -49,7 +49,7 @@ def rewards(episode: Episode) -> list[float]:
 @pytest.mark.parametrize(
     "how", [COMMAND, ("--python", "agent:answer")], ids=["program", "function"]
 )
-async def test_run_is_one_scored_episode_whenever_the_runner_is_killed(
+async def test_killed_runner_leaves_a_single_scored_episode_for_each_run(
     proxy: Proxy, tmp_path: Path, how: tuple[str, str]
 ) -> None:
     runner = Runner(tmp_path, proxy.url, TASKS)
@@ -93,7 +93,7 @@ with urllib.request.urlopen(request, timeout=30) as reply:
 """
 
 
-async def test_rollout_shows_its_key_and_the_agent_its_own(
+async def test_rollout_and_agent_each_use_their_own_key(
     proxy: Proxy, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -41,7 +41,7 @@ async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path
     assert set(fake.rewards()) == {call["episode"] for call in fake.calls}
 
 
-async def test_its_temperature_is_of_its_environment_and_other_settings_are_the_servers(
+async def test_demo_agent_takes_only_temperature_from_its_environment(
     fake: FakeProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENT_TEMPERATURE", "0.8")
@@ -51,7 +51,7 @@ async def test_its_temperature_is_of_its_environment_and_other_settings_are_the_
     assert not {"top_p", "top_k"} & asked.keys()
 
 
-async def test_an_evaluation_says_so_and_writes_its_results(
+async def test_evaluation_is_marked_as_split_eval_and_writes_its_results(
     fake: FakeProxy, tmp_path: Path
 ) -> None:
     exam = await examine(DEMO, fake.url, QUESTIONS, tmp_path, name="before")
@@ -87,7 +87,9 @@ async def test_a_judge_that_fails_ends_the_demo(fake: FakeProxy, tmp_path: Path)
         await agent.stop()
 
 
-async def test_stopping_gives_up_what_is_under_way(fake: FakeProxy, tmp_path: Path) -> None:
+async def test_stopping_the_agent_abandons_its_open_questions(
+    fake: FakeProxy, tmp_path: Path
+) -> None:
     fake.down = True
     agent = WorkingAgent(DEMO, fake.url, tmp_path)
     await agent.start(samples=1, concurrency=2)

@@ -61,7 +61,7 @@ async def process(
     assert await started.wait() == 0
 
 
-async def test_memory_stays_small_and_torch_stays_out(
+async def test_proxy_stays_small_and_loads_no_torch(
     process: tuple[psutil.Process, str], upstream: FakeUpstream
 ) -> None:
     proxy, url = process
@@ -106,7 +106,7 @@ async def started_by(process: Process, number: int) -> int:
     return int((await eventually(printed))[0])
 
 
-async def test_processes_are_kept_up_and_end_with_their_children(tmp_path: Path) -> None:
+async def test_killed_process_is_restarted_and_its_children_end_with_it(tmp_path: Path) -> None:
     process = Process("p", [sys.executable, "-c", PARENT], os.environ, tmp_path)
     await process.start()
     child, first = await started_by(process, 0), process.pid
@@ -121,7 +121,7 @@ async def test_processes_are_kept_up_and_end_with_their_children(tmp_path: Path)
     await until(lambda: not alive(second) and not alive(child))
 
 
-async def test_process_that_cannot_start_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+async def test_process_that_cannot_start_is_reported_with_its_last_output(tmp_path: Path) -> None:
     (tmp_path / "p.log").write_text("an earlier start: all is well\n")
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     process = Process("p", command, os.environ, tmp_path)
@@ -154,7 +154,7 @@ if {kind!r} in sys.orig_argv:
 
 
 @pytest.mark.parametrize("kind", ["worker", "ingester", "controller"])
-async def test_process_whose_event_loop_hangs_ends_itself(tmp_path: Path, kind: str) -> None:
+async def test_process_with_a_hung_event_loop_ends_itself(tmp_path: Path, kind: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANGING.format(kind=kind))
     ports = [f"127.0.0.1:{free_port()}" for _ in range(3)]
     names = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_CONTROLLER_LISTEN")

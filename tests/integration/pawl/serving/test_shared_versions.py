@@ -86,7 +86,7 @@ async def replaced(stand: Stand) -> None:
     await eventually(has_left)
 
 
-async def test_episode_keeps_its_version_whichever_workers_its_calls_reach(
+async def test_episode_keeps_its_version_across_workers(
     stand: Stand, ledger: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     await eventually(serves(stand, "m@0"))
