@@ -69,7 +69,7 @@ async def test_next_update_is_planned_while_the_version_is_published(
     await bench.assert_spent_once(8)
 
 
-async def test_nothing_is_trained_while_that_is_held_and_what_was_planned_is_freed(
+async def test_held_training_frees_the_planned_update_and_trains_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published_once_claimed(bench, monkeypatch)
@@ -89,7 +89,7 @@ async def test_nothing_is_trained_while_that_is_held_and_what_was_planned_is_fre
     assert (await bench.states())[2] == "serving"
 
 
-async def test_update_planned_on_a_version_that_is_rejected_is_begun_again_on_another(
+async def test_update_planned_on_a_rejected_version_is_begun_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published_once_claimed(bench, monkeypatch)
@@ -105,7 +105,7 @@ async def test_update_planned_on_a_version_that_is_rejected_is_begun_again_on_an
 
 
 @pytest.mark.parametrize("error", [LearnerError("the memory is full"), ValueError("a new fault")])
-async def test_update_that_cannot_be_planned_ahead_frees_its_episodes_and_stops_no_publication(
+async def test_failed_plan_ahead_frees_its_episodes_and_lets_publishing_finish(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     async with bench.working() as loop:
@@ -128,7 +128,7 @@ async def test_update_that_cannot_be_planned_ahead_frees_its_episodes_and_stops_
     assert await states(bench) == [("done", 0), ("abandoned", 1)]
 
 
-async def test_episodes_that_are_too_old_once_the_version_serves_are_not_claimed_ahead(
+async def test_episodes_too_old_after_publishing_are_not_claimed_ahead(
     bench: Bench,
 ) -> None:
     bench.change("claim", max_staleness=0, max_age_s=1e-6)
@@ -147,7 +147,7 @@ async def test_paused_trainer_holds_no_episodes(bench: Bench) -> None:
     assert await held(bench.engine) == 0
 
 
-async def test_killed_trainer_spends_what_it_had_planned_ahead_once(
+async def test_killed_trainer_spends_its_planned_episodes_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kill() -> None:
@@ -164,7 +164,7 @@ async def test_killed_trainer_spends_what_it_had_planned_ahead_once(
     await bench.assert_spent_once(8)
 
 
-async def test_moving_baselines_go_on_in_an_update_that_was_planned_ahead(bare: Bench) -> None:
+async def test_planned_update_continues_the_moving_baselines(bare: Bench) -> None:
     bare.recipe = Recipe(
         claim=ClaimOptions(group_size=1, groups=4, max_age_s=1e9),
         credit=CreditOptions(normalisation="batch", air_lambda=0.0),
@@ -182,7 +182,7 @@ async def test_moving_baselines_go_on_in_an_update_that_was_planned_ahead(bare: 
 
 
 @pytest.mark.parametrize(("names", "ahead"), [(["writer"], 8), (["writer", "checker"], 0)])
-async def test_trainer_of_one_policy_looks_ahead_and_holds_nothing_once_it_is_stopped(
+async def test_only_a_single_policy_is_claimed_ahead_and_freed_at_the_stop(
     policies: Policies, monkeypatch: pytest.MonkeyPatch, names: list[str], ahead: int
 ) -> None:
     await policies.fill({"writer": 16})

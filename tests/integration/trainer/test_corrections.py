@@ -90,7 +90,7 @@ def likelihood(bench: RealBench, reply: list[int]) -> float:
     return sum(bench.learner.logprobs([bare_row(0, PROMPT, reply)])[0])
 
 
-async def test_correction_is_trained_beside_the_rest_of_its_claim(
+async def test_correction_is_trained_beside_the_other_calls_of_its_claim(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await say(engine, right("t0-0"))
@@ -116,7 +116,7 @@ async def test_correction_is_trained_beside_the_rest_of_its_claim(
     assert [of_policy for of_policy, _ in kept] == [sampled for _, sampled in kept]
 
 
-async def test_newest_correction_is_trained_and_a_withdrawn_one_is_not(
+async def test_newest_correction_is_trained_and_withdrawn_corrections_are_not(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await say(engine, right("t0-0", "w50"), right("t0-0", at=20), right("t1-0"))
@@ -129,7 +129,7 @@ async def test_newest_correction_is_trained_and_a_withdrawn_one_is_not(
     assert (await bench.last_metrics())["corrections"] == 1
 
 
-async def test_what_cannot_be_tokenised_as_the_server_did_is_counted_and_named(
+async def test_refused_corrections_are_counted_and_explained_by_reason(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await say(engine, right("t0-0", "w40 w1 w41"), right("t1-0", "\x0b"))
@@ -167,14 +167,16 @@ async def test_recorded_ids_of_another_template_train_no_correction(
 
 
 @pytest.mark.parametrize("bench", [ppo_recipe()], indirect=True, ids=["ppo"])
-async def test_ppo_trains_no_correction_and_says_so(engine: AsyncEngine, bench: RealBench) -> None:
+async def test_ppo_refuses_corrections_and_counts_them(
+    engine: AsyncEngine, bench: RealBench
+) -> None:
     await say(engine, right("t0-0"))
     assert await bench.run_once()
     metrics = await bench.last_metrics()
     assert (metrics["corrections"], metrics["corrections_refused"]) == (0, {"ppo": 1})
 
 
-async def test_correction_of_one_call_of_several_is_trained(
+async def test_correction_of_a_single_call_in_an_episode_is_trained(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     second = asked("t0-0", 22, "t0")
@@ -189,7 +191,7 @@ async def test_correction_of_one_call_of_several_is_trained(
     ]
 
 
-async def test_export_with_a_correction_is_trained_as_the_ledger_is(
+async def test_exported_correction_is_trained_by_pawl_train(
     engine: AsyncEngine, bench: RealBench, chat_model: str, tmp_path: Path
 ) -> None:
     await say(engine, right("t0-0"))

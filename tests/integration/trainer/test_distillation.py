@@ -96,7 +96,7 @@ async def test_any_finished_episode_is_trained_once(taught: Bench) -> None:
     assert sum(line.weight for line in explained.lines) == pytest.approx(1.0)
 
 
-async def test_while_the_teacher_is_away_training_waits_and_says_so(
+async def test_training_pauses_with_a_reason_while_the_teacher_is_away(
     taught: Bench, teacher: FakeModelServer
 ) -> None:
     teacher.cannot_answer, teacher.engine_is_dead = {"m"}, True
@@ -165,7 +165,7 @@ async def test_teacher_that_cannot_teach_is_refused_by_name(
         await Teacher(options, probe, SecretStr("wrong")).logprobs([bare_row(0, [1, 2], [3, 4])])
 
 
-async def test_key_is_sent_and_a_call_repeated_by_another_is_not_asked_for(
+async def test_teacher_is_asked_with_its_key_and_once_for_nested_calls(
     teacher: FakeModelServer,
 ) -> None:
     teacher.key = "sesame"
@@ -176,7 +176,7 @@ async def test_key_is_sent_and_a_call_repeated_by_another_is_not_asked_for(
     assert teacher.asked == 1
 
 
-def test_chains_are_of_beginnings() -> None:
+def test_rows_of_a_chain_each_extend_the_previous_row() -> None:
     rows = [
         bare_row(number, ids[:-1], ids[-1:])
         for number, ids in enumerate([[1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [2, 1]])

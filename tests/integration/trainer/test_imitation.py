@@ -52,7 +52,7 @@ async def two_groups(engine: AsyncEngine, *values: float) -> None:
             await episode(engine, f"t{task}-{member}", f"t{task}", value, made)
 
 
-async def test_the_best_are_trained_and_the_others_spent(
+async def test_best_episodes_are_trained_and_the_others_are_spent(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 1.0, 0.5)
@@ -85,7 +85,7 @@ async def test_groups_without_spread_are_not_held_back(
     ]
 
 
-async def test_where_nothing_succeeds_no_version_is_made(
+async def test_update_without_a_success_makes_no_version(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 0.0, 0.5)
@@ -114,7 +114,7 @@ async def test_greedy_calls_are_imitated_and_explained_afterwards(
 
 
 @pytest.mark.parametrize("bench", [SftOptions()], indirect=True, ids=["default"])
-async def test_ids_of_another_vocabulary_spend_their_episode_alone(
+async def test_out_of_vocabulary_ids_spend_only_their_own_episode(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 1.0, 0.0)

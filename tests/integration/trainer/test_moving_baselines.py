@@ -40,7 +40,7 @@ async def bench(bare: Bench) -> Bench:
     return bare
 
 
-async def test_they_stand_in_the_row_that_consumes_and_go_on(bench: Bench) -> None:
+async def test_moving_baselines_are_stored_with_the_update_and_continued(bench: Bench) -> None:
     assert await bench.run_once()
     await bench.fill("t/b")
     assert await bench.run_once()
@@ -60,7 +60,7 @@ async def test_a_kill_counts_no_return_twice(
     assert [seen(baselines) for baselines in done] == [(0.5, 4)]
 
 
-async def test_an_update_that_trains_nothing_still_moves_them(bench: Bench) -> None:
+async def test_update_that_trains_nothing_still_moves_the_baselines(bench: Bench) -> None:
     await bench.run_once()
     bench.learner.fails = LearnerError("the gradient's norm is nan")
     records = [call(f"v{n}", task=f"t/v{n}", tokens=tokens([1], [n])) for n in range(4)]

@@ -72,7 +72,7 @@ def filled(batch: Sequence[Row], values: Sequence[Sequence[float]], **changes: A
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_version_gives_what_it_was_sampled_with(
+def test_version_reproduces_its_sampling_log_probabilities(
     tiny_model: str, tmp_path: Path, way: Way
 ) -> None:
     """What a server that holds the version would have said: one sequence at a time, no sharing."""
@@ -94,7 +94,7 @@ def test_a_version_gives_what_it_was_sampled_with(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_update_is_the_one_with_the_log_probabilities_known(
+def test_recomputing_rows_does_not_change_the_following_update(
     tiny_model: str, tmp_path: Path, name: str
 ) -> None:
     one, two = lineage(tiny_model, tmp_path, RECIPES[name])
@@ -117,7 +117,9 @@ def test_the_update_is_the_one_with_the_log_probabilities_known(
     assert same(saved(made, tmp_path / "made"), saved(fresh, tmp_path / "fresh"))
 
 
-def test_a_learner_in_use_is_bit_for_bit_what_it_was(tiny_model: str, tmp_path: Path) -> None:
+def test_recomputing_leaves_the_learner_bit_for_bit_unchanged(
+    tiny_model: str, tmp_path: Path
+) -> None:
     one, two = lineage(tiny_model, tmp_path)
     used = learner(tiny_model, tmp_path)
     used.restore(two)
@@ -131,7 +133,7 @@ def test_a_learner_in_use_is_bit_for_bit_what_it_was(tiny_model: str, tmp_path: 
     assert same(saved(used, tmp_path / "again"), two)
 
 
-def test_recomputed_rows_say_nothing_of_the_servers_drift(tiny_model: str, tmp_path: Path) -> None:
+def test_recomputed_rows_do_not_count_in_the_drift(tiny_model: str, tmp_path: Path) -> None:
     # One step: drift is measured in the first.
     made = learner(tiny_model, tmp_path, recipe(steps=1))
     told = rows()[:6]
@@ -145,7 +147,7 @@ def test_recomputed_rows_say_nothing_of_the_servers_drift(tiny_model: str, tmp_p
     assert made.update(silent)["drift_kl"] is None
 
 
-def test_what_cannot_be_computed_with_is_blamed(tiny_model: str, tmp_path: Path) -> None:
+def test_episode_with_out_of_vocabulary_ids_is_blamed(tiny_model: str, tmp_path: Path) -> None:
     strange = msgspec.structs.replace(without(rows(), 0)[0], sampled_ids=(5, 97))
     with pytest.raises(Unusable) as raised:
         learner(tiny_model, tmp_path).version_logprobs(None, [*without(rows(), 0)[1:], strange])
@@ -153,14 +155,14 @@ def test_what_cannot_be_computed_with_is_blamed(tiny_model: str, tmp_path: Path)
     assert set(raised.value.episodes) == {UUID(int=0)}
 
 
-def test_it_can_be_stopped(tiny_model: str, tmp_path: Path) -> None:
+def test_recomputing_can_be_interrupted(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     made.interrupt()
     with pytest.raises(Interrupted):
         made.version_logprobs(None, without(rows(), 0))
 
 
-def test_a_version_of_another_base_does_not_fit(tiny_model: str, tmp_path: Path) -> None:
+def test_version_of_another_base_is_a_misfit(tiny_model: str, tmp_path: Path) -> None:
     one, _ = lineage(tiny_model, tmp_path / "ours")
     made = learner(tiny_model, tmp_path)
     assert made.misfit(one) is None
@@ -190,7 +192,7 @@ async def fill(bench: Bench, name: str, version: int, *, has_logprobs: bool = Fa
     await bench.fill(name, each, policy_version=version)
 
 
-async def test_the_loop_asks_the_versions_that_sampled(bench: Bench) -> None:
+async def test_loop_recomputes_with_the_sampling_version(bench: Bench) -> None:
     await bench.run_once()
     await fill(bench, "u", 1)
     assert await bench.run_once()
@@ -206,7 +208,7 @@ async def test_the_loop_asks_the_versions_that_sampled(bench: Bench) -> None:
     assert bench.learner.updates == 4
 
 
-async def test_trained_calls_keep_what_the_policy_gave_their_tokens_before(bench: Bench) -> None:
+async def test_trained_calls_keep_their_policy_logprobs(bench: Bench) -> None:
     await bench.run_once()
     async with bench.engine.connect() as connection:
         trained = set((await connection.execute(text("SELECT id FROM transitions"))).scalars())
@@ -232,7 +234,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_where_a_version_is_lost_its_calls_are_not_trained(bench: Bench, loss: str) -> None:
+async def test_calls_of_a_lost_version_are_not_trained(bench: Bench, loss: str) -> None:
     await bench.run_once()
     await fill(bench, "u", 1, has_logprobs=True)
     await bench.run_once()
@@ -264,7 +266,7 @@ async def test_a_version_that_cannot_be_read_for_now_is_not_lost(bench: Bench, n
     await bench.assert_spent_once(12)
 
 
-async def test_a_deleted_version_is_gone_by_its_mark(bench: Bench) -> None:
+async def test_version_marked_deleted_counts_as_gone(bench: Bench) -> None:
     await bench.run_once()
     await fill(bench, "u", 1, has_logprobs=True)
     await bench.run_once()
@@ -278,7 +280,7 @@ async def test_a_deleted_version_is_gone_by_its_mark(bench: Bench) -> None:
     assert bench.learner.asked == []
 
 
-async def test_a_version_of_another_base_is_lost_too_and_credit_knows_it_later(
+async def test_version_of_another_base_is_lost_and_later_credit_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_once()

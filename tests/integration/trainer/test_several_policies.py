@@ -20,7 +20,7 @@ from trainer.publishing.model_server import Replicas
 from trainer.scheduler import PolicyWorker
 
 
-async def test_the_most_waiting_signal_has_the_turn_in_updates_of_the_policys_own(
+async def test_policy_with_the_most_waiting_updates_has_the_turn(
     policies: Policies,
 ) -> None:
     # 16 episodes are two updates of the writer's; 6 are three of the checker's.
@@ -71,7 +71,7 @@ async def test_a_trainer_is_ready_once_its_servers_have_passed_their_test(
     assert policies.is_ready.is_set() is not fails
 
 
-async def test_a_trainer_of_which_all_policies_fail_ends(policies: Policies) -> None:
+async def test_trainer_ends_if_all_its_policies_fail(policies: Policies) -> None:
     await policies.fill({"writer": 16, "checker": 4})
     for learner in policies.learners.values():
         learner.restore_fails = AdapterError("its files are gone")
@@ -80,7 +80,7 @@ async def test_a_trainer_of_which_all_policies_fail_ends(policies: Policies) -> 
             await asyncio.wait_for(scheduler.run(0.01, once=True), 30)
 
 
-async def test_a_trainer_goes_on_by_itself_once_what_it_could_not_read_can_be_read(
+async def test_trainer_resumes_by_itself_after_its_files_are_readable_again(
     policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.scheduler.FIRST_PAUSE_S", 0.05)
@@ -99,7 +99,7 @@ async def test_a_trainer_goes_on_by_itself_once_what_it_could_not_read_can_be_re
     assert LEFT.labels("checker")._value.get() == 0
 
 
-async def test_a_rejected_version_of_one_does_not_stop_the_other(policies: Policies) -> None:
+async def test_policys_rejected_versions_do_not_stop_another_policy(policies: Policies) -> None:
     await policies.fill({"writer": 8, "checker": 6})
     policies.learners["checker"].served_off = -5.0
     # After two in a row it holds, and its other episodes wait.
@@ -113,7 +113,7 @@ async def test_a_rejected_version_of_one_does_not_stop_the_other(policies: Polic
     ] * 2
 
 
-async def test_a_policy_that_another_trainer_holds_is_passed_over_meanwhile(
+async def test_policy_held_by_another_trainer_is_passed_over(
     policies: Policies,
 ) -> None:
     await policies.fill({"writer": 8, "checker": 8})
@@ -124,7 +124,7 @@ async def test_a_policy_that_another_trainer_holds_is_passed_over_meanwhile(
     assert await policies.turns(1) == ["writer", "checker"]
 
 
-async def test_a_policy_that_was_left_may_be_another_trainers(policies: Policies) -> None:
+async def test_failed_policy_can_be_taken_by_another_trainer(policies: Policies) -> None:
     await policies.fill({"writer": 8, "checker": 8})
     policies.learners["checker"].restore_fails = AdapterError("its files are gone")
     async with policies.scheduler() as scheduler, policies.engine.connect() as other:
@@ -134,7 +134,7 @@ async def test_a_policy_that_was_left_may_be_another_trainers(policies: Policies
         await other.invalidate()
 
 
-async def test_what_it_takes_to_begin_makes_no_pause(
+async def test_slow_start_of_a_policy_lengthens_no_pause(
     policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may take a minute to come up; the store is looked at as often as before."""
@@ -171,7 +171,7 @@ def together(policies: Policies) -> Policies:
     return policies
 
 
-async def test_versions_that_go_live_together_do_so_in_one_transaction(together: Policies) -> None:
+async def test_versions_going_live_together_share_a_transaction(together: Policies) -> None:
     await together.fill({"writer": 8, "checker": 8})
     assert len(await together.turns(1)) == 1
     assert list((await together.states()).values()) == ["loaded"]
@@ -192,7 +192,7 @@ async def test_a_policy_trains_no_further_while_its_version_waits(together: Poli
     assert await together.updates() == ["writer"]
 
 
-async def test_one_without_a_version_does_not_hold_the_other_for_ever(together: Policies) -> None:
+async def test_policy_without_a_version_does_not_hold_another_for_ever(together: Policies) -> None:
     await together.fill({"writer": 24})
     await together.turns(1)
     together.wait_s = 1e-6
@@ -202,7 +202,7 @@ async def test_one_without_a_version_does_not_hold_the_other_for_ever(together: 
     assert await together.updates() == ["writer", "writer"]
 
 
-async def test_a_rejected_one_keeps_all_at_their_old_versions_until_the_next(
+async def test_rejected_version_holds_all_policies_back_until_the_next_version(
     together: Policies,
 ) -> None:
     await together.fill({"writer": 8, "checker": 2})
@@ -217,7 +217,9 @@ async def test_a_rejected_one_keeps_all_at_their_old_versions_until_the_next(
 
 
 @pytest.mark.parametrize("first", [("writer",), ("checker",)])
-async def test_two_trainers_bring_them_live_together(together: Policies, first: tuple[str]) -> None:
+async def test_two_trainers_bring_their_policies_live_together(
+    together: Policies, first: tuple[str]
+) -> None:
     await together.fill({"writer": 8, "checker": 2})
     await together.turn(first)
     assert set((await together.states()).values()) == {"loaded"}
@@ -225,7 +227,7 @@ async def test_two_trainers_bring_them_live_together(together: Policies, first: 
     assert await together.serving() == {"writer": 1, "checker": 1}
 
 
-async def test_a_server_that_was_restarted_loads_what_waits_again(together: Policies) -> None:
+async def test_restarted_server_reloads_a_waiting_version(together: Policies) -> None:
     await together.fill({"writer": 8})
     await together.turns(1)
     together.fake.loaded.clear()
@@ -236,7 +238,7 @@ async def test_a_server_that_was_restarted_loads_what_waits_again(together: Poli
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("step", ["make_loaded", "promote", "promote_together"])
-async def test_killed_as_they_go_live_none_is_live_alone(
+async def test_kill_while_going_live_leaves_no_policy_live_alone(
     together: Policies, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
 ) -> None:
     await together.fill({"writer": 8, "checker": 2})
@@ -249,7 +251,7 @@ async def test_killed_as_they_go_live_none_is_live_alone(
     assert await together.serving() == {"writer": 1, "checker": 1}
 
 
-async def test_a_version_that_waits_is_not_one_that_is_written_again(together: Policies) -> None:
+async def test_waiting_version_goes_live_by_itself_after_the_group_ends(together: Policies) -> None:
     await together.fill({"writer": 8})
     await together.turns(1)
     assert version_folder(together.folder, "writer", 1).exists()

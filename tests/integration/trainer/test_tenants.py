@@ -107,7 +107,7 @@ async def test_nothing_of_another_tenants_policy_is_trained_or_published(
         assert (await totals(connection)).consumed_episodes == 8
 
 
-async def test_a_trainer_of_nothing_but_another_tenants_policy_ends_with_the_reason(
+async def test_trainer_of_only_another_tenants_policy_ends_with_the_reason(
     policies: Policies,
 ) -> None:
     async with policies.engine.begin() as connection:

@@ -62,7 +62,7 @@ async def test_three_updates_without_signal_are_warned_of(engine: AsyncEngine) -
     assert await warnings(engine) == {}
 
 
-async def test_three_updates_that_could_train_nothing_are_not_without_signal(
+async def test_three_untrainable_updates_do_not_count_as_without_signal(
     engine: AsyncEngine,
 ) -> None:
     recipe = Recipe.model_validate(RECIPE)
@@ -138,7 +138,7 @@ def test_narrowed_answers_with_a_lower_reward_are_a_collapse() -> None:
     )
 
 
-def test_family_of_tasks_that_collapses_beside_others_that_gain_is_named() -> None:
+def test_collapsing_family_is_named_beside_improving_families() -> None:
     updates = figures(
         *WIDE,
         *[(0.3, 0.5)] * 3,
@@ -163,11 +163,13 @@ def test_family_of_tasks_that_collapses_beside_others_that_gain_is_named() -> No
     ],
     ids=["none", "too few", "learned", "as wide", "one update"],
 )
-def test_these_updates_are_no_collapse(updates: list[tuple[float, float]]) -> None:
+def test_updates_without_lasting_narrowing_and_loss_are_no_collapse(
+    updates: list[tuple[float, float]],
+) -> None:
     assert collapse(figures(*updates)) is None
 
 
-async def test_collapse_is_warned_of_with_the_command_that_goes_back(engine: AsyncEngine) -> None:
+async def test_collapse_warning_names_the_roll_back_command(engine: AsyncEngine) -> None:
     recipe = Recipe.model_validate({"claim": {"group_size": 4, "groups": 1}})
     for number in range(6):
         rewards = (1.0, 1.0, 0.0, 1.0) if number < 3 else (0.0, 0.0, 0.0, 1.0)

@@ -31,7 +31,7 @@ async def fill(bench: Bench, name: str, held: int, *, has_logprobs: bool = True)
     return [str(made.id) for made in calls[:held]]
 
 
-async def test_the_loop_asks_of_each_call_that_a_grammar_held(
+async def test_loop_checks_the_grammar_of_each_constrained_call(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_once()
@@ -49,7 +49,7 @@ async def test_the_loop_asks_of_each_call_that_a_grammar_held(
     assert "unreplayed_calls" not in metrics
 
 
-async def test_such_calls_are_left_out_and_credit_knows_it_later(
+async def test_unreplayed_calls_are_left_out_and_later_credit_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_once()
@@ -69,7 +69,7 @@ async def test_such_calls_are_left_out_and_credit_knows_it_later(
     ]
 
 
-async def test_an_update_of_such_calls_alone_makes_no_version(
+async def test_update_of_only_unreplayed_calls_makes_no_version(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_once()
@@ -82,7 +82,7 @@ async def test_an_update_of_such_calls_alone_makes_no_version(
     await bench.assert_spent_once(8)
 
 
-async def test_the_version_that_sampled_is_asked_of_calls_that_can_be_replayed_alone(
+async def test_sampling_version_recomputes_only_replayable_calls(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of calls with a grammar and no log-probabilities."""

@@ -11,7 +11,7 @@ UPDATES = 14
 
 
 @pytest.mark.timeout(900)
-def test_killed_at_every_boundary(tmp_path: Path) -> None:
+def test_trainer_killed_at_every_boundary_makes_the_same_files(tmp_path: Path) -> None:
     task = Task(tmp_path, UPDATES, 1)
     found = compared(task, lambda run, _: run.kill_at_each_boundary())[BASE]
     for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):

@@ -46,7 +46,7 @@ def past_adapters(projected: Any, *_: Any, outproj_weight: Any, **__: Any) -> An
     return torch.nn.functional.linear(projected[..., : outproj_weight.shape[1]], outproj_weight)
 
 
-def test_kernel_of_mamba_that_goes_past_an_adapter_is_not_trained_with(
+def test_mamba_kernel_that_bypasses_adapters_is_not_used_in_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_family(tmp_path / "model", "bamba")
@@ -59,7 +59,7 @@ def test_kernel_of_mamba_that_goes_past_an_adapter_is_not_trained_with(
 
 
 @pytest.mark.usefixtures("short_plan")
-def test_layer_that_a_model_multiplies_by_itself_has_no_adapter(tmp_path: Path) -> None:
+def test_layer_bypassed_by_the_model_gets_no_adapter(tmp_path: Path) -> None:
     folder = write_family(tmp_path / "model", "falcon_mamba")
     found = {name.rpartition(".")[2] for name in adapted(made_of(folder, tmp_path))}
     assert found == {"in_proj", "x_proj"}
@@ -67,7 +67,7 @@ def test_layer_that_a_model_multiplies_by_itself_has_no_adapter(tmp_path: Path) 
         made_of(folder, tmp_path, target_modules=["in_proj", "dt_proj"])
 
 
-def test_rows_of_any_length_have_the_factors_of_the_served_context(
+def test_longrope_factors_depend_on_served_context_and_not_on_row_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LongRoPE, as vLLM's `Phi3LongRoPEScaledRotaryEmbedding` has it."""
@@ -118,7 +118,7 @@ def configure(folder: str, **settings: Any) -> None:
         ({"model_type": "brand_new"}, "model type `brand_new`"),
     ],
 )
-def test_model_that_cannot_be_trained_is_told_in_a_line_by_plan_and_trainer(
+def test_untrainable_model_is_refused_in_a_line_by_plan_and_trainer(
     tmp_path: Path, settings: dict[str, Any], why: str
 ) -> None:
     folder = write_family(tmp_path, "qwen2")
@@ -129,7 +129,7 @@ def test_model_that_cannot_be_trained_is_told_in_a_line_by_plan_and_trainer(
         assert "\n" not in str(told.value)
 
 
-def test_weights_that_are_cut_off_or_of_other_shapes_are_told_in_a_line(tmp_path: Path) -> None:
+def test_truncated_or_misshapen_weights_are_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "qwen2")
     configure(folder, intermediate_size=64)
     with pytest.raises(LearnerError, match=r"have other shapes for weights of .*down_proj.weight"):
@@ -156,7 +156,7 @@ def test_weights_in_few_bits_are_trained_in_the_recipes_precision(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bamba", "gpt_oss", "gemma2"])
-def test_self_test_has_an_effect_that_depends_on_no_setting(
+def test_self_test_adapter_has_a_bounded_effect_in_each_family(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ALL, kind, (ALL[kind][0] | SURE, ALL[kind][1]))

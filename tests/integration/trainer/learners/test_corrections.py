@@ -42,7 +42,7 @@ def replied(
 
 
 @pytest.mark.parametrize("text", ["Paris.", "Paris, é\nor: {}", " Paris \n"])
-def test_correction_becomes_the_servers_ids_with_the_end_of_the_turn(
+def test_correction_is_tokenised_like_the_server_with_end_of_turn(
     tokenizer: Any, text: str
 ) -> None:
     found = replied(tokenizer, text)
@@ -53,7 +53,7 @@ def test_correction_becomes_the_servers_ids_with_the_end_of_the_turn(
     assert tuple(prompt_of(tokenizer, history)[: len(ids)]) == ids
 
 
-def test_texts_in_parts_are_read_as_the_server_reads_them(tokenizer: Any) -> None:
+def test_messages_in_parts_are_tokenised_as_on_the_server(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "now?"}]
     asked = [{"role": "user", "content": "What\nnow?"}]
     found = replied(
@@ -85,13 +85,13 @@ TRICKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_what_the_server_would_not_render_so_is_refused(tokenizer: Any, trick: str) -> None:
+def test_text_the_server_would_render_differently_is_refused(tokenizer: Any, trick: str) -> None:
     why, text, request = TRICKS[trick]
     assert replied(tokenizer, text, **request) == why
     assert why in get_args(Refusal)
 
 
-def test_ids_that_are_not_the_recorded_ones_are_refused(tokenizer: Any) -> None:
+def test_prompt_that_differs_from_the_recorded_ids_is_refused(tokenizer: Any) -> None:
     """Another template at the server, or a prompt that was cut."""
     ids = prompt_of(tokenizer, ASKED)
     for recorded in (ids[:-1], ids[1:], [*ids, 9], [ids[0] + 1, *ids[1:]], []):
@@ -127,9 +127,7 @@ def mixed() -> list[Row]:
     return [*batch, *made]
 
 
-def test_loss_and_gradient_of_a_correction_are_those_of_sft(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_loss_and_gradient_of_a_correction_equal_sft(tiny_model: str, tmp_path: Path) -> None:
     batch = [correction(row, (30, 31, 1), 1 / 3) for row in rows()[:3]]
     seen = []
     for made in (recipe(), sft_recipe()):
@@ -147,7 +145,7 @@ def test_loss_and_gradient_of_a_correction_are_those_of_sft(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_measured_of_the_policy_leaves_corrections_out(
+def test_off_policy_figures_leave_corrections_out(
     tiny_model: str, tmp_path: Path, way: Any
 ) -> None:
     batch = mixed()
@@ -175,7 +173,7 @@ def test_kl_penalty_changes_no_advantage_of_a_correction(
     assert learner.update(mixed())["loss"] != 0
 
 
-def test_update_of_corrections_alone_is_one(tiny_model: str, tmp_path: Path) -> None:
+def test_update_of_only_corrections_makes_them_likelier(tiny_model: str, tmp_path: Path) -> None:
     learner = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     row = correction(rows()[0], (30, 31, 1))
     before = learner.version_logprobs(None, [row])
@@ -183,7 +181,7 @@ def test_update_of_corrections_alone_is_one(tiny_model: str, tmp_path: Path) -> 
     assert sum(learner.logprobs([row])[0]) > sum(before[0])
 
 
-def test_ends_are_the_models_own(tiny_model: str, tmp_path: Path) -> None:
+def test_correction_ends_with_the_models_own_end_of_turn(tiny_model: str, tmp_path: Path) -> None:
     write_chat_words(tmp_path)
     base = Path(tiny_model)
     for name in ("config.json", "model.safetensors"):
@@ -195,7 +193,7 @@ def test_ends_are_the_models_own(tiny_model: str, tmp_path: Path) -> None:
     assert learner.reply_ids(body, [2, 5, 1, 2], "w7 w8 w51 w9") == (7, 8, 51)
 
 
-def test_correction_gets_likelier_in_a_real_model_beside_what_was_sampled(
+def test_correction_gets_likelier_beside_a_sampled_reply_in_a_real_model(
     tokenizer: Any, model_dir: str, tmp_path: Path
 ) -> None:
     rule = recipe(micro_batch_tokens=256).model_copy(

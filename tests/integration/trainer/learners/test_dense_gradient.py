@@ -216,7 +216,7 @@ WAYS = {name: [settings] for name, settings in EACH.items()} | {"one batch": [*E
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_gradient_of_an_update_is_that_of_a_dense_loop(
+def test_updates_gradient_equals_a_dense_loop(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     be_deterministic()

@@ -45,7 +45,7 @@ def test_family_is_rehearsed(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_update_steps_along_the_gradient_of_plain_transformers_in_double_precision(
+def test_updates_gradient_equals_plain_transformers(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_family(tmp_path / "model", kind)
@@ -58,7 +58,7 @@ def test_update_steps_along_the_gradient_of_plain_transformers_in_double_precisi
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_gradient_is_that_of_whole_rows_in_double_precision(tmp_path: Path, kind: str) -> None:
+def test_gradient_equals_whole_rows_in_double_precision(tmp_path: Path, kind: str) -> None:
     """In float32 rounding alone comes to 5e-5 of the largest entry with some."""
     made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
     made._model.double()
@@ -68,7 +68,7 @@ def test_gradient_is_that_of_whole_rows_in_double_precision(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1"])
-def test_layers_that_are_computed_twice_continue_the_same_states(tmp_path: Path, kind: str) -> None:
+def test_checkpointed_layers_continue_the_same_states(tmp_path: Path, kind: str) -> None:
     made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
     made._model.double()
     made._model.get_base_model().set_experts_implementation("eager")

@@ -1,4 +1,4 @@
-"""The meter of forgetting: exact, the same in any order; what is trained is as without it."""
+"""The meter of forgetting: exact, the same in any order, and without effect on training."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -40,7 +40,9 @@ def plain_kl(made: Learner, batch: Sequence[Row]) -> float:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_the_kl_over_the_whole_vocabulary(tiny_model: str, tmp_path: Path, way: Way) -> None:
+def test_kl_to_base_is_computed_over_the_whole_vocabulary(
+    tiny_model: str, tmp_path: Path, way: Way
+) -> None:
     made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, ways=(way, way))
     batch = rows()
     for _ in range(3):
@@ -53,7 +55,7 @@ def test_it_is_the_kl_over_the_whole_vocabulary(tiny_model: str, tmp_path: Path,
     assert told["kl_to_base"] == pytest.approx(wanted, rel=1e-3)
 
 
-def test_chunks_of_the_head_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_head_gives_the_same_kl(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     own, base, head = torch.randn(7, 5), torch.randn(7, 5), torch.randn(11, 5)
     whole = head_kl(own, base, Head(head))
@@ -65,9 +67,7 @@ def test_chunks_of_the_head_make_no_difference(monkeypatch: pytest.MonkeyPatch) 
     assert float(near.min()) >= 0.0
 
 
-def test_a_policy_that_has_not_moved_is_no_way_from_its_base(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_unmoved_policy_has_zero_kl_to_base(tiny_model: str, tmp_path: Path) -> None:
     made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     still = [msgspec.structs.replace(row, advantage=0.0) for row in rows()]
     assert made.update(still)["kl_to_base"] == 0.0
@@ -76,7 +76,7 @@ def test_a_policy_that_has_not_moved_is_no_way_from_its_base(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_trained_is_the_same_without_it(
+def test_training_is_the_same_without_the_meter(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def train(folder: Path) -> dict[str, bytes]:
@@ -95,7 +95,7 @@ def test_what_is_trained_is_the_same_without_it(
     assert train(tmp_path / "without") == with_it
 
 
-def test_the_choice_of_calls_is_one_of_their_tokens_alone(
+def test_metered_calls_do_not_depend_on_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = rows(groups=2, members=3)
@@ -110,7 +110,7 @@ def test_the_choice_of_calls_is_one_of_their_tokens_alone(
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_a_policy_that_is_not_finite_is_no_version(odd: float) -> None:
+def test_non_finite_kl_makes_an_update_unusable(odd: float) -> None:
     [row, *_] = rows()
     measured: list[Any] = [{row.key: [0.1, odd, 0.2]}]
     with pytest.raises(Unusable, match="KL of the trained policy"):

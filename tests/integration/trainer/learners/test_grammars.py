@@ -50,7 +50,7 @@ def held(grammar: Grammar, stops: tuple[int, ...]) -> Distribution:
 
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_mask_is_that_of_vllms_backend(
+def test_every_mask_equals_vllms_backend(
     vllm_own: Any, grammars: Grammars, tokenizer: Any, kind: str
 ) -> None:
     """Of replies that are sampled at random from what the backend allows, to the end and past."""
@@ -104,7 +104,7 @@ def test_a_reply_outside_its_grammar_is_not_replayed(grammars: Grammars, tokeniz
         *(Grammar(kind="grammar", text=text) for text in ("root ::= x", "start: y")),
     ],
 )
-def test_what_xgrammar_does_not_take_is_not_replayed(grammars: Grammars, grammar: Grammar) -> None:
+def test_grammar_refused_by_xgrammar_is_not_replayed(grammars: Grammars, grammar: Grammar) -> None:
     assert grammars.why_not(held(grammar, ()), [5]) == NO_GRAMMAR
 
 
@@ -123,7 +123,7 @@ def test_without_xgrammar_nothing_is_replayed(
     assert made.why_not(held(KINDS["json"], ()), [5]) == NO_GRAMMAR
 
 
-def test_ids_of_another_vocabulary_stop_nothing(grammars: Grammars, tokenizer: Any) -> None:
+def test_token_ids_beyond_the_vocabulary_raise_no_error(grammars: Grammars, tokenizer: Any) -> None:
     end, inside = tokenizer.eos_token_id, tokenizer.encode('{"b": "x"}')
     asked = held(KINDS["json"], (end,))
     for odd in (49152, 10**6, 2**31 - 1):
@@ -193,7 +193,7 @@ def walk(compiled: Any, end: int, chance: random.Random) -> tuple[list[int], lis
 
 @settings(max_examples=20)
 @given(schema=SCHEMAS, chance=st.randoms(use_true_random=False), heat=st.sampled_from([0.5, 1.0]))
-def test_any_reply_that_a_schema_lets_through_is_replayed(
+def test_every_reply_allowed_by_a_schema_is_replayed(
     grammars: Grammars, tokenizer: Any, compiler: Any, schema: Any, chance: Any, heat: float
 ) -> None:
     """Each sampled token survives its mask, and has its probability among all that do."""
@@ -222,7 +222,7 @@ def test_any_reply_that_a_schema_lets_through_is_replayed(
         assert grammars.why_not(asked, changed) == OUTSIDE
 
 
-def test_equal_masks_are_one_object(grammars: Grammars, tokenizer: Any) -> None:
+def test_equal_masks_share_an_object(grammars: Grammars, tokenizer: Any) -> None:
     reply = tokenizer.encode('{"b": "one two three four five six"}')
     [made] = grammars.with_masks(
         [
@@ -267,7 +267,7 @@ PARTS = st.recursive(
 @given(
     schema=st.dictionaries(st.sampled_from(["type", "allOf", "format", "properties", "x"]), PARTS)
 )
-def test_vllm_leaves_the_same_schemas_to_another_library(vllm_own: Any, schema: Any) -> None:
+def test_schemas_for_another_library_are_the_same_as_in_vllm(vllm_own: Any, schema: Any) -> None:
     try:
         theirs = vllm_own.backend.has_xgrammar_unsupported_json_features(schema)
     except TypeError:
@@ -277,13 +277,15 @@ def test_vllm_leaves_the_same_schemas_to_another_library(vllm_own: Any, schema: 
 
 
 @given(st.lists(st.text(), min_size=1, max_size=3), st.text("ab:=#/\n ", max_size=20))
-def test_words_become_the_same_grammar(vllm_own: Any, choices: list[str], text: str) -> None:
+def test_choices_become_the_same_grammar_as_in_vllm(
+    vllm_own: Any, choices: list[str], text: str
+) -> None:
     assert ebnf_of(choices) == vllm_own.utils.choice_as_grammar(choices)
     if text:
         assert is_lark(text) == vllm_own.utils.grammar_is_likely_lark(text)
 
 
-def test_a_learner_trains_on_what_a_grammar_held(tiny_model: str, tmp_path: Path) -> None:
+def test_learner_trains_on_replies_under_a_grammar(tiny_model: str, tmp_path: Path) -> None:
     """The words of the tiny model, one after the other; its gradient is that of separate rows."""
     grammar = Grammar(kind="regex", text="(w[0-9]{1,2})+")
     batch = [

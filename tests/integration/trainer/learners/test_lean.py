@@ -1,4 +1,4 @@
-"""Lighter forwards: the same numbers and gradients; what only looks alike keeps its own."""
+"""Lighter forwards: the same numbers and gradients; similar layers keep their own."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def lightened(model: torch.nn.Module) -> set[str]:
     return {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
 
 
-def test_what_only_looks_alike_keeps_its_own_forward() -> None:
+def test_similar_looking_layers_keep_their_own_forward() -> None:
     qwen = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
     make_base_lean(qwen)
     assert lightened(qwen) == {"Qwen2MLP", "Qwen2RMSNorm"}
@@ -40,7 +40,7 @@ def test_what_only_looks_alike_keeps_its_own_forward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_are_those_of_the_models_own_layers(dtype: torch.dtype) -> None:
+def test_lean_layers_score_like_the_models_own_layers(dtype: torch.dtype) -> None:
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
         ours = make_model(TINY, dtype)(input_ids=ids).logits.float()
@@ -49,7 +49,7 @@ def test_scores_are_those_of_the_models_own_layers(dtype: torch.dtype) -> None:
     assert float((ours - own).abs().max()) < limit * float(own.abs().max())
 
 
-def test_an_adapter_switched_off_is_off() -> None:
+def test_adapter_can_be_disabled_and_enabled_again() -> None:
     model = make_model(TINY, torch.float32)
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_an_adapter_switched_off_is_off() -> None:
     assert torch.equal(with_adapter, back)
 
 
-def test_adapters_that_are_more_than_a_product_keep_their_own_forward() -> None:
+def test_adapters_with_dropout_dora_or_bias_keep_their_own_forward() -> None:
     for more in ({"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}):
         base = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
         config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **more)

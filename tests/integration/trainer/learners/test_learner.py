@@ -1,4 +1,4 @@
-"""The learner on a tiny random model: merged equals separate; what is rewarded gets likelier."""
+"""The learner on a tiny random model: merged equals separate; rewarded replies get likelier."""
 
 import math
 from collections.abc import Sequence
@@ -91,14 +91,14 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Pat
     assert torch.allclose(gradients(made), whole, atol=1e-6)
 
 
-def test_a_rows_share_of_the_loss_is_its_weight_whatever_its_length() -> None:
+def test_rows_share_of_the_loss_depends_on_weight_and_not_on_length() -> None:
     tensors = collate(rows(), Accelerator(cpu=True))
     shares = tensors["advantages"].sum(1)
     wanted = torch.tensor([row.advantage * row.weight for row in rows()])
     assert torch.allclose(shares, wanted)
 
 
-def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> None:
+def test_rewarded_replies_become_likelier(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     batch = rows(members=2)
     before = made.logprobs(batch)
@@ -113,7 +113,7 @@ def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> N
         assert better == (row.advantage > 0.5)
 
 
-def test_an_updates_tokens_keep_what_the_policy_gave_them_before(
+def test_update_keeps_the_policys_log_probabilities_before_each_step(
     tiny_model: str, tmp_path: Path
 ) -> None:
     made = learner(tiny_model, tmp_path, steps=2)
@@ -158,7 +158,9 @@ def test_going_back_to_the_base_forgets_the_adapter(tiny_model: str, tmp_path: P
     assert made.logprobs(batch) == base
 
 
-def test_half_precision_trains_too(tiny_model: str, tmp_path: Path) -> None:
+def test_half_precision_training_makes_rewarded_replies_likelier(
+    tiny_model: str, tmp_path: Path
+) -> None:
     half = recipe().model_copy(update={"dtype": "bfloat16"})
     made = Learner(tiny_model, half, seed=0, scratch=tmp_path)
     batch = rows(members=2)
@@ -181,7 +183,7 @@ def test_half_precision_trains_too(tiny_model: str, tmp_path: Path) -> None:
         ("bfloat16", torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_auto_is_the_servers_precision_and_what_the_recipe_says_stands(
+def test_dtype_auto_follows_the_device_and_recipe_dtype_is_kept(
     tiny_model: str, dtype: str, on_a_cpu: torch.dtype, on_a_gpu: torch.dtype
 ) -> None:
     made = recipe().model_copy(update={"dtype": dtype})
@@ -202,7 +204,7 @@ def test_checkpointing_changes_no_gradient(tiny_model: str, tmp_path: Path) -> N
     assert is_checkpointed(saving._model.get_base_model())
 
 
-def test_what_does_not_fit_is_done_again_in_smaller_micro_batches(
+def test_micro_batch_that_does_not_fit_is_retried_smaller(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roomy = learner(tiny_model, tmp_path, micro_batch_tokens=256)
@@ -276,7 +278,7 @@ def common(
     return fmean(math.exp(min(0.0, sum(part))) for part in parts)
 
 
-def test_update_that_leads_too_far_is_shortened(tiny_model: str, tmp_path: Path) -> None:
+def test_update_with_too_little_overlap_is_shortened(tiny_model: str, tmp_path: Path) -> None:
     batch = rows()
     free = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path).update(batch)
     assert free["step_kept"] == 1.0
@@ -290,7 +292,7 @@ def test_update_that_leads_too_far_is_shortened(tiny_model: str, tmp_path: Path)
     assert common(after, before) == pytest.approx(metrics["overlap"])
 
 
-def test_long_reply_counts_in_parts(tiny_model: str, tmp_path: Path) -> None:
+def test_overlap_counts_long_replies_in_parts(tiny_model: str, tmp_path: Path) -> None:
     batch = rows()
     made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
     before = made.version_logprobs(None, batch)
@@ -301,7 +303,7 @@ def test_long_reply_counts_in_parts(tiny_model: str, tmp_path: Path) -> None:
     assert whole < by_part - 1e-3 < by_token - 2e-3
 
 
-def test_short_replies_behind_long_prompts_say_how_far_an_update_moved(
+def test_overlap_is_measured_on_short_replies_behind_long_prompts(
     tiny_model: str, tmp_path: Path
 ) -> None:
     """Two of these rows have as many tokens as the KL to the base is measured on."""

@@ -69,7 +69,7 @@ def half_step(optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-def test_layers_are_checkpointed_whatever_their_list_is_called(
+def test_layers_are_checkpointed_under_any_list_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where transformers cannot do so."""
@@ -83,7 +83,7 @@ def test_layers_are_checkpointed_whatever_their_list_is_called(
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_an_attempt_that_ran_out_of_memory_leaves_nothing(
+def test_attempt_that_ran_out_of_memory_leaves_no_trace(
     tiny_model: str, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm, short = (learner(tiny_model, tmp_path, name) for _ in range(2))
@@ -150,7 +150,7 @@ def test_half_a_step_is_undone(
 
 
 @pytest.mark.parametrize("step", ["model.load_base", "model.attach_adapter", "learner.Step"])
-def test_no_room_for_a_learner_is_told_with_its_remedy(
+def test_too_little_memory_for_a_learner_is_reported_with_the_remedy(
     tiny_model: str, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"trainer.learners.{step}", full)
@@ -159,7 +159,7 @@ def test_no_room_for_a_learner_is_told_with_its_remedy(
 
 
 @pytest.mark.parametrize("what", ["restore", "write_trial"])
-def test_no_room_for_an_adapter_is_told_with_its_remedy(
+def test_too_little_memory_for_an_adapter_is_reported_with_the_remedy(
     tiny_model: str, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = learner(tiny_model, tmp_path)
@@ -215,7 +215,7 @@ PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_memory_that_runs_out_anywhere_is_told_with_its_remedy_and_costs_no_episode(
+def test_running_out_of_memory_names_the_remedy_and_costs_no_episode(
     tiny_model: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the trainer would neither hold nor free the update's episodes, but end."""
@@ -305,7 +305,7 @@ def test_a_row_too_long_to_be_scored_costs_its_own_episode(
     assert (raised.value.reason, set(raised.value.episodes)) == (TOO_LONG, {first.episode_id})
 
 
-async def test_a_base_model_waits_for_room_that_others_have(
+async def test_base_model_waits_for_memory_that_others_hold(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "TEST_S", 0.0)

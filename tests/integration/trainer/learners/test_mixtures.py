@@ -58,7 +58,7 @@ def names_in(adapter: Path) -> set[str]:
     return set(weights)
 
 
-def test_an_update_trains_what_was_chosen_and_goes_on_from_its_files(
+def test_update_trains_experts_without_routers_and_resumes_from_files(
     mixture: str, tmp_path: Path
 ) -> None:
     made = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
@@ -242,7 +242,7 @@ async def test_experts_are_trained_unless_the_server_refuses_them(
     made.update(rows(0))
 
 
-def test_recipe_keeps_experts_as_they_are(mixture: str, tmp_path: Path) -> None:
+def test_recipe_can_leave_experts_untrained(mixture: str, tmp_path: Path) -> None:
     lora = recipe().lora.model_copy(update={"experts": False})
     without: Recipe = recipe().model_copy(update={"lora": lora})
     made = Learner(mixture, without, seed=0, scratch=tmp_path)

@@ -48,7 +48,7 @@ def test_update_on_a_packed_base_moves_the_adapter_alone(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_packed_layer_computes_nearly_what_the_whole_one_does(tiny_model: str, bits: int) -> None:
+def test_packed_base_computes_nearly_the_same_as_the_whole_base(tiny_model: str, bits: int) -> None:
     ids = torch.tensor([rows()[0].ids])
     with torch.no_grad():
         whole, found = (
@@ -59,14 +59,12 @@ def test_packed_layer_computes_nearly_what_the_whole_one_does(tiny_model: str, b
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_versions_of_a_packed_base_are_versions_of_the_whole_one(
-    tiny_model: str, bits: int
-) -> None:
+def test_packed_base_has_the_same_hash_as_the_whole_base(tiny_model: str, bits: int) -> None:
     assert Base(tiny_model, packed(bits)).hash == Base(tiny_model, recipe()).hash
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_planned_weights_are_those_of_the_packed_base(tiny_model: str, bits: int) -> None:
+def test_planned_weights_equal_the_packed_base(tiny_model: str, bits: int) -> None:
     base = load_base(tiny_model, packed(bits))[0]
     kept = [*base.parameters()]
     for weight in base.parameters():
@@ -78,7 +76,7 @@ def test_planned_weights_are_those_of_the_packed_base(tiny_model: str, bits: int
     assert planned - unpacked == pytest.approx(loaded, rel=0.01)
 
 
-def test_linear_layers_of_mamba_are_packed_and_no_head(tmp_path: Path) -> None:
+def test_linear_layers_of_mamba_are_packed_and_the_head_is_not(tmp_path: Path) -> None:
     """Its kernels multiply by some of them themselves in training mode alone."""
     base = load_base(write_family(tmp_path, "nemotron_h"), packed(4))[0]
     kinds = {name.rpartition(".")[2]: type(part).__name__ for name, part in base.named_modules()}
@@ -86,7 +84,7 @@ def test_linear_layers_of_mamba_are_packed_and_no_head(tmp_path: Path) -> None:
     assert [kinds[name] for name in names] == ["Linear4bit", "Linear4bit", "Linear4bit", "Linear"]
 
 
-def test_packing_that_cannot_be_done_is_refused_with_the_reason(
+def test_impossible_packing_is_refused_with_the_reason(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_family(tmp_path, "qwen3_moe")

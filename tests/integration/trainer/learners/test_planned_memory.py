@@ -106,7 +106,7 @@ def test_packed_model_of_32b_trains_beside_its_server_of_8_bits(tmp_path: Path) 
         assert ("base_bits = 4" in made["advice"][1]) is (not bits)
 
 
-def test_planned_activations_are_those_of_a_real_forward_pass(tiny_model: str) -> None:
+def test_planned_activations_match_a_real_forward_pass(tiny_model: str) -> None:
     planned = footprint(tiny_model, recipe(), "cpu").plain
     base = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa")
     make_base_lean(base)
@@ -120,7 +120,7 @@ def test_planned_activations_are_those_of_a_real_forward_pass(tiny_model: str) -
     assert kept <= planned <= 1.25 * kept
 
 
-def test_experts_count_as_far_as_a_token_uses_them(tmp_path: Path) -> None:
+def test_plan_counts_activations_of_used_experts_only(tmp_path: Path) -> None:
     takes = []
     for experts, used in ((8, 2), (16, 2), (16, 4)):
         folder = tmp_path / f"{experts}-{used}"
@@ -153,7 +153,7 @@ def test_experts_count_as_far_as_a_token_uses_them(tmp_path: Path) -> None:
         (["--context", "100000"], "would not be trained (too_long): lower"),
     ],
 )
-def test_plan_says_what_to_change(qwen3_8b: Path, more: list[str], said: str) -> None:
+def test_plan_advises_how_to_make_training_fit(qwen3_8b: Path, more: list[str], said: str) -> None:
     asked = ["plan", str(qwen3_8b / "config.json"), *ON_A_CARD, "--json", *more]
     done = CliRunner().invoke(app, asked)
     assert said in msgspec.json.decode(done.output)["advice"][0]
@@ -263,11 +263,11 @@ def gpus(count: int, own: str = "") -> str:
         ),
     ],
 )
-def test_advice(plan: MemoryPlan, advice: list[str]) -> None:
+def test_each_plan_gets_its_advice(plan: MemoryPlan, advice: list[str]) -> None:
     assert list(plan.advice) == advice
 
 
-def test_advice_is_enough_and_none_of_it_is_refused() -> None:
+def test_followed_advice_is_accepted_and_gone_from_the_next_plan() -> None:
     """Whoever follows one of the ways, and plans again, has that line no more."""
     followed = set[str]()
     cases = product(
@@ -348,7 +348,7 @@ def test_base_that_is_stored_in_few_bits_is_not_packed(
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(("kind", "lacks"), [("stablelm", True), ("granitemoeshared", False)])
-def test_architecture_that_vllm_has_no_lora_for_is_said_first(
+def test_architecture_without_lora_in_vllm_is_the_first_advice(
     tmp_path: Path, kind: str, lacks: bool
 ) -> None:
     write_family(tmp_path, kind)
@@ -357,7 +357,7 @@ def test_architecture_that_vllm_has_no_lora_for_is_said_first(
     assert msgspec.json.decode(done.output)["advice"] == (said if lacks else [])
 
 
-def test_without_a_card_this_machines_memory_is_planned(
+def test_plan_without_a_gpu_uses_this_machines_memory(
     qwen3_8b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -398,7 +398,7 @@ def test_trainer_says_at_its_start_which_calls_will_be_too_long(
     assert REGISTRY.get_sample_value("pawl_longest_call_tokens") == 100
 
 
-def test_only_as_many_layers_are_checkpointed_as_must_be(
+def test_only_as_many_layers_are_checkpointed_as_needed(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     takes = footprint(tiny_model, recipe(), "cpu")
@@ -417,7 +417,9 @@ def test_only_as_many_layers_are_checkpointed_as_must_be(
         assert not decoder.get_input_embeddings()._forward_hooks
 
 
-def test_learner_that_takes_less_does_so_for_some_updates(tiny_model: str, tmp_path: Path) -> None:
+def test_take_less_halves_micro_batches_and_checkpoints_layers(
+    tiny_model: str, tmp_path: Path
+) -> None:
     made = Learner(tiny_model, recipe(micro_batch_tokens=256), seed=0, scratch=tmp_path)
     assert made.take_less(1) == 128
     made.update(rows())
@@ -426,7 +428,7 @@ def test_learner_that_takes_less_does_so_for_some_updates(tiny_model: str, tmp_p
     assert made.take_less(9) == 64
 
 
-def test_update_on_a_cpu_is_cut_into_what_there_is_room_for(
+def test_update_on_a_cpu_is_cut_into_micro_batches_that_fit(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel ends a trainer that takes too much: there is no second attempt."""
@@ -473,7 +475,7 @@ def test_calls_too_long_for_a_cpu_cost_their_own_episodes(
         made.update(batch)
 
 
-def test_free_memory_of_a_cpu_is_that_of_its_container_less_a_tenth(
+def test_free_cpu_memory_is_the_containers_minus_a_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meminfo = tmp_path / "meminfo"
@@ -504,7 +506,7 @@ def test_model_that_cannot_be_planned_is_trained(
     assert said["reason"] == "ValueError: its kernels want a GPU"
 
 
-def test_one_process_without_a_plan_leaves_all_without(
+def test_no_process_uses_a_plan_that_another_lacks(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_another(_: Processes, own: object) -> list[object]:
@@ -607,7 +609,7 @@ def test_other_families_are_planned(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["phi3", "phimoe"])
-def test_factors_by_the_served_context_are_planned(
+def test_models_with_longrope_factors_are_planned(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = ALL[kind][0] | LONG
@@ -626,7 +628,7 @@ def test_factors_by_the_served_context_are_planned(
         ({"model_type": "bert"}, "BertLMHeadModel has no list of layers"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(
+def test_unplannable_model_is_refused_with_a_short_reason(
     tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))

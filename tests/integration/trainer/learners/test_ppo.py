@@ -138,7 +138,7 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Pat
     assert torch.allclose(gradients(made), whole, atol=1e-6)
 
 
-def test_default_recipe_pushes_no_token_of_a_success_down_in_its_first_update() -> None:
+def test_untrained_critic_gives_all_tokens_of_a_success_equal_advantage() -> None:
     """Of two episodes of 20 calls of 200 tokens, before the critic knows anything."""
     rule = load_recipe("ppo").ppo
     calls = [
@@ -165,7 +165,7 @@ def test_the_critic_does_not_move_the_policy(tiny_model: str, tmp_path: Path) ->
     assert moved == {"value_head.weight", "value_head.bias"}
 
 
-def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> None:
+def test_rewarded_replies_become_likelier(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path, ppo_recipe(epochs=2))
     batch = rows(members=2)
     before = made.logprobs(batch)
@@ -177,7 +177,7 @@ def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> N
         assert (sum(new) > sum(old)) == (row.r_total > 0.5)
 
 
-def test_the_critic_learns_what_to_expect(tiny_model: str, tmp_path: Path) -> None:
+def test_critic_learns_to_predict_returns(tiny_model: str, tmp_path: Path) -> None:
     chosen = ppo_recipe(epochs=2, gae_lambda=1.0)
     still = chosen.model_copy(update={"optimizer": OptimizerOptions(learning_rate=1e-6)})
     made = learner(tiny_model, tmp_path, still)
@@ -227,7 +227,7 @@ def test_the_critic_is_resumed_exactly_and_never_served(tiny_model: str, tmp_pat
 
 
 @pytest.mark.parametrize("first", ["grpo", "ppo"])
-def test_a_version_of_the_other_learner_is_continued(
+def test_grpo_and_ppo_continue_each_others_versions(
     tiny_model: str, tmp_path: Path, first: str
 ) -> None:
     recipes = {"grpo": recipe(), "ppo": ppo_recipe()}
@@ -263,7 +263,7 @@ def test_the_reference_is_the_base_model(tiny_model: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_kl_in_the_loss_is_k3_by_the_rows_weights_and_the_loss_own_ratios(
+def test_kl_in_the_loss_is_k3_weighted_by_rows_and_ratios(
     tiny_model: str, tmp_path: Path, name: str
 ) -> None:
     rule = KlOptions(coefficient=0.5)
@@ -329,7 +329,7 @@ def test_ppo_pays_for_kl_token_by_token(tiny_model: str, tmp_path: Path) -> None
         assert made._trainer._targets.returns[row.key] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-def test_values_are_of_the_state_before_a_token(tiny_model: str, tmp_path: Path) -> None:
+def test_critic_values_the_state_before_each_token(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path, ppo_recipe())
     stir(made)
     batch = begin(made, rows())

@@ -122,7 +122,7 @@ def failed(*statuses: int) -> ChildFailedError:
         (failed(-signal.SIGKILL), 1),
     ],
 )
-def test_processes_end_with_the_status_of_the_one_that_refused(
+def test_launcher_ends_with_the_status_of_the_refusing_process(
     ended: Exception, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def main() -> None:
@@ -159,7 +159,7 @@ def test_model_that_cannot_be_trained_ends_all_processes_with_its_reason(tmp_pat
     assert "pawl: the model '/nowhere' cannot be loaded" in done.stderr
 
 
-def test_process_that_is_short_of_memory_refuses_nothing(
+def test_rank_short_of_memory_raises_instead_of_refusing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may give some back: all processes begin anew."""
@@ -189,7 +189,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("learner", LEARNERS)
-def test_two_processes_make_the_update_of_one(
+def test_two_processes_make_the_same_update_as_a_single_process(
     models: Mapping[str, str], launched: Path, tmp_path: Path, learner: str
 ) -> None:
     chosen = LEARNERS[learner](steps=2)
@@ -230,7 +230,7 @@ def test_no_process_ever_has_the_whole_base_in_memory(launched: Path) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(600)
-def test_a_process_that_has_no_room_for_one_policy_stops_no_other(
+def test_process_without_memory_for_a_policy_stops_no_other_policy(
     tiny_model: str, launched: Path, tmp_path: Path
 ) -> None:
     """All processes know of it, so that none computes with what another has not."""
@@ -249,7 +249,7 @@ def test_a_process_that_has_no_room_for_one_policy_stops_no_other(
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_process_that_fails_anywhere_in_an_update_keeps_no_other_waiting(
+def test_failing_process_keeps_no_other_process_waiting(
     tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest, processes: int
 ) -> None:
     if processes == 2:

@@ -1,4 +1,4 @@
-"""What a grammar held is recomputed under its mask, by the version that sampled it."""
+"""Rows under a grammar are recomputed with its mask, by the version that sampled them."""
 
 import math
 import random
@@ -142,7 +142,7 @@ def test_any_reply_has_the_log_probabilities_of_a_dense_masked_reference(
     assert all(ours[0] > float(one[0]) for ours, one in zip(found, plain, strict=False))
 
 
-def test_the_update_is_the_one_with_the_masked_log_probabilities_known(
+def test_recomputing_masked_rows_does_not_change_the_following_update(
     tiny_model: str, tmp_path: Path
 ) -> None:
     one, two = lineage(tiny_model, tmp_path)

@@ -156,7 +156,7 @@ def vllm_logprobs() -> Callable[[Tensor, Row, int], Tensor]:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_what_the_server_sampled_from_is_computed_again(
+def test_trainer_recomputes_the_servers_distribution(
     vllm_logprobs: Callable[[Tensor, Row, int], Tensor], name: str
 ) -> None:
     """For every token that could be sampled next, after replies of 0 to 5 tokens."""
@@ -297,7 +297,7 @@ def test_equal_logits_at_an_edge_all_survive() -> None:
         assert float(found.entropies) == pytest.approx(math.log(3))
 
 
-def test_where_nothing_survives_the_sampled_token_is_certain() -> None:
+def test_sampled_token_is_certain_if_no_token_survives() -> None:
     """A ledger may say so; nothing becomes infinite or NaN of it."""
     only = msgspec.structs.replace(
         PLAIN, allowed_token_ids=(1,), min_tokens=5, stop_token_ids=(1,), top_p=0.9

@@ -92,7 +92,7 @@ def test_rows_that_were_sampled_alike_share_their_logits() -> None:
     assert found.groups[0].start == 2
 
 
-def test_what_words_and_stops_stand_for() -> None:
+def test_banned_words_become_their_token_sequences() -> None:
     spelled = {"a": [1], " a": [2], "bc": [3, 4], " bc": [5, 4], "d": [6], " d": [7, 6], "e": []}
     found = banned_sequences(["a", " bc", "d", "e"], lambda text: spelled.get(text, []))
     assert found == ((1,), (2,), (3, 4), (5, 4), (6,))
@@ -140,7 +140,7 @@ def ways() -> list[Distribution]:
     return [made("a model's card"), made("repetition_penalty"), unheld]
 
 
-def test_an_update_is_the_same_by_every_way(
+def test_every_way_of_computing_makes_the_same_update(
     tiny_model: str, tmp_path: Path, ways: list[Distribution]
 ) -> None:
     batch = [
@@ -166,7 +166,7 @@ def test_rows_sampled_from_survivors_do_not_drift(tiny_model: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("learner", ["grpo", "ppo"])
-def test_the_kl_to_the_base_is_of_both_shaped_distributions(
+def test_kl_to_the_base_compares_shaped_distributions(
     tiny_model: str, tmp_path: Path, learner: str
 ) -> None:
     kl = KlOptions(coefficient=0.1)
@@ -185,9 +185,7 @@ def test_the_kl_to_the_base_is_of_both_shaped_distributions(
     assert torch.isfinite(gradients(tiny)).all()
 
 
-def test_settings_that_name_ids_of_another_vocabulary_are_to_blame(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_episode_with_out_of_vocabulary_settings_is_blamed(tiny_model: str, tmp_path: Path) -> None:
     tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     batch = rows()
     odd = msgspec.structs.replace(PLAIN, logit_bias=((WORDS, 1.0),))

@@ -62,7 +62,7 @@ def test_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path: Pa
     assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
 
 
-def test_update_is_the_same_by_every_way(tiny_model: str, tmp_path: Path) -> None:
+def test_every_way_of_computing_makes_the_same_update(tiny_model: str, tmp_path: Path) -> None:
     by_every_way(tiny_model, sft_recipe, imitated(), tmp_path)
 
 
@@ -86,9 +86,7 @@ def test_prompt_tokens_have_no_gradient(tiny_model: str, tmp_path: Path) -> None
     assert moved.tolist() == [False] * prompt + [True] * len(row.sampled_ids)
 
 
-def test_neither_log_probabilities_nor_advantages_change_it(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_loss_ignores_log_probabilities_and_advantages(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     batch = imitated()
     other = [
@@ -110,7 +108,7 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Pat
     assert torch.allclose(gradients(made), whole, atol=1e-6)
 
 
-def test_what_is_imitated_becomes_likelier(tiny_model: str, tmp_path: Path) -> None:
+def test_imitated_replies_become_likelier(tiny_model: str, tmp_path: Path) -> None:
     made = Learner(tiny_model, sft_recipe(epochs=2, steps=2), seed=0, scratch=tmp_path)
     batch = imitated()
     before = made.logprobs(batch)
@@ -123,7 +121,7 @@ def test_what_is_imitated_becomes_likelier(tiny_model: str, tmp_path: Path) -> N
     assert "drift_kl" not in metrics
 
 
-def test_kl_in_the_loss_holds_it_near_the_base(tiny_model: str, tmp_path: Path) -> None:
+def test_kl_term_is_added_to_the_imitation_loss(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path, kl=KlOptions(coefficient=0.5))
     batch = imitated()
     made._trainer.prepare(batch, View.of([made._trainer.view(batch)]))
@@ -162,5 +160,5 @@ def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -
         assert torch.equal(one, other)
 
 
-def test_a_learner_rehearses_as_the_others_do(tiny_model: str, tmp_path: Path) -> None:
+def test_sft_learner_can_rehearse(tiny_model: str, tmp_path: Path) -> None:
     Learner(tiny_model, sft_recipe(), seed=0, scratch=tmp_path).rehearse()

@@ -82,7 +82,7 @@ def by_themselves(
         ["editor", *["writer"] * 2, *["checker", "editor"] * 2, "writer", "checker"],
     ],
 )
-def test_in_any_order_of_turns_each_gets_the_bytes_that_it_gets_alone(
+def test_policies_sharing_a_base_train_the_same_bytes_as_alone(
     tiny_model: str,
     tmp_path: Path,
     by_themselves: dict[str, dict[str, bytes]],
@@ -98,7 +98,7 @@ def test_in_any_order_of_turns_each_gets_the_bytes_that_it_gets_alone(
         assert found == expected, name
 
 
-def test_what_fails_in_one_leaves_no_trace_in_another(
+def test_failed_restore_leaves_no_trace_in_another_policy(
     tiny_model: str, tmp_path: Path, by_themselves: dict[str, dict[str, bytes]]
 ) -> None:
     base = Base(tiny_model, RECIPES["writer"])
@@ -136,7 +136,7 @@ def test_an_update_that_is_stopped_half_way_leaves_no_trace_in_another(
     assert bytes_of(folder / "writer") == by_themselves["writer"]
 
 
-def test_the_adapter_and_the_moments_of_who_does_not_hold_the_base_are_not_kept(
+def test_learner_without_the_base_keeps_no_adapter_or_moments(
     tiny_model: str, tmp_path: Path
 ) -> None:
     base = Base(tiny_model, RECIPES["writer"])

@@ -90,7 +90,7 @@ def backend(vllm_own: Any, tokenizer: Any) -> Any:
 @pytest.mark.parametrize("one_call", [False, True])
 @pytest.mark.parametrize("choice", ["auto", "required", "forced"])
 @pytest.mark.parametrize("model", sorted(set(TAGS.values())))
-def test_every_mask_of_a_call_is_that_of_vllms_backend(
+def test_every_mask_of_a_tool_call_equals_vllms_backend(
     vllm_own: Any,
     backend: Any,
     grammars: Grammars,
@@ -127,7 +127,7 @@ def test_every_mask_of_a_call_is_that_of_vllms_backend(
         assert len(set(masks)) > 3
 
 
-def test_a_call_in_its_syntax_fits_and_another_does_not(grammars: Grammars, tokenizer: Any) -> None:
+def test_only_replies_allowed_by_the_tool_tag_fit(grammars: Grammars, tokenizer: Any) -> None:
     end = tokenizer.eos_token_id
 
     def why(text: str, said: ToolTag) -> str | None:
@@ -149,6 +149,6 @@ def test_a_call_in_its_syntax_fits_and_another_does_not(grammars: Grammars, toke
 
 
 @pytest.mark.parametrize("text", ["", "{", "7", '{"model": "hermes"}', text_of(tag("nobody's"))])
-def test_what_is_no_tag_is_not_replayed(grammars: Grammars, text: str) -> None:
+def test_invalid_tool_tag_is_not_replayed(grammars: Grammars, text: str) -> None:
     asked = msgspec.structs.replace(PLAIN, grammar=Grammar(kind="tools", text=text))
     assert grammars.why_not(asked, [5]) == NO_GRAMMAR

@@ -1,4 +1,4 @@
-"""Every way of computing rows gives what whole rows give, or is passed over with a reason."""
+"""Every way of computing rows equals whole rows, or is passed over with a reason."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ def plain() -> Any:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000), way=st.sampled_from(WAYS))
-def test_gradient_and_scores_equal_those_of_whole_rows(
+def test_gradient_and_scores_equal_whole_rows(
     merging: Any, plain: Any, seed: int, way: Way
 ) -> None:
     made = random_tree(seed, TINY.vocab_size)
@@ -95,7 +95,7 @@ def test_every_query_sees_exactly_its_ancestors(seed: int, size: int, most: int)
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 9))
-def test_the_runs_of_a_batch_are_the_keys_that_somebody_sees(seed: int, size: int) -> None:
+def test_runs_of_a_batch_cover_exactly_the_visible_keys(seed: int, size: int) -> None:
     tree = build_tree([row.inputs for row in random_tree(seed, 3)])
     for batch in batch_blocks(blocks_of(tree, size)):
         found: list[list[int]] = [[] for _ in batch.keys]
@@ -109,7 +109,7 @@ def test_the_runs_of_a_batch_are_the_keys_that_somebody_sees(seed: int, size: in
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10_000))
-def test_the_mask_for_a_gpu_is_the_trees(seed: int) -> None:
+def test_gpu_mask_equals_the_trees_mask(seed: int) -> None:
     rows = [row.inputs * 12 for row in random_tree(seed, 3)]
     tree = padded(build_tree(rows), 256)
     end, size = torch.tensor(tree.end), len(tree.tokens)
@@ -124,7 +124,7 @@ def test_the_mask_for_a_gpu_is_the_trees(seed: int) -> None:
         assert torch.equal(getattr(found, name), getattr(wanted, name))
 
 
-def test_nodes_that_fill_a_tree_up_are_seen_by_themselves_alone() -> None:
+def test_padding_nodes_are_visible_only_to_themselves() -> None:
     tree = build_tree([[1, 2], [1, 3]])
     full = padded(tree, 8)
     assert len(full.tokens) == 8
@@ -143,7 +143,7 @@ def test_nodes_that_fill_a_tree_up_are_seen_by_themselves_alone() -> None:
     ],
     ids=["plain", "capped", "scaled", "biased"],
 )
-def test_a_chunked_head_gives_what_a_whole_one_gives(
+def test_chunked_head_equals_the_whole_head(
     monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def adapted(base: Any) -> Any:
     return get_peft_model(base, config).eval()
 
 
-def test_window_rules_the_tree_out_and_rows_are_read_off_chains() -> None:
+def test_model_with_a_window_is_computed_by_stretches_instead_of_a_tree() -> None:
     shape = TINY.to_dict() | {"model_type": "mistral"}
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
     config = MistralConfig(**{name: shape[name] for name in names}, sliding_window=4)
@@ -203,7 +203,7 @@ def test_window_rules_the_tree_out_and_rows_are_read_off_chains() -> None:
 @pytest.mark.parametrize(
     ("family", "window"), [("gemma3_text", "sliding_window"), ("llama4", "attention_chunk_size")]
 )
-def test_way_that_is_wrong_behind_a_long_window_is_passed_over(
+def test_way_that_ignores_a_long_window_is_passed_over(
     family: str, window: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family))
@@ -244,7 +244,7 @@ def test_unknown_head_is_computed_by_the_model_itself() -> None:
     ],
     ids=["attention", "memory", "compiler", "chain", "head"],
 )
-def test_error_in_a_trial_is_one_warning_and_the_next_way_trains(
+def test_failing_way_is_logged_and_the_next_way_trains(
     tiny_model: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -264,7 +264,7 @@ def test_error_in_a_trial_is_one_warning_and_the_next_way_trains(
     assert all(str(error) in line["reason"] for line in logs if "way" in line)
 
 
-def test_update_is_the_same_by_every_way(tiny_model: str, tmp_path: Path) -> None:
+def test_every_way_of_computing_makes_the_same_update(tiny_model: str, tmp_path: Path) -> None:
     system = range(2, 72)
     alike = [msgspec.structs.replace(r, prompt_ids=(*system, *r.prompt_ids)) for r in rows()]
     roomy = partial(recipe, micro_batch_tokens=256)
@@ -273,7 +273,9 @@ def test_update_is_the_same_by_every_way(tiny_model: str, tmp_path: Path) -> Non
     assert tokens[0] < tokens[1] < tokens[2] < tokens[3] < metrics["tree"]["row_tokens"]
 
 
-def test_drift_out_of_bounds_changes_nothing_and_says_so(tiny_model: str, tmp_path: Path) -> None:
+def test_drift_out_of_bounds_is_raised_and_changes_no_weight(
+    tiny_model: str, tmp_path: Path
+) -> None:
     narrow = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e-5)})
     made = Learner(tiny_model, narrow, seed=0, scratch=tmp_path)
     before = [p.detach().clone() for p in made._model.parameters()]
@@ -295,7 +297,7 @@ def test_rows_of_an_older_version_are_not_judged_for_drift(tiny_model: str, tmp_
     assert 0 < found["effective_sample_size"] <= 1
 
 
-def test_a_sequence_too_far_off_the_policy_carries_no_loss(tiny_model: str, tmp_path: Path) -> None:
+def test_off_policy_sequence_carries_no_loss(tiny_model: str, tmp_path: Path) -> None:
     masking = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e9)})
     made = Learner(tiny_model, masking, seed=0, scratch=tmp_path)
     near, *_ = rows()

@@ -65,7 +65,7 @@ async def shares(bench: Bench) -> dict[int, tuple[float | None, bool]]:
 @pytest.mark.parametrize(
     "options", [{"mode": "canary"}, {"mode": "evaluated"}, {"mode": "immediate", "approve": True}]
 )
-async def test_a_version_that_passes_the_probe_waits_for_a_decision_without_traffic(
+async def test_probed_version_waits_for_a_decision_without_traffic(
     bare: Bench, options: dict[str, Any]
 ) -> None:
     bare.change("publish", **options)
@@ -76,7 +76,7 @@ async def test_a_version_that_passes_the_probe_waits_for_a_decision_without_traf
     await bare.assert_spent_once(4)
 
 
-async def test_a_version_that_a_controller_promoted_is_shown_by_the_trainer_too(
+async def test_trainers_metric_shows_a_version_promoted_by_the_controller(
     bench: Bench,
 ) -> None:
     await bench.update("t")
@@ -90,7 +90,7 @@ async def test_a_version_that_a_controller_promoted_is_shown_by_the_trainer_too(
     assert 'pawl_trained_version{policy="m"} 1.0' in generate_latest().decode()
 
 
-async def test_training_goes_on_from_the_newest_version_which_waits_alone(bench: Bench) -> None:
+async def test_training_continues_from_the_newest_version_and_only_that_waits(bench: Bench) -> None:
     await bench.update("t", "u")
     assert bench.learner.parent == 1
     assert await bench.states() == {0: "serving", 1: "retired", 2: "loaded"}
@@ -130,7 +130,7 @@ async def test_after_a_roll_back_training_goes_on_from_the_version_that_serves(
     assert (await bench.states())[4] == "loaded"
 
 
-async def test_an_update_whose_parent_is_rolled_back_meanwhile_makes_no_version(
+async def test_update_makes_no_version_if_its_parent_is_rolled_back(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.update("t")
@@ -167,7 +167,7 @@ async def test_a_version_loaded_while_its_parent_is_rolled_back_never_serves(
     assert "m@2" not in bare.fake.loaded
 
 
-async def test_an_import_waits_for_a_decision_as_well(bench: Bench) -> None:
+async def test_imported_version_waits_for_a_decision(bench: Bench) -> None:
     await bench.fill()
     async with bench.engine.begin() as connection:
         update_id = await claims.begin_update(connection, "m", 0, {})
@@ -187,7 +187,7 @@ async def test_an_import_waits_for_a_decision_as_well(bench: Bench) -> None:
         assert (await bench.states())[1] == "loaded"
 
 
-async def test_states_that_training_may_go_on_from_are_kept(bench: Bench) -> None:
+async def test_versions_that_training_can_continue_from_keep_their_files(bench: Bench) -> None:
     await bench.update("t")
     await begin_trial(bench, 1)
     await bench.update("u")
@@ -211,7 +211,7 @@ async def test_each_version_serves_at_once_and_the_base_model_stays_as_its_contr
     assert (await shares(bare))[0] == (None, False)
 
 
-async def test_after_all_since_the_control_were_rolled_back_training_goes_on_from_it(
+async def test_training_continues_from_the_control_after_a_full_roll_back(
     bare: Bench,
 ) -> None:
     await bare.update("t", "u", "v")
@@ -234,7 +234,7 @@ async def update_at(bench: Bench, *kls: float | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "next_state"), [("immediate", "serving"), ("canary", "loaded")])
-async def test_a_version_too_far_is_rejected_with_the_reason_and_the_figures(
+async def test_version_too_far_from_the_base_is_rejected_with_the_figures(
     bare: Bench, mode: str, next_state: str
 ) -> None:
     bare.change("publish", mode=mode, most_kl_to_base=0.2)
@@ -252,13 +252,13 @@ async def test_a_version_too_far_is_rejected_with_the_reason_and_the_figures(
     assert (await bare.states())[2] == next_state
 
 
-async def test_a_version_at_the_bound_or_not_measured_goes_on(bare: Bench) -> None:
+async def test_version_at_the_kl_bound_or_unmeasured_is_published(bare: Bench) -> None:
     bare.change("publish", most_kl_to_base=0.2)
     await update_at(bare, 0.2, None)
     assert await bare.states() == {0: "retired", 1: "retired", 2: "serving"}
 
 
-async def test_without_a_bound_the_distance_is_measured_and_nothing_is_rejected(
+async def test_kl_to_base_is_measured_without_a_bound_and_rejects_nothing(
     bare: Bench,
 ) -> None:
     await update_at(bare, 50.0)
@@ -267,7 +267,7 @@ async def test_without_a_bound_the_distance_is_measured_and_nothing_is_rejected(
     assert 'pawl_update_kl_to_base{policy="m"} 50.0' in generate_latest().decode()
 
 
-async def test_a_version_too_far_is_rejected_by_a_trainer_that_is_started_again_too(
+async def test_restarted_trainer_rejects_a_version_too_far_from_the_base(
     bare: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bare.fill()
@@ -279,7 +279,7 @@ async def test_a_version_too_far_is_rejected_by_a_trainer_that_is_started_again_
     await bare.assert_spent_once(4)
 
 
-async def test_a_trainer_whose_versions_are_too_far_holds(bench: Bench) -> None:
+async def test_trainer_pauses_after_two_versions_too_far_from_the_base(bench: Bench) -> None:
     await bench.fill()
     bench.change("publish", most_kl_to_base=0.2)
     bench.learner.kl_to_base = 0.3

@@ -146,7 +146,7 @@ async def serve(disk: Disk, *numbers: int) -> None:
         parent = number
 
 
-async def test_ten_rejections_in_a_row_change_no_byte_of_what_follows(disk: Disk) -> None:
+async def test_ten_rejections_in_a_row_do_not_change_the_next_version(disk: Disk) -> None:
     """The next version that serves is the one that would have followed at once."""
     expected = b""
     for number in range(1, 5):
@@ -190,7 +190,7 @@ async def many(disk: Disk, first: int, states: Sequence[str]) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_ten_thousand_versions_take_no_more_than_a_few(disk: Disk) -> None:
+async def test_disk_keeps_at_most_twenty_of_ten_thousand_versions(disk: Disk) -> None:
     chance = random.Random(0)
     serving = 0
     for first in range(1, VERSIONS, AT_ONCE):
@@ -212,7 +212,7 @@ async def test_ten_thousand_versions_take_no_more_than_a_few(disk: Disk) -> None
     assert there == {0, *disk.there()}
 
 
-async def test_what_an_operator_gave_the_traffic_again_stays_for_a_roll_back(disk: Disk) -> None:
+async def test_version_promoted_again_is_kept_as_the_rollback_target(disk: Disk) -> None:
     await serve(disk, 1, 2, 3)
     await disk.end(1, good=True)
     await disk.write(1, 4)
@@ -226,7 +226,7 @@ async def test_what_an_operator_gave_the_traffic_again_stays_for_a_roll_back(dis
         assert (await rollback_target(connection, "m")).version == 1
 
 
-async def test_versions_that_once_served_stay_fewer_the_longer_ago(disk: Disk) -> None:
+async def test_retired_versions_are_kept_more_sparsely_with_age(disk: Disk) -> None:
     """A bad release may be found long after it began: there is something to go back to."""
     for number in range(1, 41):
         await disk.write(number - 1, number)
@@ -249,7 +249,7 @@ async def test_versions_that_once_served_stay_fewer_the_longer_ago(disk: Disk) -
     assert versions[40].files_deleted
 
 
-async def test_the_last_that_served_stays_once_the_base_model_serves_again(disk: Disk) -> None:
+async def test_last_served_version_is_kept_after_the_base_model_serves_again(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     await disk.end(0, good=True)
     await disk.unload()
@@ -257,7 +257,7 @@ async def test_the_last_that_served_stays_once_the_base_model_serves_again(disk:
     assert disk.there() == [1, 2, 4]
 
 
-async def test_the_control_stays_however_many_served_since(disk: Disk) -> None:
+async def test_control_is_kept_after_many_later_versions(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     async with disk.engine.begin() as connection:
         await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 2"))
@@ -267,7 +267,7 @@ async def test_the_control_stays_however_many_served_since(disk: Disk) -> None:
     assert disk.states() == [2, 4]
 
 
-async def test_what_is_loaded_anywhere_stays(disk: Disk) -> None:
+async def test_version_loaded_on_any_server_is_kept(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     disk.server.loaded["m@2"] = "/a/2"
@@ -281,7 +281,7 @@ async def test_what_is_loaded_anywhere_stays(disk: Disk) -> None:
     assert disk.there() == [1, 3, 4]
 
 
-async def test_what_was_unloaded_a_moment_ago_stays(disk: Disk) -> None:
+async def test_recently_unloaded_version_is_kept(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:
@@ -335,7 +335,7 @@ async def test_nothing_is_deleted_under_a_running_update(disk: Disk) -> None:
     assert disk.there() == [1, 3, 4]
 
 
-async def test_a_kill_between_mark_and_removal_is_made_good(
+async def test_files_marked_before_a_kill_are_removed_later(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await serve(disk, 1, 2, 3, 4)

@@ -26,7 +26,7 @@ from trainer.publishing.publisher import Publisher
 __all__ = ["bench"]
 
 
-async def test_it_is_served_and_recorded_as_one_that_was_trained(bench: Bench) -> None:
+async def test_imported_adapter_is_served_and_recorded_like_a_trained_version(bench: Bench) -> None:
     assert await bench.imports() == "m@1 serving"
     assert await bench.states() == {0: "retired", 1: "serving"}
     foreign, own = load_file(bench.adapter / WEIGHTS), bench.weights(1)
@@ -47,7 +47,7 @@ async def test_it_is_served_and_recorded_as_one_that_was_trained(bench: Bench) -
     assert update.recipe["lora"]["rank"] == 4
 
 
-async def test_training_goes_on_from_it_with_a_new_optimiser(bench: Bench) -> None:
+async def test_training_continues_from_an_import_with_a_new_optimiser(bench: Bench) -> None:
     await bench.imports()
     assert not (bench.version(1) / "trainer/optimizer.pt").stat().st_size > 10_000
     await bench.fill(version=1)
@@ -60,7 +60,7 @@ async def test_training_goes_on_from_it_with_a_new_optimiser(bench: Bench) -> No
     assert read_base(bench.version(2)) == read_base(bench.version(1))
 
 
-async def test_a_version_is_imported_on_top_of_those_there_are(bench: Bench) -> None:
+async def test_import_becomes_the_next_version_of_the_policy(bench: Bench) -> None:
     await bench.imports()
     with pytest.raises(AdapterError, match="m@1 has its weights and serves: all is done"):
         await bench.imports()
@@ -70,7 +70,7 @@ async def test_a_version_is_imported_on_top_of_those_there_are(bench: Bench) -> 
     assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
 
 
-async def test_while_the_server_is_away_it_is_written_and_the_trainer_publishes_it(
+async def test_import_without_a_server_is_published_later_by_the_trainer(
     bench: Bench,
 ) -> None:
     assert await bench.imports(bench.at(upstream_url=NOWHERE, model=bench.model)) == "m@1 written"
@@ -78,7 +78,7 @@ async def test_while_the_server_is_away_it_is_written_and_the_trainer_publishes_
     assert await bench.states() == {0: "retired", 1: "serving"}
 
 
-async def test_one_that_is_not_served_right_is_rejected(bench: Bench) -> None:
+async def test_misserved_import_is_rejected(bench: Bench) -> None:
     async with fake_model_server() as wrong:
         wrong.logprobs["m@1"] = -99.0
         settings = bench.at(upstream_url=wrong.url, model=bench.model)
@@ -102,7 +102,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+async def test_killed_import_happens_whole_or_not_at_all(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     STEPS[step](monkeypatch)
     with pytest.raises(Killed):
         await bench.imports()
@@ -115,7 +117,7 @@ async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: st
     assert await bench.states() == whole
 
 
-async def test_one_that_cannot_be_written_leaves_no_update_running(
+async def test_failed_write_of_an_import_leaves_no_running_update(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:

@@ -75,19 +75,19 @@ async def test_a_server_without_log_probabilities_of_prompts_is_named(said: str)
 
 
 @pytest.mark.parametrize("said", OF_SAMPLE)
-async def test_a_server_without_ids_of_what_it_samples_is_named(said: str) -> None:
+async def test_a_server_without_sampled_token_ids_is_named(said: str) -> None:
     async with answering(OF_SAMPLE[said]) as server:
         with pytest.raises(PublishError, match="return_token_ids"):
             await server.sample("m", IDS, 2.0, 2)
 
 
 @pytest.mark.parametrize("answer", ODD)
-async def test_server_that_does_not_know_its_tokens_texts_tells_none(answer: str) -> None:
+async def test_token_texts_are_none_if_the_answer_is_malformed(answer: str) -> None:
     async with answering(ODD[answer]) as server:
         assert await server.token_texts("m", IDS) is None
 
 
-async def test_what_is_reported_is_read() -> None:
+async def test_log_probabilities_and_sampled_ids_are_read() -> None:
     async with answering(lambda: of_prompt(-1.0, -2.0)) as server:
         assert await server.prompt_logprobs("m", IDS) == [-1.0, -2.0]
         tails = [await server.last_logprobs("m", IDS, count) for count in range(3)]
@@ -97,7 +97,7 @@ async def test_what_is_reported_is_read() -> None:
         assert await server.sample("m", IDS, 2.0, 2) == [(4, -1.0), (5, -2.0)]
 
 
-async def test_model_list_that_unpacks_to_more_than_the_limit_is_not_read_on() -> None:
+async def test_compressed_model_list_beyond_the_limit_is_not_read_on() -> None:
     bomb = gzip.compress(bytes(20 * MOST_BYTES))
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     async with answering(lambda: web.Response(body=bomb, headers=headers)) as server:

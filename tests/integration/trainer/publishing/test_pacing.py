@@ -53,7 +53,7 @@ async def begin_episodes(bench: Bench, *versions: int) -> None:
         await ingest(connection, [call(f"e{v}", policy_version=v) for v in versions])
 
 
-async def test_rewarded_episodes_hold_no_slot_however_fast_versions_come(bench: Bench) -> None:
+async def test_versions_with_rewarded_episodes_give_up_their_slots(bench: Bench) -> None:
     bench.slots = 8
     async with bench.working() as loop:
         for number in range(12):
@@ -66,7 +66,7 @@ async def test_rewarded_episodes_hold_no_slot_however_fast_versions_come(bench: 
     await bench.assert_spent_once(48)
 
 
-async def test_versions_with_episodes_under_way_keep_their_slots_and_training_says_so(
+async def test_running_episodes_keep_their_versions_slots_and_training_waits(
     bench: Bench,
 ) -> None:
     bench.slots = 3
@@ -98,7 +98,7 @@ async def test_versions_with_episodes_under_way_keep_their_slots_and_training_sa
         assert await unloaded(bench) == [2]
 
 
-async def test_oldest_version_gives_way_after_a_bound_though_its_episodes_go_on(
+async def test_oldest_version_with_running_episodes_loses_its_slot_in_the_end(
     bench: Bench,
 ) -> None:
     bench.slots = 2
@@ -115,7 +115,7 @@ async def test_oldest_version_gives_way_after_a_bound_though_its_episodes_go_on(
         assert await unloaded(bench) == [1]
 
 
-async def test_version_that_is_given_the_traffic_at_that_moment_keeps_its_slot(
+async def test_version_promoted_during_eviction_keeps_its_slot(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.slots = 2
@@ -140,7 +140,7 @@ async def test_version_that_is_given_the_traffic_at_that_moment_keeps_its_slot(
         assert await unloaded(bench) == []
 
 
-async def test_as_many_versions_give_way_as_a_server_with_fewer_slots_lacks(bench: Bench) -> None:
+async def test_server_with_fewer_slots_evicts_as_many_versions_as_needed(bench: Bench) -> None:
     for slots, name in ((8, "t"), (8, "u"), (8, "v"), (8, "w"), (2, "x")):
         bench.slots = slots
         await bench.update(name)
@@ -148,7 +148,7 @@ async def test_as_many_versions_give_way_as_a_server_with_fewer_slots_lacks(benc
     assert await unloaded(bench) == [1, 2, 3]
 
 
-async def test_version_keeps_its_slot_until_it_is_wanted(bench: Bench) -> None:
+async def test_idle_version_keeps_its_slot_until_an_update_is_ready(bench: Bench) -> None:
     bench.slots = 2
     async with bench.working() as loop:
         assert await loop.update_once()
@@ -198,7 +198,7 @@ async def test_the_server_says_how_many_slots_it_has(bench: Bench) -> None:
     assert gauge("pawl_adapter_slots") == 8.0
 
 
-async def test_update_that_had_to_wait_takes_what_has_waited_with_it(bench: Bench) -> None:
+async def test_delayed_update_claims_the_episodes_that_came_meanwhile(bench: Bench) -> None:
     for name in "uv":
         await bench.fill(name)
     bench.slots = 2
@@ -235,7 +235,7 @@ async def allowed(bench: Bench, pacing: Pacing) -> bool:
         return await pacing.allows(connection, is_wanted)
 
 
-async def test_the_first_of_those_that_go_live_together_waits_for_room_for_all(
+async def test_first_of_policies_going_live_together_waits_for_slots_for_all(
     bench: Bench,
 ) -> None:
     await add(bench, "m", ("retired", 5.0), ("serving", 5.0))
@@ -271,7 +271,7 @@ async def change(bench: Bench, query: str) -> None:
         await connection.execute(text(query))
 
 
-async def test_the_servers_are_asked_again_until_they_say_and_then_now_and_then(
+async def test_slot_count_is_asked_until_known_and_then_refreshed(
     bench: Bench,
 ) -> None:
     clock = Clock()
@@ -286,7 +286,7 @@ async def test_the_servers_are_asked_again_until_they_say_and_then_now_and_then(
     assert seen == [8.0, 3.0, 3.0, 5.0]
 
 
-async def test_too_small_a_staleness_for_the_slots_is_named_once_with_the_remedy(
+async def test_max_staleness_too_small_for_the_slots_is_warned_of_once(
     bench: Bench,
 ) -> None:
     async with Replicas([bench.fake.url], 8) as servers:

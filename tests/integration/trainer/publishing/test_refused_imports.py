@@ -20,7 +20,7 @@ from trainer.publishing.adapters import export_adapter
 __all__ = ["bench"]
 
 
-async def test_without_a_server_and_a_setting_the_base_is_not_known(bench: Bench) -> None:
+async def test_import_without_a_known_base_model_is_refused(bench: Bench) -> None:
     with pytest.raises(
         TrainerError, match=r"does not answer .*base model of policy 'm'.*PAWL_MODEL"
     ):
@@ -28,12 +28,12 @@ async def test_without_a_server_and_a_setting_the_base_is_not_known(bench: Bench
     assert await bench.states() == {}
 
 
-async def test_a_policy_whose_base_is_not_served_is_refused(bench: Bench) -> None:
+async def test_import_for_a_base_model_that_is_not_served_is_refused(bench: Bench) -> None:
     with pytest.raises(TrainerError, match="policy 'n' is 'n', but the model server serves m: "):
         await import_adapter(bench.settings, bench.engine, "n", bench.adapter)
 
 
-async def test_while_a_trainer_works_on_the_policy_it_is_refused(bench: Bench) -> None:
+async def test_import_is_refused_while_a_trainer_works_on_the_policy(bench: Bench) -> None:
     async with bench.engine.connect() as guard:
         assert await claims.hold_policy(guard, "m")
         with pytest.raises(
@@ -97,9 +97,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-async def test_what_cannot_be_a_version_is_refused_and_nothing_changes(
-    bench: Bench, said: str
-) -> None:
+async def test_unusable_adapter_is_refused_and_nothing_changes(bench: Bench, said: str) -> None:
     REFUSED[said](bench.adapter, bench.model)
     with pytest.raises(AdapterError, match=said):
         await bench.imports()
@@ -124,9 +122,7 @@ async def test_an_exported_version_is_known_by_the_hash_of_its_base(
         await bench.imports()
 
 
-async def test_none_is_made_a_version_of_another_tenants_policy(
-    bench: Bench, tmp_path: Path
-) -> None:
+async def test_import_for_another_tenants_policy_is_refused(bench: Bench, tmp_path: Path) -> None:
     async with bench.engine.begin() as connection:
         await version_states.ensure_base(connection, "m", None, "a")
     file = tmp_path / "policies.toml"

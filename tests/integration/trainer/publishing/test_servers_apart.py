@@ -101,7 +101,7 @@ async def test_version_is_uploaded_before_it_is_loaded_and_deleted_with_its_file
 
 
 @pytest.mark.parametrize(("source", "status"), [("http://trainer/adapters", 200), (None, 404)])
-async def test_trainers_port_serves_files_where_it_is_the_source(
+async def test_trainers_port_serves_files_only_as_the_adapter_source(
     tmp_path: Path, source: str | None, status: int
 ) -> None:
     from trainer.run import port_app

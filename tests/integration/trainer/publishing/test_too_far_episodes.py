@@ -1,4 +1,4 @@
-"""Updates leave out what the policy is too far from: spent, unless the server is to blame."""
+"""Updates spend off-policy episodes untrained, unless the server is to blame."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from trainer.updates.plan import LeftOut, plan_update
 LONG = tokens([1, 2, 3], [4, 5, 6, 7])
 
 
-async def test_what_the_policy_is_too_far_from_is_spent_and_the_others_are_trained(
+async def test_off_policy_episode_is_spent_and_the_others_are_trained(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.slots = 8
@@ -74,7 +74,7 @@ async def test_a_server_that_samples_wrongly_spends_nothing_and_pauses_training(
     await bench.assert_spent_once(4)
 
 
-async def test_what_a_right_server_sampled_too_far_away_is_spent(
+async def test_off_policy_episodes_of_a_correct_server_are_spent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.slots = 8

@@ -172,7 +172,7 @@ async def test_rank_that_the_server_refuses_ends_the_trainer_before_it_claims(
         await eventually(scenario.serves_an_update, within_s=120)
 
 
-async def test_trainer_whose_memory_is_full_waits_until_there_is_room(
+async def test_trainer_without_free_memory_waits_for_room(
     scenario: Scenario,
 ) -> None:
     scenario.write_recipe(rank=MAX_RANK)

@@ -13,7 +13,9 @@ from trainer.batches import Row
 from trainer.errors import DriftOutOfBounds, LearnerError, OtherVocabulary, Unusable
 
 
-async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(bench: Bench) -> None:
+async def test_failing_learner_spends_nothing_and_training_resumes_after_repair(
+    bench: Bench,
+) -> None:
     async with bench.working() as loop:
         bench.learner.fails = LearnerError("the GPU is full")
         assert not await loop.update_once()
@@ -31,7 +33,7 @@ async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(ben
     await bench.assert_spent_once(4)
 
 
-async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench: Bench) -> None:
+async def test_training_pauses_after_two_rejected_versions(bench: Bench) -> None:
     bench.fake.refuse_load = True
     for name in ("u", "v"):
         await bench.fill(name)
@@ -49,7 +51,7 @@ async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench:
     await bench.assert_spent_once(12)
 
 
-async def test_drift_while_the_server_is_wrong_holds_and_is_named(bench: Bench) -> None:
+async def test_drift_with_a_faulty_server_pauses_training_with_the_reason(bench: Bench) -> None:
     async with bench.working() as loop:
         bench.fake.sampled_logprob, bench.learner.drifts = -4.0, True
         for name in "uvw":
@@ -60,7 +62,7 @@ async def test_drift_while_the_server_is_wrong_holds_and_is_named(bench: Bench) 
         assert paused_for() == ["server"]
 
 
-async def test_drift_of_what_was_sampled_before_a_repair_does_not_hold(bench: Bench) -> None:
+async def test_drift_of_episodes_before_a_repair_does_not_pause_training(bench: Bench) -> None:
     async with bench.working() as loop:
         bench.learner.drifts = True
         for name in "uv":
@@ -102,7 +104,7 @@ async def learn_to_see(bench: Bench, monkeypatch: pytest.MonkeyPatch, find: Find
 
 
 @pytest.mark.parametrize("found_by", FINDS)
-async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
+async def test_episodes_sampled_under_a_fault_are_set_aside_and_not_spent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     """However many episodes there are, two updates' are spent, and what is good is learned from."""
@@ -132,7 +134,7 @@ async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
 
 
 @pytest.mark.parametrize("found_by", FINDS)
-async def test_a_fault_that_was_repaired_before_it_was_known_costs_two_updates(
+async def test_fault_repaired_before_detection_costs_two_updates(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     async with bench.working() as loop:
@@ -152,7 +154,7 @@ def blame_all(rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
     raise Unusable("none fits", {row.episode_id: "it is long" for row in rows}, "too_long")
 
 
-async def test_what_would_be_the_fault_of_most_episodes_is_not_theirs(
+async def test_failure_of_most_episodes_is_blamed_on_the_system(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where so little memory is left that only the shortest row has room."""
@@ -170,7 +172,7 @@ async def test_what_would_be_the_fault_of_most_episodes_is_not_theirs(
     assert (await bench.states())[1] == "serving"
 
 
-async def test_a_few_episodes_that_are_to_blame_do_not_hold(
+async def test_few_blamed_episodes_do_not_pause_training(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, spent = bench.learner.update, 0

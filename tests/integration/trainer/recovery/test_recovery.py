@@ -78,7 +78,7 @@ async def test_an_update_is_given_up_if_an_episode_turns_out_to_be_evaluation(
     await bench.assert_spent_once(4)
 
 
-async def test_a_version_whose_episode_turned_evaluation_is_given_up_after_a_kill(
+async def test_killed_update_is_given_up_if_an_episode_turned_evaluation(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_killed(monkeypatch, STEPS["before consuming"])
@@ -91,7 +91,9 @@ async def test_a_version_whose_episode_turned_evaluation_is_given_up_after_a_kil
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+async def test_killed_update_goes_live_and_spends_episodes_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     await bench.run_killed(monkeypatch, STEPS[step])
     await bench.run_once()
     await bench.run_once()
@@ -116,7 +118,7 @@ WAITING_STEPS = {
 
 
 @pytest.mark.parametrize("step", WAITING_STEPS)
-async def test_trainer_whose_versions_wait_for_a_decision_is_killed_at(
+async def test_killed_update_waits_for_its_decision_and_spends_episodes_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     bench.change("publish", mode="canary")
@@ -175,7 +177,7 @@ async def test_a_version_that_cannot_be_read_for_now_is_published_later(
     assert await bench.states() == {0: "retired", 1: "serving"}
 
 
-async def test_an_unreadable_version_does_not_stop_another_from_being_loaded_again(
+async def test_unreadable_version_does_not_keep_another_from_being_reloaded(
     bench: Bench,
 ) -> None:
     assert await bench.run_once()
@@ -190,7 +192,7 @@ async def test_an_unreadable_version_does_not_stop_another_from_being_loaded_aga
 
 
 @pytest.mark.parametrize("at", ["start", "stop"])
-async def test_a_killed_update_is_neither_recorded_nor_freed_while_its_files_cannot_be_read(
+async def test_killed_update_stays_open_while_its_files_are_unreadable(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     await bench.run_killed(monkeypatch, STEPS["before consuming"])
@@ -209,7 +211,7 @@ async def test_a_killed_update_is_neither_recorded_nor_freed_while_its_files_can
     await bench.assert_spent_once(4)
 
 
-async def test_an_update_past_the_bound_on_drift_spends_the_drifting_and_records_why(
+async def test_drifting_episode_is_spent_and_its_drift_is_recorded(
     bench: Bench,
 ) -> None:
     async with bench.engine.connect() as connection:
@@ -255,7 +257,7 @@ async def test_an_update_that_is_stopped_gives_its_episodes_back_at_once(
     await bench.assert_spent_once(4)
 
 
-async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
+async def test_full_disk_delays_the_version_without_training_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.updates.training.WRITE_AGAIN_S", 0.01)
@@ -267,7 +269,7 @@ async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
     await bench.assert_spent_once(4)
 
 
-async def test_an_update_whose_claim_another_trainer_took_over_records_nothing(
+async def test_update_that_lost_its_claim_to_another_trainer_records_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection was gone for a while: the other freed the claim, then it wrote its version."""

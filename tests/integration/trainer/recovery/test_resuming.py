@@ -50,14 +50,14 @@ def straight(tiny_model: str, tmp_path: Path) -> Path:
     return save(made, tmp_path / "2")
 
 
-def test_no_process_writes_the_configuration_in_an_order_of_its_own(straight: Path) -> None:
+def test_adapter_config_lists_its_modules_in_sorted_order(straight: Path) -> None:
     """PEFT keeps the modules' names as a set, whose order comes from the process's hash seed."""
     written = json.loads((straight / "adapter_config.json").read_text())["target_modules"]
     assert len(written) > 1
     assert written == sorted(written)
 
 
-def test_another_process_continues_to_the_same_files(
+def test_resumed_learner_writes_the_same_files(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     resumed = learner(tiny_model, tmp_path)
@@ -66,7 +66,7 @@ def test_another_process_continues_to_the_same_files(
     assert same(save(resumed, tmp_path / "again"), straight)
 
 
-def test_a_share_of_a_step_is_a_share_of_the_rate_in_that_update_alone(
+def test_step_share_scales_the_rate_of_that_update_only(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path)
@@ -85,9 +85,7 @@ def not_finite(batch: list[Row]) -> list[Row]:
     return [broken, *batch[1:]]
 
 
-def test_nothing_stays_of_an_update_that_failed(
-    tiny_model: str, tmp_path: Path, straight: Path
-) -> None:
+def test_failed_update_leaves_no_trace(tiny_model: str, tmp_path: Path, straight: Path) -> None:
     made = learner(tiny_model, tmp_path)
     made.restore(tmp_path / "1")
     with pytest.raises(LearnerError, match="was not applied"):
@@ -97,7 +95,7 @@ def test_nothing_stays_of_an_update_that_failed(
     assert same(save(made, tmp_path / "again"), straight)
 
 
-def test_nothing_stays_of_an_update_that_was_stopped_after_its_first_step(
+def test_update_stopped_after_its_first_step_leaves_no_trace(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path)
@@ -142,7 +140,7 @@ def test_the_base_model_is_never_touched(tiny_model: str, tmp_path: Path) -> Non
     assert all(torch.equal(before[name], after[name]) for name in frozen)
 
 
-def test_a_fresh_adapter_is_the_seeds_whatever_was_drawn_meanwhile(
+def test_fresh_adapter_depends_on_the_seed_alone(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path)
@@ -153,7 +151,7 @@ def test_a_fresh_adapter_is_the_seeds_whatever_was_drawn_meanwhile(
     assert same(save(made, tmp_path / "again"), tmp_path / "1")
 
 
-def test_numbers_of_a_changed_recipe_count_and_moments_stay(
+def test_changed_recipe_sets_the_rate_and_keeps_the_moments(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path, 1e-4)
@@ -164,7 +162,7 @@ def test_numbers_of_a_changed_recipe_count_and_moments_stay(
     assert {float(state["step"]) for state in moments.values()} == {2.0}
 
 
-def test_a_state_that_was_swept_starts_anew_and_is_told(
+def test_deleted_optimiser_state_starts_anew_and_is_logged(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     for path in (straight / adapters.STATE).iterdir():
@@ -209,7 +207,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 # The adapter does not fit; the adapter does, and the optimiser's state does not.
 @pytest.mark.parametrize("size", [2_000, 40_000])
-def test_a_disk_that_is_full_is_an_os_error_and_saving_goes_on_later(
+def test_full_disk_raises_an_os_error_and_saving_can_be_repeated(
     tiny_model: str, tmp_path: Path, straight: Path, size: int
 ) -> None:
     made = learner(tiny_model, tmp_path)

@@ -52,7 +52,7 @@ async def trained_from(bench: Bench) -> dict[int, int]:
         return {row[0]: row[1] for row in await connection.execute(text(query))}
 
 
-async def test_trainer_trains_the_start_on_the_freed_episodes(bench: Bench) -> None:
+async def test_retraining_continues_from_the_start_on_freed_episodes(bench: Bench) -> None:
     await trained(bench, "u", "v")
     retrained = await again(bench, 1, "episode=u0-0", "task=v1")
     assert (retrained.freed, retrained.left_out) == ({"trained": 8}, 3)
@@ -64,7 +64,7 @@ async def test_trainer_trains_the_start_on_the_freed_episodes(bench: Bench) -> N
     assert (await trained_from(bench)) == {1: 0, 4: 1}
 
 
-async def test_dry_run_says_the_same_and_changes_nothing(bench: Bench) -> None:
+async def test_dry_run_reports_the_same_result_and_changes_nothing(bench: Bench) -> None:
     await trained(bench, "u")
     before = await bench.states()
     expected = await again(bench, 1, "u0-0", dry_run=True)
@@ -73,7 +73,7 @@ async def test_dry_run_says_the_same_and_changes_nothing(bench: Bench) -> None:
     assert await again(bench, 1, "u0-0") == expected
 
 
-async def test_base_model_is_a_start(bench: Bench) -> None:
+async def test_line_can_start_again_from_the_base_model(bench: Bench) -> None:
     await trained(bench, "u")
     retrained = await again(bench, 0)
     assert (retrained.serves, retrained.freed) == ("m", {"trained": 8})
@@ -82,7 +82,7 @@ async def test_base_model_is_a_start(bench: Bench) -> None:
     assert bench.learner.restored is None
 
 
-async def test_unloaded_start_is_loaded_first(
+async def test_unloaded_version_is_loaded_before_the_line_restarts(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trained(bench, "u", "v")
@@ -101,7 +101,7 @@ async def test_unloaded_start_is_loaded_first(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_line_that_starts_again_in_the_middle_of_an_update(
+async def test_line_restarted_during_an_update_trains_only_from_its_start(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     await trained(bench, "u")
@@ -135,7 +135,7 @@ async def test_line_that_starts_again_in_the_middle_of_an_update(
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_update_that_was_killed_before_the_line_starts_again(
+async def test_line_restarted_after_a_kill_trains_only_from_its_start(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     await trained(bench, "u")

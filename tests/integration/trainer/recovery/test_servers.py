@@ -52,7 +52,7 @@ async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
     assert list(bench.fake.loaded) == ["m@1"]
 
 
-async def test_a_parent_that_the_server_has_lost_for_good_keeps_nothing_from_going_live(
+async def test_lost_parent_does_not_keep_a_version_from_going_live(
     bench: Bench,
 ) -> None:
     """The probe compares with the base model instead: the version is what repairs the policy."""
@@ -105,7 +105,7 @@ async def test_an_update_goes_live_on_every_replica(bench: Bench, other: FakeMod
         assert (bench.fake.loads, other.loads) == (["m@1"], ["m@1", "m@1"])
 
 
-async def test_version_is_probed_against_the_base_on_a_replica_that_lost_the_version_before(
+async def test_replica_without_the_parent_probes_against_the_base_model(
     bench: Bench, other: FakeModelServer
 ) -> None:
     async with bench.working(bench.fake.url, other.url) as loop:
@@ -120,7 +120,7 @@ async def test_version_is_probed_against_the_base_on_a_replica_that_lost_the_ver
     assert set(other.loaded) == {"m@1", "m@2"}
 
 
-async def test_a_version_that_one_replica_serves_wrongly_is_taken_from_all(
+async def test_version_misserved_by_a_replica_is_rejected_and_unloaded_everywhere(
     bench: Bench, other: FakeModelServer
 ) -> None:
     other.logprobs = {"m@1": -9.0}
@@ -213,7 +213,7 @@ def full(*_: object) -> None:
     raise ShortOfMemory("the memory has no room")
 
 
-async def test_too_little_memory_at_the_start_is_waited_for(
+async def test_trainer_pauses_at_its_start_until_memory_is_free(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with bench.working() as loop:
@@ -229,7 +229,7 @@ async def test_too_little_memory_at_the_start_is_waited_for(
     await bench.assert_spent_once(4)
 
 
-async def test_a_version_of_a_killed_trainer_waits_until_the_servers_could_be_tested(
+async def test_version_of_a_killed_trainer_waits_for_the_self_test(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server with another base model would have it rejected, and its episodes lost."""
@@ -245,7 +245,7 @@ async def test_a_version_of_a_killed_trainer_waits_until_the_servers_could_be_te
     assert await bench.states() == {0: "retired", 1: "serving"}
 
 
-async def test_a_servers_own_sampling_defaults_are_not_in_the_self_test(bench: Bench) -> None:
+async def test_self_test_overrides_the_servers_sampling_defaults(bench: Bench) -> None:
     async with bench.working() as loop:
         await loop.check_server()
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -262,7 +262,7 @@ async def test_a_servers_own_sampling_defaults_are_not_in_the_self_test(bench: B
         ("raw", "--logprobs-mode processed_logprobs"),
     ],
 )
-async def test_a_misfit_is_known_before_the_first_claim(
+async def test_unfit_server_is_refused_before_the_first_claim(
     bench: Bench, fault: str, message: str
 ) -> None:
     async with bench.working() as loop:
@@ -310,7 +310,7 @@ async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench
             await loop.check_server()
 
 
-async def test_a_replica_that_is_back_with_another_base_stops_training_before_it_costs_anything(
+async def test_replica_back_with_another_base_pauses_training_at_no_cost(
     bench: Bench,
 ) -> None:
     port = free_port()
