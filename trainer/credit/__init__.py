@@ -4,9 +4,9 @@
 `advantages` (differences from one of the `baselines`, scaled), and each call's share of the loss.
 `lines` does the same to exported JSON, for `pawl credit`.
 
-The default recipe is identical assignment (each call of an episode gets the episode's return) with
-group-relative advantages (GRPO). Mean and spread are taken over *episodes*, not over calls: they
-are those of the group's scored episodes, computed before anything is dropped. An unscored episode
-is not one with reward 0, and a failed episode is not an unscored one. Sums use `math.fsum`, which
-is exact before it rounds once, so that no order of arrival changes a bit of the result.
+The default recipe uses identical assignment (each call gets the return of its episode) and
+group-relative advantages (GRPO). Mean and spread are taken over the group's scored *episodes*, not
+over calls, and before any episode is dropped. An unscored episode does not count as reward 0, nor a
+failed episode, by default, as unscored. Sums use `math.fsum`, which rounds only once, so that the
+order of arrival does not change a bit of the result.
 """

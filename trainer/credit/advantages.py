@@ -3,13 +3,13 @@
     advantage of a call = (final − baseline of finals) / max(s, SMALLEST_SPREAD)
                         + f · (air − baseline of airs) / max(s, AIR_SPREAD)
 
-The recipe names the baseline, which final rewards and AIR each have of their own, and the
-normalisation that gives `s`, the spread of the *final* rewards (`trainer.credit.baselines`). Both
-lower limits are shares of the width of the reward's range. AIR is not divided by its own spread:
-among episodes that all fail that spread is small, and the division would undo the limit on AIR.
+The recipe names the baseline, which is computed separately for final rewards and AIR, and the
+normalisation, which gives `s`, the spread of the *final* rewards (`trainer.credit.baselines`). Both
+lower limits are shares of the width of the reward range. AIR is not divided by its own spread:
+where all episodes fail that spread is small, and the division would undo the limit on AIR.
 
-`f` falls from 1 to 0 as the compared episodes succeed (`trainer.credit.air.air_weight`); with the
-normalisation "focal" the first term has it, too.
+`f` falls from 1 to 0 as more of the compared episodes succeed (`trainer.credit.air.air_weight`).
+The normalisation "focal" multiplies the first term by `f`, too.
 """
 
 from collections.abc import Sequence
@@ -32,15 +32,16 @@ from trainer.credit.moving import MovingBaselines
 from trainer.credit.returns import CallReturn, EpisodeAccount
 from trainer.recipes.recipe import CreditOptions
 
-# Lower limit of the spread that differences of final rewards are divided by, as a share of the
-# width of the reward's range.
+# Lower limit of the spread that divides differences of final rewards, as a share of the width of
+# the reward range.
 SMALLEST_SPREAD: Final = 0.1
-# The same of AIR: without any spread, AIR weighs air_lambda / AIR_SPREAD of a success.
+# The same for AIR: where final rewards have no spread, the largest r_air counts as
+# air_lambda / AIR_SPREAD.
 AIR_SPREAD: Final = 0.5
 
 
 class EpisodeReturns(Record, frozen=True, kw_only=True):
-    """Hold an episode with the return of each of its calls, and the number of its group."""
+    """An episode, the returns of its calls, and the number of its group."""
 
     group: int
     account: EpisodeAccount
@@ -48,11 +49,11 @@ class EpisodeReturns(Record, frozen=True, kw_only=True):
 
 
 class AdvantageSteps(Record, frozen=True, kw_only=True):
-    """Hold the steps from a call's return to its advantage, `value`.
+    """The steps from a call's return to its advantage, `value`.
 
-    `final` and `air` are the differences of final reward and AIR from their baselines, less the
-    update's mean difference where the normalisation centres them. `is_alike` says that all of the
-    group have earned the same, so that the baseline is the family's.
+    `final` and `air` are final reward and AIR minus their baselines; the normalisation "batch" also
+    subtracts the update's mean difference. `is_alike`: all episodes of the group earned the same,
+    so that the baseline is the family's moving average.
     """
 
     baseline: float
@@ -73,10 +74,10 @@ class AdvantageSteps(Record, frozen=True, kw_only=True):
 
 
 class Advantage(Record, frozen=True, kw_only=True):
-    """Hold a call's advantage, and what came to it.
+    """A call's advantage, with its comparison.
 
-    `value` is None if nobody scored the call, and 0 if the comparison gives no signal; `reason`
-    says why it gives none. `comparison` is None if the call was compared with nothing.
+    `value` is None if the call is unscored, and 0 if the comparison gives no signal; `reason` says
+    why not. `comparison` is None if the call was not compared.
     """
 
     value: float | None
@@ -85,7 +86,7 @@ class Advantage(Record, frozen=True, kw_only=True):
 
     @property
     def air_weight(self) -> float:
-        """Return what AIR counted for."""
+        """Return the weight of AIR; 1 if the call was not compared."""
         return 1.0 if self.comparison is None else self.comparison.air_weight
 
 
@@ -93,11 +94,11 @@ UNSCORED: Final = Advantage(value=None, reason=None)
 
 
 class ScoredCalls(Record, frozen=True, kw_only=True):
-    """Hold the scored calls that are compared as one: an episode's, or those of one of its agents.
+    """A unit of comparison: the scored calls of an episode, or of one agent in it.
 
-    `episode` is the episode's index in the update, `positions` are those of the calls in the
-    episode, and `finals` and `airs` are the calls' returns, in the order of `positions`. Those of
-    the same group and agent are compared with each other.
+    `episode` is the episode's index in the update, `positions` are the calls' indices in the
+    episode; `finals` and `airs` are in the order of `positions`. Units of the same group and agent
+    are compared with each other.
     """
 
     episode: int
@@ -137,12 +138,12 @@ def advantages(
         after = before.updated(finals, airs)
     low, high = reward_range
     earned = [final for unit in units for final in unit.finals]
-    # A reward outside the range widens it: else all that is above it would be equally good.
+    # A reward outside the range widens it; otherwise all rewards above it would count as equal.
     against = _compared(units, rule, after, (min([low, *earned]), max([high, *earned])))
     scaled = _scaled(units, against, rule, high - low)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
     for unit, other, compared in zip(units, against, scaled, strict=True):
-        # No signal, unless final rewards or AIR give one.
+        # AIR may give a signal where equal final rewards give none.
         air_tells = other.air.reason is None and other.weight > 0.0
         reason = other.final.reason
         reason = None if air_tells and reason != "alone" else reason
@@ -154,9 +155,9 @@ def advantages(
 
 
 class Against(Record, frozen=True, kw_only=True):
-    """Hold what the final rewards and the AIR of some calls are compared with.
+    """The baselines of a unit's final rewards and AIR.
 
-    `weight` is `f`, and `is_alike` is that of their comparisons.
+    `weight` is `f` of the module's formula; `is_alike` is explained in `AdvantageSteps`.
     """
 
     final: BaselineValue
@@ -170,7 +171,7 @@ def _scaled(
 ) -> list[list[AdvantageSteps]]:
     """Return the scaled differences of each call, in the order of `units`.
 
-    `width` is that of the reward's range.
+    `width` is the width of the reward range.
     """
     normalisation = NORMALISATIONS[rule.normalisation]
     pairs = list(zip(units, against, strict=True))
@@ -202,7 +203,7 @@ def _scaled(
 
 
 def _centred(differences: list[list[float]], counts: Sequence[bool]) -> list[list[float]]:
-    """Return the differences of episodes minus the mean over those that count."""
+    """Subtract from all differences their mean over the units that `counts` marks."""
     means = [mean_of(own) for own in compress(differences, counts)]
     mean = mean_of(means) if means else 0.0
     return [[difference - mean for difference in own] for own in differences]
@@ -214,7 +215,7 @@ def _divisor(spread: float | None, least: float) -> float:
 
 def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditOptions) -> list[ScoredCalls]:
     if episode.account.earlier and not rule.compares_episodes:
-        # Only a group's own statistics have a use for an episode that is consumed already.
+        # An episode that is consumed already only serves to compute its group's baseline.
         return []
     by_agent = rule.assignment == "per_agent"
     family = task_family(episode.account.task)
@@ -243,10 +244,11 @@ def _compared(
     moving: MovingBaselines,
     reward_range: RewardRange,
 ) -> list[Against]:
-    """Return what each unit is compared with, in the order of `units`.
+    """Return the baselines of each unit, in the order of `units`.
 
-    That is its group, or its family's moving average if it is alone in its group, or if all of the
-    group have earned the same: where a task fails each time, only others can say by how much.
+    A unit is compared with its group; with its family's moving average if it is alone in its group
+    or all of the group earned the same. Where a task always fails, only the family's other tasks
+    show how much better a policy can do.
     """
     baseline = BASELINES[rule.baseline]
     compared: dict[tuple[int, str], list[int]] = {}

@@ -5,19 +5,19 @@ as the return status of a tool, and gives no formula. Pawl's is
 
     r_air = λ · width · clip(mean of (score − usual score of the tool) over the tool events, −1, 1)
 
-for each of the episode's calls. `width` is that of the reward's range, so that AIR is on the scale
-of the rewards; λ is at most 0.2, so that many easy tool calls do not outweigh the task. The usual
-score of a tool is the mean over the claim: what always works is worth nothing, however often it is
-called. An event whose score is 0 is left out: the `error` of a tool that ran, such as a red test,
-is information and neither lowers nor raises the reward.
+for each of the episode's calls. `width` is the width of the reward range, which puts AIR on the
+scale of the rewards; λ is at most 0.2, so that many easy tool calls do not outweigh the task. The
+usual score of a tool is its mean over the claim: a tool that always works earns nothing, however
+often it is called. An event with the score 0 is left out: the `error` of a tool that ran, such as a
+red test, is information and neither lowers nor raises the reward.
 
-Compared returns count AIR by `air_weight`, which falls to 0 as episodes succeed: a policy that
-solves the task learns from its final rewards alone.
+Comparisons of returns weigh AIR by `air_weight`, which falls to 0 as episodes succeed: a policy
+that solves the task learns from its final rewards alone.
 
 Three rules guard against reward hacking. An event counts only if a call of the episode
-requested that tool, or is itself what was executed. The same tool with the same arguments counts
-once, with the worst of its outcomes, so that repeating a call can only lower the reward. The recipe
-refuses scores under which a malformed call is not worse than every clean failure.
+requested that tool, or if the executed code is the text of its reply. The same tool with the same
+arguments counts once, with its worst outcome, so that repeating a call can only lower the reward.
+The recipe refuses scores under which a malformed call is not worse than every clean failure.
 """
 
 import json
@@ -33,7 +33,7 @@ RewardRange = tuple[float, float]
 
 
 class ScoredEvent(Record, frozen=True):
-    """Hold the score of one tool execution, not 0, and whether the tool ran."""
+    """The nonzero score of one tool execution; `ran` is False for a malformed call."""
 
     tool: str | None
     score: float
@@ -41,13 +41,13 @@ class ScoredEvent(Record, frozen=True):
 
 
 class UsualScores(Record, frozen=True, kw_only=True):
-    """Hold the mean score of each tool in a claim, and of all its tool events."""
+    """Mean scores in a claim: of each tool, and of all tool events (`overall`)."""
 
     tools: Mapping[str | None, float] = {}
     overall: float = 0.0
 
     def of(self, tool: str | None) -> float:
-        """Return a tool's usual score; that of all tools for one that never ran."""
+        """Return a tool's mean score, or the overall mean for a tool that never ran."""
         return self.tools.get(tool, self.overall)
 
 
@@ -55,7 +55,7 @@ NO_USUAL_SCORES: Final = UsualScores()
 
 
 def scored_events(events: Iterable[MatchedEvent], rule: CreditOptions) -> list[ScoredEvent]:
-    """Return the events of an episode's calls that have a score, each execution once."""
+    """Return the events with a nonzero score; repeats count once, with the worst score."""
     worst: dict[object, ScoredEvent] = {}
     for index, event in enumerate(events):
         key = _execution_key(event) or index
@@ -66,10 +66,10 @@ def scored_events(events: Iterable[MatchedEvent], rule: CreditOptions) -> list[S
 
 
 def usual_scores(events: Iterable[ScoredEvent]) -> UsualScores:
-    """Return the usual scores of a claim with these events.
+    """Return the mean scores over a claim's events.
 
-    A tool that never ran has none of its own: else to call one that does not exist would be as
-    usual as anything.
+    A tool that never ran has no mean of its own; otherwise calling a tool that does not exist would
+    be usual and cost nothing.
     """
     by_tool: dict[str | None, list[ScoredEvent]] = {}
     for event in events:
@@ -95,9 +95,9 @@ def air_reward(events: Sequence[ScoredEvent], usual: UsualScores, most: float) -
 
 
 def air_weight(finals: Sequence[float], reward_range: RewardRange) -> float:
-    """Return AIR's weight, 1 to 0, among episodes with these final rewards, one or more.
+    """Return AIR's weight, 0 to 1, among episodes with these final rewards (one or more).
 
-    It is 1 minus their success rate: the mean of their places in the range, 0 to 1.
+    It is 1 minus the success rate, which is the rewards' mean position in the range, 0 to 1.
     """
     low, high = reward_range
     return 1.0 - mean_of([max(0.0, min(1.0, (final - low) / (high - low))) for final in finals])

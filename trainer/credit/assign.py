@@ -1,6 +1,6 @@
 """Assign credit: from the episodes of an update to the credit of each call (pure).
 
-Returns, advantages, the choice of what is trained, and loss weights: the trainer calls
+The steps are returns, advantages, the choice of trained calls, and loss weights. The trainer calls
 `assign_credit` on the store's groups, `pawl credit` calls `credit_accounts` on exported lines.
 """
 
@@ -35,29 +35,28 @@ from trainer.credit.returns import (
 )
 from trainer.recipes.recipe import CreditOptions, SftOptions
 
-# Reasons why an episode is not imitated: its final reward, or the returns of others.
+# Reasons not to imitate an episode: its final reward is too low, or others of its task did better.
 LOW_REWARD: Final = "low_reward"
 NOT_BEST: Final = "not_best"
-# Of rewards whose range nobody declared.
+# Range of rewards if none is given.
 UNIT_RANGE: Final[RewardRange] = (0.0, 1.0)
-# Mean number of sampled tokens a call above which a policy thinks before it answers.
+# A policy whose calls have more sampled tokens in the mean is taken to think before it answers.
 LONG_CALL: Final = 512
-# By how much a small family of tasks counts for more than its size.
+# Largest factor by which a small task family counts for more than its size.
 MOST_FAVOUR: Final = 4.0
 NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
 ALL_TRUSTED: Final[Mapping[str, float]] = {}
-# Why a call is not trained whose reward is the opinion of a judge that weighs nothing.
+# Reason not to train a call: its reward is the opinion of a judge with trust 0.
 UNTRUSTED: Final = "untrusted"
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
-    """Hold one call's rewards, advantage and share of the update's loss.
+    """One call's rewards, advantage and share of the update's loss.
 
-    `r_final`, `r_total` and `advantage` are None if nobody scored the call; `advantage` also where
-    a teacher gives each token its own. `r_total` is r_final
-    plus what AIR counts for. `reason` says why the call is not trained; it is None for calls that
-    are. `parts` are what each metric adds to `r_final`, where that is a sum. `comparison` has the
-    steps from the return to the advantage.
+    `r_final`, `r_total` and `advantage` are None if the call is unscored; `advantage` also where a
+    teacher gives each token its own. `r_total` is r_final plus weighted r_air. `reason` says why
+    the call is not trained (None: it is). `parts` is each metric's contribution where `r_final` is
+    a sum of metrics. `comparison` has the steps from the return to the advantage.
     """
 
     r_final: float | None
@@ -71,9 +70,9 @@ class CallCredit(Record, frozen=True, kw_only=True):
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
-    """Hold a call's credit and the recorded call; `position` is its index in the episode.
+    """A call's credit and the recorded call; `position` is its index in the episode.
 
-    `correction` is the share of the loss of its right reply, 0 where nobody stated one.
+    `correction` is the share of the loss of the call's correction, 0 if it has none.
     """
 
     episode_id: UUID
@@ -116,17 +115,17 @@ def assign_credit(
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
     - Calls that another policy than `policy` sampled are not trainable.
-    - Episodes without a task are no group.
+    - Episodes without a task are not compared with each other.
     - A group's `earlier` episodes count in the baseline of the others and get no credit.
     - An episode with a trainable call from a version before `oldest_version` is stale: it
       counts in the baseline of the others and is not trained.
-    - So is an episode in `withheld`, which says why by episode id.
+    - The same holds for an episode in `withheld`, which maps episode ids to reasons.
     - An episode that `kept` does not keep is not trained (None: all are kept).
-    - Where calls are `taught`, a teacher gives the advantages, and no reward is needed.
+    - With `taught`, a teacher gives the advantages, and no reward is needed.
 
-    `baselines` are the moving baselines that the last update left. `reward` says what a reward is
-    the sum of, and `reward_range` how low and high it may be. `trust` is what the opinions of each
-    judge weigh, 0 to 1; those of others weigh 1, as facts do.
+    `baselines` are the moving baselines that the last update left. `reward` is the rule that sums
+    metrics, and `reward_range` the lowest and highest reward. `trust` is the weight of each judge's
+    opinions, 0 to 1; opinions of other judges weigh 1, as facts do.
     """
 
     def why(episode: Episode) -> str | None:
@@ -137,7 +136,7 @@ def assign_credit(
 
     accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
-    # Where a teacher gives the advantages, no opinion counts.
+    # With a teacher no reward counts, so no judge's opinion either.
     trust = ALL_TRUSTED if taught else trust
     credited = credit_accounts(accounts, rule, baselines, kept, reward_range, trust, taught=taught)
     flat = [pair for group in accounted for pair in group]
@@ -174,7 +173,7 @@ def _account(
     rule: RewardRule,
     why_withheld: Callable[[Episode], str | None],
 ) -> list[AccountedGroup]:
-    """Return the group's episodes with their accounts, one list for each set to compare."""
+    """Return the group's episodes and accounts, in lists of episodes compared with each other."""
     accounted = [
         (episode, account_of(episode, rule, withheld=why_withheld(episode)))
         for episode in (_for_policy(episode, policy) for episode in group.episodes)
@@ -208,8 +207,8 @@ def credit_accounts(
 ) -> CreditedAccounts:
     """Return the advantage and weight of every call, ordered by group, episode and call.
 
-    Of each group only the episodes are trained that `kept` keeps (None: all). `taught` calls need
-    no reward, and have no advantage here.
+    `kept` selects the trained episodes of each group (None: all). With `taught`, calls need no
+    reward and get no advantage here.
     """
     scale = claim_scale([account for group in groups for account in group], rule, reward_range)
     episodes = [
@@ -295,12 +294,12 @@ def _reason(
 
 
 def with_best_kept(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list[EpisodeReturns]:
-    """Return the episodes, withheld with the reason if a learner is not to imitate them.
+    """Mark the episodes that a learner must not imitate as withheld, with the reason.
 
-    An episode is kept if its final reward is at least `sft.min_reward`; and, with
-    `sft.most_per_task`, if not so many others of its task have a higher return. Of equal returns
-    the later episode is kept: a newer version sampled it. What could not be trained anyway takes
-    nobody's place. Episodes of one group follow each other.
+    An episode is kept if its final reward is at least `sft.min_reward` and its return is among the
+    `sft.most_per_task` highest of its group, if that is set. Of equal returns the later episode is
+    kept, because a newer version sampled it. Episodes that cannot be trained anyway do not count.
+    The episodes of a group must be adjacent.
     """
     reasons: dict[int, str] = {}
     for _, group in groupby(enumerate(episodes), key=lambda pair: pair[1].group):
@@ -338,18 +337,17 @@ def loss_weights(
 ) -> list[list[float]]:
     """Return each call's share of the update's loss, by episode; 1 in sum.
 
-    `sampled` holds each call's number of sampled tokens, or None for a call that is not
-    trained, whose weight is 0; `families` the family of each episode's task; and `trusts` the share
-    of its weight that each call has, 0 to 1 (None: all have all). The recipe's `equal_weight` says
-    what has the same weight:
+    `sampled` is each call's number of sampled tokens, or None for a call that is not trained, whose
+    weight is 0; `families` is the family of each episode's task; `trusts` is a factor for each
+    call's weight, 0 to 1 (None: 1). The recipe's `equal_weight` says what has the same weight:
 
     - `episode`: each trained episode, divided equally among its trained calls.
     - `call`: each trained call.
     - `token`: each sampled token. Like Dr. GRPO (arXiv:2503.20783 §3.2) this leaves out the mean
       over a call's own tokens; the divisor is the update's token count instead of a constant.
-    - `auto`: each family, and in it each token where calls are as long as thoughts (`LONG_CALL`),
-      else each episode. So what is asked most does not become the answer to everything. No family
-      counts more than `MOST_FAVOUR` times what it would by its size alone.
+    - `auto`: each family; within it each token if calls are long (`LONG_CALL`), else each episode.
+      So the most frequent task's answer does not become the answer to everything. No family counts
+      more than `MOST_FAVOUR` times what it would by its size alone.
     """
     equal = rule.equal_weight
     if equal == "auto":
@@ -366,7 +364,7 @@ def loss_weights(
 
 
 def _sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
-    """Return what each of an episode's calls counts for, as long as all families are alike."""
+    """Return the size of each call of an episode, before families are balanced."""
     if equal == "token":
         return [0.0 if tokens is None else float(max(tokens, 1)) for tokens in sampled]
     trained = len(sampled) - sampled.count(None)
@@ -375,7 +373,7 @@ def _sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
 
 
 def _balanced(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:
-    """Return the sizes of calls, scaled so that each family's sum is the same, within limits."""
+    """Scale the sizes of calls so that all families have the same sum, within `MOST_FAVOUR`."""
     by_family: dict[str, list[float]] = {}
     for own, family in zip(sizes, families, strict=True):
         by_family.setdefault(family, []).extend(own)

@@ -1,13 +1,13 @@
 """Compare returns: the baselines and normalisations that recipes may name (pure).
 
 A baseline gives the value that an episode's return is compared with, and the spread of such
-returns. An episode without others in its group is compared with what its task family earns
+returns. An episode alone in its group is compared with its task family's moving average
 (`family_value`). A normalisation says by which spread the difference is divided.
 
 Each episode counts once, whatever its number of calls: its value is the mean of its calls' returns,
-and its part in a variance is their mean squared difference from the baseline's mean. Where all its
-calls have the same return, as they have by default, both are the usual mean and sample variance of
-the episodes' returns.
+and its part in a variance is their mean squared difference from the baseline's mean. By default all
+calls of an episode have the same return, and this is the usual mean and sample variance of the
+episodes' returns.
 
 To add a baseline, write a class here and name it in `BASELINES`.
 """
@@ -27,10 +27,10 @@ NoSignal = Literal["alone", "no_spread"]
 
 
 class BaselineValue(Record, frozen=True, kw_only=True):
-    """Hold the value that an episode's returns are compared with, and the spread of such returns.
+    """The value that an episode's returns are compared with, and the spread of such returns.
 
     `spread` is None if there are no comparable returns. `reason` says why the comparison gives no
-    signal: all returns are equal (`no_spread`), or no other was ever seen (`alone`).
+    signal: all returns are equal (`no_spread`), or no other return was ever seen (`alone`).
     """
 
     value: float
@@ -38,17 +38,17 @@ class BaselineValue(Record, frozen=True, kw_only=True):
     reason: NoSignal | None = None
 
 
-# The returns that are compared with each other, in any order: one sequence of call returns for each
-# episode of a group, or for each agent of an episode if agents are compared with themselves.
+# Returns that are compared with each other, in any order: for each episode of a group those of its
+# calls, or those of one agent's calls with the assignment per_agent.
 ComparedReturns = Sequence[Sequence[float]]
 
 
 class Baseline(ABC):
-    """Give the values that returns are compared with, and say what is needed for that.
+    """A rule for the values that returns are compared with.
 
-    `needs_group` says that an episode is compared with others of its group, those that earlier
-    updates consumed among them; and by itself with a moving average (`family_value`). PPO, whose
-    critic is the baseline, allows no such one.
+    With `needs_group` an episode is compared with the others of its group, including those that
+    earlier updates consumed; an episode alone in its group with a moving average (`family_value`).
+    PPO does not allow such a baseline, because its critic is the baseline.
     """
 
     needs_group: bool = False
@@ -57,8 +57,8 @@ class Baseline(ABC):
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
         """Return the value for each of `returns`, in the same order.
 
-        Another order of returns must not change a bit of the result: use `mean_of`. With
-        `needs_group` there are two or more.
+        The order of `returns` must not change a bit of any value: use `mean_of`. With `needs_group`
+        there are two or more.
         """
 
 
@@ -68,7 +68,6 @@ class GroupMean(Baseline):
     needs_group = True
 
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
-        """Return the group's mean for each of its episodes."""
         mean = mean_of([mean_of(values) for values in returns])
         value = BaselineValue(
             value=mean, spread=spread_about(mean, returns), reason=no_spread(mean, returns)
@@ -92,7 +91,6 @@ class Zero(Baseline):
     """Give 0: an episode's advantage is its return. For learners with a baseline of their own."""
 
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
-        """Return 0 for each episode."""
         return [BaselineValue(value=0.0, spread=None)] * len(returns)
 
 
@@ -104,11 +102,11 @@ BASELINES: Final[dict[str, Baseline]] = {
 
 
 def family_value(returns: Sequence[float], average: MovingAverage) -> BaselineValue:
-    """Return what an episode by itself is compared with: its family's moving average.
+    """Return the baseline of an episode that has no group to differ from: its family's average.
 
-    This is the baseline of REINFORCE (Sutton & Barto, 2nd ed., §13.4), moved by the update's own
-    episodes first: a policy improves faster than an average of the past. So a success after a
-    hundred equal failures is not divided by a spread of 0, and a new family is known at once.
+    This is the baseline of REINFORCE (Sutton & Barto, 2nd ed., §13.4). The update's own episodes
+    move it first, because a policy improves faster than an average of the past. So the spread is
+    not 0 at the first success after a hundred failures, and a new family has an average at once.
     """
     reason: NoSignal | None = no_spread(average.mean, [returns])
     if average.count < 2:
@@ -134,18 +132,19 @@ def no_spread(mean: float, returns: Sequence[Sequence[float]]) -> NoSignal | Non
 
 
 class Normalisation(Record, frozen=True, kw_only=True):
-    """Say which spread of final rewards differences from a baseline are divided by.
+    """How differences from a baseline are divided by a spread of final rewards.
 
-    The differences of final rewards and those of AIR have the same spread, each with a lower limit
+    Differences of final rewards and of AIR are divided by the same spread, each with a lower limit
     of its own (`trainer.credit.advantages`). PPO has no baseline among returns, and normalises its
     own advantages over the update.
 
     Attributes:
-        spread_over: what the spread is taken over: what the baseline is, or the whole update, whose
-            mean difference is subtracted first; episodes that are alone count in neither. None:
-            nothing is divided.
+        spread_over: "baseline" takes the spread of the returns behind the baseline; "update" that
+            over the update, after subtracting its mean difference, without episodes that are alone;
+            None divides by nothing.
         is_focal: whether differences count for less where the compared episodes mostly succeed.
-            What does would only be made more certain, at the cost of tasks that share its words.
+            More training would only make the policy more certain of these successes, at the cost of
+            tasks with similar words.
     """
 
     spread_over: Literal["baseline", "update"] | None = None

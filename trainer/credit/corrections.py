@@ -6,9 +6,9 @@ from store.records import Feedback
 
 
 def correction_of(statements: Iterable[Feedback]) -> str | None:
-    """Return the correction that counts of statements about one target, or None.
+    """Return the newest correction among the statements about one target, or None.
 
-    It is the newest. A withdrawal of its metric takes it back, unless it came before.
+    A withdrawal of the same metric takes a correction back, unless the withdrawal is older.
     """
     stated = list(statements)
     withdrawn = [one for one in stated if one.value is None]
@@ -26,7 +26,7 @@ def corrections_of(
 ) -> list[str | None]:
     """Return the correction of each call of an episode, or None.
 
-    What is stated of the episode is about its only call; of several calls it is about none.
+    A correction of the episode belongs to its only call; if there are several calls, to none.
     """
     if len(of_calls) == 1:
         return [correction_of((*of_episode, *of_calls[0]))]

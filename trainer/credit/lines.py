@@ -38,7 +38,7 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
 
     @property
     def feedback(self) -> Feedback:
-        """Return it as the store has it, with a zone."""
+        """Return the item as a record of the store; a time without a zone is UTC."""
         at = datetime.fromtimestamp(self.at, UTC) if isinstance(self.at, float) else self.at
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
         return Feedback(
@@ -51,7 +51,7 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
 
 
 class EventLine(Record, frozen=True, kw_only=True):
-    """Hold one tool event: how a tool that the call requested ended.
+    """One tool event: how a tool that the call requested ended.
 
     `arguments` is the text that the model wrote, or a digest of a reply that the agent executed.
     """
@@ -63,8 +63,6 @@ class EventLine(Record, frozen=True, kw_only=True):
 
 
 class CallLine(Record, frozen=True, kw_only=True):
-    """Hold one call of an episode."""
-
     call: str
     trainable: bool
     agent: str = "default"
@@ -91,15 +89,16 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
 
     @property
     def whose(self) -> tuple[str, str]:
-        """Return what tells the episode from all others: its tenant and its name."""
+        """Return the episode's unique key: tenant and name."""
         return self.tenant, self.episode
 
 
 class CreditLine(Record, frozen=True, kw_only=True):
-    """Hold one call's credit, with the fields in the order in which they are written.
+    """One call's credit; fields are written in this order.
 
-    `parts` are what each metric adds to the reward, which are written where that is a sum.
-    `correction` is that of an update: its own share of the loss, or why it is not trained.
+    `parts` is each metric's contribution, written where the reward is a sum of metrics.
+    `correction` is set for the calls of an update: the loss share of the call's correction, or the
+    reason why the correction is not trained.
     """
 
     episode: str
@@ -116,7 +115,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
-    """Parse exported episodes, one a line, as far as credit needs them (`read_lines_as`)."""
+    """Parse the fields of exported episodes that credit needs (`read_lines_as`)."""
     return read_lines_as(lines, where, EpisodeLine)
 
 
@@ -158,8 +157,8 @@ def credit_lines(
     """Return the credit of each call, in the order of episodes and calls.
 
     Episodes of one task of a tenant form a group; an episode without a task is a group of its own.
-    Only the episodes are trained that `kept` keeps (None: all). `reward` says what a reward is the
-    sum of, and `reward_range` how low and high it may be.
+    `kept` selects the trained episodes (None: all). `reward` is the rule that sums metrics, and
+    `reward_range` the lowest and highest reward.
     """
     groups: dict[object, list[EpisodeLine]] = {}
     for index, line in enumerate(episodes):
@@ -177,7 +176,7 @@ def credit_lines(
 
 
 def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> CreditLine:
-    """Return the output line of one call; its episode's name may be as it is kept."""
+    """Return the output line of one call; a tenant prefix of the episode's name is removed."""
     return CreditLine(
         episode=bare(episode),
         call=call,

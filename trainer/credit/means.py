@@ -1,4 +1,4 @@
-"""Compute means that no order of values changes, exact for equal values (pure)."""
+"""Means that do not depend on the order of values and are exact for equal values (pure)."""
 
 from collections.abc import Sequence
 from math import fsum

@@ -1,13 +1,13 @@
-"""Keep a running average of what the episodes of each task family earn each agent (pure).
+"""Keep running averages of returns by task family and agent (pure).
 
-They are for tasks that come only once, as in production: with no group to compare an episode
-with, the average of its family's returns is its baseline (`baselines.family_value`). All scored
-episodes move it, those of groups too, so that it is known once it is needed.
+They are the baselines of tasks that come only once, as in production, where an episode has no group
+to be compared with (`baselines.family_value`). All scored episodes move them, including those of
+groups, so that an average is known when it is needed.
 
-The n returns of one update have no order among each other, so all have the same weight in the
-average. Together they weigh what n single steps would, 1 − (1 − rate)ⁿ; the result is the
-mean over all orders of such steps. While fewer than 1/rate returns were seen the average is
-the plain mean, so that the first returns do not dominate for long.
+The n returns of one update have no order, so each has the same weight in the average. Together they
+weigh as much as n single steps, 1 − (1 − rate)ⁿ; the result is the mean over all orders of such
+steps. While fewer than 1/rate returns were seen the average is the plain mean, so that the first
+returns do not dominate for long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ RATE: Final = 0.05
 # Only the most frequent families are kept: task names that never repeat (a random id for
 # each task) would otherwise make the record grow without end.
 MAX_FAMILIES: Final = 200
-# The family of all episodes of a tenant, for those whose own family was seen only once.
+# The family of all episodes of a tenant, used for families that were seen only once.
 EVERY: Final = "*"
 
 
 class MovingAverage(Record, frozen=True, kw_only=True):
-    """Hold mean and variance of a family's returns for one agent, and how many were seen."""
+    """Mean, variance and number of a family's returns for one agent."""
 
     mean: float
     variance: float
@@ -41,33 +41,33 @@ NewReturns = Mapping[tuple[str, str], Sequence[float]]
 
 
 class MovingBaselines(Record, frozen=True, kw_only=True):
-    """Hold a policy's moving averages by family and agent, before or after an update.
+    """A policy's moving averages by family and agent, before or after an update.
 
-    `families` are those of final rewards, and `airs` those of AIR.
+    `families` has the averages of final rewards, `airs` those of AIR.
     """
 
     families: Mapping[str, Mapping[str, MovingAverage]] = {}
     airs: Mapping[str, Mapping[str, MovingAverage]] = {}
 
     def of_finals(self, family: str, agent: str) -> MovingAverage:
-        """Return the average of a family that was seen; of all of its tenant's if once only."""
+        """Return the family's average, or the tenant's if the family was seen less than twice."""
         return _average(self.families, family, agent)
 
     def of_airs(self, family: str, agent: str) -> MovingAverage:
-        """Return the same of AIR."""
+        """Return the same for AIR."""
         return _average(self.airs, family, agent)
 
     def updated(self, finals: NewReturns, airs: NewReturns) -> "MovingBaselines":
         """Return the baselines after an update with these final rewards and AIR.
 
-        The average of a pair that was never seen starts as the mean of its returns.
+        The average of a new family and agent starts as the mean of its returns.
         """
         return MovingBaselines(
             families=_updated(self.families, finals), airs=_updated(self.airs, airs)
         )
 
     def pruned(self) -> "MovingBaselines":
-        """Return the `MAX_FAMILIES` most seen families, sorted by name, as they are stored."""
+        """Return only the `MAX_FAMILIES` most frequent families, sorted by name for storage."""
 
         def seen(family: str) -> int:
             return sum(average.count for average in self.families[family].values())

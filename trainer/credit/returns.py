@@ -5,8 +5,8 @@
   of that agent (the episode's reward if there are none), plus AIR of that agent's tools.
 - `call`: the reward given to the call itself, or the episode's if it was given none.
 
-Rewards for single calls count under `per_agent` and `call` only. Elsewhere they would be
-added to the episode's reward, of which they are a part already.
+Rewards for single calls count under `per_agent` and `call` only. Under `identical` they would count
+twice, because the episode's reward contains them already.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ from trainer.recipes.recipe import CreditOptions
 
 
 class CallAccount(Record, frozen=True, kw_only=True):
-    """Hold the facts about one call that count for credit.
+    """The facts about one call that count for credit.
 
-    `reason` says why it is not trainable (None if it is). `sampled` is the number of its
-    sampled tokens. `earned` is the reward given to this call alone.
+    `reason` says why the call is not trainable (None if it is). `sampled` is its number of sampled
+    tokens. `earned` is the reward given to this call alone.
     """
 
     agent: str
@@ -45,12 +45,11 @@ class CallAccount(Record, frozen=True, kw_only=True):
 
 
 class EpisodeAccount(Record, frozen=True, kw_only=True):
-    """Hold the facts about one episode that count for credit.
+    """The facts about one episode that count for credit.
 
-    `earned` is the reward given to the whole episode. `withheld` says why the episode is not
-    trained although the others of its group are compared with it (None: nothing forbids it).
-    `excluded` says why it is not even compared. `earlier` marks an episode that an earlier update
-    has consumed: the group is compared with it, and it is not trained again.
+    `earned` is the reward given to the whole episode. `withheld` says why the episode is compared
+    but not trained, `excluded` why it is not even compared (None: it is). `earlier` marks an
+    episode that an earlier update consumed: it is compared with the group, and not trained again.
     """
 
     task: str | None
@@ -90,16 +89,16 @@ def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
 
 
 def of_work(call: CallAccount) -> CallAccount:
-    """Return the account of a call; of a side call without what it earned and how tools ended."""
+    """Return the account of a call; a side call loses its reward and its tool events."""
     if call.reason != SIDE:
         return call
     return msgspec.structs.replace(call, earned=UNSCORED, events=())
 
 
 class ClaimScale(Record, frozen=True, kw_only=True):
-    """Hold what the returns of a claim are computed with.
+    """The values that all returns of a claim share.
 
-    `failed` is the final reward of a failed episode that nobody scored (None: it is unscored),
+    `failed` is the final reward of a failed episode without a reward (None: it stays unscored),
     `usual` the usual scores of the claim's tools, and `most_air` the largest r_air.
     """
 
@@ -113,8 +112,8 @@ def claim_scale(
 ) -> ClaimScale:
     """Return the scale of a claim with these episodes.
 
-    To fail is the lowest: where the recipe names no reward for it, that is the lower of the range's
-    end and of the lowest reward in the claim.
+    Without a `failed_reward` in the recipe, a failed episode gets the lowest reward: the range's
+    lower end, or the lowest reward in the claim if that is below it.
     """
     low, high = reward_range
     counted = [episode for episode in episodes if episode.excluded is None]
@@ -140,17 +139,17 @@ def claim_scale(
 
 
 class Return(Record, frozen=True, kw_only=True):
-    """Hold a return in its parts; `r_final` is None if nobody scored it."""
+    """A return in two parts; `r_final` is None if there is no reward."""
 
     r_final: float | None
     r_air: float
 
 
 class CallReturn(Return, frozen=True, kw_only=True):
-    """Hold the return of a call.
+    """The return of a call.
 
-    `parts` are what each metric adds to `r_final` where that is a sum; `lacks` says why there is no
-    `r_final` although something was stated; `source` names the judge whose opinion it is.
+    `parts` is each metric's contribution where `r_final` is a sum of metrics; `lacks` says why
+    `r_final` is None despite feedback; `source` names the judge whose opinion it is (None: a fact).
     """
 
     parts: Mapping[str, float] = NO_PARTS
@@ -163,7 +162,7 @@ def call_returns(
 ) -> list[CallReturn]:
     """Return the return of each call of an episode, in the order of calls.
 
-    A side call has no final reward: what the agent's work earned is not its own.
+    A side call has no final reward: it is not part of the agent's work.
     """
     finals = _final_rewards(episode, rule, scale.failed)
     airs = _air_rewards(episode, rule, scale)
@@ -182,7 +181,7 @@ def call_returns(
 
 
 def mean_return(returns: Sequence[Return]) -> Return:
-    """Return the mean of an episode's call returns; calls that nobody scored are left out."""
+    """Return the mean of an episode's call returns; unscored calls are left out of `r_final`."""
     finals = [call.r_final for call in returns if call.r_final is not None]
     airs = [call.r_air for call in returns]
     return Return(r_final=mean_of(finals) if finals else None, r_air=mean_of(airs) if airs else 0.0)
@@ -208,9 +207,10 @@ def _final_rewards(
 
 
 def _own_or_episodes(own: Reward, of_episode: Reward) -> Reward:
-    """Return a call's own reward, or its episode's: an opinion counts for less than a fact.
+    """Return a call's own reward, or the episode's if the call has none.
 
-    Of two that lack something, what the call lacks.
+    A fact about the episode goes before an opinion about the call. If both rewards lack something,
+    the call's is returned.
     """
     if of_episode.value is None:
         return own if own.value is not None or own.lacks else of_episode
