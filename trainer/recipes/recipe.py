@@ -29,13 +29,13 @@ from trainer.errors import RecipeError
 
 
 def _fits(number: float) -> float:
-    """Refuse what PostgreSQL takes as no integer, or adds as no interval to a time."""
+    """Refuse numbers too large for an integer of PostgreSQL, or an interval added to a time."""
     if number > MOST:
         raise ValueError(f"the number is too large; use one up to {MOST}")
     return number
 
 
-# Strict: `true` is no 1, nor is "1".
+# Strict: neither `true` nor "1" counts as 1.
 Number = Annotated[float, Field(strict=True)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
@@ -45,20 +45,20 @@ Whole = Annotated[int, Field(strict=True, ge=0), AfterValidator(_fits)]
 Count = Annotated[int, Field(strict=True, ge=1), AfterValidator(_fits)]
 Text = Annotated[str, Field(min_length=1)]
 
-# `lora.target_modules`: the layers are chosen by the model's architecture.
+# Value of `lora.target_modules`: choose the layers by the model's architecture.
 AUTO: Final = "auto"
-# As long as a text may be that `/feedback` takes.
+# Characters of the longest text that `/feedback` accepts.
 LONGEST_TEXT: Final = 256
-# The learning rate where a recipe has none: that of a model of this hidden size, and how it falls.
+# Default learning rate: at this hidden size, and the exponent of its fall with the hidden size.
 BASE_RATE: Final = 5e-5
 BASE_HIDDEN_SIZE: Final = 4096
 RATE_EXPONENT: Final = 0.78
-# A week: whoever waits for longer learns of a version when it is long past.
+# A week: after a longer delay the decision comes when the version is long outdated.
 LONGEST_DELAY_S: Final = 604_800.0
 
 
 def one_of(names: Collection[str]) -> AfterValidator:
-    """Return a check that a text is one of `names`, to which others may be added."""
+    """Return a check that a text is one of `names`, including names added later."""
 
     def known(name: str) -> str:
         if name not in names:
@@ -69,7 +69,7 @@ def one_of(names: Collection[str]) -> AfterValidator:
 
 
 class RecipeOptions(BaseModel):
-    """Refuse unknown keys in a table of the recipe, numbers that JSON has not, and changes."""
+    """A table of the recipe: immutable, without unknown keys, and without NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -255,8 +255,8 @@ class OptimizerOptions(RecipeOptions):
     def rate_for(self, hidden_size: int) -> float:
         """Return the learning rate for a model of this hidden size.
 
-        LoRA needs about ten times full fine-tuning's rate, and the less the wider the model is
-        ("LoRA Without Regret", Thinking Machines, 2025, whose exponent for Llama is 0.78).
+        LoRA needs about ten times full fine-tuning's rate, and less for wider models ("LoRA Without
+        Regret", Thinking Machines, 2025; its exponent for Llama is 0.78).
         """
         if self.learning_rate is not None:
             return self.learning_rate
@@ -318,7 +318,7 @@ class OffPolicyOptions(RecipeOptions):
         return self
 
     def sequence_bounds(self, tokens: int) -> tuple[float, float]:
-        """Return the bounds of the geometric mean ratio of a call of so many sampled tokens."""
+        """Return the bounds of the geometric mean ratio of a call with `tokens` sampled tokens."""
         factor = sqrt(20 / tokens)
         return self.sequence_min**factor, exp(min(factor * log(self.sequence_max), 700.0))
 
@@ -412,7 +412,7 @@ PublishMode = Literal["immediate", "evaluated", "canary"]
 
 
 class PublishOptions(RecipeOptions):
-    """Set `[publish]`: what decides about a version, and how long one is kept."""
+    """Set `[publish]`: what decides which version gets the traffic."""
 
     mode: PublishMode = Field(
         default="immediate",
@@ -491,7 +491,7 @@ class PublishOptions(RecipeOptions):
     @field_validator("reward_delay_s", mode="before")
     @classmethod
     def _comes_within_a_week(cls, given: Any) -> Any:
-        """Refuse a delay after which a decision is about a version of long ago, and say so."""
+        """Refuse a delay of more than a week with an error that names the remedy."""
         if isinstance(given, (int, float)) and given > LONGEST_DELAY_S:
             raise ValueError(
                 f"{given:g} s is more than a week ({LONGEST_DELAY_S:g} s), and no episode would"
@@ -604,7 +604,7 @@ class Recipe(RecipeOptions):
 
     @model_validator(mode="after")
     def _evaluation_fits_the_mode(self) -> "Recipe":
-        """Refuse the mode "evaluated" without tasks, and tasks that nothing would ask."""
+        """Refuse the mode "evaluated" without `[evaluation]`, and `[evaluation]` in other modes."""
         is_evaluated = self.publish.mode == "evaluated"
         if is_evaluated and self.evaluation is None:
             raise ValueError(
@@ -620,7 +620,7 @@ class Recipe(RecipeOptions):
 
     @model_validator(mode="after")
     def _ppo_has_one_baseline(self) -> "Recipe":
-        """Refuse group baselines for PPO: its critic is the baseline, over all of an update."""
+        """Refuse baselines and spreads of groups for PPO: its critic is the baseline."""
         if self.learner != "ppo":
             return self
         credit = self.credit
@@ -634,7 +634,7 @@ class Recipe(RecipeOptions):
 
     @model_validator(mode="after")
     def _others_compare_nothing(self) -> "Recipe":
-        """Refuse for SFT and distillation what would have no effect, or would lose episodes."""
+        """Refuse settings that have no effect or lose episodes with SFT and distillation."""
         if self.learner not in ("sft", "distill"):
             return self
         credit = self.credit
@@ -651,7 +651,7 @@ class Recipe(RecipeOptions):
 
     @model_validator(mode="after")
     def _teacher_fits_the_learner(self) -> "Recipe":
-        """Refuse distillation without a teacher or by groups, and a teacher that nobody asks."""
+        """Refuse distillation without a teacher or with groups, and a teacher of other learners."""
         if (self.learner == "distill") != (self.teacher is not None):
             raise ValueError(
                 'teacher: learner "distill" needs a section [teacher], with url and model, and no'
@@ -663,7 +663,7 @@ class Recipe(RecipeOptions):
 
     @model_validator(mode="after")
     def _publish_has_the_range(self) -> "Recipe":
-        """Refuse for decisions another range of rewards than the sum has."""
+        """Refuse a range or margin in `[publish]` that does not fit the sum in `[reward]`."""
         if not self.reward:
             return self
         low, high = self.reward_rule.range
@@ -683,7 +683,7 @@ class Recipe(RecipeOptions):
 
     @property
     def reward_rule(self) -> RewardRule:
-        """Return what the reward is the sum of: the metric `reward` alone if none is named."""
+        """Return the sum of metrics that is the reward; by default the metric `reward` alone."""
         if not self.reward:
             return REWARD_ALONE
         return RewardRule(
@@ -702,14 +702,14 @@ class Recipe(RecipeOptions):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """Return the lowest and the highest reward: those of the sum, where there is one."""
+        """Return lowest and highest reward: of the sum in `[reward]`, else as `[publish]` says."""
         return self.reward_rule.range if self.reward else self.publish.reward_range
 
     @property
     def failed_reward(self) -> float | None:
-        """Return what a failed episode without a reward counts as before the update is known.
+        """Return the provisional reward of a failed, unscored episode until the claim is known.
 
-        None: it is unscored.
+        None: it stays unscored.
         """
         failed = self.credit.failed_reward
         if failed is None:
@@ -718,9 +718,9 @@ class Recipe(RecipeOptions):
 
     @property
     def judged_by(self) -> dict[str, Any]:
-        """Return what decides about a version, as JSON: `[publish]` with `[evaluation]`.
+        """Return the settings that decide about a version, as JSON: `[publish]`, `[evaluation]`.
 
-        `reward` is the sum that is compared; where `[reward]` names metrics, the range is its own.
+        `reward` is the sum that is compared; if `[reward]` names metrics, the range is their sum's.
         """
         rule = self.publish.model_copy(update={"reward_range": self.reward_range})
         evaluation = None if self.evaluation is None else self.evaluation.model_dump(mode="json")
@@ -729,9 +729,9 @@ class Recipe(RecipeOptions):
 
     @property
     def kept(self) -> SftOptions | None:
-        """Return the rule by which episodes are kept for training; None: all that give a signal.
+        """Return the rule that selects the episodes to imitate; None: train all with a signal.
 
-        Such a learner has no ratio: what its rows were sampled from makes no difference.
+        SFT takes no ratios, so it does not matter which policy its rows were sampled from.
         """
         return self.sft if self.learner == "sft" else None
 
@@ -750,7 +750,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         for entry in files("trainer.recipes").iterdir()
         if entry.name.endswith(".toml")
     }
-    # Unlike `Path.exists`, this takes any text: a policy's recipe may be no path at all.
+    # Unlike `Path.exists`, this never raises: a recipe's name may be an invalid path.
     if name_or_path.endswith(".toml") or os.path.exists(name_or_path):
         source = Path(name_or_path)
     elif name_or_path in packaged:
