@@ -1,4 +1,4 @@
-"""Write and read the files of a policy version: beside their place, synced, renamed into it.
+"""Write and read a policy version's files: written beside their place, synced, then renamed.
 
     <adapter_dir>/<policy>/<version>/
         adapter_config.json  adapter_model.safetensors     what the model server reads
@@ -6,13 +6,13 @@
         base.json                                          hash of the base model
         trainer/                                           what resuming needs
 
-A version exists from the moment of the rename. Its manifest holds all that is needed to record and
-to probe it, so that a crash after the rename ends in the same rows and checks. The manifest has the
-hash of each served file, and the database the manifest's, so that `check_files` finds files that
-were altered, exchanged, or replaced together with a manifest of their own.
+A version exists from the moment of the rename. Its manifest holds everything needed to record and
+probe it, so that recovery after a crash makes the same rows and checks. The manifest has the hash
+of each served file, and the database has the hash of the manifest, so that `check_files` finds
+files that were altered, swapped, or replaced together with their manifest.
 
-Whatever reads a version's files raises `AdapterError` where one is missing, damaged or altered, and
-`FilesUnread` where it cannot be read for now, which says nothing about the version.
+Functions that read a version's files raise `AdapterError` if a file is missing, damaged or altered,
+and `FilesUnread` if it cannot be read for now, which says nothing about the version.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ STATE: Final = "trainer"
 
 
 class NewVersion(Record, frozen=True, kw_only=True):
-    """Describe a version that an update is about to write.
+    """A version that an update is about to write.
 
-    `outcomes` are those of the update's episodes, `metrics` its figures, JSON-ready, and
-    `baselines` the moving baselines that it leaves to the next update, if any.
+    `outcomes` are of the update's episodes, `metrics` its figures (JSON-ready), and `baselines` the
+    moving baselines for the next update, if any.
     """
 
     policy: str
@@ -60,10 +60,7 @@ class NewVersion(Record, frozen=True, kw_only=True):
 
 
 class Manifest(NewVersion, frozen=True, kw_only=True):
-    """Hold the content of `manifest.json`: `sha256` maps the name of each served file to its hash.
-
-    The rest is what is known before the files are written.
-    """
+    """The content of `manifest.json`; `sha256` maps the name of each served file to its hash."""
 
     sha256: dict[str, str]
 
@@ -96,9 +93,9 @@ def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> 
 
 
 def write_hashes(folder: Path) -> str:
-    """Give a folder that is no version a manifest of its files alone; return that one's SHA-256.
+    """Write a manifest of hashes alone into a folder that is no version; return its SHA-256.
 
-    By it the folder can be fetched and checked as a version's.
+    With it the folder can be fetched and checked like a version's.
     """
     hashes = {name: sha256_of(folder / name) for name in SERVED}
     (folder / MANIFEST).write_bytes(msgspec.json.encode({"sha256": hashes}))
@@ -106,7 +103,7 @@ def write_hashes(folder: Path) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a version's folder, or None if there is no such version."""
+    """Check the files of a version's folder and return its manifest; None if it has none."""
     manifest = _manifest(folder)
     for name, expected in manifest.sha256.items() if manifest is not None else ():
         if written_sha256(folder / name) != expected:
@@ -129,7 +126,7 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def probe_of(folder: Path) -> tuple[ProbeRow, ...]:
-    """Return the rows that the version in a folder is probed with; none if it has no manifest."""
+    """Return the probe rows of the version in a folder; none if it has no manifest."""
     manifest = _manifest(folder)
     return () if manifest is None else manifest.probe
 
@@ -137,7 +134,7 @@ def probe_of(folder: Path) -> tuple[ProbeRow, ...]:
 def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
     """Return the folder and manifest of the version that an update wrote, or None if there is none.
 
-    `FilesUnread` means that the update may have written one.
+    `FilesUnread` means that the update may have written a version.
     """
     for _, folder in reversed(folders(root, policy)):
         unchecked = _manifest(folder)
@@ -149,15 +146,15 @@ def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifes
 
 
 def folders(root: Path, policy: str) -> list[tuple[int, Path]]:
-    """Return the number and the folder of every version that has one, oldest first."""
+    """Return the number and the folder of every version with a folder, oldest first."""
     parent = version_folder(root, policy, 0).parent
     return sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
 
 
 def sweep(root: Path, policy: str) -> None:
-    """Remove what killed updates left half-written, and what was being removed.
+    """Remove half-written folders of killed updates, and folders of interrupted removals.
 
-    What the disk refuses is logged, and stays until the next time.
+    A folder that the disk refuses to remove is logged, and stays until the next time.
     """
     parent = version_folder(root, policy, 0).parent
     for partial in parent.glob(".*-*"):
@@ -168,10 +165,10 @@ def sweep(root: Path, policy: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder so that it is there whole or not at all, or do nothing if there is none.
+    """Remove a folder atomically, by renaming it first; do nothing if there is none.
 
     Raises:
-        OSError: the disk refused it; it may be gone from its place, and `sweep` removes the rest.
+        OSError: the disk refused; the folder may be renamed already, and `sweep` removes it then.
     """
     if folder.exists():
         going = folder.with_name(f".{folder.name}-removed")
@@ -193,12 +190,12 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Give an error of reading `path` within this block its meaning.
+    """Translate errors of reading `path` within this block.
 
     Raises:
-        FileMissing: it is not there.
-        AdapterError: it is no file.
-        FilesUnread: the disk refuses it for now.
+        FileMissing: the path does not exist.
+        AdapterError: the path is a directory.
+        FilesUnread: the disk refuses to read it for now.
     """
     try:
         yield
@@ -217,7 +214,7 @@ BASE_FILE: Final = "base.json"
 
 
 class BaseHash(Record, frozen=True, kw_only=True):
-    """Hold what `base.json` has: the hash of a base model (`trainer.learners.model.base_hash`)."""
+    """The content of `base.json`: the hash of a base model (`trainer.learners.model.base_hash`)."""
 
     base: str
 
@@ -247,10 +244,10 @@ MOUNT: Final = (
 async def check_files(version: PolicyVersion, folder: Path | None = None) -> None:
     """Check the files of a version that is about to be loaded; they are read in a thread.
 
-    They are in `folder`, if that is not where the trainer has them.
+    `folder` is where the files are, if not at the trainer's path.
 
     Raises:
-        FilesAltered: they are not those that were written, or are not there.
+        FilesAltered: the files are missing, or not those that were written.
     """
     why = await asyncio.to_thread(why_altered, version, folder)
     if why is not None:
@@ -258,9 +255,9 @@ async def check_files(version: PolicyVersion, folder: Path | None = None) -> Non
 
 
 def why_altered(version: PolicyVersion, folder: Path | None = None) -> str | None:
-    """Return why the files of a version are not those that its update wrote, or None if they are.
+    """Return what is wrong with a version's files: missing, or not written by its update; or None.
 
-    Files that are not there at all are not those either. `folder` is as in `check_files`.
+    `folder` is as in `check_files`.
     """
     folder = folder or Path(version.adapter_path or "")
     try:
@@ -279,7 +276,7 @@ def why_altered(version: PolicyVersion, folder: Path | None = None) -> str | Non
     return None
 
 
-# The last one tells the base model by its hash, so that an import need not go by its name.
+# `BASE_FILE` identifies the base model by hash, so that an import need not rely on its name.
 EXPORTED: Final = (*SERVED, BASE_FILE)
 
 
@@ -299,7 +296,7 @@ def export_adapter(
 ) -> None:
     """Export the version in a folder to `directory`: whole, or not at all.
 
-    `write` gets the version's folder and the one to write into. What it raises passes on, but for
+    `write` gets the version's folder and the folder to write into. Its errors are passed on, except
     an OSError.
 
     Raises:

@@ -1,13 +1,12 @@
 """Delete the files that nothing can ask for any more (docs/decisions/049-files-kept-by-state.md).
 
-A version that is written or servable has its files, and its optimiser state with them: what serves,
-what may serve, the control, what a roll-back gives the traffic to, and what old episodes keep. So
-training and a roll-back are always possible. Of what once served, a few older versions stay without
-their optimiser states, for a person to go back to. The files of the others go once nobody reads
-them.
+Written and servable versions keep their files and optimiser states: versions that serve or may
+serve, the control, the target of a roll-back, and versions that old episodes still use. So training
+and a roll-back are always possible. A few older versions that once served keep their files without
+optimiser states, for a person to go back to. All other files are deleted once no reader is left.
 
 A version is marked in the store before its folder is renamed and removed, so that a reader finds
-either all of its files or the reason why there are none, and a kill leaves what the next run ends.
+either all of its files or the reason why there are none. The next run completes what a kill left.
 """
 
 import asyncio
@@ -27,16 +26,15 @@ from trainer.publishing.model_server import ModelServer, Replicas
 
 log = structlog.get_logger()
 
-# For how long nobody must have asked for an unloaded version. A load or a call that was begun
-# before it was unloaded has ended by then.
+# Seconds that an unloaded version must be idle: a load or a call that began before it was unloaded
+# has ended by then.
 IDLE_S: Final = 900.0
 
 
 def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
-    """Return the numbers of folders that no reader is left for (pure).
+    """Return the numbers of folders without a recorded version, or with a deleted one (pure).
 
-    They are marked as deleted, or no update recorded them. A folder above all versions that have
-    files stays: it keeps its number from being given again.
+    A folder above all versions that have files stays, so that its number is not given again.
     """
     there = {version.version for version in versions if not version.files_deleted}
     newest = max(there, default=0)
@@ -47,17 +45,16 @@ class Cleaning:
     """Keep the folder of one policy's versions small."""
 
     def __init__(self, engine: AsyncEngine, servers: Replicas, policy: str, root: Path) -> None:
-        """Store the database, the model servers, the policy and the folder of all versions."""
         self._engine = engine
         self._servers = servers
         self._policy = policy
         self._root = root
 
     async def clean(self) -> None:
-        """Delete what is half written, and files without a reader.
+        """Delete half-written folders, and files without a reader.
 
-        What the disk refuses is logged and tried again the next time. If the caller is cancelled,
-        it is brought to its end first: a trainer that is stopped leaves what one that ran on does.
+        A deletion that the disk refuses is logged and tried again the next time. A cancelled caller
+        waits for the end, so that a stopped trainer leaves the same files as a running one.
         """
         work = asyncio.ensure_future(self._clean())
         try:
@@ -82,7 +79,7 @@ class Cleaning:
                 await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
 
     async def _mark(self) -> set[int]:
-        """Mark the versions that are without a reader, the model servers among them, as deleted."""
+        """Mark versions as deleted that have no reader; a model server that has one is a reader."""
         async with self._engine.connect() as connection:
             unasked = await unasked_versions(connection, self._policy, IDLE_S)
         if not unasked:
@@ -95,9 +92,9 @@ class Cleaning:
             return await mark_deleted(connection, self._policy, free)
 
     async def _loaded(self) -> set[str] | None:
-        """Return every name that some replica has loaded, or None while one does not say.
+        """Return every name that some replica has loaded, or None if a replica does not answer.
 
-        vLLM reads a folder again long after it was loaded, and its engine dies if it is not there.
+        vLLM reads a folder again long after loading it, and its engine dies if the folder is gone.
         """
         try:
             listed = await self._servers.ask(ModelServer.models)
@@ -108,7 +105,7 @@ class Cleaning:
         return {name for models in listed.values() for name in models}
 
     async def _delete(self, folder: Path) -> None:
-        """Delete a version's files: at the source first, which nobody else would find again."""
+        """Delete a version's files: at the source first, while the local folder still names it."""
         try:
             await self._servers.files.withdraw(folder)
             await asyncio.to_thread(adapters.remove, folder)

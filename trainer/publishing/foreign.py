@@ -1,11 +1,11 @@
-"""Tell whether an adapter from elsewhere can be a version: what its configuration says (pure).
+"""Check whether an adapter from elsewhere can be a version (pure, but for `read_config`).
 
-What it must be is what training writes and the model server takes: plain LoRA on some of the
-layers that the recipe trains, not above its rank, on the policy's base model. Each function
-returns why it is not, with what to do; `read_config` alone reads a file.
+It must be what training writes and the model server accepts: plain LoRA on layers that the recipe
+trains, up to the recipe's rank, on the policy's base model. Each check returns why it is not, with
+the remedy.
 
-PEFT gets a configuration that is written anew, of the layers that the weights name: to match the
-expressions of one that was found may take it hours.
+PEFT gets a new configuration that lists the layers named by the weights: matching the regular
+expressions of a foreign configuration may take hours.
 """
 
 import os
@@ -21,8 +21,8 @@ from trainer.recipes.recipe import LoraOptions
 
 CONFIG, WEIGHTS = SERVED
 SIDES: Final = (".lora_A.weight", ".lora_B.weight")
-# What PEFT's configuration of a plain LoRA adapter may say. All else in one must be empty: it makes
-# another kind of adapter (`use_dora`, `modules_to_save`, `rank_pattern`), or nobody here knows it.
+# Keys that PEFT's configuration of a plain LoRA adapter may set. Any other key must be empty: it
+# makes another kind of adapter (`use_dora`, `modules_to_save`, `rank_pattern`), or is unknown here.
 PLAIN: Final = (
     *("peft_type", "task_type", "peft_version", "auto_mapping", "inference_mode", "runtime_config"),
     *("base_model_name_or_path", "revision", "bias"),
@@ -30,13 +30,13 @@ PLAIN: Final = (
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     "layers_pattern",
     *("init_lora_weights", "eva_config", "lora_ga_config"),
-    # Values that mean nothing without a key that must be empty.
+    # These have no effect without a key that must be empty.
     *("megatron_core", "qalora_group_size"),
 )
-# Ways to begin that leave the base model as it was. With the others (PiSSA, OLoRA, LoftQ …) an
-# adapter is one of a changed base, unless PEFT converted it when it was saved.
+# Initialisations that leave the base model unchanged. With others (PiSSA, OLoRA, LoftQ …) the
+# adapter fits a changed base only, unless PEFT converted it when it was saved.
 BEGINNINGS: Final = ("gaussian", "orthogonal", "eva", "mica", "lora_ga")
-# PEFT's own, where a configuration has none.
+# PEFT's default.
 USUAL_ALPHA: Final = 8
 
 
@@ -47,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         AdapterError: there is no adapter, or it cannot be read.
     """
     for name in SERVED:
-        # Unlike pathlib's, it raises nothing, whatever the name.
+        # Unlike `Path.is_file`, this never raises, whatever the name.
         if not os.path.isfile(folder / name):
             raise AdapterError(
                 f"{folder} is no PEFT adapter: it has no {name}; name the folder that"
@@ -62,7 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def refused(folder: Path, why: str) -> AdapterError:
     """Return the error that the adapter in `folder` cannot be imported, in one line."""
-    # It tells values of the adapter's, which may have any length.
+    # The reason quotes values of the adapter, which may have any length.
     line = "".join(one if one.isprintable() else " " for one in why[:600])
     return AdapterError(f"{folder} cannot be imported: {line}")
 
@@ -70,7 +70,7 @@ def refused(folder: Path, why: str) -> AdapterError:
 def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
     """Return why a configuration is not of plain LoRA within the recipe's rank, or None if it is.
 
-    The recipe's rank is what the model server's `--max-lora-rank` is set by.
+    The model server's `--max-lora-rank` is set by the recipe's rank.
     """
     kind, rank = config.get("peft_type"), config.get("r")
     if kind != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
@@ -120,13 +120,13 @@ def why_another_base(config: Mapping[str, Any], model: str) -> str | None:
 def why_other_layers(
     shapes: Mapping[str, Sequence[int]], rank: int, layers: Mapping[str, tuple[int, int, int]]
 ) -> str | None:
-    """Return why weights of these shapes are not of these layers, or None if they are.
+    """Return why weights of these shapes do not fit these layers, or None if they do.
 
     Args:
-        shapes: of each tensor in the file, by its name.
-        rank: what the configuration says.
-        layers: the layers that the recipe trains: inputs, outputs, and how many matrices of both
-            (of an expert each), by name.
+        shapes: the shape of each tensor in the file, by name.
+        rank: the configuration's rank.
+        layers: inputs, outputs, and number of matrices (one for each expert) of each layer that the
+            recipe trains, by name.
     """
     for name in shapes:
         layer = name.removesuffix(SIDES[0]).removesuffix(SIDES[1])

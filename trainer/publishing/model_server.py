@@ -1,7 +1,7 @@
 """Call vLLM's administrative endpoints: models, LoRA adapters, prompt log-probabilities.
 
 The server needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. The proxy refuses these endpoints to its
-clients. `Replicas` asks several servers at once; one that is away stops nothing
+clients. `Replicas` asks several servers at once; a server that is away does not stop the others
 (docs/decisions/048-adapters-stay-loaded.md).
 """
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 TIMEOUT_S: Final = 120.0
-# The settings with which nothing but the temperature shapes a distribution.
+# Sampling settings under which only the temperature shapes the distribution.
 NEUTRAL: Final[Mapping[str, float]] = {
     "top_p": 1.0,
     "top_k": 0,
@@ -35,23 +35,23 @@ NEUTRAL: Final[Mapping[str, float]] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-# A list of models needs no engine: a server that takes longer for it counts as away.
+# Listing models needs no engine: a server that takes longer counts as away.
 LIST_S: Final = 10.0
 SERVER_ERROR: Final = 500
-# Whatever stands before a server says so of one that does not answer; no model server says it.
+# A gateway sends these for a server that does not answer; no model server sends them.
 GATEWAY_ERRORS: Final = (502, 504)
-# A `pawl adapters` says so that it has not the files; no model server says that of a load.
+# `pawl adapters` sends this if it cannot get the files; no model server sends it for a load.
 NOT_FETCHED: Final = 424
-# No text of a token has the record separator.
+# The record separator occurs in no token's text.
 BETWEEN: Final = "\x1e"
-# What reading an answer ends in that has not, or not in that shape, what was asked for.
+# Errors raised by malformed answers.
 _NOT_REPORTED: Final = (LookupError, TypeError, ValueError)
 
 
 class Completion(Record, frozen=True, kw_only=True):
-    """Hold what a model said: its text, and its tokens' ids and log-probabilities, each (S,).
+    """A completion: its text, and the ids (S,) and log-probabilities (S,) of its tokens.
 
-    `is_whole` says that it ended by itself.
+    `is_whole`: the model ended it, not the token limit.
     """
 
     text: str
@@ -63,8 +63,8 @@ class Completion(Record, frozen=True, kw_only=True):
 class ModelServer:
     """Call one vLLM server.
 
-    Every call raises `UpstreamAway` where the server does not answer, or was restarted and has lost
-    the adapter, and `PublishError` where it refuses, or does not report what was asked for.
+    Every call raises `UpstreamAway` if the server does not answer, or was restarted and lost the
+    adapter, and `PublishError` if it refuses, or its answer lacks what was asked for.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class ModelServer:
     ) -> None:
         """Store the base URL, with its `/v1`; `async with` opens the connection pool.
 
-        `files` are how versions get to machines that do not share the trainer's folder. `key` is
-        sent with each request, if there is one.
+        `files` brings versions to machines that do not share the trainer's folder. `key` is sent
+        with each request.
         """
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._base_url = base_url.rstrip("/")
         self.files = files or AdapterFiles()
-        # What logs, metrics and messages call the server.
+        # Shown in logs, metrics and messages.
         self.url = without_login(self._base_url)
 
     async def __aenter__(self) -> Self:
@@ -108,14 +108,14 @@ class ModelServer:
         try:
             return {model["id"]: model for model in body["data"]}
         except (TypeError, KeyError) as error:
-            # Something before the server answers for it, such as a page of an ingress.
+            # Something in front of the server answered, such as an ingress.
             raise UpstreamAway(
                 f"{self.url} does not list models as a model server does: is it the base URL of"
                 " one, with /v1?"
             ) from error
 
     async def metrics(self) -> str:
-        """Return what the server says at `/metrics`, or "" if it says nothing there."""
+        """Return the text of `/metrics`, or "" if the server has none."""
         root = self._base_url.removesuffix("/v1")
         status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
         return body if status == 200 and isinstance(body, str) else ""
@@ -131,10 +131,10 @@ class ModelServer:
             raise PublishError(f"no token ids at {root}/tokenize: {status} {body}") from error
 
     async def token_texts(self, model: str, ids: Sequence[int]) -> list[str] | None:
-        """Return the text of each token id of a model, or None if the server does not tell.
+        """Return the text of each token id of a model, or None if the server cannot tell.
 
-        vLLM's `/detokenize` returns the texts of all ids joined, so a character that no text has is
-        put between them. Bytes that are no character by themselves are shown as U+FFFD.
+        vLLM's `/detokenize` joins the texts of all ids, so a character that no text has is put
+        between them. Bytes that are not a character on their own are shown as U+FFFD.
         """
         root = self._base_url.removesuffix("/v1")
         asked = {"model": model, "prompt": BETWEEN, "add_special_tokens": False}
@@ -153,9 +153,9 @@ class ModelServer:
     async def load(self, name: str, folder: Path, manifest_sha256: str | None = None) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.
 
-        Several processes may do so at once: the server takes one of them and refuses the others,
-        and what it lists afterwards decides. A `pawl adapters` before the server fetches the files
-        and checks them by the manifest's hash, which vLLM itself ignores.
+        Several processes may load it at once: the server accepts one request and refuses the
+        others, so its list of models afterwards decides. A `pawl adapters` in front of the server
+        fetches the files and checks them by the manifest's hash, which vLLM itself ignores.
 
         Raises:
             PublishError: the server refuses it, or serves other files under that name.
@@ -223,12 +223,12 @@ class ModelServer:
             ) from error
 
     async def last_logprobs(self, name: str, ids: Sequence[int], count: int) -> list[float]:
-        """Return what `prompt_logprobs` says of the last `count` of the ids, (count,)."""
+        """Return the `prompt_logprobs` of the last `count` ids, (count,)."""
         logprobs = await self.prompt_logprobs(name, ids)
         return logprobs[len(logprobs) - count :]
 
     async def probe_logprobs(self, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
-        """Return what the server says of the rows' last tokens under a name, row after row."""
+        """Return the log-probabilities of each row's last tokens under `name`, row by row."""
         return [await self.last_logprobs(name, row.ids, len(row.logprobs)) for row in rows]
 
     async def base_of(self, name: str) -> str:
@@ -243,7 +243,7 @@ class ModelServer:
     async def sample(
         self, name: str, ids: Sequence[int], temperature: float, tokens: int
     ) -> list[tuple[int, float]]:
-        """Return `tokens` sampled tokens after `ids`, each with the log-probability it reports."""
+        """Return `tokens` sampled tokens after `ids`, each with its reported log-probability."""
         more = {"temperature": temperature, "max_tokens": tokens, "ignore_eos": True}
         _, sampled = await self._sampled(name, ids, more)
         return sampled
@@ -255,7 +255,7 @@ class ModelServer:
         body = {
             "model": name,
             "prompt": list(ids),
-            # Whatever the server samples with by default.
+            # Overrides the server's default settings.
             **NEUTRAL,
             **settings,
             "logprobs": 0,
@@ -278,10 +278,10 @@ class ModelServer:
         return choice, sampled
 
     async def complete(self, name: str, ids: Sequence[int], tokens: int, seed: int) -> Completion:
-        """Return what `name` says after the prompt `ids`, at temperature one, in `tokens` at most.
+        """Return the completion of `ids` by `name` at temperature one, at most `tokens` long.
 
-        Whoever asks again with the same `seed` gets the same, as far as the server computes alike.
-        Its text has special tokens, some of which mark a tool call.
+        The same `seed` gives the same completion, as far as the server is deterministic. The text
+        includes special tokens, because some mark a tool call.
         """
         settings = {"temperature": 1.0, "max_tokens": tokens, "seed": seed}
         fields = {"ignore_eos": False, "skip_special_tokens": False}
@@ -296,7 +296,7 @@ class ModelServer:
     async def _refused_probe(self, name: str, status: int, answer: object) -> TrainerError:
         """Return the error for a probe that was refused.
 
-        A server that has not the model any more was restarted: it says nothing about the version.
+        A server that has lost the model was restarted: its refusal says nothing about the version.
         """
         if name not in await self.models():
             return self._has_lost(name)
@@ -304,17 +304,17 @@ class ModelServer:
         return await self._refusal(status, why)
 
     def _has_lost(self, name: str) -> UpstreamAway:
-        """Return the error for a model that the server had, and has not any more."""
+        """Return the error for a model that the server no longer has."""
         return UpstreamAway(
             f"{self.url} has not {name} any more: it was restarted meanwhile, or several"
             " servers share that address (list each in PAWL_REPLICA_URLS)"
         )
 
     async def _refusal(self, status: int, why: str) -> TrainerError:
-        """Return the error for a request that was not answered as asked.
+        """Return the error for a refused request.
 
-        A server whose engine has died answers 5xx to everything until it ends: it counts as away,
-        for it says nothing about the version.
+        A server whose engine has died answers 5xx to everything until it exits. It counts as away,
+        because such an answer says nothing about the version.
         """
         if status < SERVER_ERROR:
             return PublishError(why)
@@ -335,7 +335,7 @@ class ModelServer:
                     response.raise_for_status()
                 is_json = response.content_type == "application/json"
                 return response.status, await (response.json() if is_json else response.text())
-        # Of these ValueError is an answer that is no JSON, though it says so.
+        # ValueError: the answer is not JSON, although its content type says so.
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise UpstreamAway(
                 f"the model server at {self.url} does not answer ({type(error).__name__})"
@@ -345,12 +345,12 @@ class ModelServer:
 class Replicas:
     """Pass each operation to all replicas of the model server that answer.
 
-    It raises `UpstreamAway` where none answers, and `PublishError` where one that answers refuses.
+    It raises `UpstreamAway` if none answers, and `PublishError` if one refuses.
 
     Attributes:
         each: the replicas.
-        slots: the adapter slots of each, as configured; None: as they say.
-        returns: how often one answered that had been away: it may be another one since.
+        slots: adapter slots of each replica, as configured; None: ask the replicas.
+        returns: how often a replica answered again after it was away; it may have been replaced.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class Replicas:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close all connection pools, and end what is under way for the files."""
+        """Close all connection pools, and `files`."""
         await self._open.aclose()
 
     @property
@@ -388,9 +388,9 @@ class Replicas:
         operation: Callable[[ModelServer], Awaitable[T]],
         servers: Iterable[ModelServer] | None = None,
     ) -> dict[ModelServer, T]:
-        """Do `operation` with each of `servers` (None: all) at once; return the answers there are.
+        """Run `operation` on all `servers` (None: all replicas) at once; return the answers.
 
-        Every one has ended when this returns.
+        All operations have ended when this returns.
         """
         asked = self.each if servers is None else tuple(servers)
         ended = await asyncio.gather(*(_settled(operation(server)) for server in asked))
@@ -398,7 +398,7 @@ class Replicas:
         away: list[UpstreamAway] = []
         for server, result in zip(asked, ended, strict=True):
             if isinstance(result, NotFetched):
-                # The server itself is there, and remains the same one.
+                # The server itself answers, so it does not count as away.
                 away.append(result)
             elif isinstance(result, UpstreamAway):
                 if server not in self._away:
@@ -417,10 +417,7 @@ class Replicas:
         return answers
 
     async def models(self) -> dict[str, dict[str, Any]]:
-        """Return the models that every replica which answers serves, by name.
-
-        They are described as the first of them describes them.
-        """
+        """Return the models that all answering replicas serve, by name, as the first lists them."""
         first, *others = (await self.ask(ModelServer.models)).values()
         return {
             name: model for name, model in first.items() if all(name in listed for listed in others)
@@ -438,7 +435,7 @@ class Replicas:
 
 
 def _message(answer: object) -> str:
-    """Return the message of an error as OpenAI's API has it, or all that was said."""
+    """Return the message of an error in OpenAI's format, or the whole answer."""
     try:
         return str(answer["error"]["message"])  # type: ignore[index]
     except (LookupError, TypeError):
@@ -446,7 +443,7 @@ def _message(answer: object) -> str:
 
 
 async def _settled(work: Awaitable[T]) -> list[T] | Exception:
-    """Return the result of `work`, in a list, or the exception that it ended with."""
+    """Return a list with the result of `work`, or the exception that it raised."""
     try:
         return [await work]
     except Exception as error:

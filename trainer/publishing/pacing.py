@@ -1,10 +1,9 @@
 """Make no more versions than the model server has adapter slots for.
 
-A server computes with so many adapters at once (vLLM's `--max-loras`); requests of one more wait
-until another's have ended. A version that lost the traffic gives its slot up to the next one,
-unless episodes of it are under way. While all slots are taken by such episodes no update is
-claimed: what it would train waits, and the version that it will make builds on what was learned
-meanwhile.
+A server computes with a limited number of adapters at once (vLLM's `--max-loras`); requests of one
+more adapter wait until another's have ended. A version that lost the traffic gives its slot to the
+next version, unless episodes of it are under way. While such episodes take all slots no update is
+claimed; new episodes wait for the next update.
 """
 
 import re
@@ -27,7 +26,7 @@ from trainer.settings import USUAL_SLOTS
 
 log = structlog.get_logger()
 
-# How long what the model servers name is taken as known.
+# Seconds for which the reported number of slots is cached.
 KNOWN_S: Final = 60.0
 _MAX_LORAS: Final = re.compile(r'^vllm:lora_requests_info\{[^}\n]*\bmax_lora="(\d+)"', re.MULTILINE)
 
@@ -39,7 +38,7 @@ def slots_named_in(metrics: str) -> int | None:
 
 
 def more_slots(slots: int) -> str:
-    """Return how to have more adapter slots than `slots`."""
+    """Return the remedy where `slots` adapter slots are too few."""
     return (
         f"set PAWL_ADAPTER_SLOTS={2 * slots} and start Pawl again: `pawl up`, Compose and the chart"
         f" start vLLM with it; start one of your own with --max-loras {2 * slots}"
@@ -58,12 +57,12 @@ class Pacing:
         clock: Callable[[], float] = monotonic,
         known: Sequence[str] | None = None,
     ) -> None:
-        """Store the model servers, the policy's name and the recipe, whose bounds are kept.
+        """Store the model servers, the policy's name and the recipe's limits.
 
-        `together` are the policies that must go live together, this one among them, if any must;
-        the first version of theirs waits for room for all, up to `publish.wait_for_others_s`.
-        `clock` returns seconds. `known` are the configured policies (None: all are): what serves
-        for others takes no slot once nobody calls it.
+        `together` are the policies that must go live together, this one included (empty: none);
+        their first version waits for room for all, up to `publish.wait_for_others_s`. `clock`
+        returns seconds. `known` are the configured policies (None: all): another policy's serving
+        version takes no slot once nobody calls it.
         """
         self._servers = servers
         self._policy = policy
@@ -72,23 +71,22 @@ class Pacing:
         self._together = tuple(together)
         self._known_policies = known
         self._clock = clock
-        # What the servers named last, and until when that is taken as known.
+        # Slots that the servers reported last, and until when they are cached.
         self._named = USUAL_SLOTS
         self._known_until = -inf
-        # Since when there is room for one, and not for all that go live together.
+        # Since when there is room for one version, but not for all that go live together.
         self._short_since: float | None = None
         self._logged = False
         self._warned: set[str] = set()
-        # Whether the last look allowed no update.
+        # Whether an update waits for a slot.
         self.waits = False
 
     async def allows(
         self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
     ) -> bool:
-        """Return whether one more version may be made; no other takes a slot until a commit.
+        """Return whether one more version may be made; the slots are locked until a commit.
 
-        `is_wanted` tells whether an update could be claimed now: for that alone is any version
-        unloaded.
+        `is_wanted` returns whether an update could be claimed now; only then versions are unloaded.
         """
         known, live = await self._look(connection)
         free, kept = free_slots(live, known), list[KeptVersion]()
@@ -108,8 +106,7 @@ class Pacing:
     async def has_room(self, connection: AsyncConnection) -> bool:
         """Return whether there is a slot for the adapter of a self-test, loaded for a moment.
 
-        None is reserved: what is coming is on no server yet, and an update that is claimed
-        meanwhile comes with its version later.
+        No slot is reserved. Versions that are being made do not count: they are loaded later.
         """
         known, live = await self._look(connection)
         missing = 1 - free_slots(msgspec.structs.replace(live, coming=0), known)
@@ -119,7 +116,7 @@ class Pacing:
         return len(giving) >= missing
 
     async def _look(self, connection: AsyncConnection) -> tuple[int, Live]:
-        """Return how many slots there are and what needs one; no other takes one until a commit."""
+        """Return the number of slots and the versions that need one; lock slots until a commit."""
         known = await self._known()
         await adapter_slots.lock_slots(connection, self._policy)
         live = await adapter_slots.live_versions(
@@ -131,9 +128,9 @@ class Pacing:
         return known, live
 
     def _needed(self, live: Live, known: int, free: int) -> int:
-        """Return how many slots must be free: one, once partners' were waited for long enough.
+        """Return how many slots must be free; one after a long enough wait for partners' slots.
 
-        Others may take each slot as soon as it is free, and nobody may wait for ever.
+        Other policies may take each slot as soon as it is free, so the wait must end.
         """
         needed = needed_slots(live, known, len(self._together))
         if not 0 < free < needed:
@@ -145,10 +142,10 @@ class Pacing:
         return 1 if has_waited else needed
 
     async def _known(self) -> int:
-        """Return the fewest slots that a replica names, or the usual number before any did.
+        """Return the fewest slots that a replica reports, or the usual number before any did.
 
-        A server may be started again with another number, so they are asked now and then; at each
-        look, until all have named one.
+        A server may restart with another number, so they are asked again every `KNOWN_S`, and each
+        time until all have reported.
         """
         if self._servers.slots is not None:
             return self._servers.slots
@@ -158,7 +155,7 @@ class Pacing:
         try:
             metrics = (await self._servers.ask(ModelServer.metrics)).values()
         except UpstreamAway:
-            # They are asked again; training needs no model server.
+            # Training needs no model server; the next call asks again.
             return self._named
         of_servers = [slots for slots in map(slots_named_in, metrics) if slots is not None]
         self._named = min(of_servers, default=USUAL_SLOTS)
@@ -167,7 +164,7 @@ class Pacing:
         return self._named
 
     def _warn(self, live: Live, known: int) -> None:
-        """Log once each what settings do not fit the server."""
+        """Log, once each, settings that do not fit the server."""
         if live.serving + live.held >= known:
             self._warn_once(
                 "adapter_slots_too_few",
@@ -190,7 +187,7 @@ class Pacing:
             log.warning(event, policy=self._policy, remedy=remedy, **values)
 
     def _show_wait(self, live: Live, known: int, kept: Sequence[KeptVersion]) -> None:
-        """Log when the trainer begins to wait for a slot, and for what, and when it has one."""
+        """Log when the trainer begins to wait for a slot (and for which episodes), and the end."""
         if self.waits == self._logged:
             return
         self._logged = self.waits

@@ -1,7 +1,7 @@
 """Compare a model server's log-probabilities with the trainer's (pure).
 
-A new version is probed before it serves (`compare`), and the server itself is tried before the
-first update with an adapter that nobody asks for (`why_misfit`).
+A new version is probed before it serves (`compare`), and the server itself is tested before the
+first update with an adapter that gets no traffic (`why_misfit`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -73,8 +73,8 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     return None
 
 
-# The least share of an adapter's effect that a server which applies the whole of it shows, and the
-# most of one that ignores it.
+# Share of an adapter's effect that a server shows: WHOLE or more if it applies the adapter, IGNORED
+# or less if it ignores it.
 WHOLE: Final = 0.85
 IGNORED: Final = 0.15
 
@@ -98,9 +98,9 @@ class Effects(Record, frozen=True, kw_only=True):
 
     @property
     def arrived(self) -> float:
-        """Return the share of the adapter's effect, as the trainer has it, that the server shows.
+        """Return the share of the adapter's effect that the server shows.
 
-        It is the projection on that effect.
+        It is the server's effect projected on the trainer's.
         """
         own = _effect(self.own_adapter, self.own_base)
         served = _effect(self.served_adapter, self.served_base)
@@ -114,10 +114,10 @@ class Effects(Record, frozen=True, kw_only=True):
 
 
 class Compared(Effects, frozen=True, kw_only=True):
-    """Hold, besides, what a server reports of tokens that it sampled.
+    """Effects, and log-probabilities (S,) of tokens that the server sampled.
 
-    `…_sampled` (S,) are these tokens' log-probabilities; `own_raw` are the trainer's for them
-    before any setting is applied.
+    `served_sampled` are as reported; `own_sampled` and `own_raw` are the trainer's with and without
+    the sampling settings.
     """
 
     served_sampled: tuple[float, ...]

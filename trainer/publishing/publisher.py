@@ -1,7 +1,7 @@
 """Publish a written version: load it, probe it, and promote it, or let it wait for a decision.
 
 A version that has gone too far from its base model, does not load or fails the probe is rejected,
-and the one before keeps the traffic.
+and the serving version keeps the traffic.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from trainer.recipes.recipe import PublishOptions, Recipe
 
 log = structlog.get_logger()
 
-# Why a version gets out of the state `written`, as its events say.
+# The reason in the event with which a version leaves the state `written`.
 PROBED: Final = "it is loaded, and served as it was trained"
 
 
@@ -44,8 +44,8 @@ class Publisher:
     ) -> None:
         """Store the model servers, the policy's name and the recipe that decides about versions.
 
-        `together` are the policies that must go live together, this one among them, if any must;
-        `known` are all that are configured (None: all that have versions).
+        `together` are the policies that must go live together, this one included (empty: none);
+        `known` are the configured policies (None: all that have versions).
         """
         self._engine = engine
         self.servers = servers
@@ -58,11 +58,12 @@ class Publisher:
     async def publish(
         self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
     ) -> str | None:
-        """Load `version` and probe it on the replicas that answer, and promote it.
+        """Load `version`, probe it on the replicas that answer, and promote it.
 
-        It is promoted once all are loaded that must go live together; where the controller or a
-        person decides, it waits for that. `before` is the served name of the version that has the
-        traffic now, and keeps it if this one is rejected. Return why it was, or None.
+        Promotion waits until all policies that go live together are loaded, and for a decision of
+        the controller or a person if the recipe wants one. `before` is the served name of the
+        version that has the traffic, and keeps it if `version` is rejected. Return the reason of a
+        rejection, or None.
 
         Raises:
             UpstreamAway: no server answers; the version stays `written`.
@@ -98,7 +99,7 @@ class Publisher:
         return None
 
     async def _take_back(self, version: PolicyVersion, why: Exception) -> str:
-        """Unload a version that is rejected, and return why it is."""
+        """Unload a rejected version, and return the reason."""
         try:
             await self.servers.unload(version.served_name)
         except PublishError as error:
@@ -108,13 +109,13 @@ class Publisher:
         return str(why)
 
     async def _admit(self, version: PolicyVersion) -> list[PolicyVersion]:
-        """Let a version that passed the probe wait for a decision, or return what goes live now.
+        """Make a version that passed the probe `loaded`; return the versions that go live now.
 
         Raises:
-            StateChanged, RolledBack: it fell meanwhile, with what it was trained from.
+            StateChanged, RolledBack: it was taken down meanwhile, with its parent version.
         """
         async with self._engine.begin() as connection:
-            # All at once: the trainer of another may let them go live at this moment.
+            # All at once: the trainer of another policy may promote them at this moment.
             await lock_policies(connection, self.together)
             await version_states.make_loaded(
                 connection,
@@ -127,11 +128,11 @@ class Publisher:
             return await self._promote(connection)
 
     async def go_live(self) -> None:
-        """Promote what is loaded, if all that go live together are, or have waited long enough.
+        """Promote loaded versions if all that go live together are loaded, or waited long enough.
 
         It is one transaction, and proxies read all versions at once: no new episode gets a new
-        version of one policy and the old one of another. Whichever trainer comes first does it.
-        What others promoted, such as a controller, is shown too.
+        version of one policy and the old version of another. Any of the policies' trainers may do
+        it. Metrics also show what others promoted, such as the controller.
         """
         async with self._engine.begin() as connection:
             promoted = await self._promote(connection)
@@ -153,7 +154,7 @@ class Publisher:
     async def _probe(
         self, servers: Sequence[ModelServer], name: str, before: str, rows: Sequence[ProbeRow]
     ) -> ProbeResult:
-        """Probe every one of `servers` that answers, and return the worst result."""
+        """Probe on all `servers` that answer, and return the worst result."""
         probes = await self.servers.ask(
             lambda server: self._probe_one(server, name, before, rows), servers
         )
@@ -172,10 +173,10 @@ class Publisher:
         return probe
 
     async def _other_than(self, server: ModelServer, name: str, before: str) -> str:
-        """Return what the answers of `name` must differ from: those of `before`, if it is there.
+        """Return the model whose answers `name` must differ from: `before`, or the base model.
 
-        A server that was restarted lacks it until the controller has loaded it, which it may never
-        be. To wait for it would keep back the version that repairs the policy; and a server that
+        A restarted server lacks `before` until the controller loads it, perhaps never, and waiting
+        would hold back the version that repairs the policy. The base model will do: a server that
         ignores an adapter answers as its base model.
         """
         listed = await server.models()
@@ -197,17 +198,17 @@ class Publisher:
                     evidence=error.evidence,
                 )
         except (StateChanged, RolledBack) as changed:
-            # A roll-back or a retraining took it down meanwhile.
+            # A roll-back or a retraining took the version down meanwhile.
             log.info("version_not_rejected", version=version.served_name, reason=str(changed))
 
 
 def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:
-    """Check a version's KL to the base model against the recipe's bound, if there are both.
+    """Check a version's KL to the base model against the recipe's bound, if both exist.
 
-    Of an import there is none: it was trained on nothing here.
+    An import has no KL: it was not trained here.
 
     Raises:
-        PublishError: it is above the bound.
+        PublishError: the KL is above the bound.
     """
     kl, most = version.kl_to_base, rule.most_kl_to_base
     if kl is None or most is None or kl <= most:

@@ -4,9 +4,9 @@ All processes have one source, PAWL_ADAPTER_SOURCE: `http://TRAINER/adapters`, w
 serves from its folder, or a folder of an object store, to which it uploads. Controller and `pawl
 adapters` read it through fsspec, each into a PAWL_ADAPTER_DIR of its own.
 
-A version is fetched into a folder beside its place, which is renamed once the SHA-256 of each file
-is the manifest's, and that of the manifest the database's. What is half fetched stays, so that the
-next try goes on from there, also after a kill.
+A version is fetched into a folder beside its place. The folder is renamed once the SHA-256 of each
+file matches the manifest, and the manifest's matches the database. A half-fetched folder stays, so
+that the next try continues from there, also after a kill.
 """
 
 import asyncio
@@ -41,19 +41,19 @@ log = structlog.get_logger()
 PATH: Final = "/adapters"
 CHUNK: Final = 4 * 2**20
 MOST_MANIFEST: Final = 256 * 2**20
-# Whoever asks for a version waits so long; a longer fetch goes on, for whoever asks next.
+# Seconds that a caller waits for a version; a longer fetch goes on for the next caller.
 WAIT_S: Final = 60.0
-# So long one fetch may keep others waiting; the next try goes on where it ended.
+# Seconds that one fetch may keep others waiting; the next try continues where it ended.
 FETCH_S: Final = 600.0
-# A model server reads the files of a version again for requests that began before it was unloaded.
+# Seconds after the last use in which a fetched version stays: a model server reads the files again
+# for requests that began before it was unloaded.
 IDLE_S: Final = 300.0
-# In each folder that was fetched: where the trainer has it. Its time of change is when it was asked
-# for last.
+# A file in each fetched folder: its text is the trainer's path, its mtime the time of the last use.
 _MARK: Final = ".fetched"
 
 
 class Hashes(Record, frozen=True, kw_only=True):
-    """Hold what a fetch reads of a manifest: the SHA-256 of each served file."""
+    """The part of a manifest that a fetch reads: the SHA-256 of each served file."""
 
     sha256: dict[str, str]
 
@@ -62,35 +62,35 @@ class AdapterFiles:
     """Do nothing: this process and the model servers see the trainer's folder."""
 
     async def fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
-        """Return where the files are here of the version that the trainer has in `folder`.
+        """Return the local folder of the version that the trainer has in `folder`.
 
-        Its manifest's SHA-256 may be known.
+        `manifest_sha256` is None if unknown.
 
         Raises:
-            NotFetched: they cannot be fetched for now, or are not those that were written.
+            NotFetched: the files cannot be fetched for now, or are not those that were written.
         """
         return folder
 
     async def offer(self, folder: Path) -> None:
-        """Have the files of a version at the source, where model servers look for them.
+        """Put the files of a version at the source, where model servers look for them.
 
         Raises:
             NotFetched: the source does not answer, or refuses.
         """
 
     async def withdraw(self, folder: Path) -> None:
-        """Remove from the source what is about to be removed here.
+        """Remove a folder from the source before it is removed here.
 
         Raises:
             NotFetched: the source does not answer, or refuses.
         """
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End transfers that are under way."""
 
 
 def trainers_files(settings: SourceSettings) -> AdapterFiles:
-    """Return how the trainer hands out its files; by HTTP it only waits to be asked.
+    """Return how the trainer hands out its files; over HTTP it uploads nothing.
 
     Raises:
         TrainerError: there is no such kind of source.
@@ -128,7 +128,7 @@ class Source:
 
         self.shown = without_login(url)
         self._is_http = is_http(url)
-        # Object stores have no folders; a disk has, which is for trying it out.
+        # Object stores need no folders; a disk, for trying this out, does.
         options: dict[str, Any] = {"auto_mkdir": True} if url.startswith("file:") else {}
         if self._is_http:
             limit = aiohttp.ClientTimeout(total=120, sock_connect=10, sock_read=30)
@@ -149,10 +149,10 @@ class Source:
 
     @contextmanager
     def asking(self, folder: Path) -> Iterator[None]:
-        """Give any error of the source within this block its meaning.
+        """Translate any error of the source within this block.
 
         Raises:
-            NotFetched: the source has not what is asked for, does not answer, or refuses.
+            NotFetched: the source lacks the files, does not answer, or refuses.
         """
         try:
             yield
@@ -161,7 +161,7 @@ class Source:
         # Each kind of store has exceptions of its own.
         except Exception as error:
             why = error
-            # By HTTP fsspec says so of all that goes wrong.
+            # Over HTTP fsspec raises FileNotFoundError for every failure.
             if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
                 why = error.__cause__
             if isinstance(why, FileNotFoundError) or getattr(why, "status", None) == 404:
@@ -186,7 +186,7 @@ class Source:
     def pieces(self, folder: Path, name: str, start: int = 0) -> Iterator[bytes]:
         """Yield a file of a version from byte `start` on, in pieces."""
         with self.asking(folder):
-            # Without a cache it asks for each piece when it is read.
+            # Without a cache each piece is requested when it is read.
             options = {"block_size": CHUNK, "cache_type": "none"}
             with self.system.open(self.place(folder, name), "rb", **options) as file:
                 file.seek(start)
@@ -245,15 +245,15 @@ class UploadedFiles(AdapterFiles):
                 self._source.system.rm(self._source.place(folder), recursive=True)
 
     async def close(self) -> None:
-        """End an upload after the file at hand."""
+        """End an upload after the current file."""
         self._stopped.set()
 
 
 class FetchedFiles(AdapterFiles):
-    """Fetch versions to this machine's disk, one at a time, and keep those asked for last."""
+    """Fetch versions to this machine's disk, one at a time, and keep the most recently used."""
 
     def __init__(self, settings: SourceSettings, in_use: InUse = _nothing) -> None:
-        """Open the source; `in_use` returns the folders that stay although nobody asks for them.
+        """Open the source; `in_use` returns folders that stay, however long ago the last use was.
 
         Raises:
             TrainerError: there is no such kind of source.
@@ -264,14 +264,14 @@ class FetchedFiles(AdapterFiles):
         self._most = int(settings.adapter_disk_gb * 1e9)
         self._lock = asyncio.Lock()
         self._stopped = threading.Event()
-        # What is under way, and what failed when nobody waited any more.
+        # Fetches under way, and failed ones whose error no caller has got yet.
         self._fetches: dict[tuple[Path, str | None], asyncio.Task[Path]] = {}
-        # Where the trainer has what is here.
+        # The trainer's folder of each local folder.
         self._at_trainer: dict[Path, Path] = {}
         self._held: Any = None
 
     def hold(self) -> None:
-        """Keep the folder to this process, which alone knows what is in use there.
+        """Lock the folder for this process, which alone knows which versions are in use there.
 
         Raises:
             TrainerError: another process uses it.
@@ -309,12 +309,12 @@ class FetchedFiles(AdapterFiles):
         return fetch.result()
 
     def _note_end(self, key: tuple[Path, str | None], fetch: asyncio.Task[Path]) -> None:
-        """Forget a fetch that succeeded; the next who asks is told of a failure."""
+        """Forget a fetch, unless it failed: the next caller gets the error."""
         if fetch.cancelled() or fetch.exception() is None:
             self._fetches.pop(key, None)
 
     async def close(self) -> None:
-        """End what is under way after the piece that is read now; the next start goes on there."""
+        """End fetches after the current piece; the next start continues there."""
         self._stopped.set()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
         if self._held is not None:
@@ -322,13 +322,13 @@ class FetchedFiles(AdapterFiles):
 
     def touch(self, policy: str, version: str) -> None:
         """Keep a version for some minutes longer, if it was fetched."""
-        # One that is gone need not be kept, nor what is not a version's name.
+        # The version may be gone, and the name may be no version's.
         with suppress(NotFetched, FileNotFoundError):
             folder = self._place(Path(policy.replace("/", "--"), version))
             os.utime(folder / _MARK)
 
     def at_trainer(self, place: str) -> str:
-        """Return where the trainer has what is in `place` here: elsewhere, if it was fetched."""
+        """Return the trainer's path of the local folder `place`; they differ if it was fetched."""
         mark = Path(place) / _MARK
         if (known := self._at_trainer.get(mark.parent)) is not None:
             return str(known)
@@ -339,7 +339,7 @@ class FetchedFiles(AdapterFiles):
             return place
 
     def _place(self, folder: Path) -> Path:
-        """Return where a version is kept here."""
+        """Return the local folder of a version."""
         parts = folder.parts[-2:]
         if len(parts) < 2 or any(part[:1] in (".", "/") for part in parts):
             raise NotFetched(f"{folder} is not the folder of a version, POLICY/VERSION")
@@ -347,7 +347,7 @@ class FetchedFiles(AdapterFiles):
 
     async def _fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
         try:
-            # What is here waits for no other version that is being fetched.
+            # A version that is here does not wait for another's fetch.
             place = await asyncio.to_thread(self._find, folder, manifest_sha256)
             if place is None:
                 async with self._lock:
@@ -369,12 +369,12 @@ class FetchedFiles(AdapterFiles):
         return place
 
     def _find(self, folder: Path, expected: str | None) -> Path | None:
-        """Return where a version is here, if it is, and its files are right."""
+        """Return the local folder of a version if its files are here and right, else None."""
         place = self._place(folder)
         mark = place / _MARK
         is_fetched = mark.exists()
         if is_fetched:
-            # First, so that nothing removes it meanwhile.
+            # Before the check, so that nothing removes the folder meanwhile.
             os.utime(mark)
         if not _is_whole(place, expected):
             if place.exists() and not is_fetched:
@@ -388,7 +388,7 @@ class FetchedFiles(AdapterFiles):
         return place
 
     def _fetch_one(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
-        """Fetch a version, and return where it is."""
+        """Fetch a version, and return its local folder."""
         self.root.mkdir(parents=True, exist_ok=True)
         with nullcontext() if self._held else self._lock_root():
             return self._fetch_folder(folder, expected, in_use)
@@ -401,7 +401,7 @@ class FetchedFiles(AdapterFiles):
         manifest = self._manifest(folder, expected)
         digest = sha256(manifest).hexdigest()
         sizes = self._source.sizes(folder)
-        # Named by its content, so that what is half fetched goes on with the same.
+        # Named by the manifest's hash, so that the next try continues only the same content.
         partial = place.with_name(f".{place.name}-{digest[:16]}")
         self._make_room(sum(sizes.values()), {place, partial}, in_use)
         try:
@@ -425,7 +425,7 @@ class FetchedFiles(AdapterFiles):
         return place
 
     def _manifest(self, folder: Path, expected: str | None) -> bytes:
-        """Return the manifest as the source has it, if it is the one that is expected."""
+        """Return the source's manifest after checking that it is the expected one."""
         manifest = b""
         for piece in self._source.pieces(folder, MANIFEST):
             manifest += piece
@@ -441,15 +441,15 @@ class FetchedFiles(AdapterFiles):
         return manifest
 
     def _make_room(self, needed: int, own: set[Path], in_use: Collection[Path]) -> None:
-        """Remove versions, those asked for longest ago first, until `needed` bytes fit.
+        """Remove the least recently used versions until `needed` bytes fit.
 
-        `own` are the folders of the version that needs them.
+        `own` are the folders of the version that is fetched.
 
         Raises:
-            NotFetched: those that are in use leave too little.
+            NotFetched: the versions in use leave too little room.
         """
         for going in self.root.glob("*/.*-removed"):
-            # A kill left it.
+            # Left by a kill.
             shutil.rmtree(going)
         asked_at = {
             mark.parent: mark.stat().st_mtime
@@ -477,7 +477,7 @@ class FetchedFiles(AdapterFiles):
     def _fetch_file(
         self, folder: Path, path: Path, size: int, expected: str, ends_at: float
     ) -> None:
-        """Fetch what is missing of one file, and check it; one that is wrong is removed."""
+        """Fetch the missing rest of a file, and check its hash; a wrong file is removed."""
         with path.open("ab") as file:
             if file.tell() < size:
                 for piece in self._source.pieces(folder, path.name, file.tell()):
@@ -528,12 +528,12 @@ def _name(folder: Path) -> str:
 def serve_files(app: web.Application, root: Path) -> None:
     """Let `app` answer GET for the served files and the manifest of each version below `root`.
 
-    A request may ask for a range of bytes. Nothing else of the folder can be asked for.
+    A request may ask for a range of bytes. No other files are served.
     """
 
     async def send(request: web.Request) -> web.StreamResponse:
         policy, version, name = (request.match_info[part] for part in ("policy", "version", "name"))
-        # Unquoted, so that they may have anything in them.
+        # URL-decoded, so that they may contain anything.
         is_plain = all(Path(part).name == part and part[:1] != "." for part in (policy, version))
         path = root / policy / version / name
         if not (is_plain and name in (MANIFEST, *SERVED) and path.is_file()):
