@@ -17,19 +17,19 @@ PauseReason = Literal[
 FAILURES: Final = 2
 # Seconds between a pause's beginning, or a test that failed, and the next test.
 TEST_S: Final = 20.0
-# Where tests succeed and updates fail all the same, each pause is twice as long, up to this.
+# If tests succeed but updates still fail, each pause is twice as long, up to this.
 LONGEST_PAUSE_S: Final = 3600.0
-# Updates in a row of rows that were sampled wrongly, while the server is right by every test,
-# before the trainer pauses nevertheless: the test may miss something.
+# Updates in a row with wrongly sampled rows before the trainer pauses although the server passes
+# every test: the test may miss something.
 PAST_FAULTS: Final = 8
-# Fewer odd episodes than these are no sign of anything but themselves.
+# Fewer odd episodes than this do not point to a fault.
 FEWEST: Final = 4
 
 
 def looks_like_a_fault(odd: int, of: int) -> bool:
-    """Return whether so many of an update's episodes are odd that it may not be their doing.
+    """Return whether so many of an update's episodes are odd that the system may be at fault.
 
-    A server that samples wrongly makes all odd that it samples, and a machine with hardly any
+    A server that samples wrongly makes all of its episodes odd, and a machine with hardly any
     memory nearly all.
     """
     return odd >= FEWEST and 2 * odd >= of
@@ -40,16 +40,16 @@ class CircuitBreaker:
 
     Attributes:
         is_in_doubt: nothing failed, and a test is due.
-        why: why nothing may be claimed; None if something may.
+        why: why training is paused; None if it is not.
         reason: the same in a word.
-        tested_at: how often a model server had come back by the last test.
+        tested_at: `Replicas.returns` at the last test.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         """Begin without a failure; `clock` returns seconds."""
         self._clock = clock
         self._failures = 0
-        # Tests that succeeded since the last update that did.
+        # Tests that succeeded since the last successful update.
         self._in_vain = 0
         self._past_faults = 0
         self._drifts = 0
@@ -61,7 +61,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Return whether training is paused: nothing may be claimed."""
+        """Return whether training is paused, so that nothing may be claimed."""
         return self.why is not None
 
     @property
@@ -70,12 +70,12 @@ class CircuitBreaker:
         return self.is_open and self._clock() >= self._test_at
 
     def note_success(self) -> None:
-        """Note an update that made a version which serves: all failures before it are past."""
+        """Note an update whose version was published; forget all earlier failures."""
         self._failures = self._in_vain = self._past_faults = self._drifts = 0
 
     @property
     def sampled_wrongly(self) -> bool:
-        """Return whether so many updates drifted that all of the time must be taken for wrong."""
+        """Return whether so many updates drifted that all samples since then count as wrong."""
         return self._drifts >= FAILURES
 
     def note_drift(self) -> None:
@@ -90,20 +90,20 @@ class CircuitBreaker:
             self._pause(why, pause_s, reason)
 
     def note_past_fault(self, why: str) -> None:
-        """Note an update of rows that drift, whose server is right now by a test."""
+        """Note an update whose rows drift, although the server passes the test now."""
         self._past_faults += 1
         if self._past_faults >= PAST_FAULTS:
             self._past_faults = 0
             self._pause(why, min(LONGEST_PAUSE_S, TEST_S * 2.0**self._in_vain), "drift")
 
     def doubt(self, why: str, reason: PauseReason = "server_away") -> None:
-        """Pause until a test, which is due at once: the model servers may not be what they were."""
+        """Pause without a failure until a test, which is due at once."""
         if not self.is_open:
             self._pause(why, 0.0, reason)
             self.is_in_doubt = True
 
     def settle(self) -> None:
-        """Go on where nothing but a doubt was the reason to pause, which is settled."""
+        """End a pause that `doubt` began."""
         if self.is_in_doubt:
             self.is_in_doubt = False
             self._go_on()
@@ -112,14 +112,14 @@ class CircuitBreaker:
         """Note a test that failed for the reason `why`, or succeeded if it is None."""
         in_doubt, self.is_in_doubt = self.is_in_doubt, False
         if why is not None:
-            # One that was away answers, or one is tested at last, and is not what it was.
+            # The first test after the wait for a server or a slot: the server is at fault.
             is_first = self.reason in ("server_away", "no_slot")
             self._pause(why, TEST_S, "server" if is_first else self.reason or "failed")
             return
         self._go_on()
         if in_doubt:
             return
-        # One more failure, and it pauses again.
+        # One more failure pauses training again.
         self._failures = FAILURES - 1
         self._in_vain += 1
 

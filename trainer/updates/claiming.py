@@ -1,4 +1,4 @@
-"""Claim the episodes of updates; consume those that can never be trained, and count what waits."""
+"""Claim the episodes of updates, and consume episodes that can never be trained."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,9 +23,9 @@ from trainer.updates.training_warnings import TrainingWarning, training_warnings
 
 log = structlog.get_logger()
 
-# How many times `claim.groups` an update takes that had to wait for an adapter slot.
+# An update that had to wait for an adapter slot takes up to so many times `claim.groups`.
 PACED: Final = 4
-# Seconds without activity until an unscored episode that failed counts as the lowest.
+# Seconds without activity until a failed episode without a reward gets the failed reward.
 FAILED_AFTER_S: Final = 60.0
 # Seconds between checks for expired episodes while the same version serves.
 EXPIRE_S: Final = 60.0
@@ -36,7 +36,7 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
     rule, credit, teacher = recipe.claim, recipe.credit, recipe.teacher
     # The store compares no rewards of single calls.
     compares = not credit.pays_single_calls
-    # Where no reward is needed, silence alone ends an episode.
+    # A teacher needs no reward, so silence alone ends an episode.
     fails = teacher is None and recipe.failed_reward is not None
     waits_for_calls = teacher is None and credit.pays_single_calls
     return ClaimRule(
@@ -65,7 +65,7 @@ class Claiming:
         recipe: dict[str, Any],
         pacing: Pacing | None = None,
     ) -> None:
-        """Store the claim rule, the recipe (as JSON) of each update, and what paces them, if any.
+        """Store the claim rule, and the recipe (as JSON) that each update records.
 
         Without `pacing` an update never waits for an adapter slot.
         """
@@ -73,18 +73,18 @@ class Claiming:
         self._pacing = pacing
         self._rule = rule
         self._recipe = recipe
-        # For which version expired episodes were looked for last, and when.
+        # Version and time of the last check for expired episodes.
         self._last_look: tuple[int, float] | None = None
         self._warned: set[TrainingWarning] = set()
 
     async def take(self, parent: int, *, parent_serves: bool = False) -> Claim | None:
         """Claim the episodes of an update of version `parent`, or return None if too few are ready.
 
-        With `parent_serves` the update is one for when the parent serves, which it is about to.
-        Return None, too, while the model server has no adapter slot for what the update would make.
-        An update that had to wait for one takes what has waited with it.
-        If some of a claim cannot be read back, they are set aside and the claim is made anew: a
-        group that lost a member is then as short as any other short group, and waits.
+        `parent_serves` applies the limits that hold once the parent serves, which it is about to.
+        Return None, too, while the model server has no adapter slot for the new version. An update
+        that had to wait for a slot takes more groups (`PACED`). Episodes of a claim that cannot be
+        read back are set aside, and the claim is made again: a group that lost a member waits like
+        any other short group.
 
         Raises:
             ClaimLost: another update of the policy is running.
@@ -123,7 +123,7 @@ class Claiming:
         return bool(await find_ready(connection, rule, oldest))
 
     async def undo(self, update_id: UUID, why: LearnerError) -> None:
-        """End an update that cannot be computed: who is to blame is spent, all others are free.
+        """End an update that cannot be computed: spend the episodes to blame, free the others.
 
         Raises:
             ClaimLost: the update is no longer running.
@@ -152,9 +152,8 @@ class Claiming:
     async def expire(self, parent: int) -> None:
         """Consume the episodes that are past the rule's limits for an update of version `parent`.
 
-        Those that wait for what their reward lacks are counted, and each training warning is logged
-        as it begins. Nothing is done within `EXPIRE_S` seconds of the last time, unless `parent`
-        has changed.
+        Also count lacking episodes, and log each training warning as it begins. Do nothing within
+        `EXPIRE_S` seconds of the last time, unless `parent` has changed.
         """
         if self._last_look is not None:
             version, at = self._last_look

@@ -25,23 +25,24 @@ VERSION_GONE: Final = "version_gone"
 OTHER_BASE: Final = "other_base"
 # Why an episode is not trained: the policy has moved too far away from it.
 OFF_POLICY: Final = "off_policy"
-# Calls with exact ids that only a learner without ratios can train on: nothing was sampled, or a
-# grammar that the request does not tell held them. A `reshaped_distribution` is not one: settings
-# such as a budget for thinking write tokens that neither the policy chose nor the agent asked for.
+# Reasons of calls with exact ids that only a learner without ratios can train on: decoding was
+# greedy, or followed a grammar that the request does not state. `reshaped_distribution` is not one:
+# settings such as a thinking budget insert tokens that neither policy nor agent chose.
 IMITABLE: Final = frozenset({"greedy", "constrained_sampling"})
-# Of an update, those that are told apart in its metrics.
+# Task families listed in an update's metrics.
 MOST_SHOWN: Final = 12
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
-    """Hold what an update cannot train on, beside what the claim itself says.
+    """What an update cannot train on, besides what the claim itself says.
 
     Attributes:
-        lost_versions: why, by version, for those that can no longer compute the log-probabilities
-            that the server did not give.
-        unreplayed_calls: why, by call id, for calls whose grammar cannot be replayed.
-        off_policy_episodes: the effective sample size of episodes that the policy is too far from.
-        refused_corrections: why, by call id, for corrections (`refused_corrections`, `reply_ids`).
+        lost_versions: reasons, by version, of versions that can no longer compute the
+            log-probabilities that the server did not give.
+        unreplayed_calls: reasons, by call id, of calls whose grammar cannot be replayed.
+        off_policy_episodes: effective sample sizes of episodes that are too far off the policy.
+        refused_corrections: reasons, by call id, of corrections that cannot be trained
+            (`refused_corrections`, `reply_ids`).
     """
 
     lost_versions: Mapping[int, str] = {}
@@ -58,7 +59,7 @@ class LeftOut(Record, frozen=True, kw_only=True):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return it as metrics of the update, JSON-ready; nothing where nothing was left out."""
+        """Return the non-empty fields as metrics of the update, JSON-ready."""
         every = msgspec.to_builtins(self, str_keys=True)
         return {name: reasons for name, reasons in every.items() if reasons}
 
@@ -68,12 +69,11 @@ NO_REPLIES: Final[Mapping[str, Sequence[int]]] = {}
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """Hold an update's credited transitions, its training rows, and each episode's outcome.
+    """An update's credited transitions, its training rows, and each episode's outcome.
 
-    `step_share` (0 to 1) is the share of a whole update's step that this one takes: the root of its
-    share of a whole update's episodes, as the noise of their mean falls with the root of their
-    number. `baselines` are the moving baselines that this update leaves to the next, as JSON, or
-    None if the recipe uses none.
+    `step_share` (0 to 1) scales the step: it is the root of the update's share of a whole update's
+    episodes, because the noise of a mean falls with the root of their number. `baselines` are the
+    moving baselines for the next update, as JSON, or None if the recipe uses none.
     """
 
     credited: tuple[TransitionCredit, ...]
@@ -92,7 +92,7 @@ def plan_update(
 ) -> Plan:
     """Assign credit to a claim and derive rows, outcomes and metrics.
 
-    `replies` has the token ids of corrections by their call's id; without them they get no rows.
+    `replies` has the token ids of corrections by call id; a correction without them gets no row.
 
     The result is the same for a claim that was consumed long ago, unless feedback was added since.
     Episodes that are too far off the policy count in the baseline of the others and are not
@@ -147,10 +147,10 @@ def plan_update(
 def taught_plan(plan: Plan, teacher: Mapping[RowKey, Sequence[float]]) -> Plan:
     """Return the plan with the advantages that a teacher gives, and the KL to it as `teacher_kl`.
 
-    `teacher` are its log-probabilities (S,) of each row's sampled tokens. A token's advantage is
+    `teacher` has its log-probabilities (S,) of each row's sampled tokens. A token's advantage is
     log teacher − log sampled, whose mean is an estimate of −KL(policy ‖ teacher) in nats a token;
-    what follows a token does not count ("On-Policy Distillation", Thinking Machines, 2025; MiniLLM,
-    arXiv:2306.08543, with all that follows).
+    later tokens do not count ("On-Policy Distillation", Thinking Machines, 2025; in MiniLLM,
+    arXiv:2306.08543, they do).
     """
     rows, every = list[Row](), list[float]()
     for row in plan.rows:
@@ -167,8 +167,8 @@ def taught_plan(plan: Plan, teacher: Mapping[RowKey, Sequence[float]]) -> Plan:
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
     trained = {one.episode_id for one in credited if one.reason is None or one.correction}
-    # The reason of a trainable call explains why its episode is not trained; that of a call
-    # which is untrainable by itself does not, and that of a side call least.
+    # A trainable call's reason explains best why its episode is not trained; a side call's reason
+    # never does.
     reasons = {one.episode_id: one.reason for one in credited if one.reason != SIDE}
     reasons |= {credit.episode_id: credit.reason for credit in credited if credit.call.trainable}
     return tuple(
@@ -187,11 +187,13 @@ def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outco
 def _signal_episodes(
     claim: Claim, credited: Credited, outcomes: Sequence[Outcome], recipe: Recipe
 ) -> float:
-    """Return how many episodes are trained; of imitation, those of the groups with one.
+    """Return the number of trained episodes, each counted by its signal, 0 to 1.
 
-    One whose final reward is just its baseline counts for what AIR weighs without any spread, and
-    one of a group that earned the same for its advantage: else what is left once a policy has
-    learned its tasks would move it by whole steps. One with a correction counts whole.
+    An episode whose final reward equals its baseline counts as much as AIR weighs without a spread;
+    an episode whose group earned the same counts as its absolute advantage. Otherwise the little
+    signal that learned tasks still give would move the policy by whole steps. An episode with a
+    correction counts as 1, and every episode where the baseline compares none. With imitation,
+    groups with a trained episode count in full.
     """
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
     if recipe.kept is not None and recipe.claim.group_size > 1:
@@ -242,7 +244,7 @@ def _metrics(
 
 
 def _families(claim: Claim, credited: Credited) -> dict[str, dict[str, float]]:
-    """Return the mean reward of each family of tasks, and of how many episodes: the largest."""
+    """Return the mean reward and the number of episodes of the largest task families."""
     rewards: dict[str, list[float]] = {}
     for group in claim.groups:
         returns = (credited.returns[one.id].r_final for one in group.episodes)
@@ -281,7 +283,7 @@ def _with_imitable(claim: Claim) -> Claim:
     """Return the claim with its policy's imitable calls marked as trainable."""
 
     def change(call: TransitionRow) -> TransitionRow:
-        # An outside model's, and a fixed policy's, have no version.
+        # Calls of an outside model or a fixed policy have no version.
         is_own = call.policy == claim.policy and call.policy_version is not None
         has_ids = bool(call.tokens.prompt_ids and call.tokens.sampled_ids)
         if call.reason in IMITABLE and is_own and has_ids:
@@ -292,7 +294,7 @@ def _with_imitable(claim: Claim) -> Claim:
 
 
 def _with_calls(claim: Claim, change: Callable[[TransitionRow], TransitionRow]) -> Claim:
-    """Return the claim with each call of its episodes changed."""
+    """Return the claim with `change` applied to each call of its episodes."""
     replace = msgspec.structs.replace
     groups = (
         replace(
@@ -307,13 +309,13 @@ def _with_calls(claim: Claim, change: Callable[[TransitionRow], TransitionRow]) 
     return replace(claim, groups=tuple(groups))
 
 
-# What somebody states as a call's right reply is trained on the call's recorded prompt. Whose
-# prompt's ids are not known, or are another policy's, is refused here; what cannot be made token
-# ids, by the learner (`trainer.learners.corrections`).
+# A correction is trained on the call's recorded prompt. It is refused here if the prompt's ids are
+# unknown or another policy's, and by the learner if the reply cannot be made token ids
+# (`trainer.learners.corrections`).
 
 
 def corrected_calls(claim: Claim) -> Iterator[tuple[TransitionRow, str]]:
-    """Return the calls of a claim whose right replies were stated, with these."""
+    """Yield each call of a claim that has a correction, with the correction."""
     for group in claim.groups:
         for episode in group.episodes:
             texts = corrections_of(episode.feedback, [call.feedback for call in episode.calls])
@@ -322,9 +324,9 @@ def corrected_calls(claim: Claim) -> Iterator[tuple[TransitionRow, str]]:
 
 
 def refused_corrections(claim: Claim, recipe: Recipe) -> dict[str, str]:
-    """Return why, by the call's id, for corrections that cannot be trained whatever they say.
+    """Return the reasons, by call id, of corrections that cannot be trained whatever their text.
 
-    One that was stated of an episode of several calls goes by the episode's id.
+    A correction of an episode of several calls is listed by the episode's id.
     """
     refused = {
         str(episode.id): "several_calls"
@@ -347,8 +349,8 @@ def with_corrections(
 ) -> list[TransitionCredit]:
     """Return the credit of an update with its corrections' shares of the loss; 1 in sum.
 
-    `corrected` are the ids of calls. The corrections of an episode count as one more episode of
-    the mean weight, and share it.
+    `corrected` are the ids of calls. The corrections of an episode together weigh as much as a
+    trained episode in the mean, and share this weight equally.
     """
     of_episodes = Counter(one.episode_id for one in credited if one.call.id in corrected)
     if not of_episodes:
@@ -365,13 +367,12 @@ def with_corrections(
     ]
 
 
-# Calls with exact ids whose log-probabilities the server did not give. The version that sampled
-# them is immutable, so it gives the same ones again: such rows are `recomputed` as the update
-# begins.
+# Some calls with exact ids came without log-probabilities. The version that sampled them is
+# immutable and gives the same values again: such rows are `recomputed` as the update begins.
 
 
 def versions_to_ask(claim: Claim) -> set[int]:
-    """Return the versions that sampled the calls of a claim which have no log-probabilities."""
+    """Return the versions that sampled calls of a claim without log-probabilities."""
     calls = _trainable_calls(claim)
     return {call.policy_version or 0 for call in calls if not call.tokens.sampled_logprobs}
 
@@ -389,7 +390,7 @@ def _may_be_trained(call: TransitionRow, claim: Claim) -> bool:
 def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
     """Return the rows that have no log-probabilities, by the version that sampled them.
 
-    The newest comes first: it is mostly the one that the learner holds.
+    The newest version comes first, because the learner mostly holds that one.
     """
     waiting = [row for row in rows if not row.sampled_logprobs and not row.is_correction]
     versions = sorted({row.version for row in waiting}, reverse=True)
@@ -397,25 +398,25 @@ def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 
 def calls_with_grammar(claim: Claim) -> list[TransitionRow]:
-    """Return the calls of a claim that may be trained and that a grammar held."""
+    """Return the trainable calls of a claim that were sampled under a grammar."""
     return [call for call in _trainable_calls(claim) if GRAMMAR in call.sampling]
 
 
-# Staleness is measured: by the ratios w = policy/sampled of an episode's tokens, as the loss takes
-# them (truncated at `off_policy.ratio_cap`), their effective sample size (Σw)² / (n·Σw²) says what
-# share of its n tokens the episode is worth (Kish, 1965). The size does not depend on how long an
-# episode is: without the truncation one token in a thousand would decide about all the others. A
-# mean that is off is another matter, and bounded by call (`trainer.learners.off_policy`).
+# Staleness is measured by the effective sample size (Σw)² / (n·Σw²) of an episode's n tokens (Kish,
+# 1965): the share of its tokens that the episode is still worth. The ratios w = policy/sampled are
+# those of the loss, truncated at `off_policy.ratio_cap`; otherwise one token in a thousand would
+# decide about all the others, and long episodes would be worth less. A shifted mean is bounded
+# separately, for each call (`trainer.learners.off_policy`).
 
 
 def effective_share(log_ratios: Sequence[float], cap: float) -> float:
     """Return the effective sample size of tokens with log policy/sampled, as a share of them.
 
-    Ratios are truncated at `cap`. The share of tokens that the policy never gives is 0.
+    Ratios are truncated at `cap`. The share is 0 if the policy never gives any of the tokens.
     """
     highest = log(cap)
     truncated = [min(ratio, highest) for ratio in log_ratios]
-    # A factor that all weights share changes nothing, and keeps the squares from overflowing.
+    # Scaling all weights changes nothing, and keeps the squares from overflowing.
     largest = max(0.0, *truncated)
     weights = [exp(ratio - largest) for ratio in truncated]
     squares = fsum(weight * weight for weight in weights)
@@ -439,12 +440,12 @@ def shares_by_episode(
 def too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:
     """Return the episodes whose share is below `least`.
 
-    One that is no number is not among them: the learner says what is wrong with it.
+    A share that is NaN is not included: the learner says what is wrong with the episode.
     """
     return {episode: share for episode, share in shares.items() if share < least}
 
 
 def smallest_in(shares: Mapping[UUID, float]) -> dict[str, float]:
-    """Return the metric of an update with these shares: the smallest that is a number, if any."""
+    """Return the smallest finite share as a metric of the update, if there is one."""
     numbers = [share for share in shares.values() if isfinite(share)]
     return {"smallest_effective_sample": min(numbers)} if numbers else {}

@@ -1,4 +1,4 @@
-"""Record how updates end; finish or release the one that a killed or stopped trainer left.
+"""Record how updates end; finish or release an update that a killed or stopped trainer left.
 
 A version exists from the moment its folder is renamed into place. A running update whose folder
 exists is recorded from its manifest; one without a folder is abandoned, and its episodes are free
@@ -32,7 +32,7 @@ from trainer.updates.versions import PolicyVersions
 
 log = structlog.get_logger()
 
-# Why the update of a trainer that left no word was abandoned.
+# The reason of an abandoned update whose trainer recorded none.
 KILLED: Final = "the trainer was killed"
 
 
@@ -40,7 +40,6 @@ class Recording:
     """Record how the updates of one policy end, in the store, the metrics and the log."""
 
     def __init__(self, engine: AsyncEngine, policy: str) -> None:
-        """Store the database and the policy's name."""
         self._engine = engine
         self._policy = policy
 
@@ -52,10 +51,7 @@ class Recording:
         made: tuple[int, Path] | None = None,
         policy_logprobs: Mapping[RowKey, bytes] = MappingProxyType({}),
     ) -> None:
-        """Record an update; `made` is the number and folder of its version.
-
-        It makes none where no episode gives a signal.
-        """
+        """Record an update; `made` is the number and folder of its version (None: no signal)."""
         await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made)
         version = made and made[0]
         UPDATES.labels(self._policy, "trained" if version else "no_signal").inc()
@@ -64,7 +60,7 @@ class Recording:
             if metrics.get(name) is not None:
                 gauge.labels(self._policy).set(metrics[name])
         log.info("update_done", update=str(claim.update_id), version=version, **metrics)
-        # Apart from what ends the update: nobody who waits for the policy waits for this.
+        # After the transaction that ends the update, so that nobody waits for the policy longer.
         of_calls = {
             one.call.id: policy_logprobs.get((one.episode_id, one.position))
             for one in plan.credited
@@ -102,7 +98,7 @@ class Recording:
         """
         version, folder = made or (None, None)
         if folder is not None:
-            # So that nobody can exchange the files, and the manifest that vouches for them.
+            # Reveals files that are swapped together with their manifest.
             metrics = {**metrics, MANIFEST_SHA256: written_sha256(folder / MANIFEST)}
         async with self._engine.begin() as connection:
             await claims.consume(
@@ -130,7 +126,6 @@ class Recovery:
     """
 
     def __init__(self, engine: AsyncEngine, adapter_dir: Path, policy: str) -> None:
-        """Store the database, the folder of all versions, and the policy's name."""
         self._engine = engine
         self._adapter_dir = adapter_dir
         self._policy = policy
@@ -143,7 +138,7 @@ class Recovery:
         `why` is recorded with the released update.
 
         Raises:
-            FilesUnread: files cannot be read for now, so that nobody knows if the version exists.
+            FilesUnread: files cannot be read for now, so it is unknown if the version exists.
             ClaimLost: the update was ended by another trainer meanwhile.
         """
         async with self._engine.connect() as connection:
@@ -160,9 +155,9 @@ class Recovery:
             await self.give_up(running, str(error))
 
     async def finish_if_possible(self, why: str) -> None:
-        """Do what `finish` does, unless database or files are away, or another trainer took over.
+        """Call `finish`; ignore that database or files are away, or another trainer took over.
 
-        The next trainer of the policy finds the update then (`finish`).
+        The policy's next trainer finishes the update then.
         """
         try:
             await self.finish(why)
@@ -172,10 +167,9 @@ class Recovery:
             log.warning("update_left", reason=str(error))
 
     async def publish_written(self, publisher: Publisher) -> str | None:
-        """Publish the newest version that was written and not published.
+        """Publish the newest `written` version, if any, with the probe of its manifest.
 
-        Its manifest has the probe. Return why it was rejected, or None if it was not, or there is
-        none.
+        Return why it was rejected, or None.
         """
         written = await self._versions.written()
         if not written:
@@ -196,7 +190,7 @@ class Recovery:
     async def give_up(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.
 
-        A folder that it wrote keeps its number, which no later version gets.
+        If it wrote a folder, no later version gets the folder's number.
         """
         async with self._engine.begin() as connection:
             freed = await claims.release(connection, update_id, why)

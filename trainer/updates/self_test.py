@@ -1,8 +1,8 @@
-"""Test, without an episode, whether a server takes what the trainer makes, and serves it as meant.
+"""Test, without an episode, whether model servers load the trainer's adapters and apply them.
 
 A new adapter with an effect is written, loaded into each model server, compared with the trainer's
-own figures, and unloaded. So a rank, a layer, a base model or a server's option that does not fit
-stops the trainer before its first claim, or keeps it from claiming.
+log-probabilities, and unloaded. So a rank, a layer, a base model or a server option that does not
+fit stops the trainer before its first claim, or pauses it.
 """
 
 import shutil
@@ -38,9 +38,9 @@ log = structlog.get_logger()
 
 # Returns why a server does not serve an adapter that it has loaded, or None if it does.
 WhyNot = Callable[[ModelServer, Sequence[Row]], Awaitable[str | None]]
-# The name of the adapter, after the policy's, and of its folder.
+# The adapter's name after the policy's and an @, and the name of its folder.
 TRIAL: Final = "trial"
-# Far from one, so that log-probabilities before and after it differ.
+# Far from one, so that log-probabilities with and without it differ.
 TEMPERATURE: Final = 2.0
 SAMPLED: Final = 12
 
@@ -48,7 +48,7 @@ SAMPLED: Final = 12
 class ServerSelfTest:
     """Test the learner and the model servers of one policy.
 
-    A server that is away is passed over; where none answers, that is an `UpstreamAway`.
+    A server that is away is skipped; if none answers, methods raise `UpstreamAway`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ServerSelfTest:
         recipe: Recipe,
         teacher: Teacher | None = None,
     ) -> None:
-        """Store what is tested; `folder` is that of the policy's versions."""
+        """Store what is tested; `folder` has the folders of the policy's versions."""
         self._teacher = teacher
         self._learner = learner
         self._folder = folder.resolve() / TRIAL
@@ -69,7 +69,7 @@ class ServerSelfTest:
         self._recipe = recipe
 
     async def why_not(self) -> str | None:
-        """Return why an update would fail, or None; a step is rehearsed as well."""
+        """Rehearse a step and test the servers; return why an update would fail, or None."""
         try:
             await in_thread(self._learner, self._learner.rehearse)
         except LearnerError as error:
@@ -87,11 +87,11 @@ class ServerSelfTest:
             return str(error)
 
     async def check(self) -> None:
-        """Raise an error where `why_unserved` has a reason.
+        """Raise the reason of `why_unserved`, if there is one.
 
         Raises:
-            PublishError: a version would not be served as meant, as long as nobody changes that.
-            ShortOfMemory: there is too little memory at the moment to find out.
+            PublishError: a version would be served wrongly until somebody changes that.
+            ShortOfMemory: there is too little memory at the moment for the test.
             TeacherError: the teacher cannot be used at the moment.
         """
         try:
@@ -104,7 +104,7 @@ class ServerSelfTest:
             raise PublishError(why)
 
     async def _result(self) -> str | None:
-        # Before anything is computed for nobody.
+        # First: without a teacher the rest is computed in vain.
         if self._teacher is not None:
             await self._teacher.logprobs(self._learner.probe_rows())
         listed = await self._servers.ask(ModelServer.models)
@@ -115,7 +115,7 @@ class ServerSelfTest:
             if isinstance(model.get("max_model_len"), int)
         ]
         if contexts:
-            # A server with another one is found by its log-probabilities, if that matters.
+            # If another server's context matters, its log-probabilities show that.
             await in_thread(self._learner, partial(self._learner.serve_context, max(contexts)))
         servers = tuple(listed)
         try:
@@ -127,14 +127,14 @@ class ServerSelfTest:
             try:
                 await self._servers.files.withdraw(self._folder)
             except NotFetched as error:
-                # The next test writes over it.
+                # The next test overwrites it.
                 log.warning("trial_not_withdrawn", reason=str(error))
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _leave_out_ignored(self, servers: Sequence[ModelServer]) -> bool:
-        """Leave out the kinds of layers that a server refuses or ignores, unless that is all.
+        """Leave out the kinds of layers that a server refuses or ignores, unless these are all.
 
-        Return whether there were any.
+        Return whether any were left out.
         """
         kinds = await in_thread(self._learner, self._learner.layer_kinds)
         ignored = {}
@@ -142,7 +142,7 @@ class ServerSelfTest:
             try:
                 why = await self._of_servers(servers, self._why_ignored, kind)
                 if why is not None:
-                    # Once more: what fails by chance must cost no layer.
+                    # Once more: a failure by chance must not cost a layer.
                     why = await self._of_servers(servers, self._why_ignored, kind)
             except NoEffect as error:
                 why = str(error)
@@ -164,7 +164,7 @@ class ServerSelfTest:
     async def _of_servers(
         self, servers: Sequence[ModelServer], why_not: WhyNot, kind: str | None = None
     ) -> str | None:
-        """Return the first reason that `why_not` gives of an adapter, of all layers or of a kind.
+        """Test an adapter of all layers, or of one kind; return the first reason of `why_not`.
 
         The servers are asked one after the other: the learner computes for one at a time.
         """
@@ -196,18 +196,18 @@ class ServerSelfTest:
             try:
                 await server.unload(self._name)
             except (PublishError, UpstreamAway) as error:
-                # A restarted server has it no more; one that refuses lists it under a name that
-                # nobody asks for.
+                # A restarted server has lost the adapter. If a server refuses, the adapter stays
+                # under a name that nobody asks for.
                 log.warning("trial_not_unloaded", replica=server.url, reason=str(error))
 
     async def _why_ignored(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
         effects = await self._effects(server, rows)
-        # Another base model says nothing about layers.
+        # With another base model the effects say nothing about layers.
         is_same_base = effects.base_difference <= self._recipe.publish.tolerance
         return "the model server ignores them" if is_same_base and effects.is_ignored else None
 
     async def _why_misfit(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
-        """Compare also what the server reports of tokens that it samples."""
+        """Compare also the log-probabilities that the server reports of tokens it samples."""
         effects = await self._effects(server, rows)
         sampled = await server.sample(self._name, tuple(rows[0].ids), TEMPERATURE, SAMPLED)
         plain = bare_row(0, rows[0].ids, [token for token, _ in sampled])
@@ -221,7 +221,7 @@ class ServerSelfTest:
         return why_misfit(compared, self._recipe.publish.tolerance)
 
     async def _effects(self, server: ModelServer, rows: Sequence[Row]) -> Effects:
-        """Ask the server for what the trainer computes too, under the base and the adapter."""
+        """Return log-probabilities of server and trainer, under the base and the adapter."""
         base = await server.base_of(self._name)
         return Effects(
             served_base=await _served(server, base, rows),

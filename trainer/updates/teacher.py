@@ -23,7 +23,7 @@ AT_ONCE: Final = 8
 class Teacher(NamedTuple):
     """Ask the teacher of one policy.
 
-    `probe` returns a text that tells tokenizers apart, and its ids by the policy's own.
+    `probe` returns a text that tells tokenizers apart, and its ids by the policy's tokenizer.
     """
 
     options: TeacherOptions
@@ -31,11 +31,11 @@ class Teacher(NamedTuple):
     key: SecretStr | None
 
     async def logprobs(self, rows: Sequence[Row]) -> dict[RowKey, list[float]]:
-        """Return its log-probabilities (S,) of each row's sampled tokens, by row.
+        """Return the teacher's log-probabilities (S,) of each row's sampled tokens, by row.
 
         Raises:
-            TeacherError: it does not answer, or its tokenizer is not the policy's.
-            Unusable: some rows are too long for its context.
+            TeacherError: the teacher does not answer, or its tokenizer is not the policy's.
+            Unusable: some rows are too long for the teacher's context.
         """
         name = self.options.model
         key = self.key.get_secret_value() if self.key else None
@@ -47,7 +47,7 @@ class Teacher(NamedTuple):
                 text, ids = self.probe()
                 if await server.token_ids(name, text) != list(ids):
                     raise PublishError("its tokenizer is another than the policy's")
-                # It must sample a token, too.
+                # The teacher also samples one token.
                 most = listed[name].get("max_model_len") or inf
                 too_long = {row.episode_id: str(row.size) for row in rows if row.size >= most}
                 if too_long:
@@ -82,9 +82,9 @@ class Teacher(NamedTuple):
 
 
 def chains_of_beginnings(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows, such as an episode's calls, that are beginnings of the first of their group."""
+    """Group rows, such as an episode's calls, that are prefixes of the first row of their group."""
     chains: list[list[Row]] = []
-    # In this order rows follow those that they are a beginning of.
+    # In this order a row follows the rows that it is a prefix of.
     for row in sorted(rows, key=lambda row: row.ids.tobytes(), reverse=True):
         if chains and chains[-1][0].ids.tobytes().startswith(row.ids.tobytes()):
             chains[-1].append(row)

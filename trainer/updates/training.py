@@ -1,4 +1,4 @@
-"""Run the steps of an update that need the learner: plan with what it says, train, and write.
+"""Run the steps of an update that need the learner: measure and plan, train, and write.
 
 The learner computes for minutes and blocks its thread; the event loop stays free to be stopped.
 """
@@ -49,15 +49,15 @@ log = structlog.get_logger()
 T = TypeVar("T")
 # Seconds between attempts to write a version that the disk refused.
 WRITE_AGAIN_S: Final = 5.0
-# Is told how many of how many measured episodes are too far off the policy, where so many are that
-# a server may be at fault.
+# Called if a server may be at fault, with the number of episodes too far off the policy, and of all
+# measured episodes.
 Doubt = Callable[[int, int], Awaitable[None]]
 
 
 async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
-    """Run `work`, which uses the learner, in a thread; a cancelled caller waits until it has ended.
+    """Run `work`, which uses the learner, in a thread.
 
-    The learner is interrupted then, and the cancellation goes on.
+    A cancelled caller interrupts the learner, and waits until `work` has ended.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
@@ -65,7 +65,7 @@ async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         learner.interrupt()
         await asyncio.wait([running])
-        # Looked at: asyncio prints a trace of an exception that nobody has seen.
+        # Read, because asyncio prints a trace of an exception that is never retrieved.
         error = running.exception()
         if not (error is None or isinstance(error, Interrupted)):
             log.warning("error_while_stopping", reason=f"{type(error).__name__}: {error}")
@@ -76,7 +76,7 @@ class VersionFolders(Protocol):
     """Know where the files of a policy's versions are."""
 
     async def deleted(self, asked: Collection[int]) -> set[int]:
-        """Return those of the versions `asked` for whose files were deleted."""
+        """Return the versions among `asked` whose files were deleted."""
 
     def folder(self, version: int) -> Path | None:
         """Return the folder of a version's files, or None for version 0, the base model."""
@@ -92,27 +92,25 @@ class Training:
         versions: VersionFolders,
         teacher: Teacher | None = None,
     ) -> None:
-        """Store the learner, the folder of all versions, where each is, and the teacher, if any."""
         self._teacher = teacher
         self._learner = learner
         self._adapter_dir = adapter_dir
         self._versions = versions
 
     async def plan(self, claim: Claim, recipe: Recipe, doubt: Doubt) -> Plan:
-        """Plan a claim's update, without the episodes that its parent version is too far from.
+        """Plan a claim's update, without episodes that are too far off the parent version.
 
-        Its rows have all their log-probabilities: the versions that sampled them compute those that
-        the server did not give. A teacher gives its own, if there is one. `doubt` is called where a
-        server may be at fault.
+        The rows have all log-probabilities: values that the server did not give are computed by the
+        versions that sampled the rows. A teacher, if any, gives the advantages. `doubt` is called
+        if a server may be at fault.
 
         Raises:
-            LearnerError: some rows cannot be computed with, or most were sampled by a server that
-                is at fault.
+            LearnerError: some rows cannot be computed, or a server at fault sampled most of them.
         """
         refused, replies = await self._corrections(claim, recipe)
         left_out = LeftOut(refused_corrections=refused)
         if recipe.kept is not None:
-            # Nothing is compared with what sampled the rows.
+            # Imitation takes no ratios.
             return plan_update(claim, recipe, left_out, replies)
         left_out = msgspec.structs.replace(
             left_out,
@@ -144,7 +142,7 @@ class Training:
     async def _corrections(
         self, claim: Claim, recipe: Recipe
     ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-        """Return why, by call id, corrections cannot be trained, and the others' token ids."""
+        """Return why corrections cannot be trained, and the others' token ids, by call id."""
         refused = refused_corrections(claim, recipe)
 
         def work() -> dict[str, tuple[int, ...] | str]:
@@ -163,12 +161,12 @@ class Training:
         return refused, {call: ids for call, ids in made.items() if not isinstance(ids, str)}
 
     async def _lost_versions(self, claim: Claim) -> dict[int, str]:
-        """Return why, by version, for those that can no longer compute a claim's log-probabilities.
+        """Return why versions can no longer compute a claim's log-probabilities, by version.
 
         Only versions that sampled a call without log-probabilities are looked at.
 
         Raises:
-            FilesUnread: files of one cannot be read for now; it may not be lost.
+            FilesUnread: a version's files cannot be read for now; it may not be lost.
         """
         asked = versions_to_ask(claim) - {0, claim.parent_version}
         if not asked:
@@ -199,7 +197,7 @@ class Training:
         return reason
 
     async def _unreplayed(self, claim: Claim) -> dict[str, str]:
-        """Return why, by call id, for the calls of a claim whose grammar cannot be replayed."""
+        """Return why the grammars of a claim's calls cannot be replayed, by call id."""
 
         def work() -> dict[str, str]:
             reasons = {
@@ -215,11 +213,10 @@ class Training:
     async def _measure(
         self, parent: int, rows: Sequence[Row], cap: float
     ) -> tuple[Sequence[Row], dict[UUID, float]]:
-        """Return `rows` with all log-probabilities, and what episodes of other versions are worth.
+        """Return `rows` with all log-probabilities, and the worth of episodes of other versions.
 
-        That is the effective sample size of each, under version `parent`, as a share of its tokens;
-        ratios are truncated at `cap`. Log-probabilities that the server did not give are computed
-        first.
+        The worth is the effective sample size under version `parent` as a share of the tokens, with
+        ratios truncated at `cap`. Missing log-probabilities are computed first.
         """
         folder = self._versions.folder(parent)
 
@@ -229,7 +226,7 @@ class Training:
             others = [row for row in complete if row.version != parent and not row.is_correction]
             if not others:
                 return complete, {}
-            # Another version may have been computed with since.
+            # `_recomputed` may have loaded another version.
             self._learner.restore(folder)
             policy = self._learner.version_logprobs(folder, others)
             return complete, shares_by_episode(others, policy, cap)
@@ -237,7 +234,7 @@ class Training:
         return await in_thread(self._learner, work)
 
     def _recomputed(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows, with log-probabilities from the versions that sampled them."""
+        """Fill in missing log-probabilities, from the versions that sampled the rows."""
         values: dict[RowKey, Sequence[float]] = {}
         for version, own in rows_to_compute(rows).items():
             logprobs = self._learner.version_logprobs(self._versions.folder(version), own)
@@ -254,14 +251,14 @@ class Training:
         return await in_thread(self._learner, work)
 
     def policy_logprobs(self) -> Mapping[RowKey, bytes]:
-        """Return what the policy gave the last update's tokens before (`LearnerProtocol`)."""
+        """Return the policy's log-probabilities of the last update's tokens (`LearnerProtocol`)."""
         return self._learner.policy_logprobs()
 
     async def probe(self) -> tuple[ProbeRow, ...]:
-        """Return what to probe the trained policy with, with its log-probabilities.
+        """Return rows to probe with, and the trained policy's log-probabilities of them.
 
         Raises:
-            LearnerError: they are not finite.
+            LearnerError: the log-probabilities are not finite.
         """
         rows = self._learner.probe_rows()
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
@@ -290,7 +287,7 @@ class Training:
     async def write(self, new: NewVersion) -> Path:
         """Write the trained policy as version `new`, and return its folder.
 
-        If the disk refuses, the trained weights are kept, and it is tried again until it succeeds.
+        If the disk refuses, the trained weights are kept, and writing is tried until it succeeds.
         """
         write = partial(adapters.write_version, self._adapter_dir, new, self._learner.save)
         while True:

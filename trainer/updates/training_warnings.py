@@ -1,4 +1,4 @@
-"""Warn where a policy's traffic and recipe do not fit: nothing is trained, or it gets worse.
+"""Warn if a policy's traffic and recipe do not fit: nothing is trained, or the policy gets worse.
 
 The trainer logs and counts these warnings, and `pawl policies show` prints them.
 """
@@ -67,7 +67,7 @@ class TrainingProblem(NamedTuple):
 async def training_warnings(
     connection: AsyncConnection, policy: str
 ) -> dict[TrainingWarning, TrainingProblem]:
-    """Return what is wrong by kind."""
+    """Return the policy's current warnings, by kind."""
     updates = await last_updates(connection, policy, HISTORY)
     found = _of_updates(updates[:LATEST])
     held = await why_held(connection, policy)
@@ -82,7 +82,8 @@ async def training_warnings(
 def collapse(updates: Sequence[Row[Any]]) -> tuple[str, datetime] | None:
     """Return how answers narrowed and rewards fell, and since when; None if they did not (pure).
 
-    `updates` are the newest first. Entropy alone falls as a policy learns, too.
+    `updates` are ordered from the newest. Falling entropy alone is no collapse: it comes with
+    learning, too.
     """
     figures = ("entropy", "reward_mean", "reward_std")
     trained = [one for one in updates if None not in map(one.metrics.get, figures)]
@@ -112,7 +113,7 @@ def _mean(window: Sequence[Row[Any]], figure: str) -> float:
 
 
 def _rewards(window: Sequence[Row[Any]]) -> dict[str, float]:
-    """Return the mean reward of updates together: that of all ("") and of each large family."""
+    """Return the mean reward over several updates: of all episodes ("") and each large family."""
     of: dict[str, list[tuple[int, float]]] = {}
     for one in window:
         for family, own in one.metrics.get("families", {}).items():
@@ -126,13 +127,13 @@ def _rewards(window: Sequence[Row[Any]]) -> dict[str, float]:
 
 
 def _of_updates(latest: Sequence[Row[Any]]) -> dict[TrainingWarning, TrainingProblem]:
-    """Return what the latest updates, newest first, say of episodes that are not trained."""
+    """Return the warnings `untrained` and `no_signal` from the latest updates, newest first."""
     found: dict[TrainingWarning, TrainingProblem] = {}
     spent, dropped = 0, Counter[str]()
     for metrics in (one.metrics for one in latest):
         spent += metrics.get("episodes", 0)
         dropped.update(metrics.get("dropped", {}))
-        # Calls that carry no loss, as if each episode had its share of them.
+        # Masked calls carry no loss; they are counted as their share of the trained episodes.
         masked_share = metrics.get("masked_share") or 0.0
         dropped[MASKED] += round(masked_share * metrics.get("trained_episodes", 0))
     unexpected = Counter({key: n for key, n in dropped.items() if key not in EXPECTED})
@@ -153,9 +154,9 @@ def _of_updates(latest: Sequence[Row[Any]]) -> dict[TrainingWarning, TrainingPro
 
 
 def _had_no_signal(metrics: Mapping[str, Any]) -> bool:
-    """Return whether an update trained nothing, for the rewards of episodes that it could train.
+    """Return whether an update trained nothing because rewards gave no signal.
 
-    An imported version's update has no episodes, and others are about what cannot be trained.
+    An imported version's update has no episodes; other updates had only untrainable episodes.
     """
     return not metrics.get("trained_episodes") and not NO_SIGNAL.isdisjoint(
         metrics.get("dropped", {})

@@ -24,8 +24,8 @@ async def begin_policy(
 ) -> None:
     """Add the base model as the policy's version 0, unless it has begun already.
 
-    `base` is the name that the file of policies, `file`, gives to the base model, if there is one,
-    and `tenant` the one that it gives the policy to.
+    `base` and `tenant` are the base model's name and the policy's tenant in `file`, the file of
+    policies, if there is one.
 
     Raises:
         TrainerError: the policy began with another base model, or is another tenant's.
@@ -47,9 +47,9 @@ async def begin_policy(
 
 
 async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
-    """Let the policy's rewards be what the recipe makes of all that was said, and is from now.
+    """Score the policy's past and future feedback by the recipe's sum of metrics.
 
-    If that is another sum than before, what is tried is judged by it from now on.
+    If the sum has changed, running comparisons of versions begin anew with it.
     """
     rule = recipe.reward_rule
     units = {key: recipe.judged_by[key] for key in ("reward", "reward_range", "margin")}
@@ -66,7 +66,6 @@ class PolicyVersions:
     """Look up and number the versions of one policy."""
 
     def __init__(self, engine: AsyncEngine, adapter_dir: Path, policy: str) -> None:
-        """Store the database, the folder of all versions' files, and the policy's name."""
         self._engine = engine
         self._adapter_dir = adapter_dir
         self._policy = policy
@@ -85,11 +84,11 @@ class PolicyVersions:
         return [v for v in await self._live() if v.state == "written"]
 
     async def waits_to_go_live(self) -> bool:
-        """Return whether a version waits for those of the policies that go live with it."""
+        """Return whether a version waits for other policies' versions to go live with."""
         return any(v.state == "loaded" for v in await self._live())
 
     async def is_held(self) -> bool:
-        """Return whether nothing is trained for now, as rewards fell."""
+        """Return whether training is held because rewards fell."""
         async with self._engine.connect() as connection:
             return await version_queries.why_held(connection, self._policy) is not None
 
@@ -101,7 +100,7 @@ class PolicyVersions:
         return version
 
     async def next_number(self) -> int:
-        """Return a number that neither a recorded version has nor a folder."""
+        """Return the next unused version number."""
         async with self._engine.connect() as connection:
             free = await claims.next_version(connection, self._policy)
         # A trainer that had lost its claim may have written a version that nobody recorded.
@@ -109,7 +108,7 @@ class PolicyVersions:
         return max([free, *(number + 1 for number, _ in written)])
 
     async def deleted(self, asked: Collection[int]) -> set[int]:
-        """Return those of the versions `asked` for whose files were deleted."""
+        """Return the versions among `asked` whose files were deleted."""
         async with self._engine.connect() as connection:
             return await deleted_versions(connection, self._policy, asked)
 
@@ -120,6 +119,6 @@ class PolicyVersions:
         return adapters.version_folder(self._adapter_dir, self._policy, version)
 
     async def _live(self) -> list[PolicyVersion]:
-        # Once a second, so not of all that there ever were.
+        # Called once a second, so it does not read all versions that ever existed.
         async with self._engine.connect() as connection:
             return await version_queries.list_live(connection, self._policy)
