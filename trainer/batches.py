@@ -1,9 +1,9 @@
 """Turn credited transitions into the rows, prefix trees and micro-batches of an update (pure).
 
-Token ids and log-probabilities are the recorded ones, but for the replies of corrections.
+Token ids and log-probabilities are the recorded ones, except for the replies of corrections.
 
-Rows of an update share prefixes: the tasks' prompts, and what an episode's calls repeat of the ones
-before. How much of that a model computes once is its `Way` (`trainer.learners.scoring`):
+Rows of an update share prefixes: the tasks' prompts, and earlier calls that an episode's calls
+repeat. A model's `Way` says how much of them it computes only once (`trainer.learners.scoring`):
 
     tree       one forward pass over the prefix tree: each distinct token is computed once
     stretches  the tree's branches one after the other, each continuing the states behind it
@@ -31,26 +31,26 @@ RowKey = tuple[UUID, int]
 PLAIN: Final = Distribution(temperature=1.0)
 
 Way = Literal["tree", "stretches", "chain", "whole"]
-# From the one that computes the fewest tokens to the one that every model can.
+# From the way that computes the fewest tokens to the way that works with every model.
 WAYS: Final[tuple[Way, ...]] = ("tree", "stretches", "chain", "whole")
-# Stretches begin at multiples of so many tokens: a shorter one would cost as long a pass over the
-# weights, and layers with a state along the sequence compute chunks of as many.
+# Stretches begin at multiples of so many tokens: a shorter stretch would cost as long a pass over
+# the weights, and layers with a state along the sequence compute in chunks of this size.
 STRETCH: Final = 64
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """Hold one transition in training form.
+    """One transition in training form.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` and `sampled_logprobs` (S,) in nats, S ≥ 1. `position`
     is the call's index among its episode's calls, `version` the policy version that sampled it,
-    and `distribution` what the server made of that policy's logits before it sampled.
-    `token_advantages` (S,) take the place of `advantage`, where each token has its own.
-    `r_total` is its return, `advantage` the return against the baseline, `weight` its share of
-    the update's loss. The server did not give the log-probabilities of a `recomputed` row: they
-    are empty until the version that sampled it has computed them. They stay empty where rows are
-    imitated, as nothing is compared with them. `masks` (S,) are the packed masks
-    of a grammar, if one held it (`trainer.learners.replay.grammars`); the learner makes them.
-    Of a correction `sampled_ids` are the right reply's, which nobody sampled: it has no ratio.
+    and `distribution` says how the server shaped that policy's logits before it sampled.
+    `r_total` is the return, `advantage` the return against the baseline, `weight` the row's share
+    of the update's loss. `token_advantages` (S,) replace `advantage` if each token has its own.
+    The server did not give the log-probabilities of a `recomputed` row: they are empty until the
+    version that sampled it has computed them. They stay empty if rows are imitated, which takes no
+    ratios. `masks` (S,) are the packed masks of the call's grammar, if it had one
+    (`trainer.learners.replay.grammars`); the learner makes them. The `sampled_ids` of a correction
+    are the right reply's, which was not sampled: a correction has no ratio.
     """
 
     episode_id: UUID
@@ -74,7 +74,7 @@ class Row(Record, frozen=True, kw_only=True):
     def key(self) -> RowKey:
         """Return the key that identifies a row within its update.
 
-        That of a correction has the complement of its call's position, which is negative.
+        A correction has the bitwise complement of its call's position, which is negative.
         """
         return self.episode_id, ~self.position if self.is_correction else self.position
 
@@ -95,7 +95,7 @@ class Row(Record, frozen=True, kw_only=True):
 
 
 def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Row:
-    """Return a row of no episode, of which nothing but log-probabilities is computed."""
+    """Return a row without an episode, for computing log-probabilities only."""
     return Row(
         episode_id=UUID(int=number),
         agent="",
@@ -112,7 +112,7 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
 
 
 def with_logprobs(rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]]) -> list[Row]:
-    """Return the rows, those in `values` with these log-probabilities."""
+    """Return the rows, with the log-probabilities in `values` filled in."""
     return [
         msgspec.structs.replace(row, sampled_logprobs=tuple(values[row.key]))
         if row.key in values
@@ -124,7 +124,7 @@ def with_logprobs(rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]])
 def training_rows(credited: Iterable[TransitionCredit], *, imitated: bool = False) -> list[Row]:
     """Return the rows of the transitions that are trained (those without a `reason`).
 
-    Where they are `imitated`, the loss is of the plain softmax, whatever they were sampled from.
+    With `imitated`, the loss takes the plain softmax, whatever the rows were sampled from.
     """
     return [_row(credit, imitated=imitated) for credit in credited if credit.reason is None]
 
@@ -151,7 +151,7 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
 def correction_rows(
     credited: Iterable[TransitionCredit], replies: Mapping[str, Sequence[int]]
 ) -> list[Row]:
-    """Return the rows of corrections, whose token ids `replies` has by the call's id."""
+    """Return the rows of corrections; `replies` has their token ids by call id."""
     return [
         msgspec.structs.replace(
             bare_row(0, ids_array(credit.call.tokens.prompt_ids), replies[str(credit.call.id)]),
@@ -170,7 +170,7 @@ def correction_rows(
 
 
 class Tree(Record, frozen=True, kw_only=True):
-    """Hold a packed prefix tree of N nodes, one token each.
+    """A packed prefix tree of N nodes, one token each.
 
     Shapes: `tokens`, `depth` and `end` are (N,); `end[i]` is one past the last descendant of i.
     `paths[r]` are the nodes of row r, root first.
@@ -220,7 +220,7 @@ def padded(tree: Tree, multiple: int) -> Tree:
 
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many leading tokens two rows share."""
-    # By halves: comparing bytes is far quicker than comparing numbers one by one.
+    # Binary search: comparing bytes is far quicker than comparing numbers one by one.
     one, other = (array("i", row).tobytes() for row in (left, right))
     size, shared, differ = array("i").itemsize, 0, min(len(left), len(right)) + 1
     while differ - shared > 1:
@@ -241,8 +241,8 @@ def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
     """Divide an update into at most `steps` optimiser steps of about equally many episodes.
 
     An episode stays whole, as its rows share prefixes. Episodes are dealt out by their first row in
-    lexicographic order, one to each step in turn, so that every step sees every group: the
-    advantages of a step over one group alone would be those of one task only.
+    lexicographic order, one to each step in turn, so that every step sees every group: a step over
+    one group alone would learn from one task only.
     """
     by_episode: dict[UUID, list[Row]] = {}
     for row in sorted(rows, key=_in_order):
@@ -257,11 +257,11 @@ def chains_of(rows: Sequence[Row], way: Way) -> list[list[Row]]:
     """Group rows that are computed along one path, the longest last, in the order of computation.
 
     Except in the way `whole`, a row is in the chain of a row that it is a prefix of. Chains that
-    share a prefix follow each other, or, where none is shared, equally long ones.
+    share a prefix are adjacent; in the ways `chain` and `whole` chains are ordered by length.
     """
     chains: list[list[Row]] = []
     before = b""
-    # A row is followed by all that it is a prefix of.
+    # A row is followed by all rows that it is a prefix of.
     for key, row in sorted(((_in_order(row), row) for row in rows), key=itemgetter(0)):
         if chains and way != "whole" and key[0].startswith(before):
             chains[-1].append(row)
@@ -284,17 +284,16 @@ def _in_order(row: Row) -> tuple[bytes, int]:
 def plan_micro_batches(
     rows: Sequence[Row], budget: int, *, way: Way = "tree", most: int = 0
 ) -> list[list[Row]]:
-    """Cut rows into micro-batches that compute the fewest tokens, and then are the fewest.
+    """Cut rows into micro-batches with the fewest computed tokens, then the fewest micro-batches.
 
-    A micro-batch computes at most `budget` tokens, or as many as its longest row has, and no chain
-    is cut. Twice as many are at most `most`: so an episode whose calls drop what was thought before
-    is not computed again for each of them. Without another way tokens are the distinct nodes of the
-    prefix tree.
+    A micro-batch computes at most `budget` tokens, or as many as its longest row has, or twice as
+    many up to `most`: so an episode whose calls drop earlier thoughts is not computed again for
+    each call. No chain is cut. In the way `tree`, tokens are distinct nodes of the prefix tree.
     """
     chains = chains_of(rows, way)
     sizes = [chain[-1].size - 1 for chain in chains]
     repeated = _repeated(chains, way)
-    # Of the first n chains: tokens and micro-batches of the best cut, where its last one starts.
+    # best[n]: tokens, micro-batches and start of the last one in the best cut of n chains.
     best = [(0, 0, 0)]
     largest = max([budget, most, *sizes])
     for stop in range(1, len(chains) + 1):
@@ -317,22 +316,22 @@ def plan_micro_batches(
 
 
 def _repeated(chains: Sequence[Sequence[Row]], way: Way) -> list[int]:
-    """Return how many tokens each chain need not compute behind the chain before it."""
+    """Return how many tokens of each chain the chain before it has computed already."""
     if way not in ("tree", "stretches"):
         return [0] * len(chains)
     inputs = [chain[-1].inputs for chain in chains]
     shared = [0, *(shared_prefix(*pair) for pair in pairwise(inputs))]
     if way == "tree":
         return shared
-    # No stretch is of a single token: models compute that as in decoding, in place.
+    # No stretch has a single token: models compute that as in decoding, in place.
     most = [0, *(max(0, min(map(len, pair)) - 2) for pair in pairwise(inputs))]
     return [min(own) // STRETCH * STRETCH for own in zip(shared, most, strict=True)]
 
 
 class Stretch(NamedTuple):
-    """Hold tokens that are computed in one go, behind those of `parent`, another's index, if any.
+    """Tokens that are computed in one pass: the inputs of `row` from `begin` to `end`.
 
-    They are the inputs of `row` from `begin` to `end`.
+    `parent` is the index of the stretch that they continue, if any.
     """
 
     row: Row
@@ -342,15 +341,15 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(rows: Sequence[Row]) -> tuple[list[Stretch], dict[RowKey, int]]:
-    """Cut chains where others leave them; return all stretches, each behind its parent.
+    """Cut chains where others branch off; return all stretches, each after its parent.
 
-    Beside them is the last stretch of each row's chain.
+    The second result is the index of the last stretch of each row's chain.
     """
     chains = chains_of(rows, "stretches")
     repeated = _repeated(chains, "stretches")
     stretches: list[Stretch] = []
     last: dict[RowKey, int] = {}
-    # Chains from `start` to `stop` have `begin` tokens in common, which end with `parent`.
+    # Chains from `start` to `stop` share their first `begin` tokens, which end with `parent`.
     waiting: list[tuple[int, int, int, int | None]] = [(0, len(chains), 0, None)]
     while waiting:
         start, stop, begin, parent = waiting.pop()
@@ -376,7 +375,7 @@ def computed_tokens(rows: Sequence[Row], *, way: Way = "tree") -> int:
 def tree_size(rows: Sequence[Row]) -> tuple[int, int]:
     """Return how many distinct tokens the inputs of `rows` have, and how many pairs attend.
 
-    Tokens after different prefixes are distinct. Each attends to those before it, and to itself.
+    Tokens after different prefixes are distinct. Each attends to its prefix and to itself.
     """
     chains = chains_of(rows, "tree")
     sizes = [chain[-1].size - 1 for chain in chains]

@@ -6,7 +6,7 @@ from uuid import UUID
 
 OUT_OF_MEMORY: Final = "out_of_memory"
 TOO_LONG: Final = "too_long"
-# What gives an update more room in memory.
+# How to give an update more memory.
 MEMORY_REMEDY: Final = (
     "lower batch.micro_batch_tokens, leave batch.gradient_checkpointing at auto, or give the model"
     " server less (--gpu-memory-utilization)"
@@ -14,7 +14,7 @@ MEMORY_REMEDY: Final = (
 
 
 class TrainerError(Exception):
-    """Be the root of the trainer's errors."""
+    """The root of the trainer's errors."""
 
 
 class RecipeError(TrainerError):
@@ -36,11 +36,10 @@ class FileMissing(AdapterError):
 class PublishError(TrainerError):
     """Report that a version could not be loaded, or that it is not served correctly.
 
-    `evidence` is what that rests on, for the event of its rejection; None if the message says all.
+    `evidence` has the compared figures, for the event of the rejection; None if there are none.
     """
 
     def __init__(self, message: str, evidence: Mapping[str, Any] | None = None) -> None:
-        """Store the message, and the figures that were compared, if any."""
         super().__init__(message)
         self.evidence = evidence
 
@@ -54,7 +53,7 @@ class Misserved(PublishError):
 
 
 class FilesUnread(TrainerError):
-    """Report that a version's files cannot be read for now; it is tried again, nothing is spent."""
+    """Report that a version's files cannot be read for now; it is retried, nothing is spent."""
 
 
 class UpstreamAway(TrainerError):
@@ -62,18 +61,18 @@ class UpstreamAway(TrainerError):
 
 
 class NotFetched(UpstreamAway):
-    """Report that a machine could not get a version's files; nothing is spent, it is tried again.
+    """Report that a machine could not get a version's files; it is retried, nothing is spent.
 
-    At publishing, a model server that cannot get them counts as one that is away.
+    At publishing, a model server that cannot get the files counts as away.
     """
 
 
 class LearnerError(TrainerError):
     """Report that the learner cannot train this model, or that an update failed.
 
-    The update's episodes are free again, but for those that are to blame (`Unusable`). `is_poison`
-    says that the next update can succeed, because those are spent, and `doubts_servers` that a
-    model server that is at fault may have sampled the episodes.
+    The update's episodes are free again, except the episodes to blame (`Unusable`). `is_poison`
+    says that these are spent, so that the next update can succeed, and `doubts_servers` that a
+    model server at fault may have sampled the episodes.
     """
 
     is_poison: bool = False
@@ -89,26 +88,25 @@ class ServerAtFault(LearnerError):
 
 
 class TeacherError(LearnerError):
-    """Report that a teacher is away, or is not what the recipe says; it is asked again."""
+    """Report that a teacher is away, or does not fit the recipe; it is asked again."""
 
 
 class CompanionFailed(LearnerError):
     """Report that another process of the same update failed; the message says why.
 
-    `is_memory` says whether all of those that failed ran out of memory.
+    `is_memory` says whether all failed processes ran out of memory.
     """
 
     def __init__(self, *, is_memory: bool) -> None:
-        """Store what is known of the failure."""
         super().__init__("another process failed")
         self.is_memory = is_memory
 
 
 class Unusable(LearnerError):
-    """Report that some episodes make an update impossible; no other may be spent for that.
+    """Report that some episodes make an update impossible; only these may be spent for it.
 
-    `episodes` says why, by the id of each episode that is to blame, which is spent with `reason`;
-    it is empty where it cannot be told. `metrics` is what is known of the update.
+    `episodes` maps the ids of the episodes to blame to the cause; it is empty if they are unknown.
+    They are spent with `reason`. `metrics` are the update's figures so far.
     """
 
     reason: str = "non_finite"
@@ -120,7 +118,6 @@ class Unusable(LearnerError):
         reason: str | None = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Store the message, why by episode, the reason that these are spent with, and metrics."""
         super().__init__(message)
         self.episodes = dict(episodes or {})
         self.reason = reason or self.reason
@@ -129,7 +126,7 @@ class Unusable(LearnerError):
 
 
 class ShortOfMemory(Unusable):
-    """Report that memory ran out, and no episode is to blame; others may give some back."""
+    """Report that memory ran out, and no episode is to blame; other processes may free some."""
 
     reason = OUT_OF_MEMORY
 
@@ -145,7 +142,7 @@ class OtherVocabulary(Unusable):
 class DriftOutOfBounds(Unusable):
     """Report that server and trainer compute different log-probabilities for the newest version."""
 
-    # The server's model, precision or options may be others.
+    # The server's model, precision or options may differ.
     doubts_servers = True
 
     def __init__(
@@ -153,7 +150,7 @@ class DriftOutOfBounds(Unusable):
     ) -> None:
         """Store the message, how far off each episode is, and the update's metrics."""
         super().__init__(message, episodes, "drift", metrics)
-        # The server may still be as it was when these were sampled.
+        # The server may be unchanged, and then the next update fails, too.
         self.is_poison = False
 
 
@@ -164,7 +161,6 @@ class Unreplayable(LearnerError):
     """
 
     def __init__(self, message: str, reason: str) -> None:
-        """Store the message and the reason."""
         super().__init__(message)
         self.reason = reason
 

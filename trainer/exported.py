@@ -59,11 +59,11 @@ def _episode(line: TokenEpisodeLine, where: str) -> Episode:
     key = scoped(line.tenant, line.episode)
     own_id = uuid5(NAMESPACE_URL, key)
     said = (*line.feedback, *(item for call in line.calls for item in call.feedback))
-    # A correction alone needs the requests.
+    # Only corrections need the requests.
     full = any(item.correction for item in said)
     calls = [_call(call, own_id, f"{where}, episode {line.episode!r}", full) for call in line.calls]
     if line.state == "failed" and calls:
-        # What the state says was derived from the last call's status.
+        # The state was derived from the last call's status.
         fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
         calls[-1] = TransitionRow(**(fields | {"http_status": FAILED[0]}))
     return Episode(
@@ -121,7 +121,7 @@ def _call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> Transit
 
 
 def _lacks(line: TokenCallLine) -> str | None:
-    """Return what a call lacks that training needs, or None."""
+    """Return which field of a call training cannot use, and why, or None."""
     for name in ("prompt_ids", "sampled_ids"):
         if not getattr(line, name):
             return f"{name} is missing or empty"
@@ -144,7 +144,7 @@ def _event(line: EventLine, event_id: UUID) -> ToolEvent:
 
 
 def policies_of(episodes: Iterable[Episode]) -> list[str]:
-    """Return the policies that calls which can be trained are of."""
+    """Return the policies of the calls that can be trained."""
     calls = (call for episode in episodes for call in episode.calls)
     return sorted({c.policy for c in calls if c.policy and (c.trainable or c.reason in IMITABLE)})
 
@@ -152,11 +152,11 @@ def policies_of(episodes: Iterable[Episode]) -> list[str]:
 def claimed_groups(
     episodes: Sequence[Episode], recipe: Recipe, policy: str
 ) -> tuple[list[tuple[Group, ...]], Mapping[str, int]]:
-    """Return the groups of one update after the other, and how many episodes are in none, by why.
+    """Return the groups of each update, and the number of episodes in no update, by reason.
 
-    They are what the trainer would claim if the episodes came one by one, in this order: groups of
-    one task, or single episodes, until an update is whole; those without a signal are taken along.
-    What is incomplete at the end makes short groups and a short update.
+    The trainer would claim the same if the episodes came one by one, in this order: groups of one
+    task, or single episodes, until an update is whole; groups without a signal are taken along.
+    The rest at the end makes short groups and a short update.
     """
     left: Counter[str] = Counter()
     by_task: dict[str | UUID, list[tuple[int, Episode]]] = {}
@@ -213,7 +213,7 @@ def _why_not(episode: Episode, recipe: Recipe, policy: str) -> str | None:
 
 
 def _has_signal(group: Group, recipe: Recipe) -> bool:
-    """Return whether the trainer would count a group (`store.claim_query.ClaimRule`)."""
+    """Return whether the trainer would count a group as signal (`store.claim_query.ClaimRule`)."""
     if recipe.credit.pays_single_calls:
         return True
     rewards = {_reward(episode, recipe) for episode in group.episodes}

@@ -2,9 +2,9 @@
 
 See docs/decisions/049-files-kept-by-state.md.
 
-It goes the way of an update that trains nothing: alone on the policy, a running update without
-episodes, files written beside their place and renamed into it, one transaction, the probe. So a
-kill leaves what the next trainer ends (`trainer.updates.recording`).
+An import is an update that trains nothing. It holds the policy, begins an update without episodes,
+writes the files beside their place and renames them, records the version in one transaction, and
+probes it. So the next trainer finishes or undoes what a kill left (`trainer.updates.recording`).
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def import_adapter(
         try:
             await lock_policy(guard, name, "import")
             model = await base_model(settings, chosen, name, servers)
-            # Else the learner compares the base models by a hash.
+            # With the file, the learner compares the base models by hash.
             if not (directory / BASE_FILE).exists():
                 _refuse(directory, why_another_base(config, model))
             learner = await asyncio.to_thread(
@@ -79,7 +79,7 @@ async def import_adapter(
             publisher = Publisher(engine, servers, name, recipe, chosen.together)
             return await imported.publish(publisher, number)
         finally:
-            # Else the pool would keep the connection, and with it the hold on the policy.
+            # Otherwise the pool would keep the connection, and with it the hold on the policy.
             await guard.invalidate()
 
 
@@ -107,10 +107,10 @@ class Import:
     async def write(self, directory: Path) -> int:
         """Write and record the adopted adapter as the next version, and return its number.
 
-        `directory` is where it comes from. If it is stopped, either all of it is done, or nothing.
+        `directory` is the source. If stopped, the import is complete or undone.
 
         Raises:
-            AdapterError: the version that serves has the same weights.
+            AdapterError: the serving version has the same weights.
         """
         await self._recovery.finish(KILLED)
         adapters.sweep(self._folder, self._policy)
@@ -119,7 +119,7 @@ class Import:
         number = await self._versions.next_number()
         recipe = self._recipe.model_dump(mode="json")
         async with self._engine.begin() as connection:
-            # Of an adapter of the base model; it holds no episodes.
+            # The parent is the base model, and there are no episodes.
             update_id = await claims.begin_update(connection, self._policy, 0, recipe)
         new = NewVersion(
             policy=self._policy,

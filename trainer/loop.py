@@ -59,7 +59,7 @@ NO_SLOT: Final = (
     "all adapter slots of the model server are taken by versions with episodes under way, so it"
     " cannot be tested before one is free; no update could begin before that either"
 )
-# How often model servers that were there are asked whether they still are.
+# Seconds between checks that model servers still answer.
 ASK_S: Final = 5.0
 
 
@@ -98,10 +98,10 @@ class Loop:
         self._cleaning = Cleaning(engine, servers, policy, folder)
         self._breaker = breaker or CircuitBreaker()
         self._trackers = trackers or Trackers((), folder, {})
-        # The evaluation that was tracked last, and when it was looked for.
+        # The evaluation that was tracked last, and the time of the last look for one.
         self._evaluated: Evaluation | None = None
         self._looked_at = -EXPIRE_S
-        # When the model servers are asked next whether they are there.
+        # Time of the next check that model servers answer.
         self._ask_at = 0.0
         # The next update, if it was claimed and planned while its parent was published.
         self._ahead: tuple[Claim, Plan] | None = None
@@ -111,8 +111,8 @@ class Loop:
     async def finish_killed(self) -> None:
         """Finish or abandon the update that a killed trainer left.
 
-        After the second in a row the next takes less memory: the kernel may have killed them for
-        it, and would the third.
+        After two killed updates in a row the next takes less memory: the kernel may have killed the
+        trainers for it, and would do so again.
         """
         await self._recovery.finish(KILLED)
         async with self._engine.connect() as connection:
@@ -130,26 +130,26 @@ class Loop:
             )
 
     async def recover(self) -> None:
-        """Finish or abandon the update that a killed trainer left, and publish what it had written.
+        """Finish or abandon the update that a killed trainer left, and publish a written version.
 
-        While it is in doubt whether the servers serve as meant, that waits for their test.
+        While the model servers are in doubt, publishing waits for their test.
         """
         await self.finish_killed()
         await self._cleaning.clean()
         if not self._breaker.is_in_doubt:
             await self._recovery.publish_written(self._publisher)
-        # What got the traffic now needs less of the versions before it.
+        # Fewer older versions are needed once a new one has the traffic.
         await self._cleaning.clean()
 
     async def check_server(self) -> None:
-        """Test whether the model servers would serve a version as meant.
+        """Test whether the model servers would serve a version correctly.
 
-        Where memory is short, a teacher cannot be used, or all adapter slots are taken, training
-        pauses, and the test is done again until it is known.
+        If memory is short, a teacher cannot be used, or all adapter slots are taken, training
+        pauses, and the test is repeated until it gives a result.
 
         Raises:
-            PublishError: one would not; the message says why, and what to do.
-            UpstreamAway: none answers.
+            PublishError: a server would not; the message says why, and what to do.
+            UpstreamAway: no server answers.
         """
         if not await self._has_room():
             self._breaker.doubt(NO_SLOT, "no_slot")
@@ -165,7 +165,7 @@ class Loop:
             self._breaker.tested_at = self._publisher.servers.returns
 
     async def try_again(self) -> None:
-        """Test whether updates could go on, if training is paused and it is time to."""
+        """Test whether updates could go on, if training is paused and a test is due."""
         breaker = self._breaker
         if breaker.test_is_due and await self._has_room():
             in_doubt = breaker.is_in_doubt
@@ -189,12 +189,12 @@ class Loop:
             return await self._pacing.has_room(connection)
 
     async def watch_servers(self) -> None:
-        """Look whether the model servers answer, and let versions that waited for others go live.
+        """Check that model servers answer, and promote versions that waited for other policies'.
 
-        Once a replica is back, training pauses until it is tested: its base model may be another.
+        Once a replica is back, training pauses until it is tested: its base model may have changed.
 
         Raises:
-            UpstreamAway: none answers.
+            UpstreamAway: no server answers.
         """
         servers = self._publisher.servers
         if servers.is_any_away or perf_counter() >= self._ask_at:
@@ -205,7 +205,7 @@ class Loop:
         await self._publisher.go_live()
 
     async def stop(self) -> None:
-        """Record or free, if possible, what an update holds that does not go on."""
+        """Record the running update if its version exists, else free its episodes, if possible."""
         await self._recovery.finish_if_possible("the trainer was stopped")
 
     async def waiting_updates(self) -> float:
@@ -216,18 +216,18 @@ class Loop:
     async def update_once(self, *, looks_ahead: bool = False) -> bool:
         """Run one update if enough episodes are ready; return whether there was one.
 
-        If it is cancelled, a version that exists already is recorded; else the episodes are free.
+        If cancelled, a version that exists already is recorded; otherwise the episodes are freed.
         With `looks_ahead` the next update is claimed and planned while the version is published;
-        the next call goes on with it, or frees its episodes.
+        the next call continues it, or frees its episodes.
         """
         started = perf_counter()
-        # A newer version would wait anew for the others', and might wait for ever.
+        # A newer version would begin to wait for other policies' anew, perhaps for ever.
         together = len(self._publisher.together) > 1 and await self._versions.waits_to_go_live()
         if together or await self._versions.is_held():
             await self._free_ahead()
             return False
-        # Only after the look above: another trainer may let this policy's version go live, and this
-        # one alone makes any wait.
+        # Only after the check above: another trainer may promote this policy's waiting version,
+        # while only this trainer makes versions that wait.
         parent = await self._versions.head()
         await self._claiming.expire(parent.version)
         await self._track_evaluation()
@@ -253,7 +253,7 @@ class Loop:
             self._trackers.log(self._policy, {"eval": msgspec.structs.asdict(scored[-1])})
 
     async def _update_from(self, parent: PolicyVersion, *, looks_ahead: bool) -> bool:
-        """Claim until an update of `parent` comes to its end; return False if too few are ready."""
+        """Claim until an update of `parent` succeeds; return False if none can begin now."""
         while not self._breaker.is_open:
             claim, plan = await self._next(parent)
             if claim is None:
@@ -286,10 +286,10 @@ class Loop:
     async def _run(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, *, looks_ahead: bool
     ) -> None:
-        """Bring a claim to its end: a version, or none if there is no signal.
+        """Make and publish the version of a claim, or record the update if there is no signal.
 
         Raises:
-            LearnerError: it cannot be computed; the claim still runs.
+            LearnerError: the update cannot be computed; the claim still runs.
         """
         number = await self._versions.next_number()
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
@@ -311,7 +311,7 @@ class Loop:
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
     ) -> tuple[PolicyVersion, Sequence[ProbeRow]]:
-        """Train, write and record version `number`; return it, and what to probe it with."""
+        """Train, write and record version `number`; return it, and its probe rows."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
         policy_logprobs = self._training.policy_logprobs()
         new = await self._training.version(claim, plan, number, plan.metrics | trained)
@@ -321,17 +321,17 @@ class Loop:
         return await self._versions.numbered(number), new.probe
 
     async def _look_ahead(self, parent: PolicyVersion, publishing: asyncio.Task[None]) -> None:
-        """Claim and plan the next update of `parent`, while that is being published.
+        """Claim and plan the next update of `parent`, while `parent` is being published.
 
-        Nothing else of a policy computes meanwhile, and what an update depends on is known: the one
-        before is recorded. So it is the same update that would be begun afterwards.
+        Nothing else of the policy computes meanwhile, and the update before is recorded. So the
+        update is the same as if it began after the publication.
         """
 
         async def test_servers(far: int, measured: int) -> None:
             await asyncio.wait([publishing])
             await self._test_servers(far, measured)
 
-        # A version that a decision waits for has no traffic yet when it is published.
+        # A version that waits for a decision has no traffic when it is published.
         serves = self._recipe.publish.serves_at_once
         claim = await self._claiming.take(parent.version, parent_serves=serves)
         if claim is None:
@@ -339,7 +339,7 @@ class Loop:
         try:
             self._ahead = claim, await self._training.plan(claim, self._recipe, test_servers)
         except Exception as error:
-            # Whatever the next update comes to, the version before it is published.
+            # Whatever happens to the next update, the version before it is published.
             await asyncio.wait([publishing])
             if not isinstance(error, LearnerError):
                 raise
@@ -353,7 +353,7 @@ class Loop:
             await self._recovery.give_up(claim.update_id, why)
 
     async def _publish(self, version: PolicyVersion, probe: Sequence[ProbeRow]) -> None:
-        """Publish a version that was made, and note what came of it."""
+        """Publish a new version, and note success or rejection."""
         why = await self._recovery.publish(self._publisher, version, probe)
         if why is not None:
             self._breaker.note_failure(why, "rejected")
@@ -365,7 +365,7 @@ class Loop:
         """Test the model servers before so many episodes are spent as too far off the policy.
 
         Raises:
-            ServerAtFault: one may have sampled them wrongly.
+            ServerAtFault: a server may have sampled them wrongly.
         """
         why = await self._self_test.why_unserved()
         if why is not None:
@@ -377,12 +377,12 @@ class Loop:
         log.warning("many_episodes_off_policy", policy=self._policy, far=far, measured=measured)
 
     async def _note_error(self, error: LearnerError, claim: Claim) -> None:
-        """Count an update that failed, unless the next one can do without what made it fail.
+        """Count a failed update, unless the episodes to blame are spent and the next can succeed.
 
-        Rows that a server sampled wrongly may be from before a repair: the servers are tested.
+        If a server may have sampled rows wrongly, test the servers: it may be repaired by now.
         """
         members = sum(len(group.episodes) for group in claim.groups)
-        # Where most episodes are to blame it is hardly their doing.
+        # If most episodes are to blame, the fault is hardly theirs.
         of_most = isinstance(error, Unusable) and looks_like_a_fault(len(error.episodes), members)
         if error.is_poison and not of_most:
             return
@@ -403,9 +403,9 @@ class Loop:
         self._log_pause()
 
     async def _set_aside(self) -> None:
-        """Set aside what was sampled before now, where the servers are right now and were not.
+        """Set aside episodes sampled before now, if a server was at fault and passes its test now.
 
-        Else one update after the other would spend its share of it.
+        Otherwise one update after the other would spend its share of them.
         """
         if self._breaker.sampled_wrongly:
             async with self._engine.begin() as connection:

@@ -43,7 +43,7 @@ PAUSED = Gauge(
     " or a model server is away or at fault. Its log has the reason in full.",
     ["policy", "reason"],
 )
-# What is noted of an update in the ledger; the part of a name before a `/` is a table of others.
+# Meaning of the metrics that an update records; entries of a table have the meaning of the table.
 FIGURES: Final[Mapping[str, str]] = {
     "groups": "Tasks in the claim",
     "episodes": "Episodes in the claim",

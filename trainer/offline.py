@@ -1,7 +1,7 @@
 """Train on exported episodes: the trainer's updates without a database or a model server.
 
-An update is planned, trained and written by what the trainer does it with
-(`trainer.updates.training`). Nothing is claimed, recorded or served.
+The trainer's own code plans, trains and writes updates (`trainer.updates.training`). Nothing is
+claimed, recorded or served.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,8 +29,8 @@ from trainer.updates.training import Training
 
 log = structlog.get_logger()
 
-# Gets the number and folder of the version that an update made (None: it made none), its metrics,
-# and how many updates there are.
+# Called after each update with its version's number and folder (None: no version), its metrics, and
+# the number of updates.
 Show = Callable[[int, Path | None, Mapping[str, Any], int], None]
 
 
@@ -50,7 +50,7 @@ class _Folders:
 
 
 def first_number(episodes: Sequence[Episode], policy: str, start: int) -> int:
-    """Return a number for the first version that is none of those that sampled the episodes."""
+    """Return a number for the first version, above all versions that sampled the episodes."""
     calls = (call for episode in episodes for call in episode.calls if call.policy == policy)
     return max([start, *(call.policy_version or 0 for call in calls)]) + 1
 
@@ -68,17 +68,17 @@ async def train_episodes(
     teacher_key: SecretStr | None = None,
     trackers: Trackers,
 ) -> Mapping[str, int]:
-    """Train one update after the other; return how many episodes are in none, by reason.
+    """Train one update after the other; return the number of episodes in no update, by reason.
 
-    The first begins at the base model, or at the version in `start`, a folder that a trainer wrote.
-    Versions are written into `out`. Rows of any other version are off-policy, as in the trainer.
+    The first update begins at the base model, or at the version in `start`, a folder that a trainer
+    wrote. Versions are written into `out`. Other versions' rows are off-policy, as in the trainer.
 
     Raises:
         TrainerError: the model or the version cannot be used, or an update cannot be computed.
     """
     if has_companions():
         raise LearnerError("`pawl train` is one process: start it without `accelerate launch`")
-    # Must come before a second thread starts: only the first arena may be used.
+    # Must come before a second thread starts: only malloc's first arena may be used.
     keep_freed_memory()
     if folders(out, policy):
         raise AdapterError(f"{out} has versions of {policy!r} already: name another folder")
@@ -116,9 +116,10 @@ async def _update(
     number: int,
     baselines: Mapping[str, Any] | None,
 ) -> tuple[Path | None, Mapping[str, Any], Mapping[str, Any] | None]:
-    """Train version `parent` on groups and write version `number`; episodes to blame are left out.
+    """Train version `parent` on `groups` and write version `number`.
 
-    Return its folder (None: no row gives a signal), metrics, and moving baselines.
+    Episodes to blame for a failure are left out. Return the version's folder (None: no signal), its
+    metrics, and moving baselines.
     """
 
     async def doubt(far: int, measured: int) -> None:

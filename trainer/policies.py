@@ -1,6 +1,6 @@
 """Choose the policies that a trainer trains, their base model and their recipes.
 
-They share one base model in memory, so what belongs to that model is the same for all of them.
+The policies share one base model in memory, so their recipes must agree on its settings.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from trainer.settings import TrainerSettings
 
 
 class Chosen(Record, frozen=True, kw_only=True):
-    """Describe a policy that this trainer trains.
+    """A policy that this trainer trains.
 
-    `policy` is None if the model server's base model is the policy. `base` is the name that the
-    model server has for the base model; None: the policy's own. `together` are the policies that
-    must go live together, this one among them, if any must. `known` are all trained policies of the
-    file, also those of other trainers; empty without one. `tenant` is whose the policy is.
+    `policy` is None if the model server's base model is the policy. `base` is the model server's
+    name for the base model; None: the policy's name. `together` are the policies that must go live
+    together, this one included (empty: none). `known` are all trained policies of the file of
+    policies, also those of other trainers; empty without a file.
     """
 
     policy: str | None
@@ -36,9 +36,10 @@ class Chosen(Record, frozen=True, kw_only=True):
 
 
 def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tuple[Chosen, ...]:
-    """Return what a trainer with these settings trains; `table` is the file of policies, if any.
+    """Return the policies that a trainer with these settings trains.
 
-    That is every policy of the file with `trained = true`, or those that the settings name.
+    These are the policies with `trained = true` in `table`, the file of policies, or a selection by
+    the settings; without a file, the settings' policy.
 
     Raises:
         TrainerError: the file has no such policy, or a policy is not trained; or their base models
@@ -127,7 +128,7 @@ def check_publishing(chosen: Chosen, recipe: Recipe) -> None:
     """Refuse a decision or a control for a policy whose versions go live together with others'.
 
     Raises:
-        TrainerError: it has both.
+        TrainerError: the policy has `publish_with`, and a decision or a control.
     """
     rule = recipe.publish
     if not chosen.together or (rule.serves_at_once and not rule.control_share):
@@ -144,13 +145,13 @@ def check_publishing(chosen: Chosen, recipe: Recipe) -> None:
 def importing_policy(
     settings: TrainerSettings, table: PolicyTable | None, name: str, tenant: str | None = None
 ) -> Chosen:
-    """Return what a trainer of policy `name` trains, which gets an adapter from elsewhere.
+    """Return the trained policy `name`, which gets an adapter from elsewhere.
 
-    With `tenant`, the policies of others are as if there were none of their names.
+    With `tenant`, policies of other tenants do not exist.
 
     Raises:
         TrainerError: the file of policies has no such policy, or the policy is not trained; or
-            there is no file, and so none that is another tenant's than the default one's.
+            there is no file, and `tenant` is not the default tenant.
     """
     if table is None and tenant not in (None, DEFAULT):
         raise TrainerError(
@@ -173,7 +174,7 @@ async def lock_policy(guard: AsyncConnection, name: str, work: str) -> None:
     """Hold a policy for as long as `guard` lives; `work` is what the command does, as a verb.
 
     Raises:
-        TrainerError: a trainer or another command works on it.
+        TrainerError: a trainer or another command works on the policy.
     """
     if not await claims.hold_policy(guard, name):
         raise TrainerError(
@@ -188,7 +189,7 @@ async def base_model(
     """Return the folder or name of the policy's base model.
 
     Raises:
-        TrainerError: no model server can tell it, or they serve others.
+        TrainerError: no model server answers and PAWL_MODEL is unset, or they serve other models.
     """
     base = chosen.base or name
     try:

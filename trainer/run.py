@@ -45,13 +45,13 @@ RETRY_S = 1.0
 async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     """Run the trainer until SIGTERM or SIGINT, or for one update with `once`.
 
-    As one of several processes started by `accelerate launch`, rank 0 does everything but the
-    computation alone, and stops the others at the end.
+    With several processes (`accelerate launch`) all compute; rank 0 alone does everything else, and
+    stops the others at the end.
 
     Raises:
         TrainerError: a recipe, the model or a policy cannot be used.
     """
-    # Must come before a second thread starts: only the first arena may be used.
+    # Must come before a second thread starts: only malloc's first arena may be used.
     keep_freed_memory()
     chosen = chosen_policies(settings, open_policies(settings.policies))
     recipes = load_recipes(chosen)
@@ -92,7 +92,7 @@ async def _work(
         count_build()
         # Model servers may want versions while the model is loaded, which takes minutes.
         is_up, is_ready = asyncio.Event(), asyncio.Event()
-        # Those who fetch versions name the trainer as its own setting does.
+        # Processes that fetch versions use the host of PAWL_ADAPTER_SOURCE.
         hosts = (*settings.allowed_hosts, str(urlsplit(settings.adapter_source or "").hostname))
         app = port_app(settings, is_up, is_ready)
         port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
@@ -133,10 +133,10 @@ async def _work(
 def port_app(
     settings: TrainerSettings, is_up: asyncio.Event, is_ready: asyncio.Event
 ) -> web.Application:
-    """Return what the port answers.
+    """Return the application of the trainer's port.
 
-    `/metrics` once it is up; `/readyz` once the model servers are tested; versions' files by an
-    HTTP source.
+    It serves `/metrics` once the model is loaded, `/readyz` once the model servers are tested, and
+    versions' files if PAWL_ADAPTER_SOURCE is HTTP.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -169,7 +169,7 @@ async def _learners(
 ) -> dict[str, Learner]:
     """Load the base model once, and return each policy's learner on it.
 
-    What others have taken of the memory they may give back: that is waited for.
+    If memory is short, wait: other processes may free some.
 
     Raises:
         LearnerError: the model cannot be loaded, or is larger than all of the memory.
@@ -186,11 +186,11 @@ async def _learners(
         try:
             return await asyncio.to_thread(load)
         except ShortOfMemory as error:
-            # Of several processes the others wait in the middle of loading: all must begin anew.
+            # The trainer's other processes wait in the middle of loading: all must begin anew.
             if has_companions() or not may_fit(model, recipes[0]):
                 raise
             log.error("trainer_waits", reason=str(error), again_in_s=TEST_S)
-        # Out of the block, which holds on to what had been loaded.
+        # Outside the except block, whose traceback keeps the loaded parts alive.
         gc.collect()
         give_freed_memory_back()
         await asyncio.sleep(TEST_S)
@@ -235,13 +235,13 @@ def _worker(
     breaker: CircuitBreaker,
     trackers: Trackers,
 ) -> PolicyWorker:
-    """Return what works on a policy, and log that it is about to."""
+    """Return the worker of a policy, and log its start."""
     is_checked = False
 
     async def begin(engine: AsyncEngine) -> Loop:
-        """Return the loop, once the base is known and what a killed trainer left is ended.
+        """Record the base model, end what a killed trainer left, and return the loop.
 
-        The first time the model servers are tried before anything is claimed or published.
+        The first time, the model servers are tested before anything is claimed or published.
         """
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies, chosen.tenant)
@@ -250,7 +250,7 @@ def _worker(
         publisher = Publisher(engine, servers, policy, recipe, chosen.together, known)
         loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker, trackers)
         if not is_checked:
-            # Its episodes are free, or spent, whether a server answers or not.
+            # First, so that its episodes are free or spent whether a server answers or not.
             await loop.finish_killed()
             await loop.check_server()
             is_checked = True

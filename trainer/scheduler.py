@@ -1,7 +1,7 @@
 """Give the policies of one trainer their turns, one update at a time.
 
 A failure of one policy does not stop the others: the trainer leaves that policy, and takes it up
-again later. A database or a model server that is away is away for all, and is the caller's.
+again later. A database or model servers that are away stop all; the caller handles these errors.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ log = structlog.get_logger()
 T = TypeVar("T")
 # Seconds until a policy that another trainer holds, or took, is tried again.
 RETRY_S: Final = 1.0
-# After a failure: the first pause, twice as long each time.
+# The pause after a first failure; it doubles each time.
 FIRST_PAUSE_S: Final = 30.0
 LONGEST_PAUSE_S: Final = 3600.0
 # The pause after a check of the store is at least this many times as long as the check, so
 # that a large backlog does not keep the database busy.
 PAUSE_PER_CHECK: Final = 10
-# Nobody waits for more turns of others than this, for each policy that shares the trainer.
+# A policy waits for at most so many turns, times the number of waiting policies.
 PATIENCE: Final = 4
 
 
@@ -39,13 +39,13 @@ class PolicyWorker:
     """Work on one policy of a trainer: hold it, run its turns, outlive its failures.
 
     Attributes:
-        policy: its name.
-        turns: how many turns others had since its own last.
-        failure: why it was left, until it is taken up again.
+        policy: the policy's name.
+        turns: turns of other policies since its own last turn.
+        failure: why the policy was left; None once it is taken up again.
     """
 
     def __init__(self, policy: str, begin: Callable[[AsyncEngine], Awaitable[Loop]]) -> None:
-        """Store how the policy's loop begins, once the policy is held."""
+        """Store `begin`, which makes the policy's loop once the policy is held."""
         self.policy = policy
         self.turns = 0
         self.failure: Exception | None = None
@@ -78,9 +78,9 @@ class PolicyWorker:
         return self._loop is not None
 
     async def waiting(self, guard: AsyncConnection, *, alone: bool) -> float | None:
-        """Look at the model servers; return how much signal waits, None after a failure.
+        """Check the model servers; return the waiting signal in updates, or None after a failure.
 
-        The signal is counted in updates, unless the policy is alone: then nobody needs to know.
+        A policy that is `alone` returns 0, since no other competes for the turn.
         """
 
         async def work(loop: Loop) -> float:
@@ -162,7 +162,7 @@ class PolicyScheduler:
         engine: AsyncEngine,
         is_ready: asyncio.Event,
     ) -> None:
-        """Begin with no policy held; `is_ready` is set once they are tried, if one can go on."""
+        """Begin with no policy held; `is_ready` is set once all are tried and one can go on."""
         self._workers = {worker.policy: worker for worker in workers}
         self._guard = guard
         self._engine = engine
@@ -174,8 +174,8 @@ class PolicyScheduler:
         """Run one update after the other; return after the first with `once`.
 
         Raises:
-            Exception: the failure of the last of the policies that could still be worked on; not
-                where files of one could not be read, which may pass.
+            Exception: the last policy's failure, if all failed; not while one failed only because
+                its files cannot be read for now.
         """
         try:
             while True:
@@ -183,7 +183,7 @@ class PolicyScheduler:
                 held = await self._take_up()
                 self._check_failures()
                 self._is_ready.set()
-                # Beginning with a policy takes long, and is no check of the store.
+                # Not before: beginning with a policy takes long, and is no check of the store.
                 started = perf_counter()
                 updated = await self._turn(held, once=once)
                 if updated and once:
@@ -202,7 +202,7 @@ class PolicyScheduler:
         return [worker for worker in workers if await worker.take_up(self._guard, self._engine)]
 
     def _check_failures(self) -> None:
-        """Check that a policy can be worked on, or may be later.
+        """Check that some policy can be worked on, now or later.
 
         Raises:
             Exception: see `run`.
@@ -214,7 +214,7 @@ class PolicyScheduler:
             raise last
 
     async def _turn(self, held: Sequence[PolicyWorker], *, once: bool = False) -> bool:
-        """Run one update, of the first in turn that has enough for one; return if any had.
+        """Run one update of the first policy in turn with enough episodes; return if there is one.
 
         Raises:
             Exception: see `run`.
@@ -225,7 +225,7 @@ class PolicyScheduler:
             if signal is not None:
                 waiting.append(Waiting(policy=worker.policy, updates=signal, turns=worker.turns))
         for name in in_turn(waiting):
-            # Among several it is not known whose update is the next.
+            # With several policies it is not known whose update is next.
             looks_ahead = alone and not once
             if await self._workers[name].update_once(self._guard, looks_ahead=looks_ahead):
                 for worker in self._workers.values():
@@ -236,11 +236,10 @@ class PolicyScheduler:
 
 
 class Waiting(Record, frozen=True, kw_only=True):
-    """Hold what waits for one policy.
+    """The signal that waits for one policy.
 
-    `updates` is the signal that waits, as a number of updates that its recipe would make of it, so
-    that a policy with small updates is not behind one with large ones. `turns` are those that
-    others had since its own last.
+    `updates` is the signal in updates of the policy's recipe, so that small updates are not at a
+    disadvantage. `turns` is the number of other policies' turns since its own last turn.
     """
 
     policy: str
@@ -251,10 +250,9 @@ class Waiting(Record, frozen=True, kw_only=True):
 def in_turn(waiting: Sequence[Waiting]) -> list[str]:
     """Return the policies in the order in which they may have the next turn (pure).
 
-    Most signal first; among equals, who has waited for more turns. Before all come those that
-    waited for `PATIENCE` turns a policy, the longest first, whatever waits for them: less signal
-    than an update needs may be enough once it is old. A policy that makes no update of its turn
-    passes it on.
+    Most signal first; among equals, the policy that has waited for more turns. Policies that waited
+    for `PATIENCE` turns per policy come before all others, the longest wait first, however little
+    signal waits: old signal may suffice. A policy that makes no update passes its turn on.
     """
     patience = PATIENCE * len(waiting)
 

@@ -9,12 +9,12 @@ from pydantic_settings import NoDecode
 
 from store.settings import Listen, Names, PoliciesFile, Settings, StoreSettings, separated
 
-# Adapter slots of a server that does not say: what `pawl up` and the Compose file give their vLLM.
+# Adapter slots of a server that reports none: those that `pawl up` and Compose give their vLLM.
 USUAL_SLOTS: Final = 8
 
 
 def _numbered(value: object) -> object:
-    """Return the numbers that a list such as "0,2-4" names; what is neither stays a text."""
+    """Return the numbers in a list such as "0,2-4"; other parts stay text and fail validation."""
     cards: list[object] = []
     for part in value.split(",") if isinstance(value, str) else ():
         ends = re.fullmatch(r"\s*(\d{1,4})-(\d{1,4})\s*", part)
@@ -37,7 +37,7 @@ def _is_url(value: str) -> str:
 
 
 class SourceSettings(Settings):
-    """Hold where the files of versions are, and where those get them who do not see them."""
+    """Where the files of versions are, and where processes on other disks get them."""
 
     adapter_dir: Path = Field(
         default=Path("var/adapters"),
@@ -59,7 +59,7 @@ class SourceSettings(Settings):
 
 
 class ServerSettings(StoreSettings, SourceSettings):
-    """Hold the addresses of the model server's replicas, which trainer and controller load into."""
+    """Addresses of the model server's replicas, which trainer and controller load adapters into."""
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"),
@@ -130,5 +130,5 @@ class TrainerSettings(ServerSettings):
 
     @property
     def tracking_dir(self) -> Path:
-        """Return the folder where trackers write that need one."""
+        """Return the folder of trackers that write files."""
         return self.data_dir / "tracking"

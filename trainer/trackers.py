@@ -1,7 +1,7 @@
 """Show updates, evaluations and the recipe in the experiment trackers that accelerate knows.
 
-Trackers may wait for a network. They do so in a thread of their own, so that no update waits for
-one; what they fail at is logged once, and tried again with the next figures.
+Trackers may wait for a network. They run in a thread of their own, so that no update waits for
+them. A tracker's failure is logged once, and the tracker is tried again with the next figures.
 """
 
 import queue
@@ -18,9 +18,9 @@ from trainer.updates.plan import LeftOut
 
 log = structlog.get_logger()
 
-# What trackers call the project or experiment, and the folder of those that write files.
+# The name of the project or experiment, and of the folder of trackers that write files.
 PROJECT: Final = "pawl"
-# Figures that wait for a tracker; further ones are dropped.
+# Most items that wait for the trackers; further items are dropped.
 MOST_WAITING: Final = 256
 # Seconds that the trainer waits for its trackers at its end.
 END_S: Final = 10.0
@@ -37,7 +37,7 @@ class Trackers:
     def __init__(self, names: Sequence[str], folder: Path, recipes: Mapping[str, Any]) -> None:
         """Begin a run in each named tracker, with the recipe (JSON) of each policy.
 
-        `folder` is where trackers write that need one.
+        Trackers that write files do so in `folder`.
 
         Raises:
             TrainerError: a name is unknown, or its package is not installed.
@@ -59,10 +59,9 @@ class Trackers:
         return self._thread is not None
 
     def log(self, policy: str, figures: Figures, version: int | None = None) -> None:
-        """Track the numbers among `figures` of a policy; others are passed over.
+        """Track the numbers among `figures` of a policy; skip other values.
 
-        `version` is the number of the version that they are about; None: they are about none that
-        is new.
+        `version` is the new version that the figures are about, if any.
         """
         if version is not None:
             self._newest[policy] = version
@@ -79,7 +78,7 @@ class Trackers:
             log.warning("figures_not_tracked", policy=policy, reason="the trackers are too slow")
 
     def close(self) -> None:
-        """End the trackers' runs; what they have not sent within `END_S` seconds is lost."""
+        """End the trackers' runs; figures not sent within `END_S` seconds are lost."""
         if self._thread is None:
             return
         try:
@@ -89,7 +88,7 @@ class Trackers:
         self._thread.join(END_S)
 
     def _run(self, trackers: Sequence[Any], config: Figures) -> None:
-        """Work on what waits; each tracker sees one thread only, as some of them need."""
+        """Pass on waiting figures, all in one thread, as some trackers need."""
         working = [_Working(tracker, config) for tracker in trackers]
         while (item := self._waiting.get()) is not None:
             for tracker in working:
@@ -99,7 +98,7 @@ class Trackers:
 
 
 class _Working:
-    """Start a tracker once it is needed, and log its failures, the first of several in a row."""
+    """Start a tracker once it is needed, and log the first of several failures in a row."""
 
     def __init__(self, tracker: Any, config: Figures) -> None:
         self._tracker = tracker
@@ -135,7 +134,7 @@ class _Working:
 
 
 def _make(names: Sequence[str], folder: Path) -> list[Any]:
-    # Not every trainer has trackers; these import torch.
+    # Local, because these import torch and not every trainer has trackers.
     from accelerate import tracking
     from accelerate.utils import LoggerType
 
@@ -157,7 +156,7 @@ def _make(names: Sequence[str], folder: Path) -> list[Any]:
 
 
 def flat(values: Figures, before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables by path: lists as JSON and no None, for any tracker."""
+    """Yield the values of nested tables by path; lists as JSON, and without None."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{before}{name}/")
