@@ -1,1 +1,1 @@
-"""Read and write the wire formats, a pure module each: bytes in; bytes, token ids and facts out."""
+"""Wire formats as pure functions: bytes in; bytes, token ids and facts out."""

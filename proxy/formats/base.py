@@ -1,7 +1,7 @@
-"""Define what all wire formats share: requests, replies as their bytes come, and what a format is.
+"""Define what wire formats share: requests, incremental reply parsers, and the format interface.
 
-A wire format is a subclass of `WireFormat` and one of `ReplyParser`, and a line in
-`proxy.formats.registry`. Nothing outside this package knows any format by its name.
+A wire format is a subclass of `WireFormat`, a subclass of `ReplyParser`, and a line in
+`proxy.formats.registry`. Nothing outside this package refers to a format by name.
 """
 
 import re
@@ -26,11 +26,11 @@ from store.values.documents import nests_too_deep
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
-    """Hold a request as it goes to the upstream, and what must be removed again from its reply.
+    """Request to the upstream.
 
     `parsed` is the body's top level with values unparsed (None if it is not a JSON object);
     `fields` is the same with values parsed, as the client sent them. `injected` names the fields
-    that we added.
+    that we added, whose effects are removed from the reply.
     """
 
     body: bytes
@@ -39,17 +39,17 @@ class ModelRequest(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool = False
     injected: frozenset[str] = frozenset()
-    # The upstream's path, where it differs from the one that the client asked for.
+    # The upstream's path, if it differs from the client's.
     path: str | None = None
-    # The upstream's chat template shows system messages that stand between turns.
+    # The upstream's chat template keeps system messages between turns.
     keep_system: bool = False
 
 
 def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
     """Parse a request as the client sent it.
 
-    A body that is not a JSON object is kept as it is: the upstream says what is wrong with it. So
-    is one that nests too deep to be parsed.
+    A body that is not a JSON object, or nests too deep to be parsed, is kept as it is: the upstream
+    reports what is wrong with it.
 
     Args:
         body: the request's body.
@@ -59,7 +59,7 @@ def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
 
 
 def request_of(body: bytes, parsed: Object | None) -> ModelRequest:
-    """Return the request with this body, of which `parsed` holds the fields that are to be read."""
+    """Return a request; `parsed` holds the fields to read, None if `body` is unreadable."""
     if parsed is None:
         return ModelRequest(body=body)
     fields = {name: readable_value(raw) for name, raw in parsed.items()}
@@ -74,7 +74,7 @@ def request_of(body: bytes, parsed: Object | None) -> ModelRequest:
 
 
 def with_changes(request: ModelRequest, served_name: str | None, added: Object) -> ModelRequest:
-    """Return `request` under the version's name and with `added` fields, all else byte for byte."""
+    """Return `request` with the version's name and `added` fields; other values are unchanged."""
     if request.parsed is None:
         return request
     changes: Object = {}
@@ -88,10 +88,10 @@ def with_changes(request: ModelRequest, served_name: str | None, added: Object) 
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """Hold one reply's token ids, their log-probabilities, and the counts to check them against.
+    """Token ids of a reply, their log-probabilities, and counts to check them against.
 
-    Log-probabilities that the server gives for some of the ids only are None. `thoughtless` says
-    whether the server told that no part of the reply is a thought, which no grammar holds.
+    `sampled_logprobs` is None if the server gave them for some ids only. `thoughtless`: the server
+    reported that the reply has no thoughts, which a grammar does not constrain.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -106,7 +106,7 @@ NOTHING_SAMPLED: Final = Sampled(None, None, None, choices=1, completion_tokens=
 
 
 class ReplySummary(msgspec.Struct, frozen=True):
-    """Hold what of a reply a later call may repeat: its id, and its first choice's content."""
+    """Parts of a reply that a later call may repeat: its id, and its first choice's content."""
 
     response_id: str | None = None
     text: str = ""
@@ -114,11 +114,11 @@ class ReplySummary(msgspec.Struct, frozen=True):
 
 
 class ReplyFacts(msgspec.Struct, frozen=True):
-    """State the facts of a reply that are stored, whether it is whole or broke off.
+    """Facts to store about a complete or broken-off reply.
 
     `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
-    it was not JSON. `too_deep` says that a text of the upstream's became a structure which nests
-    too deep to be read. `text` is what the reply's first choice says.
+    it was not JSON. `too_deep`: a text of the upstream's, parsed for the client, nests too deep to
+    be read. `text` is the first choice's text.
     """
 
     reply: bytes | None
@@ -132,7 +132,7 @@ class ReplyFacts(msgspec.Struct, frozen=True):
 
 
 class Unread(Exception):
-    """Report an event's data that is not a JSON object; it may be one line of several."""
+    """An event's data is not a JSON object; it may be one line of several."""
 
 
 BOM: Final = b"\xef\xbb\xbf"
@@ -144,45 +144,44 @@ LF: Final = 10
 CR: Final = 13
 _END: Final = rb"(?:\r\n|\n|\r)"
 _LINE_END: Final = re.compile(_END)
-# Comments without quotes and blank lines, as many as follow each other; or one line.
+# A run of blank lines and comments without quotes, or any single line.
 _RUNS: Final = re.compile(rb'(?:(?::[^"\r\n]*+)?+%b)++|[^\r\n]*+%b' % (_END, _END))
-# Lines up to the first blank one, the blank one, and what follows.
+# Lines before the first blank line, that blank line, and the rest.
 _FIRST_BLANK: Final = re.compile(rb"((?:[^\r\n]++%b)*+)(%b?+)(.*+)" % (_END, _END), re.DOTALL)
 
 
-# Without these and without quotes, lines leave as they come.
+# Lines with none of these and no quotes are forwarded as they come.
 _TELLING: Final = (b"data", b"event", BOM)
-# In fewer bytes runs are not looked for: nearly all chunks are one event.
+# Smaller chunks are not searched for runs: nearly all are one event.
 SHORT: Final = 1024
-# How a comment and a blank line begin.
+# First bytes of comments and blank lines.
 _QUIET: Final = b":\r\n"
 
 
 class ReplyParser:
-    """Follow one reply: return what the client gets, and gather what is stored of it.
+    """Incremental parser of a reply: returns the client's bytes, and gathers the facts to store.
 
-    It is fed a reply's bytes and returns those that the client gets: without what was asked for on
-    our behalf, and every other byte as it came. The ingester feeds the same parser the recorded
-    bytes, and takes from it what the ledger stores.
+    The client's bytes are the upstream's without the values that only we requested. The ingester
+    feeds the same parser the recorded bytes, and takes the facts from it.
 
-    A reply in one piece leaves at its end. Of server-sent events (WHATWG HTML §9.2) each complete
-    line leaves at once. An unfinished line waits for its end. A `data:` line that cannot be read by
-    itself waits for the rest of its event, for it may be a part of the event's data. From the line
-    that ends the reply on, bytes are held back until the record is durable.
+    A reply in one piece is returned at its end. Of server-sent events (WHATWG HTML §9.2) each
+    complete line is returned at once; an unfinished line is buffered. A `data:` line that cannot be
+    parsed alone is buffered until its event ends, since an event's data may span lines. From the
+    line that ends the reply on, bytes are held back until the record is durable.
 
-    The caller bounds what is held: by `pass_line` what waits, by `forget` what is gathered.
+    The caller bounds memory: `pass_line` empties the buffer, `forget` drops what was gathered.
     """
 
-    # Whether a stream's last event has come whole; what follows is not recorded.
+    # Whether a stream's last event is complete; later bytes are not recorded.
     at_end = False
     _end_seen = False
     # How many events could not be read.
     _unread = 0
     _holding = False
     _skip_blank = False
-    # The rest of a line passes that was too long to be held.
+    # Whether the rest of a line that was too long to buffer is passed through.
     _passing = False
-    # Approximate memory of what was gathered for `summary`, in bytes.
+    # Approximate memory of the data gathered for `summary`, in bytes.
     gathered = 0
 
     def __init__(
@@ -198,10 +197,10 @@ class ReplyParser:
 
         Args:
             request: the request as it was rewritten.
-            served_name: the version's name, which the request went to.
+            served_name: the served name of the version that the request went to.
             streamed: the reply is server-sent events.
-            status: the HTTP status with which it comes.
-            reading: what is stored is gathered, and nothing is passed on.
+            status: the reply's HTTP status.
+            reading: gather the facts to store, and return no bytes.
         """
         self._request = request
         self._served_name = served_name
@@ -216,22 +215,22 @@ class ReplyParser:
         self._pieces: list[bytes] = []
         # An unfinished line.
         self._partial = bytearray()
-        # An event whose first line of data could not be read by itself, from that line on.
+        # An event from its first data line on, if that could not be parsed alone.
         self._open = bytearray()
-        # What waits for the record, from the reply's end on.
+        # Bytes held back until the record is durable, from the reply's end on.
         self._held = bytearray()
         self.begin()
         self._hidden = (*self.added(b""), b"model")
 
     def begin(self) -> None:
-        """Set up what the format keeps of a reply, before the first byte."""
+        """Reset the format's own state."""
 
     def whole(self, body: bytes) -> bytes:
-        """Return what the client gets of a reply in one piece."""
+        """Return the client's bytes for a reply in one piece."""
         return body
 
     def event(self, data: bytes) -> bytes | None:
-        """Return what the client gets of an event's data, or None to drop the event.
+        """Return an event's data for the client, or None to drop the event.
 
         The same object is returned if nothing changes.
 
@@ -241,7 +240,7 @@ class ReplyParser:
         return data
 
     def added(self, data: bytes) -> dict[bytes, Replacement]:
-        """Return the members, by name, that are taken out of data that cannot be parsed."""
+        """Return the members, by name, to remove from data that cannot be parsed."""
         return {}
 
     def is_end(self, line: bytes) -> bool:
@@ -249,11 +248,11 @@ class ReplyParser:
         return DONE in line and line.startswith(DATA) and line[5:].strip() == DONE
 
     def summary(self) -> ReplySummary:
-        """Return what a later call may repeat of the reply, as far as it has come."""
+        """Return the parts of the reply so far that a later call may repeat."""
         raise NotImplementedError
 
     def facts(self) -> ReplyFacts:
-        """Return what the ledger stores of the reply, as far as it has come."""
+        """Return the facts to store about the reply so far."""
         raise NotImplementedError
 
     @property
@@ -262,7 +261,7 @@ class ReplyParser:
         return self._end_seen and not self._unread
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take bytes as they came, and return those that may leave at once."""
+        """Take upstream bytes, and return the bytes that the client gets at once."""
         if not self._streamed:
             self._pieces.append(chunk)
             return b""
@@ -289,14 +288,14 @@ class ReplyParser:
 
     @property
     def waiting(self) -> int:
-        """Return how many bytes wait: of an unfinished line or event, and from the end on."""
+        """Return how many bytes are buffered or held back."""
         return len(self._partial) + len(self._open) + len(self._held)
 
     def pass_line(self) -> bytes:
-        """Return what waits as it came; the rest of an unfinished line will leave as it comes.
+        """Return the buffered bytes unparsed, and pass through the rest of an unfinished line.
 
-        Past the reply's end nothing may leave before the record is durable, so the reply counts as
-        `at_end` and what waits is left to `release`.
+        After the reply's end nothing may leave before the record is durable, so the buffered bytes
+        are left to `release`, and the reply counts as `at_end`.
         """
         self._passing = bool(self._partial) and self._partial[-1] != CR
         out = self._passed(bytes(self._open + self._partial))
@@ -309,16 +308,16 @@ class ReplyParser:
         return out
 
     def _passed(self, data: bytes) -> bytes:
-        """Return what leaves of a line that is too long to be held."""
+        """Return the client's bytes for a part of a line that is too long to buffer."""
         return data
 
     def forget(self) -> None:
-        """Forget what was gathered of a reply that is too long to be stored."""
+        """Drop the data gathered about a reply that is too long to be stored."""
         self.gathered = 0
         self.begin()
 
     def finish(self) -> bytes:
-        """Take the upstream's end, and return the bytes held back until the record is durable."""
+        """Handle the upstream's end; the caller holds back the returned bytes for the record."""
         if not self._streamed:
             self._end_seen = True
             out = self.whole(b"".join(self._pieces))
@@ -333,14 +332,14 @@ class ReplyParser:
         return self.release()
 
     def release(self) -> bytes:
-        """Return what was held back, once the record is durable; later bytes leave as they come."""
+        """Return the bytes held back, as the record is durable; later bytes are not held back."""
         held = b"" if self._reading else bytes(self._held)
         self._held.clear()
         self._holding = False
         return held
 
     def hide(self, data: bytes) -> bytes:
-        """Return data that cannot be parsed without what no client may see."""
+        """Return unparseable data without added members, under the client's model name."""
         if b'"' not in data or not any(name in data for name in self._hidden):
             return data
         members = self.added(data)
@@ -350,10 +349,10 @@ class ReplyParser:
         return without(data, members)
 
     def _lines(self, chunk: bytes) -> tuple[list[bytes], Callable[[bytes], bytes]]:
-        """Return the lines that `chunk` completes, and the method that takes each.
+        """Return the lines that `chunk` completes, and the method to process each.
 
-        Lines end in LF, CR or both. A CR that is the last byte so far may be half of a line's end:
-        it waits for the next byte. Comments and blank lines may come in one piece for `_run`.
+        Lines end in LF, CR or both. A trailing CR may be half of a line's end: it is buffered until
+        the next byte. Comments and blank lines may be returned as one run, for `_run`.
         """
         if self._partial and chunk:
             is_waiting = self._partial[-1] == CR
@@ -374,7 +373,7 @@ class ReplyParser:
         return chunk.splitlines(keepends=True), self._line
 
     def _run(self, run: bytes) -> bytes:
-        """Return what leaves of one line, or of a run of lines without data that hide nothing.
+        """Return the client's bytes for a line, or for a run of lines without data or quotes.
 
         Only the first blank line of a run can end an event.
         """
@@ -387,15 +386,15 @@ class ReplyParser:
         return out + self._line(blank) + self._quiet(rest) if blank else out
 
     def _awaits_blank(self) -> bool:
-        """Return whether a blank line would change anything."""
+        """Return whether the next blank line changes the parser's state."""
         return bool(self._open) or self._skip_blank or self._end_seen > self.at_end
 
     def _quiet(self, run: bytes) -> bytes:
-        """Return what leaves of comments and blank lines after which no event is open."""
+        """Return the client's bytes for comments and blank lines outside of events."""
         return run
 
     def _line(self, line: bytes) -> bytes:
-        """Return what leaves of a line."""
+        """Return the client's bytes for a line."""
         if self._open:
             if line.strip():
                 self._open += line
@@ -423,12 +422,12 @@ class ReplyParser:
         if line[0] == BOM[0] and (marks := MARKS.match(line)):
             # A stream may begin with a byte order mark, which is no part of the first line.
             return marks[0] + self._line(line[marks.end() :])
-        # Lines of other fields carry no data. But a reader that knows fewer kinds of line ends
-        # may take a part of one for data.
+        # Lines of other fields carry no data. But a client that knows fewer kinds of line ends
+        # may read a part of such a line as data.
         return line if line.startswith(EVENT) else self.hide(line)
 
     def _dispatch(self, blank: bytes) -> bytes:
-        """Return an event whose data is on several lines, as it leaves."""
+        """Return the client's bytes for an event with data on several lines."""
         lines = self._open_lines()
         data = _joined(lines)
         try:
@@ -442,7 +441,7 @@ class ReplyParser:
         return _with_data(lines, data, out) + blank
 
     def _unfinished(self, rest: bytes) -> bytes:
-        """Return an event that was cut off: it is passed on without a call of `event`."""
+        """Return the client's bytes for a cut-off event, without a call of `event`."""
         if marks := MARKS.match(rest):
             return marks[0] + self._unfinished(rest[marks.end() :])
         came = [*self._open_lines(), rest]
@@ -451,7 +450,7 @@ class ReplyParser:
         return _with_data(lines, data, self.hide(data))
 
     def _open_lines(self) -> list[bytes]:
-        """Return the lines of the event that could not be read, which ends with them."""
+        """Return the lines of the buffered event, and clear the buffer."""
         lines = bytes(self._open).splitlines(keepends=True)
         self._open.clear()
         return lines
@@ -482,30 +481,24 @@ def _data_of(line: bytes) -> bytes:
 
 
 class WireFormat(Protocol):
-    """Speak one API of clients: know its routes, and read its requests and replies.
+    """An API that clients speak: its routes, requests and replies."""
 
-    A format is a subclass of this one.
-    """
-
-    # The format's name, as the ledger stores it; it never changes.
+    # The format's name in the database; it never changes.
     name: str
     # The format's name for readers of the reference.
     title: str
     # The path to which calls are posted, from `/v1` on.
     path: str
-    # The paths to which requests are posted that are passed on unrecorded; never prefixes.
+    # Exact paths of requests that are forwarded unrecorded.
     forwarded: tuple[str, ...] = ()
-    # The request's large fields, without which the ingester can read the reply.
+    # Large request fields that the ingester does not need to read the reply.
     unread: tuple[str, ...] = ()
     # The form of this API's errors.
     errors: ErrorShape = OPENAI
-    # The event that fills a stream's long silence, where this API has one.
+    # The event that is sent in long silences of a stream, if the API has one.
     ping: bytes = b""
-    # How its requests hold a conversation.
     turns: Turns = Turns()
-    # Which of its fields tell how a call was sampled.
     sampling: SamplingRules = SamplingRules()
-    # What follows a reply.
     parser: type[ReplyParser] = ReplyParser
 
     def rewrite(
@@ -538,5 +531,5 @@ class WireFormat(Protocol):
         return parser(request, served_name, streamed=streamed, status=status, reading=reading)
 
     def parser_for(self, request: ModelRequest) -> type[ReplyParser]:
-        """Return what follows the reply to a request: `parser`, unless that depends on it."""
+        """Return the parser class for a request's reply."""
         return self.parser

@@ -29,23 +29,21 @@ from proxy.formats.sampling import (
     limits_thinking,
 )
 
-# What may be asked for besides nothing.
+# Values of `modalities` that request text alone.
 TEXT_ALONE: Final[tuple[object, ...]] = (None, [], ["text"])
 
 
 class ChatTurns(Turns):
-    """Read the messages of a chat."""
-
     field = "messages"
 
     def only_text(self, parsed: Object) -> bool:
-        """Return whether the messages are all text, and text is all that is asked for."""
+        """Return whether the messages are all text, and only text is requested."""
         asked = parsed.get("modalities")
         alone = asked is None or readable_value(asked) in TEXT_ALONE
         return alone and super().only_text(parsed)
 
     def _is_text(self, member: Object) -> bool:
-        """Return whether a message is all text; an assistant's may name what it said aloud."""
+        """Return whether a message is all text; an assistant's may refer to audio that it spoke."""
         return member.get("audio", NULL) == NULL and super()._is_text(member)
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
@@ -79,7 +77,7 @@ class ChatTurns(Turns):
 
 
 class ChatSampling(SamplingRules):
-    """Read the settings of chat completions; `thinking` is what litellm passes on to Anthropic."""
+    """Sampling rules of chat completions; litellm passes `thinking` on to Anthropic."""
 
     settings = frozenset({"max_completion_tokens", "response_format", "thinking", "function_call"})
     objects = ("thinking",)
@@ -92,22 +90,19 @@ class ChatSampling(SamplingRules):
     }
 
     def reshapes(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a budget ends the thinking."""
         return limits_thinking(settings)
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a tool or a form of the reply is imposed."""
         if not free_choice(settings.get("function_call")):
             return True
         return super().constrains(settings) or not free_form(settings.get("response_format"))
 
     def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
-        """Return the grammar of the form that is asked for, or of calls of tools."""
         return grammar_of_chat(fields, tag) if free_choice(fields.get("function_call")) else None
 
 
 def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
-    """Return the grammar of a chat request, if it has one that can be read."""
+    """Return the grammar of a chat request, or None if there is none that can be read."""
     choice, forced = fields.get("tool_choice"), None
     if not free_choice(choice):
         forced = forced_by(choice, choice.get("function") if isinstance(choice, dict) else None)
@@ -122,14 +117,10 @@ def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, 
 
 
 class ChatReply(ChoicesReply):
-    """Follow a chat completion."""
-
     reply_object = "chat.completion"
 
 
 class ChatFormat(ChoicesFormat):
-    """Speak chat completions."""
-
     name = "chat"
     title = "OpenAI chat completions"
     path = "/v1/chat/completions"

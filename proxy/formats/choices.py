@@ -46,12 +46,12 @@ PIECE_BYTES: Final = 64
 
 
 class ChoicesFormat(WireFormat):
-    """Speak chat completions or text completions.
+    """Base of chat completions and text completions.
 
-    `wanted` are the fields that make vLLM send ids and log-probabilities. A client's own value of
-    such a field is kept, unless it is null or false; of `numbers` false is kept, too, which is 0. A
-    request with any of the fields `spoiling`, and without the field `spared_by`, gets none of them:
-    vLLM would then answer it differently, or accept what it refuses without them.
+    `wanted` are the fields that make vLLM send ids and log-probabilities. A client's own value is
+    kept unless it is null or false; in fields of `numbers` false is kept, too, as it means 0. If a
+    request has a field of `spoiling` but not `spared_by`, nothing is added: vLLM would answer
+    differently, or accept a request that it should refuse.
     """
 
     wanted: Mapping[str, msgspec.Raw]
@@ -62,7 +62,7 @@ class ChoicesFormat(WireFormat):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """Return the request with the version's name and those `wanted` fields that it lacks."""
+        """Return the request with the version's name and the `wanted` fields that it lacks."""
         fields = request.fields
         is_spared = self.spared_by is not None and fields.get(self.spared_by)
         if not is_spared and any(map(fields.get, self.spoiling)):
@@ -91,40 +91,39 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class ChoicesReply(ReplyParser):
-    """Follow a completion in one piece, or in chunks.
+    """Parser of a completion in one piece, or in chunks.
 
-    A reply is taken apart level by level with its values as bytes, and put together again if
-    something of it was taken out. One that is not of the API's shape is passed on as it came,
-    without what was added, wherever that stands; its call is not trainable.
+    A reply is decoded level by level with values as bytes, and encoded again only if values were
+    removed. A reply without the API's shape is forwarded as it came, except for added members at
+    any depth; its call is not trainable.
     """
 
-    # What is stored of a reply, where it is read for that.
+    # Data to store, gathered only when the reply is read for the database.
     _tokens: "_Tokens | None" = None
     _merged: "_Merged | None" = None
-    # Whether the last restoring changed anything, and whether it took something of a choice.
+    # Whether the last `_restored` changed anything, and whether it removed values from a choice.
     _changed = False
     _took = False
     _response_id: str | None = None
-    # A whole reply: as it leaves, and taken apart if it is of the API's shape.
+    # A whole reply: the client's bytes, and its parsed parts if it has the API's shape.
     _out: bytes | None = None
     _parsed: Object | None = None
     _choices: Sequence[Object] = ()
 
-    # The type of a whole reply, which a stream's merged chunks get.
+    # The type of a whole reply, also set on merged chunks.
     reply_object = ""
 
     def begin(self) -> None:
-        """Begin without anything gathered."""
         self._hide_ids = IDS in self._request.injected
         self._hide_logprobs = LOGPROBS in self._request.injected
         if self._reading:
             self._tokens = _Tokens()
             if self._streamed:
                 self._merged = _Merged(self.reply_object)
-        # The first choice's words, and by index the id, name and arguments of its tool calls.
+        # The first choice's text, and its tool calls by index: id and name, and arguments.
         self._texts = Pieces()
         self._tools: dict[int, tuple[dict[str, str], Pieces]] = {}
-        # By the index of each choice of a stream: whether its reason to finish has come.
+        # By index of a stream's choice: whether its reason to finish has come.
         self._finished: dict[bytes, bool] = {}
 
     @property
@@ -150,12 +149,12 @@ class ChoicesReply(ReplyParser):
             try:
                 self._gather(parsed, choices)
             except ODD_SHAPE:
-                # What was gathered before it counts.
+                # What was gathered before the error counts.
                 return self._out
         return self._out
 
     def event(self, data: bytes) -> bytes | None:
-        """Return a restored chunk, or None for one that only carries what was added."""
+        """Return a restored chunk, or None if it only carries added values."""
         if data == DONE:
             return data
         parsed = parse_object(data)
@@ -185,7 +184,6 @@ class ChoicesReply(ReplyParser):
         return out
 
     def added(self, data: bytes) -> dict[bytes, Replacement]:
-        """Return the members that are taken out: ids and log-probabilities."""
         return added_members(self._request)
 
     def summary(self) -> ReplySummary:
@@ -227,10 +225,7 @@ class ChoicesReply(ReplyParser):
         )
 
     def _restored(self, parsed: dict[str, Any]) -> list[Object] | None:
-        """Restore a reply or a chunk in place, and return its choices.
-
-        Return None for a reply of another shape than the API's.
-        """
+        """Restore a reply in place, and return its choices, or None without the API's shape."""
         changed = False
         if self._model is not None and "model" in parsed:
             parsed["model"] = self._model
@@ -255,10 +250,10 @@ class ChoicesReply(ReplyParser):
         return choices
 
     def _gather(self, parsed: Object, choices: list[Object]) -> None:
-        """Gather what a reply or a chunk says: all of it to be stored, else what may be repeated.
+        """Gather a reply or a chunk: all of it to be stored, else the parts that may be repeated.
 
         Raises:
-            one of `ODD_SHAPE`: it is not of the API's shape; a part of it may be gathered.
+            one of `ODD_SHAPE`: it lacks the API's shape; a part of it may be gathered.
         """
         if self._response_id is None and "id" in parsed:
             self._response_id = string_or_none(value_of(parsed["id"]))
@@ -288,7 +283,7 @@ class ChoicesReply(ReplyParser):
         Return whether anything was changed.
         """
         raw = holder.get("prompt_token_ids")
-        # Values of other types than the API gives are not ours to touch.
+        # Values whose type is not the API's are left alone.
         if raw is None or memoryview(raw)[0] != _ARRAY:
             return False
         if self._tokens is not None:
@@ -341,7 +336,7 @@ _string: Final = msgspec.json.Decoder(str)
 
 
 def _first_said(choices: list[Object]) -> _Said | None:
-    """Return what the first choice says, if it is the first that is listed."""
+    """Return the message of the first choice (index 0), if it is listed first."""
     if not choices or choices[0].get("index", _ZERO) != _ZERO:
         return None
     first = choices[0]
@@ -353,7 +348,7 @@ def _first_said(choices: list[Object]) -> _Said | None:
 
 
 def added_members(request: ModelRequest) -> dict[bytes, Replacement]:
-    """Return the members that a chat's or a completion's reply has because of us."""
+    """Return the members of a reply that result from fields we added."""
     members: dict[bytes, Replacement] = {}
     if IDS in request.injected:
         members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), Replacement(opens=ARRAY))
@@ -366,7 +361,7 @@ def _is_ids_only(choices: list[Object]) -> bool:
     """Return whether a chunk is empty without the ids and log-probabilities that Pawl asked for.
 
     vLLM sends a chunk with an empty delta only to carry ids or log-probabilities that were asked
-    for. Whatever is still in it was asked for by the client.
+    for. The client asked for what is still in it.
     """
     for choice in choices:
         if choice.get("delta") != _EMPTY or any(choice.get(n, NULL) != NULL for n in _RIDERS):
@@ -395,8 +390,6 @@ Value = TypeVar("Value")
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """Hold the log-probability of a sampled token."""
-
     logprob: float
 
 
@@ -432,7 +425,7 @@ class _Tokens:
     def add(
         self, index: msgspec.Raw | None, ids: msgspec.Raw | None, logprobs: msgspec.Raw | None
     ) -> None:
-        """Add what a choice, or a piece of one, has."""
+        """Add the values of a choice, or of a piece of a choice."""
         try:
             self._indices.add(_index_of(index))
             if ids is not None:
@@ -454,7 +447,7 @@ class _Tokens:
                 self._logprobs += [token.logprob for token in told.content]
 
     def sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """Return what was gathered, without ids if some of it could not be read."""
+        """Return the gathered data, without token data if some of it could not be read."""
         gathered: tuple[Any, ...] = (self._prompt_ids, self._ids, self._logprobs)
         prompt_ids, ids, logprobs = (
             None if values is None or self._unsound else tuple(values) for values in gathered
@@ -476,7 +469,7 @@ _SAID: Final = frozenset({"delta", "text", "message"})
 class _Merged:
     """Merge a stream's chunks into one reply, as the client saw them.
 
-    What comes whole stays bytes until the end: each chunk repeats most of it.
+    Fields that come whole stay bytes until the end: each chunk repeats most of them.
     """
 
     def __init__(self, reply_object: str) -> None:
@@ -489,7 +482,7 @@ class _Merged:
         """Add one chunk.
 
         Raises:
-            one of `ODD_SHAPE`: it is not of the API's shape; a part of it may be added.
+            one of `ODD_SHAPE`: it lacks the API's shape; a part of it may be added.
         """
         for choice in choices:
             index = _index_of(choice.get("index"))
@@ -512,7 +505,7 @@ class _Merged:
                 self._head[name] = raw
 
     def reply(self) -> dict[str, Any]:
-        """Return the reply that the chunks make; an empty one if there was none."""
+        """Return the merged reply, empty if there were no chunks."""
         if not (self._head or self._choices):
             return {}
         choices = []
@@ -537,20 +530,20 @@ def _decoded(raw: msgspec.Raw) -> Any:
 
 
 class Pieces(list[str]):
-    """Hold a text as it comes: adding a piece takes the same time however long the text is."""
+    """Text that comes in pieces: adding a piece takes constant time."""
 
 
 class _ByIndex(msgspec.Struct, gc=False):
-    """Hold a list that comes in pieces, its members by their `index`."""
+    """List that comes in pieces, its members by their `index`."""
 
     members: dict[int, dict[str, Any]]
 
 
 def append_text(holder: dict[str, Any], name: str, piece: str) -> None:
-    """Add a piece to a text of `holder`, which is `Pieces` from then on.
+    """Append a piece to the text `holder[name]`, which becomes `Pieces`.
 
     Raises:
-        TypeError: what is there, or the piece, is no text.
+        TypeError: the present value or the piece is not text.
     """
     known = holder.get(name, "")
     if not isinstance(piece, str) or not isinstance(known, str | Pieces):
@@ -561,7 +554,7 @@ def append_text(holder: dict[str, Any], name: str, piece: str) -> None:
 
 
 def joined(value: Any) -> Any:
-    """Return a value with all that came in pieces put together; its objects are kept."""
+    """Return a value with all pieces joined; its objects and lists are changed in place."""
     if isinstance(value, Pieces):
         return "".join(value)
     if isinstance(value, _ByIndex):

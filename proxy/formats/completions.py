@@ -1,4 +1,4 @@
-"""Speak `/v1/completions`: a text goes on; a request holds no turns of a conversation (pure)."""
+"""The wire format of `/v1/completions`: a prompt to continue, without turns (pure)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -12,41 +12,31 @@ from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form, grammar
 
 
 class CompletionsTurns(Turns):
-    """Read the prompt of a completion."""
-
     def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
-        """Return nothing: a prompt has no instructions apart."""
+        """Return nothing: a prompt does not separate instructions from user text."""
         return ()
 
     def only_text(self, parsed: Object) -> bool:
-        """Return whether the prompt is text or ids, and nothing of it embeddings."""
+        """Return whether the prompt is text or ids, without embeddings."""
         return parsed.get("prompt_embeds", NULL) == NULL
 
 
 class CompletionsSampling(SamplingRules):
-    """Read the settings of text completions."""
-
     settings = frozenset({"response_format"})
     harmless = EVERYWHERE | {"prompt", "prompt_embeds", "logprobs", "echo", "suffix"}
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a form of the reply is imposed."""
         return super().constrains(settings) or not free_form(settings.get("response_format"))
 
     def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
-        """Return the grammar of the form that is asked for."""
         return grammar_of(fields, fields.get("response_format"))
 
 
 class CompletionsReply(ChoicesReply):
-    """Follow a text completion."""
-
     reply_object = "text_completion"
 
 
 class CompletionsFormat(ChoicesFormat):
-    """Speak text completions."""
-
     name = "completions"
     title = "OpenAI completions"
     path = "/v1/completions"
@@ -57,7 +47,7 @@ class CompletionsFormat(ChoicesFormat):
     # Here `logprobs` is a number: how many alternatives beside the sampled token.
     wanted: Mapping[str, msgspec.Raw] = {LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")}
     numbers = (LOGPROBS,)
-    # With ids asked for, the prompt's text is left out of the echo.
+    # vLLM omits the prompt's text from the echo if ids are requested.
     spoiling = ("echo",)
 
 

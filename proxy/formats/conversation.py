@@ -1,15 +1,15 @@
 """Read the conversation that a request shows: its fingerprints, tool results and media (pure).
 
-`Conversation` brings a conversation into one form, in whichever of many ways a client sends it
-back. Clients rebuild what a server answered: content as null, "" or a list of parts, arguments
-encoded anew, reasoning left out or repeated, marks added, system prompts changed. They keep who
-said what. So a conversation is read as three kinds of pieces: what the assistant said (a run of its
-messages is one piece), what it heard, and the results of tools. System prompts are left out. A tool
-call whose id is unique is represented by that id alone: its arguments and result add nothing to it.
-The pieces are hashed as a chain, so that the digests of all prefixes of a thread cost one pass.
+`Conversation` normalises a conversation, however a client sends it back. Clients rebuild a server's
+replies: content as null, "" or a list of parts, arguments encoded anew, reasoning left out or
+repeated, marks added, system prompts changed. Speakers and their words stay the same. So a
+conversation is read as three kinds of pieces: assistant output (consecutive messages are one
+piece), user messages, and tool results. System prompts are left out. A tool call with a unique id
+is represented by its id alone, without arguments and result. The pieces are hashed as a chain, so
+that the digests of all prefixes of a thread cost one pass.
 
-`Turns` walks over a request's messages. Each wire format has a subclass that says where they lie
-and how they are written.
+`Turns` walks over a request's messages. Each wire format has a subclass that knows their place and
+form.
 """
 
 import re
@@ -27,15 +27,15 @@ SIZE: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
 # to get it back. So longer data is hashed in smaller pieces.
 _PIECE: Final = 2000
-# Data from this length on is read beside the event loop, which is to go on meanwhile.
+# Requests with longer pieces are read in a thread: hashing frees the GIL for the event loop.
 _LONG: Final = 2**20
-# `call_1` and `functions.add:0` are counters, which servers give to every client alike. A long
-# number is none: Gemini's ids end in one, and so do those of vLLM (16 hex digits) once in 2,000.
+# `call_1` and `functions.add:0` are counters, the same for every client. A long number is random:
+# Gemini's ids end in such a number, and so does one in 2,000 of vLLM's ids (16 hex digits).
 _RANDOM_TAIL: Final = re.compile(
     r"(?:(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}|[1-9][0-9]{15,})\Z", re.ASCII
 )
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
-# OpenClaw ends each request with a message that begins so, and leaves it out of later ones.
+# OpenClaw ends each request with a message with this prefix, and omits it from later requests.
 _FOR_ONE_REQUEST: Final = b"<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>"
 _THOUGHT_END: Final = "</think>"
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
@@ -44,27 +44,26 @@ _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 def is_unique(tool_id: str) -> bool:
     """Return whether a tool call's id is random enough to have been handed out only once.
 
-    It is if its last run of letters and digits has at least eight characters, some of each kind, or
-    is a number of at least 16 digits that does not begin with 0.
+    It is if its last alphanumeric run has at least eight characters, letters and digits both, or is
+    a number of at least 16 digits that does not begin with 0.
     """
     return _RANDOM_TAIL.match(_NOT_ALNUM.split(tool_id)[-1]) is not None
 
 
 def letters_and_digits(tool_id: str) -> str:
-    """Return what is compared of a unique tool call id, for some clients strip the rest."""
+    """Return a unique tool call id without other characters, which some clients strip."""
     return _NOT_ALNUM.sub("", tool_id)
 
 
 class Conversation:
-    """Compute a hash chain over the pieces of a conversation.
+    """Hash chain over the pieces of a conversation.
 
-    `replies` holds a digest of each prefix that ends with a run of the assistant's messages which
-    something followed, and whether that prefix contains a unique tool call id. `results` holds the
-    ids of the tool results that came after the last of those replies.
+    `replies` has an entry for each run of assistant messages that is followed by another message:
+    the digest of the prefix ending with it, and whether that prefix contains a unique tool call id.
+    `results` holds the ids of the tool results after the last such run.
     """
 
     def __init__(self) -> None:
-        """Begin with an empty conversation."""
         self.replies: list[tuple[bytes, bool]] = []
         self.results: list[str] = []
         self._state = bytes(SIZE)
@@ -73,19 +72,19 @@ class Conversation:
         self._calls: list[bytes] = []
 
     def copy(self) -> "Conversation":
-        """Return a copy, to which words and tool calls of the assistant can be added."""
+        """Return a copy to which only assistant text and tool calls may be added."""
         copied = copy(self)
         copied._texts, copied._calls = [*self._texts], [*self._calls]
         return copied
 
     def add_user(self, content: Any) -> None:
-        """Add a user's text or list of parts; nothing if it is empty, or for this request alone."""
+        """Add a user's text or list of parts, unless it is empty or for this request alone."""
         piece = _heard_bytes(content)
         if piece and not piece.startswith(_FOR_ONE_REQUEST):
             self._hear(b"u", piece)
 
     def add_user_turn(self, content: Any) -> None:
-        """Add a user's turn: the tool results among its blocks, and then the rest."""
+        """Add a user's turn: first its tool results, then its other blocks."""
         if not isinstance(content, list):
             self.add_user(content)
             return
@@ -98,7 +97,6 @@ class Conversation:
         self.add_user(others)
 
     def add_tool_result(self, tool_id: Any, content: Any) -> None:
-        """Add a tool's result."""
         name = tool_id if isinstance(tool_id, str) else ""
         if is_unique(name):
             self._unique = True
@@ -108,14 +106,13 @@ class Conversation:
         self.results.append(name)
 
     def add_assistant(self, content: Any) -> None:
-        """Add the assistant's text or list of parts, of which only texts count."""
+        """Add the assistant's text, or the texts in its list of parts, without thoughts."""
         for text in texts_of(content):
             spoken = text.rpartition(_THOUGHT_END)[2] if _THOUGHT_END in text else text
             if spoken := spoken.strip():
                 self._texts.append(spoken)
 
     def add_tool_call(self, tool_id: Any, name: Any, arguments: Any) -> None:
-        """Add a tool call of the assistant."""
         identifier = tool_id if isinstance(tool_id, str) else ""
         if is_unique(identifier):
             self._unique = True
@@ -130,7 +127,7 @@ class Conversation:
             self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
 
     def open_reply(self) -> tuple[bytes, bool] | None:
-        """Return the prefix that ends with the assistant's last words, if nothing followed them.
+        """Return the prefix that ends with the last assistant run, if nothing followed that.
 
         Returns:
             Its digest and whether it contains a unique tool call id; None if there is none.
@@ -143,7 +140,7 @@ class Conversation:
         return _digest(run), self._unique
 
     def _hear(self, kind: bytes, piece: bytes) -> None:
-        """Add a piece that somebody other than the assistant said; `kind` tells who."""
+        """Add a user message or a tool result; `kind` distinguishes them."""
         reply = self.open_reply()
         if reply is not None:
             self._state = reply[0]
@@ -153,7 +150,7 @@ class Conversation:
         if len(piece) < _LONG:
             self._state = _digest(self._state + kind + piece)
         else:
-            # Without a copy of the piece, and without the GIL.
+            # Avoids a copy of the piece, and releases the GIL.
             state = blake2b(self._state + kind, digest_size=SIZE)
             state.update(piece)
             self._state = state.digest()
@@ -167,7 +164,7 @@ def objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def blocks_of(content: Any, kind: str) -> Iterator[dict[str, Any]]:
-    """Return the blocks of one type in a content, as Anthropic's API and some clients write it."""
+    """Return a content's blocks of one type, as Anthropic's API and some clients write them."""
     return (block for block in objects(content) if block.get("type") == kind)
 
 
@@ -179,9 +176,9 @@ def texts_of(content: Any) -> Iterable[str]:
 
 
 def canonical_arguments(arguments: Any) -> bytes:
-    """Return a tool call's arguments in one form, whoever encoded them: keys sorted, 2.0 as 2.
+    """Return a tool call's arguments as canonical JSON: keys sorted, 2.0 as 2.
 
-    None and "" mean no arguments, as {} does. Text that is not JSON is returned as it is.
+    None and "" mean no arguments, as {} does. Text that is not JSON is only stripped.
     """
     if arguments is None or arguments == "":
         return b"{}"
@@ -239,8 +236,8 @@ def _digest(data: bytes) -> bytes:
 MAX_TEXT: Final = 1024
 UNHEARD_ROLES: Final = ("system", "developer")
 TOOL_ROLES: Final = ("tool", "function")
-# Parts that become text in the prompt, in all APIs; clients mix their words. A part without a type
-# is a text in vLLM, unless one of `MEDIA_FIELDS` says otherwise.
+# Types of parts that become prompt text, of all APIs, since clients mix them. vLLM reads a part
+# without a type as text, unless it has one of `MEDIA_FIELDS`.
 TEXT_PARTS: Final = frozenset(
     {
         *(None, "text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"),
@@ -250,7 +247,7 @@ TEXT_PARTS: Final = frozenset(
         *("tool_addition", "tool_removal"),
     }
 )
-# vLLM reads a part with a `uuid` by these, whatever its type (`vllm/renderers/chat_utils.py`).
+# vLLM reads a part with a `uuid` by these fields, not by type (`vllm/renderers/chat_utils.py`).
 MEDIA_FIELDS: Final = frozenset(
     {
         *("image_url", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds"),
@@ -258,7 +255,7 @@ MEDIA_FIELDS: Final = frozenset(
     }
 )
 STRUCTURES: Final = b"[{"
-# What parsing a text raises that is no JSON, or that holds half a surrogate pair.
+# Errors of parsing a text that is not JSON or has a lone surrogate.
 _NO_JSON: Final = (*UNREADABLE, UnicodeEncodeError)
 _members: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _member: Final = msgspec.json.Decoder(dict[str, Any])
@@ -266,9 +263,9 @@ _objects: Final = msgspec.json.Decoder(list[Object])
 
 
 class ToolResult(Record, frozen=True, kw_only=True):
-    """Give the result of one tool call; `is_error` is None if the client did not state it.
+    """Result of one tool call; `is_error` is None if the client did not state it.
 
-    `texts` are the texts among the tool call's arguments, as far as the request shows it.
+    `texts` are the tool call's string arguments, empty if the request does not show the call.
     """
 
     tool_id: str
@@ -279,7 +276,7 @@ class ToolResult(Record, frozen=True, kw_only=True):
 
 
 class ToolCallShown(NamedTuple):
-    """Hold a tool call as a request shows it: id, tool and arguments, each as it was sent."""
+    """Tool call as a request shows it: id, tool name and arguments, unchecked."""
 
     tool_id: Any
     name: Any
@@ -291,27 +288,27 @@ Calls = Mapping[str, ToolCallShown]
 
 
 class Turns:
-    """Read a request that repeats the conversation in a list of members, its field `field`.
+    """Reader of the conversation that a request repeats in `field`, a list of members.
 
-    As it stands it is for a format without turns: it finds nothing in any request. A format's
-    subclass overrides the methods that begin with an underscore.
+    The base class is for formats without turns: it finds nothing. Subclasses override the methods
+    that begin with an underscore.
 
     Only tool results that answer the assistant's last turn are read: every later request of the
-    thread repeats them. The prompt's token ids hold an image, a sound or a file as a placeholder at
-    most, and what the model saw cannot be computed again from them: so `only_text` tells whether
-    there is any. A part of a type that nobody knows may be anything.
+    thread repeats them. The prompt's token ids hold at most placeholders for images, sounds and
+    files, so that the model's input cannot be computed again: `only_text` says whether there are
+    none. A part of an unknown type counts as media.
     """
 
     field: str = ""
-    # The field with the system's prompt, in formats that have one beside the conversation.
+    # The field of the system prompt, in formats that keep it outside of the conversation.
     instructions: str = ""
     # Whether a tool result without a mark of failure states that the tool succeeded.
     states_errors: bool = False
-    # Whether a later request may name this reply by its id, and go on from it.
+    # Whether a later request may continue this reply by its id.
     continued_by_id: bool = False
 
     def continues(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the id of the reply that a request goes on from, if it names one."""
+        """Return the id of the reply that a request continues, if given."""
         return None
 
     def shows_all(self, fields: Mapping[str, Any]) -> bool:
@@ -326,23 +323,23 @@ class Turns:
         return conversation
 
     def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
-        """Return what users say in a request, message by message, each a content unparsed.
+        """Return the contents of a request's user messages, unparsed.
 
-        Nothing if no user speaks, or if the format does not tell users from instructions.
+        Nothing if there are none, or if the format does not separate users from instructions.
 
         Raises:
-            MsgspecError, UnicodeDecodeError, RecursionError: a part of it cannot be read; also
-                while the messages are iterated over.
+            MsgspecError, UnicodeDecodeError, RecursionError: a part cannot be read; may be raised
+                during iteration.
         """
         contents = map(self._user_content, members_of(parsed.get(self.field)) or ())
         return (content for content in contents if content is not None)
 
     def instructs(self, parsed: Object) -> Iterable[msgspec.Raw]:
-        """Return the system's prompts that a request begins with, each a content unparsed.
+        """Return the contents of the system prompts that a request begins with, unparsed.
 
         Raises:
-            MsgspecError, UnicodeDecodeError, RecursionError: a part of it cannot be read; also
-                while they are iterated over.
+            MsgspecError, UnicodeDecodeError, RecursionError: a part cannot be read; may be raised
+                during iteration.
         """
         if self.instructions in parsed:
             yield parsed[self.instructions]
@@ -352,7 +349,7 @@ class Turns:
             yield member.get("content", NULL)
 
     def only_text(self, parsed: Object) -> bool:
-        """Return whether all that a request shows and asks for is text: no image, sound or file."""
+        """Return whether a request shows and requests only text: no image, sound or file."""
         members = members_of(parsed.get(self.field))
         return members is not None and all(map(self._is_text, members))
 
@@ -363,14 +360,14 @@ class Turns:
     def executions(
         self, parsed: Object | None
     ) -> Collection[tuple[ToolCallShown | None, ToolResult]]:
-        """Return the same, each with its tool call, or None if the request does not show that."""
+        """Return the same with each result's tool call, None if the request does not show it."""
         raw = (parsed or {}).get(self.field)
         if raw is None:
             return ()
         try:
             members = _members.decode(raw)
         except UNREADABLE:
-            # It is not a list, but a question without any earlier turn.
+            # A prompt without earlier turns, not a list.
             return ()
         after_turn, calls = self._last_turn(members)
         return {
@@ -380,7 +377,7 @@ class Turns:
         }.values()
 
     def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], Calls]:
-        """Return what follows the assistant's last turn, newest first, and its tool calls."""
+        """Return the members after the assistant's last turn, newest first, and its tool calls."""
         after_turn: list[dict[str, Any]] = []
         calls: dict[str, ToolCallShown] = {}
         answering = False
@@ -401,7 +398,7 @@ class Turns:
         """Add one member of the conversation to `conversation`."""
 
     def _user_content(self, member: Object) -> msgspec.Raw | None:
-        """Return a user's content; None if the member is somebody else's."""
+        """Return a member's content if it is a user's, else None."""
         return member.get("content", NULL) if value_of(member.get("role")) == "user" else None
 
     def _is_text(self, member: Object) -> bool:
@@ -413,7 +410,7 @@ class Turns:
         return member.get("role") == "assistant"
 
     def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
-        """Return the tool calls that a member of the model's makes."""
+        """Return the tool calls in an assistant's member."""
         return ()
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
@@ -424,7 +421,7 @@ class Turns:
 def tool_result(
     tool_id: Any, content: Any, calls: Calls, is_error: bool | None = None
 ) -> Iterable[ToolResult]:
-    """Return the result if it names its tool call; without an id it cannot be matched to any."""
+    """Return the tool result, or nothing if its id is missing or cannot be stored."""
     if not isinstance(tool_id, str) or not tool_id or not _is_storable(tool_id):
         return ()
     call = calls.get(tool_id)
@@ -441,13 +438,13 @@ def tool_result(
 
 
 def _texts_in(arguments: Any) -> tuple[str, ...]:
-    """Return the texts among a tool call's arguments: an object's members, or the whole of it."""
+    """Return the string arguments of a tool call, or the whole text if it is not JSON."""
     given = arguments
     if isinstance(arguments, str):
         try:
             given = msgspec.json.decode(arguments)
         except _NO_JSON:
-            # Custom tools take a text as it is.
+            # Custom tools take plain text.
             return (arguments,)
     members = given.values() if isinstance(given, dict) else ()
     return tuple(value for value in members if isinstance(value, str))
@@ -459,17 +456,17 @@ def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
         try:
             yield _member.decode(raw)
         except UNREADABLE:
-            # It is not an object, or Python cannot represent one of its values.
+            # Not an object, or Python cannot represent one of its values.
             continue
 
 
 def _is_storable(text: str) -> bool:
-    """Return whether a text keeps the limits that feedback has: its length, and no U+0000."""
+    """Return whether a text is within the limits of feedback: length, and no U+0000."""
     return len(text) <= MAX_TEXT and "\x00" not in text
 
 
 def members_of(raw: msgspec.Raw | None) -> list[Object] | None:
-    """Return a list's members with their values unparsed, or None if it is no list of objects."""
+    """Return a list's members with values unparsed, [] for a scalar, None for other values."""
     if not _has_parts(raw):
         return []
     try:
@@ -489,7 +486,7 @@ def is_only_text(content: msgspec.Raw | None) -> bool:
 
 
 def is_text(content: Any) -> bool:
-    """Return whether a parsed content is all text; a tool's result has a content of its own."""
+    """Return whether a parsed content is all text, with the nested content of tool results."""
     if isinstance(content, list):
         return all(map(is_text, content))
     if not isinstance(content, dict):
@@ -500,5 +497,5 @@ def is_text(content: Any) -> bool:
 
 
 def _has_parts(raw: msgspec.Raw | None) -> bool:
-    # Without a copy: it may be all of a conversation.
+    # `memoryview` avoids a copy: `raw` may be a whole conversation.
     return raw is not None and memoryview(raw)[0] in STRUCTURES

@@ -1,4 +1,4 @@
-"""State errors in the form of an API, whole or as the event that ends a stream (pure).
+"""Format errors for an API, as a reply body or as the event that ends a stream (pure).
 
 OpenAI's form is `{"error": {…}}`, in a stream one more `data:` line (openai-python's
 `_streaming.py` raises for any event whose data has `error`). The Responses API has an event `error`
@@ -15,11 +15,11 @@ import msgspec
 
 
 class ErrorShape:
-    """State errors in OpenAI's form; other APIs' forms are subclasses."""
+    """Errors in OpenAI's form; subclasses have the forms of other APIs."""
 
-    # Whose form it is, as the reference names it.
+    # The API's name in the reference.
     api: str = "OpenAI"
-    # What stands before the data of an event.
+    # The line before an event's data.
     event_line: bytes = b""
 
     def body(
@@ -39,7 +39,7 @@ class ErrorShape:
     ) -> bytes:
         """Return the event that ends a stream with an error.
 
-        `status` is what the error would have had before the stream began, where that is known.
+        `status` is the HTTP status of the same error before a stream has begun, if known.
         """
         error = msgspec.json.encode(self._event(message, kind, status))
         return self.event_line + b"data: %s\n\n" % error
@@ -54,7 +54,7 @@ class ErrorShape:
 
 
 class ResponsesErrors(ErrorShape):
-    """State the errors of responses, which have a form of their own in a stream."""
+    """Errors of the Responses API, which has its own form in streams."""
 
     event_line = b"event: error\n"
 
@@ -78,8 +78,8 @@ ANTHROPIC_BY_STATUS: Final[Mapping[int, str]] = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# Statuses of vLLM's types of errors (`vllm/entrypoints/serve/exception_handling/error_response.py`)
-# and of ours: an error within a stream comes without a status.
+# HTTP statuses of error types, ours and vLLM's
+# (`vllm/entrypoints/serve/exception_handling/error_response.py`): errors in streams have none.
 STATUS_OF_KIND: Final[Mapping[str, int]] = {
     "BadRequestError": 400,
     "invalid_request_error": 400,
@@ -94,9 +94,9 @@ ERROR_STATUSES: Final = range(400, 600)
 
 
 class AnthropicErrors(ErrorShape):
-    """State the errors of Anthropic's API, which has no `param` and no `code`.
+    """Errors of Anthropic's API, which has no `param` and no `code`.
 
-    An error's type follows its status; without one, its kind.
+    The type is derived from the status or, without a status, from `kind`.
     """
 
     api = "Anthropic"

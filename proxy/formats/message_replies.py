@@ -52,13 +52,12 @@ Event = dict[str, Any]
 
 
 class MessagesReply(ReplyParser):
-    """Hold the message that a reply makes, whichever way it comes."""
+    """Parser of a reply that results in a message; subclasses translate or forward it."""
 
     # Whether a reply in one piece could be read as a message.
     _is_message = False
 
     def begin(self) -> None:
-        """Forget what was read of an earlier reply."""
         # The message so far.
         self._message: Message = {}
 
@@ -72,7 +71,6 @@ class MessagesReply(ReplyParser):
         )
 
     def facts(self) -> ReplyFacts:
-        """Return the message's facts."""
         message, too_deep = joined(self._message), self._is_too_deep()
         if not (message or self._is_message):
             return ReplyFacts(None, None, None, None, (), self._sampled(), too_deep)
@@ -97,12 +95,12 @@ class MessagesReply(ReplyParser):
         return NOTHING_SAMPLED
 
     def _is_too_deep(self) -> bool:
-        """Return whether a text of the reply became a structure that nests too deep."""
+        """Return whether a text of the reply, parsed as a structure, nests too deep."""
         return False
 
 
 class ForwardedReply(MessagesReply):
-    """Follow a message that a server makes itself: recorded, and not trainable.
+    """Parser of a message that a server makes itself: recorded, and not trainable.
 
     The client's name for the model is put back at the top level, and in the `message` of a stream's
     first event.
@@ -110,7 +108,7 @@ class ForwardedReply(MessagesReply):
 
     @property
     def ended(self) -> bool:
-        """Return whether the message's end came."""
+        """Return whether the message's end came, even if an event could not be read."""
         return self._end_seen
 
     def whole(self, body: bytes) -> bytes:
@@ -151,11 +149,11 @@ class ForwardedReply(MessagesReply):
 
 
 class TranslatedReply(MessagesReply):
-    """Make a message of a chat completion or its chunks, as they come, or of an error instead."""
+    """Translates a chat completion, its chunks as they come, or an error into a message."""
 
     _is_done = False
     _failed = False
-    # What is read of tokens, and of a reply in one piece.
+    # Token data, and the bytes of a reply in one piece.
     _prompt_ids: list[int] | None = None
     _ids: list[int] | None = None
     _logprobs: list[float] | None = None
@@ -163,13 +161,12 @@ class TranslatedReply(MessagesReply):
     _body = b""
 
     def begin(self) -> None:
-        """Forget what was read of an earlier reply."""
         super().begin()
         # The client's name for the model, if another was put in its place.
         self._asked_model = None if self._model is None else self._request.model
         if self._streamed:
             self._events = _Events(self._asked_model)
-            # Lines of data that are not a chunk by themselves; there may be more of them.
+            # Data lines so far of a chunk that spans several lines.
             self._parts = bytearray()
 
     def whole(self, body: bytes) -> bytes:
@@ -197,7 +194,6 @@ class TranslatedReply(MessagesReply):
         return _encode(message)
 
     def added(self, data: bytes) -> dict[bytes, Replacement]:
-        """Return the members that are taken out of a chat's reply."""
         return added_members(self._request)
 
     def is_end(self, line: bytes) -> bool:
@@ -220,7 +216,7 @@ class TranslatedReply(MessagesReply):
         return self._chunk(chunk, data)
 
     def _unfinished(self, rest: bytes) -> bytes:
-        """Return the last events if the line that was cut off is `[DONE]`; any other is ignored."""
+        """Return the last events if the cut-off line is `[DONE]`; other lines are ignored."""
         return self._line(rest) if self.is_end(rest) else b""
 
     def _other(self, line: bytes) -> bytes:
@@ -240,16 +236,16 @@ class TranslatedReply(MessagesReply):
 
     @property
     def waiting(self) -> int:
-        """Return how many bytes wait, those of a chunk and of a text behind a tool's too."""
+        """Return how many bytes are buffered, with a chunk's lines and text after a tool block."""
         return super().waiting + len(self._parts) + self._events.waiting
 
     def _passed(self, data: bytes) -> bytes:
-        """Return an error: what is too long to be held cannot be translated."""
+        """Return an error: a line too long to buffer cannot be translated."""
         self._parts.clear()
         return b"" if self._failed or self._is_done else self._chunk(None, b"")
 
     def forget(self) -> None:
-        """Forget the message so far; its events go on."""
+        """Drop the message so far; translation of events goes on."""
         self.gathered, self._message = 0, {}
         self._events.forget()
 
@@ -294,7 +290,7 @@ class TranslatedReply(MessagesReply):
         )
 
     def _is_too_deep(self) -> bool:
-        """Return whether a tool call's arguments, text in a chat, nest too deep as a structure."""
+        """Return whether a tool call's arguments, which a chat has as text, nest too deep."""
         if most_of(self._body).containers <= MAX_DEPTH:
             return False
         reply = _read_chat(self._body)
@@ -307,7 +303,7 @@ class TranslatedReply(MessagesReply):
 
 
 _NOT_A_CHUNK: Final = "The model server sent data that is not a chunk of a chat completion."
-# An escape in a string; the group is a surrogate without its other half.
+# An escape in a string; the group matches a lone surrogate.
 _ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -316,7 +312,7 @@ _ESCAPE: Final = re.compile(
 
 
 def _read_chat(data: bytes) -> "_Chat | None":
-    """Return vLLM's chat completion, or a chunk of one; None: the bytes are neither."""
+    """Return vLLM's chat completion or chunk, or None if the bytes are neither."""
     try:
         return _chat_reply.decode(data)
     except UNREADABLE:
@@ -324,7 +320,7 @@ def _read_chat(data: bytes) -> "_Chat | None":
 
 
 def _translated_error(body: bytes, status: int | None) -> bytes | None:
-    """Return vLLM's error in Anthropic's format, with the type of its status there."""
+    """Return vLLM's error in Anthropic's format, with Anthropic's type for its status."""
     error = _error_of(decoded_object(body) or {})
     if error is None:
         return None
@@ -400,7 +396,7 @@ _NO_MESSAGE: Final = _Message()
 
 
 def _usage_of(usage: _Usage | None) -> dict[str, int]:
-    """Return Anthropic's usage; it counts cached tokens beside the input, OpenAI's within it."""
+    """Return Anthropic's usage, whose input excludes cached tokens; OpenAI's includes them."""
     if usage is None:
         return {"input_tokens": 0, "output_tokens": 0}
     details = usage.prompt_tokens_details
@@ -438,7 +434,7 @@ def _stop_reason(
 
 
 def _signature_of(reply_id: str | None, index: int) -> str:
-    """Return a thinking block's signature, which clients send back and nobody verifies."""
+    """Return a thinking block's signature; clients send it back, and it is not verified."""
     return sha256(f"{reply_id}/{index}".encode()).hexdigest()[:32]
 
 
@@ -471,7 +467,7 @@ def _tool_use(call: _ToolCall) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """Return arguments in the form of vLLM's JSON; an empty object if they are not one."""
+    """Return arguments encoded as vLLM does, or `{}` if they are not a JSON object."""
     try:
         value = json.loads(arguments)
         if not isinstance(value, dict):
@@ -502,7 +498,7 @@ class _Events:
         self._open: str | None = None
         self._tool: str | None = None
         self._tools: dict[int, str] = {}
-        # The arguments in the last tool's block, None before there is one; whether they are whole.
+        # The arguments in the last tool's block (None before the first); whether they are whole.
         self._arguments: list[str] | None = None
         self._is_whole: bool | None = None
         # Text within a tool's block waits for the block's end.
@@ -517,7 +513,7 @@ class _Events:
             self._arguments, self._is_whole = [], None
 
     def take(self, chunk: _Chat) -> list[Event]:
-        """Return a chunk's events; the first opens the message, one without choices ends it."""
+        """Return a chunk's events; the first opens the message, a chunk without choices ends it."""
         if not self._started:
             return [self._start(chunk)]
         if not chunk.choices:

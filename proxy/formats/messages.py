@@ -1,13 +1,13 @@
 """Speak `/v1/messages`, answered through chat completions where vLLM serves the model (pure).
 
-vLLM gives ids with its chat completions and none with its messages, which it makes of chat
-completions anyway. So the request is sent there, and the reply is turned into a message. A request
-that chat completions cannot express, and one to any other server, is forwarded as it is. So is one
-that chat completions refuses as malformed: the refusal is then the API's own.
+vLLM returns ids with chat completions but not with messages, which it translates to chat
+completions anyway. So the request is sent as a chat completion, and the reply is turned into a
+message. A request is forwarded as it is if chat completions cannot express it, if another server
+serves the model, or if chat completions refuse it as malformed: the API's own error then results.
 
 A system message may stand between turns. Many chat templates refuse it there, drop it, or move it
-to the front, which changes the whole prompt with each new one. For these it becomes a part of the
-turn before it (docs/decisions/009-messages-and-responses.md).
+to the front, so that each new system message changes the whole prompt. For such templates it is
+merged into the preceding turn (docs/decisions/009-messages-and-responses.md).
 """
 
 import json
@@ -38,8 +38,8 @@ Fields = Mapping[str, Any]
 Message = dict[str, Any]
 Value = TypeVar("Value")
 
-# Fields that vLLM ignores and that chat completions do not have. It keeps no `thread`, which the
-# SDK's tool runner asks for by itself.
+# Fields that vLLM ignores and that chat completions do not have. It has no use for
+# `thread`, which the SDK's tool runner sends by itself.
 IGNORED: Final = frozenset(
     {
         *("metadata", "service_tier", "context_management", "inference_geo", "cache_control"),
@@ -61,9 +61,9 @@ KNOWN: Final = IGNORED | TRANSLATED | frozenset(SAME)
 # Claude Code's first system block: it has a hash that changes with each request, and vLLM leaves
 # it out of the prompt.
 BILLING: Final = "x-anthropic-billing-header"
-# How Claude Code marks what its system says within a turn.
+# Claude Code's markup of system text within a turn.
 REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
-# Blocks of a system message that add tools to those of the request, or take some away.
+# System message blocks that add or remove tools.
 TOOL_CHANGES: Final = ("tool_addition", "tool_removal")
 CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
@@ -77,8 +77,8 @@ class Inexpressible(Exception):
 def chat_request(fields: Fields, *, keep_system: bool = False) -> dict[str, Any] | None:
     """Return the chat request that vLLM would make of `fields`, or None if there is none.
 
-    With `keep_system` system messages stay between the turns of a conversation that begins with
-    one; else they join the turns before them.
+    With `keep_system`, system messages stay between the turns of a conversation that begins with a
+    system message; otherwise they are merged into the preceding turns.
     """
     try:
         return _chat_request(fields, keep_system=keep_system)
@@ -143,7 +143,7 @@ def _system(content: str | list[dict[str, Any]]) -> list[Message]:
 
 
 def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
-    """Return content blocks, all of these kinds; a text among them has its text."""
+    """Return content blocks, checking that all are of `kinds` and that text blocks have text."""
     blocks = [_of(block, dict) for block in _of(value, list)]
     for block in blocks:
         _expect(block.get("type") in kinds)
@@ -174,10 +174,11 @@ def _messages(value: object, system: list[Message], *, keep_system: bool) -> lis
 
 
 def _join(messages: list[Message], inline: list[Message]) -> None:
-    """Add a system message to the turn before it; one before all turns to the system's own.
+    """Merge a system message into the preceding turn, or into the system prompt before all turns.
 
-    A turn of its own would end the assistant's, for which many templates keep its thoughts, and
-    others refuse two turns of the user in a row.
+    Only after an assistant turn it becomes a user turn. After other turns, a new user turn would
+    end the assistant's turn, for which many templates keep its thoughts; and some templates refuse
+    two user turns in a row.
     """
     last = messages[-1]
     for text in (message["content"] for message in inline):
@@ -192,7 +193,7 @@ def _join(messages: list[Message], inline: list[Message]) -> None:
 
 
 def _user(content: object) -> list[Message]:
-    """Return a user's messages; tool results come before all else, wherever they stood."""
+    """Return a user's messages, tool results first."""
     results: list[Message] = []
     parts: list[Message] = []
     for block in _blocks(content, "text", "image", "tool_result"):
@@ -257,7 +258,7 @@ def _tool_call(block: dict[str, Any]) -> Message:
 
 
 def _tool_result(block: dict[str, Any]) -> list[Message]:
-    """Return a tool's message, and its images as a user's: a tool's message can show none."""
+    """Return a tool message, and its images as a user message: tool messages cannot hold any."""
     content = block.get("content")
     texts: list[str] = []
     images: list[Message] = []
@@ -307,9 +308,9 @@ def _thinking(value: object, max_tokens: int) -> Message:
 
 
 def tools_in_effect(fields: Fields) -> object:
-    """Return a request's tools as the system messages in it change them, in Anthropic's form.
+    """Return a request's tools, as changed by its system messages, in Anthropic's form.
 
-    A chat has one list of tools, so that it has those at the conversation's end, as vLLM's own.
+    A chat request has a single list of tools: as in vLLM, those at the conversation's end.
 
     Raises:
         Inexpressible: a change cannot be read, or names a tool that is not declared.
@@ -345,7 +346,7 @@ def tools_in_effect(fields: Fields) -> object:
 
 
 def _system_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Return the system's messages among a request's messages, if these can be read at all."""
+    """Return a request's system messages; malformed messages are skipped."""
     messages = fields.get("messages")
     return [
         message
@@ -377,7 +378,7 @@ def _tool_choice(choice: dict[str, Any]) -> str | Message:
 
 
 def _tool(value: object) -> Message:
-    """Return a tool of the client's own; tools that a server runs have a type of their own."""
+    """Return a client-side tool for chat; server-side tools (other types) are inexpressible."""
     tool = _of(value, dict)
     _expect(tool.get("type") in (None, "custom"))
     schema = _of(tool.get("input_schema"), dict)
@@ -391,14 +392,12 @@ def _tool(value: object) -> Message:
 
 
 class MessagesTurns(Turns):
-    """Read the messages of Anthropic's API."""
-
     field = "messages"
     instructions = "system"
     states_errors = True
 
     def only_text(self, parsed: Object) -> bool:
-        """Return whether the system's text and the messages are all text."""
+        """Return whether the system prompt and the messages are all text."""
         return is_only_text(parsed.get("system")) and super().only_text(parsed)
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
@@ -425,8 +424,6 @@ class MessagesTurns(Turns):
 
 
 class MessagesSampling(SamplingRules):
-    """Read the settings of messages."""
-
     settings = frozenset({"stop_sequences", "output_config", "thinking"})
     objects = ("output_config", "thinking")
     harmless = EVERYWHERE | {
@@ -436,22 +433,20 @@ class MessagesSampling(SamplingRules):
     }
 
     def reshapes(self, settings: Fields) -> bool:
-        """Return whether a budget ends the thinking."""
         return limits_thinking(settings)
 
     def constrains(self, settings: Fields) -> bool:
-        """Return whether a tool or a form of the reply is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("output_config"))
 
     def tools(self, fields: Fields) -> Any:
-        """Return the tools as the conversation changes them, or as they are declared."""
+        """Return the tools in effect, or the declared tools if the changes cannot be read."""
         try:
             return tools_in_effect(fields)
         except Inexpressible:
             return super().tools(fields)
 
     def grammar(self, fields: Fields, tag: str | None) -> Mapping[str, str] | None:
-        """Return the grammar of the chat request that such a message is sent as."""
+        """Return the grammar of the equivalent chat request."""
         as_chat = chat_request(fields)
         return None if as_chat is None else grammar_of_chat(as_chat, tag)
 
@@ -460,7 +455,7 @@ ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
 
 
 class MessagesFormat(WireFormat):
-    """Speak Anthropic's API, through chat completions if token ids are wanted."""
+    """Anthropic's API, served by chat completions if token ids are wanted."""
 
     name = "messages"
     title = "Anthropic messages"
@@ -474,7 +469,7 @@ class MessagesFormat(WireFormat):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """Return the request in chat completions' form if ids are wanted and it has such a form."""
+        """Return the equivalent chat request if ids are wanted and it exists, else the message."""
         fields, keep_system = request.fields, request.keep_system
         chat = chat_request(fields, keep_system=keep_system) if want_ids else None
         if chat is None:
@@ -489,11 +484,10 @@ class MessagesFormat(WireFormat):
         )
 
     def has_inline_system(self, request: ModelRequest) -> bool:
-        """Return whether any of the messages is the system's."""
         return bool(_system_messages(request.fields))
 
     def parser_for(self, request: ModelRequest) -> type[ReplyParser]:
-        """Return what translates the reply, or what forwards it if the request was forwarded."""
+        """Return the translating parser, or the forwarding parser if the request was forwarded."""
         return ForwardedReply if request.path is None else TranslatedReply
 
 

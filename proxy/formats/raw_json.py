@@ -1,6 +1,6 @@
-"""Take JSON apart at its top level, and take members out of what is no JSON (pure).
+"""Parse only the top level of JSON, and remove members from unparseable bytes (pure).
 
-Values stay bytes until somebody needs them, and so leave as they came.
+Values stay bytes, so that untouched values are forwarded unchanged.
 """
 
 import re
@@ -11,12 +11,12 @@ import msgspec
 
 from store.values.documents import nests_too_deep
 
-# The top level of a JSON object; its values stay bytes until somebody needs them.
+# The top level of a JSON object, with values unparsed.
 Object = dict[str, msgspec.Raw]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-# Errors of a parser for bytes that are not JSON, not UTF-8, or nested too deep.
+# Errors raised for bytes that are not JSON, not UTF-8, or nested too deep.
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-# Errors of reading JSON that is not of an API's shape.
+# Errors raised for JSON without the API's shape.
 ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, AttributeError, ValueError)
 NULL: Final = msgspec.Raw(b"null")
 
@@ -24,10 +24,9 @@ _object: Final = msgspec.json.Decoder(Object)
 
 
 def parse_object(body: bytes) -> Object | None:
-    """Return a JSON object's top level with values unparsed, or None if it cannot be read as one.
+    """Return a JSON object's top level with values unparsed, or None if `body` is not one.
 
-    Keys keep their order and values their exact bytes, so that what is not touched leaves as it
-    came.
+    Keys keep their order and values their bytes, so that untouched fields are forwarded unchanged.
     """
     try:
         if not body.isascii():
@@ -51,10 +50,11 @@ def readable_value(raw: msgspec.Raw) -> Any:
 
 
 def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
-    """Return a JSON object with all its values, or None if Python cannot represent or nest it.
+    """Return a JSON object with all its values, or None if Python cannot represent it.
 
     `parse_object` accepts more: it leaves values unparsed, so that a lone surrogate or 1e400 passes
-    through. Reading for the ledger must not fail a reply that was passed on.
+    through. It returns None for objects that nest too deep, too: reading a reply to record it must
+    not raise after the reply was forwarded.
     """
     if nests_too_deep(bytes(payload)):
         # The object is walked and encoded again later, which is recursive too.
@@ -66,11 +66,10 @@ def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
 
 
 def string_or_none(value: object) -> str | None:
-    """Return `value` if it is a string, else None."""
     return value if isinstance(value, str) else None
 
 
-# How values begin.
+# First bytes of values, by type.
 ARRAY: Final = b"["
 OBJECT: Final = b"{"
 STRING: Final = b'"'
@@ -83,9 +82,9 @@ _NO_CONTENT: Final = re.compile(rb"\[\s*\]")
 
 
 class Replacement(msgspec.Struct, frozen=True):
-    """Name a member to replace by `instead`, where its value begins with one of the bytes `opens`.
+    """Replace a member by `instead` if its value begins with one of the bytes `opens`.
 
-    With `only`, just a value equal to that is replaced; with `unless_empty`, no empty list.
+    `only` restricts this to one exact value; `unless_empty` exempts empty lists.
     """
 
     opens: bytes
@@ -97,11 +96,11 @@ class Replacement(msgspec.Struct, frozen=True):
 def without(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
     """Return `data` with the values of `members` replaced, and every other byte unchanged.
 
-    This is for what cannot be parsed, or is not of the API's shape: a lone surrogate, NaN, bytes
-    that are not UTF-8, an object that is cut off or has something beside it. A client must get such
-    bytes as they came, without what it did not ask for. So members are found by their names,
-    wherever they stand: in such a reply nobody can tell for sure which object a member belongs to.
-    A model's text is never touched, because the quotes of a name within a string are escaped.
+    This is for data that cannot be parsed or lacks the API's shape: a lone surrogate, NaN, bytes
+    that are not UTF-8, an object that is cut off or not alone. Clients must get such data as it
+    came, except for members they did not ask for. Members are found by name at any depth: the
+    object that a member belongs to cannot be determined reliably. A model's text is never touched,
+    because quotes within a string are escaped.
     """
     if not any(name in data for name in members):
         return data

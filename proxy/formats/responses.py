@@ -1,15 +1,15 @@
 """Speak `/v1/responses`: ids by `enable_response_messages`, log-probabilities by `include`.
 
 vLLM's additional values stand in `input_messages`, `output_messages`, `top_logprobs` and in each
-text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`). They are replaced by what vLLM
-sends to clients that did not ask: `null`, and `[]` in a text's deltas.
+text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`). They are replaced by the
+values vLLM sends if they are not requested: `null`, and `[]` in a text's deltas.
 
 vLLM gives log-probabilities for texts only. A whole reply with any text has those of all its
 tokens; a reply of tool calls alone has none, and a stream lacks those of reasoning, of tool calls
 and of the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
 itself (`SimpleContext` in its `responses/context.py`). Where log-probabilities are missing none are
 recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md), under the
-mask of a grammar if one held the reply (039-replay.md).
+mask of the reply's grammar, if any (039-replay.md).
 """
 
 from collections.abc import Iterable, Mapping
@@ -70,12 +70,12 @@ from proxy.formats.sampling import (
 from store.records import ToolCall
 
 PREVIOUS: Final = "previous_response_id"
-# With either of these the server keeps the conversation, and a request shows only what is new.
+# With either of these the server keeps the conversation, and a request shows only new items.
 KEPT_BY_SERVER: Final = (PREVIOUS, "conversation")
 RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
-# The type of an item that the client adds, beside messages, ends so.
+# Suffixes of the types of items, besides messages, that the client adds.
 HEARD_SUFFIXES: Final = ("_output", "_response")
-# Items without a role that are text; one of another type may be anything (a screen, a picture).
+# Types of items without a role that are text; other types may hold anything (a screenshot).
 TEXT_ITEMS: Final = frozenset(
     {
         *("message", "reasoning", "function_call", "custom_tool_call", *RESULT_TYPES),
@@ -86,19 +86,17 @@ TEXT_ITEMS: Final = frozenset(
 
 
 class ResponsesTurns(Turns):
-    """Read a response's input, which may go on from an earlier one that the server keeps."""
+    """The input of a response, which may continue an earlier response kept by the server."""
 
     field = "input"
     instructions = "instructions"
     continued_by_id = True
 
     def continues(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the id of the response that a request goes on from, if it names one."""
         previous = fields.get(PREVIOUS)
         return previous if isinstance(previous, str) and previous else None
 
     def shows_all(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether a request shows its conversation from the beginning."""
         return not any(fields.get(name) for name in KEPT_BY_SERVER)
 
     def read(self, fields: Mapping[str, Any]) -> Conversation:
@@ -111,15 +109,15 @@ class ResponsesTurns(Turns):
         return conversation
 
     def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
-        """Return what users say, message by message; an input that is one text is a user's."""
+        """Return the contents of user messages; an input that is a string is a user's."""
         given = parsed.get(self.field, NULL)
         is_one_text = memoryview(given)[0] in STRING
         return [given] if is_one_text else super().said_by_users(parsed)
 
     def only_text(self, parsed: Object) -> bool:
-        """Return whether the input is all text, as far as the request shows it.
+        """Return whether the visible input is all text.
 
-        So must be what is filled into a prompt that the server keeps.
+        Variables of a prompt kept by the server must be text, too.
         """
         prompt = readable_value(parsed.get("prompt", NULL))
         filled = prompt.get("variables") if isinstance(prompt, dict) else None
@@ -127,7 +125,7 @@ class ResponsesTurns(Turns):
         return all(map(is_text, values)) and super().only_text(parsed)
 
     def _is_text(self, member: Object) -> bool:
-        """Return whether an item is text, with all of its content or of a tool's output."""
+        """Return whether an item, its content and its output are all text."""
         kind = readable_value(member.get("type", NULL))
         known = "role" in member or (isinstance(kind, str) and kind in TEXT_ITEMS)
         return known and is_only_text(member.get("output")) and super()._is_text(member)
@@ -149,9 +147,9 @@ class ResponsesTurns(Turns):
             conversation.add_tool_result(member.get("call_id"), member.get("output"))
 
     def _is_assistants(self, member: dict[str, Any]) -> bool:
-        """Return whether a member is the model's: a message of its role, or an item of another.
+        """Return whether a member is the model's: an assistant message, or an item without a role.
 
-        Items of the model's have no role, and the client's own end in one of `HEARD_SUFFIXES`.
+        Types of the client's items without a role end in one of `HEARD_SUFFIXES`.
         """
         role, kind = member.get("role"), member.get("type")
         if isinstance(role, str):
@@ -169,13 +167,11 @@ class ResponsesTurns(Turns):
         return tool_result(member.get("call_id"), member.get("output"), calls)
 
 
-# vLLM takes these for responses too, and does not apply them; another server might.
+# vLLM accepts these for responses, too, but ignores them; another server may apply them.
 NOT_APPLIED: Final = ("min_tokens", "bad_words", "allowed_token_ids")
 
 
 class ResponsesSampling(SamplingRules):
-    """Read the settings of responses."""
-
     settings = frozenset({"max_output_tokens", "text"})
     objects = ("text",)
     harmless = EVERYWHERE | {
@@ -187,15 +183,13 @@ class ResponsesSampling(SamplingRules):
     }
 
     def reshapes(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a setting is named of which it is open whether the server applies it."""
+        """Return whether a setting is present that servers may or may not apply."""
         return any(settings.get(name) for name in NOT_APPLIED)
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a tool or a form of the text is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("text"))
 
     def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
-        """Return the grammar of the text that is asked for, or of calls of tools."""
         text, choice, tools = fields.get("text"), fields.get("tool_choice"), fields.get("tools")
         form = text.get("format") if isinstance(text, dict) else None
         forced = None if free_choice(choice) else forced_by(choice, choice)
@@ -210,12 +204,12 @@ INCLUDE: Final = "include"
 TOP: Final = "top_logprobs"
 LOGPROBS: Final = "message.output_text.logprobs"
 
-# Any other item means that the server took turns of its own: several prompts, several samples.
+# Any other item means that the server ran turns itself: several prompts, several samples.
 _OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 _THOUGHT: Final = "reasoning"
-# With a false one, vLLM leaves thoughts out of the reply.
+# If false, vLLM leaves thoughts out of the reply.
 _SHOWS_THOUGHTS: Final = "include_reasoning"
-# vLLM's type of messages with token ids; those in gpt-oss's own form have none.
+# vLLM's type of messages with token ids; messages in gpt-oss's own form have no ids.
 _RAW_TOKENS: Final = "raw_message_tokens"
 _LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _TEXT_DELTA: Final = "response.output_text.delta"
@@ -224,14 +218,12 @@ _NOT_ASKED: Final = (NULL, _EMPTY)
 
 
 class ResponsesReply(ReplyParser):
-    """Follow a response in one piece, or its events, of which first and last carry the response.
+    """Parser of a response in one piece, or of its events; the first and last hold the response.
 
-    A reply that is not of the API's shape is passed on as it came, without what was added, wherever
-    that stands.
+    A reply without the API's shape is forwarded as it came, except for added members at any depth.
     """
 
     def begin(self) -> None:
-        """Begin without anything gathered."""
         self._hide_ids = IDS in self._request.injected
         self._hide_logprobs = INCLUDE in self._request.injected
         self._changes_nothing = not (self._hide_ids or self._hide_logprobs or self._model)
@@ -261,7 +253,6 @@ class ResponsesReply(ReplyParser):
         return body if self._changes_nothing else msgspec.json.encode(parsed)
 
     def event(self, data: bytes) -> bytes:
-        """Return the restored data of an event."""
         event = parse_object(data)
         if event is None:
             raise Unread
@@ -279,7 +270,7 @@ class ResponsesReply(ReplyParser):
         return line[len(EVENT) :].strip().decode(errors="replace") in _LAST_EVENTS
 
     def added(self, data: bytes) -> dict[bytes, Replacement]:
-        """Return the members that are taken out of a response, or of a text's delta."""
+        """Return the members to remove from a response or a text delta."""
         members: dict[bytes, Replacement] = {}
         if self._hide_ids:
             members |= dict.fromkeys(
@@ -301,7 +292,7 @@ class ResponsesReply(ReplyParser):
         )
 
     def facts(self) -> ReplyFacts:
-        """Return the facts of the response, in a stream those of the newest event that has it."""
+        """Return the facts of the response; in a stream, of the newest event that holds it."""
         response = self._response
         if response is None:
             return ReplyFacts(None, None, None, None, (), self._sampled(None))
@@ -317,10 +308,10 @@ class ResponsesReply(ReplyParser):
         )
 
     def _sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """Return the token data; the ids only if there was one prompt and all else was sampled.
+        """Return the token data; ids only if there was one prompt and one sample.
 
-        vLLM gives log-probabilities of texts only. They count if they are as many as the ids: of
-        fewer it cannot be told whose they are.
+        vLLM gives log-probabilities of texts only. They are dropped unless they are as many as the
+        ids: fewer cannot be assigned to tokens.
         """
         prompts, replies = self._prompts or [], self._ids or []
         exact = self._one_sample and len(prompts) == 1
@@ -395,7 +386,7 @@ class ResponsesReply(ReplyParser):
     def _restore_text(self, holder: Object, not_asked: msgspec.Raw) -> list[float]:
         """Restore a text, or a piece of one, in place, and return its log-probabilities.
 
-        `not_asked` is the value of `logprobs` in a text for which none were asked.
+        `not_asked` is the value of `logprobs` if they were not requested.
         """
         logprobs = holder.get("logprobs")
         if logprobs is None or logprobs in _NOT_ASKED:
@@ -411,7 +402,7 @@ class _RawMessage(msgspec.Struct):
 
 
 def _token_ids(raw: msgspec.Raw | None) -> list[list[int]] | None:
-    """Return the ids of each message, or None if there are none."""
+    """Return the ids of each message, or None unless all messages have ids."""
     if raw is None or raw in _NOT_ASKED:
         return None
     messages = msgspec.json.decode(raw, type=list[_RawMessage])
@@ -428,14 +419,13 @@ def _objects_of(raw: msgspec.Raw | None) -> list[Object]:
 
 
 def _text_of(response: dict[str, Any]) -> str:
-    """Return what a response says, its items' texts one after another."""
+    """Return the texts of a response's messages, concatenated."""
     messages = blocks_of(response.get("output"), "message")
     parts = (part for item in messages for part in blocks_of(item.get("content"), "output_text"))
     return "".join(string_or_none(part.get("text")) or "" for part in parts)
 
 
 def _tool_calls_of(response: dict[str, Any]) -> tuple[ToolCall, ...]:
-    """Return the tool executions that a response asks for."""
     return tuple(
         ToolCall(
             id=str(item.get("call_id")),
@@ -447,8 +437,6 @@ def _tool_calls_of(response: dict[str, Any]) -> tuple[ToolCall, ...]:
 
 
 class ResponsesFormat(WireFormat):
-    """Speak OpenAI's Responses API."""
-
     name = "responses"
     title = "OpenAI responses"
     path = "/v1/responses"

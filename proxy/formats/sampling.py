@@ -1,15 +1,15 @@
-"""Tell how a request's reply is sampled: its settings, and the grammar that holds it (pure).
+"""Read how a reply is sampled: the settings, and the grammar that constrains it (pure).
 
-`SamplingRules` tells the request fields that say how a call was sampled from those that do not;
-each wire format has a subclass of it. What a model server understands in every format is known to
+`SamplingRules` separates the request fields that affect sampling from those that do not; each wire
+format has a subclass. Settings that model servers understand in every format are in
 `proxy.trainable`.
 
-A grammar is read as vLLM makes it of the fields. Only what vLLM does in the same way whatever it
-was started with is read: exactly one constraint, and no tools beside a form, since some servers
-then allow both. A forced call is held to a JSON schema of the tools by servers whose tool parser
-reads JSON (`vllm/tool_parsers/utils.py`). Other parsers have a syntax of their own. Where it is
-known (`TAGS`), a structural tag of it is read; where not, replies do not fit the schema, and the
-trainer sees that.
+A grammar is derived from the fields as vLLM derives it, and only where vLLM's start options make no
+difference: exactly one constraint, and no tools beside a response format, since some servers then
+allow both. Servers whose tool parser reads JSON constrain a forced call to a JSON schema of the
+tools (`vllm/tool_parsers/utils.py`). Other parsers have their own syntax. If that is known
+(`TAGS`), the grammar is a structural tag; if not, replies do not fit the schema, and the trainer
+detects that.
 
 Sources: vLLM's `entrypoints/generate/base/protocol.py`, `tool_parsers/abstract_tool_parser.py`,
 `tool_parsers/structural_tag_registry.py` and `parser/abstract_parser.py`.
@@ -22,13 +22,13 @@ from typing import Any, Final
 from store.values.grammars import Choice, OfferedTool, ToolTag, text_of
 
 Fields = Mapping[str, Any]
-# What a grammar is recorded as (`store.values.grammars`).
+# A grammar as it is recorded (`store.values.grammars`).
 Recorded = dict[str, str]
 
 # The forms of `tool_choice`, in all APIs, that constrain nothing.
 FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
-# Fields of vLLM's requests that choose what is shown, kept, cached, queued or put into the prompt.
-# The recorded ids hold what became of the prompt, and a stop only ends what was sampled.
+# vLLM's request fields for output, storage, caching, queueing, the prompt and stops. None changes
+# the distribution: the recorded ids include the prompt, and a stop only ends the sampling.
 SERVERS_OWN: Final = frozenset(
     {
         *("model", "stream", "user", "session_id", "request_id", "priority", "cache_salt"),
@@ -42,7 +42,7 @@ SERVERS_OWN: Final = frozenset(
         *("media_io_kwargs", "mm_processor_kwargs"),
     }
 )
-# Names that agent tools put beside an API's own fields (`proxy.identity.identify`), and litellm's.
+# Fields that agent tools (`proxy.identity.identify`) and litellm add to those of an API.
 TOOLS_OWN: Final = frozenset(
     {"metadata", "conversation", "client_metadata", "litellm_session_id", "litellm_trace_id"}
 )
@@ -50,33 +50,33 @@ EVERYWHERE: Final = SERVERS_OWN | TOOLS_OWN | {"tools", "stream_options", "paral
 
 
 class SamplingRules:
-    """Tell what a format's own fields say of sampling; as it stands, that of one that adds none."""
+    """A format's own sampling fields; the base class is for formats that add none."""
 
-    # The format's own names of settings, which are recorded.
+    # The format's own settings, which are recorded.
     settings: frozenset[str] = frozenset()
-    # Those of the settings that must be objects to be understood.
+    # Settings that are unreadable unless they are objects.
     objects: tuple[str, ...] = ()
-    # The fields that change no distribution; any other makes a call untrainable.
+    # Fields that change no distribution; an unknown field makes a call untrainable.
     harmless: frozenset[str] = EVERYWHERE
 
     def reshapes(self, settings: Fields) -> bool:
-        """Return whether a setting of this format's changes the distribution."""
+        """Return whether one of the format's settings changes the distribution irreproducibly."""
         return False
 
     def constrains(self, settings: Fields) -> bool:
-        """Return whether a setting of this format's lets some tokens never be sampled."""
+        """Return whether one of the format's settings excludes tokens from sampling."""
         return not free_choice(settings.get("tool_choice"))
 
     def tools(self, fields: Fields) -> Any:
-        """Return the tools that the model may call, as the format's field has them."""
+        """Return the tools that the model may call, in the format's own form."""
         return fields.get("tools")
 
     def grammar(self, fields: Fields, tag: str | None) -> Mapping[str, str] | None:
-        """Return the grammar that a request's fields hold its reply to, as it is recorded.
+        """Return the grammar that a request imposes on its reply, in its recorded form.
 
-        None if there is none, or if it is not certain what a server makes of the fields. Only
-        asked where something may hold the reply. `tag` is the syntax that the server holds calls
-        of tools to (one of `TAGS`), if that is known.
+        None if there is none, or if servers may interpret the fields differently. Called only if
+        something may constrain the reply. `tag` is the server's syntax of tool calls (a value of
+        `TAGS`), if known.
         """
         return None
 
@@ -84,29 +84,29 @@ class SamplingRules:
 def free_choice(choice: Any) -> bool:
     """Return whether a `tool_choice` leaves the model free to call a tool or not."""
     if isinstance(choice, dict):
-        # The limit on calls in a reply counts for all choices (`proxy.trainable`).
+        # `proxy.trainable` checks the limit on calls in a reply, for all choices.
         choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
     return choice in FREE_CHOICES
 
 
 def free_form(form: Any) -> bool:
-    """Return whether the form that a reply must have, if any, is plain text."""
+    """Return whether the response format is absent or plain text."""
     return form is None or (isinstance(form, dict) and form.get("type") == "text")
 
 
 def free_form_within(holder: Any) -> bool:
-    """Return whether a setting's `format`, if it has one, is plain text."""
+    """Return whether a setting's `format` is absent or plain text."""
     return not isinstance(holder, dict) or free_form(holder.get("format"))
 
 
 def limits_thinking(settings: Mapping[str, Any]) -> bool:
-    """Return whether a budget ends the thinking, whose end is then forced and not sampled."""
+    """Return whether thinking has a budget; at its limit the end is forced, not sampled."""
     thinking = settings.get("thinking")
     return isinstance(thinking, dict) and thinking.get("budget_tokens") is not None
 
 
 OBJECT: Final[Recorded] = {"kind": "json", "text": '{"type": "object"}'}
-# What a `tool_choice` forces: a call of any tool, or one that cannot be read; else a name.
+# What a `tool_choice` forces: a call of any tool, an unreadable call, or else `{"name": …}`.
 ANY_CALL: Final[Recorded] = {"type": "required"}
 UNREAD: Final[Recorded] = {}
 # Options of `structured_outputs` that change nothing if they are false or missing.
@@ -125,15 +125,15 @@ def grammar_of(
     *,
     flat: bool = False,
 ) -> Recorded | None:
-    """Return the grammar of a request that has one constraint which can be read, else None.
+    """Return a request's grammar if it has exactly one constraint and that is readable.
 
     Args:
         fields: the request.
-        form: the form that it asks for, wherever its format has it.
+        form: its response format, wherever the wire format has it.
         forced: the call that its `tool_choice` forces, as `_of_forced_call` takes it.
-        functions: its tools, likewise.
-        tag: the syntax that the server holds calls to, if it is known.
-        flat: the form has its schema in itself, as a response's has, and not in `json_schema`.
+        functions: its tools, in the same form.
+        tag: the server's syntax of tool calls, if known.
+        flat: `form` holds its schema directly (Responses API), not in `json_schema`.
     """
     own = fields.get("structured_outputs")
     constraints = [] if own is None else [_of_structured_outputs(own)]
@@ -184,12 +184,12 @@ def _of_form(form: Any, *, flat: bool) -> Recorded | None:
 def _of_forced_call(
     forced: Recorded, functions: Sequence[Fields], *, single: bool
 ) -> Recorded | None:
-    """Return the grammar of a `tool_choice` that forces a call, of a tool or of any, as JSON.
+    """Return the JSON grammar of the call that a `tool_choice` forces, of one tool or any.
 
     Args:
-        forced: `ANY_CALL`, or the name of the one function.
+        forced: `ANY_CALL`, or an object with the function's name.
         functions: all tools, each with its name and parameters.
-        single: whether there may be one call at most.
+        single: at most one call is allowed.
     """
     if forced is ANY_CALL:
         return _any_call(functions, single=single)
@@ -203,14 +203,14 @@ def _of_tag(
 ) -> Recorded | None:
     """Return the structural tag of a request with tools, or None if vLLM makes none.
 
-    It holds what is outside of the arguments for all tools, and the arguments of strict ones.
+    It constrains all calls, but only the arguments of strict tools.
     """
     if not all(_is_flag(function.get("strict")) for function in functions):
         return None
     one_call = fields.get("parallel_tool_calls") is False
     choice: Choice = "forced"
     if forced is None:
-        # Where the choice is null, or an object, vLLM makes no tag.
+        # vLLM makes no tag if the choice is null or an object.
         held = one_call or any(function.get("strict") for function in functions)
         if not held or fields.get("tool_choice", "auto") != "auto":
             return None
@@ -233,10 +233,7 @@ def _of_tag(
 
 
 def forced_by(choice: Any, named: Any) -> Recorded:
-    """Return what a `tool_choice` that is not free forces.
-
-    `named` is the part of it that names a function.
-    """
+    """Return the call that a `tool_choice` forces; `named` is its part that names a function."""
     if choice == "required":
         return ANY_CALL
     is_function = isinstance(choice, dict) and choice.get("type") == "function"
@@ -245,7 +242,7 @@ def forced_by(choice: Any, named: Any) -> Recorded:
 
 
 def functions_of(tools: list[Any]) -> list[Fields] | None:
-    """Return the functions that `tools` holds, or None if they are not all well-formed ones."""
+    """Return `tools` if all are well-formed functions, else None."""
     return tools if all(map(_is_function, tools)) else None
 
 
@@ -256,17 +253,17 @@ def _is_function(tool: Any) -> bool:
 
 
 def _is_flag(value: Any) -> bool:
-    """Return whether a flag is what it seems: vLLM takes 0 and "no" for false, too."""
+    """Return whether a flag is a boolean or null: vLLM also takes 0 and "no" for false."""
     return isinstance(value, bool | None)
 
 
 def _schema(schema: Any) -> Recorded | None:
-    # vLLM writes a schema down in the same way.
+    # vLLM serializes a schema the same way.
     return {"kind": "json", "text": json.dumps(schema)} if isinstance(schema, dict) else None
 
 
 def _any_call(functions: Sequence[Fields], *, single: bool) -> Recorded | None:
-    """Return the schema of a list of calls; vLLM gathers the tools' definitions at its top."""
+    """Return the schema of a list of calls, with all tools' `$defs` at its top as in vLLM."""
     definitions: dict[str, Any] = {}
     for function in functions:
         own = (function.get("parameters") or {}).get("$defs", {})
@@ -289,13 +286,13 @@ def _call(function: Fields) -> Fields:
     }
 
 
-# The tool parsers of vLLM that hold no reply to a grammar in the model's own syntax. With them,
-# `strict` changes nothing that is sampled, and `parallel_tool_calls` nothing unless a call is
-# forced. Where a parser names such a syntax, vLLM makes a structural tag of it if a call is forced,
-# tools are strict, or one call at most is allowed. Parsers that are named neither here nor below
-# have rules of their own (`glm47` holds every call with tools), or a syntax that vLLM builds by
-# itself. Source: vLLM 0.32, `structural_tag_model` in `tool_parsers/abstract_tool_parser.py`;
-# `tests/integration/proxy/vllm/test_vllm_tool_parsers.py` compares.
+# vLLM's tool parsers without a grammar for the model's own syntax. With these, `strict` does not
+# affect sampling, and `parallel_tool_calls` only does if a call is forced. For a parser with such a
+# syntax vLLM makes a structural tag if a call is forced, a tool is strict, or at most one call is
+# allowed. Parsers named neither here nor below have their own rules (`glm47` constrains every call
+# with tools), or a syntax that vLLM builds itself. Source: vLLM 0.32, `structural_tag_model` in
+# `tool_parsers/abstract_tool_parser.py`; `tests/integration/proxy/vllm/test_vllm_tool_parsers.py`
+# compares.
 WITHOUT_GRAMMARS: Final = frozenset(
     {
         *("cohere_command3", "cohere_command4", "ernie45", "granite-20b-fc", "hf", "hunyuan_a13b"),
@@ -303,7 +300,7 @@ WITHOUT_GRAMMARS: Final = frozenset(
     }
 )
 
-# The syntaxes whose tags the trainer can build, by parser.
+# By tool parser: the syntax, if the trainer can build its tags.
 TAGS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("hermes", "qwen3_json"), "hermes"),
     **dict.fromkeys(("llama3_json", "llama4_json"), "llama"),
@@ -320,10 +317,10 @@ TAGS: Final[Mapping[str, str]] = {
 
 
 def has_grammars(tool_parser: str | None) -> bool:
-    """Return whether a server with this parser may hold a call to a grammar; None: unknown."""
+    """Return whether a server with this parser (None: unknown) may constrain tool calls."""
     return tool_parser not in WITHOUT_GRAMMARS
 
 
 def tag_model(tool_parser: str | None) -> str | None:
-    """Return the syntax that a server with this parser holds calls to; None: unknown, or none."""
+    """Return the syntax that constrains calls at a server with this parser, None if unknown."""
     return None if tool_parser is None else TAGS.get(tool_parser)
