@@ -1,1 +1,1 @@
-"""Identify a call: its episode, agent and task, from names and from what it repeats (pure)."""
+"""Identify a call's episode, agent and task, by names and by repeated content (pure)."""

@@ -1,18 +1,18 @@
-"""Find the episode of a call without a name, from what the call repeats (pure, bounded memory).
+"""Find the episode of an unnamed call by the content it repeats (pure, bounded memory).
 
-A call provides fingerprints of what a later call may repeat of it, and needs those of what it
-repeats itself: 16 bytes, of which the first is the kind. Those that each call provides are
-remembered with its episode. A call that needs one joins that episode, if only one call can have
-provided it. If two episodes did, the call is in doubt and joins none: a join is never guessed
-(docs/decisions/012-identity.md). Mere words may occur in many conversations, also at other
-proxies: they join nothing here, and the ledger decides. A request that an SDK sends again after a
-failure joins the attempt that failed.
+A call provides fingerprints of content that later calls may repeat, and needs the fingerprints of
+content that it repeats: 16 bytes, the first of which is the kind. Provided fingerprints are
+remembered with their call's episode. A call that needs such a fingerprint joins that episode, if
+only one call can have provided it. If two episodes provided it, the call is in doubt and joins
+neither: a join is never guessed (docs/decisions/012-identity.md). Mere words may occur in many
+conversations, also at other proxies: they join nothing here, and the database decides. A request
+that an SDK sends again after a failure joins the failed attempt.
 
-Fingerprints are those of a tenant (`store.tenants.own_digests`), and so are failed attempts: what
-another tenant's calls provide or repeat is never found.
+Fingerprints and failed attempts are kept apart by tenant (`store.tenants.own_digests`): those of
+another tenant are never found.
 
-Fingerprints go to the ledger with the record. The ledger knows what the calls of all proxies
-provide, and joins what a single proxy must not join alone.
+Fingerprints are stored with the record. The database knows what the calls of all proxies provide,
+and makes the joins that a single proxy must not make.
 """
 
 from collections import deque
@@ -28,8 +28,8 @@ from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique, let
 from store.records import TRAIN, Confidence, Split
 from store.tenants import DEFAULT, digest_key, tenant_of
 
-# Remembered fingerprints, failed attempts, and traces: so many of each, at 170 bytes, 17 MB at
-# most.
+# Remembered fingerprints, failed attempts, and traces: at least so many of each. At most twice as
+# many are kept, which is 17 MB at 170 bytes each.
 CAPACITY: Final = 50_000
 # Remembered failed attempts with the same body. An SDK sends again within seconds, and many
 # clients may send the same body at once.
@@ -38,22 +38,22 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
-# A conversation's beginning, up to and including a reply. The first kind consists of words only,
-# and any number of conversations may begin with them; the second contains a unique tool call id.
+# A conversation's beginning, up to and including a reply. Any number of conversations may share a
+# `PREFIX`, which is words only; a `UNIQUE_PREFIX` contains a unique tool call id.
 PREFIX: Final = 3
 UNIQUE_PREFIX: Final = 4
 PREFIXES: Final = (PREFIX, UNIQUE_PREFIX)
 METHODS: Final = {TOOL_CALL: "tool_call", RESPONSE: "response", UNIQUE_PREFIX: "prefix"}
 
-# How many replies before the newest are needed, too: the client may have inserted one of its own.
+# Replies needed besides the newest: the client may have inserted a reply of its own.
 EARLIER_REPLIES: Final = 3
 MAX_TOOL_IDS: Final = 8
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Name the episode that a call's content points to, by which fingerprint, and how surely.
+    """The episode that a call's content points to, with method and confidence.
 
-    `follows` is the episode that the call continues, as far as this proxy can see: see
+    `follows` is the episode that the call continues, as far as this proxy knows: see
     `CallIdentity`.
     """
 
@@ -104,11 +104,11 @@ class CallMemory:
                 self._provided.put(digest, _SEVERAL)
 
     def find(self, needs: Iterable[bytes]) -> Joined | Doubt | None:
-        """Return the episode that provided what is needed, doubt if several did, or None.
+        """Return the episode that provided the needed fingerprints, doubt if several did, or None.
 
-        Fingerprints of one kind must agree, and a surer kind decides before the others. Of prefixes
-        only the longest is looked up: if a shorter one is known here and the longest is not,
-        another proxy knows more. The ledger, which knows all, then decides.
+        Fingerprints of one kind must agree, and a surer kind decides before the others. Only the
+        longest prefix is looked up: if only a shorter prefix is known here, another proxy knows
+        more, and the database decides.
         """
         doubt = False
         kind = 0
@@ -131,7 +131,7 @@ class CallMemory:
         return Doubt() if doubt or candidates else None
 
     def knows(self, digest: bytes) -> bool:
-        """Return whether a call that is remembered provides a fingerprint."""
+        """Return whether a remembered call provides a fingerprint."""
         return self._provided.get(digest) is not None
 
     def followed(self, needs: Iterable[bytes]) -> str | None:
@@ -143,20 +143,18 @@ class CallMemory:
         return None
 
     def begin_trace(self, episode: str) -> None:
-        """Remember the episode of a trace whose call repeated nothing."""
+        """Remember the episode of a trace, of which a call repeated nothing."""
         self._traces.put(episode, True)
 
     def has_begun(self, episode: str) -> bool:
-        """Return whether such a call of a trace's episode is remembered."""
+        """Return whether `begin_trace` was called for an episode that is still remembered."""
         return self._traces.get(episode) is not None
 
     def failed(self, body: bytes, episode: str, call_id: UUID, split: Split = TRAIN) -> None:
         """Remember an attempt that ended without a reply: its client may send this body again.
 
-        A repeat by the tenant of `episode` counts alone.
-
-        Past `MOST_ATTEMPTS` the oldest one is forgotten: a call that repeats it then counts as a
-        new one, with an episode of its own.
+        Only a repeat by the tenant of `episode` counts. Past `MOST_ATTEMPTS` the oldest attempt is
+        forgotten: a call that repeats it then gets an episode of its own.
         """
         digest = _body_digest(body, split, tenant_of(episode))
         attempts = self._failed.get(digest)
@@ -222,12 +220,10 @@ class Generations(Generic[Key, Value]):
         self._young[key] = value
 
     def forget(self, key: Key) -> None:
-        """Remove `key` if it is there."""
         self._young.pop(key, None)
         self._old.pop(key, None)
 
     def __len__(self) -> int:
-        """Return how many keys are remembered."""
         return len(self._young.keys() | self._old.keys())
 
 
@@ -236,10 +232,10 @@ def needed_fingerprints(
 ) -> tuple[bytes, ...]:
     """Return the fingerprints that a request needs, surest first.
 
-    They are: the tool calls it brings results for; the response it continues; its prefix up to the
-    newest reply that something follows; the prefixes up to the replies before it; and a reply at
-    its very end (one to be continued, or words put into the assistant's mouth). `conversation` is
-    the request's, if it was read already.
+    They are: the tool calls whose results it brings; the response it continues; its prefix up to
+    the newest reply followed by a message; the prefixes up to the replies before it; and all of it,
+    if it ends with a reply (to be continued, or prefilled). `conversation` is the request's, if it
+    was read already.
     """
     history = conversation or turns.read(fields)
     needs = [_tool_call(name) for name in history.results[::-1] if is_unique(name)]

@@ -3,15 +3,15 @@
 Each of the four comes from the first source that names it: our headers, our URL, then the names
 that tools and frameworks give their sessions, in headers, metadata, W3C baggage or trace context. A
 foreign name gets a namespace before it (`claude-code:UUID`), so that equal ids of two tools are two
-episodes; which tool sends what stands in docs/decisions/012-identity.md. A call without an
-episode's name joins the attempt it repeats, or the episode whose reply it repeats
+episodes; docs/decisions/012-identity.md lists what each tool sends. A call without an episode's
+name joins the attempt it repeats, or the episode whose reply it repeats
 (`proxy.identity.call_memory`), or the trace it is part of; otherwise it is an episode of its own.
 An unusable value never fails the call: it is ignored with a warning. `user` is never read: it names
 a person, not a run.
 
-Calls are joined here only by what can have a single source. All others go to the ledger as episodes
-of their own, with the fingerprints that they need (`CallIdentity.needs`): only the ledger knows
-what all proxies provided, and can see that nobody else provided the same.
+Calls are joined here only by fingerprints that can have a single source. All other calls are stored
+as episodes of their own, with the fingerprints they need (`CallIdentity.needs`): only the database
+knows the fingerprints of all proxies, and whether a source is the only one.
 """
 
 import re
@@ -37,7 +37,7 @@ _TRACEPARENT: Final = re.compile(
     r"(?:-.*)?\Z",
     re.ASCII,
 )
-# Where its trace id stands.
+# The trace id's place in it.
 _TRACE: Final = slice(3, 35)
 
 
@@ -58,9 +58,9 @@ def parse_baggage(header: str) -> dict[str, str]:
 
 
 def trace_context(headers: Mapping[str, str]) -> str | None:
-    """Return the client's trace context, as version 00 of `traceparent` has it; None: it has none.
+    """Return the client's trace context in the form of `traceparent` version 00, or None.
 
-    `VERSION-TRACE-SPAN-FLAGS`, all in hexadecimal. A malformed header counts as none.
+    `VERSION-TRACE-SPAN-FLAGS`, all in hexadecimal. A malformed header counts as absent.
     """
     match = _TRACEPARENT.match(headers.get("traceparent", "").strip())
     return match["context"] if match else None
@@ -103,7 +103,7 @@ BAGGAGE: Final = (
     ("langfuse_session_id", "langfuse"),
     ("gen_ai.conversation.id", "conversation"),
 )
-# One per sub-agent. Its presence tells the role; its value is only an id.
+# Headers of sub-agents: their presence tells the role; the value is only an id.
 _SUB_AGENT_HEADERS: Final = ("x-claude-code-agent-id", "x-parent-session-id")
 _AGENT_HEADERS: Final = (("x-openai-subagent", ""), ("x-litellm-agent-id", ""))
 _AGENT_METADATA: Final = (("agent_name", ""),)
@@ -117,13 +117,13 @@ _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})
 _EPISODE_HEADERS: Final = frozenset(name for name, _ in SESSION_HEADERS)
 _EPISODE_FIELDS: Final = frozenset(("conversation", *(name for name, _ in FIELDS)))
 _ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AGENT_HEADERS)))
-# How much of an unknown split a warning says back.
+# Characters of an unknown split that a warning repeats.
 SAID_BACK: Final = 40
 _KNOWN: Final[Mapping[str, Split]] = {TRAIN: TRAIN, EVAL: EVAL}
 
 
 class Name(msgspec.Struct, frozen=True):
-    """Give a name that a call goes by, its method and, for warnings, its place in the request."""
+    """A name in a request, its method and, for warnings, its place in the request."""
 
     value: str
     method: str
@@ -137,14 +137,14 @@ class Name(msgspec.Struct, frozen=True):
 
 
 class SessionHints(msgspec.Struct, frozen=True):
-    """Look for names in a request's headers, metadata and baggage, beside our headers and URL."""
+    """Names in a request's headers, metadata and baggage, apart from our headers and URL."""
 
     headers: Mapping[str, str]
     metadata: dict[str, Any]
     baggage: dict[str, str]
 
     def own(self, name: str) -> Iterable[Name]:
-        """Return the names of the `agent`, `task` or `split` that are given under a key of ours."""
+        """Return the names of the `agent`, `task` or `split` that our keys give."""
         return self._own(name) if self.metadata or self.baggage else ()
 
     def _own(self, name: str) -> Iterator[Name]:
@@ -254,14 +254,13 @@ _LONGEST_COUNT: Final = 3
 
 
 class CallIdentity(msgspec.Struct, frozen=True):
-    """State a call's episode, agent, task and split; how the episode was found, and how surely.
+    """A call's episode, agent, task and split, and the method and confidence of the episode.
 
-    `needs` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
-    version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess
-    costs nothing, for any live version may answer). `conversation` is the request's, if it was
-    read, for `provided_fingerprints`. `trace` is the client's trace context. Episodes and task are
-    names as they are kept (`store.tenants`), but `name`, which is the episode's as its client knows
-    it.
+    `needs` are the fingerprints that the database joins by. `follows` is the episode whose policy
+    version the call keeps: its own, or the episode that this proxy believes it continues (a wrong
+    guess costs nothing, for any live version may answer). `conversation` is the request's, if it
+    was read, for `provided_fingerprints`. `trace` is the client's trace context. Episodes and task
+    are stored names (`store.tenants`); `name` is the episode's name as its client knows it.
     """
 
     episode: str
@@ -301,9 +300,8 @@ def identify(
     """Return the identity of a call: its episode, agent, task and split.
 
     `headers` are by lower-case name. The body is read only if it may repeat an earlier attempt.
-    `own` is the name, as it is kept, of the episode that the call has if nothing else names one: it
-    tells the call's tenant, whose are all names of the call. `conversation` is the request's, if it
-    was read already.
+    `own` is the stored name of the episode that the call gets if nothing else names one; its tenant
+    is that of all names in the call. `conversation` is the request's, if it was read already.
     """
     warnings: list[str] = []
     hints = read_hints(headers, request.fields)
@@ -348,8 +346,8 @@ def identity_alone(
 ) -> CallIdentity:
     """Return the identity of a call whose body was not read: an episode of its own.
 
-    `own` is the episode's name as it is kept, and `name` as the client knows it. `headers`, by
-    lower-case name, are given where they are to tell the split.
+    `own` is the episode's stored name, and `name` its name as the client knows it. `headers`, by
+    lower-case name, are given if the split and the trace context are to be read from them.
     """
     task = None if route.task is None else same_tenant(own, route.task)
     split = TRAIN if headers is None else split_outside(headers, route, eval_tasks)
@@ -358,7 +356,7 @@ def identity_alone(
 
 
 def split_outside(headers: Mapping[str, str], route: Route, eval_tasks: str) -> Split:
-    """Return the split of a call whose body cannot be read: what headers and URL say of it."""
+    """Return the split of a call whose body cannot be read, by its headers and URL."""
     return _split(headers, route, (), headers.get(_HEADERS["task"], route.task), eval_tasks, [])
 
 
@@ -370,10 +368,10 @@ def _split(
     eval_tasks: str,
     warnings: list[str],
 ) -> Split:
-    """Return the first known split that is named, else the one that the task's name tells.
+    """Return the first known split that is named, else the split by the task's name.
 
-    Our header and URL count first, then `others`. `warnings` gets one for each unknown split before
-    the one that counts.
+    Our header and URL count first, then `others`. Each unknown split before the first known one
+    adds a warning.
     """
     for name in chain(_ours(headers, "split", route.split), others):
         split = _KNOWN.get(name.value.strip().lower())
@@ -385,7 +383,7 @@ def _split(
 
 
 def retry_count(headers: Mapping[str, str]) -> int:
-    """Return how often an SDK says it has sent this request before; 0 if it says nothing."""
+    """Return how often an SDK states it sent this request before; 0 if it does not."""
     value = headers.get(RETRY_COUNT)
     if value is None:
         return 0
@@ -426,7 +424,7 @@ def _unnamed(
         trace = same_tenant(own, f"trace:{context[_TRACE]}")
         if not needs:
             memory.begin_trace(trace)
-        # Else another proxy knows more of it: the ledger joins what it knows for sure.
+        # A trace that began at another proxy is left to the database, which joins by certain needs.
         if memory.has_begun(trace) and follows in (None, trace):
             return _Episode(trace, "trace", "likely")
     if needs:
