@@ -2,14 +2,14 @@
 
 A worker remembers the versions of its own episodes, and the database knows an episode once a call
 of it is stored. A second call may reach another worker before that: from a client that calls in
-parallel, or while workers are replaced. Had a version been promoted in between, that worker would
-choose the new one, and the episode would be sampled by two. So the workers agree here.
+parallel, or while workers are replaced. If a version was promoted in between, that worker would
+choose it, and two versions would sample one episode. So the workers agree here.
 
 The page is a file in memory. It is read and written with pread(2) and pwrite(2): where memory is
 short these fail, while a mapped page would kill the process. Layout, little-endian: `SETS` sets of
-`WAYS` entries, the newest first. An entry has a digest of policy and episode, which is 0 in a free
-one, and the version's number. The oldest entry of a full set is dropped: by then its episode is in
-the database.
+`WAYS` entries, the newest first. An entry has a digest of policy and episode (0 in a free entry)
+and the version's number. The oldest entry of a full set is dropped: by then its episode is in the
+database.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 SETS: Final = 32_768
 WAYS: Final = 8
-# A set is locked for some microseconds. A process that was stopped in between must not stop others.
+# A set is locked for microseconds. A process that is suspended meanwhile must not block others.
 TRIES: Final = 100
 PAUSE_S: Final = 0.0002
 _DIGEST_BYTES: Final = 16
@@ -40,10 +40,9 @@ class Locked(OSError):
 
 
 class SharedPins:
-    """Keep the versions of the newest `SETS` × `WAYS` episodes, about; all workers see the same.
+    """The versions of about the newest `SETS` × `WAYS` episodes, shared by all workers.
 
-    None of the methods raises: where the page cannot be used a worker decides alone, as it would
-    without one, and says so in the log.
+    No public method raises: if the page cannot be used, a worker decides alone, and logs it.
     """
 
     def __init__(self, page: int) -> None:
@@ -127,7 +126,7 @@ def _place_in(entries: bytes, digest: bytes) -> int:
     """Return where the digest's entry begins; -1 if it has none."""
     at = entries.find(digest)
     while at % _ENTRY.size and at >= 0:
-        # Parts of two other entries.
+        # The match spans two other entries.
         at = entries.find(digest, at + 1)
     return at
 

@@ -18,7 +18,7 @@ WATCH_S: Final = 0.1
 
 
 class VersionFile:
-    """Keep the versions that can be asked for in a file, as the ingester last read them."""
+    """The file with the versions that may be requested, as the ingester last read them."""
 
     def __init__(self, spool_dir: Path) -> None:
         """Place the file in `spool_dir`; nothing is read yet."""
@@ -39,8 +39,8 @@ class VersionFile:
     def read(self) -> list[PolicyVersion] | None:
         """Return the versions in the file, or None if it is absent, unchanged or unreadable.
 
-        One with content that cannot be read is logged once and not read again until it changes; one
-        that the disk does not give is logged, and may be read later.
+        Invalid content is logged once, and not read again until the file changes. A file that the
+        disk does not return is logged, and may be read later.
         """
         try:
             stat = self._path.stat()
@@ -67,7 +67,7 @@ class VersionFile:
             take(versions)
 
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
-        """Look whenever `WATCH_S` have passed; never return."""
+        """Look every `WATCH_S` seconds; never return."""
         while True:
             self.look(take)
             await asyncio.sleep(WATCH_S)

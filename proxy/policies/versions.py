@@ -1,11 +1,11 @@
 """Choose the version of a policy that serves an episode (pure).
 
-The model name that an agent asks for names a policy; or, where a file names the policies, model
-name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
-its arm has then, which is the serving one for most. Its later calls keep it for as long as that
-version can be served at all: an episode is sampled by one version of each policy. One whose version
-was unloaded moves to the one that serves then, and keeps that. The workers of a proxy agree on each
-episode's version (`proxy.policies.shared_pins`).
+The requested model name determines the policy; with a policies file, model name and agent do
+(`store.policy_table`). An episode's first call of a policy gets the current version of its arm,
+which is the serving version for most. Later calls keep that version while it can be served: one
+version of each policy samples an episode. If it was unloaded, the episode moves to the serving
+version, and keeps that. The workers of a proxy agree on each episode's version
+(`proxy.policies.shared_pins`).
 """
 
 from collections import OrderedDict
@@ -31,10 +31,9 @@ _APART: Final = "\x1f"
 
 
 class Arms(msgspec.Struct, frozen=True):
-    """Hold the versions of one policy's arms, and the shares of new episodes that they get.
+    """The versions of a policy's arms, and their shares as fractions of all new episodes.
 
-    Shares are fractions of all new episodes. `control` is what the serving version is compared
-    with, and `canary` what is tried, if there are any.
+    The serving version is compared with `control`, and `canary` is tried, if there are any.
     """
 
     policy: str
@@ -50,7 +49,7 @@ class Arms(msgspec.Struct, frozen=True):
         return self.canary is not None or self.control is not None
 
     def of_new(self, episode: str) -> Arm:
-        """Return the arm of a new episode, by its name as it is kept."""
+        """Return the arm of a new episode, by its stored name."""
         if not self.are_several:
             return "serving"
         drawn = fraction(self.policy, self.serving if self.canary is None else self.canary, episode)
@@ -66,8 +65,7 @@ class Arms(msgspec.Struct, frozen=True):
     def of_version(self, version: int) -> Arm:
         """Return the arm of an episode that has a version already.
 
-        What had the traffic before another took it has the arm `serving`, as it had then, unless it
-        is the control by now.
+        Episodes of an earlier serving version keep the arm `serving`, unless it is the control now.
         """
         if version == self.canary:
             return "canary"
@@ -75,16 +73,16 @@ class Arms(msgspec.Struct, frozen=True):
 
 
 def fraction(policy: str, version: int, episode: str) -> float:
-    """Return where an episode lies among all, evenly spread over [0, 1)."""
+    """Return a hash of an episode, evenly spread over [0, 1)."""
     hashed = _APART.join((policy, str(version), episode)).encode(errors="surrogatepass")
     return int.from_bytes(blake2b(hashed, digest_size=_BYTES).digest()) / _ALL
 
 
 def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
-    """Return the arms of each policy among `versions` that has one that serves, by its name."""
+    """Return the arms of each policy with a serving version, by policy name."""
     by_state: dict[str, dict[PolicyState, PolicyVersion]] = {}
     for one in versions:
-        # Of those that are retired, the one with a share is the control.
+        # The retired version with a share is the control.
         if one.state == "serving" or (one.share and one.is_servable):
             by_state.setdefault(one.name, {})[one.state] = one
     arms: dict[str, Arms] = {}
@@ -119,17 +117,17 @@ DELETED: Final = (
 
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2
-# What a client may not ask for by the version's own name. What was unloaded may still be there.
+# States in which a version cannot be requested by name. An unloaded version may still be there.
 NEVER_LOADED: Final[tuple[PolicyState, ...]] = ("written", "rejected")
 # How many versions a message names.
 MOST_NAMED: Final = 8
 MOST_DIGITS: Final = 9
-# What workers share of a promise is not a pin: what another proxy stored counts more.
+# Marks a shared promise, which is not a pin: a version stored by another proxy counts more.
 _PROMISED: Final = "\x1epromised"
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """Name the policy and version that a call gets, and the model name to ask the upstream for.
+    """The policy and version that a call gets, and the model name to request at the upstream.
 
     A policy that is not trained has no version: the base model serves it. `exploring` is set for
     an episode that explores. A call that names its version, or is evaluation, has no `arm`.
@@ -152,10 +150,10 @@ def _why_not(version: PolicyVersion) -> str:
 
 
 class Versions:
-    """Know the serving versions of every policy, and the versions that episodes keep.
+    """The serving versions of all policies, and the versions that episodes keep.
 
-    This class has no clock and does no I/O but on memory that workers share: the process that
-    reads the store calls `replace`.
+    This class has no clock, and its only I/O is on the workers' shared memory: the worker calls
+    `replace` with new versions.
     """
 
     def __init__(
@@ -165,12 +163,12 @@ class Versions:
         shared: SharedPins | None = None,
         catch_up: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin with the store's `versions` and no episode pinned.
+        """Begin with the database's `versions` and no episode pinned.
 
-        `table` names the policies there are; without it each model name that the store knows is
-        one. `shared` is what the workers agreed on, None if this is the only one. `catch_up` is
-        called where another worker chose a version that is not served here; it is to call `replace`
-        with what is known by now.
+        `table` lists the policies; without it each model name in the database is a policy. `shared`
+        holds the versions that the workers agreed on, None if there is only one worker. `catch_up`
+        is called if another worker chose a version that is not served here; it has to call
+        `replace` with the newest versions.
         """
         self._table = table
         self._shared = shared
@@ -181,7 +179,7 @@ class Versions:
         self.replace(versions)
 
     def replace(self, versions: Iterable[PolicyVersion]) -> None:
-        """Replace all versions by those that have their files now; pins are kept."""
+        """Replace all versions by those whose files exist now; pins are kept."""
         self._names: dict[str, dict[int, str]] = {}
         self._serving: dict[str, int] = {}
         self._asked_for: dict[str, Serving] = {}
@@ -189,22 +187,22 @@ class Versions:
         self._newest: dict[str, int] = {}
         versions = list(versions)
         self.owners.learn(versions)
-        # Of a policy with one arm nothing is drawn: all its episodes get what serves.
+        # A policy with one arm needs no draw: all its episodes get the serving version.
         arms = arms_of(versions).items()
         self._arms = {policy: one for policy, one in arms if one.are_several}
         for version in versions:
             name, number = version.name, version.version
             self._newest[name] = max(number, self._newest.get(name, 0))
             self._known.setdefault(name, {})[number] = version
-            # One that is only loaded had no episode yet that could keep it.
+            # No episode can keep a version that is only loaded yet.
             if version.is_servable and version.state != "loaded":
                 self._names.setdefault(name, {})[number] = version.served_name
             if version.state not in NEVER_LOADED:
                 serving = Serving(name, number, version.served_name)
-                # Several policies may have one base model, whose name is then none of theirs.
+                # Several policies may share a base model, whose name then belongs to none of them.
                 if number or version.served_name == name:
                     self._asked_for[version.served_name] = serving
-                # The base's served name is the policy's: this one is always version 0.
+                # The base's served name may be the policy's; `NAME@0` is always version 0.
                 self._asked_for[f"{name}@{number}"] = serving
             if version.state == "serving":
                 self._serving[version.name] = version.version
@@ -215,19 +213,19 @@ class Versions:
         return dict(self._serving)
 
     def trained_policy(self, model: str, agent: str, tenant: str = DEFAULT) -> str | None:
-        """Return the policy whose version an agent's call for `model` gets, or None if none."""
+        """Return the trained policy that answers an agent's call for `model`, or None."""
         if self._table is None:
             return model if model in self._serving and self._owns(tenant, model) else None
         spec = self._answering(model, agent, tenant)
         return spec.name if spec is not None and spec.trained else None
 
     def _answering(self, model: str, agent: str, tenant: str) -> PolicySpec | None:
-        """Return the policy of the file that answers a call, if it is the tenant's to this day."""
+        """Return the file's policy that answers a call, if the tenant still owns it."""
         spec = None if self._table is None else self._table.answering(model, agent, tenant)
         return spec if spec is not None and self._owns(tenant, spec.name) else None
 
     def bases(self, tenant: str) -> dict[str, str]:
-        """Return the base model of each name that a policy of the file answers for a tenant."""
+        """Return, by model name, the base models of the tenant's policies in the file."""
         return {
             name: spec.base
             for spec in (() if self._table is None else self._table.specs)
@@ -241,9 +239,9 @@ class Versions:
         return self._table is not None and any(spec.explore for spec in self._table.specs)
 
     def exploration(self, model: str, agent: str, tenant: str = DEFAULT) -> Explore | None:
-        """Return how the policy explores that an agent's call for `model` gets, if it does.
+        """Return the exploration rule of the policy that answers a call for `model`, or None.
 
-        Whoever asks for a version by its own name gets just that.
+        A call that names a version is not explored.
         """
         spec = self._answering(model, agent, tenant)
         return None if spec is None else spec.explore
@@ -254,11 +252,10 @@ class Versions:
         return spec.base if spec is not None else self._names.get(policy, {}).get(0, policy)
 
     def knows(self, policy: str, episode: str) -> bool:
-        """Return whether `resolve` can answer for an episode without a look-up in the store.
+        """Return whether `resolve` can answer for an episode without a look-up in the database.
 
-        An episode that began at another proxy may have another version than the one serving now;
-        and one that had to leave its version here may have done so at another proxy before. What
-        another worker of this proxy chose is taken over.
+        An episode that began at another proxy, or that moved to another version there, may have
+        another version than the serving one. The choice of another worker of this proxy is pinned.
         """
         return (
             policy not in self._serving
@@ -268,7 +265,7 @@ class Versions:
         )
 
     def _takes_over(self, policy: str, episode: str) -> bool:
-        """Return whether another worker chose an episode's version, which is then pinned."""
+        """Pin the version that another worker chose for an episode; return whether there is one."""
         kept = None if self._shared is None else self._shared.kept(policy, episode)
         if kept is None or not self._can_serve(policy, kept):
             return False
@@ -278,7 +275,7 @@ class Versions:
     def _can_serve(self, policy: str, version: int) -> bool:
         """Return whether a version that some worker chose can be served now."""
         if version not in self._names.get(policy, ()):
-            # The workers read of a promotion within a tenth of a second of each other.
+            # Workers learn of a promotion within a tenth of a second of each other.
             self._catch_up()
         return version in self._names.get(policy, ())
 
@@ -290,7 +287,7 @@ class Versions:
         return self._shared.agree(policy, episode, proposed, can_serve)
 
     def pin(self, policy: str, episode: str, version: int) -> None:
-        """Remember that `episode` goes on with `version`, unless it can with what is remembered."""
+        """Remember `version` for `episode`, unless the remembered version can still be served."""
         key = (policy, episode)
         if self._pins.get(key) not in self._names.get(policy, ()):
             self._pins[key] = version
@@ -307,13 +304,12 @@ class Versions:
         *,
         is_unnamed: bool = False,
     ) -> Serving:
-        """Return what to ask the upstream for when an agent asks for `model`.
+        """Return the policy, version and upstream's model name for an agent's call for `model`.
 
-        An episode `is_unnamed` if nobody else knows its name yet, so that no worker is told of it.
-        Evaluation measures what serves: its episodes are in no arm, and nothing is tried on them.
-        A name that is not a policy's goes through unchanged; the name of a version (`NAME@3`) is
-        that version, and `NAME@0` the base model. A name that is hidden from the tenant must not
-        get here (`Owners.check`).
+        `is_unnamed`: only this worker knows the episode, so its version is not shared. Evaluation
+        measures the serving version: its episodes have no arm, and nothing is tried on them. A name
+        that is not a policy's is unchanged; the name of a version (`NAME@3`) means that version,
+        and `NAME@0` the base model. `Owners.check` must refuse hidden names before.
         """
         if model is None:
             return Serving(None, None, None)
@@ -333,7 +329,7 @@ class Versions:
         return Serving(None, None, model)
 
     def is_servable(self, serving: Serving) -> bool:
-        """Return whether every replica should have the version, which is an adapter."""
+        """Return whether the version is an adapter that every replica should have."""
         known = self._version(serving.policy or "", serving.version or 0)
         return known is not None and known.version > 0 and known.is_servable
 
@@ -341,10 +337,7 @@ class Versions:
         return self._known.get(policy, {}).get(number)
 
     def why_not_served(self, model: str | None) -> str | None:
-        """Return what is known of a version that a client asked for and the upstream has not.
-
-        The result is None if `model` is not the name of a version of a known policy.
-        """
+        """Return why the upstream lacks a version; None if `model` names no known policy's."""
         named = self._named(model)
         if named is None:
             return None
@@ -376,7 +369,7 @@ class Versions:
         return Serving(policy, number, model)
 
     def _is_deleted(self, policy: str, number: int) -> bool:
-        # Such a version is not among those that are known, and its number is not above theirs.
+        # A deleted version is not known, and its number is not above the newest known one.
         is_known = self._version(policy, number) is not None
         return not is_known and 0 < number <= self._newest.get(policy, 0)
 
@@ -394,17 +387,17 @@ class Versions:
     def _version_for(self, policy: str, episode: str, split: Split, is_unnamed: bool) -> int:
         key = (policy, episode)
         if policy not in self._serving:
-            # No trainer has begun it: it is its base, to which nothing need be pinned.
+            # No trainer has begun the policy: its base model answers, and needs no pin.
             return 0
         pinned = self._pins.get(key)
         if pinned is not None and pinned in self._names[policy]:
             self._pins.move_to_end(key)
             return pinned
-        # The version that it was pinned to, if any, can no longer be served.
+        # The pinned version, if any, can no longer be served.
         was_pinned = self._pins.pop(key, None) is not None
         promised = self._promised_of(policy, episode)
         if promised is None or not self._can_serve(policy, promised):
-            # What had to leave its version began long ago: it is nothing to try a new one on.
+            # An episode that lost its version is not new: no canary is tried on it.
             is_new = not was_pinned and split != EVAL
             promised = self._drawn(policy, episode) if is_new else self._serving[policy]
         agreed = promised if is_unnamed else self._agreed(policy, episode, promised)
@@ -413,24 +406,24 @@ class Versions:
         return agreed
 
     def _promised_of(self, policy: str, episode: str) -> int | None:
-        """Return, once, the version that was live together with an episode's first one, if any."""
+        """Return, once, the version that `_promise` kept for an episode, or None."""
         promised = self._promised.pop((policy, episode), None)
         if promised is None and self._shared is not None and self._goes_with(policy):
             return self._shared.kept(policy + _PROMISED, episode)
         return promised
 
     def _goes_with(self, policy: str) -> list[str]:
-        """Return the other policies that go live together with one."""
+        """Return the other policies that go live together with this policy."""
         together = () if self._table is None else self._table.live_together(policy)
         return [other for other in together if other != policy]
 
     def _drawn(self, policy: str, episode: str) -> int:
-        """Return the version that a new episode of a policy gets: what serves, or its arm's."""
+        """Return the version that a new episode of a policy gets, by its arm."""
         arms: Arms | None = self._arms.get(policy)
         return self._serving[policy] if arms is None else arms.version_of(arms.of_new(episode))
 
     def _promise(self, policy: str, episode: str, split: Split) -> None:
-        """Keep for an episode the versions that are live together with its first one of them."""
+        """Keep for an episode the versions of the policies that go live with this policy."""
         for other in self._goes_with(policy):
             if other in self._serving:
                 gets = self._serving[other] if split == EVAL else self._drawn(other, episode)
