@@ -1,1 +1,1 @@
-"""Find the upstream of a call: servers and their replicas, by model name, or a library instead."""
+"""Find the upstream of a call by model name: a server with replicas, or a library."""

@@ -22,9 +22,8 @@ from proxy.errors import BadUpstreams
 from store.toml_file import TableFile
 from store.values.sampling import parse_defaults
 
-# The header of OpenAI's API, that of many gateways, and Anthropic's choice: `x-api-key` for its
-# own API, and a bearer token for the one in OpenAI's format
-# (https://docs.anthropic.com/en/api/openai-sdk).
+# The key's header: OpenAI's, that of many gateways, or Anthropic's, which is `x-api-key` in its own
+# API and a bearer token in OpenAI's format (https://docs.anthropic.com/en/api/openai-sdk).
 Style = Literal["authorization", "x-api-key", "anthropic"]
 
 TABLE: Final = "upstream"
@@ -53,7 +52,7 @@ def _url(value: str) -> str:
     parts = urlsplit(value)
     plain = not (parts.query or parts.fragment or parts.username or parts.password)
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
-        # Its host alone: the rest may hold a password.
+        # Only the host is shown: the rest may hold a password.
         raise ValueError(
             f"the URL of {parts.hostname or 'no host'} is not an http or https URL of host, port "
             "and path alone"
@@ -84,7 +83,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class UpstreamSpec(BaseModel):
-    """Describe a server, or replicas that serve the same models, by one table of the file."""
+    """A table of the file: a server, or replicas that serve the same models."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,8 +1,7 @@
-"""Answer by providers that litellm knows, in place of a server: recorded, never trained.
+"""Answer calls through litellm's providers instead of a server: recorded, never trained.
 
-litellm is imported only if an upstream needs it. Only fields that OpenAI's API defines become its
-arguments: it also takes a server's address, keys and credential files as arguments, which a client
-must not choose.
+litellm is imported only if an upstream needs it. Only fields of OpenAI's API become its arguments:
+it also accepts addresses, keys and credential files as arguments, which a client must not choose.
 """
 
 import asyncio
@@ -44,9 +43,9 @@ CHAT_FIELDS: Final = frozenset(
 EMBEDDING_FIELDS: Final = frozenset({"model", "input", "dimensions", "encoding_format", "user"})
 FIELDS: Final[Mapping[str, frozenset[str]]] = {CHAT: CHAT_FIELDS, EMBEDDINGS: EMBEDDING_FIELDS}
 REQUIRED: Final[Mapping[str, str]] = {CHAT: "messages", EMBEDDINGS: "input"}
-# The client's own notes, recorded with the call. litellm would interpret them itself.
+# The client's own notes, recorded but not passed on: litellm would interpret them itself.
 NOTES: Final = frozenset({"metadata"})
-# Nulls that OpenAI's replies always have; litellm's have many more.
+# Fields that OpenAI's replies have even if null; litellm's other nulls are left out.
 NULLS: Final[Mapping[str, tuple[str, ...]]] = {
     "choice": ("finish_reason", "logprobs"),
     "message": ("content",),
@@ -159,7 +158,7 @@ def refusal(error: Exception) -> bytes:
 
 
 def retry_headers(error: object) -> list[tuple[bytes, bytes]]:
-    """Return the headers that say when the provider wants to be asked again."""
+    """Return the headers in which the provider states when to retry."""
     headers = getattr(error, "litellm_response_headers", None)
     values = [(name, headers.get(name)) for name in RETRY] if headers is not None else []
     return [(name.encode(), str(value).encode()) for name, value in values if value is not None]
@@ -170,16 +169,16 @@ def _text(value: object) -> str | None:
 
 
 LIBRARY: Final = "litellm"
-# What stands in place of the upstream's key.
+# Replaces the upstream's key in texts for clients.
 HIDDEN: Final = "***"
 EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
 def hidden_words(spec: UpstreamSpec, key: str | None) -> dict[str, str]:
-    """Return what clients are not told, in the order to replace it, and what they are told instead.
+    """Return the words to hide from clients and their replacements, in the order to replace them.
 
-    Some providers take the key in their URL, which errors quote, and some say back what they got.
-    Errors quote an address whole, or its host and port.
+    Some providers take the key in their URL, which errors quote, and some repeat it. Errors quote
+    an address whole, or its host and port.
     """
     places = [place for url in spec.urls for place in (url, urlsplit(url).netloc)]
     return ({key: HIDDEN} if key else {}) | dict.fromkeys(places, spec.name)
@@ -253,7 +252,7 @@ class LitellmUpstream:
         return LitellmReply(200, [JSON], whole_reply(reply, request.model))
 
     def for_clients(self, text: str) -> str:
-        """Return what litellm tells of an error, without the key and the provider's address."""
+        """Return an error's text without the key and the provider's address."""
         for word, shown in self._hidden.items():
             text = text.replace(word, shown)
         return text
@@ -268,12 +267,12 @@ class LitellmUpstream:
         return await self.ask(method, target, headers, body)
 
     async def fetch(self, target: str, headers: Headers) -> "LitellmReply":
-        """Return an entry for the model in the path: a claimed model is taken to exist."""
+        """Return an entry for the model in the path: a claimed model is assumed to exist."""
         model = target.partition("?")[0].removeprefix("/v1/models/")
         return LitellmReply(200, [JSON], self._entry(model))
 
     async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
-        """Return an entry for each name that is claimed whole; the provider is not asked."""
+        """Return an entry for each claimed name that is no prefix; the provider is not asked."""
         return {
             model: msgspec.Raw(self._entry(model))
             for model in self._spec.models
@@ -304,7 +303,7 @@ class LitellmUpstream:
         await self._library.close_litellm_async_clients()
 
     def let_go(self, stream: Any) -> None:
-        """Close a stream that nobody reads any more, so that the provider stops."""
+        """Close an abandoned stream, so that the provider stops."""
         closing = asyncio.create_task(stream.aclose(), name="pawl-litellm-close")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -314,7 +313,6 @@ class LitellmReply:
     """Give a reply in one piece."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
-        """Store the status, headers and body."""
         self.status = status
         self.reason = b""
         self.headers = headers

@@ -1,11 +1,11 @@
-"""Ask a model server (one or several replicas of the same models), and read its reply.
+"""Send requests to a model server (one or several replicas of the same models), and read replies.
 
-A request that could not be sent to one replica goes to the next. When a call that a server refused
-is sent again is decided in `proxy.calls.call`.
+A request that could not be sent to one replica goes to the next. `proxy.calls.call` decides when a
+call that a server refused is sent again.
 
 A request for ids asks for `identity`, but some servers and balancers compress all the same, and
-token ids can only be removed from a decoded reply. A stream then leaves without its coding. A whole
-reply from which nothing had to be removed leaves as it came, coding and all.
+token ids can only be removed from a decoded reply. A compressed stream is passed on decoded. A
+whole reply from which nothing was removed is passed on in its original coding.
 """
 
 import asyncio
@@ -61,12 +61,11 @@ class Decoder:
     """Decode a body piece by piece, including all members of a gzip file."""
 
     def __init__(self) -> None:
-        """Begin before the first byte."""
         self._engine = zlib.decompressobj(GZIP_OR_ZLIB)
         self._begun = False
 
     def decode(self, data: bytes) -> Iterator[bytes]:
-        """Yield what `data` decodes to, at most `STEP` bytes at once.
+        """Yield the decoded `data`, at most `STEP` bytes at once.
 
         Raises:
             Torn: the data is not in this coding.
@@ -176,7 +175,7 @@ Reply = client.Reply | LitellmReply | Decoded
 
 
 def comes_in_events(reply: Reply) -> bool:
-    """Return whether a reply is a stream of events that can be read as one."""
+    """Return whether a reply is a stream of events without a content coding."""
     kind = reply.header(b"content-type") or b""
     return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
 
@@ -205,9 +204,9 @@ def readable(reply: Reply) -> Reply:
 
 
 def as_came(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
-    """Return the headers and body to pass on, where `out` was made of the decoded `body`.
+    """Return the headers and body to pass on; `out` was made of the decoded `body`.
 
-    They are the original ones, coding included, if `out` is the same as `body`.
+    If `out` equals `body`, they are the original ones, coding included.
     """
     if isinstance(reply, Decoded) and out == body:
         return reply.coded.headers, reply.raw
@@ -216,21 +215,21 @@ def as_came(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
 
 LOCATION: Final = b"location"
 REDIRECTS: Final = range(300, 400)
-# Of what is relative to this proxy a path's beginning is all that there is. Browsers' rules take a
-# backslash for a slash, and leave tabs out.
+# Beginnings of locations relative to this proxy. By browsers' rules a backslash is a slash, and
+# tabs are dropped.
 _STAYS: Final = re.compile(rb"(?:/(?![/\\\t])|\?|#|\.{1,2}(?:/|\Z)|\Z)")
 
 
 def check_redirect(reply: Reply, api_key: str | None) -> None:
-    """Check that a reply sends a client that has one of this proxy's keys to no other place.
+    """Check that a reply redirects no client with a key of this proxy to another address.
 
-    `api_key` is the id of the client's key, None if no key is asked for.
+    `api_key` is the id of the client's key, None if no key is required.
 
-    Clients follow a redirect by themselves, and some show the new place all of their headers: HTTP
-    libraries leave out `Authorization` where the host is another, and `x-api-key` not.
+    Clients follow a redirect by themselves, and some send their headers to the new address: HTTP
+    libraries drop `Authorization` for another host, but not `x-api-key`.
 
     Raises:
-        Redirected: it does.
+        Redirected: the reply does.
     """
     if api_key is None or reply.status not in REDIRECTS:
         return
@@ -271,17 +270,17 @@ class Key:
         return [*kept, self._plain if self._style == "x-api-key" else self._bearer]
 
 
-# How long a replica may take to say which models it has, to a call that waits for one.
+# How long a replica may take to list its models while a call waits.
 LIST_S: Final = 2.0
 # A longer list is not read.
 LIST_BYTES: Final = 4 << 20
-# What was seen so short a time ago is taken to be so still: no server restarts within it.
+# A list of this age is still valid: no server restarts in so short a time.
 SHARED_S: Final = 0.1
 NO_LIST: Final = (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE)
 
 
 class Listing:
-    """Keep the names that one replica lists, a moment old at most."""
+    """The names that a replica lists, at most `SHARED_S` old."""
 
     def __init__(self, pool: Pool, target: str) -> None:
         """Store where the list is: the connections to the replica, and the path."""
@@ -292,15 +291,15 @@ class Listing:
         self._looking = asyncio.Lock()
 
     async def has(self, name: str, headers: Headers) -> bool:
-        """Return whether the replica lists `name` now; one that does not answer lists nothing.
+        """Return whether the replica lists `name` now; False if it does not answer.
 
-        `headers` are those of the call, of which the credentials are shown.
+        Of the call's `headers`, the credentials are sent.
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
         async with self._looking:
-            # A look that another call began after this one asked is as good: a call waits for two
-            # looks at most, however many wait with it.
+            # A look that began after this call asked is fresh enough: a call waits for at most two
+            # looks, however many calls wait.
             if asked - self._begun > SHARED_S:
                 begun = clock()
                 self._names = await self._look(headers)
@@ -330,8 +329,8 @@ class _Listed(msgspec.Struct):
     data: list[_ListedName]
 
 
-# A conversation, and what may follow it, by which a chat template shows where it puts system
-# messages. A tool's presence may choose another template.
+# A conversation and a system message after it, to find out where a chat template puts system
+# messages. The presence of tools may select another template.
 TURN: Final = ({"role": "system", "content": "One"}, {"role": "user", "content": "Two"})
 INLINE: Final = {"role": "system", "content": "Three"}
 TOOL: Final = {"type": "function", "function": {"name": "four", "parameters": {"type": "object"}}}
@@ -360,7 +359,7 @@ class Replica:
         parts = urlsplit(base_url)
         secure = parts.scheme == "https"
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
-        # What logs call the server; clients are told the upstream's name instead.
+        # The server's name in logs; messages to clients have the upstream's name instead.
         self.root = without_login(f"{parts.scheme}://{parts.netloc}{self.prefix}")
         self.pool = Pool(
             parts.hostname or "", parts.port or (443 if secure else 80), tls=tls if secure else None
@@ -440,7 +439,7 @@ class Upstream:
     ) -> Reply | None:
         """Send a request to a replica that lists `model` now, or return None if none does.
 
-        The others are asked last for a while by all calls: one that refuses at once is never busy.
+        All calls try the other replicas last for a while: as they refuse at once, they look idle.
 
         Raises:
             UpstreamBroke: the request was sent, and no reply came.
@@ -450,7 +449,7 @@ class Upstream:
         lists = await asyncio.gather(*(one.listing.has(model, headers) for one in replicas))
         have = {id(one) for one, listed in zip(replicas, lists, strict=True) if listed}
         until = asyncio.get_running_loop().time() + AVOID_S
-        # In the order of now: those that waited together must not all go to one.
+        # Sorted again: calls that waited together must not all go to the same replica.
         for replica in self._in_order():
             if id(replica) not in have:
                 replica.avoid_until = until
@@ -508,12 +507,12 @@ class Upstream:
         return self._gives_ids.get(model, False)
 
     async def keeps_system(self, model: str) -> bool:
-        """Return whether a model's chat template shows system messages where they stand.
+        """Return whether a model's chat template keeps system messages in place.
 
-        So it is if the prompt goes on with such a message as it would end without; not if the
-        template raises an error, leaves the message out, or moves it. The server is asked at times,
-        within `LIST_S`; if that cannot be learned, the answer is the last one, or False. `model` is
-        one that gives ids.
+        It does if a system message at the end only extends the prompt; it does not if the template
+        raises an error, drops the message, or moves it. The server is asked every `TEMPLATE_S`,
+        within `LIST_S`; if it gives no answer, the last one counts, or False. `model` must give
+        ids.
         """
         clock = asyncio.get_running_loop().time
         keeps, until = self._keeps_system.get(model, (False, float("-inf")))
@@ -534,7 +533,7 @@ class Upstream:
         return keeps
 
     async def _keeps(self, model: str, tools: list[dict[str, Any]]) -> bool:
-        """Return whether the template for these tools goes on with a system message."""
+        """Return whether the template with these tools keeps a system message in place."""
         before, after = await asyncio.gather(
             *(self._prompt(model, turns, tools) for turns in (TURN, (*TURN, INLINE)))
         )
@@ -543,7 +542,7 @@ class Upstream:
     async def _prompt(
         self, model: str, messages: Sequence[dict[str, str]], tools: list[dict[str, Any]]
     ) -> list[int]:
-        """Return the ids of a prompt that awaits no reply; none if the server refuses it."""
+        """Return the ids of a prompt without a generation prompt; none if the server refuses it."""
         asked = {"model": model, "messages": messages, "add_generation_prompt": False}
         body = msgspec.json.encode(asked | ({"tools": tools} if tools else {}))
         reply = await self.ask("POST", "/tokenize", [JSON], body)
@@ -606,7 +605,7 @@ class Upstream:
         self._remember(dict.fromkeys(served_names, True))
 
     async def sweep(self) -> None:
-        """Close idle connections and give up silent servers, again and again; never return."""
+        """Close idle connections and give up silent servers periodically; never return."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for replica in self.replicas:

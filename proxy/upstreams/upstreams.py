@@ -1,4 +1,4 @@
-"""Choose the upstream that answers for a model, of all that a proxy has."""
+"""Choose the upstream that answers for a model."""
 
 import asyncio
 import os
@@ -78,15 +78,15 @@ ONE: Final = "upstream"
 TEMPERATURE: Final = "temperature"
 
 
-# What answers requests for some models; `Upstream` says what each of the methods does.
+# The two kinds of upstream; `Upstream` documents the methods.
 ModelServer = Upstream | LitellmUpstream
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """State what a server samples with unless a request says: the temperature, and other settings.
+    """A server's sampling settings, used where a request states none.
 
-    `tool_grammars` says whether it may hold calls of strict tools to a grammar, and `tool_tag` in
-    which syntax, where that is known.
+    `tool_grammars` says whether the server may constrain calls of strict tools by a grammar, and
+    `tool_tag` in which syntax, if known.
     """
 
     temperature: float = 1.0
@@ -95,7 +95,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     tool_tag: str | None = None
 
 
-# vLLM's own, where the model's folder says nothing else.
+# vLLM's defaults, unless the model's folder has others.
 VLLMS_DEFAULTS: Final = SamplingDefaults()
 
 
@@ -126,7 +126,7 @@ class Upstreams:
 
     @property
     def keyed(self) -> bool:
-        """Return whether any upstream is sent a key of ours, which all clients then share."""
+        """Return whether any upstream gets the proxy's own key, which all clients then share."""
         servers = (member.server for member in self._members)
         return any(isinstance(server, Upstream) and server.keyed for server in servers)
 
@@ -155,16 +155,16 @@ class Upstreams:
         )
 
     def sampling_defaults(self, model: str | None) -> SamplingDefaults:
-        """Return what the server for `model` samples with if a request does not say."""
+        """Return the sampling defaults of the server for `model`."""
         if self._sole is not None:
             return self._sole.sampling_defaults
         number = self._table.find(model)
         return VLLMS_DEFAULTS if number is None else self._members[number].sampling_defaults
 
     def learn(self, versions: Iterable[PolicyVersion]) -> None:
-        """Remember the store's versions: an adapter among them was loaded by our own trainer.
+        """Tell the upstreams which of the database's versions are adapters of our own trainer.
 
-        A policy's adapters are where its base is, which is its version 0.
+        A policy's adapters are at the upstream of its base model, which is its version 0.
         """
         known = list(versions)
         bases = {version.name: version.served_name for version in known if not version.version}
@@ -178,7 +178,7 @@ class Upstreams:
     ) -> tuple[bytes, list[str]]:
         """Return one list of all upstreams' models, and the names of upstreams that gave no list.
 
-        The list has only models that a request for them would reach, and that are not hidden.
+        The list has a model only from the upstream that requests for it reach, unless it is hidden.
 
         Raises:
             UpstreamUnreachable: no upstream gave its list.
@@ -212,7 +212,7 @@ class Upstreams:
         return {name: entry for name, entry in listed.items() if self._table.find(name) == number}
 
     async def sweep(self) -> None:
-        """Sweep the connections of every upstream, again and again; never return."""
+        """Sweep the connections of every upstream periodically; never return."""
         await asyncio.gather(*(member.server.sweep() for member in self._members))
 
     async def close(self) -> None:
@@ -260,7 +260,7 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
 def _defaults(
     settings: ProxySettings, own: dict[str, float], tool_parser: str | None
 ) -> SamplingDefaults:
-    """Return the settings' defaults, but where an upstream has its `own`, and its tool parser."""
+    """Return the settings' defaults, overridden by an upstream's `own` and tool parser."""
     others = settings.sampling_defaults | own
     temperature = others.pop(TEMPERATURE)
     parser = tool_parser or settings.tool_parser
@@ -286,14 +286,14 @@ def _server(
 
 
 def _environment(secrets: Path | None) -> dict[str, str]:
-    """Return the process's environment over the variables in `.env`, and these over secrets.
+    """Return the variables of the environment, of `.env`, and of secrets, in this precedence.
 
-    Settings are read in the same way, and keys stand beside them.
+    Settings are read in the same way, from the same places.
     """
     from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
     folder = secrets_folder(secrets)
     files = folder.iterdir() if folder else ()
-    # Not all are ours.
+    # Files of others may be unreadable.
     readable = [file for file in files if file.is_file() and os.access(file, os.R_OK)]
     values = {file.name: file.read_text(errors="replace").strip() for file in readable}
     return values | from_file | os.environ
