@@ -16,16 +16,16 @@ from proxy.routing import find_route
 
 log = structlog.get_logger()
 
-# What replies of a status must have (RFC 9110 §11.6.1, §15.5.22).
+# Headers that replies of a status must have (RFC 9110 §11.6.1, §15.5.22).
 REQUIRED: Final[Mapping[int, Headers]] = {
     401: [(b"WWW-Authenticate", b"Bearer")],
     426: [(b"Upgrade", b"HTTP/1.1"), (b"Connection", b"Upgrade")],
 }
-# The header of an error that is passed on as the upstream sent it, whatever its cause.
+# Marks an error that is passed on as the upstream sent it, whatever its cause.
 UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
-# Refusals that are logged: of who may not come in, or may not do what was asked.
+# Statuses of refusals that are logged: unauthenticated and forbidden.
 LOGGED: Final = frozenset({401, 403})
-# Lines of refusals in a minute, so that nobody fills the disk.
+# Refusals logged a minute: clients must not fill the disk.
 MOST_LINES: Final = 20
 MINUTE_S: Final = 60.0
 UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
@@ -45,7 +45,7 @@ def explain(target: str, status: int, why: str) -> bytes:
 class RefusalLog:
     """Log requests of this process that were refused with 401 or 403, `MOST_LINES` a minute.
 
-    The line after these says how many were left out.
+    The next line says how many were left out.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -76,12 +76,12 @@ class RefusalLog:
     def note_error(
         self, error: ProxyError, path: str, client: str | None, key: str | None = None
     ) -> None:
-        """Log a refusal by its error, which may know the key's name better than `key`."""
+        """Log a refusal by its error; the key's name in an `OutOfScope` overrides `key`."""
         name = error.key if isinstance(error, OutOfScope) else key
         self.note(error.status, error.code, path, name, client)
 
 
-# Of the process, as its metrics are.
+# One for each process, like its metrics.
 REFUSALS: Final = RefusalLog()
 
 
@@ -98,7 +98,7 @@ def refuse(
     """
     REFUSED.labels(type(error).__name__).inc()
     if error.status in LOGGED:
-        # Nobody is refused so at a path that is not served.
+        # Only requests to served paths are refused with these statuses.
         label = find_route(exchange.method, exchange.target.partition("?")[0]).label
         REFUSALS.note_error(error, label, exchange.peer, exchange.key_name)
     if exchange.started:

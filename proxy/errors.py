@@ -6,10 +6,10 @@ Fault = Literal["client", "proxy", "upstream"]
 
 
 class ProxyError(Exception):
-    """Be the root of the proxy's errors; each class sets its HTTP status and who is at fault.
+    """Root of the proxy's errors; each class sets its HTTP status and the party at fault.
 
-    `kind` is the `type` of the error object that the client gets. `retry_after_s` is set where
-    sending the same request again, after so many seconds, is likely to help.
+    `kind` is the `type` of the client's error object. `retry_after_s` is set if sending the same
+    request again, after so many seconds, is likely to help.
     """
 
     status: ClassVar[int] = 500
@@ -24,7 +24,7 @@ class ProxyError(Exception):
         kind: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        """Set what the class says of itself; the rest is that of its base."""
+        """Set the class's own values; others are inherited."""
         cls.status = cls.status if status is None else status
         cls.fault = cls.fault if fault is None else fault
         cls.kind = cls.kind if kind is None else kind
@@ -47,11 +47,11 @@ class NoWebsocket(ProxyError, status=426, fault="client", kind="invalid_request_
 
 
 class Forbidden(ProxyError, status=403, fault="client", kind="invalid_request_error"):
-    """Report that the request needs a setting that is off; the message names it."""
+    """Report that the request is not allowed here; the message names the reason and a remedy."""
 
 
 class NoKey(ProxyError, status=401, fault="client", kind="invalid_request_error"):
-    """Report that the request shows no API key, or one that is wrong or revoked."""
+    """Report that the request has no API key, or a wrong or revoked key."""
 
 
 class OutOfScope(Forbidden):
@@ -64,10 +64,10 @@ class OutOfScope(Forbidden):
 
 
 class TooMany(ProxyError, status=429, fault="client", kind="rate_limit_error"):
-    """Report that the request's API key has as many requests as its limits allow."""
+    """Report that the request would exceed a limit of its API key."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
-        """Store the message, and after how many seconds the request is let in again."""
+        """Store the message, and after how many seconds the request is admitted."""
         super().__init__(message, code="rate_limit_exceeded")
         self.retry_after_s = retry_after_s
 
@@ -105,15 +105,15 @@ class NoUpstream(BadRequest, status=404):
 
 
 class NotServed(BadRequest, status=404):
-    """Report that the model server does not have the version of a policy that the request names."""
+    """Report that the model server does not have the policy version that the request names."""
 
 
 class NotContinued(BadRequest, status=404):
-    """Report that the response that a call is to go on from is not its tenant's."""
+    """Report that the call continues a response that is not known as its tenant's."""
 
 
 class NotKnownNow(ProxyError, status=503, retry_after_s=2):
-    """Report that the database has to tell whose a name is, and does not answer."""
+    """Report that only the database knows the tenant of a response, and it does not answer."""
 
 
 class NotLoaded(ProxyError, status=503, fault="upstream", kind="upstream_error", retry_after_s=2):
@@ -133,7 +133,7 @@ class ReplyTorn(UpstreamBroke):
 
 
 class Redirected(ProxyError, status=502, fault="upstream", kind="upstream_error"):
-    """Report that the upstream sends a client that has one of our keys to another address."""
+    """Report that the upstream redirects a client with a key of the proxy to another address."""
 
 
 class UnreadableCoding(ProxyError, status=502, fault="upstream", kind="upstream_error"):

@@ -2,8 +2,8 @@
 
 The episodes are chosen by their names alone: every worker and proxy makes the same choice, also
 after a restart. A change maps a setting's name to its new value, or to None if it is left out. The
-worker sends and records it; the ingester makes it again, and reads of the changed request what was
-sampled with.
+worker sends and records the changes; the ingester applies them again, and reads the sampling
+settings from the changed request.
 """
 
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ from proxy.upstreams.upstreams import SamplingDefaults
 from store.policy_table import Explore
 from store.values.sampling import distribution_of, number_of
 
-# Keeps this choice apart from any other that is made by an episode's name.
+# Makes this choice independent of other choices by an episode's name.
 _PURPOSE: Final = b"pawl.explore"
 _BYTES: Final = 6
 _ALL: Final = 2 ** (8 * _BYTES)
 
 
 class Exploring(msgspec.Struct, frozen=True):
-    """Hold what an exploring episode's calls may change, and what their server does by itself."""
+    """An exploring episode's rule, and its server's sampling defaults."""
 
     rule: Explore
     defaults: SamplingDefaults
 
 
 def is_chosen(episode: str, share: float) -> bool:
-    """Return whether an episode is of the share of all episodes that explores."""
+    """Return whether an episode belongs to the share of episodes that explores."""
     name = episode.encode(errors="surrogatepass")
     digest = blake2b(name, digest_size=_BYTES, person=_PURPOSE).digest()
     return int.from_bytes(digest) < share * _ALL
@@ -42,7 +42,7 @@ def is_chosen(episode: str, share: float) -> bool:
 
 Changes = Mapping[str, float | None]
 
-# Names no field of a request, but one of its tools.
+# Not a field of the request, but of its tools.
 STRICT: Final = "strict"
 TOOLS: Final = "tools"
 FUNCTION: Final = "function"
@@ -72,7 +72,7 @@ def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
 
 
 def _not_strict(tool: msgspec.Raw) -> msgspec.Raw | Object:
-    """Return a tool without `strict`, in itself and in its function; others keep their bytes."""
+    """Return a tool without `strict`, its own and its function's; others keep their bytes."""
     parsed = parse_object(bytes(tool))
     if parsed is None:
         return tool
@@ -97,7 +97,7 @@ SEED: Final = "seed"
 
 
 class Explored(NamedTuple):
-    """Hold a request as it explores, and what was changed of the client's."""
+    """A request with exploration's changes, and these changes."""
 
     request: ModelRequest
     changes: Changes
@@ -108,7 +108,7 @@ def explored(
 ) -> Explored | None:
     """Return an exploring episode's request with its changes, or None if nothing is changed.
 
-    A call is left alone that could not be trained on all the same.
+    A call that could not be trained on anyway is not changed.
     """
     if request.parsed is None:
         return None
@@ -151,14 +151,14 @@ def _settings(
 def _wanted(
     settings: Mapping[str, Any], rule: Explore, rules: SamplingRules
 ) -> dict[str, float | None]:
-    """Return the changes that a policy's rule makes of settings as they were understood."""
+    """Return the changes that a policy's rule makes to the settings."""
     changes: dict[str, float | None] = {}
     if rule.temperature is not None and settings[TEMPERATURE] < rule.temperature:
         changes[TEMPERATURE] = rule.temperature
         if SEED in settings:
             # With it, all episodes would explore the same reply to the same prompt.
             changes[SEED] = None
-    # A forced call is held to a grammar whether its tool is strict or not.
+    # A grammar constrains a forced call whether its tool is strict or not.
     if rule.drop_strict and STRICT_TOOLS in settings and not rules.constrains(settings):
         changes[STRICT] = None
     return changes

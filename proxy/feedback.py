@@ -5,9 +5,9 @@ If all targets are known, the status is 200 (`stored`). A target that is not kno
 
 A repeat under an `Idempotency-Key` adds nothing. The key is taken first in this worker's memory,
 before anything is awaited; then on this machine, by a symbolic link to the body's hash. Another
-body under the same key is refused if either knows the key, or if the ledger does and answers in
+body under the same key is refused if either knows the key, or if the database does and answers in
 time. A repeat of the same body gets the same answer. It is recorded again unless it is known to be
-durable; the ledger then counts it once.
+durable; the database then counts it once.
 """
 
 import asyncio
@@ -60,8 +60,8 @@ class KeyFiles:
     def take(self, key: str, body_hash: str) -> str | None:
         """Take a key for a body; return the hash it is already taken for, or None if it was free.
 
-        If the disk fails, that is logged and the key counts as free: the ledger recognises
-        repeats by itself.
+        If the disk fails, that is logged and the key counts as free: the database recognises
+        repeats, too.
         """
         path = self._path(key)
         try:
@@ -106,18 +106,18 @@ class KeyFiles:
 
 # Keys that a worker remembers.
 REMEMBERED: Final = 20_000
-# Feedback is durable without the database, so it waits only briefly for one that is slow or away.
+# Feedback is durable without the database, so it waits for a slow or absent one only briefly.
 LOOK_UP_S: Final = 0.25
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Reply to a client with an HTTP status and a JSON body."""
+    """HTTP status and JSON body of the reply to a client."""
 
     status: int
     body: bytes
 
 
-# Takes a body, of which it is told whether it is known to be durable already; returns the answer.
+# Takes a body and returns the answer; the argument says whether the body is known to be durable.
 State = Callable[[bool], Awaitable[Answer]]
 
 
@@ -134,7 +134,7 @@ class IdempotencyStore:
     def __init__(self, files: KeyFiles, lookup: Lookup) -> None:
         """Begin with no key in memory; further keys are looked up in `files` and by `lookup`."""
         self._files = files
-        # The hash of the body that each key was last used for, of the newest keys.
+        # By key, for the newest keys: the hash of the body that it was last used for.
         self._body_hashes: OrderedDict[str, str] = OrderedDict()
         self._lookup = lookup
         self._running: dict[str, _Running] = {}
@@ -208,16 +208,15 @@ LONG_BYTES: Final = 128 * 1024
 
 
 class RecentTargets:
-    """Remember which policy version the last `CAPACITY` targets of feedback got, within bounds."""
+    """The policy versions of the last `CAPACITY` targets of feedback."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._earners: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
 
     def remember(self, record: CapturedCall, call: str, response_id: str | None) -> None:
         """Remember a call, its reply's id and its episode as possible targets of feedback.
 
-        They are targets for the tenant of the call, under their names as they are kept.
+        They are targets of the call's tenant, under their stored names.
         """
         earner = (record.policy or "", str(record.policy_version or 0))
         call = same_tenant(record.episode, call)
@@ -258,7 +257,6 @@ class FeedbackEndpoint:
         intake: Intake,
         keys: IdempotencyStore,
     ) -> None:
-        """Store the parts of a worker that feedback needs."""
         self._recorder = recorder
         self._targets = targets
         self._lookup = lookup
@@ -269,8 +267,8 @@ class FeedbackEndpoint:
         """Answer one POST; `usage` is what the client's key uses, if keys are required.
 
         Raises:
-            BadRequest: a statement is malformed, or there are more than a key may state in a
-                minute; nothing was taken.
+            BadRequest: a statement is malformed, or the key may not state so many in a minute;
+                nothing was taken.
             TooMany: the key has stated too much for now; nothing was taken.
             KeyReused: the `Idempotency-Key` belongs to another body; nothing was taken.
             TooLarge: the body is larger than `PAWL_MAX_FEEDBACK_KB`.

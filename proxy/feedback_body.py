@@ -22,13 +22,13 @@ WITHDRAWN: Final = "withdrawn"
 SOURCE: Final = "source"
 CORRECTION: Final = "correction"
 COMMON: Final = frozenset({"metric", "value", *TARGETS})
-# Of any metric but `tool_status`.
+# Fields of all metrics but `tool_status`.
 OF_METRICS: Final = COMMON | {WITHDRAWN, SOURCE, CORRECTION}
 ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
 MAX_TEXT: Final = 1024
 MAX_CORRECTION: Final = 65_536
-# Texts that are values are labels: a recipe has to name each that counts.
+# A value that is a text is a label: a recipe has to name each label that counts.
 MAX_LABEL: Final = 256
 # Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
 MAX_TARGET_BYTES: Final = 2048
@@ -223,7 +223,7 @@ class _Statement:
         return text
 
     def _value(self) -> float | str:
-        """Return the value of a metric: a number, as which true and false count, or a label."""
+        """Return a metric's value: a number (true is 1, false is 0) or a label."""
         value = self._fields.get("value")
         if isinstance(value, bool):
             return float(value)

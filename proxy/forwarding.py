@@ -1,9 +1,10 @@
 """Forward requests that are not recorded: untouched, streamed both ways, of any size.
 
 With several upstreams, the body is read first to find the model's upstream, and the upstreams'
-lists of models are joined. With several tenants, it is read to see whose version it names, and the
-list has those of the tenant alone; nor may it name what the provider keeps for all of them. The
-list also has the names that the policies of a file answer, and Anthropic's form for its clients.
+lists of models are joined. With several tenants, the body is read to check that it names no other
+tenant's version and no object that the provider keeps for all tenants, and the list has the
+tenant's versions alone. The list also has the model names that the policies of a file answer, and
+Anthropic's form for its clients.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +41,7 @@ from store.tenants import DEFAULT
 log = structlog.get_logger()
 
 MODELS: Final = "/v1/models"
-# Tells whose the key is that a client shows.
+# The tenant of the client's key.
 TENANT: Final = b"x-pawl-tenant"
 POLICY: Final = b"x-pawl-policy"
 WARNING: Final = b"x-pawl-warning"
@@ -104,10 +105,10 @@ async def forward(
 def _check_allowed(
     exchange: Exchange, route: Route, upstreams: Upstreams, may_delete_models: bool
 ) -> None:
-    """Check that a request does nothing to others that its sender may not do.
+    """Check that a request does not affect others without permission.
 
     Raises:
-        Forbidden: it would delete a model, or reaches what is kept for all tenants.
+        Forbidden: it would delete a model, or reaches objects that are kept for all tenants.
         NotAllowed: it manages an account at the provider that is not the client's own.
     """
     if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
@@ -132,7 +133,7 @@ def _check_allowed(
 
 
 async def _streamed(exchange: Exchange, route: Route, upstream: Upstream, *, whole: bool) -> Reply:
-    """Send a request as it comes; a `whole` reply is asked for with a body that can be read."""
+    """Send a request as it comes; a `whole` reply is requested without a content coding."""
     if whole:
         headers = for_upstream(exchange.headers, exchange.tenant, plain=True)
         return await upstream.fetch(_target(exchange, route), headers)
@@ -155,8 +156,8 @@ async def _routed(
 ) -> tuple[Reply, str | None]:
     """Send a request to the upstream of the model that it names.
 
-    With `hiding`, which hides other tenants' versions, it must name none of these, and a warning
-    of what was left out comes with the reply.
+    With `hiding`, it must not name other tenants' versions, and a warning of what was left out is
+    returned with the reply.
     """
     headers = for_upstream(exchange.headers, exchange.tenant, plain=False)
     target = _target(exchange, route)
@@ -183,7 +184,7 @@ async def _routed(
 def _checked(
     body: bytes, hiding: Owners | None, exchange: Exchange, path: str
 ) -> tuple[ModelRequest, str | None]:
-    """Read a body; with `hiding`, as `check_forwarded` passes it on, with its warning.
+    """Read a body; with `hiding`, return the request and warning of `check_forwarded`.
 
     Raises:
         NotServed, BadRequest: as `check_forwarded` does.
@@ -204,7 +205,7 @@ def _serving(versions: Versions, tenant: str) -> Headers:
     return [(POLICY, ", ".join(served).encode())] if served else []
 
 
-# Makes one body of another.
+# Changes a reply's body.
 Edit = Callable[[bytes], bytes]
 NEVER: Final = "1970-01-01T00:00:00Z"
 
@@ -215,7 +216,7 @@ class _ModelList(msgspec.Struct):
 
 
 def _list_edit(exchange: Exchange, versions: Versions) -> Edit | None:
-    """Return what a client's list of models must be changed by, or None if it is left as it is."""
+    """Return the edit of a client's list of models, or None if it needs none."""
     bases = versions.bases(exchange.tenant)
     is_anthropics = first_value(exchange.headers, VERSION[0]) is not None
     return partial(_edited, bases, is_anthropics) if bases or is_anthropics else None
@@ -224,8 +225,8 @@ def _list_edit(exchange: Exchange, versions: Versions) -> Edit | None:
 def _edited(bases: Mapping[str, str], is_anthropics: bool, body: bytes) -> bytes:
     """Return OpenAI's list of models with the names in `bases`, in Anthropic's form if wanted.
 
-    Each name has the entry of its base; Anthropic's fields stand beside OpenAI's. What is not such
-    a list is returned as it came.
+    Each name gets the entry of its base; Anthropic's fields are added to OpenAI's. A body that is
+    not such a list is returned as it came.
     """
     try:
         listed = msgspec.json.decode(body, type=_ModelList)
@@ -269,7 +270,7 @@ def _target(exchange: Exchange, route: Route) -> str:
 async def _pass_back(
     exchange: Exchange, reply: Reply, more: Headers, edit: Edit | None = None
 ) -> None:
-    """Pass a reply on as it comes, with `more` headers; one that `edit` is for, in one piece.
+    """Pass a reply on as it comes, with `more` headers; with `edit`, in one piece.
 
     Unless the reply is a stream, its head waits for the body's first piece: a client cannot use
     the head alone, and a reply that breaks off before that can still be answered with an error.

@@ -1,12 +1,12 @@
-"""Limit what requests take of one worker: memory, size, and the cost of parsing them.
+"""Limit the memory, size and parsing cost of a worker's requests.
 
-A request claims room before it is read, and as it grows; if there is none, it is refused. A reply
-is charged without being asked, because the model has done the work already. The numbers were
+A request claims memory before it is read, and as it grows; if there is none, it is refused. A reply
+is charged even beyond the limit, because the model has done the work already. The numbers were
 measured: docs/decisions/030-limits-on-what-is-parsed.md.
 
-Two kinds of request are admitted past the limit, so that the budget shuts nobody out for good:
-one large request while there is no other large one, however small the budget is; and small
-requests up to a quarter of the budget in all, whatever else is in flight.
+Two kinds of request are admitted past the limit, so that the budget refuses none for good: one
+large request while there is no other large request, however small the budget is; and small requests
+up to a quarter of the budget in all, whatever else is in flight.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from store.values.documents import MAX_DEPTH, Size, most_of, nests_too_deep, siz
 
 # Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
 SMALL: Final = 4 * 2**20
-# One part in so many of the budget is set aside for small requests.
+# 1 / `SET_ASIDE` of the budget is reserved for small requests.
 SET_ASIDE: Final = 4
 # Most lists and objects in one body: a conversation of 30,000 messages in parts. Most values of
 # any kind: a prompt of a million token ids.
@@ -34,7 +34,7 @@ CONTAINER_BYTES: Final = 200
 VALUE_BYTES: Final = 60
 # A body is in memory four times: as it came, as parsed text, as sent, and as recorded.
 COPIES: Final = 4
-# Above these sizes parsing takes longer than about 10 ms and is done beside the event loop.
+# Above these sizes parsing takes longer than about 10 ms and is done in a thread.
 LONG_BYTES: Final = 2**20
 LONG_CONTAINERS: Final = 3_000
 LONG_VALUES: Final = 30_000
@@ -46,7 +46,7 @@ class Budget:
     def __init__(self, limit: int) -> None:
         """Begin with nothing held of `limit` bytes."""
         self.limit = limit
-        # Of a small budget less is small: what is small must fit in what is set aside.
+        # A small budget lowers the bound: a small request must fit into the reserved part.
         self.small = min(SMALL, limit // SET_ASIDE)
         self.used = 0
         self._small = 0
@@ -91,7 +91,6 @@ class BudgetShare:
         self.held = 0
 
     def __enter__(self) -> "BudgetShare":
-        """Return the claim itself."""
         return self
 
     def __exit__(
@@ -100,7 +99,6 @@ class BudgetShare:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give all of it back."""
         self.release()
 
     def ask(self, size: int) -> None:
@@ -124,7 +122,7 @@ class BudgetShare:
             self._set(self.held + size)
 
     def release(self) -> None:
-        """Give all of it back."""
+        """Release the whole claim."""
         if self.held:
             self._set(0)
 
@@ -191,7 +189,7 @@ def _exceeds(size: Size, most: Size) -> bool:
 
 
 Result = TypeVar("Result")
-# A body longer than this takes a while even to count, so it is counted beside the event loop.
+# A body longer than this takes a while even to count, so it is counted in a thread.
 LONG_TO_COUNT: Final = 2**20
 # Seconds after which a thread gives up the GIL to another that waits (Python's default is 5 ms).
 # The event loop waits for it several times a call.
@@ -214,9 +212,9 @@ class Intake:
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="pawl-intake")
 
     def read_arrived(self, exchange: Exchange, claim: BudgetShare) -> tuple[bytes, bool] | None:
-        """Return what `read` does, at once, if the body has come and is not long; else None.
+        """Return the result of `read` at once if the body has come and is not long, else None.
 
-        Nearly all bodies come with their heads, and their calls need not wait for anything here.
+        Nearly all bodies come with their heads, so that their calls await nothing here.
 
         Raises:
             TooLarge, BadRequest, Overloaded: as `read` does.
@@ -243,7 +241,7 @@ class Intake:
     async def read_bytes(
         self, exchange: Exchange, claim: BudgetShare, limit: int, setting: str
     ) -> bytes:
-        """Return a body of at most `limit` bytes, as `setting` says; its content is not checked.
+        """Return a body of at most `limit` bytes (set by `setting`); its content is not checked.
 
         Raises:
             TooLarge: the body is larger than `limit`.
@@ -269,17 +267,17 @@ class Intake:
         return body
 
     async def beside(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Run work that takes long in the thread, and return its result."""
+        """Run slow work in the thread, and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._beside, _yielding, work, arguments)
 
     def close(self) -> None:
-        """Cancel waiting work; what runs is not waited for."""
+        """Cancel waiting work, without waiting for running work."""
         self._beside.shutdown(wait=False, cancel_futures=True)
 
 
 def _admitted(body: bytes, size: Size, claim: BudgetShare) -> tuple[bytes, bool]:
-    """Return a body whose parsing there is room for, and whether that takes long."""
+    """Claim memory to parse a body; return the body and whether parsing takes long."""
     claim.ask(cost_of(body, size))
     return body, takes_long(body, size)
 

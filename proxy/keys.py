@@ -1,12 +1,12 @@
-"""API keys: let a request in or refuse it, within the limits of its key.
+"""API keys: admit or refuse a request, within the limits of its key.
 
 Every check is in memory. A wrong, a revoked and a valid key cost the same: one hash, a look-up by
 the public id, and a comparison in constant time.
 
 The ingester reads the keys from the database and writes them to a file of hashes, which the workers
-watch. The file's folder is made when the database is first reached, and stays: where the folder is,
-and no readable file, keys may exist and are unknown, and nobody is let in. Where the folder is not,
-only this machine may call, if `PAWL_ACCESS` lets it.
+watch. The file's folder is made when the database is first reached, and stays: if the folder exists
+without a readable file, keys may exist but are unknown, and no request is admitted. Without the
+folder only this machine may call, if `PAWL_ACCESS` allows it.
 
 The tokens that a call took are counted from the bytes of its reply. Whatever the API, a server
 reports them in objects called `usage`: at the end of a reply, and in some streams at its beginning
@@ -42,7 +42,7 @@ from store.grants import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of
 log = structlog.get_logger()
 
 WINDOW_S: Final = 60.0
-# When to retry if too many requests run: any of them may end at once.
+# Retry delay if too many requests run: any of them may end soon.
 BUSY_S: Final = 1
 
 # With one level of nested details; possessive, so that no byte is read twice.
@@ -104,7 +104,7 @@ class Usage:
         return self._tokens is not None
 
     def hold_to(self, grant: Grant, workers: int) -> None:
-        """Take the limits of a key, of which `workers` workers have a share each."""
+        """Set the limits of a key, of which each of `workers` has a share."""
         self._per_minute = share_of(grant.per_minute, workers)
         self._most_statements = grant.per_minute
         self._at_once = share_of(grant.at_once, workers)
@@ -132,18 +132,18 @@ class Usage:
         return wait_s
 
     def count_statements(self, now: float, number: int) -> None:
-        """Count a request, which has begun, as each of its statements.
+        """Count a request that has begun as `number` requests, one for each statement.
 
         Raises:
-            BadRequest: they are more than the key may state in a minute.
-            TooMany: the key has stated too much for now; the request counts as one.
+            BadRequest: there are more than the key may state in a minute.
+            TooMany: the key has stated too much for now; the request counts once.
         """
         if self._per_minute is None or self._most_statements is None:
             return
         limit = f"The API key is limited to {self._most_statements} statements a minute"
         if number > self._most_statements:
             raise BadRequest(f"{limit}, and the body holds {number}: send them in parts")
-        # More than this worker's share is taken where nothing else came in the minute.
+        # More than this worker's share is taken if no other request came in the minute.
         share = min(number, self._per_minute)
         if self._count(now, share - 1) is not None:
             wait_s = self._count(now, share) or BUSY_S
@@ -151,7 +151,7 @@ class Usage:
         self._begun.extend([now] * (number - share))
 
     def _count(self, now: float, number: int) -> int | None:
-        """Count `number` requests, or none and return after how many seconds they may come."""
+        """Count `number` requests, or count none and return the seconds to wait."""
         begun, limit = self._begun, self._per_minute
         if limit is None:
             return None
@@ -173,7 +173,7 @@ class Usage:
         self._running -= 1
 
     def _until_tokens(self, now: float) -> int | None:
-        """Return after how many seconds fewer tokens count than the limit; None: they do now."""
+        """Return the seconds until the tokens are below the limit, or None if they are."""
         if self._tokens is None:
             return None
         taken = self._taken
@@ -206,9 +206,9 @@ def tokens_of(
 ) -> int:
     """Return how many tokens a call took: those of its prompt and of all its choices.
 
-    `reply` is JSON or events, deflated (zlib) if `deflated`; an empty one costs nothing. One that
-    is `refused`, an error, costs only what its usage says. One of which only the beginning was kept
-    costs by the `whole_bytes` that it had.
+    `reply` is JSON or events, deflated (zlib) if `deflated`; an empty reply costs nothing. An error
+    (`refused`) costs only the tokens in its usage. A reply of which only the beginning was kept
+    costs by its full length, `whole_bytes`.
     """
     if whole_bytes:
         return math.ceil((len(request) + whole_bytes) / BYTES_A_TOKEN)
@@ -273,7 +273,7 @@ Mark = tuple[int, int] | str
 _ID: Final = slice(len(MARK), len(MARK) + 2 * ID_BYTES)
 # Compared with keys of an unknown id: no key has this hash.
 _NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
-# An id that is always in the table, as nobody's, and an id that never is; no key has either.
+# An id that is always in the table, for `_NOBODY`, and an id that never is; no key has either.
 _ALWAYS: Final = bytes(2 * ID_BYTES)
 _NEVER: Final = b"\1" * (2 * ID_BYTES)
 _MAKE: Final = "`pawl keys create NAME`"
@@ -322,10 +322,10 @@ class Gate:
         return self._known is not None
 
     def take(self, ring: KeyRing | None) -> None:
-        """Replace the known keys. None: they cannot be read, and the old ones stay valid.
+        """Replace the known keys. None: they cannot be read, and the old keys stay valid.
 
-        The old ones also stay if the ring says that no key was ever made: then somebody removed
-        the file. Keys that were not seen yet are unknown, but for `loopback`.
+        The old keys also stay if the ring states that no key was ever made: then the file was
+        removed. Before the database was reached (`seen`) keys are unknown, except with `loopback`.
         """
         if ring is not None and not ring.seen and self._access != "loopback":
             ring = None
@@ -335,7 +335,7 @@ class Gate:
         self._asks = ring is None or ring.made or self._access == "keys"
         grants = () if ring is None else ring.grants
         self._grants = {grant.id.encode(): grant for grant in grants}
-        # An equal one, not the same: bytes are compared as they are for any key's id.
+        # A copy, so that its bytes are compared like those of any key's id.
         self._grants[bytes(bytearray(_ALWAYS))] = _NOBODY
         # Usages of revoked keys are forgotten; running requests still end theirs.
         usages = {grant.id: self._usages.get(grant.id) or Usage() for grant in grants}
@@ -349,11 +349,11 @@ class Gate:
         Sets the exchange's tenant, and the id and name of its key.
 
         Returns:
-            The key's usage, whose `end` is to be called; None if no key is required.
+            The key's usage, whose `end` must be called; None if no key is required.
 
         Raises:
-            TooMany: its key has as many requests as its limits allow, or has used up its tokens.
-            ProxyError: it is not let in, as `check` says.
+            TooMany: its key's limit of requests or tokens is used up.
+            ProxyError: as `check` does.
         """
         shown = shown_in(exchange.headers)
         credential = shown.credential
@@ -368,10 +368,10 @@ class Gate:
         return self.begin(grant, takes_tokens=scope == "infer")
 
     def begin(self, grant: Grant, *, takes_tokens: bool) -> Usage:
-        """Count a request of a key that `check` let in; call `end` of the returned usage later.
+        """Count a request of a key that `check` admitted; call `end` of the returned usage later.
 
         Raises:
-            TooMany: the key has as many requests as its limits allow, or has used up its tokens.
+            TooMany: the key's limit of requests or tokens is used up.
         """
         usage = self._usages[grant.id]
         wait_s = usage.begin(monotonic(), takes_tokens=takes_tokens)
@@ -382,16 +382,16 @@ class Gate:
     def check(
         self, shown: Shown, scope: Scope, request: tuple[str, Headers], *, local: bool
     ) -> Grant | None:
-        """Return the grant by which a request, its method and headers, is let in.
+        """Return the grant of a request, or None if no key is required.
 
-        It is None if no key is required. That the request is `local`, from this machine, counts
-        only where no key was made.
+        `request` is its method and headers. `local`, whether it comes from this machine, counts
+        only if no key was made.
 
         Raises:
             NoKey: the request has no key, or a wrong or revoked one.
             OutOfScope: the key lacks the scope.
-            Forbidden: no key was made, and the request comes from another machine, or may be that
-                of another site's page.
+            Forbidden: no key was made, and the request comes from another machine, or may come
+                from another site's page.
             KeysUnknown: keys may have been made, and cannot be read.
         """
         if not self._asks:
@@ -537,7 +537,7 @@ class KeyFile:
         return self._seen != seen
 
     def read(self) -> KeyRing | None:
-        """Return the keys, or None, logged, if they were written and the file cannot be read."""
+        """Return the keys, or None (logged) if they were written and the file cannot be read."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=KeyRing)
         except FileNotFoundError as error:
@@ -550,7 +550,7 @@ class KeyFile:
         return None
 
     async def watch(self, take: Callable[[KeyRing | None], None]) -> None:
-        """Call `take` with what `read` returns whenever the file changes; never return."""
+        """Call `take` with the result of `read` whenever the file changes; never return."""
         while True:
             if self.changed():
                 take(self.read())

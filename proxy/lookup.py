@@ -35,10 +35,10 @@ class Lookup:
     async def ask(
         self, question: Callable[[Driver], Awaitable[Answer]], *, within_s: float
     ) -> Answer | None:
-        """Return what `question` finds on a connection of the driver, or None after `within_s`.
+        """Return the answer to `question`, or None if it fails or takes longer than `within_s`.
 
-        As many are asked at once as there are connections. One whose turn does not come in time
-        gets None, too, and says nothing about the database: its client asks too much.
+        At most `AT_ONCE` questions are asked at once. A question whose turn does not come in time
+        gets None, too, but does not count as a failure of the database.
         """
         try:
             async with asyncio.timeout(within_s):
@@ -82,7 +82,7 @@ class Lookup:
         try:
             answer = await question(driver)
         except BaseException:
-            # Nobody knows where it stands.
+            # The connection's state is unknown.
             driver.terminate()
             raise
         self._idle.append(driver)

@@ -129,8 +129,8 @@ OUTDATED = Counter(
     " not come in PAWL_KEEP_PENDING_DAYS or which were too many.",
     ["what"],
 )
-# Workers count these alone, in one step, and the ingester adds them to both totals that they belong
-# to (`exposed`): two steps could be seen, or ended by a kill, halfway.
+# Workers count only here, in one step, and the ingester adds the number to both totals that include
+# it (`exposed`): two steps could be observed, or interrupted by a kill, halfway.
 UNWRITTEN = Counter(
     "pawl_records_unwritten_total",
     "Records that could not be written to disk; pawl_records_dropped_total has them too.",
@@ -226,7 +226,7 @@ DATABASE_UP = Gauge(
 
 
 def refusals(kind: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
-    """Return the classes of errors that a request may be refused with; others stop the start."""
+    """Yield the classes of errors that refuse a request; others prevent the start."""
     for error in kind.__subclasses__():
         if error is Unexpected or error.status != ProxyError.status:
             yield error
@@ -234,7 +234,7 @@ def refusals(kind: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
 
 
 SLOW_STEPS: Final = ("head", "body", "write")
-# What is counted by rule, route, policy or version begins with its first event.
+# Label values that exist from the start; rules, routes, policies and versions appear when counted.
 KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
     NOT_TRAINABLE: [get_args(Reason)],
     WITHHELD: [("not_json", "unreadable")],
@@ -250,15 +250,15 @@ KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
 
 
 TOTAL: Final = "_total"
-# Counters that include those of `UNWRITTEN`.
+# Totals that include `UNWRITTEN`.
 WHOLES: Final = frozenset({"pawl_records", "pawl_records_dropped"})
 PART: Final = "pawl_records_unwritten"
 
 
 def exposed(is_shown: Callable[[str], bool] | None = None) -> CollectorRegistry:
-    """Return what `/metrics` shows: the metrics of all processes, with the totals joined.
+    """Return the metrics that `/metrics` shows: those of all processes, with the totals joined.
 
-    With `is_shown` there are only samples that have a policy, of whose name it is true.
+    With `is_shown` there are only samples with a policy for whose name it returns true.
     """
     together = CollectorRegistry()
     together.register(_Exposed(registry(), is_shown))
@@ -272,7 +272,7 @@ class _Exposed(Collector):
 
     def collect(self) -> Iterator[Family]:
         families = list(self._counted.collect())
-        # Read once, so that all its wholes have the same of it.
+        # Summed once, so that both totals include the same number.
         unwritten = sum(_total(family) for family in families if family.name == PART)
         for family in families:
             shown = family

@@ -1,10 +1,10 @@
 """Redaction: rules take secrets out of calls and feedback before they are recorded.
 
 A worker applies the rules before a record is on its disk. It reads the captured call as the
-ingester does, since a stream may split a secret over its events. If a rule hits, it records the
-ledger's record, without what was made of the redacted texts: token ids spell a text out, and a
+ingester does, since a stream may split a secret over its events. If a rule hits, it spools the
+ingester's record without values derived from the redacted texts: token ids spell a text out, and a
 fingerprint can be checked against a guess. A call that cannot be redacted is recorded without its
-content. The ingester applies the rules again to what was recorded before they were set
+content. The ingester also applies the rules, for records from before they were set
 (docs/howto/redact.md).
 """
 
@@ -50,7 +50,7 @@ log = structlog.get_logger()
 REDACTED: Final[Reason] = "redacted"
 # JSON within a string of JSON is searched down to this depth.
 DEEPEST: Final = 4
-# Stands for a tool call's arguments where the redacted value may be in them.
+# Replaces a tool call's arguments that may contain the redacted value.
 NO_ARGUMENTS: Final = '"[withheld]"'
 # Members that hold token ids, or tokens with their log-probabilities: both spell the text out.
 SPELLING: Final = frozenset(
@@ -146,7 +146,7 @@ class Rules:
             (spec.name, _compiled(pattern), spec.replacement.encode(errors="replace"))
             for spec, pattern in patterns
         ]
-        # One search tells that none of the patterns matches.
+        # One search finds out whether any pattern matches.
         self._any_of = _compiled("|".join(f"(?:{pattern})" for _, pattern in patterns) or "x")
 
     def redact(self, text: bytes, hits: set[str]) -> bytes:
@@ -201,7 +201,7 @@ class Rules:
 def _decoded(literal: bytes) -> bytes:
     """Return the text of a JSON string, in UTF-8; a lone surrogate is kept as three bytes."""
     if b"\\" in literal:
-        # This fails for two quotes in what only looks like JSON: the text around is searched, too.
+        # Fails if the bytes between two quotes are no JSON string: they are searched undecoded.
         with suppress(ValueError):
             return str(json.loads(literal, strict=False)).encode(errors="surrogatepass")
     return literal[1:-1]
@@ -217,10 +217,10 @@ def _encoded(text: bytes) -> bytes:
 
 
 def with_field(value: bytes, path: Sequence[str], replacement: bytes) -> bytes:
-    """Return a JSON value in which what `path` leads to is replaced by the JSON `replacement`.
+    """Return a JSON value with the values at `path` replaced by the JSON `replacement`.
 
     A part of the path is the name of a member, the index of an item, or `*` for all of either.
-    Where the path leads to nothing or null, the result is `value` itself.
+    If the path leads to nothing or null, `value` itself is returned.
     """
     if not path:
         return value if value.strip() in (b"null", replacement) else replacement
@@ -272,7 +272,7 @@ class Redacted(NamedTuple):
 
 
 def redact_call(record: CallRecord, rules: Rules) -> Redacted:
-    """Return a call's record without what the rules take out; `record` itself if nothing hits.
+    """Return a call's record with the rules applied, or `record` itself if no rule hits.
 
     Raises:
         Exception: the call cannot be redacted, and must not be stored as it is.
@@ -283,7 +283,7 @@ def redact_call(record: CallRecord, rules: Rules) -> Redacted:
     for side in ("request", "reply"):
         body = getattr(record, side)
         if body is not None and rules.fields and repeated_name(read_request(body)) is not None:
-            # A field's rule would replace the last of two members of a name, and keep the first.
+            # A field's rule would replace only the last of two members with the same name.
             body, withheld = None, True
         bodies[side] = body and rules.body(body, side, hits)
     texts = withheld or not hits.isdisjoint(field.name for field in rules.fields)
@@ -300,7 +300,7 @@ def redact_call(record: CallRecord, rules: Rules) -> Redacted:
 
 
 def without_content(record: CallRecord) -> CallRecord:
-    """Return a call without request and reply, and without anything that was made of them."""
+    """Return a call without request, reply, and the values derived from them."""
     bare = replace(record, request=None, reply=None, tool_calls=())
     return _without_derived(bare, texts=True)
 
@@ -370,7 +370,6 @@ class Redactor:
     """Apply the rules to records before they are on disk, in the database, or a dead letter."""
 
     def __init__(self, rules: Rules, settings: ProxySettings) -> None:
-        """Store the rules, and how the settings let calls be read."""
         self._rules = rules
         self._readers = settings.tool_results
         self._most_reply = settings.max_reply_mb * 2**20
@@ -378,7 +377,7 @@ class Redactor:
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
 
     async def capture(self, captured: CapturedCall) -> Frame:
-        """Return what a worker records of a call, redacted in a thread beside the event loop."""
+        """Return the frame that a worker records of a call, redacted in a thread."""
         run = asyncio.get_running_loop().run_in_executor
         try:
             redacted = await run(self._beside, self._redacted, captured)
@@ -392,7 +391,7 @@ class Redactor:
         record = transcribe(captured, self._readers, self._most_reply)
         redacted = redact_call(record, self._rules)
         if redacted.record is not record:
-            # What no frame can hold (half of a surrogate pair, say) must not cost the record.
+            # Fails here if no frame can hold the record (a lone surrogate): `capture` handles that.
             encode_payload(redacted.record)
         return redacted
 
@@ -400,7 +399,7 @@ class Redactor:
         """Return a record as the ingester may store it; no content if it cannot be redacted."""
         if isinstance(record, FeedbackRecord):
             return self.feedback(record)
-        # What a worker redacted is not redacted again: a replacement may match a pattern.
+        # A call that a worker redacted is left alone: a replacement may match a pattern.
         if not isinstance(record, CallRecord) or record.reason == REDACTED:
             return record
         try:
@@ -423,7 +422,7 @@ class Redactor:
 
     def letter(self, entry: Entry) -> tuple[bytes, str]:
         """Return a dead letter's bytes and reason, without the content of an unreadable record."""
-        # Why a record cannot be read may quote it; the place in the code does not.
+        # The error of an unreadable record may quote it; the place in the code does not.
         is_unread = entry.reason.startswith(CANNOT_BE_READ)
         reason = ": ".join(entry.reason.split(": ")[:2]) if is_unread else entry.reason
         if isinstance(entry.record, CallRecord | FeedbackRecord | GapRecord):
@@ -438,12 +437,12 @@ class Redactor:
                 frame = self.feedback(frame)
             return encode_payload(frame), reason
         except Exception:
-            # Damaged bytes hold anything.
+            # Damaged bytes may hold anything.
             return b"", reason
 
 
 def open_redactor(settings: ProxySettings) -> Redactor | None:
-    """Return what applies the rules that the settings name, or None where they name none.
+    """Return the redactor for the settings' rules, or None if they name none.
 
     Raises:
         BadRedaction: the file of rules cannot be read or is invalid.

@@ -27,7 +27,7 @@ class Route(msgspec.Struct, frozen=True):
     """Describe an allowed request: the upstream's path, and the names in its prefix."""
 
     path: str
-    # The format that a recorded call speaks; what has none is feedback, or forwarded.
+    # The format of a recorded call; None for feedback and forwarded requests.
     wire_format: WireFormat | None = None
     task: str | None = None
     episode: str | None = None
@@ -35,15 +35,15 @@ class Route(msgspec.Struct, frozen=True):
     split: str | None = None
     # The path in metrics, which never contains an id.
     label: str = ""
-    # Manages the account at the provider, which needs a key that may do so: forwarded only with the
-    # client's own. Deleting a model needs none at many servers: see `proxy.forwarding`.
+    # Manages the account at the provider, which needs a key with that right: forwarded only with
+    # the client's own key. Many servers delete a model without a key: see `proxy.forwarding`.
     administers: bool = False
-    # Reaches what the provider keeps under one account, for all tenants.
+    # Reaches objects that the provider keeps under one account, for all tenants.
     keeps: bool = False
 
     @property
     def scope(self) -> Scope:
-        """Return what a key must be for."""
+        """Return the scope that a key must have."""
         if self.path == FEEDBACK:
             return "feedback"
         return "admin" if self.administers else "infer"
@@ -57,14 +57,14 @@ _FORWARDED: Final = (
 )
 _ID: Final = r"(?!\.)[\w.:-]+"
 # vLLM's own paths where OpenAI's API has the id of a stored completion or response.
-# In any case of letters: a server, or what is before it, may read them alike.
+# In any letter case: a server, or a proxy before it, may ignore case.
 _NOT_VLLM: Final = r"(?!(?i:render|derender|batch)(?:/|\Z))"
 _STORED: Final = _NOT_VLLM + _ID
 _STORES: Final = (
     *("assistants", "batches", "chatkit", "containers", "conversations", "evals", "files"),
     *("skills", "threads", "uploads", "vector_stores", "videos"),
 )
-# Of OpenAI's API beside calls: methods, the path in metrics, and the paths.
+# Other requests of OpenAI's API: methods, the path in metrics, and the paths.
 _PASSED_ON: Final = (
     ("POST", "/v1/audio", r"/v1/audio/(?:speech|transcriptions|translations)"),
     ("POST", "/v1/images", r"/v1/images/(?:generations|edits|variations)"),
@@ -74,10 +74,10 @@ _PASSED_ON: Final = (
 _KEPT: Final = (
     *(("GET POST DELETE", f"/v1/{one}", rf"/v1/{one}(?:/{_ID}){{0,6}}") for one in _STORES),
     ("POST", "/v1/audio/…", r"/v1/audio/(?:voices|voice_consents)"),
-    # A secret opens a session beside this proxy, which may name whatever the account keeps.
+    # A secret opens a session that bypasses this proxy and may name any object of the account.
     ("POST", "/v1/realtime", r"/v1/realtime/client_secrets"),
     ("POST", "/v1/realtime/…", rf"/v1/realtime/calls/{_ID}/(?:accept|hangup|refer|reject)"),
-    # They may name a stored response to go on from.
+    # They may continue a stored response.
     ("POST", "/v1/responses/…", r"/v1/responses/(?:compact|input_tokens)"),
     ("POST", "/v1/responses/…", rf"/v1/responses/{_STORED}/cancel"),
     ("GET DELETE", "/v1/responses/…", rf"/v1/responses/{_STORED}"),

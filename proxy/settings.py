@@ -166,7 +166,7 @@ class ProxySettings(StoreSettings):
 
     @property
     def sampling_defaults(self) -> dict[str, int | float]:
-        """Return what the upstream samples with if a request names nothing, by setting."""
+        """Return the upstream's default sampling settings."""
         return {"temperature": self.default_temperature, **self.default_sampling}
 
     @property

@@ -1,9 +1,9 @@
 """Share metrics, the workers' states and pinned versions among the processes of one proxy.
 
 The supervisor makes a folder of files in memory, which every process is given. Each process that
-counts holds a numbered slot in it, whose files are prometheus_client's (its multiprocess mode).
-What a process counted stays there for the next one that takes the slot, so the number of files is
-bounded by the number of processes that run at once, however often they are started again.
+counts holds a numbered slot in it, whose files are prometheus_client's (its multiprocess mode). The
+next process that takes the slot goes on with its counts, so the number of files is bounded by the
+number of processes that run at once, however often they are started again.
 """
 
 import os
@@ -32,8 +32,8 @@ STATES: Final = "states.json"
 PINS: Final = "pins"
 # The variable in which prometheus_client looks for the folder.
 VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-# Bytes set aside for each kind of file, of which a series takes about 250. Writing to a mapped page
-# that memory has no room for would kill the process.
+# Bytes reserved for each kind of file; a series takes about 250. Without memory for a mapped page,
+# writing to it would kill the process.
 ROOM: Final = {
     **dict.fromkeys(("counter", "histogram"), 2**20),
     **dict.fromkeys(("gauge_sum", "gauge_livesum", "gauge_livemax", "gauge_livemostrecent"), 2**16),
@@ -51,13 +51,13 @@ class SharedFolder:
         """
         parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         _remove_abandoned(parent)
-        # Named once it is locked: a proxy that starts at this moment takes it for abandoned before.
+        # Renamed once it is locked: before, a proxy that starts would take it for abandoned.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
         self._owner: Lock = hold(made / OWNER)
         self.path = made.rename(parent / made.name.removeprefix("."))
 
     def remove(self) -> None:
-        """Remove the folder: all processes have ended."""
+        """Remove the folder after all processes have ended."""
         self._owner.release()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -73,7 +73,7 @@ def _remove_abandoned(parent: Path) -> None:
 def count_in(folder: Path) -> None:
     """Keep this process's metrics in `folder`; to be called before any metric is made.
 
-    Without room for them the process counts alone, which is logged: it has calls to answer.
+    Without room for them the process logs that, and counts alone: it has calls to answer.
     """
     try:
         slot = _take_slot(folder)
@@ -101,7 +101,7 @@ def _take_slot(folder: Path) -> int:
 
 
 def _forget_gauges(folder: Path, slot: int) -> None:
-    """Remove what a process that has ended said of the present."""
+    """Remove the live gauges of a process that has ended."""
     mark_process_dead(slot, str(folder))  # type: ignore[no-untyped-call]
 
 
@@ -156,14 +156,13 @@ def write_states(folder: Path, states: list[ProcessState]) -> None:
 
 
 def read_states(folder: Path) -> list[ProcessState]:
-    """Return the workers' states."""
     return msgspec.json.decode((folder / STATES).read_bytes(), type=list[ProcessState])
 
 
 def readiness(states: list[ProcessState] | None) -> tuple[bool, list[dict[str, object]]]:
     """Return whether a worker takes calls, and each worker's state for `/readyz`.
 
-    `states` is None if no supervisor runs the workers: they are then taken to be up.
+    `states` is None if no supervisor runs the workers: they are then assumed to be up.
     """
     if states is None:
         return True, []

@@ -1,10 +1,9 @@
-"""Tell the calls that a client makes beside its agent's work, such as titles and summaries (pure).
+"""Recognise calls that clients make beside their agent's work, such as titles and summaries (pure).
 
-Codex says in each request which kind it is. The other clients say nothing, but send prompts that no
-agent has for its work, and these are known by how they begin, as the clients' packages have them
-(Claude Code 2.1.332, OpenCode 1.18.33, Qwen Code 0.24.4, pi 1.5.2). A call that merely has no
-tools, or a short limit, is not told apart: an agent's own work may look the same. A side call that
-nothing here knows is trained as before.
+Codex states the kind in each request. Other clients do not, but send prompts that agents' work
+never has, recognised by their beginnings in the clients' packages (Claude Code 2.1.332, OpenCode
+1.18.33, Qwen Code 0.24.4, pi 1.5.2). A call that merely has no tools, or a short limit, is not
+taken for a side call: an agent's own work may look the same. Unrecognised side calls are trained.
 """
 
 from collections.abc import Iterable
@@ -21,10 +20,10 @@ CODEX_KINDS: Final = frozenset({"compaction", "memory", "prewarm"})
 
 
 class Prompt(NamedTuple):
-    """Describe a prompt: the kind of its calls, and how it begins, in characters that JSON keeps.
+    """A known prompt: the kind of its calls, and its beginning, in characters that JSON keeps.
 
-    It is the system's, in a call without tools; or, with `is_users`, the last message of a user, in
-    a conversation that may have tools.
+    It is the system prompt of a call without tools or, with `is_users`, the last user message of a
+    conversation that may have tools.
     """
 
     kind: str
@@ -57,15 +56,15 @@ def side_kind(
 
     Args:
         body: the request as the client sent it.
-        fields: the same without its large fields, parsed.
-        shown: all of its fields, unparsed; None if it is no JSON object.
-        turns: what reads them.
+        fields: its fields without the large ones, parsed.
+        shown: all of its fields, unparsed; None if it is not a JSON object.
+        turns: the reader of its conversation.
     """
     kind = _stated(fields.get("client_metadata"))
     if kind is not None:
         return kind
     for prompt, beginning in _CANDIDATES:
-        # Nearly all requests hold none of them, and are not read.
+        # Nearly all requests contain no known beginning, and are not read.
         if beginning in body and shown is not None and _begins(prompt, fields, shown, turns):
             return prompt.kind
     return None
@@ -83,12 +82,12 @@ def _stated(metadata: Any) -> str | None:
 
 
 def _begins(prompt: Prompt, fields: dict[str, Any], shown: Object, turns: Turns) -> bool:
-    """Return whether a request has such a prompt in its place."""
+    """Return whether a request has a known prompt in the expected place."""
     if not prompt.is_users and fields.get("tools"):
         return False
     try:
         contents = list(turns.said_by_users(shown) if prompt.is_users else turns.instructs(shown))
-        # The system's texts may be several; a user's request is in the last message.
+        # There may be several system texts; a user's request is in the last message.
         placed = contents[-1:] if prompt.is_users else contents
         return any(text.lstrip().startswith(prompt.beginning) for text in _texts(placed))
     except UNREADABLE:

@@ -1,14 +1,13 @@
-"""Read bodies that mean the same to whoever reads them (pure): forms, and names within JSON.
+"""Accept only bodies that all parsers read alike (pure): forms, and names within JSON.
 
-A form (`multipart/form-data`, RFC 7578) is read to see what it names, and is passed on as it came.
-So what readers take in different ways cannot be read here: delimiters within a part, names said
-twice or in escapes, transfer encodings, and character sets in which the bytes of ASCII mean
-something else.
+A form (`multipart/form-data`, RFC 7578) is read to check the names in it, and passed on as it came.
+So forms that parsers read in different ways are errors here: delimiters within a part, repeated or
+escaped names, transfer encodings, and character sets in which ASCII bytes mean something else.
 
-Of a name that comes twice in a JSON object the last counts for Python's readers, and for others the
-first: the proxy would look at one value, and the upstream take the other. Escapes do not tell two
-names apart, so names are compared as they are read, at any depth. Most bodies have none, which is
-seen by counting: of the members that the bytes have, reading keeps as many.
+If a JSON object repeats a name, the last value counts for Python's parsers, and the first for
+others: the proxy would check one value, and the upstream use the other. Names are compared without
+escapes, at any depth. Most bodies repeat no name, which a count shows: parsing then keeps as many
+members as the bytes have.
 """
 
 import json
@@ -22,7 +21,7 @@ from proxy.formats.base import ModelRequest
 from store.values.documents import members_in, nests_too_deep
 
 FORM: Final = "multipart/form-data"
-# vLLM's reader (Starlette) takes as many fields, and as many files.
+# vLLM's parser (Starlette) accepts so many fields, and so many files.
 MOST_PARTS: Final = 1000
 MOST_HEAD: Final = 16 * 1024
 # Characters of a name that a message repeats.
@@ -31,27 +30,27 @@ LINE: Final = b"\r\n"
 HEAD_END: Final = b"\r\n\r\n"
 CLOSE: Final = b"--"
 ENDS: Final = (CLOSE, CLOSE + LINE)
-# RFC 2046 §5.1.1; unquoted, only what needs no quotes and separates nothing.
+# RFC 2046 §5.1.1; unquoted, only characters that need no quotes and separate nothing.
 _QUOTED: Final = re.compile(rb"\"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]\"")
 _UNQUOTED: Final = re.compile(rb"[0-9A-Za-z'+_.-]{1,70}")
-# A backslash before a quote escapes it for some readers, and for others is a character of its own.
+# For some parsers a backslash escapes a quote, for others it is an ordinary character.
 _PARAMETER: Final = re.compile(
     rb"[ \t]*;[ \t]*([0-9A-Za-z_-]+\*?)=(\"(?:[^\"\\]|\\(?!\"))*\"|[^\s\";,\\]+)[ \t]*"
 )
-# Some readers end a line at one of these.
+# Some parsers end a line at one of these.
 _CONTROLS: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _TOKEN: Final = re.compile(rb"[0-9A-Za-z!#$&'*+.^_`|~-]+")
 _NAME: Final = re.compile(rb"\"?([0-9A-Za-z_.\[\]-]{1,256})\"?")
-# Clients write it beside `filename`, for what is not ASCII.
+# Clients send it besides `filename`, for names that are not ASCII.
 _FILE_NAME: Final = b"filename*"
 # Fields of a structure are written `mask[file_id]`, `images[0][file_id]` or `mask.file_id`.
 _STEPS: Final = re.compile(r"[\[\].]+")
 _CHARSET: Final = re.compile(r"charset[^;]*", re.IGNORECASE)
-# In these the bytes of ASCII are ASCII.
+# Character sets that extend ASCII.
 _PLAIN: Final = re.compile(
     r'charset\s*=\s*"?(?:utf-?8|us-ascii|iso-8859-1|windows-1252)"?\s*', re.IGNORECASE
 )
-# A field of this name says the others' character set (RFC 7578 §4.6).
+# A field of this name states the character set of the others (RFC 7578 §4.6).
 _SAYS_CHARSET: Final = "_charset_"
 _MODEL: Final = "model"
 _TRANSFER: Final = (b"7bit", b"8bit", b"binary")
@@ -59,10 +58,10 @@ _STRUCTURES: Final = ("[", "{")
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Hold what a form says beside its files.
+    """The content of a form without its files.
 
-    `texts` are the values of its parts. `fields` are the same by their names, as in a JSON object:
-    those of `mask[file_id]` and the like in objects, and those that are JSON as what they mean.
+    `texts` are the values of its parts. `fields` are the same by name, as in a JSON object: names
+    such as `mask[file_id]` make nested objects, and JSON objects and lists are parsed.
     """
 
     texts: tuple[str, ...]
@@ -75,15 +74,15 @@ class _Head(NamedTuple):
 
 
 def is_plain(content_type: str) -> bool:
-    """Return whether a content type names no character set in which ASCII is not ASCII."""
+    """Return whether a content type's character set, if it names any, extends ASCII."""
     return all(map(_PLAIN.fullmatch, _CHARSET.findall(content_type)))
 
 
 def read_form(content_type: str, body: bytes) -> Form:
-    """Return what a form says, whose boundary `content_type` names.
+    """Return the content of a form whose boundary `content_type` names.
 
     Raises:
-        ValueError: it is no form that every reader reads alike; the message says what is wrong.
+        ValueError: parsers may read the form differently; the message says what is wrong.
     """
     texts: list[str] = []
     fields: dict[str, Any] = {}
@@ -117,12 +116,12 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
-    """Return the parameters of a header from a place on, by lower-case name, quotes included."""
+    """Return the parameters of a header from `at` on, by lower-case name, quotes included."""
     parameters: dict[bytes, bytes] = {}
     while at < len(header):
         parameter = _PARAMETER.match(header, at)
         name = b"" if parameter is None else parameter[1].lower()
-        # Any other in this form, or in pieces, is one more of the same name (RFC 2231).
+        # Other extended parameters (`name*`) repeat a name (RFC 2231).
         is_again = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
         if parameter is None or is_again:
             raise ValueError("a header of it has parameters that are malformed or said twice")
@@ -134,7 +133,7 @@ def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
 def _parts(boundary: bytes, body: bytes) -> Iterator[tuple[_Head, bytes | None]]:
     """Yield the parts of a form: the head and the value, which is None for a file.
 
-    The body is gone through once, and files are not copied.
+    The body is scanned once, and files are not copied.
     """
     mark = CLOSE + boundary
     if not body.startswith(mark):
@@ -173,12 +172,12 @@ def _head(raw: bytes) -> _Head:
         raise ValueError("a part has a Content-Transfer-Encoding")
     if not is_plain(content_type) or content_type.lower().startswith("multipart/"):
         raise ValueError("a part has parts of its own, or is not in UTF-8")
-    # Without a name, a file is a text for some readers.
+    # Some parsers take a file without a name for a text.
     return _Head(own[1].decode(), named.get(b"filename", b'""') != b'""')
 
 
 def _text(value: bytes) -> str:
-    """Return a value as vLLM's reader takes it: what is not UTF-8 is Latin-1."""
+    """Decode a value as vLLM's parser does: as UTF-8 or else as Latin-1."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -186,7 +185,7 @@ def _text(value: bytes) -> str:
 
 
 def _meant(text: str) -> Any:
-    """Return the structure that a text is as JSON, or the text."""
+    """Return the JSON object or list that a text holds, or the text."""
     if not text.lstrip().startswith(_STRUCTURES):
         return text
     if nests_too_deep(text.encode()):
@@ -198,12 +197,12 @@ def _meant(text: str) -> Any:
     except RepeatedName as error:
         raise ValueError(f"a part of it has {str(error)[:MOST_SHOWN]!r} twice") from error
     except ValueError as error:
-        # Of so many digits that Python does not make a number of them.
+        # A number of more digits than Python converts.
         raise ValueError("a part of it has a number of too many digits") from error
 
 
 def _put(fields: dict[str, Any], name: str, value: Any) -> None:
-    """Add a value under the name of its part, which may be that of a member of a structure."""
+    """Add a value under the name of its part, which may be the path of a nested member."""
     *path, last = [step for step in _STEPS.split(name) if step] or [name]
     for step in path:
         fields = fields.setdefault(step, {})
@@ -222,7 +221,7 @@ _NESTED: Final = frozenset({dict, list})
 
 
 class RepeatedName(ValueError):
-    """Name what an object has twice."""
+    """A name that an object has twice."""
 
 
 def repeated_name(request: ModelRequest) -> str | None:
@@ -233,7 +232,7 @@ def repeated_name(request: ModelRequest) -> str | None:
     """
     if request.parsed is None or members_in(request.body) == _members_of(request.fields):
         return None
-    # Values that were left unread have members too, so the names themselves are compared now.
+    # Unparsed values have members too, so the names themselves are compared now.
     try:
         json.loads(request.body, object_pairs_hook=once_each)
     except RepeatedName as repeated:
@@ -242,10 +241,10 @@ def repeated_name(request: ModelRequest) -> str | None:
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object that has these members, for a reader of JSON.
+    """Return the object that has these members, as a hook of a JSON parser.
 
     Raises:
-        RepeatedName: it has two of one name.
+        RepeatedName: two members have the same name.
     """
     members: dict[str, Any] = {}
     for name, value in pairs:

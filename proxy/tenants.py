@@ -1,20 +1,20 @@
-"""Keep tenants apart in what their requests name.
+"""Keep tenants from naming each other's objects in requests.
 
 One model server, and one account at a provider, serve all tenants. A request could name another
-tenant's version, file, response or cache, or send itself to another address. So of a tenant's body
+tenant's version, file, response or cache, or send itself to another address. So in a tenant's body
 
-- what names such a thing is refused, and its sender is told where it stands;
-- tools and options are passed on if they are listed here, and any other is left out with a warning:
-  a gateway may take it for an address, a key or a store;
-- conversations are passed on whole, but for members that may name something: servers find text,
-  ids and addresses there.
+- references to such objects are refused, with their place in the body;
+- tools and options are passed on if they are listed here, and others are left out with a warning:
+  a gateway may take them for an address, a key or a store;
+- conversations are passed on, except for members that may be references: servers find text, ids
+  and addresses there.
 
 So a new field of a client fails no call, and reaches a server once it is listed. The default tenant
-owns the account and may send any field, but must not name another tenant's version, nor go on from
+owns the account and may send any field, but must not name another tenant's version, nor continue
 another tenant's response.
 
-A body must mean the same to whoever reads it: where anything is hidden from its sender, a body that
-servers may read in different ways is refused (docs/decisions/068-tenants.md).
+All parsers must read a body alike: if anything is hidden from its sender, a body that servers may
+read in different ways is refused (docs/decisions/068-tenants.md).
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Where a member stands: the place that it stands in (None: the body), and its name or index.
+# The place of a member: the place of its container (None: the body), and its name or index.
 Place = tuple["Place | None", str | int]
 
 MODEL: Final = "model"
@@ -71,7 +71,7 @@ _OF_CALLS: Final = _words("""
     prompt_cache_key prompt_cache_retention prompt_cache_options
 """)
 _OF_MESSAGES: Final = _OF_CALLS | {"mcp_servers"}
-# Whose responses may be gone on from is checked (`check_continued`).
+# `check_continued` checks whether the tenant may continue the response.
 _OF_RESPONSES: Final = _OF_CALLS | {"previous_response_id"}
 _OF_MEDIA: Final = _words("""
     model input prompt voice instructions speed stream stream_format response_format temperature
@@ -102,24 +102,25 @@ MEMBERS: Final = _words("""
     tool_call_id tool_configuration tool_id tool_names tool_use_id tools toolset_name total trigger
     ttl type url url_sources user_id user_input user_location value verbosity version voice
 """)
-# In these a conversation stands, whose members are passed on unless they may name something.
+# Fields with a conversation, whose members are passed on unless they may be references.
 TALKS: Final = _words("messages input prompt system instructions prediction")
-# Within a conversation, these hold tools and options all the same.
+# Members with tools and options, also within a conversation.
 OPTIONS: Final = _words("tool tools toolset container environment")
-# Names of what is kept, of pictures in a cache, and of tensors that servers load.
+# Names of members that may refer to stored objects, cached pictures, or tensors to load.
 KEPT: Final = re.compile(r".*(?:id|handle|embed)s?[^a-z0-9]*", re.DOTALL)
-# What servers fetch stands under such names.
+# Names of members whose values servers may fetch.
 _FETCHED: Final = re.compile(
     r".*(?:(ur[il]|href|src)|image|video|audio|file|media|data)s?[^a-z0-9]*", re.DOTALL
 )
-# The client's own content, in which any name may stand.
+# Members with the client's own content, in which any name is allowed.
 FREE: Final = _words("""
     action actions annotations arguments attributes chat_template_kwargs citations configs
     default_config documents env headers input_examples input_schema json_schema logit_bias logprobs
     media_io_kwargs metadata mm_processor_kwargs output_schema parameters properties schema
     structured_outputs top_logprobs
 """)
-# Items of a response's input that say all themselves, or under one of these members.
+# Types of a response's input items that carry their content; one of the members, if any, must
+# be present.
 ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         _words("""
@@ -134,20 +135,20 @@ ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     "reasoning": ("encrypted_content", "content"),
     "image_generation_call": ("result",),
 }
-# Words and ids that tenants may not send, and that name no model.
+# Other fields with words and ids that name no model.
 _NO_MODELS: Final = _words("""
     query text texts conversation session_id request_id cache_salt litellm_session_id
     litellm_trace_id text_format
 """)
 QUERY: Final = _words("model beta api-version after after_id before_id limit order")
-# Names by which LiteLLM takes an address or a credential, in `metadata` too, without their
-# dashes and underscores and in small letters (`litellm/proxy/auth/auth_utils.py`).
+# Names of LiteLLM's fields with an address or a credential, in `metadata` too, in lower case
+# without dashes and underscores (`litellm/proxy/auth/auth_utils.py`).
 _PLACE: Final = re.compile(
     r".*(?:api(?:base|url|key|token)|baseurl|(?:target|server|deployment|webhook|callback)url"
     r"|endpoint(?:url)?|secret(?:key)?|accesskey(?:id)?|sessiontoken|adtoken|identitytoken"
     r"|credentials?|credentialname|rolename|profilename|langfuse\w*host)"
 )
-# Fields and members that name an object or a place, with the remedy: their sender is told.
+# Fields and members that refer to an object or an address, with the remedy in the error.
 REFERENCES: Final[Mapping[str, str]] = {
     "extra_body": "write its fields beside the others",
     "conversation": "send the conversation itself",
@@ -168,7 +169,7 @@ REFERENCES: Final[Mapping[str, str]] = {
     ),
 }
 _PUBLIC: Final = "name a public address by http:// or https://, or send the content itself"
-# An address that all readers take alike: some would leave out a space or turn a backslash.
+# An address that all parsers read alike: some would drop a space or turn a backslash.
 _URL: Final = re.compile(
     r"https?://(?:[^\s/?#@\\]*@)?(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d*)?(?:[/?#][^\s\\]*)?",
     re.ASCII | re.IGNORECASE,
@@ -186,11 +187,11 @@ PAUSE_S: Final = 0.1
 def check_call(
     owners: Owners, tenant: str, path: str, headers: Headers, request: ModelRequest
 ) -> tuple[ModelRequest, str | None]:
-    """Return what is passed on of a recorded call to `path`, and a warning of what is left out.
+    """Return a recorded call's request as it is passed on, and a warning of what is left out.
 
     Raises:
         NotServed: it names a version that is hidden from its sender.
-        BadRequest: it is no JSON object of one meaning, or names what is not its tenant's.
+        BadRequest: it is not an unambiguous JSON object, or names an object not its tenant's.
     """
     if tenant == owners.sole:
         return request, None
@@ -268,20 +269,20 @@ def check_headers(owners: Owners, tenant: str, headers: Headers) -> None:
     Raises:
         NotServed: a header does.
     """
-    # Of other tenants only headers of a list are passed on.
+    # For other tenants only listed headers are passed on.
     if tenant != DEFAULT:
         return
     for name, value in headers:
-        # Nearly no value has an @; a product's name and version may.
+        # Nearly no value has an @. A product's name and version may, in headers of any tenant.
         if b"@" in value and not is_of_any_tenant(name):
             owners.check(tenant, value.decode("latin-1"), name.decode("latin-1"))
 
 
 def _all_fields(request: ModelRequest) -> Mapping[str, Any]:
-    """Return a request's fields, also those that hold a number like 1e400.
+    """Return a request's fields, also parsing those that hold a number like 1e400.
 
     Raises:
-        ValueError: a field cannot be read even so.
+        ValueError: a field still cannot be read.
     """
     parsed = request.parsed or {}
     unread = {
@@ -293,10 +294,10 @@ def _all_fields(request: ModelRequest) -> Mapping[str, Any]:
 
 
 def _type_of(headers: Headers, body: bytes) -> str:
-    """Return the content type of a body that means the same to whoever reads it.
+    """Return the content type of a body that all parsers read alike.
 
     Raises:
-        BadRequest: its headers, or a type that does not fit it, let it mean something else.
+        BadRequest: its headers, or a type that does not fit it, allow different readings.
     """
     types = [value for name, value in headers if name.lower() == _CONTENT_TYPE]
     codings = [value for name, value in headers if name.lower() == _CONTENT_ENCODING]
@@ -307,7 +308,7 @@ def _type_of(headers: Headers, body: bytes) -> str:
         raise _unclear("has a Content-Encoding", "send it without")
     if not is_plain(content_type):
         raise _unclear("is in another character set than UTF-8", "encode it as UTF-8")
-    # What divides the fields of a form in a URL's encoding.
+    # These separate the fields of a URL-encoded form.
     if "urlencoded" in content_type.lower() and (b"&" in body or b";" in body):
         raise _unclear(
             "is sent as a form in a URL's encoding",
@@ -334,7 +335,7 @@ def allowed_fields(path: str) -> frozenset[str]:
 def _check_models(owners: Owners, path: str, fields: Mapping[str, Any]) -> None:
     """Check that a body of the default tenant names no other tenant's version.
 
-    Gateways take models by fields that nobody can list, such as `fallbacks`.
+    Gateways take models from fields that cannot all be listed, such as `fallbacks`.
     """
     wordy = (allowed_fields(path) | _NO_MODELS) - {MODEL}
     for name, value in fields.items():
@@ -348,10 +349,10 @@ def _check_models(owners: Owners, path: str, fields: Mapping[str, Any]) -> None:
 
 
 def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, Any]) -> list[Place]:
-    """Return the places of what is left out of a tenant's body.
+    """Check a tenant's body, and return the places to leave out.
 
     Raises:
-        NotServed, BadRequest: it names what is not its tenant's.
+        NotServed, BadRequest: it names an object that is not its tenant's.
     """
     allowed, left_out = allowed_fields(path), list[Place]()
     for name, value in fields.items():
@@ -387,19 +388,19 @@ def _check_within(
     *,
     is_talk: bool,
 ) -> None:
-    """Check a value that a name has, as it is or in lists, and add what is left out of it.
+    """Check a member's value, also within lists, and add the places to leave out.
 
     Args:
-        owners: whose each policy is.
+        owners: the tenants of the policies.
         tenant: the sender.
         value: the value.
-        folded: the name in small letters.
+        folded: the member's name in lower case.
         place: where the value stands.
-        left_out: takes the places of what is left out.
-        is_talk: it is of a conversation.
+        left_out: receives the places to leave out.
+        is_talk: the value belongs to a conversation.
 
     Raises:
-        NotServed, BadRequest: a member names what is not its tenant's.
+        NotServed, BadRequest: a member names an object that is not its tenant's.
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -409,7 +410,7 @@ def _check_within(
             if member is None or name in FREE or (name == "input" and isinstance(member, dict)):
                 continue
             said, inner = name.casefold(), (place, name)
-            # Some readers take a name in any letters.
+            # Some parsers ignore the case of a name.
             is_odd = said != name and said in MEMBERS
             if is_odd or _is_reference(said, member, is_item=isinstance(place[1], int)):
                 raise _not_allowed(inner)
@@ -427,10 +428,10 @@ def _check_within(
 
 
 def _is_reference(folded: str, member: object, *, is_item: bool) -> bool:
-    """Return whether a member of an object names what is kept.
+    """Return whether a member of an object refers to a stored object.
 
-    An `id` is that of an item, as of a message or a tool call: elsewhere it names what a provider
-    keeps, such as a stored prompt or a voice.
+    The `id` of a list's item, such as a message or a tool call, is the item's own; elsewhere it
+    names an object kept by the provider, such as a stored prompt or a voice.
     """
     if folded == "id":
         return not is_item
@@ -440,8 +441,8 @@ def _is_reference(folded: str, member: object, *, is_item: bool) -> bool:
 
 
 def _is_steering(folded: str) -> bool:
-    """Return whether gateways take an address or a credential by a name."""
-    # The pattern takes long on a long name, and no gateway reads one.
+    """Return whether gateways take an address or a credential from a field of this name."""
+    # The pattern is slow on long names, which no gateway reads.
     return _PLACE.fullmatch(folded[-_MOST_READ:].replace("_", "").replace("-", "")) is not None
 
 
@@ -455,10 +456,10 @@ def _steps(place: Place) -> list[str | int]:
 
 
 def _without(request: ModelRequest, left_out: Sequence[Place]) -> ModelRequest:
-    """Return a request without what stands at some places, all other fields byte for byte.
+    """Return a request without the places `left_out`, all other fields byte for byte.
 
     Raises:
-        ValueError: a field of which a part is left out has a number that cannot be written again.
+        ValueError: a field with a place to leave out has a number that cannot be encoded again.
     """
     parsed, changed = dict(request.parsed or {}), dict[str, Any]()
     known: dict[int, Any] = {}
@@ -485,7 +486,7 @@ def _without(request: ModelRequest, left_out: Sequence[Place]) -> ModelRequest:
 
 
 def _warning(left_out: Sequence[Place]) -> str:
-    """Return a warning that names what is left out, without the indexes of its lists."""
+    """Return a warning that names the places, without list indexes."""
     # More would not be shown.
     shown_of = map(_steps, left_out[:_MOST_WARNED])
     names = dict.fromkeys(".".join(s for s in place if isinstance(s, str)) for place in shown_of)
@@ -494,7 +495,7 @@ def _warning(left_out: Sequence[Place]) -> str:
 
 
 def _is_open(folded: str, text: str) -> bool:
-    """Return whether a text under a name is no place, or a public one."""
+    """Return whether a text under this name is no address, or a public address."""
     fetched = _FETCHED.fullmatch(folded)
     if fetched is None or not text or (":" not in text and not fetched[1]):
         return True
@@ -502,7 +503,7 @@ def _is_open(folded: str, text: str) -> bool:
 
 
 def _is_public(url: str) -> bool:
-    """Return whether a text holds its data, or names what all readers look for in the internet."""
+    """Return whether a URL holds its data, or has a public address for all parsers."""
     if url[:5].lower() == "data:":
         return True
     named = _URL.fullmatch(url)
@@ -517,7 +518,7 @@ def _is_public(url: str) -> bool:
 
 
 def _check_items(items: object) -> None:
-    """Check that the items of a response's input are no references to items that are kept."""
+    """Check that no item of a response's input is a reference to a stored item."""
     for index, item in enumerate(items if isinstance(items, list) else ()):
         place: Place = ((None, "input"), index)
         if isinstance(item, list):
@@ -526,7 +527,7 @@ def _check_items(items: object) -> None:
             continue
         kind = item.get("type")
         if kind is None and item.get("role"):
-            # The type of a message may be left out, as may that of a reference.
+            # A message, which has a role, may lack a type; so may a reference.
             continue
         said_in = ITEMS.get(kind) if isinstance(kind, str) else None
         if said_in is None or (said_in and not any(map(item.get, said_in))):
@@ -569,9 +570,9 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def responses_named(wire_format: WireFormat, request: ModelRequest) -> list[str]:
-    """Return the ids of the responses that a call goes on from."""
+    """Return the ids of the responses that a call continues."""
     fields = request.fields
-    # Gateways take what is in `extra_body` as if it stood beside it.
+    # Gateways merge the fields of `extra_body` into the body.
     extra = fields.get("extra_body")
     holders = [fields, extra] if isinstance(extra, dict) else [fields]
     return [name for name in map(wire_format.turns.continues, holders) if name is not None]
@@ -580,14 +581,14 @@ def responses_named(wire_format: WireFormat, request: ModelRequest) -> list[str]
 async def check_continued(
     tenant: str, dialect: str, named: str, owners: Owners, memory: CallMemory, lookup: Lookup
 ) -> None:
-    """Check that the response that a call goes on from is not another tenant's.
+    """Check that a call does not continue another tenant's response.
 
-    A provider keeps all tenants' responses under one account, and goes on from any. A tenant's must
-    be known as its own. The default tenant's must not be known as another tenant's: the provider
-    may keep responses of its own that no proxy has seen.
+    A provider keeps all tenants' responses under one account, and continues any. A tenant's
+    response must be known as its own. The default tenant's must only not be known as another
+    tenant's: the provider may keep responses that no proxy has seen.
 
     Raises:
-        NotContinued: the response is another tenant's, or a tenant's that nobody knows.
+        NotContinued: the response is another tenant's or, except for the default tenant, unknown.
         NotKnownNow: the database does not answer, and this worker does not know the response.
     """
     others = owners.other_tenants if tenant == DEFAULT else frozenset()
@@ -600,7 +601,7 @@ async def check_continued(
 
     clock = asyncio.get_running_loop().time
     deadline = clock() + WAIT_S
-    # No text that PostgreSQL keeps has U+0000, and it takes none in a query.
+    # PostgreSQL neither stores U+0000 in a text nor accepts it in a query.
     is_possible = "\x00" not in named
     while True:
         known = {name for name, digest in digests.items() if memory.knows(digest)}

@@ -1,10 +1,10 @@
-"""Tell how each tool execution ended, by a call's headers and by the results in its request (pure).
+"""Read how tool executions ended, from a call's headers and the results in its request (pure).
 
 A client may state how a tool ended: in the header `x-pawl-tool-status`, an RFC 9651 list such as
 `ok;id="call_1", error;id="call_2";detail="exit 2"`, or with the result, where the API has a field
 for it. `PAWL_TOOL_RESULTS` names rules that read results, tool by tool:
-`search=json_error,shell=exit_code+timeout`. Where nothing is stated, some APIs mean that the tool
-succeeded; the ledger keeps the three apart (docs/decisions/019-tool-event-sources.md).
+`search=json_error,shell=exit_code+timeout`. If nothing is stated, some APIs mean that the tool
+succeeded. The three sources are stored apart (docs/decisions/019-tool-event-sources.md).
 """
 
 import re
@@ -23,13 +23,13 @@ from proxy.formats.raw_json import Object
 from store.ids import new_id
 from store.records import TOOL_STATUSES, Record, ToolCall, ToolEvent, ToolSource, ToolStatus
 
-# A text that is one fenced block and nothing else: agents execute what is in it.
+# A text that is one fenced block and nothing else: agents execute its content.
 _FENCED: Final = re.compile(r"```[^\n`]*\n((?:(?!```).)*)```", re.DOTALL)
 MOST_QUOTES: Final = 4
 
 
 def text_digest(text: str) -> UUID | None:
-    """Return a digest of a whole text, without the blanks and the fence around it; None: empty."""
+    """Return a digest of a text without the blanks and the fence around it, or None if empty."""
     bare = text.strip()
     if fenced := _FENCED.fullmatch(bare):
         bare = fenced.group(1).strip()
@@ -39,7 +39,7 @@ def text_digest(text: str) -> UUID | None:
 
 
 def quoted_digests(texts: Iterable[str]) -> tuple[UUID, ...]:
-    """Return the digests of a tool call's texts, each once; of the first `MOST_QUOTES`."""
+    """Return the distinct digests of the first `MOST_QUOTES` texts of a tool call."""
     digests = filter(None, map(text_digest, texts))
     # No more is digested than is kept: a tool call may have a million arguments.
     return tuple(dict.fromkeys(islice(digests, MOST_QUOTES)))
@@ -56,15 +56,15 @@ _TIMED_OUT: Final = ("timed_out", "timedOut", "timeout")
 _CODE: Final = r"(?:(?:exit|return)[ _-]?|exited with )(?:code|status)[\s:=]{0,3}(-?\d{1,10})\b"
 # At a line's beginning ("Exit code 2", "exit_code: 0 (done)"), or at its end ("… exit code 1.").
 _EXIT_LINE: Final = re.compile(rf"\W*{_CODE}|.*\b{_CODE}\W*\Z", re.IGNORECASE | re.ASCII)
-# What coding agents write around a command's own output, matched whole, for the output may hold the
-# like of it. Without a code the command still runs, or was killed.
+# Frames that coding agents write around a command's output, matched whole, since the output may
+# hold similar lines. Without a code the command still runs, or was killed.
 _CODEX: Final = re.compile(
     r"(?:Chunk ID: \w+\n)?Wall time: \d+\.\d+ seconds\n"
     r"Process (?:exited with code (-?\d{1,10})|running with session ID \d+)\n"
     r"(?:Original token count: \d+\n)?Output:(?:\n|\Z)",
     re.ASCII,
 )
-# Of Qwen Code's last lines the last ones of their kind count. A long result begins with a notice.
+# The last lines of each kind are Qwen Code's own. A long result begins with a notice.
 _QWEN_CODE: Final = re.compile(
     r"(?:Tool output was too large and has been truncated\.\n(?:.+\n)*\n"
     r"Truncated part of the output:\n)?"
@@ -82,7 +82,7 @@ _LINE: Final = 300
 
 
 class Reading(Record, frozen=True, kw_only=True):
-    """Give a rule's verdict on how a tool ended, with the detail that it rests on."""
+    """A rule's verdict on how a tool ended, with the detail behind it."""
 
     status: ToolStatus
     detail: str | None = None
@@ -105,7 +105,7 @@ class BadReaders(ValueError):
 
 
 class ResultReaders(Record, frozen=True, kw_only=True):
-    """Read the results of tools by each one's rules; `*` is for tools without their own.
+    """Rules for reading results, by tool; `*` applies to tools without rules of their own.
 
     `give_verdicts` says whether any tool has a rule that can give a verdict.
     """
@@ -116,7 +116,7 @@ class ResultReaders(Record, frozen=True, kw_only=True):
     def read(self, name: str | None, text: str) -> Reading | None:
         """Return how the tool of that name ended, or None if no rule gives a verdict.
 
-        If several rules give one, the worst counts.
+        The worst of several verdicts counts.
         """
         rules = self._of(name)
         if not rules:
@@ -251,7 +251,7 @@ def _json_code(parsed: dict[str, Any]) -> int | None:
 def _text_code(text: str) -> int | None:
     """Return the exit code of the first or last line; if both give one, prefer the failing one.
 
-    A command can print such a line of its own. Where a coding agent's frame is, only that counts.
+    A command may print such a line itself. If there is a coding agent's frame, only that counts.
     """
     if framed := _CODEX.match(text) or _QWEN_CODE.match(text):
         return _framed_code(framed)
@@ -281,7 +281,7 @@ def _says_timed_out(parsed: dict[str, Any]) -> bool:
 
 
 def _detail(text: str | None) -> str | None:
-    """Return the beginning of a text, in a form that the ledger can store."""
+    """Return the beginning of a text, in a form that the database can store."""
     return text.replace("\x00", "")[:MAX_DETAIL] if text else None
 
 
@@ -314,15 +314,15 @@ def result_events(
 def not_offered_events(
     call_id: UUID, tools: Any, tool_calls: Iterable[ToolCall]
 ) -> tuple[ToolEvent, ...]:
-    """Return a `malformed` event for each tool call of a reply that its request does not offer.
+    """Return a `malformed` event for each tool call whose tool the request does not offer.
 
-    `tools` is the request's field. Where any of it has no name, or is a set of others, the names
-    are not all known, and nothing is judged. Of tool calls that share an id the last one counts.
+    `tools` is the request's field. If any tool has no name, or is a set of tools, the names are not
+    all known, and there are no events. Of tool calls that share an id the last counts.
     """
     names = {_tool_name(tool) for tool in tools} if isinstance(tools, list) else set()
     if not names or None in names:
         return ()
-    # A result of the same tool call in this call's request has an id in `call_id` itself.
+    # `result_events` uses `call_id` as the namespace for a result of the same tool call.
     namespace = uuid5(call_id, "not_offered")
     unknown = {call.id: call.name for call in tool_calls if call.name not in names}
     return tuple(

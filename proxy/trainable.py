@@ -1,13 +1,13 @@
-"""Read what a call was sampled with, and decide whether it can carry loss (pure).
+"""Read a call's sampling settings, and decide whether the call is trainable (pure).
 
 A trainable call has ids that the policy sampled under a distribution that the trainer can compute
-again (`store.values.sampling`). The log-probabilities that they had are recorded, or left to
-the trainer, which computes them with the version that sampled the ids.
+again (`store.values.sampling`). Their log-probabilities are recorded, or the trainer computes them
+with the version that sampled the ids.
 
 vLLM's request classes accept more than they document: a number in a string, true for 1. It also
 never samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting
-whose meaning is unclear is recorded as it was sent, and named in `unreadable`. So is a field that
-nobody knows: a server may take it for a constraint.
+whose meaning is unclear is recorded as it was sent, and named in `unreadable`. An unknown field is
+named there, too: a server may take it for a constraint.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (False,),
     "vllm_xargs": ({},),
 }
-# Fields that hold a reply to a grammar. vLLM ignores all but the first; another server may not.
+# Fields that constrain a reply by a grammar. vLLM ignores all but the first; others may not.
 STRUCTURED: Final = "structured_outputs"
 GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 GRAMMARS: Final = frozenset({STRUCTURED, *GUIDED})
@@ -68,14 +68,14 @@ GRAMMARS: Final = frozenset({STRUCTURED, *GUIDED})
 STRICT_TOOLS: Final = "strict_tools"
 ONE_CALL: Final = "one_call"
 UNREAD_SETTINGS: Final = "unreadable"
-# What may have held a reply to a grammar that the request alone does not tell.
+# Settings by which a grammar may have constrained a reply.
 HELD: Final = GRAMMARS | {STRICT_TOOLS, ONE_CALL}
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """Hold a call's settings as they are recorded (JSON), and why they forbid to train on it.
+    """A call's settings as they are recorded (JSON), and the reasons why they prevent training.
 
-    The reason may be another where it is not sure which tokens a grammar held: `unsure` is that.
+    `unsure` is the reason if it is not known which tokens a grammar constrained.
     """
 
     recorded: bytes
@@ -83,11 +83,11 @@ class Judged(msgspec.Struct, frozen=True):
     unsure: Reason | None
 
     def why_not(self, sure: bool) -> Reason | None:
-        """Return why what was sampled from cannot be computed again, or None if it can."""
+        """Return why the distribution cannot be computed again, or None if it can."""
         return self.sure if sure else self.unsure
 
     def with_setting(self, name: str, value: Any) -> "Judged":
-        """Return the same settings with one more recorded, which changes no reason."""
+        """Return a copy with one more recorded setting, which changes no reason."""
         recorded = msgspec.json.decode(self.recorded) | {name: value}
         return msgspec.structs.replace(self, recorded=msgspec.json.encode(recorded))
 
@@ -105,7 +105,7 @@ def first_reason(
     """Return the first reason why a call cannot be trained on, or None if it can.
 
     `judge` does what `why_not_replayed` does for the call's settings. `only_text` says whether the
-    call neither shows nor asks for anything else, and `is_side` whether it is a side call.
+    call shows and requests text alone, and `is_side` whether it is a side call.
     """
     if status != "complete":
         return "incomplete"
@@ -142,10 +142,10 @@ def _tokens(sampled: Sampled) -> Reason | None:
 def why_not_replayed(
     sampling: Mapping[str, Any], rules: SamplingRules, *, sure: bool
 ) -> Reason | None:
-    """Return why what was sampled from cannot be computed again, or None if it can.
+    """Return why the distribution cannot be computed again, or None if it can.
 
-    `sure` says whether it is known which tokens a grammar held: all, as none is of a thought, or
-    those that the server's log-probabilities show.
+    `sure` says whether it is known which tokens a grammar constrained: all, as there are no
+    thoughts, or those that the server's log-probabilities show.
     """
     if UNREAD_SETTINGS in sampling:
         return "unreadable_sampling"
@@ -174,7 +174,7 @@ def _reshaped(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | Non
     return None
 
 
-# What a model server understands in every format; the formats have more names of their own.
+# Settings that a model server understands in every format; formats have more of their own.
 COMMON: Final = frozenset(
     {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL, *GRAMMARS}
 )
@@ -185,14 +185,14 @@ NUMBERS: Final = frozenset(
     }
 )
 NO_DEFAULTS: Final[Mapping[str, float]] = {}
-# Marks of free choices that a known syntax of calls holds.
+# Marks of tools that a grammar in a known syntax may constrain although no call is forced.
 TAGGED: Final = frozenset({STRICT_TOOLS, ONE_CALL})
 # How many unknown fields are named.
 MOST_UNKNOWN: Final = 8
-# Settings that are remembered, and the most bytes of a request's fields that they are known by.
+# Most cached settings, and most bytes of request fields that serve as a cache key.
 MOST_KNOWN: Final = 256
 MOST_FIELD_BYTES: Final = 32 * 1024
-# What the objects of one field take besides its characters.
+# Memory of a field's objects besides its characters (approximate).
 FIELD_BYTES: Final = 200
 Fields = tuple[tuple[str, bytes], ...]
 
@@ -266,12 +266,11 @@ def sampling_settings(
     tool_grammars: bool = True,
     tool_tag: str | None = None,
 ) -> dict[str, Any]:
-    """Return a request's sampling settings; the temperature is always among them.
+    """Return a request's sampling settings, with the temperature; for None only `unreadable`.
 
-    No setting is known of a body that could not be parsed (None). `default_temperature` and
-    `defaults` are what the server uses where the request names nothing. `tool_grammars` says
-    whether the server may hold calls of strict tools to a grammar, and `tool_tag` in which syntax,
-    if that is known.
+    `request` is None if the body could not be parsed. `default_temperature` and `defaults` are the
+    server's, for settings that the request does not name. `tool_grammars` says whether the server
+    may constrain calls of strict tools by a grammar, and `tool_tag` in which syntax, if known.
     """
     if request is None:
         return {UNREAD_SETTINGS: ["request"]}
@@ -285,7 +284,7 @@ def sampling_settings(
         elif name not in rules.harmless:
             unknown.append(name)
     unreadable = _read_numbers(settings)
-    # A value that none of our parsers takes (one that holds 1e400, for example) is a text here.
+    # A value that none of our parsers reads (with 1e400, for example) is a text here.
     unreadable += [n for n in rules.objects if not isinstance(settings.get(n, {}), dict)]
     unreadable += unknown[:MOST_UNKNOWN]
     tools = rules.tools(request)
@@ -310,7 +309,7 @@ def _grammar(
     rules: SamplingRules,
     tool_tag: str | None,
 ) -> Mapping[str, str] | None:
-    """Return the grammar that held the reply, or None if there is none that can be read."""
+    """Return the grammar that constrained the reply, or None if there is none that can be read."""
     tagged = tool_tag is not None and not TAGGED.isdisjoint(settings)
     held = tagged or STRUCTURED in settings or rules.constrains(settings)
     if not held or not settings.keys().isdisjoint(GUIDED):
@@ -319,7 +318,7 @@ def _grammar(
 
 
 def _read_numbers(settings: dict[str, Any]) -> list[str]:
-    """Replace numbers as sent by numbers as used, and return the names of those that are none."""
+    """Replace numbers by the values used, and return the names of unreadable numbers."""
     unreadable = []
     used = used_temperature(settings["temperature"])
     if used is None:
@@ -337,10 +336,10 @@ def _read_numbers(settings: dict[str, Any]) -> list[str]:
 
 
 def _allows_one_call(request: Mapping[str, Any]) -> bool:
-    """Return whether a request with tools lets the model call one of them at most.
+    """Return whether a request with tools allows at most one tool call.
 
-    vLLM sees to that with a grammar wherever its tool parser has one for the model's syntax
-    (`DelegatingParser._apply_structural_tag`), also where no tool need be called.
+    vLLM enforces that by a grammar if its tool parser has one for the model's syntax
+    (`DelegatingParser._apply_structural_tag`), even if no call is required.
     """
     choice = request.get("tool_choice")
     as_object = choice if isinstance(choice, dict) else {}
@@ -352,7 +351,7 @@ def _allows_one_call(request: Mapping[str, Any]) -> bool:
 def _has_strict_tool(tools: list[Any]) -> bool:
     """Return whether any of the tools is strict.
 
-    vLLM holds strict tools to their schema by a grammar, which changes the distribution. In a
+    A grammar of vLLM's constrains strict tools to their schema, and so the distribution. In a
     chat `strict` is a field of the tool's function, in the other APIs of the tool itself. Any
     value but false and null counts as true, because the server may read it so.
     """

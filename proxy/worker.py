@@ -1,4 +1,4 @@
-"""Work on the data port: take calls and feedback, with only the disk and the upstream at hand."""
+"""Serve the data port: take calls and feedback; only the disk and the upstream are needed."""
 
 import asyncio
 import socket
@@ -59,8 +59,8 @@ def data_handler(
     """Return the data port's handler.
 
     Every request goes through the allow-list (`proxy.routing`), which is the only router, and
-    through the gate, which checks its key and takes it out; but for `/healthz`, for load balancers,
-    which have no key and may not reach the admin port.
+    through the gate, which checks and removes its key. Only `/healthz` does not: load balancers
+    have no key and may not reach the admin port.
     """
 
     async def handle(exchange: Exchange) -> None:
@@ -105,9 +105,9 @@ def data_handler(
 
 
 def _refuse_websocket(headers: Headers, path: str) -> None:
-    """Refuse a websocket where plain requests are served, for its client to send those.
+    """Refuse a websocket on a served path, so that the client sends plain requests.
 
-    A server before the proxy may keep the offer to itself; the handshake's key is passed on.
+    A server before the proxy may remove `Upgrade`; it passes the handshake's key on.
 
     Raises:
         NoWebsocket: the request opens a websocket, and the path is served.
@@ -121,7 +121,7 @@ def _refuse_websocket(headers: Headers, path: str) -> None:
 
 
 def _answer_failure(exchange: Exchange, error: Exception) -> None:
-    """Say why a request came to nothing, if that is known; log the error if it is not."""
+    """Answer with the error if its reason is known; else log it, and answer 500."""
     if isinstance(error, BodyTooSlow):
         error = TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take")
     if isinstance(error, ProxyError):
@@ -152,8 +152,8 @@ async def serving(
 ) -> AsyncIterator[Server]:
     """Run a worker that takes connections from `listener`; it is up when the context is entered.
 
-    `pins` are the episodes' versions that all workers of a proxy agree on; None: it is the only
-    one. `stopping` returns whether clients should go elsewhere. When the context is left, no new
+    `pins` are the episodes' versions that all workers of a proxy agree on, None for a sole worker.
+    `stopping` returns whether clients should go elsewhere. When the context is left, no new
     connection is taken, and calls under way have a part of `PAWL_STOP_GRACE_S` to finish, unless
     `finish_within` was called on the server before.
     """
