@@ -97,7 +97,7 @@ class Overloaded(ProxyError, status=503, kind="overloaded_error", retry_after_s=
 
 
 class KeysUnknown(ProxyError, status=503, retry_after_s=2):
-    """Report that the proxy cannot read the API keys now, so it lets nobody in."""
+    """Report that the proxy cannot read the API keys now, so it admits no request."""
 
 
 class NoUpstream(BadRequest, status=404):

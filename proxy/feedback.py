@@ -203,7 +203,7 @@ def _reused(key: str) -> KeyReused:
 SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
 # Targets of about 7,000 calls; the database knows the older ones.
 CAPACITY: Final = 20_000
-# A longer body takes more than about 10 ms to parse, which is done beside the event loop.
+# A longer body takes more than about 10 ms to parse, which is done in a thread.
 LONG_BYTES: Final = 128 * 1024
 
 

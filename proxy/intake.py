@@ -44,7 +44,7 @@ class Budget:
     """Limit the bytes that all requests and replies in flight may hold together."""
 
     def __init__(self, limit: int) -> None:
-        """Begin with nothing held of `limit` bytes."""
+        """Begin unused; `limit` is in bytes."""
         self.limit = limit
         # A small budget lowers the bound: a small request must fit into the reserved part.
         self.small = min(SMALL, limit // SET_ASIDE)

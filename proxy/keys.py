@@ -286,9 +286,9 @@ _SIZES: Final = frozenset(map(len, CREDENTIALS | RELAYED))
 
 
 class Shown(msgspec.Struct, frozen=True, gc=False):
-    """What a request's headers say of its sender.
+    """The sender's credentials in a request's headers.
 
-    `relayed`: a reverse proxy passed it on. `headers`: those that hold the client's credentials.
+    `relayed`: a reverse proxy passed the request on. `headers`: all headers with credentials.
     """
 
     credential: bytes | None = None
@@ -300,10 +300,10 @@ NOTHING: Final = Shown()
 
 
 class Gate:
-    """Check the credentials of requests against the known keys, and hold keys to their limits."""
+    """Check the credentials of requests against the known keys, and enforce the keys' limits."""
 
     def __init__(self, access: Access, workers: int = 1, hosts: tuple[str, ...] = ()) -> None:
-        """Begin without knowing the keys: until `take`, nobody is let in.
+        """Begin without knowing the keys: no request is admitted until `take`.
 
         Each of `workers` holds a key to its share of the limits. `hosts`: `PAWL_ALLOWED_HOSTS`.
         """
@@ -318,7 +318,7 @@ class Gate:
 
     @property
     def knows(self) -> bool:
-        """Return whether the keys are known: until then nobody is let in."""
+        """Return whether the keys are known: no request is admitted before."""
         return self._known is not None
 
     def take(self, ring: KeyRing | None) -> None:

@@ -26,7 +26,7 @@ Metric = TypeVar("Metric", bound=MetricWrapperBase)
 def labelled(metric: Metric, *values: str) -> Metric:
     """Return `metric.labels(*values)`, cached because it is on a call's path.
 
-    No value may be one that a client can choose freely: each becomes a time series.
+    Clients must not be able to choose a value freely: each becomes a time series.
     """
     return metric.labels(*values)
 

@@ -50,7 +50,7 @@ def _words(text: str) -> frozenset[str]:
 Place = tuple["Place | None", str | int]
 
 MODEL: Final = "model"
-# Fields of calls: those of the APIs, and the settings by which vLLM and SGLang sample.
+# Fields of calls: the APIs' fields, and sampling settings of vLLM and SGLang.
 _OF_CALLS: Final = _words("""
     model messages input prompt system instructions suffix prediction documents chat_template
     chat_template_kwargs add_generation_prompt continue_final_message mm_processor_kwargs
@@ -80,7 +80,7 @@ _OF_MEDIA: Final = _words("""
     moderation input_fidelity output_format output_compression partial_images user
     safety_identifier
 """)
-# Members of tools and options at any depth, and the ids that a conversation gives its own parts.
+# Members of tools and options at any depth, and ids of a conversation's own parts.
 MEMBERS: Final = _words("""
     allowed_callers allowed_domains allowed_tools always approval_request_id approximate async audio
     authorization authorization_token background blocked_domains budget_tokens cache_control call_id
@@ -584,8 +584,8 @@ async def check_continued(
     """Check that a call does not continue another tenant's response.
 
     A provider keeps all tenants' responses under one account, and continues any. A tenant's
-    response must be known as its own. The default tenant's must only not be known as another
-    tenant's: the provider may keep responses that no proxy has seen.
+    response must be known as its own. The default tenant's may be unknown, as the
+    provider may keep responses that no proxy has seen, but must not be known as another tenant's.
 
     Raises:
         NotContinued: the response is another tenant's or, except for the default tenant, unknown.

@@ -317,7 +317,7 @@ class ReplyParser:
         self.begin()
 
     def finish(self) -> bytes:
-        """Handle the upstream's end; the caller holds back the returned bytes for the record."""
+        """Handle the upstream's end; return bytes to hold back until the record is durable."""
         if not self._streamed:
             self._end_seen = True
             out = self.whole(b"".join(self._pieces))

@@ -361,7 +361,7 @@ def _is_ids_only(choices: list[Object]) -> bool:
     """Return whether a chunk is empty without the ids and log-probabilities that Pawl asked for.
 
     vLLM sends a chunk with an empty delta only to carry ids or log-probabilities that were asked
-    for. The client asked for what is still in it.
+    for. Values still in it were requested by the client.
     """
     for choice in choices:
         if choice.get("delta") != _EMPTY or any(choice.get(n, NULL) != NULL for n in _RIDERS):
@@ -416,7 +416,7 @@ class _Tokens:
         self._unsound = False
 
     def add_prompt(self, raw: msgspec.Raw) -> None:
-        """Take prompt ids, which replace earlier ones."""
+        """Store prompt ids, replacing earlier ids."""
         try:
             self._prompt_ids = _ids.decode(raw)
         except ODD_SHAPE:

@@ -360,7 +360,7 @@ class Turns:
     def executions(
         self, parsed: Object | None
     ) -> Collection[tuple[ToolCallShown | None, ToolResult]]:
-        """Return the same with each result's tool call, None if the request does not show it."""
+        """Return the same results with their tool calls, None if the request does not show it."""
         raw = (parsed or {}).get(self.field)
         if raw is None:
             return ()

@@ -332,7 +332,7 @@ def _error_of(payload: dict[str, Any]) -> tuple[str, str, int | None] | None:
     """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10.
 
     Returns:
-        Its message, its kind, and its status if it says one.
+        Its message, its kind, and its status if it has one.
     """
     error = payload.get("error")
     if not isinstance(error, dict):

@@ -176,7 +176,7 @@ def _messages(value: object, system: list[Message], *, keep_system: bool) -> lis
 def _join(messages: list[Message], inline: list[Message]) -> None:
     """Merge a system message into the preceding turn, or into the system prompt before all turns.
 
-    Only after an assistant turn it becomes a user turn. After other turns, a new user turn would
+    It becomes a user turn only after an assistant turn. After other turns, a user turn would
     end the assistant's turn, for which many templates keep its thoughts; and some templates refuse
     two user turns in a row.
     """

@@ -4,9 +4,9 @@ vLLM's additional values stand in `input_messages`, `output_messages`, `top_logp
 text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`). They are replaced by the
 values vLLM sends if they are not requested: `null`, and `[]` in a text's deltas.
 
-vLLM gives log-probabilities for texts only. A whole reply with any text has those of all its
-tokens; a reply of tool calls alone has none, and a stream lacks those of reasoning, of tool calls
-and of the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
+vLLM gives log-probabilities for texts only. A whole reply with any text has them for all its
+tokens; a reply of tool calls alone has none, and a stream lacks them for reasoning, tool calls and
+the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
 itself (`SimpleContext` in its `responses/context.py`). Where log-probabilities are missing none are
 recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md), under the
 mask of the reply's grammar, if any (039-replay.md).

@@ -60,7 +60,7 @@ class SamplingRules:
     harmless: frozenset[str] = EVERYWHERE
 
     def reshapes(self, settings: Fields) -> bool:
-        """Return whether one of the format's settings changes the distribution irreproducibly."""
+        """Return whether a setting of the format makes the distribution impossible to replay."""
         return False
 
     def constrains(self, settings: Fields) -> bool:
@@ -287,7 +287,7 @@ def _call(function: Fields) -> Fields:
 
 
 # vLLM's tool parsers without a grammar for the model's own syntax. With these, `strict` does not
-# affect sampling, and `parallel_tool_calls` only does if a call is forced. For a parser with such a
+# affect sampling, and `parallel_tool_calls` does only if a call is forced. For a parser with such a
 # syntax vLLM makes a structural tag if a call is forced, a tool is strict, or at most one call is
 # allowed. Parsers named neither here nor below have their own rules (`glm47` constrains every call
 # with tools), or a syntax that vLLM builds itself. Source: vLLM 0.32, `structural_tag_model` in

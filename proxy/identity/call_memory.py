@@ -143,7 +143,7 @@ class CallMemory:
         return None
 
     def begin_trace(self, episode: str) -> None:
-        """Remember the episode of a trace, of which a call repeated nothing."""
+        """Remember the episode of a trace, after a call in it that repeats nothing."""
         self._traces.put(episode, True)
 
     def has_begun(self, episode: str) -> bool:

@@ -52,8 +52,8 @@ class Owners:
     def hides(self, tenant: str, model: str | None) -> bool:
         """Return whether `model` has the form of a version's name, and no policy of the tenant's.
 
-        Other tenants' versions are indistinguishable from unknown ones: neither are requested at
-        the upstream. Nothing is hidden from a sole tenant, nor is a base model with such a name.
+        Other tenants' versions look like unknown versions: neither is requested at the upstream.
+        Nothing is hidden from `sole`, nor is a base model with such a name.
         """
         if model is None or tenant == self.sole or model in self._bases:
             return False

@@ -337,7 +337,7 @@ class Versions:
         return self._known.get(policy, {}).get(number)
 
     def why_not_served(self, model: str | None) -> str | None:
-        """Return why the upstream lacks a version; None if `model` names no known policy's."""
+        """Return why the upstream lacks a version; None if it is not of a known policy."""
         named = self._named(model)
         if named is None:
             return None

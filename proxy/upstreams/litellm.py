@@ -310,7 +310,7 @@ class LitellmUpstream:
 
 
 class LitellmReply:
-    """Give a reply in one piece."""
+    """A reply in one piece."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         self.status = status
@@ -348,7 +348,7 @@ class LitellmReply:
 
 
 class LitellmStream(LitellmReply):
-    """Give a reply as OpenAI's events, made of litellm's chunks as they come."""
+    """A reply as OpenAI's events, made of litellm's chunks as they come."""
 
     def __init__(self, upstream: LitellmUpstream, stream: Any, model: str) -> None:
         """Wrap `stream`; its events name the model `model`."""
