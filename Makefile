@@ -5,7 +5,7 @@ PAWL ?= pawl
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo example test slow serving compose-test check format docs lock images release clean
+.PHONY: help install demo example test slow serving compose-test check format docs site lock images release clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,11 @@ format: install  ## format the code
 
 docs: install  ## generate docs/reference/ from the code
 	@$(BIN)/python -m scripts.reference
+
+site: install  ## the documentation as a site in build/site; a broken link is an error
+	@rm -rf build/pages && mkdir -p build/pages
+	@git ls-files "*.md" ":!tests" docs examples trainer/recipes pawl/controller/comparison.py | xargs cp --parents -t build/pages
+	@$(BIN)/zensical build --strict
 
 lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
