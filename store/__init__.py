@@ -1,8 +1,7 @@
-"""Keep the ledger; no other package contains SQL.
+"""The ledger: the only package that contains SQL.
 
-Proxy and trainer both depend on it, and it depends on neither. The ingester's drainer writes
-calls and feedback; the trainer claims episodes, records updates and moves policies. Callers
-exchange only the frozen records of `store.records` with it.
+Proxy and trainer depend on this package, and it depends on neither. The ingester's drainer writes
+calls and feedback; the trainer claims episodes, records updates and moves policies.
 """
 
 __version__ = "0.1.0"

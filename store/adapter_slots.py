@@ -1,7 +1,7 @@
-"""Count the versions that need a model server's adapter slots, and find those that give theirs up.
+"""Count the versions that need a model server's adapter slots, and find versions to unload.
 
-Versions of all policies of one base model share the server. A version needs a slot while it has
-traffic, or episodes of it are under way, and one that is being made reserves it
+All policies of one base model share the server. A version needs a slot while it has traffic or
+episodes of it are under way, and a version that is being made reserves a slot
 (docs/decisions/022-off-policy.md).
 """
 
@@ -18,13 +18,13 @@ from store.schema.tables import AT_ONCE, BACK_TO, LIVE
 from store.version_states import mark_unloaded
 from store.versions import Actor
 
-# What a trainer that is gone has left half-done reserves a slot for so long.
+# A running update and a written version reserve a slot for this long: their trainer may be gone.
 RESERVED_S: Final = 3600.0
-# A version that lost the traffic so long ago gives way to another though its episodes go on, with
-# what serves. Calls that began with it have ended by then, or their server is silent.
+# A version that lost the traffic this long ago may be unloaded although its episodes go on: they
+# continue with the serving version. Its calls have ended by then, or their server is silent.
 LONGEST_KEPT_S: Final = 600.0
-# An agent's usual pause is measured by the calls of the episodes that so many updates took last, of
-# so many at most; all but one of a hundred are usual. Where there are none it is taken for this.
+# The usual duration of a call, and the usual time from one call to the next, are the quantile
+# `USUAL` over at most `EPISODES` episodes of the last `UPDATES` updates; `UNKNOWN_S` without any.
 UPDATES: Final = 8
 EPISODES: Final = 128
 USUAL: Final = 0.99
@@ -35,15 +35,15 @@ _HERE: Final = """
     JOIN policies other ON other.version = 0 AND other.served_name = own.served_name
     WHERE own.name = :policy AND own.version = 0
 """
-# Until the transaction ends: two trainers that share a server must not both take the last slot.
+# Held to the end of the transaction: two trainers that share a server must not take the same slot.
 _LOCK: Final = text(
     """
     SELECT pg_advisory_xact_lock(hashtext('pawl-adapter-slots:' || served_name))
     FROM policies WHERE name = :policy AND version = 0
     """
 )
-# What a trainer that is gone has left half-done reserves nothing for ever; nor does a policy that
-# nobody has configured any more, once nobody calls it either.
+# Running updates and written versions expire, since their trainer may be gone. A policy that is not
+# configured any more needs slots for serving, ready and held versions only while it is called.
 _LIVE: Final = text(
     f"""
     WITH here AS ({_HERE}),
@@ -74,10 +74,10 @@ _LIVE: Final = text(
     FROM (SELECT *, name IN (SELECT name FROM needed) AS is_needed FROM versions) live
     """
 )
-# The database knows of a call once it has ended. So a call is taken to be open for as long as calls
-# usually take: after a version lost the traffic, and after an episode's usual pause. An episode is
-# under way with the highest version that it called, and with what served a call of it lately: after
-# a roll-back that is a lower one. A reward is no end to an episode of evaluation: others of the
+# The database sees a call only once it has ended. So a call is assumed to be open for a call's
+# usual duration: after a version lost the traffic, and after an episode's usual pause. An episode
+# is under way with the highest version that it called, and with any version that served it lately
+# (a lower one, after a roll-back). A reward does not end an episode of evaluation: others of the
 # same version follow. A version that an operator recalled waits to be promoted.
 _KEPT: Final = text(
     f"""
@@ -132,12 +132,12 @@ _KEPT: Final = text(
 
 
 class Live(Record, frozen=True, kw_only=True):
-    """Count the trained versions of one model server that need an adapter slot.
+    """Numbers of the trained versions of one model server that need an adapter slot.
 
-    `serving` have the traffic, `ready` wait for it until others go live with them, and `gated` are
-    tried, or wait to be. `held` are those that a roll-back would give the traffic to, and `kept`
-    all others that episodes began with. `coming` are being made or wait to be loaded.
-    `partners_ready` of those that are ready wait for the policy itself.
+    `serving` have the traffic. `ready` wait until other policies go live with them. `gated` are
+    canaries, or wait for a trial or an approval. `held` would serve after a roll-back. `kept` only
+    serve episodes that began with them. `coming` are being made or wait to be loaded.
+    `partners_ready` are loaded versions of other policies that wait for this policy.
     """
 
     serving: int
@@ -155,9 +155,9 @@ class Live(Record, frozen=True, kw_only=True):
 
 
 class KeptVersion(Record, frozen=True, kw_only=True):
-    """Name a version that a server keeps for its episodes alone.
+    """A version that a server keeps for its episodes alone.
 
-    It gives its slot up if none of them `is_under_way`, and within `at_most_s` seconds.
+    It gives up its slot once no episode `is_under_way`, and in `at_most_s` seconds at the latest.
     """
 
     name: str
@@ -175,19 +175,19 @@ class KeptVersion(Record, frozen=True, kw_only=True):
 def free_slots(live: Live, slots: int) -> int:
     """Return how many more versions may be made for a server with `slots` adapter slots.
 
-    Below 0 there are too many. A server with fewer than what serves, what it would go back to, what
-    is decided about, and one more could never have any: there the next version waits only until
-    nothing else is left.
+    Below 0 there are too many. A server needs a slot for each serving, ready, held and gated
+    version, and one for a new version. If it has fewer, that number is assumed: the new version
+    then waits only for the kept and coming ones.
     """
     never_free = live.serving + live.ready + live.held + live.gated
     return max(slots, never_free + 1) - live.total
 
 
 def needed_slots(live: Live, slots: int, together: int) -> int:
-    """Return how many slots must be free for a version of one of `together` policies.
+    """Return how many slots must be free for a version, if `together` policies go live together.
 
-    The first of those that go live together needs room for all: else it would wait for the others'
-    in vain. A server that can never have so many free is content with what it can have.
+    The first of their versions needs room for all: else it would wait for the others in vain. The
+    result is limited to what the server can ever have free.
     """
     if live.partners_ready:
         return 1
@@ -195,7 +195,7 @@ def needed_slots(live: Live, slots: int, together: int) -> int:
 
 
 async def lock_slots(connection: AsyncConnection, policy: str) -> None:
-    """Let nobody else reserve a slot of the policy's model server until the transaction ends."""
+    """Keep others from reserving slots of the policy's model server until the transaction ends."""
     await connection.execute(_LOCK, {"policy": policy})
 
 
@@ -205,10 +205,10 @@ async def live_versions(
     together: Sequence[str] = (),
     known: Sequence[str] | None = None,
 ) -> Live:
-    """Return what needs a slot of the model server that `policy` is served by.
+    """Count the versions that need a slot of the model server of `policy`.
 
-    `together` are the policies that go live with this one. `known` are those that are configured
-    (None: all): what serves for another needs a slot for as long as it was called lately.
+    `together` are the policies that go live with this one. `known` are the configured policies
+    (None: all); another policy's serving versions need a slot only if it was called lately.
     """
     values = {
         "policy": policy,
@@ -219,9 +219,9 @@ async def live_versions(
 
 
 async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[KeptVersion]:
-    """Return what the model server of `policy` (None: any) keeps for episodes alone.
+    """Return the versions that the model server of `policy` (None: any) keeps for episodes alone.
 
-    The first are those of which none is under way, then those that lost the traffic first.
+    Versions without an episode under way come first, then the version that lost the traffic first.
     """
     since = datetime.now(UTC) - timedelta(seconds=LONGEST_KEPT_S)
     rows = await connection.execute(_KEPT, {"policy": policy, "first": lowest_id_at(since)})
@@ -231,14 +231,14 @@ async def kept_versions(connection: AsyncConnection, policy: str | None) -> list
 async def unload_kept(
     connection: AsyncConnection, versions: Iterable[KeptVersion], why: str, actor: Actor
 ) -> None:
-    """Take these versions from the servers; their episodes go on with what serves, if they do."""
-    # In one order: of policies of one server several may be locked.
+    """Unload these versions; episodes that still use them go on with the serving version."""
+    # Sorted by policy, because each policy is locked: no deadlocks.
     for one in sorted(versions, key=lambda version: version.name):
         used = ", although episodes of it are under way" if one.is_under_way else ""
         await mark_unloaded(connection, one.name, [one.version], why + used, actor)
 
 
 async def unload_ended(connection: AsyncConnection, policy: str | None, actor: Actor) -> None:
-    """Take from the model server of `policy` (None: any) what no episode is under way with."""
+    """Unload versions without an episode under way from the server of `policy` (None: any)."""
     ended = [one for one in await kept_versions(connection, policy) if not one.is_under_way]
     await unload_kept(connection, ended, "no episode of it is under way", actor)

@@ -1,4 +1,4 @@
-"""Listen on an admin port, which aiohttp serves: no client fills the log, no web page asks."""
+"""Serve admin ports with aiohttp: clients cannot fill the log, and web pages are refused."""
 
 import os
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ from store.browsers import why_foreign
 from store.errors import NotListening
 from store.settings import address
 
-# What aiohttp raises for a head or body that it cannot read, and for a client that went away
-# before its answer. The answer to the former is 400, wherever there is one to be sent yet.
+# aiohttp's errors for an unreadable head or body, which it answers with 400 where it still can, and
+# for a client that disconnected before its answer.
 _CLIENTS_FAULT: Final = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
 async def listen_on(
     app: web.Application, listen: str, setting: str, hosts: tuple[str, ...] | None
 ) -> web.AppRunner:
-    """Serve an application on the address `listen` of a setting, until the runner's `cleanup`.
+    """Serve `app` on the address `listen`, the value of `setting`, until the runner's `cleanup`.
 
-    Requests of other pages than those that `hosts` name are refused; None: `app` looks itself.
+    Requests from web pages of hosts other than `hosts` are refused; None: `app` checks itself.
 
     Raises:
         NotListening: the port is taken, or the machine has no such address.
@@ -59,10 +59,10 @@ def _without_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
 
 @contextmanager
 def listening_on(listen: str, setting: str) -> Iterator[None]:
-    """Raise NotListening for an error of listening, within the block, on a setting's address."""
+    """Raise NotListening if the block fails to listen on `listen`, the value of `setting`."""
     try:
         yield
-    # The second is of a host's name that cannot be asked for; the resolver's numbers are negative.
+    # UnicodeError: the host name cannot be encoded. The resolver's error numbers are negative.
     except (OSError, UnicodeError) as error:
         code = getattr(error, "errno", None) or 0
         why = os.strerror(code) if code > 0 else "no such host is known here"
@@ -73,9 +73,9 @@ def listening_on(listen: str, setting: str) -> Iterator[None]:
 
 
 def is_a_failure(record: LogRecord) -> bool:
-    """Return whether a record of aiohttp's is of more than a request that it could not read.
+    """Return whether a log record of aiohttp's is about more than a client's fault.
 
-    Whoever sends such requests must not fill the log with tracebacks.
+    Clients must not be able to fill the log with tracebacks.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, _CLIENTS_FAULT)

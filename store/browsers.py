@@ -1,8 +1,8 @@
 """Tell a web page's request from a program's, by headers that a page cannot choose (pure).
 
-A browser sends what any site's page asks for to ports of its own machine, too. `Origin` and
-`Sec-Fetch-Site`, which programs do not send, say so. A site can also point its own name at this
-machine (DNS rebinding): then `Host` has that name.
+A browser lets a page of any site send requests to ports of the browser's own machine. `Origin` and
+`Sec-Fetch-Site`, which programs do not send, reveal them. A site can also point its own name at
+this machine (DNS rebinding): then `Host` has that name.
 """
 
 import re
@@ -23,11 +23,11 @@ def why_foreign(
     *,
     loopback: bool = False,
 ) -> str | None:
-    """Return why a request may be that of another site's page, or None if it is not.
+    """Return why a request may come from another site's page, or None if it does not.
 
-    A link that a person follows is none of a page's requests. `hosts` are those of
-    `PAWL_ALLOWED_HOSTS`; None: any host is ours, and no other page. With `loopback`, of IP
-    addresses only loopback's are ours.
+    A link that a person follows is allowed. `hosts` are those of `PAWL_ALLOWED_HOSTS`; None: any
+    `Host` is allowed, and only pages of that host. With `loopback`, the only IP addresses allowed
+    as `Host` are loopback's.
     """
     said: dict[bytes, str] = {}
     for name, value in headers:
@@ -57,11 +57,11 @@ def _why(header: str, value: str) -> str:
 
 @lru_cache(maxsize=64)
 def _is_ours(host: str, hosts: tuple[str, ...], loopback: bool) -> bool:
-    """Return whether no other site can have a host, with or without port, as its own."""
+    """Return whether `host`, with or without a port, cannot be another site's name."""
     named = _HOST.fullmatch(host)
     name = named[1] if named else ""
     try:
-        # Nobody looks an address up, so it cannot be pointed elsewhere. 0.0.0.0 is this machine.
+        # An address is not resolved, so DNS cannot point it elsewhere. 0.0.0.0 is this machine.
         address = ip_address(name)
         return address.is_loopback or address.is_unspecified or not loopback
     except ValueError:

@@ -1,25 +1,26 @@
-"""Say which episodes are ready for a policy's next update: the freshest first, in groups or singly.
+"""Select the episodes for a policy's next update: the freshest first, in groups or singly.
 
-Episodes of one task are a group, which is ready once it has `group_size` members, or once it has
-waited. An episode without a task is ready at once, and so is the only one of its task, unless this
-policy's tasks come several times: then it waits for others of its task like any group.
+Episodes of one task are a group. A group is ready once it has `group_size` members, or once it has
+waited. An episode without a task is ready at once, and so is the only episode of its task, unless
+this policy's tasks usually repeat: then it waits for others of its task like any group.
 
-Those whose reward is of the latest minute come first, whatever version sampled them: an episode of
-half an hour began with an older one than those of two minutes, and must not be left over for that.
-Within a minute newer versions come first; among equals, those that waited longest. If more episodes
-arrive than are trained, those that have waited longer than others are left over.
+Episodes with the latest reward (by the minute) come first, whatever version sampled them: a long
+episode began with an older version than short ones, and must not be left over for that. Within a
+minute newer versions come first; among equals, the episodes that waited longest. If more episodes
+arrive than are trained, those with the oldest rewards are left over.
 
-Groups whose final rewards are all equal teach little, as they are compared with their family alone,
-and do not make an update: they are taken along, or by themselves, and so consumed. A learner that
-imitates successes waits for groups with one instead (docs/decisions/018-groups.md).
+Groups whose final rewards are all equal teach little, as they are compared with their family alone.
+They do not start an update: they are taken along with others, or fill an update by themselves, and
+are consumed. A learner that imitates successes waits for groups with a success instead
+(docs/decisions/018-groups.md).
 
-Three kinds of episodes are left where they are: those that a model server sampled while it was at
-fault, which expire like any that wait too long (docs/decisions/053-pause-after-failures.md); those
-with a call of a version that was rolled back, which may have found a way to a bad reward; and those
-about which nobody said anything but judges that are not trusted (`store.read.agreement`).
+Three kinds of episodes are not selected: episodes that a faulty model server sampled, which expire
+like others that wait too long (docs/decisions/053-pause-after-failures.md); episodes with a call of
+a rolled-back version, which may have found a way to a bad reward; and episodes that only untrusted
+judges have scored (`store.read.agreement`).
 
-Stale episodes, such as most of the control's, are members of their group: it waits for no other in
-their place, they are compared with, and consumed untrained.
+Stale episodes, such as most of the control's, are members of their group: they count towards its
+size and its comparison, and are consumed untrained.
 """
 
 from collections.abc import Sequence
@@ -37,34 +38,34 @@ from store.schema.tables import FREE, HAD_TRAFFIC
 from store.settings import MOST
 from store.values.rewards import TERMS_OF_POLICY
 
-# How many of the last updates are searched for consumed members to compare a late member with.
+# Number of the last updates that are searched for members to compare a late member with.
 EARLIER_UPDATES = 32
 
 
 class ClaimRule(Record, frozen=True, kw_only=True):
-    """Decide when a group is complete, and when there are enough episodes for an update.
+    """The rule for when a group is complete, and when an update has enough episodes.
 
-    A group of `group_size` scored episodes is complete; `max_age_s` seconds after its first reward
-    a smaller one is, too, together with those of its task that earlier updates consumed. With a
+    A group of `group_size` scored episodes is complete. `max_age_s` seconds after its first reward
+    a smaller group is complete, too, filled up with members that earlier updates consumed. With a
     `group_size` of 1 every episode is ready by itself, with or without a task.
 
-    An update begins with `fewest` episodes of groups with a signal, and takes groups until it has
-    those of `groups` whole ones (of `most_groups` where it had to wait for a slot; None: `groups`).
-    Groups without a signal are taken along, as many, or by themselves once they fill an update.
+    An update starts once groups with a signal have `fewest` episodes. It takes episodes up to the
+    size of `groups` groups (of `most_groups` if it had to wait for a slot; None: `groups`). As many
+    from groups without a signal are taken along; alone they start an update once they fill it.
 
-    With `needs_spread` a group has a signal if its rewards differ, and so has an episode by itself,
-    which is compared with what its family earns. What is compared is each episode's newest reward,
-    and `failed_reward` for failed ones without any. With `least_reward` a group has a signal if a
-    member's reward is not less; these members are taken first.
+    With `needs_spread` a group has a signal if its rewards differ, and so has a single episode,
+    which is compared with its family. Each episode's newest reward is compared, and `failed_reward`
+    for failed episodes without a reward. With `least_reward` a group has a signal if a member has
+    at least this reward; such members are taken first.
 
-    Two kinds of episode count as members after they have been silent for some seconds (None:
-    never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
-    single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
-    than `max_staleness` versions ago are stale (None: none are): they fill groups with fresh ones,
-    and expire after `max_age_s` (`store.claims`).
+    Two kinds of episode count as members after a time of silence (None: never): a failed episode
+    without a reward, after `failed_after_s` seconds; an episode with rewards for single calls only,
+    `call_rewards_after_s` seconds after its last call or such reward. Episodes sampled more than
+    `max_staleness` versions ago are stale (None: none are): they fill groups with fresh ones, and
+    expire after `max_age_s` (`store.claims`).
 
-    With `finished_after_s` no reward is needed: an episode without one counts as a member once it
-    has been silent for so many seconds.
+    With `finished_after_s` no reward is needed: an episode without a reward counts as a member
+    after so many seconds of silence.
     """
 
     policy: str
@@ -98,7 +99,7 @@ _SCORED = f"""
     FROM episode_policies
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE}
 """
-# No reward marks the end of such an episode, so it counts as over once all its parts are silent.
+# Rewards of single calls do not end an episode, so it counts as over once all its parts are silent.
 # Which of its calls' rewards are compared is not known here.
 _CALL_SCORED = f"""
     UNION ALL
@@ -128,7 +129,7 @@ _FINISHED = f"""
         AND last_call_at < now() - make_interval(secs => :finished_after_s)
 """
 # Members of each task that the policy's last updates before a given time consumed. OFFSET 0 makes
-# the planner look each update up: it would rather read all that was ever consumed.
+# the planner look each update up: otherwise it would read all consumptions.
 _EARLIER = f"""
     SELECT p.episode_id AS id, p.task, u.claimed_at, p.reward, p.failed
     FROM (SELECT id, claimed_at FROM updates
@@ -143,13 +144,12 @@ _EARLIER = f"""
 EARLIER_MEMBERS = text(
     f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
 )
-# Where so large a share of a policy's episodes shares a task with another, of those that wait and
-# those consumed lately, one that is alone waits for others of its task.
+# If at least this share of a policy's waiting and lately consumed episodes has a task in common
+# with another, an episode that is alone waits for others of its task.
 _REPEATS = 0.1
 _FIRST = "date_trunc('minute', last) DESC, newest DESC, first, task, ids[1]"
-# No failed episode is the best of its group: it counts as the lowest, whatever the others have.
-# A task with more members than a group has several groups: fresh members fill the first ones. An
-# episode without a task is a group by itself.
+# A failed episode is never the best of its group. A task with more members than a group has several
+# groups: fresh members fill the first ones. An episode without a task is a group by itself.
 _GROUPS = f"""
     WITH ready AS ({{ready}}),
     consumed AS (
@@ -191,19 +191,19 @@ _GROUPS = f"""
           FROM complete) placed
     WHERE before < :most ORDER BY {_FIRST}
 """
-# What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c),
-# which a short group is compared with, too.
+# Conditions for a signal, by the rewards of waiting members (g) and of members consumed earlier
+# (c), which a short group is compared with, too.
 _ANY_SIGNAL = "true"
 _SPREAD = """CASE WHEN g.members = 1 AND c.members IS NULL THEN true
                 WHEN g.members >= :group_size THEN g.least < g.most
                 ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END"""
 _SUCCESS = "g.fresh_most >= :least_reward"
-# Of a task's members, those with the reward that a group counts for come first.
+# Members of a task with at least `least_reward` come first.
 _BEST_FIRST = "COALESCE(reward >= :least_reward, false) DESC, "
 # This waits for transactions that hold a member (SKIP LOCKED would claim a group that is not
 # whole). Locks are taken in the order of keys, as everywhere, so that there are no deadlocks.
 _LOCK = text("SELECT FROM episodes WHERE id = ANY(:ids) ORDER BY key FOR NO KEY UPDATE")
-# A statement of its own: one that locks would see the claims as they were before it waited.
+# A separate statement: the locking one would see the claims as they were before it waited.
 _FREE = text(
     "SELECT episode_id FROM episode_policies"
     f" WHERE policy = :policy AND episode_id = ANY(:ids) AND {FREE}"
@@ -267,7 +267,7 @@ async def _ready_groups(
 
 
 async def lock(connection: AsyncConnection, ids: Sequence[UUID]) -> None:
-    """Lock these episodes, and so what policies may claim of them, until the transaction ends."""
+    """Lock these episodes, and so their claims by any policy, until the transaction ends."""
     await connection.execute(_LOCK, {"ids": list(ids)})
 
 
@@ -278,7 +278,7 @@ async def lock_free(connection: AsyncConnection, policy: str, ids: Sequence[UUID
     return set((await connection.execute(_FREE, values)).scalars())
 
 
-# What is left where it is
+# Episodes that are not selected
 
 # A condition on rows of `episode_policies`. An episode's id is that of its first stored call, so
 # comparing it limits the time at which it began.
@@ -287,7 +287,7 @@ NOT_ASIDE: Final = """
         SELECT FROM fault_times f
         WHERE f.policy = :policy AND last_call_at >= f.called_since AND episode_id < f.began_before)
 """
-# What was claimed for the last version that went live was right, and what ended before that claim.
+# Episodes claimed for the last version that went live, or ended before that claim, count as right.
 _NOTE: Final = text(
     f"""
     INSERT INTO fault_times AS known (policy, called_since, began_before)
@@ -304,11 +304,11 @@ _ASIDE: Final = text(
 )
 
 
-# How long after it was unloaded a version may still get episodes that began with another, in
-# records that are stored late.
+# How long after a version was unloaded its calls may still be stored, in episodes that began with
+# another version.
 _LATE: Final = "interval '1 hour'"
-# An episode has calls of its lowest and its highest version. Whether it has any of one in between,
-# which it then left as that was unloaded, only its calls tell.
+# The row has an episode's lowest and highest version. Only its calls tell whether it also used a
+# version in between, which it left when that was unloaded.
 HAS_ROLLED_BACK: Final = """
     EXISTS (
         SELECT FROM policies lost
@@ -320,8 +320,8 @@ HAS_ROLLED_BACK: Final = """
                         OR part.root = episode_policies.episode_id)
                     AND t.policy = lost.name AND t.policy_version = lost.version)))
 """
-# By index those that began with such a version. Those that came to it from an older one can only be
-# among the free episodes of all older ones, and are looked for while there may be more of them.
+# First, by index, episodes that began with a rolled-back version. Then episodes that moved to it
+# from an older version: only while more may come, as this reads all free ones of older versions.
 _TO_EXPIRE: Final = text(
     f"""
     SELECT w.episode_id FROM policies lost CROSS JOIN LATERAL (
@@ -339,7 +339,7 @@ _TO_EXPIRE: Final = text(
     LIMIT :most
     """
 )
-# A reward of a judge that agrees with facts no more than dice do, and no other.
+# Episodes with a reward of an untrusted judge, and no other.
 _SAID: Final = f"""EXISTS (
         SELECT FROM feedback f JOIN episodes part ON part.id = f.episode_id
         WHERE (part.id = episode_policies.episode_id OR part.root = episode_policies.episode_id)
@@ -355,10 +355,10 @@ _WERE_ROLLED_BACK: Final = text(
 
 
 async def _not_left(connection: AsyncConnection, policy: str, untrusted: Sequence[str]) -> str:
-    """Return how a query of a policy's rows of `episode_policies` ends, to leave some out.
+    """Return the conditions on rows of `episode_policies` for episodes that may be selected.
 
-    It is empty for a policy whose servers never were at fault, of which nothing was rolled back,
-    and whose judges are all trusted, which costs nothing then.
+    They are empty, and cost nothing, if no server was ever at fault, no version was rolled back,
+    and all judges are trusted.
     """
     values = {"policy": policy}
     faults = await connection.scalar(_WERE_FAULTS, values)
@@ -368,9 +368,9 @@ async def _not_left(connection: AsyncConnection, policy: str, untrusted: Sequenc
 
 
 async def note_fault(connection: AsyncConnection, policy: str) -> int:
-    """Set aside what may have been sampled under a fault that is past now; return how much waits.
+    """Set aside episodes that a past fault may have affected; return the number of free ones.
 
-    The fault began after the claim of the last update whose version went live.
+    The fault is assumed to have begun after the claim of the last update whose version went live.
     """
     now = (await connection.execute(text("SELECT now()"))).scalar_one()
     await connection.execute(_NOTE, {"policy": policy, "began_before": lowest_id_at(now)})
@@ -385,16 +385,16 @@ async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: i
     return list((await connection.execute(_TO_EXPIRE, values)).scalars())
 
 
-# What waits
+# Waiting episodes
 
 
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
-    """Return how many updates could be made of the groups with a signal that wait, the smallest."""
+    """Return how many updates of the least size the waiting groups with a signal would make."""
     ready = await _ready_groups(connection, rule, 0, MOST)
     return float(sum(row.members for row in ready if row.has_signal)) / rule.needed
 
 
-# A count for each of two partial indexes, which hold little more than what is counted.
+# One count for each of two partial indexes, which hold little more than the counted rows.
 _WAITING = text(
     f"""
     SELECT policy, sum(episodes) AS episodes FROM (
@@ -408,5 +408,5 @@ _WAITING = text(
 
 
 async def waiting_episodes(connection: AsyncConnection) -> dict[str, int]:
-    """Return how many episodes with a reward each policy may claim; those without are missing."""
+    """Return how many episodes with a reward each policy may claim; policies with 0 are missing."""
     return {row.policy: int(row.episodes) for row in await connection.execute(_WAITING)}

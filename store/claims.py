@@ -1,12 +1,10 @@
 """Claim, release and consume episodes, so that each is trained whole and at most once.
 
-A claim is an update in state `running` whose id is in the `claimed_by` column of what its policy
-may claim of its episodes (`episode_policies`): each policy claims an episode for itself. It ends in
-one transaction, in one of three ways: the update is `done`, its version is recorded and its
-episodes are consumed; or it is `abandoned`, and its episodes are free again; or it is `expired`,
-and only those of its episodes are consumed that nothing can be trained on. A unique index allows
-one running update per policy (docs/decisions/024-exactly-once.md). Which episodes are claimed is
-the query of `store.claim_query`.
+A claim is an update in state `running`. Its id is in the column `claimed_by` of its policy's rows
+of `episode_policies`: each policy claims an episode for itself. A claim ends in one transaction, in
+one of three states. `done` records the new version and consumes the episodes, `abandoned` frees
+them, and `expired` consumes only those that cannot be trained. A unique index allows one running
+update per policy (docs/decisions/024-exactly-once.md). `store.claim_query` selects the episodes.
 """
 
 from collections import Counter
@@ -46,19 +44,19 @@ from store.schema.tables import (
 )
 from store.version_states import add_version, lock_policies
 
-# The metric that tells an imported version's update: where the adapter came from.
+# The metric that marks the update of an imported version: where the adapter came from.
 IMPORTED_FROM: Final = "imported_from"
-# How many of the episodes that spoil a claim a message names.
+# Most episodes that a message about a spoilt claim names.
 TOLD: Final = 5
 
 
 class Claim(Record, frozen=True, kw_only=True):
-    """Hold the whole groups claimed for one update, and all else that their credit depends on.
+    """The whole groups claimed for one update, and the other inputs of their credit.
 
-    Episodes with a call sampled by a version before `oldest_version` are stale. `trust` is what
-    each judge's statements weigh, 0 to 1 (`store.read.agreement`). `baselines` is
-    the state of the moving baselines after the policy's last update, as JSON; None before the
-    first. `policy` is the one in training; episodes may also have calls of other policies.
+    Episodes with a call sampled by a version before `oldest_version` are stale. `trust` is the
+    weight of each judge's statements, 0 to 1 (`store.read.agreement`). `baselines` is the state of
+    the moving baselines after the policy's last update, as JSON; None before the first. `policy` is
+    the policy in training; episodes may also have calls of other policies.
     """
 
     update_id: UUID
@@ -71,14 +69,14 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """State what an update came to for one episode: trained, or the reason why not."""
+    """An episode's outcome in an update: trained, or the reason why not."""
 
     episode_id: UUID
     trained: bool
     reason: str | None = None
 
 
-# One array: a statement has no room for as many parameters as one retraining may leave out.
+# One array: a retraining may leave out more episodes than a statement may have parameters.
 _CLAIM: Final = text(
     """
     UPDATE episode_policies SET claimed_by = :update_id
@@ -130,7 +128,7 @@ async def begin_update(
 ) -> UUID:
     """Add a running update that holds no episode yet, and return its id.
 
-    `limits` are the columns that say which episodes it may hold, and what they weigh.
+    `limits` are the columns for the episodes that it may hold, and for the weights of judges.
 
     Raises:
         ClaimLost: another update of the policy is running.
@@ -249,7 +247,6 @@ async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[s
 
 
 async def running_update(connection: AsyncConnection, policy: str) -> UUID | None:
-    """Return the id of the running update of `policy`, or None if there is none."""
     query = select(updates.c.id).where(updates.c.policy == policy, updates.c.state == "running")
     return (await connection.execute(query)).scalar()
 
@@ -272,10 +269,10 @@ async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int
     return int(freed.rowcount)
 
 
-# It ends, and its episodes are consumed
+# Ending an update, and consuming its episodes
 
-# The policy is the update's. The foreign key locks what it may claim of each episode, in the order
-# of `ids`, until the transaction ends.
+# The policy is the update's. The foreign key locks each episode's row of `episode_policies`, in the
+# order of `ids`, until the transaction ends.
 _CONSUME: Final = text(
     """
     INSERT INTO consumptions (episode_id, policy, update_id, trained, reason)
@@ -306,9 +303,8 @@ async def consume(
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
-        ClaimSpoilt: since the claim a call said that one of its episodes is evaluation, a version
-            that sampled one was rolled back, or the version that it was trained from failed or
-            ended; nothing was written.
+        ClaimSpoilt: since the claim an episode became evaluation, a version that sampled one was
+            rolled back, or the parent version failed or ended; nothing was written.
     """
     await _refuse_evaluation(connection, update_id)
     await lock_policies(connection, [policy])
@@ -324,7 +320,7 @@ async def consume(
         )
 
 
-# A call that a deletion holds is left as it is, so that neither waits for the other.
+# Calls that a deletion has locked are skipped, so that neither transaction waits for the other.
 _KEEP_LOGPROBS: Final = text(
     """
     WITH free AS (
@@ -342,9 +338,9 @@ _KEEP_LOGPROBS: Final = text(
 async def keep_policy_logprobs(
     connection: AsyncConnection, of_calls: Mapping[UUID, bytes | None]
 ) -> None:
-    """Keep what a policy gave the sampled ids of calls as it was trained on them, packed.
+    """Store the policy's log-probabilities of calls' sampled ids at training, packed.
 
-    None: an update compared nothing; what an earlier one left is forgotten.
+    None, for a call of which the update compared nothing, removes those of an earlier update.
     """
     values = {"calls": list(of_calls), "logprobs": list(of_calls.values())}
     await connection.execute(_KEEP_LOGPROBS, values)
@@ -365,10 +361,10 @@ _HELD_ROLLED_BACK: Final = text(
 
 
 async def _refuse_evaluation(connection: AsyncConnection, update_id: UUID) -> None:
-    """Lock the episodes that an update holds: none becomes evaluation before they are spent.
+    """Lock an update's episodes, so that none becomes evaluation before it is consumed.
 
     Raises:
-        ClaimSpoilt: a call said since the claim that one of them is evaluation.
+        ClaimSpoilt: an episode became evaluation after the claim.
     """
     held = await connection.execute(_HELD_SPLITS, {"update_id": update_id})
     turned = [row.key for row in held if row.split == EVAL]
@@ -381,12 +377,12 @@ async def _refuse_evaluation(connection: AsyncConnection, update_id: UUID) -> No
 
 
 async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_id: UUID) -> None:
-    """Check that no version was rolled back since an update claimed what it sampled.
+    """Check that no version that sampled an update's episodes was rolled back since the claim.
 
-    The caller holds the policy (`store.version_states.lock_policies`), so none is meanwhile.
+    The caller has locked the policy (`store.version_states.lock_policies`): no roll-back follows.
 
     Raises:
-        ClaimSpoilt: one was.
+        ClaimSpoilt: such a version was rolled back.
     """
     values = {"policy": policy, "update_id": update_id}
     held = list((await connection.execute(_HELD_ROLLED_BACK, values)).scalars())
@@ -399,9 +395,9 @@ async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_i
 
 
 async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
-    """Check that the version which an update was trained from neither failed nor ended.
+    """Check that an update's parent version has neither failed nor ended.
 
-    So nothing is ever made of a version that was rolled back: what was made before fell with it.
+    So no version descends from a rolled-back one: those recorded before were rolled back with it.
     """
     query = select(policies.c.served_name).where(
         policies.c.name == updates.c.policy,
@@ -441,7 +437,7 @@ async def end_update(
     metrics: Mapping[str, Any],
     **columns: Any,
 ) -> None:
-    """Move a running update to its last `state`, with its figures and other `columns`.
+    """Move a running update to its final `state`, with its metrics and other `columns`.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -456,7 +452,7 @@ async def end_update(
         raise ClaimLost(f"update {update_id} is no longer running")
 
 
-# What cannot be trained any more is consumed
+# Consuming episodes that cannot be trained any more
 
 # Most episodes that one transaction expires.
 MOST_EXPIRED: Final = 1000
@@ -490,10 +486,10 @@ async def oldest_version(
     *,
     parent_serves: bool = False,
 ) -> int:
-    """Return the first version whose episodes an update of version `parent` may train on.
+    """Return the lowest version whose episodes an update of version `parent` may train on.
 
-    Only versions that had traffic count, but for those that were rolled back or ended; and with
-    `parent_serves` the parent, which is about to have some.
+    Staleness counts the versions that had traffic and were neither rolled back nor ended, and with
+    `parent_serves` also the parent, which is about to get traffic.
     """
     if max_staleness is None:
         return 0
@@ -511,8 +507,7 @@ async def expire(
 ) -> dict[str, int]:
     """Consume up to `MOST_EXPIRED` episodes past `rule`'s limits; return their number by reason.
 
-    A stale one that may fill a group is left for as long as a group waits for its members.
-    The result is empty if there are none.
+    A stale episode that may fill a group is left for as long as a group waits for its members.
     """
     oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
     lost = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
@@ -541,7 +536,7 @@ async def consume_unclaimed(
 ) -> dict[str, int]:
     """Consume free episodes, which the caller has locked, untrained; return their number by reason.
 
-    An update in state `expired` does so, of version `parent`.
+    They are recorded under a new update of version `parent`, in state `expired`.
     """
     counted = dict(Counter(reasons.values()))
     if not counted:
@@ -583,16 +578,16 @@ async def set_aside(
 ) -> int:
     """End a running update whose claim has unusable episodes; return how many were consumed.
 
-    `damaged` says what is wrong with each of them, by its id, and `reason` is why they are
-    consumed. `figures` are recorded with the update as well.
+    `damaged` maps each unusable episode to what is wrong with it; all are consumed for `reason`.
+    `figures` are recorded with the update as well.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
     """
     claimed = await _held(connection, update_id)
-    # All rows that will change.
+    # All rows that change below.
     await lock(connection, [*claimed, *damaged])
-    # What turned out to be evaluation meanwhile is not consumed.
+    # Episodes that became evaluation meanwhile are not consumed.
     training = select(episodes.c.id).where(
         episodes.c.id.in_(claimed.keys() & damaged.keys()), literal_column(SPLIT) == TRAIN
     )
@@ -626,13 +621,13 @@ async def set_aside(
     return len(held)
 
 
-# Reading, and whose turn it is
+# Reading updates, and holding a policy
 
 
 async def last_updates(connection: AsyncConnection, policy: str, most: int) -> Sequence[Row[Any]]:
-    """Return the last updates, newest first: state, parent, time of the claim, and metrics.
+    """Return a policy's last done and expired updates, newest first, at most `most`.
 
-    They consumed episodes; one that is `expired` only what cannot be trained.
+    A row has state, parent version, claim time and metrics.
     """
     query = (
         select(*(updates.c[name] for name in ("state", "parent_version", "claimed_at", "metrics")))
@@ -644,7 +639,7 @@ async def last_updates(connection: AsyncConnection, policy: str, most: int) -> S
 
 
 async def abandoned_in_a_row(connection: AsyncConnection, policy: str, why: str) -> int:
-    """Return how many of a policy's updates were abandoned for one reason since any other end."""
+    """Return how many of a policy's last updates, up to 16, were in a row abandoned for `why`."""
     query = (
         select(updates.c.state, updates.c.metrics["abandoned"].astext)
         .where(updates.c.policy == policy, updates.c.state != "running")
@@ -656,7 +651,7 @@ async def abandoned_in_a_row(connection: AsyncConnection, policy: str, why: str)
 
 
 async def next_version(connection: AsyncConnection, policy: str) -> int:
-    """Return the number for the policy's next version: one above all that were recorded."""
+    """Return the next unused version number of a policy."""
     highest = await connection.scalar(
         text("SELECT coalesce(max(version), 0) FROM policies WHERE name = :policy"),
         {"policy": policy},

@@ -1,7 +1,7 @@
-"""Work with PostgreSQL by SQLAlchemy, and tell what errors mean.
+"""Connect to PostgreSQL with SQLAlchemy, and classify errors.
 
-Each process but a worker, which has the driver alone, has one engine, with time limits so that
-nothing waits for the database forever.
+Each process has one engine, except workers, which use the driver alone. Its time limits keep
+callers from waiting for the database forever.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def make_engine(
         StoreError: see `read_url`.
     """
     return create_async_engine(
-        # Which of its hosts is connected to is the driver's part.
+        # `async_creator` chooses among the hosts.
         read_url(database_url)[0][0].replace("postgresql:", "postgresql+asyncpg:", 1),
         async_creator=connector(database_url, limit_s),
         pool_size=pool_size,
@@ -90,8 +90,8 @@ async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:
 
 # While a connection is being made, SQLAlchemy does not wrap asyncpg's own errors.
 _AWAY: Final = (OperationalError, InterfaceError, PoolTimeout)
-# PostgreSQL answers, and no outage ends in this: somebody has to do something. The second is a
-# wrong password, or a role that may not connect.
+# PostgreSQL answers, so it is no outage: a person has to act. The second is a wrong password, or a
+# role that may not connect.
 _REFUSES: Final = (
     asyncpg.SyntaxOrAccessError,
     asyncpg.InvalidAuthorizationSpecificationError,
@@ -127,7 +127,7 @@ def is_unavailable(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether PostgreSQL answers with `error` and will do so until somebody mends it."""
+    """Return whether PostgreSQL answers with `error` until a person removes the cause."""
     return isinstance(_driver_error(error), _REFUSES)
 
 
@@ -137,12 +137,12 @@ def is_no_records_fault(error: BaseException) -> bool:
 
 
 def is_deadlock(error: BaseException) -> bool:
-    """Return whether PostgreSQL ended the transaction as it and others waited for each other."""
+    """Return whether PostgreSQL ended the transaction because of a deadlock."""
     return isinstance(_driver_error(error), asyncpg.DeadlockDetectedError)
 
 
 def explain(error: BaseException) -> str:
-    """Return in one line what PostgreSQL, or its driver, says, and what to do about it."""
+    """Return the message of PostgreSQL or its driver, with a remedy, in one line."""
     error = _driver_error(error)
     silence = "it does not answer in time" if isinstance(error, TimeoutError) else ""
     reason = " ".join(str(error).split()) or silence or type(error).__name__
@@ -155,19 +155,19 @@ def explain(error: BaseException) -> str:
 
 
 def is_too_slow(error: BaseException) -> bool:
-    """Return whether a statement was ended as it took too long; PostgreSQL itself is there."""
+    """Return whether a statement took too long and was cancelled; PostgreSQL is available."""
     return isinstance(_driver_error(error), asyncpg.QueryCanceledError)
 
 
 def is_bad_value(error: BaseException) -> bool:
     """Return whether a parameter of a statement is outside the range of its type."""
-    # The driver's own is a ValueError, PostgreSQL's a DataError.
+    # The driver raises a ValueError, PostgreSQL a DataError.
     cause = _driver_error(error)
     return cause is not error and isinstance(cause, asyncpg.DataError | ValueError)
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Return whether PostgreSQL answers and takes no writes, as one does during a failover."""
+    """Return whether PostgreSQL answers but is read-only, as during a failover."""
     return isinstance(_driver_error(error), asyncpg.ReadOnlySQLTransactionError)
 
 

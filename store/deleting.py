@@ -1,8 +1,8 @@
 """Delete an episode from the ledger, in one transaction.
 
-What remains says nothing of it: a row of `episodes` without its key, task and rewards, to which
-consumptions and links of other episodes refer, and tombstones of its names. So no policy trains on
-it twice, no join of other episodes changes, and nothing of it is stored again.
+Two things remain: its row of `episodes` without key, task and rewards, as consumptions and links of
+other episodes refer to it, and tombstones of its names. So no policy trains on it twice, no join of
+other episodes changes, and nothing of it is stored again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,18 +34,18 @@ DeletionState = Literal["deleted", "deleted_before", "marked"]
 
 
 class Receipt(Record, frozen=True, kw_only=True):
-    """State what a deletion did about one episode.
+    """The result of deleting one episode.
 
     Attributes:
         episode: the episode's key, or the name that was asked for if it is not recorded.
         state: whether it was deleted now, or before, or was only marked.
         keys: the keys of its parts, its own among them; empty if it was deleted before.
         removed: how many rows of each table, and how many dead letters, were deleted.
-        rewritten_calls: calls of other episodes that were stored as additions to one of its calls,
-            and are stored whole now.
+        rewritten_calls: how many calls of other episodes were stored as additions to its calls, and
+            are stored whole now.
         abandoned_updates: updates that were running and held it; their other episodes are free.
         trained: policy versions whose update was trained on it, ended ones among them.
-        carried_by: all versions that come from these, themselves included, up to an import.
+        carried_by: these versions and all that descend from them, up to an import.
         linked: other episodes that repeat some of it, or that it repeats; they are not deleted.
     """
 
@@ -88,7 +88,7 @@ _LINKED: Final = """
 
 
 async def adapters_of(driver: Driver, ids: Sequence[UUID]) -> dict[str, Any]:
-    """Return the versions that were `trained` on these episodes, and those `carried_by` these."""
+    """Return the versions `trained` on these episodes, and with their descendants `carried_by`."""
     trained = await driver.fetch(_TRAINED, list(ids))
     carried = await driver.fetch(_CARRIED, list(ids)) if trained else []
     return {
@@ -116,8 +116,8 @@ _PARTS: Final = """
 """
 _WHOLE: Final = "SELECT COALESCE(root, id) FROM episodes WHERE key = $1"
 _CALLS: Final = "SELECT id, response_id FROM transitions WHERE episode_id = ANY($1)"
-# Calls of other episodes that may be stored as additions to one of these: a base is found by the
-# fingerprints that the addition needs, of either split.
+# Calls of other episodes that are stored as additions to these calls. A base is found by the
+# fingerprints that the addition needs, of either split, and so are the additions here.
 _ADDING: Final = f"""
     SELECT t.id FROM transitions t WHERE t.parent_id = ANY($2) AND t.episode_id <> ALL ($1)
         AND t.id IN (
@@ -129,9 +129,9 @@ _REWRITE: Final = """
     UPDATE transitions SET parent_id = NULL, request_prefix = NULL, request_suffix = NULL,
         prompt_prefix = NULL, request = $2, prompt_ids = $3 WHERE id = $1
 """
-# Tables beside the calls' own of which an episode's rows are deleted.
+# Tables other than `transitions` from which an episode's rows are deleted.
 BY_EPISODE: Final = ("judgements", "provided_fingerprints", "needed_fingerprints")
-# Parameters: ids of episodes, and what they have in place of their keys.
+# Parameters: ids of episodes, and the replacements of their keys.
 STRIP: Final = """
     UPDATE episodes e SET key = s.key, task = NULL, task_named = false, task_from = NULL,
         joined_task = NULL, scored_at = NULL, call_scored_at = NULL,
@@ -142,14 +142,14 @@ STRIP: Final = """
 
 
 async def keep_writers_out(driver: Driver) -> int:
-    """Let no batch be stored and no reference resolved until the end; return the deletion's id."""
+    """Block storing and resolving until the transaction ends; return the deletion's number."""
     deletion = await begin_deletion(driver)
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
     return deletion
 
 
 async def delete_episode(connection: AsyncConnection, whole: UUID) -> Receipt | None:
-    """Delete an episode and all its parts in the caller's transaction; None: it is not there.
+    """Delete an episode and all its parts in the caller's transaction; return None if unknown.
 
     Until the transaction ends, no batch of records is stored and no reference is resolved.
     """
@@ -209,10 +209,10 @@ async def deleted_before(connection: AsyncConnection, name: str, whole: UUID) ->
 async def end_updates(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], why: str
 ) -> tuple[UUID, ...]:
-    """Lock the episodes, and abandon the running updates that hold one of them; return these."""
+    """Lock the episodes, and abandon the running updates that hold one; return their ids."""
     holding = [row[0] for row in await driver.fetch(_HOLDING, ids)]
     await driver.execute(_LOCK, ids, holding)
-    # Looked at again: one may have ended, and another begun, while this waited for the locks.
+    # Read again: an update may have ended, and another begun, during the wait for the locks.
     held = [row[0] for row in await driver.fetch(_HOLDING, ids)]
     for update_id in held:
         await release(connection, update_id, why)

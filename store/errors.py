@@ -13,14 +13,14 @@ class NotListening(StoreError):
 
 
 class NewerSchema(StoreError):
-    """Report that a newer version of Pawl has migrated the database, which does not serve this one.
+    """Report that a newer version of Pawl has migrated the schema, and this one cannot use it.
 
-    Waiting does not help: somebody has to install that version, or to downgrade the schema.
+    Waiting does not help: a person has to install that version, or downgrade the schema.
     """
 
 
 class Refused(StoreError):
-    """Report that the database refuses a record; its batch may be stored without it."""
+    """Report that the database refuses a record; the rest of the batch may be stored."""
 
 
 class Damaged(StoreError):
@@ -30,19 +30,18 @@ class Damaged(StoreError):
     """
 
     def __init__(self, message: str, episodes: Mapping[UUID, str] | None = None) -> None:
-        """Store the message, and the reasons by episode if they are known."""
         super().__init__(message)
         self.episodes = dict(episodes or {})
 
 
 class ClaimLost(StoreError):
-    """Report that an update does not hold its episodes: it ended, or another of its policy runs."""
+    """Report that an update has no claim: it has ended, or another update of its policy runs."""
 
 
 class ClaimSpoilt(StoreError):
-    """Report that an update cannot be recorded, for what happened since its claim.
+    """Report that an update cannot be recorded because of an event since its claim.
 
-    It still runs: release it, and claim again.
+    The update is still running: release it, and claim again.
     """
 
 
@@ -55,19 +54,19 @@ class UnknownPolicy(StoreError):
 
 
 class StateChanged(StoreError):
-    """Report that a version has another state by now than the one that a decision rested on."""
+    """Report that a version's state has changed since a decision about it, or forbids it."""
 
 
 class RolledBack(StoreError):
-    """Report that what was rolled back can neither serve nor be trained on any more."""
+    """Report that a version was rolled back, or has ended, and so cannot change to a state."""
 
 
 class NotGated(StoreError):
-    """Report that a version has no traffic that a roll-back could take from it."""
+    """Report that a version is in no state to be promoted, rolled back or retrained from."""
 
 
 class UnknownUpdate(StoreError):
-    """Report that no finished update, or more than one, has that version or id."""
+    """Report that no update, or more than one, has a version or id, or that it cannot be read."""
 
 
 class UnknownNames(StoreError):
@@ -75,8 +74,8 @@ class UnknownNames(StoreError):
 
 
 class BadKey(StoreError):
-    """Report that an API key cannot be made as it was asked for; the message says why."""
+    """Report that a requested API key cannot be made; the message says why."""
 
 
 class UnknownKey(StoreError):
-    """Report that no API key that is not revoked has that name or id."""
+    """Report that no unrevoked API key has that name, id or secret."""

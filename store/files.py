@@ -27,7 +27,7 @@ def write_private(path: Path, data: bytes) -> None:
     """Write a file that only its owner may read, and flush its bytes to disk.
 
     Raises:
-        OSError: the disk failed or is full; an earlier file of that name is as it was.
+        OSError: the disk failed or is full; an earlier file of that name is unchanged.
     """
     with whole_file(path, 0o600) as file:
         file.write(data)
@@ -35,11 +35,11 @@ def write_private(path: Path, data: bytes) -> None:
 
 @contextmanager
 def whole_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
-    """Give a new file to write into, and at the end put it, synced, in the place of `path`.
+    """Yield a new file to write to; after the block, sync it and rename it to `path`.
 
-    It gets the permissions `mode`; without it those of the earlier file, or of any new one.
-    Where the block fails, an earlier file of that name is as it was. What is no file, such as a
-    pipe, is written as it is.
+    Its permissions are `mode`, by default those of the earlier file or of any new file. If the
+    block fails, an earlier file is unchanged. A path of another kind, such as a pipe, is written to
+    directly.
 
     Raises:
         OSError: there is no such folder, or the disk failed or is full.
@@ -69,11 +69,10 @@ def whole_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_folder(place: Path, partial: Path) -> Iterator[None]:
-    """Make `partial` a new folder to write into, and at the end rename it to `place`, synced.
+    """Make the folder `partial` to write to; after the block, sync it and rename it to `place`.
 
-    So `place` is there with all its files, or not at all. It may be an empty folder before.
-
-    Where writing fails, nothing is left of the attempt, and it can be repeated.
+    So `place` exists with all its files, or not at all; before, it may be an empty folder. If
+    writing fails, `partial` is removed, and the attempt can be repeated.
 
     Raises:
         OSError: the disk refused a write.

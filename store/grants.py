@@ -1,4 +1,4 @@
-"""Say what API keys allow, and by which hash a key is known: all that workers know of them."""
+"""Define what workers know of API keys: hashes, scopes and limits."""
 
 from hashlib import sha256
 from typing import Final, Literal, get_args
@@ -14,10 +14,10 @@ SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
 
 
 class Limits(Record, frozen=True, kw_only=True):
-    """Limit the requests of a key to each port of one proxy. None: no limit.
+    """Limits on a key's requests to each port of one proxy; None: no limit.
 
-    `per_minute` is how many may begin in any 60 seconds, `at_once` how many may run. Once calls
-    that ended in the last 60 seconds took `tokens_per_minute` tokens, no other may begin.
+    `per_minute` requests may begin in any 60 seconds, and `at_once` may run. Once the calls that
+    ended in the last 60 seconds took `tokens_per_minute` tokens, no other call may begin.
     """
 
     per_minute: int | None = None
@@ -41,8 +41,8 @@ class Grant(Limits, frozen=True, kw_only=True):
 class KeyRing(Record, frozen=True, kw_only=True):
     """The grants of all keys that are not revoked, and the tenants that ever had a key.
 
-    `made`: a key was made at some time. `seen`: the database said so; a proxy that has not reached
-    it yet does not know.
+    `made`: a key was ever made. `seen`: this was read from the database; a proxy that has not
+    reached the database yet does not know.
     """
 
     made: bool

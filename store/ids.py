@@ -8,7 +8,6 @@ import uuid_utils
 
 
 def new_id() -> UUID:
-    """Make a new UUIDv7."""
     return UUID(int=uuid_utils.uuid7().int)
 
 

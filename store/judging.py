@@ -1,8 +1,8 @@
-"""Find the episodes that wait for a judge or a person, and record what came of those judged.
+"""Find the episodes that wait for a judge or a person, and record the outcomes of judges.
 
-A judge's scores are stored as feedback. This table only records that the judge was asked, so that
-neither a restart nor an answer without a score makes Pawl ask about an episode forever. An episode
-that could not be judged waits again once it has a later call.
+A judge's scores are stored as feedback. The table `judgements` records that a judge was asked, so
+that Pawl does not ask forever about an episode after a restart or an answer without a score. An
+episode that could not be judged waits again once it has a later call.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,7 +30,7 @@ COMPARED_WITHIN: Final = timedelta(days=1)
 
 
 class Awaiting(Record, frozen=True, kw_only=True):
-    """Describe an episode that waits for a judge, and how often it came to its last outcome."""
+    """An episode that waits for a judge: its last outcome, and the tries since its last call."""
 
     episode_id: UUID
     times: int
@@ -38,9 +38,9 @@ class Awaiting(Record, frozen=True, kw_only=True):
 
 
 class Judgement(Record, frozen=True, kw_only=True):
-    """Name the result of asking a judge about an episode.
+    """The result of asking a judge about an episode.
 
-    `due_at` is the time at which it is tried again; None: not before a further call.
+    `due_at` is the time to ask again; None: not before a further call.
     """
 
     episode_id: UUID
@@ -65,10 +65,10 @@ async def awaiting(
 ) -> list[Awaiting]:
     """Return at most `limit` episodes of a selection that wait for `judge`, oldest first.
 
-    A policy that may still claim them has no score of them, or none but other judges' opinions; or
-    they are of the last day and among the share `compared` (0 to 1) of those with a fact, which the
-    judge is compared with. Their last call was before `quiet_since`. Quarantined ones are left out.
-    `now` is compared with the time of the next attempt.
+    An episode waits if a policy may still claim it and it has no score, or only opinions, or if it
+    has no score and no policy to claim it. To measure the judge, the share `compared` (0 to 1) of
+    the last day's episodes with a fact waits, too. Quarantined episodes, and those with a call
+    since `quiet_since`, are left out. `now` is compared with the time of the next attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
@@ -118,10 +118,10 @@ async def awaiting(
 async def attempts_at_task(
     connection: AsyncConnection, key: str, *, quiet_since: datetime, most: int
 ) -> list[UUID]:
-    """Return the newest attempts at the task of an episode whose last call was before a time.
+    """Return the newest episodes of one task that had their last call before `quiet_since`.
 
-    They began at most a day before it or later. The episode, whose key is as it is kept, comes
-    first; it is missing where it goes on. One without a task has no others.
+    The task is that of the episode with the stored key `key`. That episode comes first, if it is
+    quiet; the others began at most a day before it. Without a task there are no others.
     """
     task = func.coalesce(episodes.c.joined_task, episodes.c.task)
     asked = select(episodes.c.id, task.label("task")).where(episodes.c.key == key)
@@ -143,9 +143,8 @@ async def attempts_at_task(
 
 
 async def note(connection: AsyncConnection, judgement: Judgement) -> None:
-    """Store a judgement, in place of the judge's earlier one; nothing of a deleted episode."""
-    # Whoever deletes an episode locks its row before looking for what is about it
-    # (`store.deleting`).
+    """Store a judgement in place of the judge's earlier one, unless the episode was deleted."""
+    # A deletion locks the episode's row before it looks for judgements (`store.deleting`).
     alive = select(episodes.c.id).where(
         episodes.c.id == judgement.episode_id, episodes.c.deleted_at.is_(None)
     )
@@ -162,10 +161,7 @@ async def note(connection: AsyncConnection, judgement: Judgement) -> None:
 
 
 async def forget_unjudged(connection: AsyncConnection, judge: str, tenant: str) -> int:
-    """Delete judgements without a score of a tenant's episodes; return how many.
-
-    The judge is then asked about them again.
-    """
+    """Delete a judge's judgements without a score, so that it is asked again; return how many."""
     query = delete(judgements).where(
         judgements.c.judge == judge,
         judgements.c.outcome != "judged",
@@ -179,9 +175,9 @@ _LOCK = "hashtextextended(:what, 0)"
 
 @asynccontextmanager
 async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
-    """Hold the lock of a judge, so that one process runs it; yield False if another has.
+    """Hold the lock of a judge, so that one process runs it; yield False if another process does.
 
-    The judge's name is as it is kept (`store.tenants`): two tenants may have judges of one name.
+    `judge` is the stored name (`store.tenants`): two tenants may have judges of one name.
     """
     what = {"what": f"pawl judge {judge}"}
     async with engine.connect() as connection:
@@ -198,20 +194,20 @@ async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
                     await connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK})"), what)
 
 
-# What a person is to score
+# Episodes for a person to score
 
 # Why an episode is shown to a person.
 Doubt = Literal["unscored", "disagreeing", "uncertain"]
-# Idempotency keys of what a person scored in the console begin so.
+# Prefix of the idempotency keys of scores that a person gave in the console.
 REVIEWED: Final = "review-"
-# A metric that a judge may state beside its score, from 0 to 1; below this it is not sure.
+# A metric, 0 to 1, that a judge may state beside its score; below UNSURE_BELOW it is uncertain.
 CONFIDENCE: Final = "confidence"
 UNSURE_BELOW: Final = 0.5
-# Share of a metric's range by which two that scored an episode disagree.
+# Two scores of an episode disagree if they differ by more than this share of the metric's range.
 APART: Final = 0.25
-# Of all feedback so many statements are looked at, the newest.
+# Only the newest statements of all feedback are read, this many.
 NEWEST: Final = 20_000
-# Whoever stated something: a judge, or an API key.
+# `source` is the judge, or else the API key.
 _SAID: Final = f"""
     SELECT f.episode_id, f.metric, f.value, COALESCE(f.call_id, f.episode_id) AS about, f.at,
         COALESCE(f.source, r.api_key, '') AS source
@@ -245,7 +241,7 @@ _QUEUE: Final = """
             WHERE f.episode_id = p.episode_id AND starts_with(r.idempotency_key, :reviewed))
     ORDER BY p.episode_id DESC LIMIT :most
 """
-# Of a metric without bounds of its own, the policy's reward has those of its rule.
+# A metric without bounds of its own has the reward range of the policy's rule, or 0 to 1.
 _SCALES: Final = text(
     f"""
     SELECT t.metric, t.place, t.texts,
@@ -265,7 +261,7 @@ _OWN_KEY: Final = text(
 
 
 class Scale(Record, frozen=True, kw_only=True):
-    """Say how a metric of a policy's reward is stated: from `low` to `high`, or by a text."""
+    """The scale of a metric in a policy's reward: numbers from `low` to `high`, or texts."""
 
     metric: str
     low: float
@@ -274,7 +270,7 @@ class Scale(Record, frozen=True, kw_only=True):
 
 
 async def scales_of(connection: AsyncConnection, policy: str) -> list[Scale]:
-    """Return the metrics that a policy's reward is the sum of, in their order."""
+    """Return the scales of the metrics in a policy's reward, in their order."""
     rows = await connection.execute(_SCALES, {"policy": policy})
     return [Scale(metric=row.metric, low=row.low, high=row.high, texts=row.texts) for row in rows]
 
@@ -290,11 +286,11 @@ async def review_queue(
     until: UUID | None = None,
     most: int,
 ) -> list[Row[Any]]:
-    """Return a tenant's episodes that a person is to score for a policy, the newest first.
+    """Return a tenant's episodes that a person should score for a policy, the newest first.
 
-    No update has taken them, and nobody has reviewed them. They begin before the episode `before`,
-    or with `until`. `scales` are the policy's. Each row has an episode's `episode_id`, `key` and
-    `task`, as they are kept, `version`, `reward` and `last_call_at`.
+    No update has claimed them, and no person has reviewed them. Their ids are below `before`, and
+    at most `until`. `scales` are the policy's. A row has `episode_id`, `key` and `task` as stored,
+    `version`, `reward` and `last_call_at`.
     """
     values = {
         "policy": policy,
@@ -312,6 +308,6 @@ async def review_queue(
 
 
 async def key_to_review(connection: AsyncConnection, episode_id: UUID, tenant: str) -> str | None:
-    """Return the key of a tenant's episode, as it was given, or None if there is none."""
+    """Return the key of a tenant's episode as the client gave it, or None if there is none."""
     key = await connection.scalar(_OWN_KEY, {"id": episode_id})
     return bare(key) if key is not None and tenant_of(key) == tenant else None

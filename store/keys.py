@@ -73,10 +73,10 @@ def id_of(key: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a key.
+    """Return `name` if a key can have it.
 
     Raises:
-        BadKey: it cannot be one.
+        BadKey: it cannot.
     """
     if _NAME.match(name) is None:
         raise BadKey(
@@ -87,10 +87,10 @@ def check_name(name: str) -> str:
 
 
 def check_tenant(tenant: str, scopes: tuple[Scope, ...]) -> str:
-    """Return the name of the tenant that a key with these scopes belongs to.
+    """Return `tenant` if a key of this tenant can have these scopes.
 
     Raises:
-        BadKey: it cannot be one, or a key of this tenant cannot be for one of the scopes.
+        BadKey: the name cannot be a tenant's, or its keys cannot have one of the scopes.
     """
     if _TENANT.match(tenant) is None:
         raise BadKey(
@@ -129,8 +129,8 @@ async def create_key(
     """Make a key and store its hash, in the caller's transaction.
 
     Raises:
-        BadKey: the name cannot be a key's, a key that is not revoked has it, or the tenant cannot
-            have such a key.
+        BadKey: the name is invalid, or an unrevoked key has it, or the tenant cannot have such a
+            key.
     """
     key_id, key = new_secret()
     row = {"id": key_id, "name": check_name(name), "hash": hash_of(key.encode())}
@@ -179,7 +179,7 @@ async def revoke_key(
 
 
 async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
-    """Return the tenant of a client's key; the default one for no key, or a gateway's.
+    """Return the tenant of a client's key; the default one without a key, or for a gateway's key.
 
     Raises:
         UnknownKey: the key is wrong or was revoked.
@@ -201,7 +201,7 @@ async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
 async def key_ring(connection: AsyncConnection, hash_: bytes | None = None) -> KeyRing:
     """Return the grants of the keys that are not revoked, and whether a key was ever made.
 
-    Read no more than the key with this hash needs, if one is given, and not all tenants.
+    With `hash_`, only the key with this hash and the first key are read.
     """
     query = select(*_SHOWN, api_keys.c.hash).order_by(api_keys.c.id)
     if hash_ is not None:

@@ -1,20 +1,20 @@
-"""Limit what Pawl reads of a server's answers: a hostile or broken one must not fill the memory."""
+"""Limit the size of responses: a hostile or broken server must not fill Pawl's memory."""
 
 from typing import Final
 
 import aiohttp
 
-# Of the answers that Pawl asks for, the longest are a teacher's log-probabilities: some 80 bytes a
-# token, so this is for 200,000 tokens.
+# The longest responses are a teacher's log-probabilities, about 80 bytes a token: this allows
+# 200,000 tokens.
 MOST_BYTES: Final = 16 << 20
 
 
 class BodyTooLong(aiohttp.ClientPayloadError):
-    """An answer has more than `MOST_BYTES`, decompressed; the rest was not read."""
+    """A response has more than `MOST_BYTES`, decompressed; the rest was not read."""
 
 
 class LimitedResponse(aiohttp.ClientResponse):
-    """Raise `BodyTooLong` for a long body: the `response_class` of aiohttp's sessions."""
+    """A `response_class` for aiohttp's sessions that raises `BodyTooLong` for a long body."""
 
     async def read(self) -> bytes:
         """Return the whole body, decompressed.

@@ -23,9 +23,9 @@ def count_build() -> None:
 
 
 def begin_at_zero(known: Mapping[MetricWrapperBase, Iterable[Iterable[str]]]) -> None:
-    """Show a 0 for all combinations of each metric's label values that are known in advance.
+    """Create every known combination of each metric's label values, with the value 0.
 
-    A counter that is first seen at 1 has not grown by Prometheus's `rate` and `increase`.
+    For Prometheus's `rate` and `increase`, a counter that is first seen at 1 has not grown.
     """
     for metric, values in known.items():
         for labels in product(*values):

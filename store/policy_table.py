@@ -1,4 +1,4 @@
-"""Read the TOML file of policies: what each answers, its base model, and whether it is trained.
+"""Read the TOML file of policies: the calls that each answers, its base model, and its training.
 
 Proxy and trainer both read it (`PAWL_POLICIES`). Parsing is pure; `open_policies` reads the file.
 """
@@ -33,9 +33,9 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Explore(BaseModel):
-    """Say how a policy explores: in which share of its episodes, and what it changes of calls.
+    """How a policy explores: the share of its episodes, and the changes to their calls.
 
-    A lower temperature is raised to `temperature`; with `drop_strict`, tools are not strict.
+    A lower temperature is raised to `temperature`; `drop_strict` removes `strict` from tools.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -51,16 +51,16 @@ class Explore(BaseModel):
         return self
 
     def __str__(self) -> str:
-        """Return its keys as a file has them."""
+        """Return the keys that are set, as TOML."""
         fields = self.model_dump(exclude_defaults=True)
         return ", ".join(f"{key} = {msgspec.json.encode(fields[key]).decode()}" for key in fields)
 
 
 class PolicySpec(BaseModel):
-    """Describe a policy by one table of the file.
+    """A policy, as one table of the file defines it.
 
-    It answers calls for a model of its own name, or of one of `models`; and those for `base` by one
-    of its `agents`: calls of its tenant, and of no other.
+    It answers its tenant's calls for a model of its own name or in `models`, and the calls for
+    `base` of its `agents`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -103,27 +103,26 @@ class PolicyTable:
         return tuple(self._specs.values())
 
     def named(self, name: str) -> PolicySpec | None:
-        """Return the policy of that name, or None if there is none."""
         return self._specs.get(name)
 
     def answering(self, model: str, agent: str, tenant: str = DEFAULT) -> PolicySpec | None:
         """Return the policy that answers an agent's call for `model`, or None if none does.
 
-        It is one of the tenant's. The agents of a base come before a policy that has the base's
-        name.
+        Only the tenant's policies answer. A policy with this base and agent comes before a policy
+        with this model.
         """
         return self._by_agent.get((tenant, model, agent)) or self._by_model.get((tenant, model))
 
     def live_together(self, name: str) -> tuple[str, ...]:
-        """Return the policies whose versions go live with those of `name`, which is one of them.
+        """Return the policies whose versions go live together with those of `name`, and `name`.
 
-        It says so of another, or another of it; all that hang together so are one set.
+        `publish_with` is symmetric and transitive.
         """
         return self._sets.get(name, (name,))
 
 
 def _sets_of(specs: Iterable[PolicySpec]) -> dict[str, tuple[str, ...]]:
-    """Return the set that each policy goes live with, sorted, by its name."""
+    """Map each policy's name to the sorted names that go live together with it, itself included."""
     sets: dict[str, set[str]] = {}
     for spec in specs:
         whole = {spec.name}.union(
@@ -185,7 +184,7 @@ def _clash(specs: Sequence[PolicySpec]) -> str | None:
 
 
 def _odd_companion(specs: Sequence[PolicySpec]) -> str | None:
-    """Return an error message if a policy goes live with one that has no versions, else None."""
+    """Return an error message if `publish_with` names no other trained policy of the tenant."""
     for spec in specs:
         near = [
             one.name

@@ -1,6 +1,6 @@
-"""Ask what workers have to know of the database while they serve.
+"""Query the database for workers while they serve.
 
-All of it is asked on the driver's own connection: with SQLAlchemy a worker would take a third more
+The queries use the driver's own connection: with SQLAlchemy a worker would take a third more
 memory.
 """
 
@@ -11,10 +11,10 @@ from uuid import UUID
 from store.driver import Driver
 from store.tenants import bare, same_tenant
 
-# What feedback is about
+# Targets of feedback
 
-# By kind of target: name, episode and call of those whose names are in the one parameter. A call's
-# id is stored without its tenant, who is known by the episode's key (`_kept_names`).
+# By kind of target: name, episode, call, and a name with the tenant, for the names in $1. A call's
+# id is stored without its tenant, whom the episode's key tells (`_kept_names`).
 _STORED: Final[Mapping[str, str]] = {
     "episode": "SELECT key, id, NULL::uuid, key FROM episodes WHERE key = ANY($1)",
     "response": """SELECT response_id, episode_id, id, response_id FROM transitions
@@ -26,7 +26,7 @@ _STORED: Final[Mapping[str, str]] = {
 
 
 class Target(NamedTuple):
-    """Name a target that feedback may use, with the episode and call that it stands for."""
+    """A target that feedback may name, with its episode and call."""
 
     kind: str
     name: str
@@ -35,7 +35,7 @@ class Target(NamedTuple):
 
 
 async def stored_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> list[Target]:
-    """Return those of the (kind, name) pairs that are stored."""
+    """Return the stored targets among these (kind, name) pairs."""
     asked = set(wanted)
     return [
         Target(kind, name, episode_id, call_id)
@@ -46,7 +46,7 @@ async def stored_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> l
 
 
 async def known_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return those of the (kind, name) pairs that are stored."""
+    """Return the (kind, name) pairs among these whose targets are stored."""
     return {(target.kind, target.name) for target in await stored_targets(driver, wanted)}
 
 
@@ -58,7 +58,7 @@ def _by_kind(wanted: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUID | None]]:
-    """Yield name, episode and call of stored targets: of a call the name that its tenant has."""
+    """Yield name, episode and call of stored targets; the name of a call gets its tenant."""
     for name, episode_id, call_id, of_tenant in rows:
         yield same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
 
@@ -73,16 +73,16 @@ async def stored_bodies(driver: Driver, key: str) -> set[str]:
     return {row[0] for row in await driver.fetch(_BODIES, key)}
 
 
-# Responses that an API keeps under their ids, to be gone on from
+# Responses that clients may continue by their ids
 
-# Other APIs' replies may have any id, also one that their client chose.
+# Limited to the wire format: the ids of other APIs' replies may be chosen by their clients.
 _RESPONSES: Final = (
     "SELECT DISTINCT response_id FROM transitions WHERE response_id = ANY($1) AND dialect = $2"
 )
 
 
 async def known_responses(driver: Driver, names: Sequence[str], dialect: str) -> set[str]:
-    """Return those of the response ids that stored calls of a wire format have, tenant included."""
+    """Return the response ids (with tenant) among `names` that calls of a wire format have."""
     return {row[0] for row in await driver.fetch(_RESPONSES, list(names), dialect)}
 
 
@@ -104,18 +104,14 @@ _PINNED_VERSION: Final = """
 async def pinned_episodes(driver: Driver, most: int) -> list[tuple[str, str, int]]:
     """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
 
-    The version is the one that an episode goes on with: one that had to leave its first has moved
-    to a newer one. An episode that became a part of another goes on with that episode's. At most
-    `most`.
+    The version is the newest that served the episode, which may have had to leave its first. A part
+    of a joined episode has the version of the whole. There are at most `most`.
     """
     rows = await driver.fetch(_PINNED, most)
     return [(row["policy"], row["key"], row["latest"]) for row in rows]
 
 
 async def pinned_version(driver: Driver, policy: str, episode: str) -> int | None:
-    """Return the version of `policy` that an episode goes on with.
-
-    None: it has no call of that policy yet.
-    """
+    """Return the version of `policy` that an episode goes on with; None: it has no call of it."""
     version: int | None = await driver.fetchval(_PINNED_VERSION, episode, policy)
     return version

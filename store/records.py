@@ -20,8 +20,8 @@ ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
 # not offer. `assumed`: `is_error` was left out, which that API defines as success.
 ToolSource = Literal["header", "feedback", "not_offered", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
-# The version that a new episode was given: the base model, as a control; the one that serves; or
-# the one that is tried on a share of the episodes.
+# What a new episode was given: the version that serves, the one that is tried on a share of the
+# episodes (canary), or an earlier one, at first the base model (control).
 Arm = Literal["serving", "canary", "control"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
 Confidence = Literal["certain", "likely", "doubtful"]
@@ -39,18 +39,18 @@ UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
 TRAIN: Final = "train"
 EVAL: Final = "eval"
-# Unless PAWL_EVAL_TASKS says otherwise, a task of this beginning is evaluation.
+# By default (PAWL_EVAL_TASKS) a task with this prefix is evaluation.
 EVAL_TASKS: Final = "eval/"
-# Among the sampling settings of a call: those that exploration changed, null where left out.
+# A key of a call's sampling settings: the settings that exploration changed, null if left out.
 EXPLORED: Final = "explored"
-# Why a call is not trained that its client made beside the agent's work (`proxy.side_calls`).
+# The reason not to train a side call (`proxy.side_calls`).
 SIDE: Final = "side"
 # The method of a call that named no episode and got an episode of its own.
 OWN_EPISODE: Final = "own"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Make records frozen, keyword-only, and not tracked by the garbage collector.
+    """Base of all records: frozen, keyword-only, and not tracked by the garbage collector.
 
     `gc=False` is safe because records cannot refer to each other in a cycle.
     """
@@ -65,12 +65,12 @@ class ToolCall(Record, frozen=True, kw_only=True):
 
 
 class ToolEvent(Record, frozen=True, kw_only=True):
-    """State how one tool execution ended, and where that is known from.
+    """How one tool execution ended, and the source of that.
 
     `ms` is the execution's duration in milliseconds, if it was stated. `quotes` are the digests of
-    the texts among the arguments of its tool call, where the request that brings its result shows
-    them: with these the call of an agent's own is known by the reply that it was made of. `at` is
-    when it was recorded, which its id does not tell; None: it is not stored yet.
+    the texts among the tool call's arguments, if the request with the result shows them: by these,
+    a tool call that the agent made up is matched to the reply that it quotes. `at` is the time of
+    recording, which the id does not tell; None: it is not stored yet.
     """
 
     id: UUID
@@ -85,12 +85,12 @@ class ToolEvent(Record, frozen=True, kw_only=True):
 
 
 class Tokens(Record, frozen=True, kw_only=True):
-    """Hold the token ids of a prompt and of its sampled reply, with log-probabilities.
+    """The token ids of a prompt and of its sampled reply, with log-probabilities.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats. They are the
-    little-endian int32 and float32 arrays that the store keeps (`store.values.packing`). A server
-    may give all ids and not all log-probabilities: then there are none, and the trainer computes
-    them with the version that sampled the ids.
+    little-endian int32 and float32 arrays that the store keeps (`store.values.packing`). If a
+    server gave all ids but not all log-probabilities, there are none, and the trainer computes them
+    with the version that sampled the ids.
     """
 
     prompt_ids: bytes = b""
@@ -99,10 +99,10 @@ class Tokens(Record, frozen=True, kw_only=True):
 
 
 class Kept(NamedTuple):
-    """Mark a field of a call that is a column of its name in `transitions`.
+    """Marks a field of a call that is a column of the same name in `transitions`.
 
-    `about` says what the column means. With `json` the value is stored as JSON: bytes that hold
-    JSON as they are, all else encoded.
+    `about` describes the column. With `json` the value is stored as JSON: bytes have to be JSON,
+    other values are encoded.
     """
 
     about: str = ""
@@ -110,7 +110,7 @@ class Kept(NamedTuple):
 
 
 class CallFacts(Record, frozen=True, kw_only=True):
-    """Define what a call's record and its stored row both state, in equal words.
+    """The fields that a call's record and its stored row share.
 
     A field that is added here is stored and read back (docs/howto/add-a-field-of-a-call.md).
     `policy_version` is the version that the upstream was asked for; it is the same for the whole
@@ -146,8 +146,8 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     """Describe one request to a model and its single outcome, as the proxy saw them.
 
     `request`, `reply`, `sampling` and `usage` are JSON as text, so that numbers of any size are
-    kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. What has no `Kept` is
-    in other tables, or shared with earlier calls (`store.write.bases.Stored`).
+    kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. Fields without `Kept`
+    are in other tables, or shared with earlier calls (`store.write.bases.Stored`).
     """
 
     episode: str
@@ -182,15 +182,15 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     ]
     total_ms: Annotated[float, Kept("Milliseconds from arrival to the end of the reply.")]
     retry: Annotated[int, Kept("How often the SDK said it had sent this request before.")]
-    # Fingerprints (16 bytes each) of what a later call may repeat of this one, and of what this one
-    # repeats, the surest first. By these the store joins episodes that the proxy could not join.
+    # Fingerprints (16 bytes each) that later calls may repeat, and those that this call repeats,
+    # the surest first. By these the store joins episodes that the proxy could not join.
     provides: tuple[bytes, ...] = ()
     needs: tuple[bytes, ...] = ()
     # The earlier attempt that this call repeats: sent by the same client, and without a reply.
     retry_of: Annotated[UUID | None, Kept("Failed attempt that this call repeats.")] = None
     # An episode of which any call says `eval` is evaluation: it is never trained on.
     split: Annotated[Split, Kept("`train`, or `eval` for a call of an evaluation.")] = TRAIN
-    # An episode's is that of its first call: a version may get another part while episodes keep it.
+    # An episode's arm is that of its first call: a version's arm may change while episodes keep it.
     arm: Annotated[
         Arm | None,
         Kept(
@@ -213,11 +213,11 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):
-    """State one thing about a target: a metric with a value, or (if `tool` is set) a tool event.
+    """One statement about a target: a metric with a value, or (if `tool` is set) a tool event.
 
-    A value is a number or a short text; None without a tool event takes back what was stated.
-    `source` names a judge whose opinion it is; None: it is stated as a fact. A `correction` is the
-    reply that would have been right.
+    A value is a number or a short text; None without a tool event withdraws the metric's value.
+    `source` names the judge whose opinion it is; None: it is a fact. A `correction` is the reply
+    that would have been right.
     """
 
     id: UUID
@@ -231,26 +231,26 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
 
 
 class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
-    """Hold the items of one POST to /feedback; they are stored all or none."""
+    """The items of one POST to /feedback; all are stored, or none."""
 
     id: UUID
     at: datetime
     items: tuple[FeedbackItem, ...]
     idempotency_key: str | None = None
     body_hash: str | None = None
-    # The id of the API key that it came with, if it was let in by one.
+    # The id of the API key that it came with, if any.
     api_key: str | None = None
 
 
 class GapRecord(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
-    """Mark episodes as incomplete, because records of their calls could not be written."""
+    """A mark of incomplete episodes, because records of their calls could not be written."""
 
     id: UUID
     episodes: tuple[str, ...]
 
 
 class OutageRecord(Record, frozen=True, kw_only=True, tag="outage"):
-    """Mark a time in which a worker lost records of calls, and could not say of which episodes."""
+    """A time in which a worker lost records of calls, and could not say of which episodes."""
 
     id: UUID
     since: datetime
@@ -261,11 +261,11 @@ SpoolRecord = CallRecord | FeedbackRecord | GapRecord | OutageRecord
 
 
 class Feedback(Record, frozen=True, kw_only=True):
-    """Describe a stored statement about an episode or one of its calls.
+    """A stored statement about an episode or one of its calls.
 
-    `value` is a number or a short text; None takes back what was stated before. `source` names the
-    judge whose opinion it is; None: it is a fact. `late` says that it came after an update had
-    claimed the episode, and trained on it without. `correction` is the reply that would have been
+    `value` is a number or a short text; None withdraws an earlier value. `source` names the judge
+    whose opinion it is; None: it is a fact. `late`: it came after an update had claimed the
+    episode, and the update trained without it. `correction` is the reply that would have been
     right.
     """
 
@@ -278,9 +278,9 @@ class Feedback(Record, frozen=True, kw_only=True):
 
 
 class TransitionRow(CallFacts, frozen=True, kw_only=True):
-    """Describe a stored call, with the events of the tools that its reply asked for.
+    """A stored call, with the events of its reply's tool calls.
 
-    Among its tool calls are those that the agent made of its whole text.
+    `tool_calls` includes the calls that the agent made of the reply's whole text.
     """
 
     episode_id: UUID
@@ -309,12 +309,12 @@ class Episode(Record, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     # Why the episode is never claimed; None if it may be.
     quarantined_reason: str | None = None
-    # `eval` if any of its calls said so: it is evaluation, and never claimed either.
+    # `eval` if any of its calls said so; the episode is then never claimed either.
     split: Split = TRAIN
 
 
 class Group(Record, frozen=True, kw_only=True):
-    """Gather the episodes of one task that are compared with each other.
+    """The episodes of one task that are compared with each other.
 
     Earlier updates have consumed the members in `earlier`: their returns count in mean and spread,
     and they are not trained again.
@@ -326,7 +326,7 @@ class Group(Record, frozen=True, kw_only=True):
 
 
 class UpdateRow(Record, frozen=True, kw_only=True):
-    """Describe a row of `updates`: the update's state, its parent version and the one it made."""
+    """A row of `updates`: the update's state, its parent version and the version it made."""
 
     id: UUID
     policy: str
@@ -338,18 +338,18 @@ class UpdateRow(Record, frozen=True, kw_only=True):
     metrics: Mapping[str, Any]
 
 
-# An episode failed if its last call came to one of these: an upstream refused the request for what
-# it says. What the policy wrote is in it, and its conversation may have outgrown the context. Other
-# errors are of the server, or of the way to it (docs/decisions/018-groups.md).
+# An episode failed if its last call ended in one of these: an upstream refused the request's
+# content, which includes the policy's output, or its length. Other errors are the server's or the
+# network's (docs/decisions/018-groups.md).
 FAILED: Final = (400, 413, 422)
 
 
-# The fields of a call's record that are columns of `transitions`: the table, and the rows that are
-# written and read back, follow from them (docs/howto/add-a-field-of-a-call.md).
+# The fields of a call's record that are columns of `transitions` define the table, and the rows
+# that are written and read back (docs/howto/add-a-field-of-a-call.md).
 
 
 class KeptField(NamedTuple):
-    """Describe a field that is its own column: its type without None, and if it may be null."""
+    """A field that is a column: its type without None, and whether it may be null."""
 
     name: str
     type: Any
@@ -374,7 +374,7 @@ def _mark(hint: Any) -> Kept | None:
 
 
 def _plain(hint: Any) -> tuple[Any, bool]:
-    """Return a type without None, and whether it had it; names from a list are text."""
+    """Return a type without None, and whether None was in it; a `Literal` becomes `str`."""
     choices = [one for one in get_args(hint) if one is not NoneType]
     null = NoneType in get_args(hint)
     kind = choices[0] if null else hint

@@ -1,12 +1,12 @@
-"""Remove what is older than the days that records are kept for (`PAWL_KEEP_DAYS`).
+"""Remove records that are older than `PAWL_KEEP_DAYS`.
 
-An episode is outdated once the last call of all its parts was made before the first day that is
-kept. Episodes go first, some at a time, each time in one transaction; then whole days of calls, of
-which only those of episodes that go on are left (docs/decisions/070-deleting-episodes.md). One
-ingester does this at a time.
+An episode is outdated once the last calls of all its parts are older than the first day that is
+kept. Outdated episodes are removed first, some in each transaction; then whole days of calls, while
+episodes that go on are set aside (docs/decisions/070-deleting-episodes.md). One ingester does this
+at a time.
 
-What batches of records wait for is short: the days are noted before, and no call of them is stored
-any more, so that their episodes are looked for, and their calls counted, without any lock.
+Batches of records wait only briefly: the days are noted first and no call of them is stored any
+more, so that outdated episodes are searched, and calls counted, without a lock.
 """
 
 from datetime import UTC, date, datetime, time, timedelta
@@ -25,7 +25,7 @@ from store.schema.partitions import partition_name
 from store.tenants import DEFAULT
 from store.tombstones import PREFIX, forget_matched
 
-# Key of the advisory lock of whoever removes: another ingester does nothing meanwhile.
+# Key of the advisory lock of the ingester that removes; others do nothing meanwhile.
 RETAIN_LOCK: Final = 0x5041574F
 PENDING_LOCK: Final = 0x50415750
 # Most episodes, statements or requests that one transaction removes.
@@ -40,7 +40,7 @@ NOWHERE: Final = UUID(int=0)
 
 
 def tenant_in(column: str) -> str:
-    """Return the expression for whose a column's name is, as `store.tenants.tenant_of` says it."""
+    """Return SQL for the tenant of the stored name in a column, like `store.tenants.tenant_of`."""
     separator = "E'\\x1f'"
     return (
         f"CASE WHEN strpos({column}, {separator}) > 1 THEN split_part({column}, {separator}, 1) "
@@ -58,7 +58,7 @@ _STILL_OUTDATED: Final = f"{_OUTDATED} AND w.id = ANY($2) ORDER BY w.id"
 _PARTS: Final = """
     SELECT id, COALESCE(root, id) FROM episodes WHERE id = ANY($1) OR root = ANY($1)
 """
-# Something refers to these: that they were spent, or a link of an episode that may go on.
+# Episodes that a consumption refers to, or a link of an episode that may go on.
 _REFERRED_TO: Final = """
     SELECT DISTINCT COALESCE(e.root, e.id) FROM episodes e WHERE e.id = ANY($1)
         AND (EXISTS (SELECT FROM consumptions c WHERE c.episode_id = e.id)
@@ -70,7 +70,7 @@ _DAYS: Final = """
     SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
     WHERE i.inhparent = 'transitions'::regclass AND c.relname < $1 ORDER BY 1 LIMIT 1
 """
-# Those that are not set aside for any reason yet.
+# Episodes with calls of a day that are not set aside yet.
 _GOING_ON: Final = """
     SELECT id FROM episodes e
     WHERE deleted_at IS NULL AND NOT (doubtful AND quarantined_reason IS NOT NULL)
@@ -111,9 +111,9 @@ _REQUESTS: Final = """
 
 
 class Removed(Record, frozen=True, kw_only=True):
-    """Count what one step removed; `unspent` are the episodes that no update had consumed.
+    """Counts of what one step removed; `unspent` are the episodes that no update had consumed.
 
-    `last` is the last episode that was looked at: those before it need no second look.
+    `last` is the last episode that was examined: the next step continues after it.
     """
 
     episodes: int = 0
@@ -125,9 +125,9 @@ class Removed(Record, frozen=True, kw_only=True):
 
 
 class _Step(NamedTuple):
-    """Hold what a step needs: its transaction, and where it begins.
+    """A step's transaction and limits.
 
-    `before` is the first day that is kept, `first_id` the lowest id of it.
+    `before` is the first day that is kept, `first_id` its lowest id.
     """
 
     connection: AsyncConnection
@@ -138,15 +138,16 @@ class _Step(NamedTuple):
 
 
 async def remove_pending(engine: AsyncEngine, days: int) -> int:
-    """Remove statements about what did not come in `days`, and a tenant's beyond `MOST_PENDING`.
+    """Remove statements whose target has not come in `days`, and a tenant's above `MOST_PENDING`.
 
-    Their requests go with them. Return the number of some that were removed; 0: no more are left.
+    Empty requests are removed with them. Return how many were removed, some at a time; 0: no more
+    are left, or another process removes them.
     """
     async with engine.begin() as connection:
         driver = await driver_of(connection)
         if not await driver.fetchval(f"SELECT pg_try_advisory_xact_lock({PENDING_LOCK})"):
             return 0
-        # Two clocks have to agree: one that is wrong by a month must not drop all that waits.
+        # The earlier of two clocks: one that is a month ahead must not drop all statements.
         now = min(datetime.now(UTC), await driver.fetchval("SELECT now()"))
         limits = MOST_PENDING, now - timedelta(days=days), MOST
         gone = await driver.fetch(_PENDING.format(table="feedback", key="request_id"), *limits)
@@ -157,10 +158,10 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
 
 
 async def remove_some(engine: AsyncEngine, before: date, after: UUID = NOWHERE) -> Removed | None:
-    """Remove some of what is older than the day `before`; None: nothing is left.
+    """Remove some records older than the day `before`; return None once nothing is left.
 
-    It is None, too, where another process removes. Episodes up to `after` are not outdated, as an
-    earlier step found.
+    The result is None, too, if another process removes. Earlier steps have examined the episodes
+    up to `after`.
 
     Raises:
         asyncpg.LockNotAvailableError: readers kept a day from being dropped; try again later.
@@ -177,12 +178,11 @@ async def remove_some(engine: AsyncEngine, before: date, after: UUID = NOWHERE) 
 
 
 def _midnight(day: date) -> datetime:
-    """Return when a day begins (UTC)."""
     return datetime.combine(day, time(), UTC)
 
 
 async def _note_days(step: _Step) -> Removed | None:
-    """Note, once, up to which day nothing is kept: no call of these is stored any more."""
+    """Note once the last day that is not kept: no call up to it is stored any more."""
     last = step.before - timedelta(days=1)
     if await step.driver.fetchval(_IS_NOTED, last):
         return None
@@ -192,14 +192,13 @@ async def _note_days(step: _Step) -> Removed | None:
 
 
 async def _remove_outdated(step: _Step) -> Removed | None:
-    """Remove some episodes that are outdated."""
     driver = step.driver
     some = await driver.fetch(_SOME_OUTDATED, step.first_id, step.after, MOST)
     if not some:
         return None
     outdated = [row[0] for row in some]
     await keep_writers_out(driver)
-    # One of those that were outdated may have got a call since.
+    # An outdated episode may have got a call since.
     still = [row[0] for row in await driver.fetch(_STILL_OUTDATED, step.first_id, outdated)]
     ids = [row[0] for row in await driver.fetch(_PARTS, still)]
     await end_updates(step.connection, driver, ids, WHY)
@@ -223,7 +222,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
 
 
 async def _end_a_day(step: _Step) -> Removed | None:
-    """Set aside what goes on after the oldest day of which nothing is kept, or drop that day."""
+    """Set aside episodes that go on after the oldest outdated day, or drop that day if none do."""
     driver = step.driver
     partition = await driver.fetchval(_DAYS, partition_name(step.before))
     if partition is None:
@@ -239,14 +238,14 @@ async def _end_a_day(step: _Step) -> Removed | None:
 
 
 async def _drop_day(step: _Step, partition: str) -> Removed:
-    """Drop a day's calls, of which no more are stored and whose episodes are set aside.
+    """Drop a day's calls; no more are stored, and their episodes are set aside.
 
-    Those of an episode that is deleted between the count and the lock are counted here, too.
+    Calls of an episode that is deleted between the count and the lock are counted, too.
     """
     driver, day = step.driver, datetime.strptime(partition.rpartition("_")[2], "%Y%m%d").date()
     calls = await driver.fetchval(f"SELECT count(*) FROM {partition}")
     await keep_writers_out(driver)
-    # Readers of any day would wait behind this, so it does not wait long for those before it.
+    # New readers of any day wait behind this lock, so it must not wait long for earlier readers.
     await driver.execute("SET LOCAL lock_timeout = '2s'")
     await driver.execute(f"DROP TABLE {partition}")
     await driver.execute(_NOTE, day, calls)
@@ -254,7 +253,7 @@ async def _drop_day(step: _Step, partition: str) -> Removed:
 
 
 async def _remove_strays(step: _Step) -> Removed | None:
-    """Remove outdated statements about what never came, and requests that nothing is left of."""
+    """Remove outdated statements whose target never came, and requests without statements."""
     driver, at = step.driver, _midnight(step.before)
     done = [
         await driver.execute(_STRAY.format(table=table), at, MOST)

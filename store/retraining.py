@@ -1,9 +1,9 @@
 """Start a policy's line of versions again at an older version, and leave episodes out of it.
 
-The trainer claims the episodes that are freed as any others (docs/decisions/079-retraining.md). An
-ended version stays loaded for the episodes that began with it, but it never serves again, nothing
-is trained from it, and it makes no episode older. Its update counts as abandoned; what it had
-trained on is kept in `freed_consumptions`, for the receipts of deletions.
+The trainer claims the freed episodes like any others (docs/decisions/079-retraining.md). An ended
+version stays loaded for the episodes that began with it, but it never serves again, nothing is
+trained from it, and it does not count for staleness. Its update counts as abandoned; the episodes
+that it was trained on are kept in `freed_consumptions`, for the receipts of deletions.
 """
 
 from collections import Counter
@@ -38,8 +38,8 @@ _AFTER: Final = """
         SELECT claimed_at FROM updates WHERE policy = :policy AND version = :version),
         to_timestamp(0))
 """
-# What the updates after the version trained on, or found nothing in, and what had become stale.
-# What was set aside for other reasons stays consumed.
+# The episodes of finished updates after the version, trained or not, and stale ones. Episodes that
+# were set aside for other reasons stay consumed.
 _TO_FREE: Final = f"""
     SELECT c.episode_id FROM consumptions c JOIN updates u ON u.id = c.update_id
     JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
@@ -83,17 +83,17 @@ _LAST_RECIPE: Final = (
 
 
 class Retrained(Record, frozen=True, kw_only=True):
-    """Say what became of a policy whose line starts again.
+    """The result of starting a policy's line again.
 
     Attributes:
         serves: the version that the new line starts at; `served` had the traffic before.
-        freed: episodes that may be claimed again, by `trained`, or why they had not been.
-        left_out: episodes that were left out, of those freed and of those that waited.
-        learned: episodes to leave out that `serves`, or a version before it, was trained on.
-        abandoned: the update that ran, and lost its claim, if any.
+        freed: how many episodes may be claimed again, by `trained` or why they were not trained.
+        left_out: how many freed and waiting episodes were left out.
+        learned: how many episodes to leave out `serves`, or a version before it, was trained on.
+        abandoned: the running update that lost its claim, if any.
         ended: how many versions ended.
-        max_staleness: the limit of the last recipe: once the new line has so many versions, what
-            still waits of the old one expires.
+        max_staleness: the limit of the last recipe: once the new line has so many versions, waiting
+            episodes of the old line expire.
     """
 
     serves: str
@@ -117,8 +117,8 @@ async def retrain(
 ) -> Retrained:
     """Start the line of `policy` again at `version`, which every server must have loaded.
 
-    A running update is abandoned: whoever runs it finds that it lost its claim. The control stays
-    if it does not end; else what a roll-back would give the traffic to is the control.
+    A running update is abandoned: its trainer finds that the claim is lost. The control stays
+    unless it ends; then the version that a roll-back would return to becomes the control.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -143,7 +143,7 @@ async def retrain(
     reasons = dict.fromkeys(await run(_UNCLAIMED), LEFT_OUT)
     await consume_unclaimed(connection, policy, version, recipes[0], reasons)
     live = await list_live(connection, policy)
-    # First, so that nothing that ends becomes the control.
+    # First, so that no version that ends becomes the control.
     for one in live:
         if one.version > version and one.state not in ("retired", "rolled_back"):
             await change_state(connection, one, "retired", reason=why, actor=actor)

@@ -23,10 +23,7 @@ from store.tombstones import key_once_deleted
 
 
 class FoundEpisodes(Record, frozen=True, kw_only=True):
-    """Hold the episodes that names stand for, rows of deleted ones by name, and unknown names.
-
-    Names are as they are stored (`store.tenants`).
-    """
+    """Result of resolving episode names, as stored (`store.tenants`): found, deleted, unknown."""
 
     wholes: tuple[UUID, ...] = ()
     deleted_before: Mapping[str, UUID] = {}
@@ -37,7 +34,7 @@ class Selection(Record, frozen=True, kw_only=True):
     """Select whole episodes that meet all conditions; a field of None selects all.
 
     Attributes:
-        tenant: whose episodes; task, prefix and key are names of this tenant, or the default one.
+        tenant: the episodes' tenant; without it, task, prefix and key are the default tenant's.
         task: the episode's task is this one.
         prefix: the key of the episode, or of a part of it, begins with this text.
         agent: a call of the episode is by this agent.
@@ -90,7 +87,7 @@ async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:
         as_id = UUID(bare(name))
     except ValueError:
         as_id = None
-    # Nobody knows any more whose a deleted episode was.
+    # The tenant of a deleted episode is no longer known.
     by_id = and_(
         episodes.c.id == as_id,
         or_(is_of(tenant_of(name)), episodes.c.deleted_at.is_not(None)),
@@ -122,7 +119,7 @@ async def selected(connection: AsyncConnection, selection: Selection = ALL) -> l
 
 
 def matching(selection: Selection) -> Select[tuple[UUID]]:
-    """Build the query for `selected` but for the selection's `key`, which has to be looked up."""
+    """Build the query for `selected`, without the selection's `key`, which has to be looked up."""
     query = select(episodes.c.id).where(episodes.c.root.is_(None), episodes.c.deleted_at.is_(None))
     query = query.where(*_of_episode(selection), *_of_feedback(selection))
     return query.order_by(episodes.c.first_call_id)
@@ -163,7 +160,7 @@ def _of_feedback(selection: Selection) -> list[ColumnElement[bool]]:
 
 
 def _is_whole_of(part: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Return the same as `_any_part`, for a condition of which an index finds all episodes."""
+    """Return the condition of `_any_part` for a condition that an index serves."""
     return episodes.c.id.in_(select(_WHOLE).where(part))
 
 

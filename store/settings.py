@@ -65,7 +65,7 @@ def address(listen: str) -> tuple[str, int]:
 
 
 def without_login(url: str) -> str:
-    """Return a URL without the name and password that it may hold, to tell it to anybody."""
+    """Return a URL without its user name and password, so that it can be shown."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -82,7 +82,7 @@ _HOST: Final = re.compile(
     r"(?P<host>/.*|\[[0-9a-fA-F:.]+\]|[\w-]{1,63}(\.[\w-]{1,63})*\.?)(:(?P<port>[^:]*))?",
     re.ASCII | re.DOTALL,
 )
-# Those of libpq's parameters that the driver understands, or sends to the server.
+# The parameters of libpq that the driver understands, or sends to the server.
 _PARAMETERS: Final = {
     *("host", "port", "dbname", "user", "password", "passfile", "application_name", "options"),
     *("sslmode", "sslrootcert", "sslcert", "sslkey", "sslpassword", "sslcrl"),
@@ -120,7 +120,7 @@ def read_url(database_url: str) -> tuple[list[str], int | None]:
     if len(ports) not in (1, len(hosts)):
         raise StoreError("DATABASE_URL must have one port, or as many as hosts")
     timeout = parameters.pop("connect_timeout", None)
-    # In its usual place a password is not printed with the engine.
+    # SQLAlchemy hides a password in this place when it prints the engine.
     login = ":".join(quote(parameters.pop(name, ""), safe="") for name in ("user", "password"))
     dsns = [
         f"postgresql://{login}@?{urlencode(_host(host, port) | parameters)}"
@@ -182,7 +182,7 @@ def secrets_folder(named: Path | str | None) -> Path | None:
 
 
 class _SecretFiles(SecretsSettingsSource):
-    """Read the folder that the sources before this one name."""
+    """Reads the folder that the earlier sources name."""
 
     def __call__(self) -> dict[str, Any]:
         self.secrets_dir = secrets_folder(self.current_state.get("secrets_dir"))

@@ -1,9 +1,9 @@
-"""Keep tenants apart by their names: each has a space of names of its own (pure).
+"""Separate tenants by a namespace for each (pure).
 
-What clients and model servers name (an episode, a task, a call, a response, an idempotency key) is
-kept as TENANT, U+001F, NAME; fingerprints of what is said are computed with the tenant as the key.
-Whatever looks a name up therefore finds those of the same tenant alone, without knowing of tenants
-(docs/decisions/068-tenants.md). Names of the tenant `default` are kept as they are.
+Names from clients and model servers (of episodes, tasks, calls, responses, idempotency keys) are
+stored as TENANT, U+001F, NAME; fingerprints are computed with the tenant as the key. Code that
+looks a name up therefore finds names of the same tenant alone, without knowing of tenants
+(docs/decisions/068-tenants.md). Names of the tenant `default` are stored unchanged.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Final
 
-# Whose everything is that no key, or a key without a tenant, made.
+# The tenant of requests without a key, or with a key without a tenant.
 DEFAULT: Final = "default"
 # No tenant's name holds it, and no name that a client gives an episode: those are printable.
 SEPARATOR: Final = "\x1f"
@@ -20,7 +20,7 @@ PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 def scoped(tenant: str, name: str) -> str:
-    """Return a tenant's name as it is kept.
+    """Return a tenant's name as it is stored.
 
     A name of the default tenant that could be taken for another's gets a separator before it.
     """
@@ -30,24 +30,24 @@ def scoped(tenant: str, name: str) -> str:
 
 
 def tenant_of(kept: str) -> str:
-    """Return whose a kept name is."""
+    """Return the tenant of a stored name."""
     if SEPARATOR not in kept:
         return DEFAULT
     return kept.partition(SEPARATOR)[0] or DEFAULT
 
 
 def bare(kept: str) -> str:
-    """Return a kept name as it was given."""
+    """Return a stored name as the client gave it."""
     return kept.partition(SEPARATOR)[2] if SEPARATOR in kept else kept
 
 
 def same_tenant(kept: str, name: str) -> str:
-    """Return another name of the tenant of a kept one, as it is kept."""
+    """Return `name` as stored for the tenant of the stored name `kept`."""
     return scoped(tenant_of(kept), name)
 
 
 def beginning(tenant: str) -> str | None:
-    """Return how all kept names of a tenant begin; None for the default tenant, whose do not."""
+    """Return the prefix of a tenant's stored names; None for the default tenant, which has none."""
     return None if tenant == DEFAULT else tenant + SEPARATOR
 
 
@@ -57,7 +57,7 @@ def digest_key(tenant: str) -> bytes:
 
 
 def own_digests(tenant: str, digests: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Return a tenant's fingerprints for those of the same words: 16 bytes, the first as it was."""
+    """Return fingerprints (16 bytes) keyed with the tenant; the first byte, the kind, stays."""
     if tenant == DEFAULT:
         return tuple(digests)
     key = digest_key(tenant)
@@ -74,8 +74,8 @@ def task_family(task: str | None) -> str:
     It is the part before the first `/` or `:`, or, where there is neither, the name without
     the number at its end: `refunds/17`, `refunds:x` and `refunds-17` are all `refunds`.
     Episodes without a task form one family (the empty name), and so do those whose task is
-    derived from the prompt (`prompt:…`). Each tenant's are its own: task and family are names as
-    they are kept.
+    derived from the prompt (`prompt:…`). Task and family are stored names, so that each tenant has
+    its own families.
     """
     name = bare(task or "")
     match = _FAMILY.match(name)

@@ -1,10 +1,10 @@
-"""Keep what was deleted from being stored again: a digest of each deleted name is its tombstone.
+"""Keep deleted records from being stored again: a tombstone is the digest of a deleted name.
 
-Episodes go by their key, calls and responses by their id, as in feedback. Names are as they are
-stored (`store.tenants`), so that a tenant's tombstones are no other's.
+Names are keys of episodes, and ids of calls and responses, as in feedback. They are as stored
+(`store.tenants`), so that each tenant has its own tombstones.
 
-Whoever stores a batch looks the tombstones up first, and holds a shared lock from then to its
-commit. Whoever deletes holds the same lock alone. So a batch is stored wholly before a deletion,
+A transaction that stores a batch reads the tombstones first, and holds a shared lock until its
+commit. A deletion holds the same lock exclusively. So a batch is stored wholly before a deletion,
 which then finds all of it, or wholly after it, and then sees its tombstones
 (docs/decisions/070-deleting-episodes.md).
 """
@@ -28,8 +28,8 @@ from store.tenants import same_tenant
 # A kind of target, and a name of that kind.
 Named = tuple[TargetKind, str]
 R = TypeVar("R", bound=SpoolRecord)
-# What a deleted episode's row has in place of its key, before the digest. No client can name an
-# episode so: names are printable.
+# This and a digest replace the key of a deleted episode. No client can name an episode so: names
+# are printable.
 PREFIX: Final = "\x1fdeleted:"
 
 
@@ -40,15 +40,12 @@ def digest_of(kind: TargetKind, name: str) -> UUID:
 
 
 def key_once_deleted(key: str) -> str:
-    """Return what a deleted episode's row has in place of its key."""
+    """Return the replacement for the key of a deleted episode."""
     return f"{PREFIX}{digest_of('episode', key).hex}"
 
 
 def names_in(record: SpoolRecord) -> Iterator[Named]:
-    """Yield the names by which it is known whether a record, or a part of it, is deleted.
-
-    An outage names nothing.
-    """
+    """Yield the names of a record that may be deleted; an outage has none."""
     if isinstance(record, CallRecord):
         yield "episode", record.episode
     elif isinstance(record, GapRecord):
@@ -58,7 +55,7 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
 
 
 def names_of(call: CallRecord) -> list[Named]:
-    """Return the names that later records may have for a call alone."""
+    """Return the names by which later records may refer to a single call."""
     names: list[Named] = [("call", same_tenant(call.episode, str(call.id)))]
     if call.response_id is not None:
         names.append(("response", call.response_id))
@@ -76,9 +73,9 @@ def keys_left(keys: Sequence[str], deleted: Set[UUID]) -> tuple[str, ...]:
 
 
 def without_deleted(record: R, deleted: Set[UUID]) -> R | None:
-    """Return what is left of a record without the deleted names; None: nothing is.
+    """Return a record without its parts about deleted names; None: nothing is left.
 
-    One POST of feedback, and one mark of lost calls, may be about several episodes.
+    A feedback request, and a gap, may be about several episodes.
     """
     if isinstance(record, CallRecord):
         return record if keys_left([record.episode], deleted) else None
@@ -100,8 +97,8 @@ _UNMATCHED: Final = """
     RETURNING s.at
 """
 _MATCHED: Final = "DELETE FROM {table} s WHERE s.episode_id = ANY($1) RETURNING s.at"
-# A request's statements have its time, and all their ids are made within moments of it, so that
-# their primary keys find them. Two requests of one microsecond keep each other, which is harmless.
+# A request's statements have its time, and ids that were made within moments of it, so that primary
+# keys find them. Two requests of one microsecond keep each other, which is harmless.
 _EMPTY: Final = """
     DELETE FROM feedback_requests r
     WHERE r.at = $1 AND r.id >= $2 AND r.id < $3
@@ -121,7 +118,7 @@ async def forget_unmatched(driver: Driver, names: Sequence[Named]) -> dict[str, 
 
 
 async def forget_matched(driver: Driver, episode_ids: Sequence[UUID]) -> dict[str, int]:
-    """Delete what was said about these episodes; return how many rows, by table."""
+    """Delete feedback and tool events of these episodes; return how many rows, by table."""
     return await _forget(driver, _MATCHED, [list(episode_ids)])
 
 
@@ -137,7 +134,7 @@ async def _forget(driver: Driver, query: str, values: Sequence[Any]) -> dict[str
 
 
 async def _forget_requests(driver: Driver, moments: Iterable[datetime]) -> int:
-    """Delete the requests of these times that no statement is left of; return how many."""
+    """Delete the requests of these times that have no statement left; return how many."""
     requests = 0
     for at in sorted(moments):
         bounds = lowest_id_at(at - BEFORE), lowest_id_at(at + AFTER)
@@ -151,7 +148,7 @@ DELETE_LOCK: Final = 0x5041574E
 _SHARE: Final = f"SELECT pg_advisory_xact_lock_shared({DELETE_LOCK})"
 _PATIENCE: Final = "SET LOCAL idle_in_transaction_session_timeout = '30s'"
 _HOLD: Final = f"SELECT pg_advisory_xact_lock({DELETE_LOCK})"
-# A statement of its own after the lock's: it sees what was committed while that one waited.
+# A separate statement after the lock's: it sees what was committed during the wait.
 _LAST: Final = """
     SELECT (SELECT max(deletion) FROM deleted_names) AS deletion,
         (SELECT max(day) FROM dropped_days) AS dropped
@@ -167,7 +164,7 @@ _ADD: Final = """
 
 
 class Admitted(NamedTuple):
-    """Hold what is left of a batch, the ids of what is not, and the number of the last deletion."""
+    """The records of a batch to store, the ids of the others, and the last deletion's number."""
 
     records: list[SpoolRecord]
     left_out: frozenset[UUID]
@@ -175,10 +172,10 @@ class Admitted(NamedTuple):
 
 
 async def admit(driver: Driver, records: Sequence[SpoolRecord]) -> Admitted:
-    """Leave out what was deleted, in the driver's transaction, until whose end nothing is deleted.
+    """Leave deleted records out of a batch, and block deletions until the transaction ends.
 
-    Calls of days that are outdated are left out as well, and leave a gap. Of a deleted call, the
-    names that feedback may have for it become tombstones, too.
+    Calls of dropped days are left out, too, and leave a gap. The names by which feedback may refer
+    to a call of a deleted episode become tombstones, too.
     """
     await driver.execute(_SHARE)
     [last] = await driver.fetch(_LAST)
@@ -226,7 +223,7 @@ async def admit(driver: Driver, records: Sequence[SpoolRecord]) -> Admitted:
 
 async def begin_deletion(driver: Driver) -> int:
     """Keep batches from being stored until the transaction ends; return the deletion's number."""
-    # Whoever loses its connection, or is stopped, must not keep all batches waiting.
+    # A process that loses its connection, or is stopped, must not keep all batches waiting.
     await driver.execute(_PATIENCE)
     await driver.execute(_HOLD)
     return int(await driver.fetchval(_NEXT))

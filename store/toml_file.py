@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=BaseModel)
 # Integers in TOML have 64 bits.
 _INTEGERS: Final = range(-(2**63), 2**63)
 _LONGEST_TEXT: Final = 65_536
-# Of a longer message about one key the middle is left out.
+# The middle of a longer message about one key is left out.
 _LONGEST_MESSAGE: Final = 600
 _NO_REMEDIES: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -51,7 +51,7 @@ class TomlFile(Generic[Model]):
         self._advice = advice
 
     def text_of(self, path: Path, name: str = "") -> str:
-        """Return the file's text; `name` is the file's in messages, if it has one.
+        """Return the file's text; `name` stands for the path in messages.
 
         Raises:
             the kind's error: the file cannot be read.
@@ -172,7 +172,7 @@ class TableFile(TomlFile[BaseModel], Generic[Model]):
         return specs
 
     def _details(self, error: ValidationError) -> Sequence[Any]:
-        # Of a list whose tables are invalid, pydantic also says that it is too short.
+        # pydantic also reports a list whose tables are invalid as too short.
         every = error.errors()
         return [detail for detail in every if detail["type"] != "too_short"] or every
 
@@ -200,7 +200,7 @@ class TableFile(TomlFile[BaseModel], Generic[Model]):
 
 
 def _unusable(value: object, key: str = "") -> Iterator[str]:
-    """Yield what no key may hold, whatever its type: PostgreSQL keeps no such text or number."""
+    """Yield a message for each text or number that PostgreSQL cannot store."""
     if isinstance(value, dict):
         for name, member in value.items():
             inner = f"{key}.{name}" if key else name
@@ -222,7 +222,7 @@ def _clipped(message: str) -> str:
 
 
 def _default_of(field: FieldInfo) -> str:
-    """Return what leaving a key out does, for a message."""
+    """Return the part of a message that says what leaving a key out does."""
     default = field.get_default(call_default_factory=True)
     if default is PydanticUndefined:
         return ""
@@ -232,7 +232,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def _meant(model: type[BaseModel], path: Sequence[str]) -> str:
-    """Return what an unknown key may have been meant for, to which `path` leads within `model`."""
+    """Return a suggestion for the unknown key at `path` within `model`."""
     holder = _model_at(model, path[:-1])
     known = [] if holder is None else list(holder.model_fields)
     near = get_close_matches(path[-1], known, n=1)
@@ -245,7 +245,7 @@ def _field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
 
 
 def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """Return the model of a table within a table, to which `path` leads."""
+    """Return the model of the table at `path` within `model`, or None if there is none."""
     names = iter(path)
     for name in names:
         field = model.model_fields.get(name)
@@ -253,7 +253,7 @@ def _model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | 
             return None
         annotation = field.annotation
         if get_origin(annotation) is dict:
-            # Its keys are the user's.
+            # The user chooses the keys of a dictionary.
             next(names, None)
         kinds = (annotation, *get_args(annotation))
         models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]

@@ -52,7 +52,7 @@ _VERSIONS: Final = select(
     _of_own_update(PROBE_TOLERANCE, updates.c.recipe["publish"]["tolerance"].as_float()),
 ).order_by(policies.c.name, policies.c.version)
 _SINCE: Final = text("SELECT GREATEST(now() - make_interval(secs => :idle_s), to_timestamp(0))")
-# What comes before the separator in a key, with it (`store.tenants`); empty for the default tenant.
+# The part of a key up to and with the separator (`store.tenants`); empty for the default tenant.
 _TENANTS_OF_CALLS: Final = text(
     """
     SELECT DISTINCT substr(e.key, 1, strpos(e.key, chr(31))) AS tenant
@@ -60,12 +60,12 @@ _TENANTS_OF_CALLS: Final = text(
     WHERE p.policy = :name AND e.deleted_at IS NULL
     """
 )
-# What no server should have.
+# The condition for a version that no server should have.
 _UNSERVED: Final = "(state = 'rejected' OR unloaded_at IS NOT NULL)"
-# In use is what episodes of that time go on with, whichever policy they called, which is found once
-# for all; and what served a call of that time, whoever asked for it. The latter is looked for by
-# index, in the partitions of the days in question. LIMIT keeps PostgreSQL from reading all calls of
-# the time for all versions at once.
+# A version is in use if an episode with a call since then, of any policy, goes on with it (read
+# once for all versions), or if it served a call since then, however asked for. Such calls are
+# looked up by index in the partitions of those days. LIMIT keeps PostgreSQL from reading all calls
+# since then for all versions at once.
 _UNSERVED_VERSIONS: Final = text(
     f"""
     WITH kept AS MATERIALIZED (
@@ -91,9 +91,9 @@ _HEAD: Final = text(
     ORDER BY version DESC LIMIT 1
     """
 )
-# Versions with a call in a free episode that an update would ask for log-probabilities again
-# (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: what waits
-# may be a hundred thousand episodes.
+# Versions that an update would ask for the log-probabilities of a call in a free episode
+# (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: a hundred
+# thousand episodes may wait.
 _WAITED_FOR: Final = text(
     f"""
     SELECT asked.version FROM unnest(CAST(:versions AS integer[])) AS asked (version)
@@ -104,9 +104,9 @@ _WAITED_FOR: Final = text(
             AND {WITHOUT_LOGPROBS} AND {FREE})
     """
 )
-# The retired versions with files that stay for a person to give the traffic again: the one that had
-# it last, the oldest of the two before it, of the four before those, and so on. So they are fewer,
-# the longer ago: the next is at most about three times as far back, and of 10,000 versions 14 stay.
+# The retired versions whose files stay, so that a person can promote them again: the last to serve,
+# the oldest of the two before it, the oldest of the four before those, and so on. So they get fewer
+# with age: the next is at most about three times as far back, and of 10,000 versions 14 stay.
 _ONCE_SERVED: Final = text(
     """
     WITH served AS (
@@ -177,15 +177,11 @@ async def versions_with_files(
 async def numbered_version(
     connection: AsyncConnection, name: str, version: int
 ) -> PolicyVersion | None:
-    """Return one version of policy `name`, or None if there is none of that number."""
     return next(iter(await _versions(connection, name, policies.c.version == version)), None)
 
 
 async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
-    """Return the tenants whose policy `name` is, or whose episodes have calls of it.
-
-    Of a policy that has begun this is the one that it began with.
-    """
+    """Return the tenant of policy `name`; before it begins, tenants whose episodes called it."""
     began = select(policies.c.tenant).where(policies.c.name == name, policies.c.version == 0)
     tenant = await connection.scalar(began)
     if tenant is not None:
@@ -195,17 +191,15 @@ async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
 
 
 async def head_of(connection: AsyncConnection, name: str) -> PolicyVersion:
-    """Return the version that a policy is trained on from: the newest that serves, or may yet.
-
-    If no trained one is left, it is version 0.
-    """
+    """Return the version that a policy is trained from: the newest that serves or may, or 0."""
     return version_of((await connection.execute(_HEAD, {"name": name})).one())
 
 
 async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersion:
-    """Return what would serve if what serves were rolled back: the control, or what served before.
+    """Return the version that a roll-back would return to: the control, or the last that served.
 
-    Every server has it. It is the base model if no other version served, or that serves itself.
+    Every server has it. It is the base model if no other version served, or if the base model
+    serves.
     """
     number = await connection.scalar(_BACK_TO, {"name": name})
     target = await numbered_version(connection, name, number or 0)
@@ -219,7 +213,7 @@ async def unserved_versions(
     """Return the rejected and unloaded versions that have files and are idle, oldest first.
 
     No server should have them. For `idle_s` seconds their state did not change, they served no
-    call, by whatever name it asked for them, and no episode that goes on with them made one.
+    call, however asked for, and no episode that goes on with them made a call.
     """
     since: datetime = (await connection.execute(_SINCE, {"idle_s": idle_s})).scalar_one()
     values = {"name": name, "since": since, "first": lowest_id_at(since)}
@@ -230,7 +224,7 @@ async def unserved_versions(
 async def deleted_versions(
     connection: AsyncConnection, name: str, numbers: Collection[int]
 ) -> set[int]:
-    """Return those of the versions `numbers` whose files were deleted."""
+    """Return which of the versions `numbers` have no files any more."""
     query = select(policies.c.version).where(
         policies.c.name == name,
         policies.c.version.in_(numbers),
@@ -242,11 +236,10 @@ async def deleted_versions(
 async def unasked_versions(
     connection: AsyncConnection, name: str, idle_s: float
 ) -> list[PolicyVersion]:
-    """Return the versions of a policy whose files are there and no reader is left for.
+    """Return the versions of a policy whose files nothing needs any more.
 
-    They are those of `unserved_versions` that do not stay for a person to go back to, and whose
-    log-probabilities no free episode waits for. There are none while an update of the policy is
-    running.
+    They are those of `unserved_versions` that are not kept for a person to promote again, and whose
+    log-probabilities no free episode needs. There are none while an update of the policy runs.
     """
     if await connection.scalar(_RUNNING, {"policy": name}):
         return []
@@ -273,7 +266,7 @@ async def mark_deleted(
     return set(marked.scalars())
 
 
-# How their states changed, and why
+# Events
 
 
 async def list_events(
@@ -297,7 +290,7 @@ async def list_events(
 
 
 async def why_held(connection: AsyncConnection, name: str) -> str | None:
-    """Return why nothing is trained on what serves; None if training goes on."""
+    """Return why training on the serving version is held; None if training goes on."""
     held = policies.c.frozen_at.is_not(None) & (policies.c.version > 0)
     versions = await _versions(connection, name, policies.c.state == "serving", held)
     reasons = [await why_stays(connection, name, one.version) for one in versions]
@@ -305,6 +298,6 @@ async def why_held(connection: AsyncConnection, name: str) -> str | None:
 
 
 async def why_stays(connection: AsyncConnection, name: str, version: int) -> str | None:
-    """Return why a version stays in its state, if its newest event is about that; else None."""
+    """Return the reason of a version's newest event if the event kept its state; else None."""
     newest = await list_events(connection, name, version, most=1)
     return next((one.reason for one in newest if one.from_state == one.to_state), None)

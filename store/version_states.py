@@ -1,10 +1,10 @@
-"""Change the states of policy versions: nothing else writes them.
+"""Change the states of policy versions; no other module does.
 
-`ALLOWED` is the table of transitions. `change_state` makes one of them, and `roll_back` several in
-one statement; both add the events in the same statement, so that no change is there without its
-reason (docs/decisions/077-states-events-and-arms.md). Every other function moves traffic by such
-changes in the caller's transaction. It locks the policy first (`lock_policies`), so that of several
-controllers, trainers and operators one moves traffic at a time.
+`ALLOWED` is the table of transitions. `change_state` makes one transition, and `roll_back` several
+in one statement; both add the events in the same statement, so that every change has its reason
+(docs/decisions/077-states-events-and-arms.md). The other functions move traffic by such changes in
+the caller's transaction. They lock the policy first (`lock_policies`), so that only one controller,
+trainer or operator moves traffic at a time.
 """
 
 import json
@@ -31,7 +31,7 @@ from store.versions import (
 )
 
 # The states that each state may become. A version begins `written`; the base model begins, and may
-# end, `serving`. What had no traffic yet is `rejected` if it fails, and `rolled_back` else.
+# end, `serving`. A version that fails is `rejected` if it had no traffic yet, else `rolled_back`.
 ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
     "written": frozenset({"loaded", "retired", "rejected"}),
     # The servers have it, and it was probed.
@@ -47,8 +47,8 @@ WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "loaded")
 
 _EVENT: Final = """INSERT INTO policy_events
         (id, name, version, from_state, to_state, reason, actor, evidence, at)"""
-# By the clock: whoever moves traffic has locked the policy, so that events are in the order of the
-# moves. What had no traffic has no episodes to be kept for: it is unloaded once it is retired.
+# `clock_timestamp()`, as the policy is locked: events are in the order of the moves. A version that
+# had no traffic has no episodes to be kept for, so it is unloaded once it is retired.
 _CHANGE: Final = text(
     f"""
     WITH changed AS (
@@ -73,9 +73,9 @@ _STAYS: Final = text(
         CAST(:evidence AS jsonb), clock_timestamp())
     """
 )
-# What falls: a version; if it serves, all that served since the control did; and what was trained
-# on from any of these. The control never falls, nor what was trained on from it alone: it did
-# better than they did. Ids of events are made from one, in the order of versions.
+# Rolled back are the version; if it serves, all versions that served since the control did; and all
+# descendants of these. The control never is, nor are versions that descend from it alone: it did
+# better than the others. Ids of events are made from one id, in the order of versions.
 _ROLL_BACK: Final = text(
     f"""
     WITH RECURSIVE control AS (
@@ -126,8 +126,8 @@ _UNLOAD: Final = text(
     RETURNING version, state
     """
 )
-# The database ends the transaction of whoever holds a policy and asks nothing for so long, as one
-# that was stopped, or whose machine was cut off.
+# The database ends a transaction that has locked a policy and is idle for so long: its process may
+# have been stopped, or its machine cut off.
 IDLE_S: Final = 120.0
 _LOCK: Final = text(
     "SELECT name FROM policies, set_config('idle_in_transaction_session_timeout', :idle, true)"
@@ -173,7 +173,7 @@ _DECIDED_ABOUT: Final = text(
     " AND (gate->>'mode' = 'evaluated'"
     " OR gate->>'mode' = 'immediate' AND gate->>'approve' = 'true')"
 )
-# By the clock, as whoever changes rewards has waited for all who store some.
+# `clock_timestamp()`, as the change of rewards has waited for all transactions that store some.
 _JUDGE_BY: Final = text(
     f"""
     UPDATE policies SET gate = gate || CAST(:units AS jsonb),
@@ -186,7 +186,7 @@ _JUDGE_BY: Final = text(
 
 
 class Why(TypedDict):
-    """Say why a version changes: the reason in words, who decided, and what that rests on."""
+    """Why a version changes: the reason in words, who decided, and the evidence."""
 
     reason: str
     actor: Actor
@@ -206,8 +206,8 @@ async def change_state(
 ) -> None:
     """Move a version from the state in which it was read to another, and record why.
 
-    `share` is the share of new episodes that it has in its new state, if it is an arm of its own. A
-    version that has the state already is not changed, and gets no event.
+    `share` is its share of new episodes as a canary or the control. A version that has the state
+    already is not changed, and gets no event.
 
     Raises:
         StateChanged: the version has another state by now, or `ALLOWED` does not have the
@@ -281,15 +281,15 @@ def _values(why: Why) -> dict[str, Any]:
 
 
 async def lock_policies(connection: AsyncConnection, names: Sequence[str]) -> None:
-    """Let nobody else move traffic between versions of these policies until the transaction ends.
+    """Keep others from moving the traffic of these policies until the transaction ends.
 
-    What is read afterwards is what there is then.
+    Reads after this see all earlier moves.
     """
     await connection.execute(_LOCK, {"names": sorted(names), "idle": f"{IDLE_S:g}s"})
 
 
 async def lock_version(connection: AsyncConnection, name: str, version: int) -> PolicyVersion:
-    """Return one version of policy `name`, whose state nobody else changes in the meantime.
+    """Lock and return one version of policy `name`.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -315,8 +315,8 @@ async def ensure_base(
 ) -> str:
     """Add the base model as version 0 of policy `name`, in state `serving`, unless it exists.
 
-    `base` is the name that the base model is served under; None: the policy's. `tenant` is whose a
-    policy is that begins now. Return the base that the policy began with.
+    `base` is the name that the base model is served under; None: the policy's. `tenant` is the
+    tenant of a new policy. Return the base that the policy began with.
     """
     began = await connection.scalar(
         postgresql.insert(policies)
@@ -362,7 +362,7 @@ async def add_version(
     await add_event(connection, name, version, "written", is_first=True, reason=why, actor=actor)
 
 
-# It waits, is tried, and gets the traffic
+# Loading, trial and promotion
 
 
 async def make_loaded(
@@ -372,15 +372,15 @@ async def make_loaded(
     rule: Mapping[str, Any],
     **why: Unpack[Why],
 ) -> None:
-    """Let `version`, which every server has, wait for traffic, to be judged by the rule `rule`.
+    """Make `version`, which every server has, wait for traffic, to be judged by `rule`.
 
-    What was made before it and waits yet never will have any: this one has learnt what that had.
-    The oldest is left while it is evaluated, or a person is to approve it: neither would ever come
-    to an end while versions come quickly.
+    Older versions that still wait are retired: this version has learnt what they had. The oldest
+    stays while it is evaluated or awaits approval: otherwise neither would ever end while versions
+    come quickly.
 
     Raises:
         UnknownPolicy: there is no such version.
-        StateChanged: it is not `written` any more: what it was trained from was rolled back.
+        StateChanged: it is not `written` any more: a version that it descends from was rolled back.
     """
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
@@ -415,10 +415,10 @@ async def promote(
 ) -> None:
     """Give `version` the traffic; the version that had it is retired, and kept for its episodes.
 
-    The control stays, on `control_share` of the new episodes (None: what the rule of `version`
-    says; 0: there is none). What had the traffic becomes it if there is none yet, or `version` was
-    tried against that. What a trainer promotes while training is held was begun before: it is of
-    the same line, so that training stays held, and the control's share as it is.
+    The control stays, with `control_share` of the new episodes (None: what the rule of `version`
+    says; 0: there is no control). The version that had the traffic becomes the control if there is
+    none yet, or if the controller tried `version` against it. A version that a trainer promotes
+    while training is held was begun before: training stays held, and the control keeps its share.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -458,12 +458,12 @@ async def promote(
         if older.version < version:
             await change_state(connection, older, "retired", reason=overtaken, actor=why["actor"])
     if why["actor"] == "operator":
-        # It may be a repair: episodes of what served before say nothing of it.
+        # It may be a repair: episodes of earlier versions say nothing about it.
         await _set_control(connection, name, changed_at=func.clock_timestamp())
 
 
 async def _set_control(connection: AsyncConnection, name: str, **values: Any) -> None:
-    """Set columns of the control, if there is one; with a `share` of None it is none any more."""
+    """Set columns of the control, if there is one; a `share` of None ends its role."""
     control = (policies.c.name == name, text(CONTROL))
     await connection.execute(update(policies).where(*control).values(**values))
 
@@ -471,7 +471,7 @@ async def _set_control(connection: AsyncConnection, name: str, **values: Any) ->
 async def move_control(
     connection: AsyncConnection, name: str, version: int, share: float, **why: Unpack[Why]
 ) -> None:
-    """Let a retired version be the control, on this share of new episodes."""
+    """Make a retired version the control, with this share of new episodes."""
     await _set_control(connection, name, share=None)
     await _set(connection, name, version, share=share or None)
     await add_event(connection, name, version, "retired", **why)
@@ -488,9 +488,9 @@ async def await_approval(
 async def hold_training(
     connection: AsyncConnection, serving: PolicyVersion, share: float, **why: Unpack[Why]
 ) -> None:
-    """Train nothing on what serves until further notice; its control gets `share` of new episodes.
+    """Hold training on the serving version; its control gets `share` of new episodes.
 
-    It ends as soon as another version serves, but for what a trainer was making meanwhile.
+    The hold ends as soon as another version serves, unless a trainer was already making that one.
     """
     await _set(connection, serving.name, serving.version, frozen_at=func.clock_timestamp())
     await _set_control(connection, serving.name, share=share)
@@ -498,16 +498,16 @@ async def hold_training(
 
 
 async def let_train(connection: AsyncConnection, name: str, **why: Unpack[Why]) -> None:
-    """Train on what serves again, if that was held, and compare it with its control anew."""
+    """End a hold of training, and compare the serving version with its control anew."""
     for row in (await connection.execute(_LET_TRAIN, {"name": name})).all():
         await add_event(connection, name, row.version, row.state, **why)
         await watch_anew(connection, name)
 
 
 async def watch_anew(connection: AsyncConnection, name: str) -> None:
-    """Compare what serves with its control from now on, as its rule says.
+    """Compare the serving version with its control from now on, as its rule says.
 
-    Without a control, what a roll-back would give the traffic to becomes it.
+    Without a control, the version that a roll-back would return to becomes the control.
     """
     await connection.execute(_WATCH, {"name": name})
 
@@ -515,14 +515,14 @@ async def watch_anew(connection: AsyncConnection, name: str) -> None:
 async def promote_together(
     connection: AsyncConnection, names: Sequence[str], wait_s: float
 ) -> list[PolicyVersion]:
-    """Give the traffic to these policies' loaded versions, all at once, if it is due.
+    """Promote the loaded versions of these policies together, if it is due; return the versions.
 
-    It is if every policy has one, or if one of them has waited for `wait_s` seconds. Return the
-    versions that were promoted. Several trainers may ask at the same time. Nothing is promoted of a
-    policy that is frozen, or whose version waits to be judged or approved.
+    It is due if every policy has a loaded version, or if one has waited for `wait_s` seconds.
+    Several trainers may call this at the same time. Frozen policies, and versions that wait to be
+    judged or approved, are left out.
     """
     loaded: Sequence[Any] = ()
-    # What waits for others must not keep these from coming: it locks nothing until it is due.
+    # Locks nothing until it is due: waiting must not keep the others' versions from coming.
     for is_locked in (False, True):
         if is_locked:
             await lock_policies(connection, names)
@@ -539,16 +539,13 @@ async def promote_together(
     return [version_of(row) for row in loaded]
 
 
-# It is judged
+# Judging
 
 
 async def judge_anew(
     connection: AsyncConnection, name: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
-    """Judge a policy's versions by other rewards from now on; comparisons begin anew.
-
-    `units` replaces parts of their rules.
-    """
+    """Judge a policy's versions by other rewards: replace `units` in rules, restart comparisons."""
     await lock_policies(connection, [name])
     values = {"name": name, "units": json.dumps(dict(units))}
     why = "the reward is another sum: what it is compared by begins anew, with what begins now"
@@ -560,9 +557,9 @@ async def judge_anew(
 async def freeze(
     connection: AsyncConnection, name: str, *, frozen: bool, reason: str, actor: Actor
 ) -> None:
-    """Let only operators move the policy's traffic from now on; or, if not `frozen`, all again.
+    """Let only operators move the policy's traffic; if not `frozen`, let all move it again.
 
-    In the latter case training goes on too, if it was held.
+    The latter also ends a hold of training.
 
     Raises:
         UnknownPolicy: there is no such policy.
@@ -575,7 +572,7 @@ async def freeze(
     await add_event(connection, name, 0, base.state, reason=why, actor=actor)
 
 
-# It is taken from the servers, or from the traffic
+# Unloading and roll-back
 
 
 async def mark_unloaded(
@@ -587,10 +584,10 @@ async def mark_unloaded(
     *,
     is_lost: bool = False,
 ) -> set[int]:
-    """Let no server keep these versions for their episodes; return those that were unloaded.
+    """Unload versions that servers keep for their episodes; return the numbers of those unloaded.
 
-    What is not retired or rolled back by now is left; and, unless no server can load it any more
-    (`is_lost`), the control, and what a roll-back would give the traffic to.
+    Versions that are not retired or rolled back stay, and so do the control and the version that a
+    roll-back would return to, unless no server can load them any more (`is_lost`).
     """
     if not numbers:
         return set()
@@ -605,7 +602,7 @@ async def mark_unloaded(
 async def recall(connection: AsyncConnection, name: str, version: int, **why: Unpack[Why]) -> None:
     """Let the servers load a retired version again, so that it can be promoted.
 
-    One that is loaded stays so.
+    A version that is still loaded stays loaded.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -627,16 +624,17 @@ async def recall(connection: AsyncConnection, name: str, version: int, **why: Un
 async def roll_back(
     connection: AsyncConnection, version: PolicyVersion, **why: Unpack[Why]
 ) -> PolicyVersion | None:
-    """Let no new episode begin with the version that serves, a canary, or one that is loaded.
+    """Roll back a version that serves, is a canary, or is loaded: no new episode begins with it.
 
-    With what serves, all that served since the control falls, and the control serves again; without
-    a control what served before it, or the base model. That is returned, and every server has it.
-    What was trained on from any of these falls too: it is rejected if it had no traffic yet.
-    Episodes that have such a version keep it, and are not trained on.
+    With the serving version, all versions that served since the control are rolled back, and the
+    control serves again; without a control, the last that served before, or the base model. That
+    version is returned, and every server has it. Descendants of rolled-back versions are rolled
+    back, too, or rejected if they had no traffic yet. Episodes that have such a version keep it,
+    and are not trained on.
 
     Raises:
-        StateChanged: it has another state by now; nothing was written.
-        NotGated: it has no new episodes, and waits for none, or is the base model.
+        StateChanged: the version has another state by now; nothing was written.
+        NotGated: the version is in none of these states, or is the base model.
     """
     name, number = version.name, version.version
     if version.state not in ("loaded", "canary", "serving") or not number:

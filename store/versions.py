@@ -1,4 +1,4 @@
-"""Define the versions of policies, their states, and what changes these, as frozen values."""
+"""Define the versions of policies, their states, and their events, as frozen values."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -11,8 +11,7 @@ from store.tenants import DEFAULT
 PolicyState = Literal[
     "written", "loaded", "canary", "serving", "retired", "rejected", "rolled_back"
 ]
-# Who changes the state of a version: a trainer, the controller that judges it, a person, or whoever
-# brought it from elsewhere.
+# Who changes the state of a version: a trainer, the controller, a person, or an import.
 Actor = Literal["trainer", "controller", "operator", "import"]
 
 POLICY_STATES: Final[tuple[PolicyState, ...]] = get_args(PolicyState)
@@ -20,13 +19,12 @@ ACTORS: Final[tuple[Actor, ...]] = get_args(Actor)
 
 
 class PolicyVersion(Record, frozen=True, kw_only=True):
-    """Describe one immutable version of a policy. Version 0 is the base model.
+    """One immutable version of a policy. Version 0 is the base model.
 
-    `files_deleted` says that its files are gone, as nothing could ask for them any more. The policy
-    is the `tenant`'s. `manifest_sha256` is the hash of its manifest, in hexadecimal digits, or None
-    if it was not recorded.
-    `kl_to_base` is how far it is from the base model, in nats a token on what it was trained on;
-    None if that was not measured. `throughput` is how fast its update trained, as far as measured:
+    `files_deleted`: nothing needed its files any more, and they are gone. `tenant` is the policy's.
+    `manifest_sha256` is the hash of its manifest, in hexadecimal digits, or None if it was not
+    recorded. `kl_to_base` is its KL to the base model, in nats a token, on its training data; None
+    if it was not measured. `throughput` is the speed of its update, as far as measured:
     `tokens_per_second`, `mfu` and `idle_share`.
     """
 
@@ -41,7 +39,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     manifest_sha256: str | None = None
     kl_to_base: float | None = None
     throughput: Mapping[str, float] = {}
-    # How far what is served of it may be from what was trained, by the recipe that made it.
+    # How far the served version may be from the trained one, by its recipe.
     probe_tolerance: float | None = None
     # A canary's share of new episodes; or the control's, which is the retired version that has one.
     share: float | None = None
@@ -59,11 +57,11 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
 
 
 class PolicyEvent(Record, frozen=True, kw_only=True):
-    """State one change of a version's state, with its reason; it is written once, for good.
+    """One change of a version's state, with its reason; it never changes.
 
     `from_state` is None for the version's first state. `evidence` is what the decision rested on.
-    An event whose states are equal says why the version stays in that state: the policy is frozen,
-    or no longer (of version 0), or the version is unloaded, or recalled.
+    An event whose states are equal says why the version stays in that state, such as: the policy
+    was frozen (version 0), or the version was unloaded or recalled.
     """
 
     id: UUID
@@ -82,7 +80,7 @@ def policy_name(policy: str, version: int, base_name: str) -> str:
     return base_name if version == 0 else f"{policy}@{version}"
 
 
-# Named, so that a column that a newer version of Pawl adds ends no prepared statement.
+# Columns are named: with `*`, a column that a newer version of Pawl adds ends prepared statements.
 _READ: Final = (
     *("name", "version", "state", "served_name", "adapter_path", "update_id", "files_deleted_at"),
     *("tenant", "share", "unloaded_at", "ended_at", "awaits_approval_at"),
