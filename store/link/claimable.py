@@ -1,13 +1,13 @@
-"""Score episodes, and keep what each policy may claim in step with an episode and its parts.
+"""Score episodes, and keep `episode_policies` in step with episodes and their parts.
 
-An episode is scored by the metric `reward`, and for policies with a sum of their own by that. What
-such a sum is made of is in `reward_terms`, because whoever stores feedback knows no recipe.
+An episode's reward is the metric `reward`, or for policies whose recipe names metrics a sum of
+these. The terms of such sums are in `reward_terms`, because the ingester knows no recipe.
 `scored_at` is the time of the first reward. For rewards of single calls it is the newest, because
 they come while the episode still goes on.
 
-Every score and every row of `episode_policies` is computed from all that is stored of its episode,
+Every score and every row of `episode_policies` is computed from all stored records of its episode,
 so neither the order of arrival nor a repetition changes it
-(docs/decisions/041-several-policies.md). Whoever changes an episode does this in the same
+(docs/decisions/041-several-policies.md). Code that changes an episode does this in the same
 transaction, and so holds the lock on the episode's row.
 """
 
@@ -34,7 +34,7 @@ from store.values.rewards import (
     sums,
 )
 
-# Scores of so many episodes are computed at once, as a rule changes.
+# Number of episodes that are scored at once after a change of the rule.
 AT_ONCE: Final = 5000
 _PARTS: Final = """
     parts AS (
@@ -83,7 +83,8 @@ _SCORE_SUMS: Final = f"""
         AND (p.scored_at, p.call_scored_at, p.reward, p.lacks)
             IS DISTINCT FROM (s.scored_at, s.call_scored_at, s.reward, s.lacks)
 """
-# Of what an update had trained on without it, by policy, as far as it counts for that one's reward.
+# Feedback that came after an update had claimed its episode and trained on it, by policy, as far as
+# its metric counts for the policy's reward.
 _LATE: Final = f"""
     SELECT c.policy, count(*) AS late
     FROM feedback f JOIN episodes e ON e.id = f.episode_id
@@ -94,7 +95,7 @@ _LATE: Final = f"""
     GROUP BY c.policy
 """
 _ARE_SUMS: Final = "SELECT EXISTS (SELECT FROM reward_terms)"
-# Those of which anything was said; all others have no score by any rule.
+# Episodes with feedback; all others have no score by any rule.
 _SPOKEN_OF: Final = text(
     """
     SELECT p.episode_id FROM episode_policies p
@@ -126,26 +127,26 @@ _LACKING: Final = text(
 
 
 async def score_episodes(driver: Driver, ids: Iterable[UUID]) -> None:
-    """Compute the scores of these episodes anew, and of the wholes that they are parts of."""
+    """Recompute the scores of these episodes, and of the episodes that they are parts of."""
     await driver.execute(_SCORE_EPISODES, list(ids))
 
 
 async def score_sums(driver: Driver, ids: Iterable[UUID]) -> None:
-    """Compute anew what these episodes earned by the sums of policies that have one."""
+    """Recompute rewards defined as metric sums."""
     if await driver.fetchval(_ARE_SUMS):
         await driver.execute(_SCORE_SUMS, list(ids))
 
 
 async def count_late(driver: Driver, feedback: list[UUID]) -> dict[str, int]:
-    """Return how much of this feedback an update had trained without, by policy."""
+    """Return by policy how much of this feedback came too late for an update of its episode."""
     return {row[0]: row[1] for row in await driver.fetch(_LATE, feedback)}
 
 
 async def set_reward_rule(connection: AsyncConnection, policy: str, rule: RewardRule) -> bool:
-    """Let a policy's rewards be made by `rule` from now on; return whether that is another rule.
+    """Set the rule of a policy's rewards; return whether it changed.
 
-    All that was said already is counted by it, too. It waits for those who store something, and
-    they for it.
+    Stored feedback is scored by the new rule, too. This and transactions that store records wait
+    for each other.
     """
     if await reward_rule(connection, policy) == rule:
         return False
@@ -191,7 +192,6 @@ async def _score_all(connection: AsyncConnection, policy: str) -> None:
 
 
 async def reward_rule(connection: AsyncConnection, policy: str) -> RewardRule:
-    """Return what a policy's reward is the sum of."""
     query = select(reward_terms).where(reward_terms.c.policy == policy)
     rows = (await connection.execute(query.order_by(reward_terms.c.place))).all()
     if not rows:
@@ -212,7 +212,7 @@ async def reward_rule(connection: AsyncConnection, policy: str) -> RewardRule:
 
 
 async def lacking(connection: AsyncConnection, policy: str) -> dict[str, int]:
-    """Return of how many free episodes something was said without a reward for `policy`, by why."""
+    """Return how many free episodes have feedback but no reward for `policy`, by reason."""
     rows = await connection.execute(_LACKING, {"policy": policy})
     return {row.lacks: row.episodes for row in rows}
 
@@ -226,14 +226,14 @@ _NAMES: Final = (
     "last_call_at",
     "claimable",
 )
-# What a policy with a sum of its own does not copy.
+# Columns that a policy with reward terms of its own does not copy.
 _EARNED: Final = ("scored_at", "call_scored_at", "reward")
 _COPIED: Final = ", ".join(_NAMES)
 _OF_ROW: Final = ", ".join(f"p.{name}" for name in _NAMES)
 
 
 def _copied(policy: str, own: str) -> str:
-    """Return the values of `_NAMES` for a policy: of the episode (`f`), or of `own` what it has."""
+    """Return SQL for the values of `_NAMES`: the episode's (`f`), or the policy's own scores."""
     return ", ".join(
         f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {own.format(name=name)}"
         f" ELSE f.{name} END"
@@ -280,7 +280,7 @@ _REFRESH: Final = f"""
     WHERE p.episode_id = f.id AND ({_OF_ROW}) IS DISTINCT FROM ({_KEPT})
 """
 _WHOLES: Final = "SELECT DISTINCT COALESCE(root, id) FROM episodes WHERE id = ANY($1)"
-# A whole has a row for each policy of any part of it.
+# A joined episode has a row for each policy of its parts.
 _SHARE: Final = f"""
     INSERT INTO episode_policies (episode_id, policy, version, latest, {_COPIED})
     SELECT sampled.id, policy, version, latest, {_copied("policy", "NULL")}
@@ -295,7 +295,7 @@ _SHARE: Final = f"""
     WHERE (episode_policies.version, episode_policies.latest)
         <> (excluded.version, excluded.latest)
 """
-# What an earlier join gave, and no part gives any longer.
+# Rows that an earlier join added, of policies that no part has any more.
 _UNSHARE: Final = """
     DELETE FROM episode_policies p
     WHERE p.episode_id = ANY($1) AND p.own_version IS NULL AND p.claimed_by IS NULL
@@ -310,8 +310,8 @@ async def add_policies(
 ) -> None:
     """Add a row for each policy that served one of `calls`, and refresh those of `changed`.
 
-    `calls` are pairs of a call and its episode's id. One without a version has no policy in
-    training: an outside model served it, or one that is fixed. `changed` are the episodes that were
+    `calls` are pairs of a call and its episode's id. A call without a version has no policy in
+    training: an outside model or a fixed policy served it. `changed` are the episodes that were
     stored before and are not linked to others.
     """
     served: defaultdict[tuple[UUID, str], list[int]] = defaultdict(list)
@@ -321,21 +321,21 @@ async def add_policies(
     rows = [(*key, min(versions), max(versions)) for key, versions in sorted(served.items())]
     added = await driver.fetch(_ADD, *map(list, zip(*rows, strict=True))) if rows else []
     if earning := [row[0] for row in added if row[1]]:
-        # It may have been scored before this policy served a call of it.
+        # Their episodes may have been scored before the policy served a call.
         await score_sums(driver, earning)
     if changed:
         await driver.execute(_REFRESH, changed)
 
 
 async def share_policies(driver: Driver, linked: Iterable[UUID]) -> None:
-    """Give each whole that these linked episodes make up the policies of all its parts."""
+    """Give each joined episode among these linked ones the policies of all its parts."""
     ids = list(linked)
     await driver.execute(_UNSHARE, ids)
     await driver.execute(_SHARE, await _wholes(driver, ids))
 
 
 async def refresh_wholes(driver: Driver, ids: Iterable[UUID]) -> None:
-    """Copy what is stored of these episodes, and of those that they are parts of, to their rows."""
+    """Refresh the rows of these episodes, and of the episodes that they are parts of."""
     wanted = list(ids)
     ids = [*wanted, *await _wholes(driver, wanted)]
     await driver.execute(_REFRESH, ids)
@@ -347,7 +347,7 @@ async def _wholes(driver: Driver, ids: list[UUID]) -> list[UUID]:
 
 
 async def refresh(connection: AsyncConnection, ids: Iterable[UUID]) -> None:
-    """Copy what is stored of these episodes to their rows."""
+    """Refresh the rows of these episodes in `episode_policies`."""
     driver, wanted = await driver_of(connection), list(ids)
     await driver.execute(_REFRESH, wanted)
     await score_sums(driver, wanted)

@@ -7,8 +7,9 @@ episode provides one of them. The rules (docs/decisions/011-joins-in-the-store.m
 - A need that two different episodes meet is doubtful: it joins nothing, and all episodes that it
   touches are excluded from training. If other needs show that the two are one episode, the doubt
   is gone.
-- An episode is evaluation if one of its parts is. Any match within a split is surer than one across
-  (`store.values.digests`), and a doubt across touches the needing episode alone.
+- An episode is evaluation if one of its parts is. Any match within a split is surer than a match
+  across splits (`store.values.digests`), and a doubt across splits touches the needing episode
+  alone.
 - A fingerprint that more than `MOST_PROVIDERS` episodes provide is too common: it is no evidence
   about any of them. This also limits the work of a join.
 """
@@ -35,7 +36,7 @@ _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 class EpisodePart(Record, frozen=True, kw_only=True):
     """Describe an episode made of the calls under its own key only, before joins.
 
-    `held` is true if any policy has claimed it, by itself or as a part of another.
+    `held`: a policy has claimed it, by itself or as a part of another, or it was deleted.
     """
 
     id: UUID
@@ -116,10 +117,7 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
 
 
 def _surest(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:
-    """Return each call's level, own episode and providing episodes, of its lowest level only.
-
-    The order is stable.
-    """
+    """Return each call's lowest level, own episode and providing episodes, in a stable order."""
     needs: dict[UUID, tuple[int, UUID, list[UUID]]] = {}
     for link in sorted(links, key=lambda link: (link.call_id, link.level, link.provided_by)):
         level, _, provided_by = needs.setdefault(link.call_id, (link.level, link.needed_by, []))

@@ -1,15 +1,15 @@
-"""Exclude episodes from training that lost a call, or may have, before it could be kept.
+"""Exclude episodes from training that lost a call, or may have lost one, before it was stored.
 
-A gap is a call that was lost of known episodes. An outage is a time in which records were lost,
-nobody knows whose.
+A gap is a lost call of known episodes. An outage is a time in which one worker lost records of
+unknown episodes.
 
-An outage is one worker's. An episode may have lost a call in it if it had one before its
-end and one after its beginning; its first or last call may be the one that is lost, so the time is
-taken longer by `SLACK` at both ends. Any worker of any proxy may have stored the others of its
-calls, so that nothing but the time tells (docs/decisions/032-bad-disks.md).
+An episode may have lost a call in an outage if it had a call before the outage's end and one after
+its beginning. The first or last call may be the lost one, so an outage is extended by `SLACK` at
+both ends. Any worker of any proxy may have stored the other calls, so that only the time tells
+(docs/decisions/032-bad-disks.md).
 
-Times of episodes and outages only grow, and the mark follows from what is stored of both. So the
-order of arrival changes nothing, nor does a repetition.
+Times of episodes and outages only grow, and the mark is computed from both. So neither the order of
+arrival nor a repetition changes it.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ from store.ids import lowest_id_at, new_id, time_of
 from store.link.claimable import refresh_wholes
 from store.records import OWN_EPISODE, GapRecord, OutageRecord
 
-# Longest time between two calls of an episode that is taken to be one: how long tools and people
-# may take in between, and how far the clocks of several proxies may differ.
+# The assumed longest time between two calls of an episode: how long tools and people may take, and
+# how far the clocks of several proxies may differ.
 SLACK: Final = timedelta(hours=1)
 # Any other reason is more precise. `LEAST` prefers it, whatever the order of arrival.
 IN_OUTAGE: Final = "calls may have been lost while this episode was under way: a disk was full"
 
-# Most episodes that one transaction sets aside because of an outage. One that lasted for days has
-# the episodes of days, and others wait for their rows and for the settling.
+# Most episodes that one transaction sets aside because of an outage. An outage of days has the
+# episodes of days, and other transactions wait for their rows and for the settle lock.
 MOST: Final = 1000
 
 # The first call of some episodes, and the time of their last one.
 Span = tuple[UUID, datetime]
 
-# The two sides of an outage are stored as those of `fault_times` are: by the latest call and by the
-# id of the first.
+# An outage is stored like a row of `fault_times`: bounds for an episode's last call and for the id
+# of its first.
 _NOTE: Final = """
     INSERT INTO recording_outages AS known (id, called_since, began_before)
     SELECT * FROM unnest($1::uuid[], $2::timestamptz[], $3::uuid[])
@@ -53,7 +53,7 @@ AMONG: Final = f"""
         AND e.id = ANY($1) AND NOT e.doubtful
         AND EXISTS (SELECT FROM recording_outages l WHERE {_UNDER_WAY})
 """
-# One of several of these outages is in the result several times.
+# An episode in several of these outages is in the result several times.
 _SOME: Final = f"""
     SELECT e.id, e.linked FROM recording_outages l JOIN episodes e ON {_UNDER_WAY}
     WHERE l.id = ANY($1) AND NOT e.doubtful LIMIT $2
@@ -68,7 +68,7 @@ _SET_ASIDE: Final = f"""
 async def note_outages(driver: Driver, outages: Sequence[OutageRecord]) -> list[UUID]:
     """Store outages in the driver's current transaction, and return their ids.
 
-    One that is stored already grows if this record of it is longer.
+    A stored outage grows if a record of it is longer.
     """
     rows = [
         (one.id, one.since - SLACK, lowest_id_at(one.until + SLACK))
@@ -85,7 +85,7 @@ async def find_in_outage(
 ) -> dict[UUID, bool]:
     """Return which of these episodes are to be set aside, and whether each is linked to others.
 
-    `span` is their time, all together, or None if there are none.
+    `span` is from the earliest first call to the latest last call, or None without episodes.
     """
     rows = [] if span is None else await driver.fetch(AMONG, episodes, *span)
     return {row[0]: row[1] for row in rows}
@@ -120,7 +120,7 @@ _MARK = f"""
 async def mark_gaps(driver: Driver, gaps: Sequence[GapRecord]) -> list[UUID]:
     """Exclude these episodes from training, in the driver's current transaction.
 
-    Return those that are linked to others, which are to be excluded with them.
+    Return the episodes that are linked to others: those are to be excluded with them.
     """
     keys = {key: gap for gap in gaps for key in gap.episodes}
     rows = [(new_id(), key, gap.id, time_of(gap.id)) for key, gap in sorted(keys.items())]

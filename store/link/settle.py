@@ -24,16 +24,16 @@ from store.values.digests import MATCHES
 
 # Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
-# All statements here look single rows up. Where most calls are equal, statistics say that a digest
-# has most rows, and PostgreSQL would rather read the whole table.
+# All statements here look single rows up. If most calls are equal, statistics say that a digest has
+# most rows, and PostgreSQL would otherwise read the whole table.
 _BY_INDEX: Final = "SET LOCAL enable_seqscan = off"
 
 
 class Written(msgspec.Struct):
-    """Collect the parts of a written batch that refer to other records, or may be referred to.
+    """The parts of a written batch that refer to other records, or may be referred to.
 
     `calls` are pairs of a call and its episode's id; `provided` are the fingerprints that they
-    provide, each as it is stored and as that of the other split.
+    provide, each as stored and with its twin of the other split.
     """
 
     calls: list[tuple[CallRecord, UUID]] = []
@@ -97,7 +97,7 @@ async def settle(driver: Driver, written: Written) -> dict[str, int]:
     be trained on, by policy.
 
     Raises:
-        asyncpg.PostgresError: the database is away.
+        asyncpg.PostgresError: the database is unavailable.
     """
     await _begin(driver)
     matched = await _match(driver, written)
@@ -124,7 +124,7 @@ async def _begin(driver: Driver) -> None:
 async def _bring(
     driver: Driver, rescored: set[UUID], joined: set[UUID], in_outage: Mapping[UUID, bool]
 ) -> None:
-    """Compute anew all that follows from scores, joins and outages of these episodes."""
+    """Set aside the episodes in an outage; recompute joins, scores and rows of all affected."""
     ends = joined | {one for one, is_linked in in_outage.items() if is_linked}
     linked = {row[0] for row in await driver.fetch(_REACHED, list(ends))} if ends else set[UUID]()
     touched = {*rescored, *linked, *in_outage}
@@ -189,8 +189,8 @@ _LINK = f"""
     WHERE level = surest
     ON CONFLICT DO NOTHING RETURNING call_id, level, provided_by
 """
-# Digests that so many episodes provide that they are too common for every call that needs one, its
-# own episode not counted.
+# Digests that are too common for every call that needs them: enough episodes provide them even
+# without the call's own.
 _COMMON = f"""
     SELECT digest FROM unnest($1::uuid[]) AS d (digest) WHERE {MOST_PROVIDERS + 1} < (
         SELECT count(DISTINCT episode_id) FROM (
@@ -222,8 +222,8 @@ _REACHED = """
 async def _link(driver: Driver, written: Written) -> set[UUID]:
     """Store links for the needs that the batch has or meets; return the affected episodes.
 
-    Needs that a common digest meets are looked for once, so that a call is stored as fast after
-    half a million equal ones as after none.
+    Needs of a common digest are looked up only once, so that a call is stored as fast after half a
+    million equal ones as after none.
     """
     stored = list({digest for digest, _ in written.provided})
     common = {row[0] for row in await driver.fetch(_COMMON, stored)} if stored else set[UUID]()
@@ -239,7 +239,7 @@ async def _link(driver: Driver, written: Written) -> set[UUID]:
     ends = set(written.linked)
     for *link, needed_by, too_common in await driver.fetch(_LINKED, calls):
         ends.add(needed_by)
-        # A need that is too common says nothing about its providers, but what it said before is
+        # A too common need says nothing about its providers, but an earlier link of it has to be
         # taken back.
         if not too_common or tuple(link) not in new:
             ends.add(link[-1])
