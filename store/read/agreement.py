@@ -1,13 +1,13 @@
 """Measure how far a judge's statements agree with facts about the same episodes.
 
-A judge's agreement is the share of pairs, of two rewards that were stated as facts and differ, that
-the judge orders likewise; a pair that it holds for equal counts half. It is the concordance index
-(Harrell et al., JAMA 1982), for rewards of 0 and 1 the area under the ROC curve: 0.5 for one that
-throws dice, or always says the same. It asks nothing of the judge's scale. Its standard error is
-that of a ratio of U-statistics (Hoeffding, Ann. Math. Statist. 1948).
+A judge's agreement is the share of pairs of unequal facts that the judge's scores order alike; a
+pair with equal scores counts half. It is the concordance index (Harrell et al., JAMA 1982); for
+rewards of 0 and 1, the area under the ROC curve. It is 0.5 for a judge that answers at random, or
+always the same, and does not depend on the judge's scale. Its standard error is that of a ratio of
+U-statistics (Hoeffding, Ann. Math. Statist. 1948).
 
-A judge is trusted by 2 · agreement − 1, and not at all where the agreement less its standard error
-is below `LEAST_AGREEMENT`. One that could not be compared is trusted wholly.
+A judge's trust is 2 · agreement − 1, or 0 if the agreement less its standard error is below
+`LEAST_AGREEMENT`. A judge that could not be compared is trusted fully.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -25,8 +25,7 @@ from store.values.rewards import TERMS_OF_POLICY
 LEAST_AGREEMENT: Final = 0.6
 # With fewer facts a judge is not measured.
 FEWEST: Final = 20
-# Of a judge so many statements are looked at, about each kind of target: the newest, each with the
-# newest fact.
+# Statements that are read of each judge and kind of target: the newest, each with the newest fact.
 NEWEST: Final = 1000
 _PAIRS: Final = text(
     f"""
@@ -58,8 +57,8 @@ _PAIRS: Final = text(
     ORDER BY s.source, s.episode_id, s.call_id, s.metric, s.id DESC
     """
 )
-# Each update that is claimed carries on what the last one knew; those that expire, or import a
-# version, have none. Where there never was a judge, few are looked at.
+# Each claimed update carries on the trust of the last one; updates that expire episodes, or import
+# a version, have none. The limit bounds the search where there never was a judge.
 _LAST_TRUST: Final = text(
     """
     SELECT trust FROM (
@@ -71,10 +70,10 @@ _LAST_TRUST: Final = text(
 
 
 class Agreement(Record, frozen=True, kw_only=True):
-    """Say how far a judge agrees with facts.
+    """How far a judge agrees with facts.
 
-    `statements` are those that were looked at, and `compared` those of them with a fact beside.
-    `share` (0 to 1) and `error` are None where there are too few, or all facts are equal.
+    `statements` were read, and `compared` of them have a fact about the same target. The agreement
+    `share` (0 to 1) and its standard `error` are None if these are too few, or all facts equal.
     """
 
     source: str
@@ -85,7 +84,7 @@ class Agreement(Record, frozen=True, kw_only=True):
 
     @property
     def trust(self) -> float:
-        """Return what the judge's statements weigh, 0 to 1."""
+        """Return the weight of the judge's statements, 0 to 1."""
         if self.share is None or self.error is None:
             return 1.0
         return 2 * self.share - 1 if self.share - self.error >= LEAST_AGREEMENT else 0.0
@@ -109,9 +108,9 @@ async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement
 
 
 async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str, float]:
-    """Return what the statements of each of a policy's judges weigh, 0 to 1.
+    """Return the weight of the statements of each of a policy's judges, 0 to 1.
 
-    A judge that cannot be measured any more is trusted as it was by the last update.
+    A judge that cannot be measured any more keeps the trust of the last update.
     """
     before: dict[str, float] = await connection.scalar(_LAST_TRUST, {"policy": policy}) or {}
     found = await agreements(connection, policy)
@@ -129,7 +128,7 @@ def agreement(
     `pairs` are a metric, the opinion and the fact; those of one metric are compared. None: no two
     facts differ.
     """
-    # What each statement adds to the number of pairs that are ordered likewise, and of all pairs.
+    # What each statement adds to the number of pairs in the same order, and of all pairs.
     likewise, comparable = [0.0] * len(pairs), [0] * len(pairs)
     for sign in (1, -1):
         # Opinions about lower facts, in order; then, with all signs changed, about higher ones.

@@ -3,9 +3,9 @@
 An episode may have several parts (`store.link.joins`), the earliest first; it has that part's key.
 A call that a later call repeats as a retry (`retry_of`) is left out: the two count as one call.
 
-An agent may execute a text that a model wrote in code of its own, and tell the next model about it
-as a tool call that nobody made. The result is then about the reply whose whole text is one of that
-call's arguments, if exactly one earlier reply of the episode is
+An agent's own code may execute a text that a model wrote, and present it to the next model as a
+tool call that no reply made. The result is then about the reply whose whole text is an argument of
+that call, if the episode has exactly one such reply before
 (docs/decisions/019-tool-event-sources.md).
 """
 
@@ -35,7 +35,7 @@ from store.values.sampling import distribution_of
 
 
 class QuotedCall(Record, frozen=True, kw_only=True):
-    """Name the reply whose text was executed, and what it was executed as."""
+    """A reply whose text an agent executed, and the tool call that the agent made of it."""
 
     call_id: UUID
     text_digest: UUID
@@ -51,11 +51,11 @@ class QuotedCall(Record, frozen=True, kw_only=True):
 def quoted_calls(
     events: Iterable[Any], calls: Iterable[Any], requested: Container[str]
 ) -> Mapping[UUID, QuotedCall]:
-    """Return of each event about an executed text whose text that was, by the event's id.
+    """Map the id of each event about an executed text to the reply with this text.
 
-    An event that quotes nothing, such as a header's, is about the same text as the others of its
-    tool call's id, if these are all about one. `requested` are the ids of the tool calls that
-    replies asked for.
+    An event that quotes nothing, such as a header's, is about the same text as the other events of
+    its tool call id, if these agree. `requested` are the ids of the tool calls that replies asked
+    for.
     """
     by_digest: dict[UUID, list[Any]] = {}
     for call in calls:
@@ -74,7 +74,7 @@ def quoted_calls(
 def _of_one_id(
     tool_id: str, events: Sequence[Any], by_digest: Mapping[UUID, Sequence[Any]]
 ) -> dict[UUID, QuotedCall]:
-    """Return what the events of one tool call's id are about."""
+    """Map the id of each event of one tool call id to the reply that it is about."""
     owners = {event.id: _owner(event, by_digest) for event in events if event.quotes}
     known = {owner.id: owner for owner in owners.values() if owner is not None}
     only = next(iter(known.values())) if len(known) == 1 else None
@@ -93,7 +93,7 @@ def _of_one_id(
 
 
 def _owner(event: Any, by_digest: Mapping[UUID, Sequence[Any]]) -> Any:
-    """Return the one call before the event whose text is among those that it quotes, or None."""
+    """Return the only earlier call with a text that the event quotes, or None."""
     spoken = [
         call
         for digest in set(event.quotes)
@@ -113,7 +113,7 @@ _SURENESS: Final[Mapping[str, int]] = {
     "assumed": 0,
 }
 SHARED_LACKS: Final = "the lengths of the shared parts, or the added request, are missing"
-# What a stored call says as its record did.
+# The fields that a stored call shares with its record.
 _FACTS: Final = CallFacts.__struct_fields__
 _facts_of: Final = attrgetter(*_FACTS)
 Texts = tuple[bytes | None, bytes]
@@ -123,7 +123,7 @@ _ToolCalls = tuple[ToolCall, ...]
 
 
 class Readable(NamedTuple):
-    """Hold the columns of a call that are not stored as they are read: rebuilt or parsed."""
+    """The columns of a call that are rebuilt or parsed when they are read."""
 
     request: bytes | None
     prompt_ids: bytes
@@ -151,9 +151,9 @@ def assemble(
 ) -> Episode:
     """Return the episode that `parts` make up, the earliest first.
 
-    `rows` are its calls, by id; events and feedback are by time and id. `whole` has the texts of at
-    least these calls. `trained_at` is when the first update claimed it that trained on it; None:
-    none did.
+    `rows` are its calls, sorted by id; events and feedback are sorted by time and id. `whole` has
+    the texts of at least these calls. `trained_at` is the claim time of the first update that
+    trained on the episode; None: none did.
 
     Raises:
         Damaged: a call, or a statement about one, cannot be read back.
@@ -192,9 +192,9 @@ def _events_by_call(
     readable: dict[UUID, Readable],
     repeated_by: Mapping[UUID, UUID],
 ) -> dict[UUID | None, list[Any]]:
-    """Return the standing events by the call that they are about; None has those of nobody.
+    """Group the events that count by call; None has the events that are about no call.
 
-    The tool calls that the agent made of a reply's text are added to that call's in `readable`.
+    Tool calls that the agent made of a reply's text are added to the reply's call in `readable`.
     """
     requested_by = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
     quoted = quoted_calls(events, calls, requested_by)
@@ -212,9 +212,9 @@ def _events_by_call(
 
 
 class Told(NamedTuple):
-    """Hold tool calls and events by call, and which attempt of a repeated call counts.
+    """Tool calls and events by call, and for each repeated attempt the call that repeats it.
 
-    Of `events`, None has those that are about no call.
+    In `events`, None has the events that are about no call.
     """
 
     tool_calls: Mapping[UUID, tuple[ToolCall, ...]]
@@ -223,7 +223,7 @@ class Told(NamedTuple):
 
 
 def tools_of(rows: Sequence[Any], events: Iterable[Any]) -> Told:
-    """Return whose tool events are, as `assemble` does; no texts of calls are needed.
+    """Assign tool events to calls, as `assemble` does, without the calls' texts.
 
     Raises:
         Damaged: tool calls cannot be read, or a call is recorded as a retry of itself.
@@ -244,7 +244,7 @@ def tools_of(rows: Sequence[Any], events: Iterable[Any]) -> Told:
 def _by_call(
     feedback: Iterable[Any], parts: Sequence[Any], repeated_by: Mapping[UUID, UUID]
 ) -> dict[UUID | None, list[Any]]:
-    """Return statements by the call that they are about; None has those about the episode."""
+    """Group statements by the call that they are about; None has those about the episode."""
     own = {part.id for part in parts if part.method == OWN_EPISODE}
     return grouped(
         feedback, lambda one: None if one.episode_id in own else _last(repeated_by, one.call_id)
@@ -267,10 +267,10 @@ def rebuilt(
     wanted: Iterable[UUID],
     make: Callable[[Any, Any, Whole | None], Whole | None],
 ) -> tuple[dict[UUID, Whole], dict[UUID, str]]:
-    """Return what `make` rebuilds of the wanted calls, and why the others cannot be read back.
+    """Rebuild the wanted calls with `make`; also return why the others cannot be read back.
 
-    `rows` are these calls, and all that they add to. `make` gets a row, that which it adds to, and
-    what was made of that; a call is made of the nearest one before it that is wanted too.
+    `rows` are these calls, and all calls that they add to. `make` gets a row, its base's row, and
+    the result for the base; a chain of bases is rebuilt from the nearest wanted call on.
     """
     by_id, kept = {row.id: row for row in rows}, set(wanted)
     made: dict[UUID, Whole] = {}
@@ -318,7 +318,7 @@ def _texts(row: Any, base: Any, whole: Texts | None) -> Texts:
 
 
 def whole_request(row: Any, _: Any, base: bytes | None) -> bytes | None:
-    """Return a call's request, which may be stored as what it adds to another: a `base`.
+    """Return a call's request, which may be stored as an addition to the request `base`.
 
     Raises:
         ValueError: it cannot be read back.
@@ -346,7 +346,7 @@ def _readable(row: Any, whole: WholeTexts) -> Readable:
 
 def _check_trainable(row: Any, prompt_ids: bytes, sampling: _Settings) -> None:
     """Check that all values the trainer computes with are present and valid."""
-    # Without any, the trainer computes them.
+    # The trainer computes missing log-probabilities.
     if row.sampled_logprobs and len(row.sampled_ids) != len(row.sampled_logprobs):
         raise Damaged(f"call {row.id} has different numbers of sampled ids and log-probabilities")
     if not prompt_ids or not row.sampled_ids:

@@ -1,11 +1,11 @@
-"""Read what the console shows of many episodes and calls at once, in bounded time.
+"""Read many episodes and calls at once for the console, in bounded time.
 
-Episodes are looked at from the newest on, a chunk at a time, by the index of their ids, until a
-page is full or its time is over; whoever wants more goes on from the last one looked at. So every
-filter costs the same however rare what it chooses is, and nothing is counted that is not looked at.
+Episodes are read from the newest on, a chunk at a time, by the index of their ids, until a page is
+full or its time is over; the next page goes on after the last episode read. So the cost of a filter
+does not depend on how rare its matches are, and only episodes that were read are counted.
 
-An episode that calls of several policies are in counts once for each: each has its own reward, and
-consumes it by itself.
+An episode with calls of several policies counts once for each: each has its own reward, and
+consumes the episode by itself.
 """
 
 import json
@@ -27,8 +27,8 @@ from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
 from store.tenants import DEFAULT, SEPARATOR, scoped
 
-# Where an episode is on its way. `scored` waits for an update; `untrained` was consumed, and its
-# reason says why it taught nothing.
+# An episode's progress. `scored` waits for an update; `untrained` was consumed without training,
+# and its reason says why.
 State = Literal["open", "unscored", "failed", "scored", "trained", "untrained", "quarantined"]
 
 # Names that clients give are no longer, and PostgreSQL stores no U+0000.
@@ -39,8 +39,8 @@ Version = Annotated[int, Meta(ge=0, lt=2**31)]
 Finite = Annotated[float, Meta(ge=-1e308, le=1e308)]
 Rows = Sequence[Row[Any]]
 
-# What a page asks differs from one to the next, so a plan for any values is a bad one; no query of
-# a page is so long that compiling it pays; and no page takes a second core from what serves.
+# Values differ from page to page, so a generic plan is a bad one. No query of a page is so long
+# that compiling it pays. No page may take a second core from the serving processes.
 _BEGIN: Final = text(
     """
     SELECT set_config('statement_timeout', :limit_ms, true),
@@ -51,7 +51,7 @@ _BEGIN: Final = text(
 
 
 async def begin(connection: AsyncConnection, limit_s: float) -> None:
-    """Have each statement of this transaction end within `limit_s` seconds, or fail."""
+    """Limit each statement of this transaction to `limit_s` seconds, and set its planner up."""
     await connection.execute(_BEGIN, {"limit_ms": str(round(1000 * limit_s))})
 
 
@@ -60,18 +60,18 @@ class EpisodeFilter(Record, frozen=True, kw_only=True):
 
     Attributes:
         policy: a call of the episode is of this policy.
-        version: a call of it is of this version of the policy, or of ones before and after it.
+        version: lies between the lowest and the highest version of the policy that served it.
         agent: a call of it is by this agent.
         task: its task.
         split: `train` or `eval`.
-        state: where it is on its way.
+        state: its progress.
         reason: why it was set aside or consumed untrained, has no reward, or has a call that cannot
             be trained.
         low: its reward is at least this.
         high: its reward is at most this.
         since: it began at or after this time.
         until: it began before this time.
-        text: its key or task, or what a call of it said or was told, has this text.
+        text: its key, its task, or the request or reply of a call of it contains this text.
     """
 
     policy: Name | None = None
@@ -88,7 +88,7 @@ class EpisodeFilter(Record, frozen=True, kw_only=True):
     text: Name | None = None
 
 
-# Of a policy that an episode has no call of, the episode's own.
+# The reward for the policy; the episode's own reward if no policy served a call.
 _REWARD: Final = "CASE WHEN p.policy IS NULL THEN e.reward ELSE p.reward END"
 _STATE: Final = f"""CASE WHEN e.quarantined_reason IS NOT NULL THEN 'quarantined'
     WHEN c.trained THEN 'trained' WHEN NOT c.trained THEN 'untrained'
@@ -150,32 +150,32 @@ _LAST: Final = text(
     ORDER BY id DESC OFFSET :most - 1 LIMIT 1
     """
 )
-# So many episodes are looked at first, twice as many next, and so on.
+# Size of the first chunk; each further chunk has this many episodes more than the last.
 _FIRST: Final = 2000
-# Conditions that read calls: an episode takes about so many times as long.
+# Conditions that read calls, and how many times as long they take for an episode.
 _SLOWER: Final = {"agent": 20, "reason": 20, "text": 80}
 _NEWEST: Final = UUID(int=2**128 - 1)
-# A call is no older than the episode that it began, but for clocks that differ: by a day of ids.
+# Clocks differ, so a call's id may be older than its episode's: by a day at most.
 APART: Final = 86_400_000 << 80
 
 
 def _fewer(most: int, chosen: EpisodeFilter) -> int:
-    """Return how many episodes take as long as `most` of a filter that reads no calls."""
+    """Return how many episodes a filter reads in the time of `most` without reading calls."""
     given = [name for name in _SLOWER if getattr(chosen, name) is not None]
     return most // max([1, *(_SLOWER[name] for name in given)])
 
 
 def _query(chosen: EpisodeFilter, tenant: str | None) -> tuple[str, dict[str, Any]]:
-    """Return SQL for what a viewer of `tenant` (None: of all) chooses, and its values.
+    """Return the SQL of a filter for a viewer of `tenant` (None: of all), and its values.
 
-    The SQL is of episodes `e` from `:last` (`_down_to`) to the one before `:before`.
+    The SQL selects episodes `e` with ids from `:last` (`_down_to`) to below `:before`.
     """
     given = {k: v for k, v in msgspec.structs.asdict(chosen).items() if v is not None}
     sql = _FROM + "".join(f" AND {_CONDITIONS[name]}" for name in given if name in _CONDITIONS)
     if "task" in given and (tenant is not None or SEPARATOR not in given["task"]):
         given["task"] = scoped(tenant or DEFAULT, given["task"])
     if "text" in given:
-        # Bodies are JSON, in which either is usual.
+        # Bodies are JSON, in which characters beyond ASCII may be escaped or not.
         raw = (json.dumps(given["text"], ensure_ascii=plain)[1:-1] for plain in (False, True))
         given["raw"], given["escaped"] = (one.encode(errors="replace") for one in raw)
     bounds = {
@@ -200,7 +200,7 @@ async def _last_of(
     return last
 
 
-# So many calls of an episode are counted.
+# Most calls of an episode that are counted.
 MOST_CALLS: Final = 200
 _LINES: Final = f"""
     SELECT w.*, called.* FROM (
@@ -219,13 +219,13 @@ _LINES: Final = f"""
 
 
 class EpisodePage(Record, frozen=True, kw_only=True):
-    """Hold a part of a list of episodes, newest first; of an episode, a line for each policy.
+    """A page of a list of episodes, newest first, with a line for each policy of an episode.
 
     A line's `version` and `latest` are the lowest and highest version that served a call. `calls`
-    are counted up to `MOST_CALLS`. Names are as they are kept (`store.tenants`).
+    are counted up to `MOST_CALLS`. Names are as stored (`store.tenants`).
 
-    `goes_on_before` is the id that the next part comes before; None: this is the last. `is_full`:
-    there were enough; else the time was over after the episode of that id.
+    The next page has the episodes before the id `goes_on_before`; None: this is the last page.
+    If the page is not `is_full`, the time was over after this id.
     """
 
     lines: Rows
@@ -244,9 +244,8 @@ async def browse(
 ) -> EpisodePage:
     """Return the newest episodes that a filter chooses, of a tenant or of all.
 
-    There are at most so many lines, of episodes before the one with the id `before`. After
-    `within_s` seconds no further chunk is looked at, each of which is larger. The caller's
-    transaction was begun by `begin`.
+    There are at most `most` lines, of episodes before the id `before`. After `within_s` seconds no
+    further chunk is read. The caller has called `begin`.
     """
     sql, values = _query(chosen, tenant)
     query = text(_LINES.format(chosen=sql))
@@ -263,14 +262,14 @@ async def browse(
             break
     is_full = len(lines) > most
     if is_full:
-        # Of the last episode there may be more policies.
+        # More policies of the last episode may follow.
         lines = [line for line in lines if line.id != lines[-1].id] or lines
         last = lines[-1].id
     return EpisodePage(lines=lines, goes_on_before=last, is_full=is_full)
 
 
 BARS: Final = 20
-# So many of the newest episodes are counted, of a filter that reads no calls.
+# Most episodes that are counted, the newest, for a filter that reads no calls.
 MOST_COUNTED: Final = 10_000
 _COUNTED: Final = f"""
     WITH counted AS MATERIALIZED (SELECT {_STATE} AS state, {_REWARD} AS reward {{chosen}}),
@@ -282,10 +281,10 @@ _COUNTED: Final = f"""
 
 
 class FilteredCounts(Record, frozen=True, kw_only=True):
-    """Count the newest episodes of a filter by state, and their rewards in `BARS` equal ranges.
+    """Counts of the newest episodes of a filter by state, and by reward in `BARS` equal ranges.
 
-    `bars` are those from `low` to `high`. `looked_at` is how many of the newest episodes were
-    looked at; None: all.
+    The ranges of `bars` are from `low` to `high`. `looked_at` is how many of the newest episodes
+    were read; None: all.
     """
 
     states: dict[State, int]
@@ -298,7 +297,7 @@ class FilteredCounts(Record, frozen=True, kw_only=True):
 async def count_episodes(
     connection: AsyncConnection, chosen: EpisodeFilter, tenant: str | None
 ) -> FilteredCounts:
-    """Count the newest episodes of a filter, of a tenant or of all; rewards of any size count."""
+    """Count the newest episodes of a filter, of a tenant or of all, without its reward limits."""
     sql, values = _query(msgspec.structs.replace(chosen, low=None, high=None), tenant)
     most = _fewer(MOST_COUNTED, chosen)
     last = await _last_of(connection, values, most)
@@ -320,9 +319,9 @@ async def count_episodes(
     )
 
 
-# What the overview says
+# The overview
 
-# The time from the first of what is counted until now has so many parts.
+# Number of parts of the time from the first counted episode until now.
 PARTS: Final = 40
 _OUTCOMES: Final = f"""
     WITH newest AS MATERIALIZED (
@@ -353,11 +352,11 @@ _PROMOTIONS: Final = text(
 async def outcomes(
     connection: AsyncConnection, tenant: str | None, since: datetime
 ) -> tuple[Rows, datetime | None]:
-    """Return what the newest episodes since then came to, and since when they are if not all.
+    """Count the newest episodes since then; also return the time of the first if not all are read.
 
-    Each row counts `episodes` of a policy: those of a `split` and a `part` of the time, or, but for
-    evaluation, those of a `state` and a `reason`. What a row does not tell apart is None. Means are
-    those of `store.read.evaluations.means`, without quarantined episodes, as gates read them.
+    A row counts the `episodes` of a policy: by `split` and `part` of the time, or, without
+    evaluation, by `state` and `reason`; the other columns of these are None. Means are those of
+    `store.read.evaluations.means`, without quarantined episodes, as gates read them.
     """
     sql, values = _query(EpisodeFilter(since=since), tenant)
     last = await _last_of(connection, values, MOST_COUNTED)
@@ -373,7 +372,7 @@ async def promotions(connection: AsyncConnection, tenant: str | None, since: dat
 async def fates_of(
     connection: AsyncConnection, episodes: Sequence[UUID]
 ) -> dict[UUID, list[dict[str, str]]]:
-    """Return what became of episodes, by policy: the `state`, and the `reason` and `update`."""
+    """Return the `state` of episodes for each policy, with their `reason` and `update`, if any."""
     fates: dict[UUID, list[dict[str, str]]] = {}
     for row in await connection.execute(_FATES, {"ids": list(episodes)}):
         fate = {name: str(value) for name, value in row._mapping.items() if value is not None}

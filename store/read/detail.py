@@ -1,8 +1,8 @@
-"""Read one episode as the console shows it: in bounded parts.
+"""Read one episode for the console, in bounded parts.
 
-An episode may have hundreds of calls of megabytes. Its calls are read without their texts first;
-those of a few calls are read afterwards. A request is stored as what it adds to another one, so
-the whole ones are made one after the other, and no more are kept than are still needed.
+An episode may have hundreds of calls of megabytes. Its calls are read first without their texts;
+the texts of a few calls are read afterwards. A request may be stored as an addition to another, so
+whole requests are rebuilt one after the other, and only the wanted ones are kept.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,22 +20,22 @@ from store.records import OWN_EPISODE, Record
 from store.tenants import tenant_of
 from store.values.packing import ITEM_BYTES
 
-# Of one episode, in one look. A later call, and older statements, are looked at from themselves on.
+# Limits of one reading of an episode: calls from a given one on, and the newest statements.
 MOST_CALLS: Final = 1000
 MOST_STATEMENTS: Final = 1000
-# Of one request or reply that is taken apart to be shown; a larger one is shown as bytes.
+# Most bytes of a request or reply that is parsed to be shown; a larger one is shown as bytes.
 LARGEST_SHOWN: Final = 1024 * 1024
 ANY_SIZE: Final = 2**31 - 1
-# Of the texts and ids of an update whose credit is computed again while somebody waits.
+# Most bytes of texts and ids of an update whose credit is recomputed for a waiting person.
 LARGEST_EXPLAINED: Final = 32 * 1024 * 1024
 
 
 class EpisodeDetail(Record, frozen=True, kw_only=True):
-    """Hold an episode without the texts of its calls.
+    """An episode without the texts of its calls.
 
-    `calls`, `statements` and `fates` are rows of the queries below. `tools` says whose tool events
-    are; of a part of the calls it is not known which are nobody's. `earlier_calls`
-    counts those before, without repeated ones; `goes_on_from` is the first one after.
+    `calls`, `statements` and `fates` are rows of the queries below. `tools` assigns tool events to
+    `calls`; an event of a call that was not read counts as an event of no call. `earlier_calls`
+    counts the calls before, without retries; `goes_on_from` is the first call after.
     """
 
     id: UUID
@@ -85,9 +85,9 @@ _EVENTS: Final = text(
     FROM tool_events WHERE episode_id = ANY(:parts) ORDER BY at, id LIMIT {4 * MOST_CALLS}
     """
 )
-# The newest ones; in the order in which they were made. `call` is null where a statement is about
-# the whole episode, and `who` where no judge made it and it came without an API key. Those count
-# that no later one of their metric replaced, and no fact (`store.values.rewards`).
+# The newest statements, in the order of their times. `call` is null where a statement is about the
+# whole episode, and `who` where no judge made it and it came without an API key. A statement counts
+# unless a later one of its metric, or a fact, replaces it (`store.values.rewards`).
 _STATEMENTS: Final = text(
     f"""
     SELECT *,
@@ -110,8 +110,8 @@ _STATEMENTS: Final = text(
     """
 )
 _OWN: Final = "episode_policies.policy"
-# What became of an episode for each policy: the update that consumed or holds it, and the version
-# that it made.
+# An episode's outcome for each policy: the update that consumed or holds it, and the version that
+# the update made.
 _FATES: Final = text(
     f"""
     SELECT p.policy, p.version, p.latest, p.lacks, p.rolled_back, p.set_aside,
@@ -135,7 +135,7 @@ _FATES: Final = text(
 async def episode_detail(
     connection: AsyncConnection, episode: UUID, since: UUID | None = None
 ) -> EpisodeDetail | None:
-    """Return an episode, or the whole one that it is a part of; None if there is none.
+    """Return an episode, or the joined episode that it is a part of; None if there is none.
 
     Its calls are those from `since` on (None: from the first), `MOST_CALLS` at most.
 
@@ -182,8 +182,8 @@ class CallTexts(NamedTuple):
     reply: bytes | None
 
 
-# Each id once: the comparison of bodies that `UNION` would make is left out. The planner takes a
-# chain for long, and would read all calls for it: with a limit each one is looked up by its id.
+# The recursion reads ids alone, so that `UNION` compares no bodies. The planner expects a long
+# chain, and would read all calls: with LIMIT each call is looked up by its id.
 _CHAIN: Final = text(
     """
     WITH RECURSIVE chain AS (
@@ -210,7 +210,7 @@ async def call_texts(
     replies: Collection[UUID],
     most: int = LARGEST_SHOWN,
 ) -> dict[UUID, CallTexts]:
-    """Return the bodies of calls, of those that are named for each; none is larger than `most`."""
+    """Return the requests and the replies of these calls, without bodies larger than `most`."""
     asked = await _requests(connection, requests, most)
     rows = await connection.execute(_REPLIES, {"ids": list(replies), "most": most})
     told = {row.id: row.reply for row in rows}
@@ -220,13 +220,13 @@ async def call_texts(
 async def _requests(
     connection: AsyncConnection, wanted: Collection[UUID], most: int
 ) -> dict[UUID, bytes]:
-    """Return the whole requests of these calls: those that can be made, and are not larger."""
+    """Return the whole requests of these calls, without damaged ones and those above `most`."""
     rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
     made, _ = rebuilt(rows.all(), wanted, whole_request)
     return made
 
 
-# What a list shows of an episode: its first call, whose request has the question, and its last.
+# The calls of an episode in a list: the first, whose request has the question, and the last.
 _ENDS: Final = text(
     """
     SELECT COALESCE(root, id) AS episode,
@@ -265,9 +265,9 @@ _RAW: Final = text(
 async def call_tokens(
     connection: AsyncConnection, call: UUID, tenant: str | None
 ) -> Row[Any] | None:
-    """Return what a call sampled, as it is kept, with the base `model` whose ids these are.
+    """Return a call's sampled ids and log-probabilities, packed, and the base `model` of the ids.
 
-    None: there is none, or it is another tenant's (None: of who sees all). `update_id` is the
+    None: there is no such call, or it is another tenant's (`tenant` None: any). `update_id` is the
     update that consumed its episode for its policy, if any did.
     """
     row = (await connection.execute(_TOKENS, {"id": call})).first()
@@ -277,7 +277,7 @@ async def call_tokens(
 async def raw_body(
     connection: AsyncConnection, call: UUID, part: str, tenant: str | None
 ) -> bytes | None:
-    """Return a call's `request` or `reply`, byte for byte as it is kept.
+    """Return a call's `request` or `reply`, byte for byte as recorded.
 
     None: there is no such call, it is another tenant's, or it has no such part.
     """
@@ -292,7 +292,7 @@ async def raw_body(
 
 # The credit of an update
 
-# How large the requests, replies and ids of episodes are, made whole.
+# Bytes of the whole requests, replies, ids and log-probabilities of episodes.
 _BYTES: Final = text(
     """
     SELECT sum(COALESCE(octet_length(t.request) + COALESCE(t.request_prefix + t.request_suffix, 0),
@@ -307,6 +307,6 @@ _BYTES: Final = text(
 
 
 async def is_explainable(connection: AsyncConnection, update: UUID) -> bool:
-    """Return whether an update is small enough to compute its credit while somebody waits."""
+    """Return whether an update is small enough to recompute its credit for a waiting person."""
     size = await connection.scalar(_BYTES, {"ids": await members_of(connection, update)})
     return (size or 0) <= LARGEST_EXPLAINED

@@ -14,21 +14,20 @@ from store.schema.tables import consumptions, episodes, feedback, tool_events, t
 from store.tenants import SEPARATOR, bare, beginning
 
 BATCH = 200
-# How many of the episodes that cannot be read back a message names.
+# Most unreadable episodes that a message names.
 TOLD = 5
 
 
 def is_of(tenant: str) -> ColumnElement[bool]:
-    """Return the condition for an episode of a tenant."""
     begins = beginning(tenant)
     if begins is None:
-        # One that has none before a separator, or no separator, is the default tenant's.
+        # A key with no tenant before a separator, or without a separator, is the default tenant's.
         return func.strpos(episodes.c.key, SEPARATOR) <= 1
     return episodes.c.key.startswith(begins, autoescape=True)
 
 
 class ReadEpisodes(NamedTuple):
-    """Hold episodes in the order of the requested ids, and why the others cannot be read, by id."""
+    """Episodes in the order of the requested ids, and why the others cannot be read, by id."""
 
     episodes: list[Episode]
     damaged: dict[UUID, str]
@@ -76,7 +75,7 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> ReadEpisodes
     events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
     items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
     texts = await _whole(connection, calls)
-    # When the first update claimed each episode that trained on it.
+    # The claim time of the first update that trained on each episode.
     trained = await _rows(
         connection,
         select(consumptions.c.episode_id, func.min(updates.c.claimed_at).label("at"))
@@ -123,19 +122,16 @@ async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
 
 
 async def whole_calls(connection: AsyncConnection, ids: Sequence[UUID]) -> dict[UUID, Texts]:
-    """Return the full request and prompt ids of these calls; those that are damaged are left out.
-
-    A call is stored as what it adds to an earlier one.
-    """
+    """Return the whole request and prompt ids of these calls, without damaged calls."""
     calls = await _rows(connection, _CALLS.where(transitions.c.id.in_(list(ids))))
     texts = await _whole(connection, calls)
     return {row.id: texts.of[row.id] for row in calls if row.id in texts.of}
 
 
 async def _whole(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> WholeTexts:
-    """Rebuild the texts of calls, after reading the others that these add to, directly or not.
+    """Rebuild the texts of calls, after reading the calls that they add to, directly or not.
 
-    Those belong to other episodes only if a join by conversation prefix is in doubt.
+    Such calls belong to other episodes only if a join by conversation prefix is in doubt.
     """
     all_calls = list(calls)
     known = {row.id for row in calls}

@@ -1,10 +1,10 @@
 """Read the rewards of evaluation: a curve over a policy's versions, with confidence intervals.
 
 An episode of the `eval` split counts for each policy that has calls in it, at the version of that
-policy's first call. Left out are episodes that are quarantined, and those that an update of the
-policy had claimed before a call said that they are evaluation: what was trained on evaluates
-nothing. The rewards of work, which is trained on, can be read in the same way. What a policy's
-reward is the sum of is in `reward_terms`.
+policy's first call. Quarantined episodes are left out, and so are episodes that an update of the
+policy had claimed before a call said that they are evaluation: a trained episode evaluates nothing.
+The rewards of the split `train` can be read in the same way. The terms of a policy's reward are in
+`reward_terms`.
 """
 
 from collections.abc import Mapping
@@ -35,10 +35,7 @@ class Rewards(Record, frozen=True, kw_only=True):
     high: float | None = None
 
     def lift_over(self, old: "Rewards") -> Interval | None:
-        """Return the interval of this mean − another (Newcombe 1998, method 10), if both have one.
-
-        How much a mean may be lower, and the other higher, are added as squares.
-        """
+        """Return the interval of this mean minus `old`'s (Newcombe 1998, method 10), or None."""
         if self.mean is None or self.low is None or self.high is None:
             return None
         if old.mean is None or old.low is None or old.high is None:
@@ -51,17 +48,17 @@ class Rewards(Record, frozen=True, kw_only=True):
 
 
 class Evaluation(Rewards, frozen=True, kw_only=True):
-    """Describe the rewards of the evaluation of one policy version, or of its work."""
+    """The rewards of one policy version, in evaluation or in the split `train`."""
 
     policy: str
     version: int
 
 
 def means(rows: str, by: str) -> str:
-    """Return SQL of the mean rewards of `rows`, as `rewards_in` reads it, by the columns `by`.
+    """Return SQL of the mean rewards of `rows`, grouped by the columns `by`, for `rewards_in`.
 
-    A row is an episode: its `id`, `task` and `reward`. `error` is that of `mean_interval`, an
-    episode without a task being one of its own, and at least that of independent episodes.
+    A row is an episode: its `id`, `task` and `reward`. `error` is that of `mean_interval`, and at
+    least that of independent episodes; an episode without a task has a task of its own.
     """
     return f"""
     SELECT {by}, CAST(sum(episodes) AS bigint) AS episodes,
@@ -116,10 +113,7 @@ _CURVES: Final[Mapping[Split, TextClause]] = {
 async def evaluations(
     connection: AsyncConnection, policy: str | None = None, split: Split = EVAL
 ) -> list[Evaluation]:
-    """Return the rewards of each version of `policy` (None: of every policy) that has episodes.
-
-    They are those of evaluation, or of work (`train`).
-    """
+    """Return the rewards of `policy`'s versions (None: of all) that have episodes of `split`."""
     rows = await connection.execute(_CURVES[split], {"policy": policy})
     return [
         Evaluation(

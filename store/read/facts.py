@@ -1,4 +1,4 @@
-"""Derive facts from an episode as it was read: did it fail, whose is each tool event (pure)."""
+"""Derive from an episode whether it failed, and the tool call of each tool event (pure)."""
 
 from collections.abc import Sequence
 

@@ -1,14 +1,13 @@
-"""Read what a gate decides by: where a policy stands, and what its episodes came to, arm by arm.
+"""Read the evidence of a gate: the versions of a policy, and its episodes' results by arm.
 
-An episode belongs to the arm that its first call of the policy was given, whatever it went on with.
-Left out are those that are quarantined or deleted, evaluation, and those that began with a call
-that names its version: none of these were given to an arm by chance.
+An episode belongs to the arm that its first call of the policy was given, whatever version it went
+on with. Quarantined, deleted and evaluation episodes are left out. An episode whose first call
+named its version has no arm.
 
-An episode counts a fixed time after it began, or as soon as its reward is there: with the calls
-that had ended by then, and what was said of it by then. So whoever reads it later reads the same.
-One whose first call had not ended by then counts as well: leaving it out would flatter a
-version that hangs. The record of such a call is there once it has ended, since a call is recorded
-as it ends.
+An episode counts a fixed time after it began, or as soon as it has a reward: with the calls that
+had ended by then, and the feedback that had come. So a later reading gives the same result. An
+episode whose first call had not ended by then counts, too: leaving it out would flatter a version
+that hangs. Such a call is recorded once it has ended.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ _GATED: Final = text(
     WHERE {LIVE} AND state IN ('loaded', 'canary', 'serving') AND gate IS NOT NULL ORDER BY name
     """
 )
-# The oldest of those that are loaded comes last.
+# Newest first: of several loaded versions, the oldest is read last and remains.
 _STANDING: Final = text(
     f"""
     SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen,
@@ -85,7 +84,7 @@ _NEW_EPISODES: Final = text(
 
 
 class Standing(Record, frozen=True, kw_only=True):
-    """Describe a version that has a part in a comparison.
+    """A version that has a role in a comparison.
 
     `gate` is the rule of the recipe that made it, None if it has none; `since` is when it got its
     state.
@@ -97,11 +96,11 @@ class Standing(Record, frozen=True, kw_only=True):
 
 
 class Gated(Record, frozen=True, kw_only=True):
-    """Describe a policy at the time `now` of the database: of each part one version at most.
+    """A policy at the time `now` of the database, with at most one version for each role.
 
-    `candidate` is the oldest version that is loaded and waits, `control` the one that what served
-    since it lost the traffic is compared with. `frozen` says that only operators change which
-    version has traffic, and `is_held` that nothing is trained on what serves.
+    `candidate` is the oldest version that is loaded and waits. `control` is the version that later
+    serving ones are compared with. `frozen`: only operators change which version has traffic.
+    `is_held`: nothing is trained on the serving version.
     """
 
     now: datetime
@@ -114,12 +113,12 @@ class Gated(Record, frozen=True, kw_only=True):
 
 
 async def gated_policies(connection: AsyncConnection) -> list[str]:
-    """Return the policies with a version that a rule decides about, or watches, by name."""
+    """Return the names of policies with a version that a gate decides about or watches."""
     return list((await connection.execute(_GATED)).scalars())
 
 
 async def gated(connection: AsyncConnection, name: str) -> Gated | None:
-    """Return where a policy stands, or None if no version of it serves: there is no such policy."""
+    """Return a policy's versions by role; None: no version serves, so there is no such policy."""
     rows = (await connection.execute(_STANDING, {"name": name})).all()
     by_state: dict[PolicyState, Standing] = {
         row.state: Standing(version=version_of(row), gate=row.gate, since=row.changed_at)
@@ -139,7 +138,7 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
 
 
 async def newest_promoted(connection: AsyncConnection, name: str) -> int:
-    """Return the newest version of a policy that ever got the traffic, whoever gave it that."""
+    """Return the newest version of a policy that ever got the traffic; 0 if none did."""
     return int(await connection.scalar(_NEWEST_PROMOTED, {"name": name}) or 0)
 
 
@@ -152,9 +151,9 @@ async def served_since(connection: AsyncConnection, name: str, at: datetime) -> 
 async def next_control(
     connection: AsyncConnection, name: str, newest: int, served: Collection[int], before: datetime
 ) -> int | None:
-    """Return the newest loaded one of these versions up to `newest`, or else the next, if any.
+    """Return the newest of the versions `served` up to `newest`, or else the next after it.
 
-    It had the traffic before the time `before`.
+    Only retired versions that are still loaded, and had the traffic before `before`, count.
     """
     values = {"name": name, "newest": newest, "served": list(served), "before": before}
     version: int | None = await connection.scalar(_NEXT_CONTROL, values)
@@ -173,11 +172,11 @@ async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:
     return int(await connection.scalar(_NEW_EPISODES, values) or 0) / 24
 
 
-# What the episodes came to, arm by arm
+# Results of episodes by arm
 
-# Episodes are looked for by their ids, which are those of the calls that were stored first; the few
-# that have another first call have an index of their own. The order is that of first calls, which
-# does not depend on storing.
+# Episodes are found by their ids, which are the ids of the calls that were stored first; the few
+# with another first call have an index of their own. They are sorted by their first calls, which do
+# not depend on the order of storing.
 _BEGUN: Final = text(
     f"""
     SELECT e.id, e.method, e.first_call_id, COALESCE(e.joined_task, e.task) AS task
@@ -189,8 +188,8 @@ _BEGUN: Final = text(
     ORDER BY e.first_call_id LIMIT :most
     """
 )
-# The planner takes a short range of ids for one row, and joins thousands of episodes in loops over
-# all of them; of a list that it is given it knows the length, unless it plans for lists of any.
+# The planner expects one row in a short range of ids, and joins thousands of episodes by nested
+# loops. It knows the length of a list, unless it uses a generic plan.
 _KNOW_LENGTHS: Final = text("SELECT set_config('plan_cache_mode', 'force_custom_plan', true)")
 _PARTS: Final = """
     given AS (
@@ -201,7 +200,7 @@ _PARTS: Final = """
         UNION ALL
         SELECT g.id, e.id, e.method, g.until FROM given g JOIN episodes e ON e.root = g.id)
 """
-# Rewards of single calls say nothing of when the last one comes.
+# Rewards of single calls do not tell when the last one comes.
 _REWARDED: Final = text(
     f"""
     WITH {_PARTS},
@@ -210,9 +209,9 @@ _REWARDED: Final = text(
     SELECT whole, first_at FROM sums WHERE call_id IS NULL AND value IS NOT NULL
     """
 )
-# Calls are looked for in the days until what counts has ended. A call that had not ended took all
-# the time that there was. If it is the first, the episode had got nothing of the policy by then,
-# and failed; later ones are under way in every long episode.
+# Only calls until the last end that counts are read. A call that had not ended counts with the time
+# until then. If it is the first call, the episode had got nothing from the policy, and failed;
+# every long episode has later calls that have not ended.
 _CAME_TO: Final = text(
     f"""
     WITH {_PARTS},
@@ -240,19 +239,18 @@ _CAME_TO: Final = text(
     LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id
     """
 )
-# A call's id is made as the call begins; no two clocks are so far apart.
+# A call's id is made when the call begins; clocks differ by less than this.
 _APART: Final = timedelta(days=1)
-# The clocks of proxies are less apart: a call has ended if a reward came so long before its end.
+# Clocks of proxies differ by less: a call that ends up to this long after a reward has ended.
 SKEW: Final = timedelta(seconds=1)
 
 
 class ArmEpisode(Record, frozen=True, kw_only=True):
-    """Describe what one episode says about its arm.
+    """The result of one episode for its arm.
 
-    `version` is the one that it was given. `reward` is None while nobody scored it. `failed` says
-    whether any of its requests came to an error, or to a reply that broke off by itself, or the
-    first had not ended. `malformed` says whether a tool call of it was; None if it called no tool.
-    `seconds` is the mean duration of its calls, as far as these had come.
+    `version` is the version that it was given. `reward` is None if it has none. `failed`: a request
+    ended in an error or a truncated reply, or the first had not ended. `malformed`: a tool call was
+    malformed; None without tool events. `seconds` is the mean duration of its calls until then.
     """
 
     id: UUID
@@ -269,10 +267,9 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
 async def begun_episodes(
     connection: AsyncConnection, policy: str, first: UUID, until: datetime, most: int
 ) -> Sequence[Row[Any]]:
-    """Return at most `most` episodes with a first call from `first` on, and before `until`.
+    """Return at most `most` episodes with a first call from `first` on and before `until`, sorted.
 
-    They are in the order of these. A row has `id`, `method`, `first_call_id`, and the `task` as it
-    is kept.
+    A row has `id`, `method`, `first_call_id`, and the `task` as stored.
     """
     values = {"policy": policy, "first": first, "last": lowest_id_at(until), "most": most}
     return (await connection.execute(_BEGUN, values)).all()
@@ -287,11 +284,11 @@ async def arm_episodes(
     within: timedelta,
     soon: bool,
 ) -> list[ArmEpisode]:
-    """Return those of these episodes that count before `until`, in the order in which they count.
+    """Return the results of the episodes that count before `until`, in the order of counting.
 
-    What was given to no arm is among them. All that was said before `until` is stored. What comes
-    later than `within` after an episode's beginning does not count. If `soon`, an episode with a
-    reward counts at once, and not as late as the others.
+    Episodes without an arm are included. All feedback from before `until` must be stored. Calls and
+    feedback later than `within` after an episode's beginning do not count. If `soon`, an episode
+    counts once it has a reward; otherwise after `within`.
     """
     known = {row.id: row for row in begun}
     if not known:

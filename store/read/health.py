@@ -1,6 +1,6 @@
-"""Read what tells why a policy learns, or why it does not: the newest calls and episodes.
+"""Count the newest calls and episodes, which show why a policy learns or does not.
 
-Counts are of the newest records alone, so that a read takes as long with a million calls as with a
+Only the newest records are counted, so that a read takes as long with a million calls as with a
 thousand.
 """
 
@@ -17,16 +17,16 @@ from store.read.browsing import APART, OWN
 from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
 
-# How far back, and how many calls, and episodes of a policy, are looked at.
+# Limits of what is read: time, calls, and episodes of a policy.
 WINDOW: Final = timedelta(days=7)
 MOST_CALLS: Final = 2000
 MOST_EPISODES: Final = 1000
-# Of a tenant, those of so many of its newest episodes, and of so many calls of each.
+# A tenant's calls are those of this many of its newest episodes, and this many calls of each.
 MOST_OWN: Final = 500
 MOST_OWN_CALLS: Final = 200
-# Kinds of calls: models that nobody answers may have any name.
+# Most kinds of calls: clients may ask for models of any name.
 MOST_KINDS: Final = 50
-# An episode is over for as long without a call, and a reward would have come.
+# An episode without a call for this long is over, and its reward should have come.
 OVER: Final = timedelta(minutes=10)
 
 _OWN_CALLS: Final = f"""
@@ -43,7 +43,7 @@ _CALLS: Final = f"""
     FROM newest n
     GROUP BY 1, 2, 3, 4, 5 ORDER BY calls DESC, 1, 2, 3, 4, 5 LIMIT {MOST_KINDS}
 """
-# The lock is the one of `store.claims.hold_policy`; its two halves are those of a bigint.
+# The lock is that of `store.claims.hold_policy`; `pg_locks` has its bigint key in two halves.
 _POLICIES: Final = text(
     """
     SELECT b.name, b.served_name AS base, b.tenant, b.frozen_at, b.created_at,
@@ -105,7 +105,7 @@ _CHANGED: Final = text(
 )
 
 
-# Feedback that no call or episode has met, within the window and not just now.
+# Feedback without a stored target, from within the window and older than `OVER`.
 _UNMATCHED: Final = text(
     f"""
     SELECT count(*) AS statements, min(n.at) AS since,
@@ -120,7 +120,7 @@ _UNMATCHED: Final = text(
 
 
 class Unmatched(Record, frozen=True, kw_only=True):
-    """Count feedback about targets that never came, with the newest target, as it is kept."""
+    """Feedback about targets that never came: its number, and the newest target as stored."""
 
     statements: int = 0
     since: datetime | None = None
@@ -129,9 +129,9 @@ class Unmatched(Record, frozen=True, kw_only=True):
 
 
 class CallKind(Record, frozen=True, kw_only=True):
-    """Count the newest calls that had the same end: `reason` is None for those that can be trained.
+    """A number of the newest calls with the same result; `reason` is None if they can be trained.
 
-    `model` is what was asked for where no policy answered.
+    `model` is the model name sent to the upstream if no policy answered.
     """
 
     policy: str | None
@@ -145,10 +145,10 @@ class CallKind(Record, frozen=True, kw_only=True):
 
 
 class Tended(Record, frozen=True, kw_only=True):
-    """Describe a policy, and who works on it.
+    """A policy, and the state of its training.
 
-    `is_held` says that a trainer works on it now. `trained_at` is when the update of its newest
-    version was claimed.
+    `is_held`: a trainer works on it now. `trained_at` is when the last update that made a version
+    was claimed.
     """
 
     name: str
@@ -162,11 +162,11 @@ class Tended(Record, frozen=True, kw_only=True):
 
 
 class EpisodeCounts(Record, frozen=True, kw_only=True):
-    """Count the newest episodes of a policy; all but the three last fields without quarantined.
+    """Counts of a policy's newest episodes; only the last three fields are about quarantined ones.
 
-    `ended` are those that have a reward, or were silent for `OVER`. `groups` are tasks with several
-    scored episodes, and `groups_that_differ` those of them with more than one reward; `alike` are
-    the episodes of the others.
+    `ended` have a reward, or were silent for `OVER`. `groups` are tasks with several scored
+    episodes, and `groups_that_differ` have more than one reward; `alike` are the episodes of the
+    other groups.
     """
 
     episodes: int = 0
@@ -222,7 +222,7 @@ async def episode_counts(
     *,
     calls_are_paid: bool,
 ) -> EpisodeCounts:
-    """Return what the newest episodes of a policy came to, of the last `WINDOW`."""
+    """Count the newest episodes of a policy in the last `WINDOW`."""
     values: Mapping[str, Any] = {
         "policy": policy,
         "first": lowest_id_at(now - WINDOW),

@@ -1,7 +1,6 @@
-"""Read a policy's line of versions, with what each came to, and the updates that made them.
+"""Read a policy's line of versions with their rewards, and the updates that made them.
 
-Lists go on from a key. What is counted of episodes is bounded: of the newest ones alone where there
-are very many.
+Lists are paged by a key. If there are very many episodes, only the newest are counted.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +18,7 @@ from store.records import EVAL
 from store.schema.tables import CONTROL, KL_TO_BASE, LIVE, SPLIT, policy_events
 from store.versions import VERSION_COLUMNS, PolicyEvent
 
-# Most policies that one page names, and most episodes whose rewards it counts, the newest.
+# Most policies that one page names, and most episodes, the newest, whose rewards it counts.
 MOST_POLICIES: Final = 200
 MOST_EPISODES: Final = 100_000
 # Most episodes of one update that a page lists.
@@ -41,7 +40,7 @@ _VERSION: Final = f"""
     LEFT JOIN (SELECT id AS by_id, parent_version, metrics FROM updates) u ON by_id = p.update_id
     WHERE p.name = :policy
 """
-# Those that new episodes begin with are on the first page, however old they are.
+# The first page also has the versions that new episodes begin with, however old they are.
 _LINE: Final = text(
     f"""
     ({_VERSION} AND (CAST(:before AS integer) IS NULL OR p.version < :before)
@@ -76,7 +75,7 @@ _REWARDS: Final = text(
 )
 
 
-# How many rewarded episodes at each end are compared, and those of what serves with version 0.
+# Rewarded episodes that are compared: the newest of trained versions, the first of version 0.
 COMPARED: Final = 500
 _SINCE_BASE: Final = text(
     f"""
@@ -100,9 +99,9 @@ _SINCE_BASE: Final = text(
 async def policies_of(
     connection: AsyncConnection, tenant: str | None, first: str | None
 ) -> Sequence[Row[Any]]:
-    """Return the name of each policy of a tenant (None: of all), and since when it is `frozen_at`.
+    """Return `name` and `frozen_at` of a tenant's policies (None: of all), at most MOST_POLICIES.
 
-    There are at most MOST_POLICIES, by name after the one named `first`, if there is one.
+    The policy `first` comes first, if there is one; the others follow by name.
     """
     values = {"tenant": tenant, "first": first, "most": MOST_POLICIES}
     return (await connection.execute(_POLICIES, values)).all()
@@ -113,9 +112,9 @@ async def line_of(
 ) -> Sequence[Row[Any]]:
     """Return at most `most` versions of a policy, the newest first, numbered below `before`.
 
-    Without `before` they are followed by those that new episodes begin with, or may soon. A row has
-    the columns of `policies`, the `kl_to_base` of its update, and the version that it was trained
-    from as `parent`: None for the base model, and for what was `imported_from` a folder.
+    Without `before`, versions that new episodes begin with, or may soon, are added. A row has
+    columns of `policies`, the `kl_to_base` of its update, and as `parent` the version that it was
+    trained from: None for the base model, and for an adapter that was `imported_from` a folder.
     """
     values = {"policy": policy, "before": before, "most": most}
     return (await connection.execute(_LINE, values)).all()
@@ -124,10 +123,7 @@ async def line_of(
 async def places_of(
     connection: AsyncConnection, policy: str, versions: Collection[int]
 ) -> dict[int, Row[Any]]:
-    """Return the versions that servers have, or will have, and these `versions`, newest first.
-
-    They are as those of `line_of`.
-    """
+    """Return the live versions, version 0 and these `versions`, newest first, as `line_of` does."""
     values = {"policy": policy, "versions": list(versions)}
     return {row.version: row for row in await connection.execute(_PLACES, values)}
 
@@ -135,7 +131,7 @@ async def places_of(
 async def rewards_of(
     connection: AsyncConnection, policy: str, versions: Collection[int], since: datetime | None
 ) -> tuple[dict[int, Rewards], dict[int, Rewards]]:
-    """Return by version what episodes came to: live ones, and those of evaluation.
+    """Return rewards by version: of live episodes, and of evaluation.
 
     Only episodes that began at `since` or later count (None: all).
     """
@@ -153,10 +149,10 @@ async def rewards_of(
 async def since_base(
     connection: AsyncConnection, tenant: str | None
 ) -> dict[str, tuple[Rewards, Rewards]]:
-    """Return by policy the newest live rewards up to what serves, and the first of version 0.
+    """Return by policy the newest rewards of versions 1 to the serving one, and the first of 0.
 
-    Policies are those of a tenant (None: all) of which a trained version serves, and both ends have
-    rewards.
+    Only the tenant's policies (None: all) are included of which a trained version serves, and which
+    have both.
     """
     ends: dict[str, dict[bool, Rewards]] = {}
     for row in await connection.execute(_SINCE_BASE, {"tenant": tenant}):
@@ -167,7 +163,7 @@ async def since_base(
 async def newest_events(
     connection: AsyncConnection, policy: str, versions: Collection[int]
 ) -> dict[int, PolicyEvent]:
-    """Return the newest event of each of these versions, without those that are just written."""
+    """Return the newest event of each of these versions, except that it was written."""
     own = policy_events.c
     query = (
         select(policy_events)
@@ -206,7 +202,7 @@ _ONE_UPDATE: Final = text(
         AND (CAST(:tenant AS text) IS NULL OR p.tenant = :tenant))
     """
 )
-# What a retraining freed is still told of.
+# Episodes that a retraining freed are still listed.
 _MEMBERS: Final = text(
     f"""
     SELECT m.episode_id, COALESCE(e.joined_task, e.task) AS task, p.reward, p.version, m.trained,
@@ -234,8 +230,8 @@ async def updates_of(
 ) -> Sequence[Row[Any]]:
     """Return at most `most` updates of a policy, the newest first, claimed before `before`.
 
-    A row has the columns of `updates`, and as `outcomes` how many episodes it consumed: `trained`,
-    or by why they were not. Its metrics lack those that are `hidden`, and have the `seconds` from
+    A row has columns of `updates`, and as `outcomes` how many episodes it consumed, by `trained` or
+    the reason why not. Its metrics are without those named in `hidden`, and with the `seconds` from
     its claim to its end.
     """
     values = {"policy": policy, "before": before, "most": most, "hidden": list(hidden)}
@@ -247,15 +243,15 @@ async def one_update(
 ) -> Row[Any] | None:
     """Return an update as `updates_of` does, with its recipe.
 
-    None: there is no such update, or its policy is not the tenant's (None: anybody's).
+    None: there is no such update, or its policy is another tenant's (`tenant` None: any).
     """
     values = {"id": update_id, "tenant": tenant, "hidden": list(hidden)}
     return (await connection.execute(_ONE_UPDATE, values)).first()
 
 
 async def members_of(connection: AsyncConnection, update_id: UUID) -> Sequence[Row[Any]]:
-    """Return the episodes of an update by task, which is as it is kept; at most MOST_MEMBERS.
+    """Return the episodes of an update, sorted by task as stored; at most MOST_MEMBERS.
 
-    `trained` is None while the update runs; `freed` are those that a retraining freed.
+    `trained` is None while the update runs; `freed` says whether a retraining freed the episode.
     """
     return (await connection.execute(_MEMBERS, {"id": update_id})).all()

@@ -48,7 +48,7 @@ def encoded_line(
 ) -> bytes:
     """Return an episode as one compact JSON document, without a newline at its end (pure).
 
-    `fates` say what became of it for each policy.
+    `fates` are its outcomes for each policy (`store.read.browsing.fates_of`).
 
     Raises:
         Damaged: a request or reply is not a JSON document, or is nested too deeply to be read.

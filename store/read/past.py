@@ -92,7 +92,7 @@ async def _find(
 
 
 async def _refuse_deleted(connection: AsyncConnection, update_id: UUID) -> None:
-    """Raise `UnknownUpdate` if some of what the update consumed is not there any more."""
+    """Raise `UnknownUpdate` if an episode that the update consumed was deleted."""
     query = (
         select(func.count())
         .select_from(consumptions)

@@ -7,10 +7,7 @@ from store.records import Record
 
 
 class PolicyTotals(Record, frozen=True, kw_only=True):
-    """Count what is stored of one policy; versions are those that an update made.
-
-    Calls without a policy are counted under None.
-    """
+    """Totals of one policy, None for calls without one; `versions` is without the base model."""
 
     policy: str | None
     calls: int
@@ -37,6 +34,6 @@ _POLICY_TOTALS = text(
 
 
 async def policy_totals(connection: AsyncConnection) -> list[PolicyTotals]:
-    """Count the stored calls of each policy, and what came of them."""
+    """Count the stored calls, versions and trained episodes of each policy."""
     rows = await connection.execute(_POLICY_TOTALS)
     return [PolicyTotals(**row._mapping) for row in rows]
