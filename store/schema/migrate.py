@@ -23,7 +23,7 @@ from store.errors import NewerSchema, StoreError
 
 # Any process may migrate when it starts; this advisory lock lets one at a time do so.
 MIGRATION_LOCK = 0x5041574C
-# Processes that work on take the tables' locks in orders of their own.
+# Running processes lock tables in orders of their own, so a migration may deadlock and is retried.
 MOST_DEADLOCKS: Final = 50
 _REVISION: Final = re.compile(r"(?P<number>\d+)(_serves_(?P<first>\d+))?", re.ASCII)
 

@@ -1,7 +1,7 @@
 """Define the tables of the database.
 
-In this order: what was recorded, what each policy may claim of it, what was said of it, what the
-trainer made of it, and API keys (docs/decisions/001-order-free-ledger.md).
+In this order: recorded calls and episodes, what each policy may claim, feedback, versions and
+updates, and API keys (docs/decisions/001-order-free-ledger.md).
 """
 
 from collections.abc import Mapping
@@ -71,10 +71,10 @@ def one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
     return CheckConstraint(f"{column} IN ({quoted})", name=f"{column}_known")
 
 
-# What was recorded: calls, the episodes that they are in, and what joins them
+# Calls, their episodes, and the links that join episodes
 
 
-# The type of a call's column, by that of the field of its record.
+# The type of a call's column, by the type of the record's field.
 TYPES: Final[Mapping[Any, Any]] = {
     UUID: Uuid,
     str: Text,
@@ -87,7 +87,7 @@ TYPES: Final[Mapping[Any, Any]] = {
 
 
 def call_columns(record: type[Record]) -> list[Column[Any]]:
-    """Return a column for each field of a call's record that is marked as one.
+    """Return a column for each field of a call's record that is marked with `Kept`.
 
     Raises:
         TypeError: a field has a type that no column is known for.
@@ -113,7 +113,7 @@ def _column(record: type[Record], field: KeptField) -> Column[Any]:
 # The split of a whole episode: `eval` if any call of any of its parts says so.
 SPLIT = "COALESCE(joined_split, split)"
 # The condition for an episode that policies may claim. Parts of another episode are claimed and
-# consumed with it; quarantined ones, evaluation and what is deleted never.
+# consumed with it; quarantined, evaluation and deleted episodes never are.
 CLAIMABLE = (
     f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}' AND deleted_at IS NULL"
 )
@@ -129,7 +129,7 @@ episodes = Table(
     Column("id", Uuid, primary_key=True),
     # The name that the client gave, with its namespace, or the id of the first call. Names of other
     # tenants than the default one begin with the tenant and U+001F, in `task`, `response_id`,
-    # `target` and `idempotency_key` too. Of a deleted episode it is the digest of its name.
+    # `target` and `idempotency_key` too. A deleted episode has the digest of its name.
     Column("key", Text, nullable=False, unique=True),
     # How the first call was assigned to the episode, such as `header` or `own`.
     Column("method", Text, nullable=False),
@@ -150,7 +150,7 @@ episodes = Table(
     Column("call_scored_at", When),
     # Its newest reward (of equally new ones the lowest); null before the first, or if withdrawn.
     Column("reward", Double),
-    # At least one of its calls belongs to it with confidence `doubtful`.
+    # A call belongs to it with confidence `doubtful`, or a call of it is lost or may be.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
     # The result of `store.link.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the
     # episode that this one is a part of. A part keeps its own values in all other columns, so that
@@ -164,7 +164,7 @@ episodes = Table(
     Column("joined_split", Text),
     # Why the episode is never claimed; null if it may be.
     Column("quarantined_reason", Text),
-    # Nothing of the episode is left but what consumptions and other episodes' links refer to
+    # Only this row is left of the episode, for consumptions and other episodes' links
     # (docs/decisions/070-deleting-episodes.md).
     Column("deleted_at", When),
     # Evaluation by policy: the rewards of each version.
@@ -175,9 +175,9 @@ episodes = Table(
         postgresql_where=text(f"{SPLIT} = '{EVAL}'"),
     ),
     Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
-    # In the order of their first calls, which never changes: what is outdated is looked for here.
+    # Outdated episodes are searched in the order of ids, which never change.
     Index("ix_episodes_there", "id", postgresql_where=text("deleted_at IS NULL")),
-    # Those of which a later call was stored first: they are few.
+    # The few episodes of which a later call was stored first.
     Index(
         "ix_episodes_first_call_id",
         "first_call_id",
@@ -209,8 +209,8 @@ transitions = Table(
     Column("prompt_ids", LargeBinary, nullable=False),
     Column("sampled_ids", LargeBinary, nullable=False),
     Column("sampled_logprobs", LargeBinary, nullable=False),
-    # Those of the sampled ids under the policy as it was first trained on the call, before that
-    # step of an update.
+    # Log-probabilities of the sampled ids under the policy as it was first trained on the call,
+    # before that step of an update.
     Column("policy_logprobs", LargeBinary),
     one_of("status", CALL_STATUSES),
     one_of("confidence", CONFIDENCES),
@@ -219,7 +219,7 @@ transitions = Table(
     CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
     Index("ix_transitions_episode_id", "episode_id"),
     Index("ix_transitions_response_id", "response_id"),
-    # The newest calls of each trained version: whether anybody uses it.
+    # The newest calls of each trained version, which tell whether it is in use.
     Index(
         "ix_transitions_called",
         "policy",
@@ -236,11 +236,11 @@ transitions = Table(
     postgresql_partition_by="RANGE (id)",
 )
 
-# `provided_fingerprints`: what later calls may repeat of a call, such as the id of a tool call.
-# `needed_fingerprints`: what a call repeats of earlier ones, where its proxy could not join it to
-# an episode. A fingerprint has 16 bytes and is stored as uuid, the smallest type of that size.
-# `links` holds the matches, which are few. `common_fingerprints` are those that so many episodes
-# provided that no need of them is looked for again.
+# `provided_fingerprints`: parts of a call that later calls may repeat, such as the id of a tool
+# call. `needed_fingerprints`: parts of earlier calls that a call repeats, if its proxy could not
+# join it to an episode. A fingerprint has 16 bytes and is stored as uuid, the smallest type of that
+# size. `links` holds the matches, which are few. `common_fingerprints`: too many episodes provide
+# these, so needs of them are not looked up again.
 provided_fingerprints = Table(
     "provided_fingerprints",
     metadata,
@@ -261,7 +261,7 @@ needed_fingerprints = Table(
     Column("digest", Uuid, nullable=False),
     Column("call_id", Uuid, nullable=False),
     Column("episode_id", Uuid, nullable=False),
-    # 0 is the surest. Only the matches of a call's lowest level that has any count.
+    # 0 is the surest. Of a call's levels, only the lowest with a match counts.
     Column("level", Integer, nullable=False),
     Index("ix_needed_fingerprints_digest", "digest"),
     Index("ix_needed_fingerprints_call_id", "call_id"),
@@ -269,8 +269,8 @@ needed_fingerprints = Table(
 )
 
 # Tombstones: the first 16 bytes of the SHA-256 of the kind and name of what was deleted
-# (`store.tombstones`). Nothing is stored again under such a name. `deletion` counts
-# deletions, so that whoever remembers stored calls knows when some of them may be gone.
+# (`store.tombstones`). Nothing is stored again under such a name. `deletion` counts deletions: it
+# tells a cache of stored calls that some of them may be gone.
 deleted_names = Table(
     "deleted_names",
     metadata,
@@ -280,8 +280,8 @@ deleted_names = Table(
     Index("ix_deleted_names_deletion", "deletion"),
 )
 
-# Days that are not kept, and the calls that were dropped with them: no call of such a day, or of
-# one before the last of them, is stored any more (`store.retaining`).
+# Days that were dropped, and the numbers of their calls: no call up to the last of these days is
+# stored any more (`store.retaining`).
 dropped_days = Table(
     "dropped_days",
     metadata,
@@ -305,9 +305,9 @@ links = Table(
     Index("ix_links_needed_by", "needed_by"),
 )
 
-# Times in which a worker lost records without knowing whose, each taken longer at both ends
-# (`store.link.outages`). Episodes with a call since then that began before this UUIDv7 was made are
-# set aside.
+# Times in which a worker lost records of unknown episodes, extended at both ends
+# (`store.link.outages`). Episodes with a call since `called_since` that began before the UUIDv7
+# `began_before` was made are set aside.
 recording_outages = Table(
     "recording_outages",
     metadata,
@@ -318,15 +318,15 @@ recording_outages = Table(
 )
 
 
-# What each policy may claim of an episode, and what its reward is the sum of
+# Claims of each policy, and the terms of its reward
 
 
 # The condition for an episode that a policy may claim now.
 FREE = "claimed_by IS NULL AND claimable"
 
 
-# What a policy's reward is the sum of, where its recipe names metrics. A policy without a row has
-# the metric `reward`, as `episodes` has it (docs/decisions/017-credit.md).
+# The terms of a policy's reward, if its recipe names metrics. A policy without a row has the metric
+# `reward`, as in `episodes` (docs/decisions/017-credit.md).
 reward_terms = Table(
     "reward_terms",
     metadata,
@@ -337,43 +337,41 @@ reward_terms = Table(
     Column("weight", Double, nullable=False),
     Column("low", Double, nullable=False),
     Column("high", Double, nullable=False),
-    # What counts where it was not stated; null: then there is no reward.
+    # The value if the metric was not stated; null: there is no reward then.
     Column("fallback", Double),
-    # The values of what may be stated in words, by text.
+    # The values of texts that may be stated.
     Column("texts", JSONB, nullable=False),
 )
 
 # One row for each episode and policy that sampled a call of it
 # (docs/decisions/041-several-policies.md). All but the versions and the claim is copied from the
-# episode (`store.link.claimable`), so that one index answers what is ready for a policy.
+# episode (`store.link.claimable`), so that one index finds the episodes ready for a policy.
 episode_policies = Table(
     "episode_policies",
     metadata,
     Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
     Column("policy", Text, primary_key=True),
     # The lowest and the highest version that served a call under the episode's own key (null: only
-    # calls of its parts), then those that served a call of the whole episode. The lowest is what
-    # staleness is about, the highest is what the episode goes on with
-    # (docs/decisions/041-several-policies.md).
+    # calls of its parts), then the same for the whole episode. Staleness is of the lowest; the
+    # episode goes on with the highest (docs/decisions/041-several-policies.md).
     Column("own_version", Integer),
     Column("own_latest", Integer),
     Column("version", Integer, nullable=False),
     Column("latest", Integer, nullable=False),
     Column("claimed_by", Uuid, ForeignKey("updates.id")),
-    # Copied from the episode and its parts; the four about rewards are those of the policy's own
-    # sum, where its recipe has one (`reward_terms`).
+    # Copied from the episode and its parts; the four columns about rewards are by the policy's own
+    # terms, if its recipe has any (`reward_terms`).
     Column("task", Text),
     Column("scored_at", When),
     Column("call_scored_at", When),
     Column("reward", Double),
-    # Why there is no reward although something of it was stated (`store.values.rewards.Lack`).
+    # Why there is no reward although a metric of it was stated (`store.values.rewards.Lack`).
     Column("lacks", Text),
     Column("failed", Boolean, nullable=False),
     Column("last_call_at", When, nullable=False),
     Column("claimable", Boolean, nullable=False),
-    # Scored episodes that may be claimed, by task, with what tells whether they differ, so that the
-    # table itself, with a row for each policy, need not be read; then all that may be claimed once
-    # they are scored, by the version that sampled them.
+    # Scored episodes that may be claimed, by task and with their rewards, so that the table itself
+    # need not be read; then all free episodes, scored or not, by the version that sampled them.
     Index(
         "ix_episode_policies_ready",
         "policy",
@@ -417,7 +415,7 @@ episode_policies = Table(
 )
 
 
-# What is said about calls and episodes: tool events, feedback, judgements
+# Tool events, feedback and judgements
 
 tool_events = Table(
     "tool_events",
@@ -436,8 +434,8 @@ tool_events = Table(
     Column("detail", Text),
     Column("ms", Double),
     Column("source", Text, nullable=False),
-    # Digests of the texts among the tool call's arguments: a call that no reply asked for is
-    # matched by them to the reply that it quotes.
+    # Digests of the texts among the tool call's arguments: by these, a tool call that no reply
+    # asked for is matched to the reply that it quotes.
     Column("quotes", ARRAY(Uuid)),
     Column("at", When, nullable=False),
     one_of("status", TOOL_STATUSES),
@@ -486,7 +484,7 @@ feedback = Table(
     ),
 )
 
-# One row for each stored POST to /feedback. `api_key` is the id of its key; null if let in without.
+# One row for each stored POST to /feedback. `api_key` is the id of its key; null: it had none.
 feedback_requests = Table(
     "feedback_requests",
     metadata,
@@ -517,22 +515,22 @@ judgements = Table(
 )
 
 
-# Policy versions, the updates that made them, and what these consumed
+# Policy versions, the updates that made them, and the episodes that these consumed
 
 # Among the figures of an update that made a version: the SHA-256 of the version's manifest.
 MANIFEST_SHA256: Final = "manifest_sha256"
 # Among the figures of an update that trained: how far its version is from the base model, as KL in
 # nats a token.
 KL_TO_BASE: Final = "kl_to_base"
-# Others of them: how fast it trained, the last two as shares of one.
+# Other such figures: the speed of training; the last two are fractions.
 THROUGHPUT: Final = ("tokens_per_second", "mfu", "idle_share")
-# How far what is served of a version may be from what was trained: a key of its update's recipe.
+# A key of an update's recipe: how far the served version may be from the trained one.
 PROBE_TOLERANCE: Final = "probe_tolerance"
-# The condition for a version that servers have, or will have: of all that there ever were few are.
+# The condition for a version that servers have, or will have: few of all versions.
 LIVE: Final = "state <> 'rejected' AND unloaded_at IS NULL"
 # The condition for a version that every server should have (`PolicyVersion.is_servable`).
 SERVABLE: Final = f"state <> 'written' AND {LIVE}"
-# The condition for the version that what served since is compared with: one of a policy at most.
+# The condition for the control: at most one of a policy's versions.
 CONTROL: Final = "state = 'retired' AND share IS NOT NULL"
 # The condition for a version that gets the traffic as soon as it is loaded, by its rule.
 AT_ONCE: Final = (
@@ -543,8 +541,8 @@ AT_ONCE: Final = (
 HAD_TRAFFIC: Final = """EXISTS (
     SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
         AND v.to_state IN ('serving', 'canary'))"""
-# The version that gets the traffic of the policy `name` if what serves is rolled back: the control,
-# or the last loaded one that served before. The base model is always loaded, and never rolled back.
+# The version that serves the policy `name` after a roll-back of the serving one: the control, or
+# the last loaded one that served before. The base model is always loaded, and never rolled back.
 BACK_TO: Final = """(
     SELECT r.version FROM policies r
     JOIN policy_events v ON v.name = r.name AND v.version = r.version AND v.to_state = 'serving'
@@ -559,7 +557,7 @@ policies = Table(
     metadata,
     Column("name", Text, primary_key=True),
     Column("version", Integer, primary_key=True),
-    # Whose the policy is, which never changes.
+    # The policy's tenant, which never changes.
     Column("tenant", Text, nullable=False, server_default=text(f"'{DEFAULT}'")),
     Column("state", Text, nullable=False),
     # The model name on the upstream: `NAME@N`, or the name of the base model.
@@ -569,21 +567,21 @@ policies = Table(
     Column("update_id", Uuid, ForeignKey("updates.id"), unique=True),
     Column("created_at", When, nullable=False, server_default=text("now()")),
     Column("changed_at", When, nullable=False, server_default=text("now()")),
-    # The files are gone, as nothing could ask for them any more; null while they are there.
+    # The files are gone, as nothing needed them any more; null while they are there.
     Column("files_deleted_at", When),
     # A canary's share of new episodes, or the control's.
     Column("share", Double),
     # The `[publish]` rule of its recipe, by which it is judged.
     Column("gate", JSONB),
-    # Servers keep it no longer for the episodes that began with it; null while they do.
+    # Servers no longer keep it for the episodes that began with it; null while they do.
     Column("unloaded_at", When),
     # The policy's line started again before it (`store.retraining`): it never serves again, nothing
-    # is trained from it, and it makes no episode older.
+    # is trained from it, and it does not count for staleness.
     Column("ended_at", When),
-    # Of version 0: nothing but an operator changes which of the policy's versions has traffic. Of
-    # another that serves: rewards fell, and nothing is trained on it.
+    # Of version 0: only operators change which of the policy's versions has traffic. Of another
+    # serving version: rewards fell, and nothing is trained on it.
     Column("frozen_at", When),
-    # A person has to promote or reject it; null where nobody has to.
+    # A person has to promote or reject it; null otherwise.
     Column("awaits_approval_at", When),
     one_of("state", POLICY_STATES),
     CheckConstraint("share >= 0 AND share <= 1", name="share_is_a_share"),
@@ -616,14 +614,14 @@ policies = Table(
     Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
     Index("uq_policies_canary", "name", unique=True, postgresql_where=text("state = 'canary'")),
     Index("uq_policies_control", "name", unique=True, postgresql_where=text(CONTROL)),
-    # Few of all versions, and most policies have none.
+    # Few versions are rolled back, and most policies have none.
     Index(
         "ix_policies_rolled_back",
         "name",
         "version",
         postgresql_where=text("state = 'rolled_back'"),
     ),
-    # So that what is asked once a second does not grow with the number of versions.
+    # Queries that run every second must not slow down with the number of versions.
     Index("ix_policies_base", "served_name", postgresql_where=text("version = 0")),
     Index("ix_policies_live", "name", postgresql_where=text(LIVE)),
     Index(
@@ -671,7 +669,7 @@ updates = Table(
     Column("parent_version", Integer, nullable=False),
     Column("version", Integer),
     # `expired`: the update only consumed episodes that could not be trained any more. `abandoned`:
-    # its episodes are free again; one that has a version was of a line that a retraining ended.
+    # its episodes are free again; if it has a version, a retraining ended its line.
     Column("state", Text, nullable=False),
     # The whole recipe, so that an update can be repeated.
     Column("recipe", JSONB, nullable=False),
@@ -696,7 +694,7 @@ fault_times = Table(
     "fault_times",
     metadata,
     Column("policy", Text, primary_key=True),
-    # Those that had a call since then and began before this UUIDv7 was made.
+    # Set aside are episodes with a call since then that began before this UUIDv7 was made.
     Column("called_since", When, primary_key=True),
     Column("began_before", Uuid, nullable=False),
 )
@@ -738,13 +736,13 @@ freed_consumptions = Table(
 # The condition for a key that is not revoked.
 STANDING: Final = "revoked_at IS NULL"
 
-# A revoked key keeps its row: a database that ever had a key never serves anybody without one.
+# A revoked key keeps its row: once there was a key, no request is served without one.
 api_keys = Table(
     "api_keys",
     metadata,
     Column("id", Text, primary_key=True),
     Column("name", Text, nullable=False),
-    # Whose the key is: its bearer sees, scores and trains what is this tenant's alone.
+    # The key's tenant: its bearer sees, scores and trains only what belongs to this tenant.
     Column("tenant", Text, nullable=False, server_default=text(f"'{DEFAULT}'")),
     # SHA-256 of the whole key; the key itself is kept nowhere.
     Column("hash", LargeBinary, nullable=False),
