@@ -57,8 +57,8 @@ def most_of(data: bytes) -> Size:
     """Return an upper bound of the size of `data`, fast: brackets in strings count too."""
     if len(data) <= _PIECE:
         return _counted(data)
-    # Other threads can run between two pieces: of 8 MB a single pass keeps the GIL for 17 ms, and
-    # an event loop asks for it ten times a call.
+    # Other threads can run between two pieces: a single pass over 8 MB keeps the GIL for 17 ms, and
+    # an event loop needs the GIL ten times a call.
     sizes = [_counted(data[start : start + _PIECE]) for start in range(0, len(data), _PIECE)]
     return Size(sum(size.containers for size in sizes), sum(size.values for size in sizes))
 
@@ -85,21 +85,20 @@ def size_of(data: bytes, enough: Size) -> Size:
 
 
 def members_in(data: bytes) -> int:
-    """Return how many members the objects of a JSON document have, those of one name all counted.
+    """Return how many members the objects of a valid JSON document have, repeated names counted.
 
-    Outside of strings there is one colon for each. The document must be valid.
+    Each has one colon outside of strings.
     """
     return sum(outside.count(b":") for outside in _outside_strings(_marks(data, _NOT_MEMBERS)))
 
 
 def _certainly_flat(data: bytes) -> bool:
-    """Return whether an upper bound of the depth, which is computed fast, is at most `MAX_DEPTH`.
+    """Return whether a fast upper bound of the depth is at most `MAX_DEPTH`.
 
-    Two brackets without a quote between them are both part of one string, or both outside. So a
-    pair that opens and closes, or closes and opens, leaves the depth behind it as it was, whichever
-    is the case. What is left without such pairs opens at most as many levels as it has opening
-    brackets. Between the two brackets of a pair that was taken out, the depth is one more, or two
-    where one pair was within the other.
+    Two brackets without a quote between them are both in one string, or both outside. So a pair
+    that opens and closes, or closes and opens, does not change the depth after it in either case.
+    The brackets that remain without such pairs open at most one level each. Within a removed pair
+    the depth is one more, or two more if one pair was within another.
     """
     depth = 2
     for marks in _marks(data, _NOT_NESTING):
@@ -111,7 +110,7 @@ def _certainly_flat(data: bytes) -> bool:
 
 
 def _outside_strings(marked: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield what of the marks is not part of a string, in order and without quotes."""
+    """Yield the marks outside of strings, in order and without quotes."""
     inside = 0
     for marks in marked:
         # Two adjacent quotes enclose nothing. Removing them changes neither inside nor outside.

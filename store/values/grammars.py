@@ -15,11 +15,10 @@ GRAMMAR: Final = "grammar"
 
 
 class Grammar(Record, frozen=True, kw_only=True):
-    """Hold what a model server makes its masks of; equal grammars are equal and hashable.
+    """The source of a model server's masks; equal grammars compare and hash equal.
 
-    `text` is a JSON schema (`json`) or a list of texts (`choice`) as JSON, whose order of keys
-    counts, a regular expression, a grammar in EBNF or Lark, or what a structural tag is made of
-    (`tools`, see `ToolTag`).
+    `text` is, by kind, a JSON schema whose order of keys counts (`json`), a list of texts as JSON
+    (`choice`), a regular expression, a grammar in EBNF or Lark, or a `ToolTag` as JSON (`tools`).
     """
 
     kind: Kind
@@ -27,15 +26,15 @@ class Grammar(Record, frozen=True, kw_only=True):
 
 
 def read_grammar(value: Any) -> Grammar | None:
-    """Return the recorded grammar, or None if `value` is none."""
+    """Return the recorded grammar, or None if `value` is not one."""
     if not isinstance(value, dict) or value.keys() != {"kind", "text"}:
         return None
     known = value["kind"] in KINDS and isinstance(value["text"], str)
     return Grammar(kind=value["kind"], text=value["text"]) if known else None
 
 
-# Calls of tools in a model's own syntax: vLLM calls such a grammar a structural tag. It is recorded
-# as what the tag is made of: the tag itself is several times as long, and made by xgrammar.
+# Tool calls in a model's own syntax: vLLM calls such a grammar a structural tag. The tag's inputs
+# are recorded: the tag itself is several times as long, and xgrammar makes it.
 
 # Any call or none, any call, or a call of the only tool.
 Choice = Literal["auto", "required", "forced"]
@@ -49,7 +48,7 @@ class OfferedTool(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Hold what a structural tag is made of.
+    """The inputs of a structural tag.
 
     `model` is the syntax, by the name that vLLM and xgrammar have for it. `one_call` says whether
     a reply may call one tool at most.
@@ -67,9 +66,9 @@ def text_of(tag: ToolTag) -> str:
 
 
 def tag_from(text: str) -> ToolTag:
-    """Return what was recorded.
+    """Return the tag that `text_of` recorded.
 
     Raises:
-        ValueError: the text is no such record.
+        ValueError: the text is not a recorded tag.
     """
     return msgspec.convert(json.loads(text), type=ToolTag)

@@ -1,9 +1,9 @@
 """Compute 95 % confidence intervals of a mean (pure).
 
-Student's t interval, mean ± t · s / √n, takes the mean for normally distributed; for rewards of 0
-and 1 it may leave the range from 0 to 1, and has no width where all are equal. Wilson's score
-interval (Wilson 1927, doi:10.1080/01621459.1927.10502953) does neither, and is the one that
-Brown, Cai and DasGupta recommend for few observations (2001, doi:10.1214/ss/1009213286).
+Student's t interval, mean ± t · s / √n, assumes a normally distributed mean; for rewards of 0 and
+1 it may leave the range from 0 to 1, and has no width if all are equal. Wilson's score interval
+(Wilson 1927, doi:10.1080/01621459.1927.10502953) has neither fault, and Brown, Cai and DasGupta
+recommend it for few observations (2001, doi:10.1214/ss/1009213286).
 
 Attempts at one task are not independent. The error of a mean is therefore that of its tasks, and
 Wilson's interval is that of as many independent values as have this error (Korn and Graubard 1998).
@@ -23,7 +23,7 @@ HALVINGS: Final = 60
 
 
 class Interval(NamedTuple):
-    """Bound a mean by the limits of its confidence interval."""
+    """The limits of a mean's confidence interval."""
 
     low: float
     high: float

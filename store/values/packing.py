@@ -1,4 +1,4 @@
-"""Pack what a call has in numbers, and what it repeats of an earlier call (pure).
+"""Pack a call's token ids and log-probabilities, and its request as a delta to another (pure).
 
 Token ids and log-probabilities are little-endian int32 and float32. A later request of a thread
 repeats the earlier request's messages before the bytes that it adds, and its tools and settings
@@ -29,7 +29,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
         struct.error: an id does not fit into 32 bits.
     """
     values = tuple(ids)
-    # It takes half the time that an array takes.
+    # This takes half the time of an array.
     return struct.pack(f"<{len(values)}i", *values)
 
 
@@ -77,7 +77,7 @@ def may_be_sampled(logprobs: Sequence[float]) -> bool:
     """
     if not logprobs:
         return True
-    # Of NaN neither min() nor max() tells, but a sum with one in it is NaN.
+    # min() and max() may miss a NaN, but a sum with a NaN is NaN.
     return min(logprobs) > NO_LOGPROB and max(logprobs) <= ROUNDING and not isnan(sum(logprobs))
 
 

@@ -1,4 +1,4 @@
-"""Make one reward of what was said, a weighted sum of named metrics: here, and in SQL (pure)."""
+"""Compute rewards from feedback, as weighted sums of metrics: in Python, and in SQL (pure)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import fsum, isnan
@@ -6,19 +6,19 @@ from typing import Final, Literal
 
 from store.records import OWN_EPISODE, REWARD, Feedback, Record
 
-# Values are taken, and count, up to ± this one, so that squares and sums of rewards stay finite.
+# Values are accepted, and count, up to ± this, so that squares and sums of rewards stay finite.
 LARGEST: Final = 1e15
 NO_TEXTS: Final[Mapping[str, float]] = {}
 NO_PARTS: Final[Mapping[str, float]] = {}
-# Why something was said of an episode, or a call, and it has no reward all the same.
+# Why an episode, or a call, with feedback has no reward.
 Lack = Literal["missing_metric", "undeclared_text"]
 
 
 class RewardTerm(Record, frozen=True, kw_only=True):
-    """Say what one metric counts for: `weight` times its value, clipped to `low` and `high`.
+    """One metric's part of a reward: `weight` times its value, clipped to `low` and `high`.
 
-    `default` is the value where it was not stated; None: without it there is no reward. `texts`
-    maps what may be stated in words to values.
+    `default` is the value if the metric was not stated; None: then there is no reward. `texts` maps
+    texts that may be stated to values.
     """
 
     metric: str
@@ -29,33 +29,33 @@ class RewardTerm(Record, frozen=True, kw_only=True):
     texts: Mapping[str, float] = NO_TEXTS
 
     def value_of(self, stated: float | str | None) -> float | None:
-        """Return what a statement counts for, clipped; None if it counts for nothing."""
+        """Return a statement's value, clipped and without weight; None if it has none."""
         value = self.texts.get(stated) if isinstance(stated, str) else stated
         return None if value is None or isnan(value) else max(self.low, min(self.high, value))
 
 
 class RewardRule(Record, frozen=True, kw_only=True):
-    """Hold the terms whose sum is the reward, in the order in which they are added."""
+    """The terms whose sum is the reward, in the order in which they are added."""
 
     terms: tuple[RewardTerm, ...]
 
     @property
     def range(self) -> tuple[float, float]:
-        """Return the lowest and the highest reward that the sum can come to."""
+        """Return the lowest and the highest possible reward."""
         ends = [sorted((term.weight * term.low, term.weight * term.high)) for term in self.terms]
         return fsum(low for low, _ in ends), fsum(high for _, high in ends)
 
 
-# What is done where a recipe names no metric.
+# The rule if a recipe names no metric.
 REWARD_ALONE: Final = RewardRule(terms=(RewardTerm(metric=REWARD),))
 
 
 class Reward(Record, frozen=True, kw_only=True):
-    """Hold the reward of an episode or call; `value` is None if nobody scored it.
+    """The reward of an episode or call; `value` is None if it has none.
 
-    `parts` are what each metric adds to `value`; they are empty where that is no sum. `lacks` says
-    why there is none although some of it was stated. `source` names the judge whose opinion it is,
-    of several the last by name; None: all of it are facts.
+    `parts` is what each metric adds to `value`; it is empty for the metric `reward` alone. `lacks`
+    says why there is no reward although a metric was stated. `source` names the judge whose opinion
+    it is (the last by name, if there are several); None: all statements are facts.
     """
 
     value: float | None = None
@@ -94,9 +94,9 @@ def _rank(item: Feedback) -> tuple[int, float, str, str]:
 
 
 def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
-    """Return the reward that statements about one target come to.
+    """Return the reward by the statements about one target.
 
-    There is one if each metric without a default has a value, and any metric has one.
+    There is one if each metric without a default was stated, and at least one metric was.
     """
     stated_all = list(statements)
     own = [newest(stated_all, term.metric) for term in rule.terms]
@@ -123,7 +123,7 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
 
 
 def _lack(own: Iterable[Feedback | None], stated: Iterable[float | None]) -> Lack | None:
-    """Return why there is no reward; None where nothing that stands was said."""
+    """Return why there is no reward; None if no statement counts."""
     values = list(stated)
     for one, value in zip(own, values, strict=True):
         if one is not None and isinstance(one.value, str) and value is None:
@@ -131,10 +131,10 @@ def _lack(own: Iterable[Feedback | None], stated: Iterable[float | None]) -> Lac
     return "missing_metric" if any(value is not None for value in values) else None
 
 
-# The same in SQL, for all that is stored. A query that uses it has two parts before it in its WITH:
-# `parts` (`whole`, `id`, `method`), the recorded episodes of each whole one, and `terms`, the
-# columns of `reward_terms`: the sums that are made. `ALONE` is the policy of the sum of those whose
-# recipe names no metric.
+# The same in SQL, for stored feedback. A query that uses it has two parts before it in its WITH:
+# `parts` (`whole`, `id`, `method`), the recorded episodes of each joined one, and `terms`, the
+# terms to sum, with the columns of `reward_terms`. `ALONE` stands for all policies whose recipe
+# names no metric.
 
 ALONE: Final = ""
 COLUMNS: Final = "policy, metric, place, weight, low, high, fallback, texts"
@@ -145,7 +145,7 @@ TERM_ALONE: Final = f"""
         {LARGEST}::double precision AS high, NULL::double precision AS fallback,
         jsonb_build_object() AS texts
 """
-# The sums of all policies, and the terms of one (:policy).
+# The terms of all policies, and of one (:policy).
 ALL_TERMS: Final = f"SELECT {COLUMNS} FROM reward_terms UNION ALL {TERM_ALONE}"
 TERMS_OF_POLICY: Final = f"""
     SELECT {COLUMNS} FROM reward_terms WHERE policy = :policy
@@ -155,21 +155,20 @@ TERMS_OF_POLICY: Final = f"""
 
 
 def rule_of(policy: str) -> str:
-    """Return the SQL of the policy whose terms a policy's reward is the sum of."""
+    """Return SQL for the policy whose terms make a policy's reward: its own, or `ALONE`."""
     return (
         f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {policy} ELSE '{ALONE}' END"
     )
 
 
 def sums(counts: str = "true") -> str:
-    """Return the parts of a WITH that end in `sums`: what was said comes to, for each policy.
+    """Return the parts of a WITH that end in `sums`: rewards of episodes and calls, by policy.
 
-    A row of `sums` is about a call of a whole episode, or (`call_id` is null) about all of it.
-    Feedback about the call of an episode of one call is about the episode, as in
-    `store.link.settle`. `value` is null where a metric lacks that has no default: `lacks` says
-    why. `first_at` is when the last of the metrics without a default was first stated, and
-    `last_at` when anything was last. `counts` is the condition for a statement (`f`) of a part
-    (`p`) to count.
+    A row of `sums` is about a call of an episode, or (`call_id` is null) about the episode itself.
+    Feedback about the call of an episode with the method `own` is about the episode. `value` is
+    null if a metric without a default is missing: `lacks` says why. `first_at` is when the last of
+    the metrics without a default was first stated (else the first metric), and `last_at` is the
+    time of the newest statement. `counts` is the condition for a statement (`f`) of a part (`p`).
     """
     return f"""
     said AS (
@@ -220,7 +219,7 @@ def sums(counts: str = "true") -> str:
 def rewards(counts: str = "true") -> str:
     """Return `sums` and, after it, `rewards`: the reward of each whole episode for each policy.
 
-    It is the one about all of it, else the mean of its calls'; a row without a value has none.
+    It is the reward of the episode itself, else the mean of its calls' rewards; null: none.
     """
     return f"""{sums(counts)},
     rewards AS (

@@ -1,4 +1,4 @@
-"""Read the settings that shape what a token is sampled from, as vLLM reads them (pure).
+"""Read the settings that shape the distribution of a sampled token, as vLLM does (pure).
 
 vLLM changes a model's logits in this order before it samples (`vllm/v1/sample/sampler.py`): masks
 of a grammar, `allowed_token_ids`, `bad_words` and `min_tokens`; `logit_bias`; the penalties for
@@ -59,11 +59,11 @@ _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 class Distribution(Record, frozen=True, kw_only=True):
-    """Hold the settings that one call's tokens were sampled with; equal ones hash alike.
+    """The settings that one call's tokens were sampled with; equal ones hash alike.
 
-    A setting without effect has its default. `bad_words` are words; `banned_ids` are the token ids
-    that they stand for, and `stop_token_ids` of use with `min_tokens` or a grammar alone: both are
-    complete only in the trainer, which has the tokenizer.
+    A setting without effect has its default. `banned_ids` are the token ids of `bad_words`, and
+    `stop_token_ids` matter only with `min_tokens` or a grammar: both are complete only in the
+    trainer, which has the tokenizer.
     """
 
     temperature: float
@@ -145,7 +145,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...] | None:
     pairs = []
     for token, bias in value.items():
         number = number_of(bias)
-        # vLLM takes other spellings of a number too, of which two may name one token.
+        # vLLM accepts other spellings of a number, too, so that two keys may name one token.
         if number is None or not _ID.fullmatch(token):
             return None
         pairs.append((int(token), min(MOST_BIAS, max(-MOST_BIAS, number))))
@@ -168,7 +168,7 @@ def _words(value: Any) -> tuple[str, ...] | None:
     return tuple(sorted(set(value)))
 
 
-# Of all settings but the temperature, which every call has.
+# Readers of all settings but the temperature, which every call has.
 _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "top_p": _top_p,
     "top_k": _top_k,
@@ -183,7 +183,7 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 # The settings that are replayed, by the names that requests have for them.
 REPLAYED: Final = frozenset({"temperature", *_READERS, "stop_token_ids"})
-# Those that a model server may have defaults for (vLLM's `get_diff_sampling_param`).
+# The settings that a model server may have defaults for (vLLM's `get_diff_sampling_param`).
 WITH_DEFAULTS: Final = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -191,7 +191,7 @@ WITH_DEFAULTS: Final = (
 
 
 def distribution_of(settings: Mapping[str, Any]) -> Distribution:
-    """Return what recorded settings sample from; names that shape nothing are passed over.
+    """Return the distribution of recorded settings; settings that do not shape it are ignored.
 
     Raises:
         ValueError: a setting has a value that no server samples with; the message names it.
@@ -202,7 +202,7 @@ def distribution_of(settings: Mapping[str, Any]) -> Distribution:
             shaping[name] = _read(name, settings[name], read)
     if GRAMMAR in settings and settings[GRAMMAR] is not None:
         shaping[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
-    # Without `min_tokens` or a grammar a stop only ends what was sampled.
+    # Without `min_tokens` or a grammar, a stop token only ends the reply.
     held = shaping.get("min_tokens") or GRAMMAR in shaping
     if held and settings.get("stop_token_ids") is not None:
         shaping["stop_token_ids"] = _read("stop_token_ids", settings["stop_token_ids"], _ids)
@@ -213,12 +213,12 @@ def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
     """Return a model server's own sampling settings, as it reads them.
 
     Raises:
-        ValueError: one is not a setting that a server has a default for, or has no such value.
+        ValueError: a setting cannot have a server's default, or its value is invalid.
     """
     for name in values:
         if name not in WITH_DEFAULTS:
             raise ValueError(f"{name!r:.80} is none of {', '.join(WITH_DEFAULTS)}")
-    # The defaults of a greedy server are those of one that samples nothing.
+    # A server may be greedy by default: a temperature of 0 is valid here.
     read = {n: used_temperature if n == "temperature" else _READERS[n] for n in values}
     return {name: _read(name, values[name], read[name]) for name in values}
 
