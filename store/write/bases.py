@@ -1,7 +1,7 @@
-"""Remember the calls that later calls may be stored as additions to: the tips of recent threads.
+"""Cache the calls that later calls may be stored as additions to: the tips of recent threads.
 
-The cache of one drainer, limited in size. It holds calls whose rows are committed, or are of the
-transaction under way: one that fails leaves an empty cache. A call whose base is not in it is
+Each drainer has a cache of limited size. It holds calls whose rows are committed, or belong to the
+current transaction: a failed transaction leaves an empty cache. A call whose base is not in it is
 stored whole, so a missing entry costs disk space and nothing else.
 """
 
@@ -22,7 +22,7 @@ TIPS: Final = 4
 
 
 class BaseCall(Record, frozen=True, kw_only=True):
-    """Describe a stored call, whose prompt and sampled ids its thread's next prompt may repeat."""
+    """A stored call, whose prompt and sampled ids its thread's next prompt may repeat."""
 
     call_id: UUID
     request: bytes
@@ -32,7 +32,7 @@ class BaseCall(Record, frozen=True, kw_only=True):
 
 
 class Stored(Record, frozen=True, kw_only=True):
-    """Hold a call's columns for request and prompt ids, whole or as an addition.
+    """A call's columns for request and prompt ids, whole or as an addition.
 
     With a `parent_id`, `request` and `prompt_ids` hold only the bytes that the call adds;
     `request_prefix`, `request_suffix` and `prompt_prefix` count the bytes taken from the parent.
@@ -96,7 +96,7 @@ class Bases:
         return [] if key is None else self.of(key)
 
     def _remember(self, episode: str, tips: list[BaseCall]) -> None:
-        """Replace the tips of an episode."""
+        """Replace the tips of an episode, and evict other episodes above the capacity."""
         self._forget(self._tips.pop(episode, ()))
         self._tips[episode] = tips
         self._provided_by |= {digest: episode for tip in tips for digest in tip.provides}

@@ -1,4 +1,4 @@
-"""Ingest spooled records: one transaction per batch, and a second where records meet.
+"""Ingest spooled records: one transaction per batch, and a second if records refer to others.
 
 Storing is idempotent and independent of order: every row has the id that its record was made
 with, an episode's fields are merged by rules that commute, and a reference to something that
@@ -59,7 +59,7 @@ from store.write.rows import (
     transition_row,
 )
 
-# A named task beats a derived one; among equals the earliest call's task counts. Policy and API key
+# A named task beats a derived one; among equals the earliest call's task counts. Method and policy
 # are the earliest call's, too. Of two reasons to exclude an episode the lesser text counts. So the
 # result does not depend on the order of arrival.
 _TAKES_TASK = (
@@ -117,12 +117,12 @@ async def write(
 ) -> Written:
     """Write `records` in the driver's current transaction.
 
-    `repeated` means that some may be stored already; these are left as they are. `question_of`
-    tells what a call asks whose episode has no other task.
+    `repeated` means that some may be stored already; these are not changed. `question_of` reads the
+    question of a call, from which the task of an episode without a named task is derived.
 
     Raises:
         asyncpg.UniqueViolationError: some are stored already, and `repeated` is false.
-        asyncpg.PostgresError: the database is away, or refuses a record.
+        asyncpg.PostgresError: the database is unavailable, or refuses a record.
     """
     calls = {
         record.id: storable_call(record) for record in records if isinstance(record, CallRecord)
@@ -153,7 +153,7 @@ async def write(
 async def _place_calls(
     driver: Driver, calls: list[CallRecord], question_of: QuestionOf, written: Written
 ) -> None:
-    """Write the calls' episodes, and note which call is of which."""
+    """Write the calls' episodes, and note in `written` the episode of each call."""
     episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
     for call in calls:
@@ -165,7 +165,7 @@ async def _place_calls(
 
 
 async def _write_calls(driver: Driver, known: set[UUID], bases: Bases, written: Written) -> None:
-    """Write the rows of the calls in `written`, but for those that are `known`."""
+    """Write the rows of the calls in `written` that are not `known`."""
     new = written.calls
     if known:
         new = [(call, episode) for call, episode in new if call.id not in known]
@@ -195,9 +195,9 @@ async def _write_calls(driver: Driver, known: set[UUID], bases: Bases, written: 
 async def _upsert_episodes(
     driver: Driver, calls: Sequence[CallRecord], question_of: QuestionOf, written: Written
 ) -> tuple[dict[str, UUID], list[UUID]]:
-    """Return each key's episode, and the episodes that were stored before and are not linked.
+    """Write the calls' episodes; return their ids by key, and the unlinked ones stored before.
 
-    What linked ones are to their policies is settled later.
+    `store.link.settle` refreshes the rows of linked ones in `episode_policies` later.
     """
     by_key: dict[str, list[CallRecord]] = {}
     for call in sorted(calls, key=lambda call: (call.episode, call.id)):
@@ -251,8 +251,8 @@ async def _write_feedback(driver: Driver, records: Sequence[FeedbackRecord]) -> 
     return [record.id for record in records if record.id in new and record.idempotency_key]
 
 
-# One that was sent again, and taken again as nobody could know, may be stored first. What counts is
-# when it was said first: else it would count after what corrected it.
+# A proxy that does not know of a request accepts it again, and the repetition may be stored first.
+# The earliest time counts: otherwise the request would count after a statement that corrected it.
 _SET_BACK = """
     WITH said AS (
         SELECT q.id, min(s.at) AS at
@@ -268,7 +268,7 @@ _SET_BACK = """
 
 
 async def _set_back(driver: Driver, records: Sequence[FeedbackRecord]) -> list[UUID]:
-    """Date stored repeats of these requests back to these; return the episodes they are about."""
+    """Backdate stored duplicates to the first request; return the episodes they are about."""
     if not records:
         return []
     columns = zip(*[(one.idempotency_key, one.body_hash, one.at) for one in records], strict=True)
@@ -277,7 +277,7 @@ async def _set_back(driver: Driver, records: Sequence[FeedbackRecord]) -> list[U
 
 
 class Ingester:
-    """Store the batches of one drainer, and cache the calls that later ones may add to."""
+    """Stores the batches of one drainer, and caches the calls that later calls may add to."""
 
     def __init__(
         self,
@@ -285,21 +285,21 @@ class Ingester:
         on_late: Callable[[Mapping[str, int]], None] | None = None,
         question_of: QuestionOf = no_question,
     ) -> None:
-        """Store what is told of the records, and what reads the question of a call.
+        """Store the callbacks.
 
         Args:
             on_conflicts: gets the ids of feedback requests whose idempotency key was stored with
                 another body; the feedback of both bodies counts.
             on_late: gets how many statements came after their episode was trained on, by policy.
-            question_of: reads what a call asks, by which episodes without a task's name are
-                grouped. It is asked of the calls only that an episode's task may come from.
+            question_of: reads the question of a call, by which episodes without a named task are
+                grouped. It is called only for calls that an episode's task may come from.
         """
         self._on_conflicts = on_conflicts
         self._on_late = on_late
         self._question_of = question_of
         self._bases = Bases()
         self._days: set[date] = set()
-        # The last deletion before which the calls in `_bases` were stored.
+        # The number of the last deletion before the calls in `_bases` were stored.
         self._deletion = 0
 
     async def store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
@@ -341,8 +341,8 @@ class Ingester:
                 async with engine.connect() as connection:
                     return await self._store_on(await idle_driver_of(connection), records, repeated)
             except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
-                # Some records are stored already, or a day's partition was dropped. Both are
-                # rare, so it is looked for only now.
+                # Some records are stored already, or a day's partition was dropped. Both are rare,
+                # so the next try looks for them.
                 if repeated:
                     raise
                 self._days.clear()
@@ -356,7 +356,7 @@ class Ingester:
         async with driver.transaction():
             admitted = await admit(driver, records)
             if admitted.deletion != self._deletion:
-                # A call that another adds to may be gone.
+                # The base of a later call may be gone.
                 bases, self._deletion = Bases(), admitted.deletion
             written = await write(
                 driver, admitted.records, bases, self._question_of, repeated=repeated
@@ -371,7 +371,7 @@ class Ingester:
                 late = await settle(driver, written)
             if late and self._on_late is not None:
                 self._on_late(late)
-        # One that lasted for days has the episodes of days: batches of others are stored between.
+        # An outage of days has many episodes: other drainers' batches are stored in between.
         more = bool(written.outages)
         while more:
             async with driver.transaction():

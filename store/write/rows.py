@@ -28,7 +28,7 @@ from store.tenants import bare, same_tenant
 from store.write.bases import Stored
 
 Row = tuple[Any, ...]
-# Reads what a call's request asks: a digest of it, or None. Wire formats are not the store's.
+# Returns a digest of the question in a call's request, or None. The store knows no wire formats.
 QuestionOf = Callable[[CallRecord], bytes | None]
 
 # The columns that follow from the definition of a call's record, as they are and as JSON.
@@ -36,7 +36,7 @@ _PLAIN: Final = [field.name for field in kept_fields(CallRecord) if not field.ke
 _JSON: Final = [field.name for field in kept_fields(CallRecord) if field.kept.json]
 _plain_of: Final = attrgetter(*_PLAIN)
 _json_of: Final = attrgetter(*_JSON)
-# Its request and prompt, whole or as an addition to an earlier call's.
+# A call's request and prompt, whole or as an addition to an earlier call's.
 _STORED: Final = Stored.__struct_fields__
 _stored_of: Final = attrgetter(*_STORED)
 TRANSITION_COLUMNS: Final = (
@@ -131,16 +131,16 @@ def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
 
 
 def no_question(call: CallRecord) -> None:
-    """Return None: of no call is it known what it asks."""
+    """Return None: no call has a known question."""
 
 
 def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
-    """Derive the task of a call that names none: a hash of what is asked in it.
+    """Derive the task of a call that names none: a hash of its question.
 
-    So episodes that begin with the same question form a group, also if their instructions hold the
-    time of day, or if a model elsewhere that gives no ids got it first. Where no question can be
-    told from the rest it is a hash of the prompt ids. Return None if there are none, either, and
-    for a call that brought no ids because nobody answered it.
+    So episodes that begin with the same question form a group, even if their instructions contain
+    the time of day, or if an outside model that gives no ids got the first call. Without a known
+    question it is a hash of the prompt ids. Return None without these, too, and for a call without
+    ids that no model answered.
     """
     ids = record.tokens.prompt_ids
     if not ids and record.http_status != ANSWERED:
@@ -203,7 +203,7 @@ def storable_call(call: CallRecord) -> CallRecord:
     """
     texts = _texts_of(call)
     changed: dict[str, object] = {}
-    # Nearly always all of them are, and one look at all together is cheaper than one at each.
+    # Nearly always all texts are storable, and one check of all together is cheaper.
     if not _is_plain("".join(filter(None, texts))):
         changed = {
             name: fixed
@@ -231,5 +231,5 @@ def storable_event(event: ToolEvent) -> ToolEvent:
 
 
 def _is_plain(value: str) -> bool:
-    """Return whether a text is storable as it is; of one beyond ASCII this does not tell."""
+    """Return whether a text is ASCII and storable unchanged; other texts may be storable, too."""
     return value.isascii() and "\x00" not in value
