@@ -1,1 +1,1 @@
-"""Change the schema: these scripts of Alembic's are the only way (`store.schema.migrate`)."""
+"""Alembic's scripts, the only way to change the schema (`store.schema.migrate`)."""
