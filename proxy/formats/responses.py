@@ -9,7 +9,7 @@ tokens; a reply of tool calls alone has none, and a stream lacks them for reason
 the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
 itself (`SimpleContext` in its `responses/context.py`). Where log-probabilities are missing none are
 recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md), under the
-mask of the reply's grammar, if any (039-replay.md).
+mask of the reply's grammar, if any.
 """
 
 from collections.abc import Iterable, Mapping

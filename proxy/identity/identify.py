@@ -3,7 +3,7 @@
 Each of the four comes from the first source that names it: our headers, our URL, then the names
 that tools and frameworks give their sessions, in headers, metadata, W3C baggage or trace context. A
 foreign name gets a namespace before it (`claude-code:UUID`), so that equal ids of two tools are two
-episodes; docs/decisions/012-identity.md lists what each tool sends. A call without an episode's
+episodes; docs/reference/http.md lists what each tool sends. A call without an episode's
 name joins the attempt it repeats, or the episode whose reply it repeats
 (`proxy.identity.call_memory`), or the trace it is part of; otherwise it is an episode of its own.
 An unusable value never fails the call: it is ignored with a warning. `user` is never read: it names

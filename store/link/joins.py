@@ -1,7 +1,7 @@
 """Decide which recorded episodes are one (pure), independent of the order of arrival.
 
 A call that the proxy could not join needs fingerprints of what it repeats. A link states that an
-episode provides one of them. The rules (docs/decisions/011-joins-in-the-store.md):
+episode provides one of them. The rules (docs/decisions/012-identity.md):
 
 - A need that one episode meets joins the two episodes.
 - A need that two different episodes meet is doubtful: it joins nothing, and all episodes that it

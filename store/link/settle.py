@@ -3,7 +3,7 @@
 An advisory lock allows one transaction at a time. Most batches refer to nothing and nothing refers
 to them: for these `meets_others` returns False, and no transaction is needed. Every result is
 computed from all that is stored, so that neither the order of arrival nor a repetition changes it
-(docs/decisions/011-joins-in-the-store.md).
+(docs/decisions/012-identity.md).
 """
 
 from collections.abc import Mapping, Sequence

@@ -152,7 +152,7 @@ episodes = Table(
     Column("reward", Double),
     # A call belongs to it with confidence `doubtful`, or a call of it is lost or may be.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
-    # The result of `store.link.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the
+    # The result of `store.link.settle` (docs/decisions/012-identity.md). `root` is the
     # episode that this one is a part of. A part keeps its own values in all other columns, so that
     # the join can be undone. `joined_task` of a root is the task that one of its parts names.
     Column("linked", Boolean, nullable=False, server_default=text("false")),
