@@ -451,6 +451,7 @@ def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     tables, bars = [], list[Bar]()
     rows, worst = [], 0.0
     for per_update in PER_UPDATE:
+        by_pace = []
         for pace in PACES:
             # `reward_delay_s` is ten minutes, a 144th of a day.
             ended = every(pool, learning, Learning(per_update, round(pace / 144)), runs)
@@ -458,11 +459,15 @@ def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
             far = fmean(v > OLDEST and episodes > MOST_BEHIND for v, episodes in behind)
             worst = max(worst, far)
             own = [percentile([one[at] for one in behind], NEARLY_ALL) for at in (0, 1)]
-            rows.append([number(per_update), number(pace), *map(number, own), f"{far:.3f}"])
-    heads = ["episodes to an update", "episodes a day", "versions behind", "episodes behind"]
+            by_pace.append((*own, far))
+        versions, episodes, fars = zip(*by_pace, strict=True)
+        spans = [f"{number(min(each))} to {number(max(each))}" for each in (versions, episodes)]
+        rows.append([number(per_update), *spans, f"{max(fars):.3f}"])
+    heads = ["episodes to an update", "versions behind", "episodes behind"]
     tables.append(
         Rows(
-            f"A line that learns {LEARNS} in 1,000 episodes: its control, nine times of ten",
+            f"A line that learns {LEARNS} in 1,000 episodes: its control, nine times of ten, at"
+            f" {PACES[0]} to {PACES[-1]:,} episodes a day",
             [*heads, f"of the time over {OLDEST} versions and {MOST_BEHIND:,} episodes"],
             rows,
         )
@@ -747,10 +752,9 @@ def main() -> int:
                 console.print(table.rich())
             tables += own_tables
             bars += own_bars
-        tables.append(bars_table(bars))
-        console.print(tables[-1].rich())
+        console.print(bars_table(bars).rich())
         if options.write:
-            write_figures(PAGE, tables, date.today().isoformat(), PICTURE.name)
+            write_figures(PAGE, tables, bars, date.today().isoformat(), PICTURE.name)
             draw()
     return 0 if all(bar.holds for bar in bars) else 1
 

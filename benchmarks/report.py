@@ -49,18 +49,14 @@ class Bar(NamedTuple):
             return None
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
+    @property
+    def bound(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.limit:.3g}"
+
 
 def bars_table(bars: Iterable[Bar]) -> Rows:
     verdicts = {True: "yes", False: "NO", None: "not measured"}
-    lines = [
-        [
-            bar.name,
-            number(bar.value, 3),
-            f"{'≥' if bar.at_least else '≤'} {bar.limit:.3g}",
-            verdicts[bar.holds],
-        ]
-        for bar in bars
-    ]
+    lines = [[bar.name, number(bar.value, 3), bar.bound, verdicts[bar.holds]] for bar in bars]
     return Rows("Bars", ["", "measured", "must be", "holds"], lines)
 
 
@@ -75,14 +71,18 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-def write_figures(page: Path, tables: Sequence[Rows], measured: str, picture: str) -> None:
-    """Replace what stands between a page's marks by these tables and a picture of docs/images."""
+def write_figures(
+    page: Path, tables: Sequence[Rows], bars: Sequence[Bar], measured: str, picture: str
+) -> None:
+    """Replace what stands between a page's marks by tables, failed bars and a picture."""
     before, begun, rest = page.read_text().partition(BEGIN)
     _, ended, after = rest.partition(END)
     assert begun, f"{page} has no line {BEGIN}"
     assert ended, f"{page} has no line {END}"
     parts = [f"Measured on {measured}.", f"![the figures as a picture](../images/{picture})"]
-    parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
+    parts += [f"### {table.title}\n\n{table.markdown()}" for table in tables]
+    failed = [f"{bar.name} {number(bar.value, 3)} ({bar.bound})" for bar in bars if not bar.holds]
+    parts.append(f"Bars not met ({len(failed)} of {len(bars)}): {'; '.join(failed) or 'none'}.")
     page.write_text("\n\n".join([before + BEGIN, *parts, END + after]))
 
 

@@ -3,8 +3,8 @@
 A tiny policy (two layers that have read clumsy work for half a minute) learns to use three tools,
 with the product's credit and learner. On `sparse` the right end alone is rewarded, and rarely
 reached; on `easy` a tool that always works competes with the task; `both` is as rare as the first,
-with the tool of the second. docs/explanation/air.md says what this shows, and what not. Ends with
-status 1 where a bar does not hold.
+with the tool of the second. docs/explanation/credit.md says what this shows, and what not. Ends
+with status 1 where a bar does not hold.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.air.task import BOTH, EASY, SPARSE, World
 from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting, write_figures
 from benchmarks.stack import ROOT
 
-PAGE: Final = ROOT / "docs" / "explanation" / "air.md"
+PAGE: Final = ROOT / "docs" / "explanation" / "credit.md"
 PICTURE: Final = ROOT / "docs" / "images" / "air.png"
 # The bars are judged by the first; the others check that these are no lucky ones.
 SEEDS: Final = (1, 2, 3, 4, 5)
@@ -78,18 +78,17 @@ def main() -> None:
         reach_table("Sparse reward", judged[SPARSE.name]),
         reach_table("Sparse reward beside an easy tool", judged[BOTH.name]),
         easy_table("An easy tool beside the task", judged[EASY.name]),
-        bars_table(promises),
     ]
     if others:
         tables.append(reach_table("Sparse reward, other seeds", checked[SPARSE.name]))
         tables.append(reach_table("Both, other seeds", checked[BOTH.name]))
         tables.append(easy_table("An easy tool, other seeds", checked[EASY.name]))
-    for table in tables:
+    for table in [*tables, bars_table(promises)]:
         console.print(table.rich())
     if options.write:
         python, seconds = sys.version.split()[0], perf_counter() - started
         machine = f"{os.cpu_count()} cores, Python {python}, {date.today()}, in {seconds:.0f} s"
-        write_figures(PAGE, tables, machine, PICTURE.name)
+        write_figures(PAGE, tables, promises, machine, PICTURE.name)
         draw(judged)
     sys.exit(0 if options.quick or all(bar.holds for bar in promises) else 1)
 

@@ -44,7 +44,7 @@ from benchmarks.proxy.streams import Plan
 from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting, write_figures
 from benchmarks.stack import ROOT, NotUp, answers, free_port, on_core, running, wait_for
 
-PAGE: Final = ROOT / "docs" / "explanation" / "benchmarks.md"
+PAGE: Final = ROOT / "docs" / "explanation" / "measurements.md"
 PICTURE: Final = ROOT / "docs" / "images" / "benchmarks.png"
 WORK: Final = ROOT / "var" / "bench"
 ALONE, MANY, LARGE_AT_ONCE = 1, 64, 8
@@ -135,11 +135,11 @@ def main() -> None:
         if not (peer.missing or peer.contender.no_streams):
             streams(peer, options.seconds, console)
     promises = bars(peers)
-    tables = [calls_table(peers.values()), streams_table(peers.values()), bars_table(promises)]
-    for table in tables:
+    tables = [calls_table(peers.values()), streams_table(peers.values())]
+    for table in [*tables, bars_table(promises)]:
         console.print(table.rich())
     if options.write:
-        write_figures(PAGE, tables, machine(), PICTURE.name)
+        write_figures(PAGE, tables, promises, machine(), PICTURE.name)
         draw(peers.values())
     if options.json:
         judged = {bar.name: bar._asdict() | {"holds": bar.holds} for bar in promises}

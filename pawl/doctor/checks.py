@@ -75,7 +75,7 @@ REASONS: Final[Mapping[str, str]] = {
     "empty": "raise the client's max_tokens: replies have no token",
     "several_choices": "ask for one choice: n = 1",
     "unreadable_sampling": "leave out fields that are not the API's own; `sampling` in `pawl"
-    " export` names them (docs/explanation/trainer.md)",
+    " export` names them (docs/explanation/trainable.md)",
     "greedy": "ask with temperature = 1 (ChatOpenAI(temperature=1), ModelSettings(temperature=1);"
     " Aider: use_temperature: 1.0 in .aider.model.settings.yml), or set explore ="
     " { share = 0.1, temperature = 0.7 } in PAWL_POLICIES",
@@ -411,7 +411,7 @@ def _too_many(name: str, kinds: list[CallKind], bad: list[CallKind]) -> Iterator
         since=min(one.first_at for one in bad if one.reason == reason),
         figures=dict(figures.most_common()),
         # A reason that another version of Pawl wrote may be unknown here.
-        remedy=REASONS.get(reason, "docs/explanation/trainer.md says what each reason means"),
+        remedy=REASONS.get(reason, "docs/explanation/trainable.md says what each reason means"),
         needs_person=2 * calls > every,
     )
 
