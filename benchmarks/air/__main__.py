@@ -9,26 +9,22 @@ with status 1 where a bar does not hold.
 
 import argparse
 import multiprocessing
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from statistics import fmean, median
-from time import perf_counter
 from typing import Any, Final
 
 from rich.console import Console
 
 from benchmarks.air.policy import Arm, Look, one_thread, run_arm, write_base
 from benchmarks.air.task import BOTH, EASY, SPARSE, World
-from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting, write_figures
+from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting
 from benchmarks.stack import ROOT
 
-PAGE: Final = ROOT / "docs" / "explanation" / "credit.md"
 PICTURE: Final = ROOT / "docs" / "images" / "air.png"
 # The bars are judged by the first; the others check that these are no lucky ones.
 SEEDS: Final = (1, 2, 3, 4, 5)
@@ -58,7 +54,7 @@ Curves = Mapping[Arm, Mapping[int, Sequence[Look]]]
 
 def main() -> None:
     options = parse()
-    console, started = Console(), perf_counter()
+    console = Console()
     worlds, steps = [SPARSE, BOTH, EASY], BASE_STEPS
     seeds, others = options.seeds, options.other_seeds
     if options.quick:
@@ -86,9 +82,6 @@ def main() -> None:
     for table in [*tables, bars_table(promises)]:
         console.print(table.rich())
     if options.write:
-        python, seconds = sys.version.split()[0], perf_counter() - started
-        machine = f"{os.cpu_count()} cores, Python {python}, {date.today()}, in {seconds:.0f} s"
-        write_figures(PAGE, tables, promises, machine, PICTURE.name)
         draw(judged)
     sys.exit(0 if options.quick or all(bar.holds for bar in promises) else 1)
 
@@ -105,7 +98,7 @@ def parse() -> argparse.Namespace:
         "--other-seeds", type=numbers, default=list(OTHER_SEEDS), help="a check (6,7,8,9,10)"
     )
     parser.add_argument("--quick", action="store_true", help="one seed, short: does it run")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}, {PICTURE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {PICTURE.name}")
     return parser.parse_args()
 
 
