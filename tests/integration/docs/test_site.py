@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_site_has_all_pages_and_no_broken_link() -> None:
     subprocess.run(["make", "-o", "install", "site"], cwd=ROOT, check=True)
-    pages = [path for path in (ROOT / "build" / "pages" / "docs").rglob("*.md")]
+    pages = list((ROOT / "build" / "pages" / "docs").rglob("*.md"))
     assert len(pages) >= 50
     for page in pages:
         name = page.relative_to(ROOT / "build" / "pages").with_suffix("")
