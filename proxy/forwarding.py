@@ -126,8 +126,8 @@ def _check_allowed(
     if route.keeps and exchange.tenant != DEFAULT:
         raise Forbidden(
             f"{route.label} is kept by the provider under one account for all tenants, so keys of "
-            f"tenant {exchange.tenant} do not reach it: send what the request is about in the "
-            "request, or ask whoever runs this proxy",
+            f"tenant {exchange.tenant} do not reach it: send the content in the request itself, or "
+            "ask the operator of this proxy",
             code="kept_for_all_tenants",
         )
 

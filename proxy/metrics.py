@@ -147,7 +147,7 @@ SPOOLED = Gauge(
 )
 DRAIN_STUCK = Gauge(
     "pawl_drain_stuck_seconds",
-    "Seconds for which a record could not be stored though PostgreSQL answers; 0: all are.",
+    "Seconds for which a record could not be stored though PostgreSQL answers; 0: none.",
     multiprocess_mode="livemostrecent",
 )
 SPOOL_COMMIT = Gauge(
@@ -207,11 +207,11 @@ EVAL_REWARD = Gauge(
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
 WARNINGS = Counter(
     "pawl_warnings_total",
-    "Requests of which something was left out: a malformed header, or what a tenant may not send.",
+    "Requests without a header or field that was dropped: malformed, or not allowed for tenants.",
 )
 SPANS = Counter(
     "pawl_spans_total",
-    "Spans of calls, with PAWL_OTEL: `sent` to the collector, or `dropped`, as it was away, say.",
+    "Spans of calls, with PAWL_OTEL: `sent` to the collector, or `dropped`, as when it is away.",
     ["outcome"],
 )
 SERVING = Gauge(

@@ -53,7 +53,7 @@ class ProxySettings(StoreSettings):
     access: Access = Field(
         default="loopback",
         description="who may call the proxy's ports, and see the console, while no API key was "
-        "ever made: callers on `loopback`, only who has a key (`keys`), or `anyone`",
+        "ever made: callers on `loopback`, only callers with a key (`keys`), or `anyone`",
     )
     spool_dir: Path = Field(
         default=Path("var/spool"), description="directory where records wait on disk"
@@ -73,7 +73,7 @@ class ProxySettings(StoreSettings):
     tool_parser: str | None = Field(
         default=None,
         description="the upstream's parser of tool calls, as vLLM's --tool-call-parser has it; it "
-        "tells to which grammar strict tools and forced calls are held",
+        "determines the grammar of strict tools and forced calls",
     )
     eval_tasks: str = Field(
         default=EVAL_TASKS,
@@ -148,7 +148,7 @@ class ProxySettings(StoreSettings):
         ge=1,
         le=MOST_DAYS,
         description="how many days records are kept, such as 90: older episodes and calls are "
-        "removed, trained or not; unset: none is",
+        "removed, trained or not; unset: records are kept",
     )
     keep_pending_days: int = Field(
         default=30,

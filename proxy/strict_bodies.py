@@ -91,7 +91,7 @@ def read_form(content_type: str, body: bytes) -> Form:
             raise ValueError(f"it has more than {MOST_PARTS} parts")
         if value is None:
             if head.name == _MODEL:
-                raise ValueError("its model is a file, and for some readers a text")
+                raise ValueError("the part `model` is a file; send it as text")
             continue
         text = _text(value)
         if head.name == _SAYS_CHARSET and not is_plain(f"charset={text}"):
@@ -124,7 +124,7 @@ def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
         # Other extended parameters (`name*`) repeat a name (RFC 2231).
         is_again = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
         if parameter is None or is_again:
-            raise ValueError("a header of it has parameters that are malformed or said twice")
+            raise ValueError("a header of it has parameters that are malformed or repeated")
         parameters[name] = parameter[2]
         at = parameter.end()
     return parameters
@@ -159,7 +159,7 @@ def _head(raw: bytes) -> _Head:
         name = name.lower()
         is_line = colon and _TOKEN.fullmatch(name) and not _CONTROLS.search(value)
         if not is_line or name in headers:
-            raise ValueError("a part has headers that are malformed or said twice")
+            raise ValueError("a part has headers that are malformed or repeated")
         headers[name] = value.strip(b" \t")
     disposition = headers.get(b"content-disposition", b"")
     content_type = headers.get(b"content-type", b"").decode("latin-1")
@@ -207,14 +207,14 @@ def _put(fields: dict[str, Any], name: str, value: Any) -> None:
     for step in path:
         fields = fields.setdefault(step, {})
         if not isinstance(fields, dict):
-            raise ValueError(f"{name} is said twice, as a whole and in parts")
+            raise ValueError(f"{name} is given both as a value and as an object")
     known = fields.get(last)
     if known is None:
         fields[last] = value
     elif isinstance(value, str) and isinstance(known, (str, list)):
         fields[last] = [*([known] if isinstance(known, str) else known), value]
     else:
-        raise ValueError(f"{name} is said twice, and not as texts")
+        raise ValueError(f"{name} is repeated, and not as text")
 
 
 _NESTED: Final = frozenset({dict, list})

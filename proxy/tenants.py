@@ -210,8 +210,8 @@ def check_call(
         raise _unreadable(error) from error
     if repeated is not None:
         raise BadRequest(
-            f"An object of the body has {shown(repeated)!r} twice, and which of the two counts is "
-            "not the same for all servers: send it once",
+            f"An object in the body has {shown(repeated)!r} twice, and servers differ in which "
+            "value they use: send it once",
             param=shown(repeated),
             code="unclear_body",
         )
@@ -491,7 +491,7 @@ def _warning(left_out: Sequence[Place]) -> str:
     shown_of = map(_steps, left_out[:_MOST_WARNED])
     names = dict.fromkeys(".".join(s for s in place if isinstance(s, str)) for place in shown_of)
     listed = ascii(", ".join(names))[:_MOST_WARNED]
-    return f"left out, as it may name what is another tenant's: {listed}"
+    return f"left out, as it may refer to another tenant's object: {listed}"
 
 
 def _is_open(folded: str, text: str) -> bool:

@@ -114,8 +114,8 @@ def read_scopes(listed: str) -> tuple[Scope, ...]:
     names = {name.strip() for name in listed.split(",") if name.strip()}
     unknown = sorted(names - set(SCOPES))
     if unknown or not names:
-        reason = f"{unknown[0]!r:.40} is no scope" if unknown else "a key needs a scope"
-        raise BadKey(f"{reason}; there are {', '.join(SCOPES)}")
+        reason = f"unknown scope {unknown[0]!r:.40}" if unknown else "a key needs a scope"
+        raise BadKey(f"{reason}; scopes are {', '.join(SCOPES)}")
     return tuple(scope for scope in SCOPES if scope in names)
 
 

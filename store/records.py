@@ -194,7 +194,7 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     arm: Annotated[
         Arm | None,
         Kept(
-            "What its episode was given, by its version then; null for a call that names its "
+            "Arm of its episode, by its version then; null for a call that names its "
             "version, for evaluation, and where nothing is trained."
         ),
     ] = None

@@ -203,8 +203,8 @@ class Settings(BaseSettings):
 
     secrets_dir: Annotated[Path, AfterValidator(_is_folder)] | None = Field(
         default=None,
-        description="folder in which each file holds the value of the variable that it is named "
-        "like, as Docker and Kubernetes mount secrets; unset: /run/secrets, if it is there",
+        description="folder with one file per variable, named like the variable, as Docker and "
+        "Kubernetes mount secrets; unset: /run/secrets, if it exists",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",

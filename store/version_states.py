@@ -230,8 +230,8 @@ def _check_allowed(version: PolicyVersion, to: PolicyState, reason: str) -> None
     if version.state == "rolled_back" or (version.ended and to == "serving"):
         raise RolledBack(
             f"{version.name}@{version.version} was rolled back, or ended when the policy's line"
-            f" started again, so it cannot become {to!r}: nothing brings it back; import its"
-            " adapter as a version of its own"
+            f" started again, so it cannot become {to!r}: this is final; import its adapter as a"
+            " new version"
         )
     if to not in ALLOWED[version.state]:
         may_become = ", ".join(sorted(ALLOWED[version.state])) or "nothing"
@@ -548,7 +548,7 @@ async def judge_anew(
     """Judge a policy's versions by other rewards: replace `units` in rules, restart comparisons."""
     await lock_policies(connection, [name])
     values = {"name": name, "units": json.dumps(dict(units))}
-    why = "the reward is another sum: what it is compared by begins anew, with what begins now"
+    why = "the reward changed: comparisons restart with new episodes"
     for row in (await connection.execute(_JUDGE_BY, values)).all():
         if row.state in ("canary", "retired"):
             await add_event(connection, name, row.version, row.state, reason=why, actor=actor)

@@ -27,7 +27,7 @@ EPISODES = Counter(
 )
 LACKING = Gauge(
     "pawl_lacking_episodes",
-    "Episodes of which something was stated, and which have no reward all the same, by reason.",
+    "Episodes with feedback but without a reward, by reason.",
     ["policy", "reason"],
 )
 WARNING = Gauge(
@@ -66,7 +66,7 @@ FIGURES: Final[Mapping[str, str]] = {
     "learning_rate": "Learning rate, times step_share",
     "step_share": "Share of a whole update's step: the root of its share of episodes",
     "step_kept": "Share of the step that the trust region left",
-    "overlap": "What the policies before and after have in common (1: they are the same)",
+    "overlap": "Overlap of the policies before and after (1: the same)",
     "ratio_cut_share": "Share of tokens whose ratio was cut at off_policy.ratio_cap",
     "clip_share": "Share of tokens whose ratio was clipped",
     "masked_share": "Share of calls that are too far off the policy to carry loss",

@@ -46,15 +46,15 @@ class SourceSettings(Settings):
     )
     adapter_source: Annotated[str, AfterValidator(_is_url)] | None = Field(
         default=None,
-        description="URL that versions are fetched from by those who do not share the trainer's "
-        "folder: http://TRAINER:8102/adapters, which the trainer then serves, or a folder of an "
+        description="URL from which processes that cannot see the trainer's folder fetch versions: "
+        "http://TRAINER:8102/adapters, which the trainer then serves, or a folder of an "
         "object store (s3://, gs:// and so on), to which it uploads",
     )
     adapter_disk_gb: float = Field(
         default=20.0,
         gt=0,
-        description="most that fetched versions take on a disk, in GB; those that were asked for "
-        "longest ago are removed, but for what the model server has loaded",
+        description="most disk space for fetched versions, in GB; the least recently used are "
+        "removed, except those that the model server has loaded",
     )
 
 

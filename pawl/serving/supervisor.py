@@ -186,7 +186,7 @@ class Fleet:
         try:
             write_states(self._shared.path, states)
         except OSError as error:
-            log.error("readiness_not_told", reason=str(error))
+            log.error("states_not_written", reason=str(error))
 
 
 async def _until_stopped(

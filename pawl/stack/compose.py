@@ -25,10 +25,10 @@ GRAFANA_PASSWORD: Final = "GRAFANA_ADMIN_PASSWORD"
 GRAFANA: Final = Path("/var/lib/pawl/grafana")
 # PostgreSQL keeps the password of its first start.
 OTHER_PASSWORD: Final = (
-    "POSTGRES_PASSWORD is not the one that the database was made with: take it out of .env, or"
-    " start the database alone, `docker compose up --no-deps --wait postgres`, tell it, `docker"
-    " compose exec postgres psql --username=pawl --command \"ALTER ROLE pawl PASSWORD 'NEW'\"`, and"
-    " remove the old one, `docker compose run --rm --entrypoint rm setup"
+    "POSTGRES_PASSWORD is not the one that the database was made with: take it out of .env. Or"
+    " change the database's: start it alone, `docker compose up --no-deps --wait postgres`; set the"
+    ' new one, `docker compose exec postgres psql --username=pawl --command "ALTER ROLE pawl'
+    " PASSWORD 'NEW'\"`; remove the old one, `docker compose run --rm --entrypoint rm setup"
     " /run/secrets/POSTGRES_PASSWORD`"
 )
 

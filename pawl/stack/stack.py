@@ -167,7 +167,7 @@ class Stack:
             for name in [name for name, process in others.items() if process.failed is not None]:
                 tell(
                     f"{others.pop(name).failed}\nCalls are still served and recorded, without the "
-                    f"{name}. Mend what its log says, then start Pawl again."
+                    f"{name}. Fix the error in its log, then start Pawl again."
                 )
             await asyncio.sleep(CHECK_S)
 

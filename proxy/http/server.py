@@ -455,7 +455,7 @@ class Server:
             log.warning(
                 "calls_broken_off",
                 calls=len(unfinished),
-                reason="the time allowed for stopping was over",
+                reason="stop deadline exceeded",
             )
         for connection in list(self.connections):
             is_done = not (connection.busy or connection.unsent)

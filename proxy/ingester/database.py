@@ -60,7 +60,7 @@ class KeyPublisher:
             await asyncio.to_thread(self._file.write, ring)
         except OSError as error:
             self._written = None
-            log.error("workers_not_told", what="keys", reason=str(error))
+            log.error("keys_file_not_written", reason=str(error))
             return
         self._file.changed()
         self._written = ring
@@ -191,7 +191,7 @@ class Database:
             await asyncio.to_thread(self._file.write, versions)
         except OSError as error:
             # A full disk must not count as a lost database. It is tried again at each look.
-            log.error("workers_not_told", what="policies", reason=str(error))
+            log.error("policies_file_not_written", reason=str(error))
         else:
             self._unwritten = False
 

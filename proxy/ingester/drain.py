@@ -320,7 +320,7 @@ class Drainer:
             self.progress.note("stuck", reason)
         elif await self._takes_nothing(error):
             log.error("drain_stuck", reason=reason)
-            self.progress.note("stuck", f"PostgreSQL answers, and takes no record: {reason}")
+            self.progress.note("stuck", f"PostgreSQL answers but stores no records: {reason}")
         else:
             log.warning("drain_waits", reason=reason)
             self.progress.note("waiting", reason)

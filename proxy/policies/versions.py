@@ -103,15 +103,15 @@ def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
 AGAIN: Final = "is being loaded again"
 WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "written": "is not loaded yet",
-    "rejected": "was rejected: it did not load, was not served as it was trained, was worse than "
-    "what served, or was trained on from a version that was rolled back",
+    "rejected": "was rejected: it did not load, was not served as it was trained, scored below "
+    "the serving version, or was trained from a version that was rolled back",
 }
 UNLOADED: Final = (
-    "is {state}, and was unloaded to make room for others; while its files are there they can be "
-    "loaded again (docs/howto/evaluate.md)"
+    "is {state}, and was unloaded to free its slot; while its files exist it can be loaded again "
+    "(docs/howto/evaluate.md)"
 )
 DELETED: Final = (
-    "was unloaded or rejected, and its files were deleted, as nothing asked for them any more"
+    "was unloaded or rejected, and its files were deleted, as no call asked for it any more"
 )
 
 

@@ -225,7 +225,7 @@ class Spool:
                 loop.call_soon_threadsafe(self._committed, waiting, outcome)
             except RuntimeError:
                 # The loop is closed, so nothing waits for these frames any more.
-                log.error("spool_answers_nobody", records=len(waiting), outcome=outcome)
+                log.error("spool_result_undeliverable", records=len(waiting), outcome=outcome)
 
     def _written(self, waiting: Sequence[Waiting]) -> Outcome:
         try:
@@ -428,7 +428,7 @@ class Recorder:
         if self._retry is not None:
             self._retry.cancel()
         if self._gaps:
-            log.error("gaps_not_told", episodes=len(self._gaps), reason="the disk refused them")
+            log.error("gaps_not_written", episodes=len(self._gaps), reason="the disk refused them")
         self._spool.close()
 
 

@@ -23,9 +23,9 @@ from store.values.digests import ACROSS
 
 MOST_PROVIDERS: Final = 8
 
-DOUBTFUL_CALL = "a call was put into this episode in doubt"
-DOUBTFUL_NEED = "a call repeats what more than one episode was told"
-TOLD_MORE_THAN_ONE = "a call that repeats what this episode was told may belong to another"
+DOUBTFUL_CALL = "a call was joined to this episode in doubt"
+DOUBTFUL_NEED = "a call matches several episodes"
+TOLD_MORE_THAN_ONE = "a call that matches this episode may belong to another"
 TOO_LATE = "the episode that this one continues was claimed before it was known"
 
 # Method and confidence of a join, by the level of the need (`store.values.digests.levels`).

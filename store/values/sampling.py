@@ -217,7 +217,7 @@ def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
     """
     for name in values:
         if name not in WITH_DEFAULTS:
-            raise ValueError(f"{name!r:.80} is none of {', '.join(WITH_DEFAULTS)}")
+            raise ValueError(f"unknown setting {name!r:.80}; known: {', '.join(WITH_DEFAULTS)}")
     # A server may be greedy by default: a temperature of 0 is valid here.
     read = {n: used_temperature if n == "temperature" else _READERS[n] for n in values}
     return {name: _read(name, values[name], read[name]) for name in values}
@@ -226,5 +226,5 @@ def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
 def _read(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
     meant = read(value)
     if meant is None:
-        raise ValueError(f"{name} is {value!r:.80}, which nothing is sampled with")
+        raise ValueError(f"{name} = {value!r:.80} is not a valid sampling setting")
     return meant

@@ -201,4 +201,4 @@ class Pacing:
 async def _unload(connection: AsyncConnection, going: Sequence[KeptVersion]) -> None:
     await adapter_slots.unload_kept(connection, going, "its slot is needed", "trainer")
     for one in going:
-        log.info("version_gives_way", version=one.served_name, is_used=one.is_under_way)
+        log.info("version_unloaded_for_slot", version=one.served_name, is_used=one.is_under_way)

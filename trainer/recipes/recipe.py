@@ -301,9 +301,9 @@ class OffPolicyOptions(RecipeOptions):
     )
     min_overlap: Annotated[Number, Field(ge=0, lt=1)] = Field(
         default=0.8,
-        description="Least that the policies before and after an update have in common: an update "
-        "that moves the policy further is halved until it does not. It is the mean of min(1, "
-        "after/before) over parts of four tokens of replies. 0: no limit.",
+        description="Smallest overlap of the policies before and after an update; a larger step is "
+        "halved until it fits. The overlap is the mean of min(1, after/before) over parts of four "
+        "tokens of replies. 0: no limit.",
     )
     max_drift: Positive = Field(
         default=0.1,
@@ -427,9 +427,9 @@ class PublishOptions(RecipeOptions):
     )
     control_share: Annotated[Number, Field(ge=0, le=0.5)] = Field(
         default=0.15,
-        description="Share of the new episodes that an earlier version keeps (at first the base "
-        "model), which what serves is compared with. If it falls behind, it is rolled back; else "
-        "a later version becomes the control. One half while training is held. 0: none, and "
+        description="Share of new episodes for the control, an earlier version (at first the base "
+        "model). If the serving version falls behind the control, it is rolled back; else a later "
+        "version becomes the control. One half while training is held. 0: no control, and "
         "rewards roll nothing back.",
     )
     decide_within_h: Annotated[Number, Field(gt=0, le=720)] = Field(
@@ -439,10 +439,10 @@ class PublishOptions(RecipeOptions):
     )
     undecided: Literal["promote", "keep"] = Field(
         default="promote",
-        description="What becomes of a version without proof after `decide_within_h`, or "
+        description="Decision about a version that is still undecided after `decide_within_h`, or "
         '`evaluation.most_runs`. "promote": it gets the traffic unless its mean reward is lower so '
-        'far (a canary\'s by more than half the margin). "keep": what serves goes on; and one that '
-        "loses on a family of tasks more than it gains on any other is rolled back, not reported.",
+        'far (a canary\'s by more than half the margin). "keep": the serving version stays; and a '
+        "version that loses more on a family of tasks than it gains on any other is rolled back.",
     )
     margin: Positive = Field(
         default=0.05,

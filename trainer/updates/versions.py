@@ -59,7 +59,7 @@ async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
             await judge_anew(connection, policy, units, actor="trainer")
     if changed:
         metrics = [term.metric for term in rule.terms]
-        log.warning("rewards_are_another_sum", policy=policy, metrics=metrics)
+        log.warning("reward_rule_changed", policy=policy, metrics=metrics)
 
 
 class PolicyVersions:
