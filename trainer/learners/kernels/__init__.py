@@ -1,1 +1,1 @@
-"""Compute forward and backward passes fast on a CPU, and the same each time."""
+"""Compute forward and backward passes fast, and with the same result each time."""

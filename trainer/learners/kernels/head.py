@@ -7,10 +7,10 @@ the gradient with respect to the hidden state h at temperature T, and the entrop
     ∂ log p(token) / ∂h = (W[token] − p·W) / T
     entropy             = log Σ exp(z) − h·(p·W) / T
 
-Where settings beside the temperature shaped what was sampled from, the chunk's logits are shaped
-in the same way, and p is that of the survivors (`trainer.learners.replay.shaping`, which has the
-gradient). Where the model caps its logits, c·tanh(z/c) as in Gemma 2 (arXiv:2408.00118 §2), each
-term above has the cap's slope as a factor: 1 − tanh²(z/c).
+If sampling settings beside the temperature shaped the distribution, the chunk's logits are shaped
+in the same way, and p covers the survivors only (gradient: `trainer.learners.replay.shaping`). If
+the model caps its logits, c·tanh(z/c) as in Gemma 2 (arXiv:2408.00118 §2), each term above is
+multiplied by the cap's slope, 1 − tanh²(z/c).
 
 The backward pass needs no second product with the vocabulary, and no logits are kept.
 Products are summed, and softmax is taken, in float32.
@@ -34,7 +34,7 @@ CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
 
 
 class Head(NamedTuple):
-    """Hold a frozen LM head: logits = W·(scale·h) + bias, and cap·tanh(logits / cap) if capped.
+    """A frozen LM head: logits = W·(scale·h) + bias, and cap·tanh(logits / cap) if capped.
 
     Shapes: `weight` (V, H), `bias` (V,).
     """
@@ -46,7 +46,7 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Return the head of a causal LM, with what its configuration says of its logits."""
+        """Return the head of a causal LM, with the scale and cap of its configuration."""
         config, module = model.config.get_text_config(), model.get_output_embeddings()
         return cls(
             weight=module.weight,
@@ -74,7 +74,7 @@ class Head(NamedTuple):
 
 
 class Shaping(NamedTuple):
-    """Hold what shaped the logits of the rows [start, stop), and what came before them."""
+    """The settings that shape the logits of rows [start, stop), and the tokens before these."""
 
     start: int
     stop: int
@@ -82,7 +82,7 @@ class Shaping(NamedTuple):
     history: History
 
     def part(self, start: int, stop: int) -> "Shaping":
-        """Return what shaped the rows [start, stop) of these."""
+        """Return the part for rows [start, stop)."""
         history = self.history.part(start - self.start, stop - self.start)
         return Shaping(start, stop, self.distribution, history)
 
@@ -91,7 +91,7 @@ class HeadLogprobs(Function):
     """Compute log-probabilities and entropies of tokens after hidden states, under a frozen head.
 
     Shapes: `hidden` (R, H), scaled; `temperatures` (R,), `rows` and `labels` (M,): token m is
-    `labels[m]` after `hidden[rows[m]]`. `shapings` are of the last rows; those before are plain.
+    `labels[m]` after `hidden[rows[m]]`. `shapings` cover the last rows; the rows before are plain.
     Both results are (M,), in nats; entropies carry no gradient.
     """
 
@@ -111,7 +111,7 @@ class HeadLogprobs(Function):
         logprobs = torch.empty(len(rows), dtype=wide, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         expected = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
-        # What the sampled tokens' share and factor are where no setting or cap shaped anything.
+        # Each sampled token's share and factor: 1 unless settings or a cap shaped the logits.
         is_bent = bool(shapings) or head.cap is not None
         replayed = torch.ones(2, len(rows), dtype=wide, device=hidden.device) if is_bent else None
         size = max(1, CHUNK[hidden.device.type] // len(head.weight))
@@ -216,10 +216,10 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
 def head_logprobs(
     hidden: Tensor, head: Head, places: Places, sampled_by: Sequence[Row], labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies (M,) of tokens after the nodes before them.
+    """Return log-probabilities and entropies (M,) of sampled tokens.
 
     Shapes: `hidden` (N, H), unscaled; `labels` (M,), the sampled tokens of the rows `sampled_by`,
-    whose `places` these are. Tokens with one place share its logits.
+    whose `places` say which states they follow. Tokens with the same place share its logits.
     """
     device = hidden.device
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -246,7 +246,7 @@ def head_kl(own: Tensor, other: Tensor, head: Head) -> Tensor:
     It is exact, over the whole vocabulary: KL(π ‖ ρ) = Σ π(token) · (log π(token) − log ρ(token)).
     It carries no gradient.
     """
-    # Both policies' logits are there at once.
+    # Both policies' logits are in memory at once.
     size = max(1, CHUNK[own.device.type] // (2 * len(head.weight)))
     chunks = zip((own * head.scale).split(size), (other * head.scale).split(size), strict=True)
     parts = [logits_kl(head.logits(here)[0], head.logits(there)[0]) for here, there in chunks]
@@ -258,6 +258,6 @@ def logits_kl(own: Tensor, other: Tensor) -> Tensor:
     wide = torch.promote_types(own.dtype, torch.float32)
     here, there = torch.log_softmax(own.to(wide), -1), torch.log_softmax(other.to(wide), -1)
     difference = there.neg_().add_(here)
-    # What rounding leaves below zero is zero.
+    # Rounding may leave values slightly below zero.
     divergence: Tensor = torch.linalg.vecdot(here.exp_(), difference)
     return divergence.clamp_(min=0.0)

@@ -1,22 +1,21 @@
-"""Multiply by frozen weights with an adapter, and install lighter layers on a model in training.
+"""Replace layers of a model in training by lighter ones that compute the same.
 
-PEFT computes base and adapter as five operations and keeps what autograd needs of each. Here
-they are one, with no gradient of a frozen weight, no copy of an input, and the adapter in
-the model's precision. On a CPU in float32 they use oneDNN's kernels, which torch otherwise
-keeps for half precision: with AVX-512 on processors that are not Intel's these are more than
-twice as fast as MKL's.
+PEFT computes base and adapter as five operations, each of which keeps tensors for autograd. Here
+they are one operation, without the gradient of a frozen weight, without a copy of the input, and
+with the adapter in the model's precision. On a CPU in float32 it uses oneDNN's kernels, which torch
+otherwise reserves for half precision: on processors with AVX-512 that are not Intel's, they are
+more than twice as fast as MKL's.
 
-Of experts PEFT adds the adapter to the weights of all, in their precision, at every pass. Here each
-token is multiplied by the two small matrices of its expert, as in a model server.
+For experts, PEFT adds the adapter to all experts' weights at every pass, in the weights' precision.
+Here each token is multiplied by the two small matrices of its expert, as in a model server.
 
-Installed are those that compute the same: PEFT's linear layers and stacked experts with one plain
-adapter, root-mean-square norms, and gated units. A module that is not as expected keeps its own
-forward pass, and one whose state changes (an adapter switched off or merged, a trained base) falls
-back to it.
+Replaced are PEFT's linear layers and stacked experts with one plain adapter, root-mean-square
+norms, and gated units. A module that is not as expected keeps its own forward pass, and a replaced
+one falls back to it if its state changes (adapter switched off or merged, base trained).
 
-The weights of a layer that bitsandbytes packed are unpacked for each product, and never kept.
-bitsandbytes' own products of 8 bits would round the inputs as well, by what else is computed with
-them, and keep them in spite of gradient checkpointing.
+Weights that bitsandbytes packed are unpacked for each product, and never kept. bitsandbytes' own
+8-bit products would also round the inputs, depending on the rest of the batch, and keep them in
+spite of gradient checkpointing.
 """
 
 from copy import deepcopy
@@ -41,8 +40,8 @@ PACKED: Final = frozenset({"Linear4bit", "Linear8bitLt"})
 def make_base_lean(base: nn.Module, like: nn.Module | None = None) -> None:
     """Replace the forward passes of norms, gated units and packed layers of `base`, in place.
 
-    They are tried on those of `like`, a model of the same classes; without it on those of `base`,
-    whose weights must then be neither packed nor sharded.
+    The replacements are first tried on modules of `like`, a model of the same classes; without it
+    on those of `base`, whose weights must then be neither packed nor sharded.
     """
     same: dict[type, Any] = {}
     for module in (like or base).modules():
@@ -60,7 +59,7 @@ def make_adapter_lean(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Linear and _is_plain(module):
             module.forward = MethodType(_lora_forward, module)
-        # Of two around each other the inner one as well, which is called while both are off.
+        # Of nested wrappers the inner one, too: it is called while both adapters are off.
         if isinstance(module, ParamWrapper) and hasattr(module.get_base_layer(), "_apply_gate"):
             module.forward = MethodType(_experts_forward, module)
 
@@ -94,7 +93,7 @@ def _is_gated(module: Any) -> bool:
 def _outputs_agree(module: Any, forward: Any) -> bool:
     """Return True if `forward` computes what the module does; some norms and units differ.
 
-    Its class is tried, with numbers of our own.
+    Both are tried on a copy with random weights.
     """
     module = deepcopy(module).to_empty(device="cpu")
     for parameter in module.parameters():
@@ -156,9 +155,9 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts for tokens x (N, K), of which each is sent to k, `chosen` and weighed (N, k).
+    """Compute experts as transformers' `grouped_mm_experts_forward` does, with LoRA.
 
-    That is transformers' `grouped_mm_experts_forward`, with LoRA.
+    Shapes: tokens x (N, K); `chosen` (N, k), the experts of each token, and their `weights` (N, k).
     """
     wrappers, experts = {}, self
     while isinstance(experts, ParamWrapper):
@@ -181,7 +180,7 @@ def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> T
         a, b = (side[adapter].weight.to(x.dtype) for side in (wrapper.lora_A, wrapper.lora_B))
         a = a.unflatten(0, (experts.num_experts, -1))
         b = b.unflatten(1, (-1, experts.num_experts)).permute(2, 1, 0) * wrapper.scaling[adapter]
-        # Grouped products want rows of whole 16 bytes.
+        # Grouped products need rows of a multiple of 16 bytes.
         a, b = (
             nn.functional.pad(side, (0, 0, 0, -side.shape[1] % 8)).contiguous() for side in (a, b)
         )
@@ -194,7 +193,7 @@ def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> T
 
 
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply `rows`, of one group after the other, which end at `ends`, by its group's weight.
+    """Multiply each row by its group's weight; rows are sorted by group, and groups end at `ends`.
 
     Shapes: rows (S, K), weight (E, K, M), ends (E,).
     """
@@ -214,7 +213,7 @@ def _packed_forward(self: Any, x: Tensor) -> Tensor:
 class OneDnnProducts:
     """Compute float32 products on a CPU with oneDNN within a context, wherever that is exact.
 
-    torch gives oneDNN a float32 product only if it allows operands to be rounded to bfloat16.
+    torch passes float32 products to oneDNN only if rounding operands to bfloat16 is allowed.
     oneDNN rounds them only on processors with matrix tiles (AMX); there MKL is kept.
     """
 

@@ -1,4 +1,4 @@
-"""Set up a training process: its kernels, what malloc keeps, and what memory there is."""
+"""Set up a training process: deterministic kernels, malloc, and how much memory there is."""
 
 import ctypes
 import os
@@ -32,10 +32,10 @@ _OWN_KNOWS_GROUPS: Final = sdpa_attention.use_gqa_in_sdpa
 
 
 def fuse_wide_attention() -> None:
-    """Give grouped heads in float32 on a GPU a fused attention.
+    """Use fused attention for grouped heads in float32 on a GPU.
 
-    CUDA's kernels that know groups take 16 bits alone, and the way out keeps all scores. The one
-    that takes float32 wants a key and a value for each head: they are repeated for it.
+    CUDA's fused kernels for grouped heads take only 16 bits, and torch's fallback keeps all scores.
+    The kernel that takes float32 needs a key and a value for each head: they are repeated for it.
     """
     sdpa_attention.use_gqa_in_sdpa = _knows_groups
 
@@ -55,9 +55,8 @@ INT_MAX: Final = 2**31 - 1
 def keep_freed_memory() -> None:
     """Make malloc keep freed memory, for all threads; without glibc nothing changes.
 
-    Tensors above a threshold are mapped anew each time, and their pages come one fault after the
-    other: a tenth of an update's time. So freed memory is kept during an update and given back
-    after it.
+    malloc maps memory above a threshold anew each time, and the page faults take a tenth of an
+    update's time. So freed memory is kept during an update and given back after it.
     """
     libc = _glibc()
     if libc is not None:
@@ -86,9 +85,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 MEMINFO: Final = Path("/proc/meminfo")
-# What Linux says of a container's memory, in version 2 of its control groups.
+# A container's memory in Linux's control groups, version 2.
 CGROUP: Final = Path("/sys/fs/cgroup")
-# The share of a CPU's memory that training leaves free: past all of it the kernel ends processes.
+# Share of a CPU's memory that training leaves free: with none left the kernel kills processes.
 LEFT_FREE: Final = 0.1
 
 
@@ -110,7 +109,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def whole_memory(device: str) -> int:
-    """Return the bytes of a device's memory; of a CPU this container's, if it has fewer."""
+    """Return a device's total memory in bytes; for a CPU at most this container's limit."""
     if device != "cpu":
         return int(torch.cuda.get_device_properties(device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -126,6 +125,6 @@ def _limit_of_container() -> int | None:
 
 
 def _reclaimable() -> int:
-    """Return the bytes of a container's memory that are copies of files, which it can forget."""
+    """Return the bytes of a container's memory that hold reclaimable copies of files."""
     stat = (CGROUP / "memory.stat").read_text()
     return int(re.findall(r"^inactive_file (\d+)$", stat, re.MULTILINE)[0])

@@ -1,9 +1,9 @@
-"""Attend within a prefix tree, block by block, without what no token may see.
+"""Attend within a prefix tree, block by block, skipping the nodes that a block cannot see.
 
 Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees only the
-ancestors of s and the block itself: an ancestor of any of its nodes that comes before s has s
-in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
-blocks compute little that is masked, and many of them are one batched product. This is for
+ancestors of s and the block itself: if a node before s is an ancestor of any node in the block, it
+has s in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
+blocks compute few masked scores, and many of them are batched into one product. This is for
 CPUs; on a GPU flex attention (arXiv:2412.05496) skips the blocks that no query sees.
 """
 
@@ -27,7 +27,7 @@ from trainer.learners.kernels.layers import product
 NAME: Final = "pawl_tree"
 # Queries in a block.
 BLOCK: Final = 48
-# Mask entries that are computed together, at most, so that scores stay in the cache.
+# Most mask entries of a batch of blocks, so that scores stay in the cache.
 MAX_MASK_ENTRIES: Final = 2**16
 # Smallest number of keys in a block, as a share of those of its batch's largest block.
 MIN_KEY_SHARE: Final = 0.7
@@ -35,7 +35,7 @@ FLEX_BLOCK: Final = 128
 
 
 class QueryBlock(NamedTuple):
-    """Hold queries [start, stop), and the nodes that at least one sees, in runs [from, to).
+    """Queries [start, stop), and the nodes that at least one of them sees, in runs [from, to).
 
     Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the nodes of all runs.
     """
@@ -47,7 +47,7 @@ class QueryBlock(NamedTuple):
 
 
 class BlockBatch(NamedTuple):
-    """Hold blocks to compute together: equally many queries, about equally many keys.
+    """Blocks that are computed together: equally many queries, about equally many keys.
 
     Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` is (Z, B, K). Blocks with fewer
     keys are padded with node 0, which the mask hides. `runs` are (z, from, to, offset): in block
@@ -76,7 +76,7 @@ def blocks_of(tree: Tree, block: int = BLOCK) -> list[QueryBlock]:
 
 
 def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return ascending nodes as runs [from, to) of consecutive ones."""
+    """Return ascending nodes as runs [from, to) of consecutive nodes."""
     starts = [i for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node - 1]
     ends = [*starts[1:], len(nodes)]
     return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
@@ -207,7 +207,7 @@ def tree_attention_forward(
 
 
 def attention_tree(tree: Tree, device: torch.device) -> list[BlockBatch] | BlockMask:
-    """Return what attention on `device` needs of `tree`: blocks, or flex attention's mask."""
+    """Return `tree` as attention on `device` takes it: blocks, or flex attention's mask."""
     if device.type == "cpu":
         return batch_blocks(blocks_of(tree))
     return block_mask(torch.tensor(tree.end, device=device))
