@@ -10,8 +10,8 @@ and the mean over a call's tokens are folded into the advantages (B, T), which i
 neither is negative. Sequences too far off the policy carry no loss: TRL's hook for such a mask
 (`get_off_policy_mask`) applies the rule in `trainer.learners.off_policy`.
 
-A correction is compared with nothing: its sampled log-probabilities are those of π itself, so that
-its ratio is 1, and with A = 1 its loss is that of `sft`, −log π.
+A correction was not sampled: π's own log-probabilities take the place of the sampled ones, so that
+its ratio is 1. With A = 1 its loss is that of `sft`, −log π.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +37,10 @@ from trainer.recipes.recipe import OffPolicyOptions, Recipe
 
 @contextmanager
 def no_vllm() -> Iterator[None]:
-    """Let TRL find no vLLM while its trainers are imported within the block.
+    """Hide vLLM from TRL while its trainers are imported within the block.
 
-    Where vLLM is installed, TRL imports it with its GRPO trainer, which is able to generate with
-    it. Nothing is generated here, and vLLM would double the processor time of a trainer's start.
+    If vLLM is installed, TRL's GRPO trainer imports it to generate with it. Nothing is generated
+    here, and vLLM would double the processor time of a trainer's start.
     """
     real = import_utils.is_vllm_available
     import_utils.is_vllm_available = lambda *_, **__: False
@@ -57,10 +57,10 @@ AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 
 
 class StoredGrpoTrainer(StoredRows, GRPOTrainer):
-    """Feed TRL's GRPO trainer with recorded rows: nothing is generated, nothing tokenised.
+    """TRL's GRPO trainer on recorded rows: nothing is generated, nothing tokenised.
 
-    `off_policy` is the recipe's rule, and `drift` what server and trainer differ by in the update
-    under way (`trainer.learners.off_policy.mean_drift`).
+    `off_policy` is the recipe's rule, and `drift` the mean difference between server and trainer in
+    the present update (`trainer.learners.off_policy.mean_drift`).
     """
 
     off_policy: OffPolicyOptions
@@ -195,7 +195,7 @@ def build_trainer(
         **loss,
         # TRL calls `get_off_policy_mask` only if this is set; the rule is in `off_policy`.
         off_policy_mask_threshold=recipe.off_policy.sequence_max,
-        # TRL's KL term is not weighted by rows; `kl` has one that is.
+        # TRL's KL term is not weighted by rows; the term in `kl` is.
         beta=0.0,
         # TRL requires a group size and a batch that it divides; groups come from the store.
         num_generations=2,

@@ -1,8 +1,8 @@
 """Train stored transitions with PPO: TRL's clipped surrogate, Pawl's critic and GAE.
 
 PPO is arXiv:1707.06347 §3. Before an update's first step, one pass without gradient gives
-the trainer's own log-probabilities, which are the old ones of the ratio, and the critic's
-values, from which GAE derives the advantages. The surrogate is TRL's `dapo` loss:
+the trainer's own log-probabilities (the ratio's old ones) and the critic's values, from
+which GAE derives the advantages. The surrogate is TRL's `dapo` loss:
 
     Σ over tokens of −min(ratio · A, clip(ratio, 1 − ε, 1 + ε) · A)
 
@@ -29,12 +29,12 @@ from trainer.learners.losses.stored import View, pad_rows
 from trainer.learners.scoring import Scored
 from trainer.recipes.recipe import Recipe
 
-# The critic's name, in the model and of its file.
+# The critic's name in the model, and its file's name.
 NAME: Final = "value_head"
 
 
 class Targets(NamedTuple):
-    """Hold the values that an update keeps fixed for each sampled token, by row."""
+    """Figures of each sampled token that an update keeps fixed, by row."""
 
     old: ByRow
     returns: ByRow
@@ -210,7 +210,7 @@ def values_of(critic: torch.nn.Linear, scored: Scored, width: float) -> Tensor:
 
 
 class ValuedCall(NamedTuple):
-    """Hold one trained call of S sampled tokens, with its return and the critic's values.
+    """A trained call of S sampled tokens, with its return and the critic's values.
 
     `r_total` is the call's return from credit assignment. Shapes: `values` (S,), V before each
     token; `rewards` (S,), each token's own reward (the KL penalty, or zeros).
@@ -238,7 +238,7 @@ def estimate(rewards: Sequence[float], values: Sequence[float], trace: float) ->
 
 
 def episode_advantages(calls: Sequence[ValuedCall], trace: float) -> list[list[float]]:
-    """Return the advantage of every token of an episode's trained calls, given by position."""
+    """Return the advantage of every token of an episode's trained calls, in order of position."""
     last_rewards = call_rewards([call.r_total for call in calls])
     rewards = [
         reward + (last_reward if token == len(call.rewards) - 1 else 0.0)
@@ -315,7 +315,7 @@ def explained_variance(
 ) -> float | None:
     """Return 1 − Var(return − V) / Var(return), or None if the returns do not vary.
 
-    1 is a perfect critic, 0 one that is no better than a constant.
+    1: the critic is perfect; 0: it is no better than a constant.
     """
     errors = [
         [target - value for value, target in zip(row, targets, strict=True)]

@@ -1,15 +1,15 @@
 """Train stored transitions with SFT: TRL's loss over the sampled tokens, Pawl's forward pass.
 
-    Σ over sampled tokens of −weight · log π(token | what came before it)
+    Σ over sampled tokens of −weight · log π(token | tokens before it)
 
 The rows are those of the episodes that the recipe's `[sft]` keeps, and their weights sum to one.
-Nothing was sampled from the policy that could be compared with it: there is no ratio, no baseline
-and no advantage, and log π is that of the plain softmax (docs/decisions/023-ppo.md).
+The policy is not compared with the sampled log-probabilities: there is no ratio, no baseline and
+no advantage, and log π is that of the plain softmax (docs/decisions/023-ppo.md).
 
-TRL's `compute_loss` calls its model for the log-probabilities of all labels. Here it is given those
-of the merged rows, each times its token's share of the loss. The loss is linear in them, so
-that this is exact; TRL's own mean over tokens would give long replies more weight than the
-recipe does.
+TRL's `compute_loss` calls its model for the log-probabilities of all labels. Here the call returns
+those of the merged rows, each times its token's share of the loss. This is exact, because the loss
+is linear in them; TRL's own mean over tokens would give long replies more weight than the recipe
+does.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from trainer.recipes.recipe import Recipe
 
 
 class StoredSftTrainer(StoredRows, SFTTrainer):
-    """Feed TRL's SFT trainer with recorded rows: their prompts carry no loss."""
+    """TRL's SFT trainer on recorded rows: their prompts carry no loss."""
 
     @property
     def epochs(self) -> int:
@@ -46,12 +46,12 @@ class StoredSftTrainer(StoredRows, SFTTrainer):
         return loss + self.kl.loss(rows, self.scored.logprobs)
 
     def _output(self, rows: Sequence[Row]) -> FusedCausalLMOutput:
-        """Return what TRL expects of a model: its figures of each label, (M,)."""
+        """Return the model output that TRL expects: figures for each label, (M,)."""
         logprobs, entropies, _ = self.scored
         return FusedCausalLMOutput(
             log_probs=logprobs * token_weights(rows, logprobs.device),
             entropy=entropies,
-            # Read for a figure of TRL's that Pawl does not keep.
+            # For a metric of TRL's that Pawl does not keep.
             is_top1=torch.zeros_like(entropies),
             label_mask=torch.ones_like(entropies),
         )

@@ -1,7 +1,7 @@
-"""Feed a trainer of TRL's with recorded rows: what all losses share.
+"""Feed TRL's trainers with recorded rows: the part that all losses share.
 
-Nothing is generated, nothing is tokenised, and TRL's training loop does not run: a trainer gives
-its loss and its optimiser, and `trainer.learners.learner` takes the steps.
+Nothing is generated, nothing is tokenised, and TRL's training loop does not run: a trainer provides
+its loss and its optimiser, and `trainer.learners.steps` takes the steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,10 +19,10 @@ from trainer.recipes.recipe import Recipe
 
 
 class View(NamedTuple):
-    """Hold what is known of an update's rows before its first step.
+    """Figures of an update's rows before its first step.
 
-    `policy` are the trainer's own log-probabilities, `base` those of the base model. Each is
-    empty if the recipe has no use for it.
+    `policy` are the trainer's own log-probabilities, `base` those of the base model, and `values`
+    those of the critic. Each is empty if the recipe has no use for it.
     """
 
     policy: ByRow
@@ -40,10 +40,7 @@ class View(NamedTuple):
 
 
 class StoredRows:
-    """Add to one of TRL's trainers what an update of recorded rows needs.
-
-    `way` is how rows are computed.
-    """
+    """Mixin that lets one of TRL's trainers train on recorded rows, computed in a `way`."""
 
     model: Any
     way: Way
@@ -83,7 +80,7 @@ class StoredRows:
         return score_rows(self.model, rows, way=self.way, hidden=hidden)
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
-        """Return the rows as they are trained, from the view of all of them."""
+        """Return the rows as they are trained; `view` covers all of them."""
         self.kl.begin(view.base)
         if not self.kl.in_reward:
             return list(rows)
@@ -115,7 +112,7 @@ def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return the arguments of any of TRL's trainers, which may write into `folder` (none does)."""
+    """Return the arguments of all of TRL's trainers, which may write into `folder` (none does)."""
     return {
         "output_dir": str(folder),
         "learning_rate": recipe.optimizer.rate_for(model.config.get_text_config().hidden_size),
