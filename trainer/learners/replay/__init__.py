@@ -1,1 +1,1 @@
-"""Sample from the trainer's logits as the model server sampled from its own, without sampling."""
+"""Apply the model server's sampling settings and grammars to the trainer's logits."""

@@ -2,7 +2,7 @@
 
 The rules are those of `vllm/v1/structured_output/backend_xgrammar.py`, with vLLM's defaults
 (`--structured-outputs-config`): backend "auto", any whitespace in JSON. A mask is packed: bit t
-says whether token t may be sampled. After an end that the grammar took, every token may.
+says whether token t may be sampled. After the end of the grammar, every token may.
 """
 
 import json
@@ -26,12 +26,12 @@ log = structlog.get_logger()
 # Reasons why a call is not trained.
 NO_GRAMMAR: Final = "grammar_not_built"
 OUTSIDE: Final = "outside_grammar"
-# Compiled grammars that are kept: a task mostly has few.
+# Compiled grammars in the cache: a task mostly has few.
 KEPT: Final = 256
-# What stands between the angle brackets of the marks.
+# Syntaxes with marks around a call, and the names in the marks' angle brackets.
 MARKS: Final[Mapping[str, str]] = {"hermes": "tool_call", "longcat": "longcat_tool_call"}
 FIRST: Final = "stop_after_first"
-# Formats of texts that vLLM leaves to xgrammar, and keys of arrays that it does not.
+# String formats that vLLM leaves to xgrammar, and array keys that it does not.
 FORMATS: Final = frozenset(
     {
         *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
@@ -54,12 +54,12 @@ class Grammars:
         self._compiled = lru_cache(KEPT)(self._compile)
 
     def with_masks(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows, those that a grammar held with the mask of each sampled token.
+        """Return the rows; rows with a grammar get the mask of each sampled token.
 
-        Equal masks are one object: most of a reply's are.
+        Equal masks share one object: most of a reply's masks are equal.
 
         Raises:
-            Unreplayable: a mask cannot be made; `why_not` says it before.
+            Unreplayable: a mask cannot be made; `why_not` checks that beforehand.
         """
         same: dict[bytes, bytes] = {}
 
@@ -88,7 +88,7 @@ class Grammars:
         """Yield the mask of each sampled token.
 
         Raises:
-            Unreplayable: xgrammar is missing or takes no such grammar, or a mask forbids a token.
+            Unreplayable: xgrammar is missing or rejects the grammar, or a mask forbids a token.
         """
         bits = None
         for matcher in self._followed(distribution, sampled_ids):
@@ -170,7 +170,7 @@ def is_lark(text: str) -> bool:
 
 
 def ebnf_of(choices: Sequence[str]) -> str:
-    """Return the grammar of a list of texts."""
+    """Return the EBNF grammar of a list of texts."""
     return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
 
 
@@ -247,12 +247,12 @@ def _has_odd_names(schema: Schema) -> bool:
 
 
 def structural_tag(xgrammar: Any, text: str) -> str:
-    """Return the structural tag that held calls of tools, as JSON, in the syntax of the model.
+    """Return the structural tag of a recorded `ToolTag`, as JSON, in the model's syntax.
 
-    xgrammar has the tags of most syntaxes (`get_model_structural_tag`). Those of Hermes' kind are
+    xgrammar has the tags of most syntaxes (`get_model_structural_tag`). Tags of Hermes' kind are
     vLLM's own (`vllm/tool_parsers/structural_tag_registry.py`): a call is a JSON object between two
-    marks, with or without line breaks inside of them. A tag never covers a thought: vLLM lets a
-    grammar begin after it.
+    marks, with or without line breaks inside the marks. A tag never covers thoughts: vLLM starts
+    the grammar after them.
 
     Raises:
         ValueError: the text is no such record, or the library knows no such syntax.
@@ -311,9 +311,9 @@ def _of_marks(xgrammar: Any, recorded: ToolTag) -> Any:
 
 
 def _end_after_one_call(node: Any) -> None:
-    """Let every list of calls in a part of a tag end after its first one.
+    """Limit every list of calls within a node of a tag to one call.
 
-    A schema is no part: it is a plain object.
+    JSON schemas are not nodes but plain objects, and are not searched.
     """
     if isinstance(node, list | tuple):
         for part in node:

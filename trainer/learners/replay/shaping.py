@@ -1,10 +1,10 @@
 """Shape logits as the server shaped its own, in its order (`store.values.sampling`).
 
-Masks come after penalties here and before them there: −∞ stays −∞ under every bias and penalty.
-The sampled token always counts as a survivor, though rounding may have put it past an edge that
-it was inside of. With T the temperature, f a token's factor (1, or what a repetition penalty
-multiplies its logit by), p the softmax over the other survivors, and q the sampled token's share
-where it is not among these:
+Masks come after penalties here and before them there, with the same result: −∞ stays −∞ under every
+bias and penalty. The sampled token always counts as a survivor, because rounding may put it just
+outside top-k, top-p or min-p. Let T be the temperature, f a token's factor (1, or the factor that a
+repetition penalty multiplies its logit by), p the softmax over the survivors, and q the sampled
+token's share if rounding dropped it, else 0:
 
     ∂ log p(token) / ∂ z = (1 − q) · (f[token] · 1[token] − p ∘ f) / T
 """
@@ -43,7 +43,7 @@ class Vocabulary:
         self._ends = {end for end in (*listed, tokenizer.eos_token_id) if end is not None}
 
     def spell_out(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows, with the ids of what their settings name."""
+        """Return the rows, with token ids for the words and stops in their settings."""
         spelled = {
             distribution: self.spelled(distribution)
             for distribution in {row.distribution for row in rows}
@@ -56,7 +56,7 @@ class Vocabulary:
         ]
 
     def spelled(self, settings: Distribution) -> Distribution:
-        """Return settings with the ids of what they name."""
+        """Return settings with token ids for their words and stops."""
         if settings.bad_words:
             settings = msgspec.structs.replace(
                 settings, banned_ids=banned_sequences(settings.bad_words, self._encode)
@@ -74,9 +74,9 @@ class Vocabulary:
 def banned_sequences(
     words: Iterable[str], encode: Callable[[str], Sequence[int]]
 ) -> tuple[Ids, ...]:
-    """Return the sequences whose last id must not complete them, for words in any place of a text.
+    """Return the banned sequences of ids of words: the last id must not complete a sequence.
 
-    A word that follows a space counts where that makes another first token of an equal number.
+    The word after a space gives a second sequence, if its first id differs and its length does not.
     """
     sequences: list[Ids] = []
     for word in words:
@@ -89,9 +89,10 @@ def banned_sequences(
 
 
 class ShapedPlaces(NamedTuple):
-    """Name the places [start, stop) whose distribution is shaped by more than a temperature.
+    """Places [start, stop) with the same settings, which are more than a temperature.
 
-    `histories` are, for each, the number of a row and how many of its sampled tokens come before.
+    `histories` has, for each place, the index of a row and how many of its sampled tokens come
+    before.
     """
 
     start: int
@@ -101,10 +102,10 @@ class ShapedPlaces(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Hold the R distributions that M sampled tokens were drawn from, the plain ones first.
+    """The R distributions that M sampled tokens were drawn from, the plain ones first.
 
     Shapes: `nodes` and `temperatures` are (R,): the tree's node that a token follows, and its
-    temperature; `of_tokens` (M,) are the tokens' places, row after row.
+    temperature; `of_tokens` (M,) has the place of each token, row after row.
     """
 
     nodes: list[int]
@@ -120,8 +121,8 @@ _Key = tuple[int, int, int]
 def places_of(rows: Sequence[Row], parents: Sequence[int]) -> Places:
     """Return the places of the sampled tokens of `rows`; `parents` (M,) are the nodes before them.
 
-    Two tokens after one node have one place if their settings are equal and, where these look
-    back, their replies begin at one node.
+    Two tokens share a place if they follow the same node with equal settings and, if these settings
+    need the history, their prompts are equally long.
     """
     settings = sorted({row.distribution for row in rows}, key=_plain_first)
     number = {distribution: index for index, distribution in enumerate(settings)}
@@ -165,10 +166,10 @@ def _groups(
 
 
 class History:
-    """Hold what stood before each of R sampled tokens: a prompt, and the reply until then.
+    """The tokens before each of R sampled tokens: a prompt, and the reply so far.
 
-    Shapes: `ids` (B, L) are the ids of B rows, padded; the rest is (R,): `rows` says which of
-    them, `prompts` how long the prompt is, `sampled` how many tokens of the reply come before.
+    Shapes: `ids` (B, L) are the ids of B rows, padded. The others are (R,): the index of the row in
+    `rows`, the length of the prompt in `prompts`, and that of the reply so far in `sampled`.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class History:
     def of(
         cls, rows: Sequence[Row], places: Sequence[tuple[int, int]], device: torch.device
     ) -> Self:
-        """Return the history of places: the number of a row, and of sampled tokens before it."""
+        """Return the history of places: each is a row's index and the number of tokens sampled."""
         used = {row: index for index, row in enumerate(sorted({row for row, _ in places}))}
         ids = [torch.tensor(rows[row].ids, dtype=torch.long, device=device) for row in used]
         prompts = [len(rows[row].prompt_ids) for row, _ in places]
@@ -217,9 +218,9 @@ class History:
         return torch.where(places < lengths[:, None], ids, ids[:, :1])
 
     def reply(self) -> tuple[Tensor, Tensor]:
-        """Return the ids sampled before each token, (R, T), and which of them there are.
+        """Return the ids sampled before each token, (R, T), and a mask without the padding.
 
-        Where a reply is shorter, its first id is repeated; where it is empty, any id stands.
+        Shorter replies are padded with their first id, empty ones with any id.
         """
         places = torch.arange(max(1, int(self.sampled.max())), device=self.sampled.device)
         there = places < self.sampled[:, None]
@@ -236,9 +237,9 @@ class History:
 
 
 class Factors(NamedTuple):
-    """Hold by what the logits of tokens that were there before were multiplied.
+    """Factors that a repetition penalty multiplied the logits of earlier tokens by.
 
-    Shapes: `ids` and `values` are (R, T). An id may be there several times, with one value.
+    Shapes: `ids` and `values` are (R, T). An id may occur several times, with the same value.
     """
 
     ids: Tensor
@@ -256,9 +257,9 @@ class Factors(NamedTuple):
 
 
 class Shaped(NamedTuple):
-    """Hold shaped logits (R, V), −∞ for what does not survive; the sampled tokens' own, (M,).
+    """Shaped logits (R, V), −∞ for tokens that do not survive.
 
-    `sampled` are the logits of M sampled tokens, as they are if these survive. `factors` is None
+    `sampled` (M,) are the logits that the sampled tokens have if they survive. `factors` is None
     without a repetition penalty.
     """
 
@@ -296,14 +297,14 @@ def _penalise(logits: Tensor, distribution: Distribution, history: History) -> F
         ids, there = history.reply()
         times = there.to(logits.dtype)
         logits.scatter_add_(1, ids, times * -distribution.frequency_penalty)
-        # A reply's first id stands where it has no more, and nothing changes where it is empty.
+        # Padding repeats a reply's first id, and `times` is 0 for empty replies.
         once = logits.gather(1, ids) - distribution.presence_penalty * times[:, :1]
         logits.scatter_(1, ids, once)
     return factors
 
 
 def _repetition(logits: Tensor, penalty: float, history: History) -> Factors:
-    """Return the factors of all tokens that were there before: a logit above 0 is divided."""
+    """Return the factors of all earlier tokens: logits above 0 are divided, others multiplied."""
     ids = history.everything()
     above = logits.gather(1, ids) > 0
     values = torch.where(above, 1 / penalty, torch.tensor(penalty, dtype=logits.dtype))
@@ -328,10 +329,10 @@ def _forbid(logits: Tensor, distribution: Distribution, history: History) -> Non
 
 
 class Replayed(NamedTuple):
-    """Hold what M sampled tokens and R distributions come to.
+    """Results for M sampled tokens and R distributions.
 
-    Shapes: `logprobs` (M,) in nats; `shares` (M,), 1 − q; `factors` (M,), those of the sampled
-    tokens; `entropies` (R,) of the survivors; `weights` (R, V), p ∘ f.
+    Shapes: `logprobs` (M,) in nats; `shares` (M,), 1 − q; `factors` (M,), f of the sampled tokens;
+    `entropies` (R,) of the survivors; `weights` (R, V), p ∘ f.
     """
 
     logprobs: Tensor
@@ -342,12 +343,12 @@ class Replayed(NamedTuple):
 
 
 def replay(shaped: Shaped, rows: Tensor, labels: Tensor) -> Replayed:
-    """Return what shaped logits come to; their memory becomes that of `weights`."""
+    """Return the results of shaped logits, whose memory is reused for `weights`."""
     logits, sampled, factors = shaped
     normaliser = logits.logsumexp(-1)
     survives = logits[rows, labels] > -math.inf
     among = torch.where(survives, normaliser[rows], torch.logaddexp(normaliser[rows], sampled))
-    # Where nothing survives beside the sampled token, p is 0 everywhere.
+    # If no token survives, p is 0 everywhere.
     least = torch.finfo(logits.dtype).min
     weights = logits.sub_(normaliser.clamp(min=least)[:, None]).exp_()
     entropies = torch.special.entr(weights).sum(-1)
@@ -365,7 +366,7 @@ def reshaped(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies (S,) of tokens with logits (S, V), for autograd.
 
-    The shaped values are computed beside the graph, and their derivative is put back in: this is
+    The shaped values are computed outside the graph, and their derivative is added to it: this is
     the reference for `replay`, which keeps no logits.
     """
     rows = torch.arange(len(labels), device=logits.device)
@@ -386,9 +387,8 @@ def reshaped(
 def drop_the_rest(logits: Tensor, distribution: Distribution) -> None:
     """Set the logits (R, V) of tokens that min-p, top-k and top-p drop to −∞, in place.
 
-    As in vLLM (`topk_topp_sampler.py`) each rule is a floor under the logits: what lies on it
-    survives. vLLM's own floor may part equal logits at the edge of top-p; here they all survive, as
-    they do with top-k in both.
+    As in vLLM (`topk_topp_sampler.py`), each rule is a smallest logit that survives. At the edge of
+    top-p, vLLM may drop some of several equal logits; here all survive, as with top-k in both.
     """
     if distribution.min_p > 0:
         _drop(logits, logits.amax(-1, keepdim=True) + math.log(distribution.min_p))
@@ -405,8 +405,8 @@ def _drop(logits: Tensor, floor: Tensor) -> None:
 def _nucleus_floor(logits: Tensor, share: float) -> Tensor:
     """Return the smallest logit of each row's nucleus, (R, 1).
 
-    A token is in it if those above it have less than `share` of the probability together; the
-    likeliest always is.
+    A token is in the nucleus if the tokens above it together have less than `share` of the
+    probability; the likeliest token always is.
     """
     normaliser, words = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
     for count in sorted({min(TRIED, words), words}):
