@@ -2,8 +2,8 @@
 
     <version>/adapter_config.json, adapter_model.safetensors    what the model server reads
     <version>/base.json              which base model it was trained on; kept for good
-    <version>/trainer/optimizer.pt   moments; kept by the versions' states (`publishing.cleaning`)
-    <version>/trainer/<name>.pt      what a learner adds: a value head
+    <version>/trainer/optimizer.pt   moments; `publishing.cleaning` says for how long
+    <version>/trainer/<name>.pt      a module that a learner adds: a value head
 
 Nothing else is needed to resume: dropout is off, and randomness is used only for a first adapter's
 weights, which are seeded. `adapters.write_version` syncs the files.
@@ -53,31 +53,31 @@ ROUTER_NAMES: Final = re.compile(r"(.*_)?router")
 # Beside experts these are routers, too; elsewhere they may be any layer.
 GATE_NAMES: Final = re.compile(r"(.*_)?gate")
 ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
-# Inputs or outputs of a gate.
+# A layer with at most so many inputs or outputs is a gate.
 NARROW: Final = 4
-# Model servers multiply it into attention's other matrices as they load the model, where they see
-# no adapter of it.
+# Model servers multiply this layer into other matrices of attention as they load the model, and
+# ignore an adapter of it.
 FOLDED: Final = frozenset({"kv_b_proj"})
-# What PEFT puts before a layer's name in a file of weights.
+# PEFT's prefix of a layer's name in a file of weights.
 OF_PEFT: Final = "base_model.model."
-# What PEFT puts behind a layer's name that is adapted a second time, for another parameter.
+# PEFT's suffix of the name of a layer that is adapted a second time, for another parameter.
 INNER: Final = ".base_layer"
-# The parameters of stacked experts that get an adapter. In this order PEFT puts one around the
-# other, and model servers know them by it.
+# The parameters of stacked experts that get an adapter. PEFT nests their adapters in this order, by
+# which model servers tell them apart.
 STACKED: Final = ("gate_up_proj", "down_proj")
 # The name of the optimiser's state.
 OPTIMIZER: Final = "optimizer"
 
 
 class ModelModule(Record, frozen=True, kw_only=True):
-    """Describe a module of a model.
+    """A module of a model.
 
     Attributes:
         name: its path in the model.
         kind: the name of its class.
-        width: of a linear layer, which LoRA can adapt, its inputs or outputs, whichever are fewer.
+        width: the smaller of its numbers of inputs and outputs, if LoRA can adapt it as a layer.
         head: whether it is the LM head.
-        stacked: whether it holds experts, each a matrix of two parameters that LoRA can adapt.
+        stacked: whether it holds experts in two stacked parameters, which LoRA can adapt.
     """
 
     name: str
@@ -90,11 +90,11 @@ class ModelModule(Record, frozen=True, kw_only=True):
 def choose(parts: Sequence[ModelModule]) -> list[str]:
     """Return the paths of the linear layers that get an adapter if the recipe names none (pure).
 
-    Attention and dense layers get one, the shared experts of a mixture among them. Routers never
-    do: where a changed router sends a token is a jump that no gradient sees, and the least
-    difference in arithmetic between server and trainer makes it another jump. Nor do very narrow
-    layers: they are gates, and the mixing coefficients of Gemma 3n. Experts are no linear layers
-    (`ModelModule.stacked`).
+    Attention and dense layers get one, including the shared experts of a mixture. Routers never do:
+    a changed router sends a token elsewhere in a jump that no gradient sees, and the least
+    difference in arithmetic between server and trainer may send it somewhere else again. Nor do
+    very narrow layers, such as gates and the mixing coefficients of Gemma 3n. Experts are no linear
+    layers (`ModelModule.stacked`).
     """
     holders = _expert_holders(parts)
     without = [*holders, *_routers(parts, holders)]
@@ -110,7 +110,7 @@ def choose(parts: Sequence[ModelModule]) -> list[str]:
 
 
 def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
-    """Return the paths of the modules that hold experts among which tokens are divided."""
+    """Return the paths of the modules that hold routed experts."""
     return frozenset(
         part.name
         for part in parts
@@ -120,7 +120,7 @@ def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
 
 
 def _routers(parts: Sequence[ModelModule], holders: Collection[str]) -> frozenset[str]:
-    """Return the paths of routers: of such a class or name, or gates that stand beside experts."""
+    """Return the paths of routers: by class, by name, or as gates beside experts."""
     blocks = {_parent(holder) for holder in holders}
     return frozenset(
         part.name
@@ -152,17 +152,18 @@ def attach_adapter(
 ) -> PeftModel:
     """Return `base` with the adapter in `adapter`, or with a new one, whose effect is zero.
 
-    A new one has not the layers in `left_out`, by their paths why.
+    A new adapter lacks the layers in `left_out`, which has the reasons by the layers' paths.
 
     Raises:
-        LearnerError: the recipe's layers are not those of the model, or one is in `left_out`.
+        LearnerError: the recipe names layers that the model lacks, or names layers itself while
+            `left_out` has some.
         FilesUnread: a file in `adapter` cannot be read for now.
     """
     model = _new(base, lora, seed, left_out) if adapter is None else _restored(base, adapter)
     _name_layers(model)
     make_adapter_lean(model)
-    # The frozen base computes as it serves: in training mode it would drop units and shake routers,
-    # and kernels of Mamba would go past adapters.
+    # The frozen base computes as it is served: training mode would add dropout and router noise,
+    # and kernels of Mamba would bypass adapters.
     model.eval()
     return model
 
@@ -177,11 +178,11 @@ def _name_layers(model: PeftModel) -> None:
 def _targets(
     model: PeftModel, layers: Collection[str] | None = None
 ) -> tuple[list[str], list[str] | None]:
-    """Return the paths of the linear layers with an adapter, and those of parameters of experts.
+    """Return the paths of linear layers with an adapter, and of experts' parameters with one.
 
-    Whole paths: PEFT reads the ends of them as other layers, too, and those of a mixture as its
-    experts. Sorted, so that the same update has the same bytes in each process. `layers` are all
-    that count, or None.
+    Whole paths, because PEFT would match the ends of paths with other layers, too, and with a
+    mixture's experts. Sorted, so that an update has the same bytes in each process. Only `layers`
+    count, or all if it is None.
     """
     modules, parameters = [], []
     for name, layer in model.get_base_model().named_modules():
@@ -197,11 +198,11 @@ def _targets(
 def detach(base: Any, kind: str | None = None) -> None:
     """Take adapters off `base`, in place: all, or those of the layers of other kinds than `kind`.
 
-    One whose files could not be read is half on.
+    An adapter whose files could not be read may be attached to a part of the layers.
     """
     for name, layer in list(base.named_modules()):
-        # An adapter of several parameters of one module is several around each other: the outer
-        # one gives way to the module itself.
+        # Adapters of several parameters of one module are nested: the outer one is replaced by the
+        # module itself.
         if (
             isinstance(layer, LoraLayer)
             and not name.endswith(INNER)
@@ -214,19 +215,19 @@ def detach(base: Any, kind: str | None = None) -> None:
 
 
 def keep_kind(model: PeftModel, kind: str) -> None:
-    """Take the layers of all other kinds than `kind` out of an adapter, in place."""
+    """Remove all layers but those of `kind` from an adapter, in place."""
     detach(model.get_base_model(), kind)
     _name_layers(model)
 
 
 def layer_kind(name: str) -> str:
-    """Return what the layers are called together that stand where layer `name` does in a block."""
+    """Return the kind of layer `name`: its path with `*` in place of the block's number."""
     path = name.removeprefix(OF_PEFT).partition(".lora_")[0].removesuffix(INNER)
     return re.sub(r"\.\d+(?=\.)", ".*", path)
 
 
 def parts_of(base: Any) -> list[ModelModule]:
-    """Return what the choice of layers depends on, of each module of `base`."""
+    """Describe each module of `base`, for the choice of layers."""
     head = base.get_output_embeddings()
     return [
         ModelModule(
@@ -234,7 +235,7 @@ def parts_of(base: Any) -> list[ModelModule]:
             kind=type(module).__name__,
             width=_width(module) if _takes_adapter(base, name) else None,
             head=module is head,
-            # Of transformers' one form of experts.
+            # transformers' common form of experts.
             stacked=bool(getattr(module, "has_gate", False)) and hasattr(module, "is_transposed"),
         )
         for name, module in base.named_modules()
@@ -278,7 +279,7 @@ def _new(base: Any, lora: LoraOptions, seed: int, left_out: Mapping[str, str]) -
 def _config(
     base: Any, lora: LoraOptions, parts: list[ModelModule], left_out: Mapping[str, str]
 ) -> LoraConfig:
-    """Return PEFT's configuration of a new adapter, with names of modules that there are."""
+    """Return PEFT's configuration of a new adapter, which names only modules that exist."""
     by_architecture = lora.target_modules == AUTO
     without = {name.removesuffix(INNER) for name in left_out}
     chosen = [name for name in choose(parts) if name not in without]
@@ -313,9 +314,9 @@ def _config(
 
 
 def _outside_of_text(base: Any, parts: Sequence[ModelModule]) -> str | None:
-    """Return an expression for the modules beside the language model, None if none is linear.
+    """Return a regular expression of the modules outside the language model; None without layers.
 
-    They read images: what a policy is rewarded for is text.
+    These modules read images, and a policy is rewarded for text.
     """
     language = next(name for name, module in base.named_modules() if module is decoder_of(base))
     inside = f"{language}."
@@ -328,9 +329,9 @@ def _check_names(names: Any, parts: list[ModelModule]) -> None:
     """Refuse names of layers that the model does not have; PEFT passes over single ones.
 
     Raises:
-        LearnerError: there is one.
+        LearnerError: there is such a name.
     """
-    # A text is one expression, and PEFT says if it matches nothing.
+    # A string is a regular expression, and PEFT reports if it matches nothing.
     for name in [] if isinstance(names, str) else sorted(names):
         if not any(part.name == name or part.name.endswith(f".{name}") for part in parts):
             raise LearnerError(
@@ -340,7 +341,7 @@ def _check_names(names: Any, parts: list[ModelModule]) -> None:
 
 
 def _leaves(parts: list[ModelModule]) -> str:
-    """Return what the linear layers of a model are called, without repetition."""
+    """Return the last parts of the names of a model's linear layers, each once."""
     names = (part.name.rpartition(".")[2] for part in parts if part.width and not part.head)
     return ", ".join(dict.fromkeys(name for name in names if not name.isdigit()))
 
@@ -349,9 +350,9 @@ def _leaves(parts: list[ModelModule]) -> str:
 def _names_as_they_are() -> Iterator[None]:
     """Let PEFT adapt the layers that a configuration names, and no others.
 
-    PEFT reads `gate_proj`, `w1` and so on as the experts that were called so before transformers 5,
-    also where a dense layer or a shared expert is meant; and every linear layer as all experts and
-    routers besides. What a recipe names is converted before, what was chosen or saved never.
+    PEFT takes `gate_proj`, `w1` and so on for the experts with these names before transformers 5,
+    even if a dense layer or a shared expert is meant, and adds all experts and routers to "every
+    linear layer". Names in a recipe are converted beforehand; chosen or saved names never are.
     """
     own = transformers_weight_conversion.convert_peft_config_for_transformers
     transformers_weight_conversion.convert_peft_config_for_transformers = _leave
@@ -362,7 +363,7 @@ def _names_as_they_are() -> Iterator[None]:
 
 
 def _leave(config: LoraConfig, model: Any, conversions: Any) -> None:
-    """Stand in for PEFT's conversion of a configuration: it is as it should be."""
+    """Replace PEFT's conversion of a configuration, which needs none."""
 
 
 def save_state(objects: Mapping[str, Any], base: str, version_folder: Path) -> None:
@@ -399,7 +400,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
     """Restore `objects` from a version's folder.
 
-    One whose file was swept starts anew, with a warning in the log: a roll-back may go
+    An object whose file was deleted starts anew, with a warning in the log: a roll-back may go
     further back than states are kept.
 
     Raises:
@@ -431,9 +432,10 @@ def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any
 
 
 def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path) -> None:
-    """Write the adapter in `adapter`, of the layers of `model`, into `folder`, for `_restored`.
+    """Check the foreign adapter in `adapter`, and write it into `folder`, for `_restored`.
 
-    `model` has a new adapter of the recipe's; `base_hash` is that of its base.
+    Its layers must be among those of `model`, which has a new adapter of the recipe; `base_hash` is
+    the hash of the base of `model`.
 
     Raises:
         AdapterError: it cannot be a version; the message says why, and what to do.

@@ -2,8 +2,8 @@
 
 On a GPU shared with a model server the free memory changes. A computation that runs out of it is
 undone and repeated: first with gradient checkpointing, if the recipe leaves that open, then with
-micro-batches half as large. Later updates try without again, so that a moment of too little memory
-does not slow the trainer for good.
+micro-batches half as large. Later updates try the full size again, so that a moment of too little
+memory does not slow the trainer for good.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,16 +27,16 @@ Result = TypeVar("Result")
 SMALLEST_BUDGET: Final = 64
 # Updates between attempts at larger micro-batches, at most.
 LONGEST_WAIT: Final = 64
-# What torch says of a CPU's memory, for which it has no exception of its own.
+# torch's message about a CPU's memory, for which it has no exception class.
 NO_CPU_MEMORY: Final = "can't allocate memory"
-# What CUDA says, outside torch's allocator: an `AcceleratorError`, which is no `OutOfMemoryError`.
+# CUDA's message outside torch's allocator, in an `AcceleratorError`, not an `OutOfMemoryError`.
 NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
 
 
 class NoRoom(Exception):
-    """Report that memory ran out in the computation of `rows`; `Budget.fit` answers it.
+    """Report that memory ran out in the computation of `rows`; `TokenBudget.fit` handles it.
 
-    They are empty where it ran out in another process alone.
+    `rows` is empty if memory ran out only in another process.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -47,10 +47,10 @@ class NoRoom(Exception):
 
 @contextmanager
 def needs_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
-    """Raise `NoRoom` with `rows` where the block runs out of memory, in all processes at once.
+    """Raise `NoRoom` in all processes if the block runs out of memory in any of them.
 
-    Each goes through as many blocks as the others, and waits at the end of each: memory may run out
-    in one after all have met for the last time, and with a packed base they never meet before.
+    All processes run equally many blocks, and meet at the end of each: memory may run out in one
+    after the block's last other meeting, and with a packed base there is no other meeting.
 
     Raises:
         CompanionFailed: another process failed, and not for lack of memory.
@@ -73,7 +73,7 @@ def needs_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
 
 @contextmanager
 def says_no_room(doing: str) -> Iterator[None]:
-    """Raise `ShortOfMemory` where the block, which cannot be cut into less, has too little.
+    """Raise `ShortOfMemory` if the block, which cannot be cut smaller, runs out of memory.
 
     `doing` completes "memory ran out …" in the error's message.
     """
@@ -87,14 +87,14 @@ def says_no_room(doing: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error of torch's says that the memory of a GPU or of the CPU ran out."""
+    """Return whether an error of torch means that the memory of a GPU or of the CPU ran out."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return any(words in str(error) for words in (NO_CPU_MEMORY, NO_DEVICE_MEMORY))
 
 
 def too_long(rows: Sequence[Row]) -> Unusable:
-    """Return the error for rows of which none fits into memory by itself."""
+    """Return the error for rows that do not fit into memory, even one by one."""
     shortest = min(row.size for row in rows)
     return Unusable(
         f"a call of {shortest} tokens does not fit into memory by itself: its episode is not"
@@ -124,8 +124,8 @@ class TokenBudget:
         Args:
             tokens: the recipe's size of micro-batches.
             way: how rows are computed.
-            processes: they compute in step, and have budgets alike.
-            checkpoint: checkpoints a share of the layers; None where the recipe decides on it.
+            processes: they compute in step, with equal budgets.
+            checkpoint: checkpoints a share of the layers; None if the recipe fixes checkpointing.
         """
         self.tokens = tokens
         self.checkpointed_share = 0.0
@@ -135,7 +135,7 @@ class TokenBudget:
         self._full = tokens
         self._way = way
         self._processes = processes
-        # Updates since memory ran out, and how many must have passed before more is tried.
+        # Updates since memory ran out, and how many must pass before the full size is tried.
         self._calm = 0
         self._wait = 1
         self._is_trying = False
@@ -143,11 +143,11 @@ class TokenBudget:
         self.longest = 0
 
     def begin(self, share: float = 0.0, most: float = inf, planned: int = 0) -> None:
-        """Try what takes more memory in the update that begins, unless that failed a moment ago.
+        """Begin an update, at the full size again unless that failed a moment ago.
 
-        After each failure the next attempt comes twice as many updates later. At least a `share` of
-        the layers is checkpointed, and `most` tokens are computed at once: without, the update
-        would not fit. There should be room for `planned` tokens.
+        After each failure the next attempt comes after twice as many updates. By the plan of the
+        memory, at least a `share` of the layers must be checkpointed, at most `most` tokens fit at
+        once, and there should be room for `planned` tokens.
         """
         self._most = most
         self._planned = planned
@@ -166,7 +166,7 @@ class TokenBudget:
             self.checkpointed_share = share
 
     def take_less(self, halvings: int) -> None:
-        """Checkpoint all layers and halve micro-batches so often, for the next updates."""
+        """Checkpoint all layers and halve micro-batches `halvings` times, for the next updates."""
         self.tokens = max(SMALLEST_BUDGET, self._full >> halvings)
         self._set_checkpointed(1.0)
         self._calm, self._wait = 0, LONGEST_WAIT
@@ -174,7 +174,7 @@ class TokenBudget:
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches.
 
-        Processes gather a layer together whenever one computes it: each micro-batch is one pass.
+        Several processes gather each layer together in a pass: each micro-batch must be one pass.
         """
         if self._processes.count > 1 and self._way != "tree":
             return chains_of(rows, self._way)
@@ -198,7 +198,7 @@ class TokenBudget:
 
         `undo` is called after each attempt that ran out of memory. `fits` says whether there is
         memory to do the same with one row by itself. Without `trains`, `run` has no backward pass:
-        checkpointing saves it nothing, and it shows nothing of how long a row may be.
+        checkpointing saves nothing, and a success does not prove that a row can be trained on.
 
         Raises:
             Unusable: a row is too long to be computed by itself, though others are not.
@@ -227,7 +227,7 @@ class TokenBudget:
         *,
         trains: bool,
     ) -> None:
-        """Make an attempt at `rows` take less memory: it ran out, for a `reason`, at some."""
+        """Make the next attempt at `rows` take less memory, which ran out at the `failed` rows."""
         torch.cuda.empty_cache()
         if trains and self._checkpoint is not None and self.checkpointed_share < 1:
             self._set_checkpointed(1.0)
@@ -240,9 +240,9 @@ class TokenBudget:
         self._shrink(reason)
 
     def _uncut(self, rows: Sequence[Row]) -> RowKey | None:
-        """Return the longest of a micro-batch's rows if nothing of it is left to cut.
+        """Return the key of a micro-batch's longest row if the micro-batch cannot be cut.
 
-        Beside the longest row are then only some that are part of it.
+        All its other rows are then parts of the longest row.
         """
         longest = max(rows, key=_size, default=None)
         if longest is None or computed_tokens(rows, way=self._way) > longest.size - 1:
@@ -250,10 +250,10 @@ class TokenBudget:
         return longest.key
 
     def _refuse_too_long(self, row: Row, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
-        """Refuse rows as long as one that does not fit by itself, where shorter ones do.
+        """Refuse all rows as long as `row` if it does not fit by itself and the shortest row does.
 
-        A row no longer than one that was computed before is not to blame: the memory was taken by
-        something else since.
+        A row no longer than a row trained on before is not to blame: something else has taken the
+        memory since.
         """
         shortest = min(rows, key=_size)
         size = row.size
@@ -271,7 +271,7 @@ class TokenBudget:
         self._note("micro_batches_made_smaller", reason)
 
     def _note(self, event: str, reason: str) -> None:
-        """Wait longer for the next attempt at what takes more memory, and log what was done."""
+        """Log an event, and wait longer before the full size is tried again."""
         if self._is_trying:
             self._wait = min(LONGEST_WAIT, 2 * self._wait)
             self._is_trying = False

@@ -1,9 +1,9 @@
-"""Tokenise a person's correction: the one text that Pawl makes token ids of.
+"""Tokenise corrections, the only texts that Pawl trains on without recorded token ids.
 
 The prompt's ids stay the recorded ones. The base model's own chat template renders the recorded
-messages, once as a prompt and once with the correction as the reply. The first must come to exactly
-the recorded ids, and the second must begin with them. So no template, and no setting of one, that
-differs from the server's trains anything (docs/explanation/invariants.md, 4).
+messages, once as a prompt and once with the correction as the reply. The first must give exactly
+the recorded ids, and the second must begin with them. So nothing is trained if the template or one
+of its settings differs from the server's (docs/explanation/invariants.md, 4).
 """
 
 from collections.abc import Container, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 Refusal = Literal["no_messages", "other_template", "special_tokens", "no_end_of_turn"]
-# What apply_chat_template reads beside the template's variables, which a request may not set.
+# Arguments of apply_chat_template that are not template variables: a request must not set them.
 _OURS: Final = {"tokenize": False, "chat_template": None, "continue_final_message": False}
 
 
@@ -25,7 +25,7 @@ def reply_ids(
 ) -> tuple[int, ...] | Refusal:
     """Return the token ids of `text` as the reply to a prompt, (S,), or why there are none.
 
-    The last is that of the end of the turn, one of `ends`.
+    The last id ends the turn, and is one of `ends`.
 
     - `no_messages`: the request is no chat, or is not kept.
     - `other_template`: the template does not give the recorded ids, or changes the correction.
@@ -37,7 +37,7 @@ def reply_ids(
         if not (isinstance(body, dict) and body.get("messages")):
             return "no_messages"
         before, whole = _rendered(tokenizer, body, text)
-    except Exception:  # A template is a program, of a request that is anybody's.
+    except Exception:  # A template is a program, and it runs on an untrusted request.
         return "other_template"
     prompt, ids, alone = (
         tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, whole, text)

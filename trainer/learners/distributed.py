@@ -1,8 +1,8 @@
 """Run one learner in several processes, which `accelerate launch` starts; rank 0 leads.
 
-Rank 0 receives the commands and passes them on to the others, and all agree on how each ended
-(`trainer.learners.processes` is how they compute together). Learners that share a base model share
-its processes, too: a command names its policy.
+Rank 0 receives the commands and passes them on to the others, and all agree on how each command
+ended. (`trainer.learners.processes` has the joint computation.) Learners that share a base model
+share its processes, too: a command names its policy.
 """
 
 import os
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
-    """Run a module in several processes of this machine, and return their exit status.
+    """Run a module in several processes of this machine, and return an exit status.
 
-    That is 0 if a signal ended them, and 2 if one of them ended with that: it says why. Else those
-    that failed may be started again, with status 1.
+    It is 0 also if a signal ended them, 2 if a process ended with 2 (and has said why), and 1 after
+    other failures: the processes may be started again.
     """
     command = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     # Port 0: any that is free.
@@ -66,10 +66,10 @@ def has_companions() -> bool:
 
 
 class _LeadingLearner:
-    """Run each command of the learner in rank 0 in all processes at once.
+    """The learner of rank 0, whose commands run in all processes at once.
 
-    It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0, which
-    alone answers what depends on no weights.
+    It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0. Calls
+    that do not depend on the weights run in rank 0 only.
     """
 
     def __init__(self, policy: str, learner: "Learner", one_at_a_time: threading.Lock) -> None:
@@ -113,7 +113,7 @@ def _run(command: Callable[..., T], *args: object) -> T:
     """Run one command in this process.
 
     Raises:
-        ShortOfMemory: memory ran out, wherever in the command it did.
+        ShortOfMemory: memory ran out anywhere in the command.
     """
     try:
         return command(*args)
@@ -127,11 +127,11 @@ def _run(command: Callable[..., T], *args: object) -> T:
 def agree(learner: "Learner", own: Exception | None) -> None:
     """Wait until a command has ended in all processes, in this one with the error `own` or None.
 
-    Where it failed in some of them, the others must not go on: they would compute with other
-    weights. A disk that refuses leaves the learner as it is.
+    If it failed in some processes, the others must not go on: they would compute with other
+    weights. An `OSError` does not count: a refused write leaves the learner as it is.
 
     Raises:
-        LearnerError: it failed in another process, and not in this one.
+        LearnerError: the command failed in another process, and not in this one.
     """
     learner.processes.regroup(own)
     is_companions = isinstance(own, CompanionFailed)
@@ -162,7 +162,7 @@ class Leader:
         }
 
     def interrupt(self) -> None:
-        """Stop a running update, whosever it is."""
+        """Stop a running update of any learner."""
         for learner in self.learners.values():
             learner.interrupt()
 

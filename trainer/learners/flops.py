@@ -1,9 +1,9 @@
 """Measure how fast a learner trains: tokens a second, share of the GPU's peak, share of idle time.
 
-The share of the peak is the model FLOPs utilisation, MFU (PaLM, arXiv:2204.02311, appendix B): what
-an update must compute over what the GPU could compute in that time. What a trainer does beyond what
-the mathematics asks for, such as computing activations or shared prefixes a second time, takes
-seconds and earns nothing.
+The share of the peak is the model FLOPs utilisation, MFU (PaLM, arXiv:2204.02311, appendix B): the
+operations that an update needs over the operations that the GPU could do in that time. Operations
+that the mathematics does not need, such as computing activations or shared prefixes a second time,
+take seconds and do not count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ from trainer.learners.scoring import decoder_of
 
 log = structlog.get_logger()
 
-# Dense bfloat16 operations a second, by a part of the GPU's name as CUDA says it; the first that
-# fits counts. From NVIDIA's data sheets, whose larger figures are of sparse matrices.
+# Dense bfloat16 operations a second, by a part of the GPU's name in CUDA; the first match counts.
+# From NVIDIA's data sheets, whose larger figures are for sparse matrices.
 PEAKS: Final = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -42,12 +42,12 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class ModelFlops(Record, frozen=True, kw_only=True):
-    """Hold what a model multiplies.
+    """The numbers of multiplications in a model.
 
     Attributes:
-        matrices: the parameters that a token is multiplied with; of experts, those it is sent to.
-        head: those of the LM head.
-        attention: what a (query, key) pair multiplies in a layer, all heads together.
+        matrices: parameters that a token is multiplied with; of experts, those it is sent to.
+        head: parameters of the LM head.
+        attention: multiplications of a (query, key) pair in a layer, all heads together.
         windows: how many keys a token sees at most in each layer with attention; None: no bound.
     """
 
@@ -59,14 +59,14 @@ class ModelFlops(Record, frozen=True, kw_only=True):
     def trained(self, tokens: int, pairs: int, scored: int) -> float:
         """Return the operations of one forward and backward pass that trains an adapter.
 
-        A parameter costs 2 a token in the forward pass and 2 for the gradient of its input. The
-        base is frozen: the other 2, for the gradient of the weights, which make the usual 6, are
-        not spent. Attention has no weights, and costs 2 and 4 whatever is trained. The adapter's
-        own, below one per cent, and the recurrences of linear layers are left out.
+        A parameter costs 2 operations a token in the forward pass and 2 for the gradient of its
+        input. The usual further 2, for the gradient of the weights, are saved because the base is
+        frozen. A multiplication of attention, which has no weights, costs 2 and 4. The adapter's
+        own operations, below one per cent, and the recurrences of linear layers are left out.
 
         Args:
-            tokens: the distinct ones, each computed once.
-            pairs: of a token and one that it sees, itself among them (`trainer.batches.tree_size`).
+            tokens: number of distinct tokens, each computed once.
+            pairs: number of (query, key) pairs, a token with itself included (`tree_size`).
             scored: how many tokens the head is computed for.
         """
         seen = sum(
@@ -76,19 +76,16 @@ class ModelFlops(Record, frozen=True, kw_only=True):
 
 
 def counted_flops(base: Any) -> ModelFlops | None:
-    """Return what the text model of `base` multiplies, or None with a warning if it is not known.
-
-    Training needs none of it.
-    """
+    """Return `model_flops`, or None with a warning if they are unknown: training goes on."""
     try:
         return model_flops(base)
-    except Exception as error:  # Architectures differ in what they say of themselves.
+    except Exception as error:  # Architectures name their sizes differently.
         log.warning("flops_not_counted", reason=f"{type(error).__name__}: {error}"[:500])
         return None
 
 
 def model_flops(base: Any) -> ModelFlops:
-    """Return what the text model of `base` multiplies, of which an outline is enough."""
+    """Return the multiplications of the text model of `base`, which need not be loaded."""
     text = base.config.get_text_config()
     decoder = decoder_of(base)
     embedding = decoder.get_input_embeddings().weight
@@ -112,7 +109,7 @@ class Throughput:
     """Measure the updates of all learners of one base model."""
 
     def __init__(self, flops: ModelFlops | None, device: torch.device, processes: int) -> None:
-        """Begin for a model, which so many processes compute, each on a device of this kind.
+        """Begin for a model that `processes` processes compute, each on a device like `device`.
 
         Without `flops` the share of the peak is unknown.
         """
@@ -133,10 +130,10 @@ class Throughput:
             self._busy += perf_counter() - began
 
     def figures(self, rows: Sequence[Row], epochs: int, seconds: float) -> dict[str, float]:
-        """Return the figures of an update that ends now, after it trained for so many seconds.
+        """Return the figures of an update that ends now, after `seconds` of training.
 
-        The share of the peak is missing where that is unknown, and the idle share, which is of the
-        time since the update before ended, after the first.
+        `mfu` is missing if the peak is unknown. `idle_share` is a share of the time since the end
+        of the previous update; the first update has none.
         """
         tokens, pairs = tree_size(rows)
         figures: dict[str, float] = {"tokens_per_second": round(epochs * tokens / seconds)}

@@ -2,19 +2,18 @@
 
 The penalty of the recipe's `[kl]` is in the loss or in the reward. In the loss it is the k3
 estimator (Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300 §4.1.1), weighted
-like the rest of the loss, which TRL's own `beta` is not. It estimates the policy's KL from tokens
-that the policy sampled; those of other versions count by the loss's truncated ratio policy/sampled
-(DeepSeek-V3.2, arXiv:2512.02556 §3.1). In the reward it is log π − log π_base of each sampled
-token (arXiv:1909.08593 §2), with π the policy before the update's first step. Both are shaped by
-the settings that the row was sampled with: the policy is held near the base as both would answer
-under these, and each drops what lies under its own edges. The sampled token counts as a survivor
-in both (`trainer.learners.replay.shaping`), so that neither is infinite.
+like the rest of the loss, unlike TRL's own `beta`. k3 assumes tokens that the policy sampled;
+tokens of other versions are weighted by the loss's truncated ratio policy/sampled (DeepSeek-V3.2,
+arXiv:2512.02556 §3.1). In the reward it is log π − log π_base of each sampled token
+(arXiv:1909.08593 §2), with π the policy before the update's first step. The row's sampling settings
+shape both distributions, so that the policy stays near the base as both would answer under these
+settings; top-k, top-p and min-p apply to each by itself. The sampled token counts as a survivor in
+both (`trainer.learners.replay.shaping`), so that neither log-probability is infinite.
 
-After an update `kl_by_row` measures how far the policy has gone. How much a model forgets of what
-it was not trained on follows from its KL divergence to the base model on what it was
-(arXiv:2509.04259). Here that is KL(policy ‖ base), exact over the vocabulary and at temperature
-one, on some of the calls that the update trained on. Nothing that is trained changes, and nothing
-is drawn: which calls are measured follows from their tokens.
+After an update `kl_by_row` measures KL(policy ‖ base), exact over the vocabulary and at temperature
+one, on some of the calls that the update trained on. This divergence on the trained tasks predicts
+how much the model forgets of other tasks (arXiv:2509.04259). Measuring changes no weights and draws
+no random numbers: hashes of the token ids choose the calls.
 """
 
 import math
@@ -32,8 +31,8 @@ from trainer.learners.kernels.head import Head, head_kl, logits_kl
 from trainer.learners.scoring import states_of, whole_logits
 from trainer.recipes.recipe import KlOptions
 
-# The share of an update's tokens that are measured, within bounds: they are computed twice, and
-# without a gradient, where training computes each at least three times.
+# One in `PART` of an update's tokens is measured, within bounds. It costs two forward passes;
+# training on a token costs at least as much as three.
 PART: Final = 16
 FEWEST_TOKENS: Final = 512
 MOST_TOKENS: Final = 16384
@@ -118,7 +117,7 @@ class KlToBase:
         return log_ratios.exp().clamp(max=self._ratio_cap)
 
     def figures(self) -> dict[str, float]:
-        """Return `kl_penalised` in nats per token: what the rule saw, over the update's passes."""
+        """Return `kl_penalised`: the mean k3 over all passes of the update, in nats per token."""
         return {"kl_penalised": self._seen / self._weight} if self._weight else {}
 
 
@@ -128,7 +127,7 @@ def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> lis
     `rewards` are sums over a row's tokens. Their mean over the update, weighted by the rows, is
     subtracted: without this baseline every sample would be pushed down. Credit assignment has
     already divided rewards by their spread, so the coefficient is in units of the advantage.
-    Corrections, which the policy did not sample, have none.
+    Corrections get no KL reward, because the policy did not sample them.
     """
     own = [row for row in rows if not row.is_correction]
     total = sum(row.weight for row in own) or 1.0
@@ -142,12 +141,11 @@ def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> lis
 
 
 def metered_rows(rows: Sequence[Row], fewest: int | None = None) -> list[Row]:
-    """Return the rows to measure: one at least, and as many as the bound on tokens allows.
+    """Return the rows to measure: at least one, and as many as the bound on tokens allows.
 
-    That is a part of all tokens, those of prompts among them, and `fewest` of these (None:
-    `FEWEST_TOKENS`) where the part is less.
-
-    They are the first by the hash of their ids, so the same rows give the same choice in any order.
+    The bound is one in `PART` of all tokens, prompts included, and at least `fewest` tokens (None:
+    `FEWEST_TOKENS`). Rows are taken in the order of the hashes of their ids, so that the choice
+    does not depend on the order of `rows`.
     """
     tokens = sum(row.size for row in rows)
     left = min(MOST_TOKENS, max(fewest or FEWEST_TOKENS, tokens // PART))
@@ -188,7 +186,7 @@ def kl_figures(
     """Return `kl_to_base`, the mean over all sampled tokens of `rows` in nats, and their number.
 
     Raises:
-        Unusable: it is not finite, so neither is the policy.
+        Unusable: the mean is not finite, because the policy's log-probabilities are not.
     """
     values = {key: own for part in measured for key, own in part.items()}
     each = [value for row in rows for value in values[row.key]]

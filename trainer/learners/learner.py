@@ -77,18 +77,19 @@ from trainer.updates.plan import OFF_POLICY
 log = structlog.get_logger()
 
 Result = TypeVar("Result")
-# Tokens, those of prompts among them, on which it is measured how far an update moved the policy:
-# replies of two tokens behind prompts of 200 need so many to say anything.
+# Fewest tokens, prompts included, on which an update's overlap is measured: with replies of two
+# tokens after prompts of 200, fewer tokens would say nothing.
 FEWEST_MOVED: Final = 8192
-# Tokens that are taken for one decision there. Of a reply of three, one decides: a mean over tokens
-# would let the decision move three times as far. Over whole replies long ones would hardly move.
+# The overlap is measured over parts of so many reply tokens. A mean over single tokens would let
+# the one decisive token of a reply of three move three times as far; with whole replies, long ones
+# would hardly move.
 REPLY_PART: Final = 4
-# A step of less leaves the policy where it was.
+# A smaller share of a step leaves the policy where it was.
 SHORTEST_STEP: Final = 2.0**-10
 IN_BETWEEN = "trained on, and not saved as a version"
 # Tokens of the longest row that is rehearsed: half a minute's work for 8B parameters on an H100.
 LONGEST_TRIED: Final = 65_536
-# What makes the TRL trainer of each learner, by the recipe's `learner`.
+# The function that makes the TRL trainer, by the recipe's `learner`.
 TRAINERS: Final = {
     "grpo": make_trainer,
     "ppo": make_ppo_trainer,
@@ -101,7 +102,7 @@ FIGURES: Final = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
 
 class Learner:
-    """Hold one policy's model between updates, as `LearnerProtocol` asks for."""
+    """One policy's model between updates, and its training (`LearnerProtocol`)."""
 
     # None while another learner holds the base.
     _model: Any
@@ -118,14 +119,14 @@ class Learner:
         *,
         ways: Sequence[Way] = WAYS,
     ) -> None:
-        """Begin with a new adapter of a base model; learners may share one, and take turns.
+        """Begin with a new adapter of a base model, which learners may share in turns.
 
         Args:
             model: the base model, or the folder or name of one to load.
             recipe: how it is trained.
-            seed: that of the first adapter's weights.
+            seed: seed of the first adapter's weights.
             scratch: a folder where TRL may write.
-            ways: how rows may be computed, the best first; the last is taken untried.
+            ways: how rows may be computed, the best way first; the last is taken untried.
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
@@ -176,7 +177,7 @@ class Learner:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make what trains the model as it stands."""
+        """Make the TRL trainer and the optimiser steps for the model as it stands."""
         attend(self._model, self.way)
         always = self._recipe.batch.gradient_checkpointing is True
         self._checkpoint(1.0 if always else self._budget.checkpointed_share)
@@ -187,23 +188,23 @@ class Learner:
         self._step = Step(self._trainer, self._interrupted, self.processes)
 
     def _footprint(self) -> Footprint | None:
-        """Return what training takes, or None if that cannot be told from the configuration.
+        """Return the memory that training takes, or None if the configuration does not show it.
 
-        All processes have a plan or none: with one they ask each other for their memory.
+        Either all processes have a plan or none has: with a plan they gather each other's memory.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         takes = None
         try:
             takes = footprint(self._base.name, self._recipe, device)
             takes = takes.over(self.processes.count)
-        except Exception as error:  # Whatever fails, training may not.
+        except Exception as error:  # Training may still work.
             log.warning("memory_not_planned", reason=f"{type(error).__name__}: {error}"[:500])
         return takes if all(self.processes.gather(takes is not None)) else None
 
     def _plan_memory(self) -> None:
-        """Say from which length on calls would be too long for the memory, if any may be.
+        """Log from which length on calls are too long for the memory, if the model allows these.
 
-        On a GPU a row of that length is trained on first, and the plan corrected by what it took.
+        On a GPU a row of that length is trained on first, and the plan corrected by its peak.
         """
         if self._takes is None:
             return
@@ -218,20 +219,20 @@ class Learner:
             )
 
     def _correct_plan(self, takes: Footprint) -> None:
-        """Rehearse the longest row in all processes; one that fails leaves the plan as it is."""
+        """Rehearse the longest row in all processes; a failure leaves the plan as it is."""
         failure: Exception | None = None
         try:
             self._rehearse_longest(takes)
-        except Exception as error:  # Whatever fails, no call may ever be as long.
+        except Exception as error:  # Calls may all be shorter.
             failure = error
             self._forget()
             log.warning("longest_row_failed", reason=f"{type(error).__name__}: {error}"[:500])
         self.processes.regroup(failure)
 
     def _rehearse_longest(self, takes: Footprint) -> None:
-        """Train on a row as long as the memory should allow, or as the model; correct the plan.
+        """Train on a row as long as memory and model should allow, and correct the plan.
 
-        Attention takes the square of its tokens, and memory does not: `LONGEST_TRIED` are enough.
+        At most `LONGEST_TRIED` tokens: attention's time grows with their square, memory does not.
         """
         most = min(LONGEST_TRIED, takes.context or self._recipe.batch.micro_batch_tokens)
         peak = None
@@ -244,7 +245,7 @@ class Learner:
             log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
             takes = takes.corrected(tokens, peak, checkpointing=saves)
             # Errors hold the tensors of the frames that they passed, and the next attempt is
-            # planned for what is free.
+            # planned for the free memory.
             gc.collect()
             give_freed_memory_back()
         self._takes = takes
@@ -277,8 +278,8 @@ class Learner:
     def _checkpointed_share(self, rows: Sequence[Row], planned: int = 0) -> float:
         """Return the share of the layers to checkpoint, so that every process has room for `rows`.
 
-        They are computed in micro-batches, of which one is as long as the longest row, and some are
-        longer if that saves and `planned` tokens have room.
+        The largest micro-batch counts. It is at least as long as the longest row, and longer if
+        that saves computation and `planned` tokens have room.
         """
         if self._takes is None:
             return 0.0
@@ -294,11 +295,12 @@ class Learner:
     def _planned(self, rows: Sequence[Row]) -> int:
         """Return how many tokens of an update there should be room for at once, 0 without a plan.
 
-        A GPU says when its memory runs out, and is tried. On a CPU the kernel ends the trainer.
+        On a GPU any row is tried, because running out of memory is an error that is handled. On a
+        CPU the kernel would kill the trainer.
 
         Raises:
-            Unusable: some rows are longer than a CPU has memory for, and were always too long.
-            ShortOfMemory: all are, or some that there was room for before.
+            Unusable: some rows are too long for a CPU's memory.
+            ShortOfMemory: all rows are, or a row no longer than a row trained on before.
         """
         if self._takes is None:
             return 0
@@ -344,13 +346,13 @@ class Learner:
         return list(dict.fromkeys(map(layer_kind, names)))
 
     def take_less(self, halvings: int) -> int:
-        """Compute less at once, micro-batches halved so often; return their tokens."""
+        """Halve micro-batches `halvings` times for some updates; return their size in tokens."""
         self._budget.take_less(halvings)
         return self._budget.tokens
 
     @says_no_room("while an adapter was made anew")
     def leave_out(self, kinds: Collection[str]) -> None:
-        """Give new adapters no layers of some kinds, which the model server ignores."""
+        """Leave layers of `kinds`, which the model server ignores, out of new adapters."""
         # The adapter of a self-test may have other layers.
         self.restore(None)
         self._stands_at = IN_BETWEEN
@@ -358,7 +360,7 @@ class Learner:
         self.restore(None)
 
     def rehearse(self) -> None:
-        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it."""
+        """Train a new adapter on made-up rows, as many as a micro-batch may have."""
         self.restore(None)
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(self.probe_rows(), tokens)
@@ -367,10 +369,10 @@ class Learner:
 
     @says_no_room("while an adapter was imported")
     def adopt(self, adapter: Path) -> None:
-        """Begin a learner that is as it was made from an adapter trained elsewhere.
+        """Start a new learner from an adapter that was trained elsewhere.
 
         Raises:
-            AdapterError: it cannot be a version; the message says why, and what to do.
+            AdapterError: the adapter cannot be a version; the message says why, and what to do.
             ShortOfMemory: memory ran out.
         """
         with TemporaryDirectory(prefix="pawl-adapter-") as name:
@@ -398,7 +400,7 @@ class Learner:
         rows = self._trainer.prepare(rows, view)
         metered = metered_rows(rows)
         kept: dict[str, float] = {}
-        # To imitate is to go where the policy seldom went.
+        # Imitation moves the policy to replies that it seldom gave: no drift, no trust region.
         if self._recipe.kept is not None:
             trained, off_policy = self._take_steps(rows, newest)
         else:
@@ -407,7 +409,7 @@ class Learner:
             parameters, _ = self._trainer.trained_parameters()
             start = [parameter.detach().clone() for parameter in parameters]
             trained, off_policy = self._take_steps(rows, newest)
-            # Those of the first step were scored before the policy moved.
+            # Rows of the first step have log-probabilities from before the policy moved.
             first = split_steps(rows, self._recipe.batch.steps)[0]
             first = [row for row in first if not row.is_correction]
             kept = self._shorten(metered_rows(first, FEWEST_MOVED), start) if first else {}
@@ -426,17 +428,18 @@ class Learner:
         }
 
     def policy_logprobs(self) -> dict[RowKey, bytes]:
-        """Return what the policy gave each token of the last update as it was first trained on."""
+        """Return the policy's log-probabilities from before the first step on each row."""
         return self._policy_logprobs
 
     def _take_steps(
         self, rows: Sequence[Row], newest: int | None
     ) -> tuple[list[TrainedStep], dict[str, Any]]:
-        """Take an update's optimiser steps; return what they came to, and the off-policy metrics.
+        """Take an update's optimiser steps; return the steps and the off-policy metrics.
 
         Raises:
-            Unusable: the loss or the gradient is not finite; it says which episodes are to blame.
-            ShortOfMemory: memory ran out, also where it is looked for who is to blame.
+            Unusable: a loss or gradient is not finite, server and trainer drift, or no row carries
+                loss; it says which episodes are to blame.
+            ShortOfMemory: memory ran out, in a step or in the search for rows to blame.
         """
         off_policy: dict[str, Any] = {}
         self._policy_logprobs = {}
@@ -461,18 +464,18 @@ class Learner:
             self._forget()
             if error.reason != NON_FINITE:
                 raise
-            # Of all rows: who is to blame may have been compared with who is in this step.
+            # Among all rows: a row of another step may be in the baseline of a row of this one.
             with says_no_room("while it was looked for rows that are not finite"):
                 blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
         if masked and all(masked) and not any(row.is_correction for row in rows):
-            # Nothing was learned, but the optimiser's moments went on.
+            # Nothing was learned, but the optimiser's moments have changed.
             why = "none of its calls carries loss: too far off the policy (off_policy.sequence_min)"
             raise Unusable(why, dict.fromkeys((row.episode_id for row in rows), why), OFF_POLICY)
         return trained, off_policy
 
     def _view(self, rows: Sequence[Row]) -> View:
-        """Return the rows as the trainer sees them before the first step, if it needs that."""
+        """Return the trainer's view of the rows before the first step; empty if it needs none."""
         if not self._trainer.needs_view:
             return View.of([])
         return View.of(self._survey_in_parts(rows, self._trainer.view))
@@ -514,10 +517,10 @@ class Learner:
     def _shorten(self, rows: Sequence[Row], start: Sequence[torch.Tensor]) -> dict[str, float]:
         """Move the trained parameters half-way back to `start` until they are in the trust region.
 
-        As TRPO searches back along its step (arXiv:1502.05477, appendix C). In the region the
-        policies before and after overlap by `off_policy.min_overlap`, as `rows` of the first step
-        show. Return the `overlap`, and which share of the step is kept (`step_kept`). What is not
-        finite is left to `_meter`.
+        This is TRPO's line search (arXiv:1502.05477, appendix C). In the region, the policies
+        before and after overlap by at least `off_policy.min_overlap` on `rows`, which are of the
+        first step. Return the `overlap`, and the share of the step that is kept (`step_kept`). An
+        overlap that is not finite is left to `_meter`.
         """
         parameters, _ = self._trainer.trained_parameters()
         least, share = self._recipe.off_policy.min_overlap, 1.0
@@ -531,7 +534,7 @@ class Learner:
         return {"overlap": overlap, "step_kept": share}
 
     def _overlap(self, rows: Sequence[Row]) -> float:
-        """Return what the policies before and after have in common: 1 − their total variation.
+        """Return the overlap of the policies before and after: 1 − their total variation distance.
 
         It is the mean of min(1, after/before) over parts of `REPLY_PART` tokens of the replies of
         `rows`, which are of the first step.
@@ -550,14 +553,14 @@ class Learner:
         return kl_figures(metered, self._survey_in_parts(metered, measure))
 
     def _forget(self) -> None:
-        """Undo half a step: clear its gradients and figures, and scores that hold its tensors."""
+        """Undo an unfinished step: clear gradients, figures, and scores that hold its tensors."""
         self._trainer.optimizer.zero_grad()
         self._trainer.scored = None
         self._trainer.take_compared()
         self._trainer._metrics["eval"].clear()
 
     def _version(self) -> int | None:
-        """Return the version that the model is, or None if it is none."""
+        """Return the number of the version that the model is, or None if it is no version."""
         if isinstance(self._stands_at, Path):
             return int(self._stands_at.name)
         return 0 if self._stands_at is None else None

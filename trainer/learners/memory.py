@@ -37,41 +37,41 @@ from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
 
 GIB: Final = 2**30
-# The names under which transformers knows the attention that only has shapes, in general and where
-# grouped heads are repeated for it (`kernels.process.fuse_wide_attention`).
+# Names of attention that computes only shapes, for transformers: in general, and with grouped heads
+# repeated (`kernels.process.fuse_wide_attention`).
 PLANNED: Final = "pawl_planned"
 PLANNED_WIDE: Final = "pawl_planned_wide"
-# Tokens that a layer is run with: enough for what does not grow with them to count little.
+# Tokens that a layer is run with: so many that bytes which do not grow with them count little.
 TOKENS: Final = 4096
-# Bytes of each trained number, in float32: itself, its gradient, AdamW's two moments, and itself as
-# it was before the update (`off_policy.min_overlap`).
+# Bytes of each trained number, in float32: its value, its gradient, AdamW's two moments, and its
+# value before the update (`off_policy.min_overlap`).
 TRAINED: Final = 20
 # CUDA's context, the workspaces of its libraries, and what the allocator cannot use.
 OVERHEAD: Final = GIB
 
 
 class Footprint(Record, frozen=True, kw_only=True):
-    """Hold what training a model takes, in bytes.
+    """The memory that training a model takes, in bytes unless another unit is named.
 
     Attributes:
         family: the model's type, as its configuration names it.
         architecture: the class of the model, which model servers call the same.
         why_no_tree: why shared prefixes cannot be computed as trees; None if a trial decides.
-        context: the most tokens that the model has positions for; None if it does not say.
-        parameters: how many numbers the frozen base has.
-        trained: how many the adapter has.
-        weights: of the frozen base; where they are packed, with the largest layer unpacked.
-        packed: of these with `base_bits = 4`; None if they cannot be packed.
-        layers: of each decoder layer that several processes shard; packed ones are whole in each.
-        gathered: of a layer that one of several processes has whole for its turn: as its parts
-            came, and as it is used.
-        quantised: by which method the weights are stored in fewer bits; None: they are not.
-        served: of the weights in a model server, whatever the files have: 16 bits on a GPU, 32 on a
-            CPU.
-        cached: a token, of keys and values in a model server.
-        optimizer: of the adapter, its gradient, and the optimiser's moments.
-        head: of the LM head's logits, which are computed in chunks.
-        plain: a token, at the end of the forward pass.
+        context: the most tokens that the model has positions for; None if unknown.
+        parameters: count of the base's parameters.
+        trained: count of the adapter's parameters.
+        weights: weights of the base; if they are packed, with the largest layer unpacked as well.
+        packed: `weights` with `base_bits = 4`; None if they cannot be packed.
+        layers: each decoder layer, if processes can shard it; packed layers are whole in each.
+        gathered: the sharded layer that a process has whole for its turn: once as its parts came,
+            once as it is used.
+        quantised: the method that the stored weights are quantised by, or None.
+        served: weights in a model server: 32 bits on a CPU; on a GPU 16, or as stored in fp8 and
+            mxfp4.
+        cached: keys and values of a token in a model server.
+        optimizer: the adapter before and after the step, its gradient and the optimiser's moments.
+        head: the LM head's logits, which are computed in chunks.
+        plain: a token at the end of the forward pass.
         checkpointed: a token with gradient checkpointing, while one layer is computed again.
     """
 
@@ -113,7 +113,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return max(0, room - self.fixed) // a_token
 
     def over(self, processes: int) -> "Footprint":
-        """Return what training takes in one of several processes that share the weights."""
+        """Return the footprint of each of several processes that share the weights."""
         if processes == 1 or not self.layers:
             return self
         saved = sum(self.layers) * (processes - 1) // processes
@@ -129,7 +129,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return min(1.0, lacking / max(1, tokens * (self.plain - self.checkpointed)))
 
     def corrected(self, tokens: int, peak: int | None, *, checkpointing: bool) -> "Footprint":
-        """Return what it takes if training on `tokens` tokens took `peak` bytes; None: too many."""
+        """Return the footprint by the measured `peak` of `tokens` tokens; None: out of memory."""
         kind = "checkpointed" if checkpointing else "plain"
         own: int = getattr(self, kind)
         a_token = 2 * own if peak is None else max(1, (peak - self.head - self.gathered) // tokens)
@@ -137,18 +137,18 @@ class Footprint(Record, frozen=True, kw_only=True):
 
 
 def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
-    """Return what training `model` by `recipe` takes on a `device`, "cpu" or "cuda".
+    """Return the footprint of training `model` by `recipe` on a `device`, "cpu" or "cuda".
 
     `model` is a folder, a `config.json`, or a hub name; nothing but the configuration is read.
 
     Raises:
-        LearnerError: there is no such configuration, no layer of it can be run, or the recipe asks
-            to pack a base that cannot be.
+        LearnerError: there is no such configuration, a layer cannot be run, or the recipe asks to
+            pack a base that cannot be packed.
     """
     config = configuration(model, "planned")
     with loading(model, "planned"):
         with torch.device("meta"):
-            # Some operations of experts take nothing wider.
+            # Some operations of experts take no wider numbers.
             base = loader_of(config).from_config(config, dtype=torch.bfloat16)
         wide = precision(recipe, device) == torch.float32 and device == "cuda"
         base.set_attn_implementation(PLANNED_WIDE if wide else PLANNED)
@@ -182,7 +182,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         served=_served_bytes(base) if device == "cuda" else parameters * served_width,
         cached=_cached_numbers(text) * served_width,
         optimizer=TRAINED * trained,
-        # A chunk's logits and their logarithms in float32, and the probabilities as the head is.
+        # A chunk's logits and log-probabilities in float32; probabilities in the head's precision.
         head=CHUNK[device] * (4 + 4 + width),
         plain=wider * sum(kept) + max(wider * peak, at_head),
         checkpointed=len(kept) * hidden * width + max(wider * (max(kept) + peak), at_head),
@@ -190,12 +190,12 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
 
 
 def _served_bytes(base: Any) -> int:
-    """Return the bytes of the weights as a server has them on a GPU: as they are stored."""
+    """Return the bytes of the weights on a server's GPU: fp8 and mxfp4 as stored, else 16 bits."""
     method = quantised_by(base.config)
     embeddings = {id(base.get_input_embeddings().weight), id(base.get_output_embeddings().weight)}
 
     def width(parameter: Any) -> float:
-        """In 8 bits are matrices, in 4 and a scale for 32 of them those of stacked experts."""
+        """Bytes of a number: 1 in fp8 matrices; 4 bits and 1/32 of a scale in mxfp4 experts."""
         if method == "fp8" and parameter.ndim > 1 and id(parameter) not in embeddings:
             return 1
         return 17 / 32 if method == "mxfp4" and parameter.ndim > 2 else 2
@@ -204,7 +204,7 @@ def _served_bytes(base: Any) -> int:
 
 
 def _packed_bytes(base: Any, recipe: Recipe, device: str) -> int | None:
-    """Return the bytes of the weights in 4 bits; None: they cannot be packed, or are already."""
+    """Return the bytes of the weights in 4 bits; None if quantised already, or not packable."""
     if quantised_by(base.config) is not None:
         return None
     try:
@@ -214,7 +214,7 @@ def _packed_bytes(base: Any, recipe: Recipe, device: str) -> int | None:
 
 
 def _cached_numbers(text: Any) -> int:
-    """Return how many keys and values a server keeps of a token, in layers that keep all of them.
+    """Return how many numbers a server caches for a token, in layers that cache all tokens.
 
     DeepSeek's attention keeps a latent vector and the rotated part of a key instead.
     """
@@ -229,7 +229,7 @@ def _cached_numbers(text: Any) -> int:
 
 
 def _of_layers(base: Any) -> tuple[list[int], int]:
-    """Return the bytes a token that each layer keeps, and the most that one's backward pass adds.
+    """Return the bytes a token that each layer keeps, and the most that a backward pass adds.
 
     Raises:
         LearnerError: a layer cannot be run on the meta device.
@@ -282,7 +282,7 @@ def _of_layer(
 
 
 def peak_of(device: torch.device, run: Callable[[], bool]) -> int | None:
-    """Call `run`; return the most bytes that it took at once, or None if it says: too many."""
+    """Call `run`; return the most bytes that it took at once, or None if it returns False."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -293,8 +293,8 @@ class LivingBytes(TorchDispatchMode):
     """Count the bytes of the tensors that are made within a context and still live.
 
     Attributes:
-        now: those that live at the moment.
-        most: the most that ever lived at once.
+        now: bytes that live at the moment.
+        most: the most bytes that ever lived at once.
     """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -329,7 +329,7 @@ class LivingBytes(TorchDispatchMode):
 
 
 class _PlannedAttention(Function):
-    """Keep what fused attention keeps: (1, H, N, D) in, (1, N, H, D) out, without values."""
+    """Keep the tensors that fused attention keeps; (1, H, N, D) in, (1, N, H, D) out, no values."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -358,6 +358,6 @@ def _planned_wide_attention(
     return _PlannedAttention.apply(query, *repeated), None
 
 
-# Without a mask of its own: transformers then makes none.
+# No mask function is registered, so that transformers makes no mask.
 AttentionInterface.register(PLANNED, _planned_attention)
 AttentionInterface.register(PLANNED_WIDE, _planned_wide_attention)

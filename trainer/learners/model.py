@@ -1,7 +1,7 @@
 """Load the model in training: a frozen base, and one policy's LoRA adapter on it at a time.
 
-The base model, in the recipe's precision, is what policies share: it is in memory once, and the
-adapter of the policy whose turn it is takes the place of the one before.
+Policies share the base model, which is in memory once, in the recipe's precision. The adapter of
+the policy whose turn it is replaces the previous policy's.
 """
 
 import gc
@@ -60,21 +60,20 @@ from trainer.learners.ways import layers_without_gradient
 from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import LoraOptions, Recipe
 
-# How many values of each parameter count for a model's hash: models that were trained differ in
-# nearly all.
+# Values of each parameter that are hashed to identify a model: training changes nearly all values.
 HASHED_VALUES: Final = 64
 # Why a layer has no adapter.
 GOES_PAST: Final = "training goes past it"
 IS_IGNORED: Final = "the model server ignores it"
-# Most characters of what transformers says of a model.
+# Most characters of an error of transformers in a message.
 MOST_TOLD: Final = 300
 # Most names of missing weights in a message.
 NAMED: Final = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Methods of storing weights in fewer bits that transformers undoes as it reads them.
+# Methods of quantisation that transformers undoes while it reads the weights.
 UNPACKED: Final[dict[str | None, Any]] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
-# Bytes of a packed weight. Beside 4 bits: a scale of 8 bits for 64 weights, and one of 32 for 256
-# of these scales.
+# Bytes of a packed weight. With 4 bits there are also a scale of 8 bits for each 64 weights, and
+# one of 32 bits for each 256 of these scales.
 PACKED_BYTES: Final = {4: (4 + 8 / 64 + 32 / (64 * 256)) / 8, 8: 1.0}
 
 
@@ -86,19 +85,19 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 
 
 def may_fit(model: str, recipe: Recipe) -> bool:
-    """Return whether the memory has room for the weights of `model` while nobody else has any."""
+    """Return whether the weights of `model` fit into the device's whole memory."""
     base, device = outline(configuration(model, "planned")), _device()
     return weight_bytes(base, recipe, device) <= whole_memory(device)
 
 
 def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
-    """Return the bytes of the weights of `base`, not loaded, as they would be on `device`.
+    """Return the bytes that the weights of `base`, which is not loaded, would take on `device`.
 
-    Packed layers, by the recipe or as they are stored, are unpacked one at a time, so that the
-    largest counts whole as well.
+    Layers that the recipe packs, or that are stored packed, are unpacked one at a time: the largest
+    layer is counted unpacked as well.
 
     Raises:
-        LearnerError: they cannot be packed as the recipe asks.
+        LearnerError: the weights cannot be packed as the recipe asks.
     """
     width = precision(recipe, device).itemsize
     whole: int = sum(parameter.numel() for parameter in base.parameters()) * width
@@ -113,12 +112,12 @@ def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
 
 
 def packable(base: Any) -> dict[str, int]:
-    """Return how many weights each layer has that bitsandbytes packs, by its name.
+    """Return the number of weights of each layer that bitsandbytes packs, by the layer's name.
 
-    They are the linear layers without the LM head.
+    These are all linear layers but the LM head.
 
     Raises:
-        LearnerError: most of the weights are in none of them.
+        LearnerError: stacked experts, which cannot be packed, have more weights than these layers.
     """
     head = base.get_output_embeddings()
     sizes = {
@@ -145,18 +144,18 @@ def _device() -> str:
 def loader_of(config: Any) -> Any:
     """Return transformers' loader of models with this configuration.
 
-    One that reads images too is loaded whole, so that its layers have the names that the model
-    server knows them by; only those of its language model get an adapter.
+    A model that also reads images is loaded whole, so that its layers have the names that the model
+    server uses; only the layers of its language model get an adapter.
     """
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def configuration(model: str, done: str = "loaded") -> Any:
-    """Return the configuration of `model`, which is to be `done`.
+    """Return the configuration of `model`; `done` completes "cannot be …" in error messages.
 
     Raises:
-        LearnerError: there is none, or what it describes is not trained.
+        LearnerError: there is no configuration, or models of its kind cannot be trained.
     """
     with loading(model, done):
         config = AutoConfig.from_pretrained(model)
@@ -172,7 +171,7 @@ def configuration(model: str, done: str = "loaded") -> Any:
 
 
 def quantised_by(config: Any) -> str | None:
-    """Return the method by which a model's weights are stored in fewer bits, if they are."""
+    """Return the method that a model's stored weights are quantised by, or None."""
     stored = getattr(config, "quantization_config", None)
     return stored.get("quant_method") if isinstance(stored, dict) else None
 
@@ -238,16 +237,16 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
             f"the model {model!r} is stored with packed weights: leave base_bits out of the recipe"
         )
     base.stored_weights = stored
-    # Where TRL reads this it rounds the adapter to bfloat16.
+    # TRL rounds the adapter to bfloat16 if one of these is set.
     base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
     return base, tokenizer
 
 
 @contextmanager
 def _stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
-    """Note what each weight has before it is packed, while a model is loaded within the context.
+    """Note the shape and first values of each weight, by name, before loading packs it.
 
-    That is its shape and its first values, by its name: what it is told by (`base_hash`).
+    Yield them for `base_hash`; they are complete once a model was loaded within the context.
     """
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 
@@ -269,12 +268,12 @@ def _stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
 
 
 def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) -> tuple[Any, Any]:
-    """Return the causal LM and its tokenizer as they are stored; "auto" keeps their precision.
+    """Return the causal LM and its tokenizer; the `dtype` "auto" keeps the stored precision.
 
-    `how` is what else transformers is told of loading.
+    `how` are further arguments of transformers' `from_pretrained`.
 
     Raises:
-        LearnerError: the model cannot be loaded, or some of its weights are not stored.
+        LearnerError: the model cannot be loaded, or its files lack weights.
     """
     config = configuration(model)
     if (method := quantised_by(config)) in UNPACKED and not how:
@@ -283,7 +282,7 @@ def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) ->
         base, found = loader_of(config).from_pretrained(
             model, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **how
         )
-        # transformers makes up what is missing, and passes over what it does not know.
+        # transformers initialises missing weights itself, and ignores unknown ones.
         of_other_shapes = (name for name, *_ in found["mismatched_keys"])
         faults = {"lack": found["missing_keys"], "have other shapes for": of_other_shapes}
         for fault, names in faults.items():
@@ -298,13 +297,13 @@ def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) ->
 
 @contextmanager
 def loading(model: str, done: str = "loaded") -> Iterator[None]:
-    """Raise LearnerError for an error, within the block, of what is `done` with a model."""
+    """Turn errors of loading within the block into a LearnerError: "cannot be `done`"."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        # The hub's own message is about how names are written.
+        # The hub's own message explains the syntax of names.
         is_no_name = HFValidationError in map(type, (error, error.__cause__, error.__context__))
-        # transformers goes on with all that it knows.
+        # Only the first sentence: transformers goes on to list the models that it knows.
         told = " ".join(str(error).split()).partition(". ")[0][:MOST_TOLD]
         why = "there is no such folder" if is_no_name else told
         raise LearnerError(
@@ -316,7 +315,7 @@ def loading(model: str, done: str = "loaded") -> Iterator[None]:
 def save_merged(model: str, adapter: Path, folder: Path) -> None:
     """Write `model` with the version in `adapter` merged into its weights, and the tokenizer.
 
-    It is done in the CPU's memory, in the precision that the model is stored in.
+    The merge happens in the CPU's memory, in the precision that the model is stored in.
 
     Raises:
         LearnerError: the model cannot be loaded, or is not the version's base model.
@@ -337,9 +336,7 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
 
 
 def encode_positions(base: Any, context: int | None = None) -> None:
-    """Encode the positions of all rows as a server of `context` tokens encodes all of its own.
-
-    None is the model's whole context.
+    """Encode positions as a server with a context of `context` tokens does (None: the model's).
 
     transformers chooses LongRoPE's factors (arXiv:2402.13753), and scales dynamic NTK, by the
     longest row of a batch. vLLM chooses factors by its context, once
@@ -372,10 +369,10 @@ def _encoded(
 
 
 def checkpoint(base: Any, share: float) -> None:
-    """Compute the activations of a share of the layers a second time from now on.
+    """Use gradient checkpointing in the first `share` of the layers from now on.
 
-    They are the first ones: when their turn comes, the others have freed what they kept.
-    transformers does so of models in training mode alone, which these never are.
+    The backward pass reaches the first layers last, when the others have freed their activations.
+    transformers' own checkpointing needs training mode, which these models are never in.
     """
     layers = layers_of(base)
     for layer in layers:
@@ -388,14 +385,14 @@ def checkpoint(base: Any, share: float) -> None:
 
 
 def is_checkpointed(base: Any) -> bool:
-    """Return whether any layer's activations are computed a second time."""
+    """Return whether any layer uses gradient checkpointing."""
     return any("forward" in vars(layer) for layer in layers_of(base))
 
 
 def base_hash(base: Any) -> str:
-    """Return a hash of the parameters of `base`: of their names, shapes, and some of their values.
+    """Return a hash of the parameters of `base`: of their names, shapes and first values.
 
-    It is the same in every precision that the weights are loaded in, packed or not.
+    It does not depend on the precision that the weights are loaded in, nor on packing.
     """
     digest = sha256()
     stored = getattr(base, "stored_weights", {})
@@ -408,31 +405,31 @@ def base_hash(base: Any) -> str:
 
 
 def _values(parameter: Tensor) -> Tensor:
-    """Return the values of a parameter in a row, which all processes gather if it is sharded."""
+    """Return a parameter's values, flattened; all processes gather a sharded parameter."""
     values = parameter.detach()
     return (values.full_tensor() if isinstance(values, DTensor) else values).flatten()
 
 
 def _choice(recipe: Recipe) -> str:
-    """Return what tells apart the recipes that choose other layers."""
+    """Return a key that recipes share if they choose the same layers."""
     return f"{recipe.lora.target_modules} {recipe.lora.experts}"
 
 
 class Holder(Protocol):
-    """Hold a base model for as long as it is one's turn."""
+    """A learner that may hold the base model while it is its turn."""
 
     def let_go(self) -> None:
-        """Forget the adapted model and all that was made for it: another holds the base now."""
+        """Forget the adapted model and everything made for it: another learner gets the base."""
 
 
 class Base:
-    """Hold one frozen base model in memory, for the policies whose adapters it carries in turn.
+    """A frozen base model in memory, shared by policies that attach their adapters in turn.
 
     Attributes:
         name: the folder or name that it was loaded from.
-        tokenizer: that of the model.
-        hash: tells it from other models (`base_hash`).
-        processes: those that compute together; the base is sharded over them, unless it is packed.
+        tokenizer: the model's tokenizer.
+        hash: identifies the model (`base_hash`).
+        processes: they compute together; the base is sharded over them, unless it is packed.
         throughput: how fast the learners train.
     """
 
@@ -459,21 +456,21 @@ class Base:
             counted_flops(outline(self._model.config)), self._model.device, self.processes.count
         )
         self._holder: Holder | None = None
-        # By a recipe's layers why some of them have no adapter, by their paths.
+        # For each choice of layers (`_choice`): why some have no adapter, by their paths.
         self._left_out: dict[str, dict[str, str]] = {}
 
     def attach(self, holder: Holder, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
         """Return the base with the adapter in a folder, or a new one, in place of any other.
 
-        Whoever held the base lets go of it first.
+        The previous holder lets go of the base first.
 
         Raises:
-            LearnerError: the recipe's layers are not those of the model.
+            LearnerError: the model lacks layers that the recipe names.
             FilesUnread: a file of the adapter cannot be read for now.
         """
         if self._holder is not None and self._holder is not holder:
             self._holder.let_go()
-            # The adapter and the moments of the other policy, which refer to each other.
+            # The other policy's adapter and moments refer to each other.
             gc.collect()
         self._holder = holder
         detach(self._model)
@@ -488,7 +485,7 @@ class Base:
         return self.attach(holder, recipe, adapter, seed) if found else model
 
     def _without_gradient(self, model: PeftModel) -> frozenset[str] | None:
-        """Return which layers training goes past, or None if there is no memory to find out now."""
+        """Return the layers that get no gradient, or None if memory is too short to find out."""
         found, failure = None, None
         try:
             found = layers_without_gradient(model)
@@ -500,7 +497,7 @@ class Base:
         return found if all(self.processes.gather(found is not None)) else None
 
     def leave_out(self, recipe: Recipe, kinds: Collection[str]) -> None:
-        """Give new adapters of a recipe's layers none of some kinds, which are not served."""
+        """Leave layers of `kinds`, which the server ignores, out of the recipe's new adapters."""
         of_kinds = {
             name: IS_IGNORED
             for name, module in self._model.named_modules()
@@ -509,28 +506,29 @@ class Base:
         self._left_out.setdefault(_choice(recipe), {}).update(of_kinds)
 
     def serve_context(self, tokens: int) -> None:
-        """Compute as a server does whose longest context has so many tokens."""
+        """Encode positions as a server with a context of `tokens` tokens does."""
         encode_positions(self._model, tokens)
 
     def checked(self, rows: Sequence[Row]) -> list[Row]:
-        """Return rows that can be computed with, their settings in terms of tokens.
+        """Return the rows with token ids for words in their settings, and with grammar masks.
 
         Raises:
-            Unusable: some of them cannot.
+            Unusable: some rows have ids of another vocabulary.
+            Unreplayable: some row's grammar cannot be replayed.
         """
         rows = Vocabulary(self.tokenizer, self._model).spell_out(rows)
         check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
         return self._grammars.with_masks(rows)
 
     def misfit(self, adapter: Path) -> str | None:
-        """Return why the version in `adapter` is not of this base model, or None if it may be.
+        """Return why the version in `adapter` is not of this base model, or None if it is.
 
-        A name tells nothing: a folder may be moved, and another model put in its place. So each
-        version keeps a hash of its base.
+        Names do not identify a model: a folder may be moved, and another model take its place. So
+        each version keeps a hash of its base.
 
         Raises:
             AdapterError: the file with the hash is missing or damaged.
-            FilesUnread: it cannot be read for now.
+            FilesUnread: the file with the hash cannot be read for now.
         """
         if read_base(adapter) == self.hash:
             return None

@@ -1,16 +1,16 @@
-"""Measure the distance of the policy in training from those that sampled its rows.
+"""Measure how far the policy in training is from the policies that sampled its rows.
 
-With d = log policy − log sampled, per token. A sequence whose geometric mean ratio exp(mean d)
-(the sequence ratio of GSPO, arXiv:2507.18071 §4) is out of bounds carries no loss. The
-weights of the others stay as they are, so that an update with such rows is a smaller one.
-The token ratios of the rest are truncated by the loss.
+Let d = log policy − log sampled, per token. A sequence whose geometric mean ratio exp(mean d)
+(the sequence ratio of GSPO, arXiv:2507.18071 §4) is out of bounds carries no loss. The other
+sequences keep their weights, so that an update with such rows is a smaller one; the loss truncates
+their token ratios.
 
-The bounds depend on the length. The mean of T values of d that have nothing to do with each other
-differs from 0 as 1/√T does: a ratio that a reply of ten tokens has by chance tells of another
-policy in one of ten thousand. So log bounds shrink with √T (`OffPolicyOptions.sequence_bounds`).
-What server and trainer differ by in every reply does not: it is measured first (`mean_drift`), and
-subtracted from the mean of d. Else all replies of 961 tokens would be out of bounds at a drift of
-0.1 nats a token.
+The bounds depend on the length. The mean of T independent values of d deviates from 0 by about
+1/√T: a mean that a reply of ten tokens has by chance is a sign of another policy in a reply of ten
+thousand. So log bounds shrink with √T (`OffPolicyOptions.sequence_bounds`). A difference between
+server and trainer in every reply does not shrink: it is measured first (`mean_drift`) and
+subtracted from the mean of d. Otherwise all replies of 961 tokens would be out of bounds at a drift
+of 0.1 nats a token.
 
 The divergence KL(sampled ‖ policy) is estimated by mean(exp(d) − 1 − d), never negative and
 of low variance (k3; Schulman, "Approximating KL divergence", 2020,
@@ -31,18 +31,18 @@ from store.records import Record
 from trainer.batches import Row, RowKey
 from trainer.errors import DriftOutOfBounds, Unusable
 
-# Sums of sums past it may be past any float.
+# Above it, sums of such sums may overflow.
 LARGEST: Final = 1e300
 
 
 class RowComparison(Record, frozen=True, kw_only=True):
-    """Hold sums over the sampled tokens of one row, with d = log policy − log sampled.
+    """Sums over the sampled tokens of one row, with d = log policy − log sampled.
 
     `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d) and `squared_ratios` its
     square. `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries
     no loss. `version` is None for a recomputed row, which says nothing about the server.
-    `key` is the row's, and `policy_logprobs` what the policy gives each token, packed as the ledger
-    keeps log-probabilities; both where they are known.
+    `key` identifies the row, and `policy_logprobs` are the policy's log-probabilities, packed as in
+    the ledger; both are optional.
     """
 
     version: int | None
@@ -60,7 +60,7 @@ class RowComparison(Record, frozen=True, kw_only=True):
 def mean_drift(
     rows: Sequence[Row], policy: Sequence[Sequence[float]], newest: int | None, bound: float
 ) -> float:
-    """Return the mean of d over the tokens that version `newest` sampled, −`bound` to 0.
+    """Return the mean of d over the tokens that version `newest` sampled, cut to −`bound` to 0.
 
     It estimates −KL(sampled ‖ policy) in nats a token; `policy` are the log-probabilities (S,) of
     the rows' sampled tokens under that same version. Without such tokens it is 0.
@@ -84,8 +84,8 @@ def keeps_loss(
 ) -> Tensor:
     """Return 1 for each sequence that carries loss and 0 for the others, (B, 1).
 
-    Shapes: `log_ratios` (d) and `mask` are (B, T). `least` and `most` bound exp(mean d − `drift`),
-    of all sequences alike or each, (B, 1).
+    Shapes: `log_ratios` (d) and `mask` are (B, T). `least` and `most` bound exp(mean d − `drift`):
+    numbers for all sequences, or (B, 1).
     """
     means = (log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     ratios = (means - drift).exp()
@@ -115,9 +115,9 @@ def compare(
 
 
 def can_be_summed(compared: Sequence[RowComparison]) -> bool:
-    """Return whether the rows' differences from the policy are numbers to calculate with."""
+    """Return whether the rows' sums are finite, and small enough to be added up."""
     return all(
-        # Not true of NaN.
+        # False for NaN.
         row.divergence < LARGEST and row.squared_ratios < LARGEST
         for row in compared
     )
@@ -131,7 +131,7 @@ def checked_metrics(
     Raises:
         DriftOutOfBounds: rows that version `newest` sampled drift by more than `bound`, in nats per
             token.
-        Unusable: some rows are too far from the policy for sums.
+        Unusable: some rows are too far from the policy for their sums to be added up.
     """
     if not compared:
         return {}
@@ -150,7 +150,7 @@ def checked_metrics(
 
 
 def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) -> dict[str, Any]:
-    """Return an update's off-policy metrics, JSON-ready; None where no row can tell.
+    """Return an update's off-policy metrics, JSON-ready; a metric that no row gives is None.
 
     - `drift_kl`, `drift_logp_mean_abs`: over the rows that version `newest` sampled (None: the
       policy in training is no version), in nats per token.
@@ -180,9 +180,9 @@ def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) ->
 def drifted_episodes(
     compared: Sequence[RowComparison], newest: int | None, bound: float
 ) -> dict[UUID, str]:
-    """Return by how much, by episode, rows of version `newest` drift by more than `bound`.
+    """Return a message for each episode with a row of version `newest` that drifts past `bound`.
 
-    If all rows together are past the bound, at least one is.
+    If the drift over all rows is past the bound, there is at least one.
     """
     far: dict[UUID, float] = {}
     for row in compared:

@@ -6,10 +6,10 @@ adapter, which is small, is whole in each.
 Each process computes its share of a step's micro-batches, and the adapter's gradients are
 summed, so that all take the same step.
 
-A process that fails must not leave the others waiting for it. So all meet before each collective
-operation, and a process that has failed comes to the meeting as well, and says so: then all leave
-what they were doing, and come together again where micro-batches are cut anew (`budget.Budget`), or
-at the command's end (`distributed.agree`).
+A process that fails must not leave the others waiting for it. So all processes meet before each
+collective operation, and a failed process reports its failure there. Then all abandon the
+computation, and continue together where micro-batches are cut anew (`budget.TokenBudget`), or at
+the command's end (`distributed.agree`).
 """
 
 import os
@@ -30,16 +30,16 @@ from trainer.learners.scoring import layers_of
 
 T = TypeVar("T")
 
-# What a process says of itself where all meet; the worst is what all hear.
+# A process's state at a meeting; all learn the worst.
 FINE, NO_MEMORY, FAILED = range(3)
 # A follower waits for its leader for as long as there is nothing to train on.
 COMMAND_TIMEOUT = timedelta(days=3650)
-# What makes transformers read a model's weights one by one.
+# The environment variable that makes transformers read a model's weights one by one.
 READS_ALONE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Processes:
-    """Communicate between the processes of one learner; a single one communicates nothing."""
+    """Communication between the processes of one learner; a single process needs none."""
 
     def __init__(self) -> None:
         """Read rank and number of processes from torch's process group, if there is one."""
@@ -57,12 +57,12 @@ class Processes:
             dist.destroy_process_group()
 
     def meet(self, own: int = FINE) -> None:
-        """Wait until all processes are here, and learn how the others are.
+        """Wait for all processes, and exchange states (`own` is this one's).
 
-        It comes before every collective operation; a process that cannot take part says why not.
+        All call it before every collective operation, or if they cannot take part in it.
 
         Raises:
-            CompanionFailed: another process is worse off than this one.
+            CompanionFailed: another process's state is worse than `own`.
         """
         if self.count == 1:
             return
@@ -72,9 +72,9 @@ class Processes:
             raise CompanionFailed(is_memory=int(worst) == NO_MEMORY)
 
     def regroup(self, own: Exception | None) -> None:
-        """Wait until all have ended what they did together, this one with the error `own` or None.
+        """Wait until all have ended a joint computation, this process with the error `own` or None.
 
-        Those that still compute leave that where they meet this process.
+        Processes that still compute abandon that when they meet this one.
         """
         if not isinstance(own, CompanionFailed):
             with suppress(CompanionFailed):
@@ -161,7 +161,7 @@ class Processes:
     def _shard(self, layer: Any, mesh: DeviceMesh) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         for parameter in layer.parameters():
-            # transformers gives new values to what it has not read.
+            # Otherwise transformers would initialise it as a weight that it has not read.
             parameter._is_hf_initialized = True
         layer.set_custom_all_gather(_MeetFirst(self))
         self._sharded.append(layer)

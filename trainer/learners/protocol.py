@@ -1,6 +1,6 @@
-"""Define what the update loop needs of a learner; `trainer.learners.learner` implements it.
+"""The interface of learners to the update loop; `trainer.learners.learner` implements it.
 
-It is a module of its own because the implementation needs torch and the loop does not.
+It has its own module because the implementation needs torch and the loop does not.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from trainer.batches import Row, RowKey
 class LearnerProtocol(Protocol):
     """Hold one policy's model between updates, and train it.
 
-    Whatever computes raises `ShortOfMemory` where memory runs out and no row is to blame.
+    Methods that compute raise `ShortOfMemory` if memory runs out and no row is to blame.
     """
 
     def restore(self, adapter: Path | None) -> None:
@@ -37,39 +37,36 @@ class LearnerProtocol(Protocol):
         """
 
     def policy_logprobs(self) -> Mapping[RowKey, bytes]:
-        """Return what the policy gave each token of the last update as it was first trained on.
+        """Return the policy's log-probabilities (S,) of each row that the last update trained on.
 
-        Of each row, log-probabilities (S,) before that step, as `pack_logprobs` packs them; none
-        where nothing was compared with what sampled the rows.
+        They are from before the first step on the row, packed by `pack_logprobs`. Rows that are
+        imitated, without a ratio to sampled log-probabilities, have none.
         """
 
     def interrupt(self) -> None:
         """Make a running `update` raise `Interrupted` at its next micro-batch."""
 
     def save(self, folder: Path) -> None:
-        """Write into `folder` the adapter that the server reads, and what resuming needs.
+        """Write into `folder` the adapter that the server reads, and the state to resume from.
 
         Raises:
             OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
         """
 
     def saved_as(self, adapter: Path) -> None:
-        """Note that the state that was saved last is the version in `adapter`."""
+        """Note that the last saved state is now the version in `adapter`."""
 
     def serve_context(self, tokens: int) -> None:
-        """Compute as a server does whose longest context has so many tokens."""
+        """Encode positions as a server with a context of `tokens` tokens does."""
 
     def layer_kinds(self) -> Sequence[str]:
-        """Return the kinds of the layers that a new adapter has: those of all blocks together."""
+        """Return the kinds of layers that a new adapter has; a kind spans all blocks."""
 
     def take_less(self, halvings: int) -> int:
-        """Compute less at once for some updates: micro-batches halved so often. Return their size.
-
-        That is in tokens.
-        """
+        """Halve micro-batches `halvings` times for some updates; return their size in tokens."""
 
     def leave_out(self, kinds: Collection[str]) -> None:
-        """Give new adapters no layers of some kinds.
+        """Leave layers of these kinds out of new adapters.
 
         Raises:
             LearnerError: the recipe names them, or no layer is left.
@@ -78,11 +75,11 @@ class LearnerProtocol(Protocol):
     def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by.
 
-        It moves their log-probabilities by about half a nat a token in the mean, by all layers or
-        by those of a `kind`. The learner must be restored before it trains.
+        It has all layers or those of one `kind`, and moves the rows' log-probabilities by about
+        half a nat a token on average. The learner must be restored before it trains.
 
         Raises:
-            NoEffect: nothing gives it an effect.
+            NoEffect: the adapter has no effect, whatever its weights are.
             OSError: the disk refused a write.
         """
 
@@ -90,7 +87,7 @@ class LearnerProtocol(Protocol):
         """Return rows to probe a version with, the same for every version."""
 
     def vocabulary_probe(self) -> tuple[str, Sequence[int]]:
-        """Return a text that tells tokenizers apart, and the ids that the model's own gives it."""
+        """Return a text that other tokenizers encode differently, and the model's ids of it."""
 
     def rehearse(self) -> None:
         """Train a new adapter on made-up rows; the learner must be restored before it trains.
@@ -100,7 +97,7 @@ class LearnerProtocol(Protocol):
         """
 
     def misfit(self, adapter: Path) -> str | None:
-        """Return why the version in `adapter` is not of this base model, or None if it may be.
+        """Return why the version in `adapter` is not of this base model, or None if it is.
 
         Raises:
             AdapterError, FilesUnread: a file is missing or damaged, or cannot be read for now.
@@ -119,9 +116,8 @@ class LearnerProtocol(Protocol):
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens under a version.
 
-        They are those of the distributions that the rows were sampled from, each with its own
-        settings. `adapter` is the version's folder, or None for the base. The learner must be
-        restored before it trains again.
+        Each row's sampling settings are applied. `adapter` is the version's folder, or None for the
+        base. The learner must be restored before it trains again.
 
         Raises:
             Unusable: some rows cannot be computed with.
@@ -131,5 +127,5 @@ class LearnerProtocol(Protocol):
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return the log-probabilities (S,) of each row's sampled tokens at temperature one.
 
-        Nothing else shapes these distributions: a probe asks the server for the same.
+        Sampling settings are not applied: a probe asks the server for the same figures.
         """

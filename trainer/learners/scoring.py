@@ -1,11 +1,10 @@
 """Compute log-probabilities of recorded tokens under the current policy, by one of four ways.
 
-A way (`trainer.batches.Way`) says which tokens the model computes: each distinct one of the rows'
-prefix tree, with attention along the tree; the same stretch by stretch, in plain causal passes that
-continue what the layers kept of the stretch before; or each chain, in one such pass from which all
-rows are read off that are prefixes of it, whatever the model's layers are. In these the LM head is
-computed in chunks, and only where a sampled token follows. The last way, row by row through the
-model's own forward pass and head, is the reference, and what is left where nothing else works.
+The ways are listed in `trainer.batches`. `tree` needs attention along the tree. `stretches` and
+`chain` are plain causal passes: a stretch continues the layers' states after the stretch before,
+and `chain` works with all kinds of layers. In these three, the LM head is computed in chunks, and
+only where a sampled token follows. `whole`, row by row through the model's own forward pass and
+head, is the reference and the last resort.
 """
 
 from collections import defaultdict
@@ -31,19 +30,19 @@ log = structlog.get_logger()
 
 # Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
 SIZES = {"cpu": 1, "cuda": 256}
-# What transformers calls the states of a layer: of attention, and, by the number of each state, of
-# convolutions and recurrences.
+# transformers' names for the states of a layer: of attention, and, as dicts by the state's number,
+# of convolutions and recurrences.
 KEYS: Final = {"keys", "values", "cumulative_length", "is_initialized"}
 CONVOLUTION: Final = {"conv_states", "has_previous_state", "is_conv_states_initialized"}
 RECURRENCE: Final = {"recurrent_states", "is_recurrent_states_initialized"}
 
 
 class Scored(NamedTuple):
-    """Hold the scores of the sampled tokens of some rows, M = Σ S, row after row.
+    """Scores of the sampled tokens of some rows, M = Σ S, row after row.
 
-    Shapes: `logprobs` (M,) in nats, in float32 at least, of each row's own distribution, with
-    gradient if the model has one; `entropies` (M,) of the distributions they were drawn from;
-    `hidden` (M, H), the LM head's inputs (None unless requested).
+    Shapes: `logprobs` (M,) in nats, in float32 at least, under each row's own distribution, with
+    gradient if the model has one; `entropies` (M,) of these distributions; `hidden` (M, H), the LM
+    head's inputs (None unless requested).
     """
 
     logprobs: Tensor
@@ -79,9 +78,9 @@ def plain_logprobs(model: Any, rows: Sequence[Row], *, way: Way) -> list[list[fl
 
 
 def states_of(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, list[int]]:
-    """Return the LM head's inputs at all tokens that are computed, (N, H).
+    """Return the LM head's inputs at all computed tokens, (N, H).
 
-    Beside them is the place of the token before every sampled one, row after row, (M,).
+    The second result, (M,), has the index of the token before each sampled token, row after row.
     """
     # One chain needs no tree: plain causal attention has the fastest kernels.
     if way == "tree" and len(chains_of(rows, way)) == 1:
@@ -96,7 +95,7 @@ def states_of(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, list[i
     return states, befores
 
 
-# The states of the computed tokens, and where those of each row's inputs are.
+# The states of the computed tokens, and for each row the indices of its inputs' states.
 _States = tuple[Tensor, Sequence[Sequence[int]]]
 
 
@@ -156,7 +155,7 @@ def _stretch_states(model: Any, rows: Sequence[Row]) -> _States:
 
 
 def _continued_states(model: Any, rows: Sequence[Row]) -> _States:
-    """Compute each stretch behind the states that its parent left."""
+    """Compute each stretch from the states that its parent left."""
     device = next(model.parameters()).device
     decoder = decoder_of(model.get_base_model())
     # Models without attention have no positions, and another name for the states.
@@ -182,11 +181,11 @@ def _continued_states(model: Any, rows: Sequence[Row]) -> _States:
 
 
 class LayerStates(DynamicCache):
-    """Hold what a model's layers know of the tokens so far, for a stretch that continues them.
+    """The cache of a model's layers after some tokens, for a stretch that continues them.
 
-    transformers' own is changed in place. Here `layers` stay as the stretch before left them, and
-    what this one leaves is in `after`: so several continue from the same, gradients pass through,
-    and a layer may be computed a second time.
+    transformers' own cache is changed in place. Here `layers` stay as the stretch before left them,
+    and `after` gets the states that this stretch leaves. So several stretches can continue the same
+    one, gradients pass through, and a layer may be computed a second time.
     """
 
     def __init__(self, config: Any, before: "LayerStates | None") -> None:
@@ -206,26 +205,26 @@ class LayerStates(DynamicCache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
     ) -> Any:
-        """Return the inputs of a layer's convolution, behind those that it still sees."""
+        """Return the inputs of a layer's convolution, after the earlier inputs that it sees."""
         layer = self._from_before(layer_idx, CONVOLUTION, state_idx)
         return layer.update_conv_state(conv_states, state_idx, **how)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
     ) -> Any:
-        """Return the state that a layer's recurrence comes to."""
+        """Return the new state of a layer's recurrence."""
         layer = self._from_before(layer_idx, RECURRENCE, state_idx)
         return layer.update_recurrent_state(recurrent_states, state_idx, **how)
 
     def _from_before(self, index: int, names: set[str], state: int = 0) -> Any:
-        """Return a layer's states to be changed, those of some names as they were before."""
+        """Return a layer of `after`, its states `names` reset to those of the stretch before."""
         before, after = vars(self.layers[index]), vars(self.after[index])
         for name in before.keys() & names:
             value = before[name]
             if not isinstance(value, dict):
                 after[name] = value
             else:
-                # A tensor that is overwritten in place.
+                # Cloned, because the tensor is overwritten in place.
                 old = value[state]
                 after[name][state] = old.clone() if isinstance(old, Tensor) else old
         return self.after[index]
@@ -234,7 +233,7 @@ class LayerStates(DynamicCache):
 def decoder_of(base: Any) -> Any:
     """Return the part of a causal LM that turns token ids into the LM head's inputs."""
     decoder = base.get_decoder()
-    # Of some models that read images this is a causal LM again.
+    # In some models that read images, this is a causal LM itself.
     return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
@@ -276,7 +275,7 @@ def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
 def whole_logits(model: Any, rows: Sequence[Row]) -> Tensor:
     """Return the model's own logits for rows of equal length, (B, T, V).
 
-    The last S of them are those before a row's sampled tokens.
+    A row's last S logits are those before its sampled tokens.
     """
     device = next(model.parameters()).device
     first = min(len(row.prompt_ids) for row in rows) - 1
@@ -303,7 +302,7 @@ def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
 
 
 def attend(model: Any, way: Way) -> None:
-    """Let the base of `model` attend along trees, or as it does by itself."""
+    """Switch the base of `model` to attention along trees, or to its own attention."""
     base = model.get_base_model()
     wanted = NAME if way == "tree" else own_attention(base)
     if model.config._attn_implementation != wanted:
@@ -311,11 +310,11 @@ def attend(model: Any, way: Way) -> None:
 
 
 def own_attention(base: Any) -> str:
-    """Return the kind of attention that the architecture of `base` computes its own with.
+    """Return the implementation of attention that computes the architecture of `base` correctly.
 
-    Some, as those with attention sinks, have none but their own code; torch's, which transformers
-    takes all the same, caps no scores. Flex attention has sinks and caps, and keeps no scores, but
-    has no backward pass on a CPU.
+    torch's SDPA has no attention sinks, and does not cap scores though transformers selects it for
+    models that do. Flex attention has sinks and caps, and keeps no scores, but has no backward pass
+    on a CPU. There, such models use their own code.
     """
     is_capped = getattr(base.config.get_text_config(), "attn_logit_softcapping", None)
     if base._supports_sdpa and not is_capped:

@@ -1,7 +1,7 @@
-"""Make what a self-test and a probe need: rows of ordinary text, and an adapter with an effect.
+"""Make rows of ordinary text, and an adapter with an effect, for self-tests and probes.
 
-A self-test finds out whether a server would take what the trainer makes, and whether there is
-memory for an update, without an episode (`trainer.updates.self_test`).
+A self-test finds out, without an episode, whether servers load the trainer's adapters, and whether
+there is memory for an update (`trainer.updates.self_test`).
 """
 
 import math
@@ -16,20 +16,20 @@ from trainer.batches import Row, bare_row
 from trainer.errors import NoEffect
 from trainer.learners.scoring import score_rows
 
-# The effect of a self-test's adapter, in nats a token: far over what bfloat16 differs by (0.05),
-# and where models still compute alike (at 6 nats a model of 1.5B differs by 2).
+# The effect of a self-test's adapter, in nats a token: far above bfloat16's differences (0.05), and
+# so small that server and trainer still agree (at 6 nats they differ by 2 for a model of 1.5B).
 LEAST_EFFECT: Final = 0.3
 MOST_EFFECT: Final = 0.8
-# An effect of less is none.
+# A smaller effect counts as none.
 NO_EFFECT: Final = 1e-3
-# The spread of its second matrices that is tried first, the largest, and how many are tried.
+# Spreads of its second matrices: the first that is tried, the largest, and how many are tried.
 FIRST_SPREAD: Final = 0.01
 LARGEST_SPREAD: Final = 10.0
 MOST_SPREADS: Final = 30
 # The most tokens in a row of a rehearsal: any model has room for it.
 LONGEST: Final = 128
-# Both sides are sure enough of ordinary text to be compared; random ids have log-probabilities so
-# low that bfloat16 differs by more than the tolerance. Half of each text is the prompt.
+# Ordinary text, because random ids have log-probabilities so low that bfloat16 differs by more than
+# the tolerance. Half of each text is the prompt.
 PROBE_TEXTS: Final = (
     "The river rises in the hills north of the town and runs past the old mill to the sea. In the"
     " spring it carries the snow of the whole valley, and the bridge is closed for a week.",
@@ -41,20 +41,20 @@ PROBE_TEXTS: Final = (
     " library is open from ten to six on weekdays, and from ten to two on Saturdays.",
 )
 PROBE_LENGTH: Final = 32
-# Words, plain or added, that tokenizers are compared by.
+# About how many tokens, plain and added each, tokenizers are compared by.
 PROBED_WORDS: Final = 256
 
 
 def probe_rows(tokenizer: Any) -> list[Row]:
-    """Return a row for each text, to compare the served log-probabilities of.
+    """Return a row for each probe text; the rows are the same for every version.
 
-    They are the same for every version. Nothing of an episode is in them, so that a version's
-    manifest keeps nothing that somebody may want to be deleted.
+    They contain nothing of an episode, so that a version's manifest keeps nothing that somebody may
+    want to be deleted.
     """
     rows = []
     for number, text in enumerate(PROBE_TEXTS):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        # A tokenizer of few words has few ids for a text.
+        # Repeated, because some tokenizers encode a text with few ids.
         ids = (ids * PROBE_LENGTH)[:PROBE_LENGTH]
         rows.append(bare_row(number, ids[: PROBE_LENGTH // 2], ids[PROBE_LENGTH // 2 :]))
     return rows
@@ -63,8 +63,8 @@ def probe_rows(tokenizer: Any) -> list[Row]:
 def vocabulary_probe(tokenizer: Any) -> tuple[str, list[int]]:
     """Return a text of words from all over the vocabulary, and its ids.
 
-    Another tokenizer gives it other ids. Added tokens are among the words: in these the
-    tokenizers of one family differ.
+    Another tokenizer gives it other ids. Added tokens are included, because the tokenizers of one
+    family differ in them.
     """
     kinds = (range(len(tokenizer)), sorted(tokenizer.get_added_vocab().values()))
     words = [one for ids in kinds for one in ids[:: max(1, len(ids) // PROBED_WORDS)]]
@@ -75,11 +75,11 @@ def vocabulary_probe(tokenizer: Any) -> tuple[str, list[int]]:
 def nudge(model: Any, rows: Sequence[Row], seed: int) -> None:
     """Give the new adapter of `model` an effect of `LEAST_EFFECT` to `MOST_EFFECT` on `rows`.
 
-    The weights of its layers become random numbers that follow from `seed`; their spread is found
-    by halving the interval. A model that is hardly sure of anything is moved as far as it can be.
+    The layers' second matrices become random numbers that follow from `seed`; their spread is found
+    by bisection. If no spread has such an effect, the largest smaller effect is taken.
 
     Raises:
-        NoEffect: nothing moves it.
+        NoEffect: no spread has a usable effect.
     """
     before = _logprobs(model, rows)
     moved = [weights for name, weights in model.named_parameters() if "lora_B" in name]
@@ -118,9 +118,9 @@ def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
-    """Return rows of about `tokens` tokens together, none of them long, to train on.
+    """Return short rows to train on, of about `tokens` tokens together.
 
-    They repeat the ids of `texts`; half of them count as good and half as bad.
+    They repeat the ids of `texts`; half have a positive advantage, half a negative one.
     """
     ids = [token for row in texts for token in row.ids]
     length = max(4, min(LONGEST, tokens // 2))
@@ -133,10 +133,11 @@ def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
 
 
 def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2) -> list[Row]:
-    """Return episodes of one task, whose calls repeat all before them and grow to `context` tokens.
+    """Return episodes of one task, whose calls repeat earlier calls and grow to `context` tokens.
 
-    They repeat `ids`; every second episode counts as good, and an eighth of what a call adds was
-    sampled. In these episodes half of that are thoughts, which later calls leave out.
+    The tokens repeat `ids`; an eighth of the tokens that a call adds is sampled. Every second
+    episode has a positive advantage, and there half of the sampled tokens are thoughts, which later
+    calls leave out.
     """
     added = max(2, context // turns)
     sampled = max(1, added // 8)
@@ -146,7 +147,7 @@ def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2
         said: list[int] = []
         for turn in range(turns):
             said += islice(cycle(ids), turn * added, (turn + 1) * added)
-            # The task's first words are shared, and then each episode goes its own way.
+            # Episodes share the tokens of the task up to here.
             said[added // 2 - added] = ids[(episode + turn) % len(ids)]
             weight = 1 / (episodes * turns)
             rows.append(_judged(episode, said, sampled, weight, position=turn))
@@ -157,7 +158,7 @@ def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2
 def _judged(
     episode: int, ids: Sequence[int], sampled: int, weight: float, position: int = 0
 ) -> Row:
-    """Return a row whose last ids were sampled; every second episode counts as good."""
+    """Return a row with `sampled` sampled tokens; odd episodes have a positive advantage."""
     advantage = 1.0 if episode % 2 else -1.0
     return msgspec.structs.replace(
         bare_row(episode, ids[:-sampled], ids[-sampled:]),

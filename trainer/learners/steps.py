@@ -1,8 +1,8 @@
 """Take optimiser steps: micro-batches forward and backward, then the clipped step.
 
-Where a step's loss or gradient is not finite, the rows to blame are looked for: each is computed by
-itself. A row is to blame if that is not finite, either, unless no row can be computed at all: then
-it is the model's doing, or the machine's, and no episode must pay for it.
+If a step's loss or gradient is not finite, each row is computed by itself: the rows with a loss or
+gradient that is not finite are to blame. If no row at all can be computed, the model or the machine
+is to blame, and no episode must pay for it.
 """
 
 import math
@@ -23,15 +23,15 @@ from trainer.learners.off_policy import can_be_summed
 from trainer.learners.processes import Processes
 
 Seen = TypeVar("Seen")
-# The norm that gradients are clipped to, policy and critic apart.
+# The norm that gradients are clipped to, separately for policy and critic.
 MAX_GRAD_NORM: Final = 1.0
-# A return past it makes what its whole group is compared with too large for float32.
+# A larger return makes its whole group's baseline too large for float32.
 LARGEST_RETURN: Final = 1e30
 NOT_FINITE: Final = "its loss or gradient is not finite"
 
 
 class TrainedStep(NamedTuple):
-    """Hold what one optimiser step came to: its loss, its gradient's norm, its micro-batches."""
+    """The loss, gradient norm and micro-batches of one optimiser step."""
 
     loss: float
     norm: float
@@ -64,12 +64,12 @@ class Step:
     """Take optimiser steps with one TRL trainer."""
 
     def __init__(self, trainer: Any, interrupted: threading.Event, processes: Processes) -> None:
-        """Store what a step needs; the optimiser's present learning rates are the full ones."""
+        """Take the optimiser's present learning rates as the full ones."""
         self._processes = processes
         self._trainer = trainer
         self._interrupted = interrupted
         self._rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        # What this update's learning rates are of the full ones.
+        # This update's learning rates, as a share of the full ones.
         self.share = 1.0
 
     def survey(
@@ -96,10 +96,10 @@ class Step:
     def take(
         self, micro_batches: Sequence[Sequence[Row]], check_drift: Callable[[], None]
     ) -> tuple[float, float]:
-        """Take one step on all of `micro_batches`, each process on its own; return loss and norm.
+        """Take a step on all `micro_batches`, each process on its share; return loss and norm.
 
         The norm is that of the policy's gradient before clipping. `check_drift` is called before
-        anything is applied; what it raises passes on.
+        anything is applied; its errors pass through.
 
         Raises:
             Unusable: the loss or the gradient is not finite, and nothing was applied.
@@ -124,7 +124,7 @@ class Step:
         """Stop all processes at the same micro-batch if one was asked to stop.
 
         Raises:
-            Interrupted: they stop.
+            Interrupted: a process was asked to stop.
         """
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
@@ -145,8 +145,8 @@ class Step:
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self.share
         try:
-            # Where memory runs out some parameters may have moved and others not: this must not be
-            # tried again from here.
+            # If memory runs out here, only some parameters have moved: the step must not be tried
+            # again from this state.
             self._trainer.optimizer.step()
         finally:
             self._trainer.optimizer.zero_grad()
@@ -157,7 +157,7 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
     """Refuse rows with ids that the model has no embedding for.
 
     Raises:
-        OtherVocabulary: there are some; on a GPU they would end the process.
+        OtherVocabulary: there are such rows; on a GPU they would end the process.
     """
     strange = {
         row.episode_id: f"it has a token id that is none of the model's {vocabulary}"
@@ -175,7 +175,7 @@ def check_view(rows: Sequence[Row], view: View) -> None:
     """Refuse rows whose figures before the first step are not finite: means would spread them.
 
     Raises:
-        Unusable: there are some.
+        Unusable: there are such rows.
     """
     odd = [
         row
@@ -190,10 +190,10 @@ def check_view(rows: Sequence[Row], view: View) -> None:
 def to_blame(
     trainer: Any, rows: Sequence[Row], stop_if_asked: Callable[[], None]
 ) -> Mapping[UUID, str]:
-    """Return why, by episode, for those that make the gradient of `rows` infinite.
+    """Return the reasons, by episode, of episodes that make the gradient of `rows` infinite or NaN.
 
-    Every process computes every row, so that all come to the same. Gradients are left empty.
-    `stop_if_asked` is called before each row; what it raises passes on.
+    Every process computes every row, so that all get the same result. Gradients are left empty.
+    `stop_if_asked` is called before each row; its errors pass through.
     """
     odd = []
     for row in rows:

@@ -24,17 +24,17 @@ log = structlog.get_logger()
 # Largest difference from the reference, by precision: of log-probabilities on average, in nats, and
 # of the gradient's norm, as a share of it.
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
-# What a configuration calls the tokens that a layer's attention reaches back over.
+# Keys of a configuration for the number of tokens that a layer's attention reaches back.
 WINDOWS: Final = ("sliding_window", "attention_chunk_size")
 
 
 class Difference(NamedTuple):
-    """Hold how far a way is from the reference.
+    """The difference between a way and the reference.
 
     Attributes:
         logprobs: the mean difference of log-probabilities, in nats a token.
-        norm: the norm of the difference of their sum's gradients, as a share of the norm.
-        largest: the largest entry of that difference, as a share of the largest entry.
+        norm: norm of the difference of their sum's gradients, as a share of the reference's norm.
+        largest: largest entry of that difference, as a share of the reference's largest entry.
     """
 
     logprobs: float
@@ -43,10 +43,10 @@ class Difference(NamedTuple):
 
 
 def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> Way:
-    """Prepare `model` (a PEFT model) for the first of `ways` that is right for it, and return that.
+    """Prepare `model` (a PEFT model) for the first of `ways` that is right for it; return the way.
 
-    The last one is not tried. A warning names the reason for which another was passed over; all
-    processes come to the same.
+    The last way is not tried. A warning says why a way was passed over; all processes choose the
+    same way.
     """
     for way in ways[:-1]:
         failure: Exception | None = None
@@ -54,7 +54,7 @@ def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> 
             why = why_no_tree(model) if way == "tree" else None
             if why is None:
                 why = _mismatch_reason(model, way)
-        except Exception as error:  # Whatever fails, the next way may not.
+        except Exception as error:  # The next way may still work.
             why, failure = f"{type(error).__name__}: {error}"[:500], error
         processes.regroup(failure)
         why = next((each for each in processes.gather(why) if each is not None), None)
@@ -97,7 +97,7 @@ def _mismatch_reason(model: Any, way: Way) -> str | None:
 
 @contextmanager
 def _short_windows(config: Any) -> Iterator[None]:
-    """Make windows short, so that a trial's rows reach past them as long rows do otherwise."""
+    """Shorten windows, so that a trial's short rows reach past them as long rows do."""
     own = {name: getattr(config, name, None) for name in WINDOWS}
     longer = {name: window for name, window in own.items() if window and window > STRETCH // 2}
     try:
@@ -138,9 +138,9 @@ def _tried(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, Tensor]:
 
 
 def layers_without_gradient(model: Any) -> frozenset[str]:
-    """Return the paths, in the base, of layers with an adapter that a trial gives no gradient.
+    """Return the paths, in the base, of adapted layers that get no gradient in a trial.
 
-    Code that multiplies by a layer's weights itself goes past its adapter.
+    Code that multiplies by a layer's weights itself bypasses the layer's adapter.
 
     Raises:
         LearnerError: the model cannot be computed or differentiated.
@@ -181,7 +181,7 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
 def _trial_rows(vocabulary: int) -> list[Row]:
     """Return two rows that share a prompt, one that extends the first, and one with half of it.
 
-    What they share is longer than a stretch.
+    The shared prompt is longer than a stretch.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (STRETCH + 44,), generator=generator).tolist()
