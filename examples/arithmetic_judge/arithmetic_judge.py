@@ -2,8 +2,8 @@
 
     pawl judge -- python examples/arithmetic_judge/arithmetic_judge.py
 
-An episode comes as one JSON line on stdin, as `pawl export` writes it; what it is worth goes to
-stdout, as /feedback takes it. `{"value": null}`: this judge cannot tell.
+An episode comes as one JSON line on stdin, as `pawl export` writes it; its value goes to stdout, as
+/feedback takes it. `{"value": null}`: this judge cannot tell.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Answer tasks of the Berkeley Function Calling Leaderboard with OpenAI's client and its `tools`.
 
 As a program, it reads one task as a line of JSON, as `tasks.py` prints it, and prints the calls
-that the model made. The model server is whatever OPENAI_BASE_URL and OPENAI_API_KEY point at.
+that the model made. The model server is the one in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletionMessage
 MOST_TOKENS = 512
 # As many as the leaderboard's own client takes.
 MOST_STEPS = 20
-# What of a reply goes into the next request.
+# Fields of a reply that go into the next request.
 KEPT = {"role", "content", "tool_calls"}
 
 
@@ -72,7 +72,7 @@ async def several_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]
 async def one_turn(
     ask: Any, run: Any, functions: list[dict[str, Any]], messages: list[Any]
 ) -> list[list[str]]:
-    """Let the model call functions until it says something else; add all of it to `messages`."""
+    """Let the model call functions until a reply has no call; add all messages to `messages`."""
     steps = []
     offered, known = tools(functions), {one["name"] for one in functions}
     for _ in range(MOST_STEPS):
@@ -90,21 +90,21 @@ async def one_turn(
 
 
 def answered(call_id: str | None, result: str) -> dict[str, Any]:
-    """Return what a call gave as a message; one that was written as text has no id to answer to."""
+    """Return a call's result as a message; a call that was written as text has no id."""
     if call_id is None:
         return {"role": "user", "content": result}
     return {"role": "tool", "tool_call_id": call_id, "content": result}
 
 
 def as_written(name: str, arguments: dict[str, Any], known: set[str]) -> str:
-    """Return a call as the leaderboard runs it: as Python, and so of known names alone."""
+    """Return a call as Python, which the leaderboard runs: so only of known names."""
     if name not in known or not all(map(str.isidentifier, arguments)):
         return "unknown_function()"
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
 def calls_of(message: ChatCompletionMessage) -> list[tuple[str | None, str, dict[str, Any]]]:
-    """Return id, name and arguments of each call, made as the server reads it or written as JSON.
+    """Return id, name and arguments of each call, parsed by the server or written as JSON text.
 
     Qwen2.5-Coder writes calls as text, without the tags that the server's parser looks for.
     """
@@ -118,7 +118,7 @@ def calls_of(message: ChatCompletionMessage) -> list[tuple[str | None, str, dict
 
 
 def written_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and arguments of the calls that stand in a text as JSON, whatever is around it."""
+    """Yield name and arguments of the calls that a text contains as JSON objects."""
     decoder, at = json.JSONDecoder(), 0
     while (begin := text.find("{", at)) >= 0:
         try:

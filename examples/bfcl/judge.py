@@ -11,7 +11,7 @@ from leaderboard import SEVERAL_TURNS, is_right, went_right
 def verdict(told: dict[str, Any]) -> dict[str, float]:
     """Return the reward of one run: `told` has the task, with its answer, and the output.
 
-    `well_formed` is whether the server could read the calls, where the task wants one.
+    `well_formed` says whether the server could read the calls, if a task of one turn needs some.
     """
     task, made = told["task"], json.loads(told["output"])
     if task["category"] in SEVERAL_TURNS:

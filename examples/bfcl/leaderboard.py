@@ -1,8 +1,8 @@
 """Read the Berkeley Function Calling Leaderboard from its wheel `bfcl-eval`, and ask its checkers.
 
-The checkers import a table of all models that were ever measured, with the libraries of their
-makers. Of it they want to know whether a model's functions have underscores for the dots in their
-names, as OpenAI's API wants: so it is one entry here.
+The checkers import a table of all models that were ever measured, with their makers' libraries.
+They only look up whether a model's function names have underscores in place of dots, as OpenAI's
+API requires. So the table has one entry here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ONE_TURN = (
 SEVERAL_TURNS = tuple(
     f"multi_turn_{kind}" for kind in ("base", "miss_func", "miss_param", "long_context")
 )
-# What the leaderboard's own client says in the turn in which a function is added.
+# The leaderboard's own message in a turn that adds functions.
 ADDED = "I have updated some more functions you can choose from. What about now?"
 
 Functions = Sequence[dict[str, Any]]
@@ -62,7 +62,7 @@ def entries(category: str) -> list[dict[str, Any]]:
     """Return the leaderboard's entries of a category, each with its functions and `answer`."""
     folder, name = data_folder(), f"BFCL_v4_{category}.json"
     found = lines(folder / name)
-    # They are in the same order; the ids of some are written in another way.
+    # Entries and answers are in the same order; some ids are written differently.
     no_call = [{"ground_truth": []}] * len(found)
     is_irrelevant = "irrelevance" in category
     answers = no_call if is_irrelevant else lines(folder / "possible_answer" / name)
@@ -74,7 +74,7 @@ def entries(category: str) -> list[dict[str, Any]]:
 
 
 def add_functions(entry: dict[str, Any], folder: Path) -> None:
-    """Add the functions of the classes that an entry of several turns needs; some come later."""
+    """Add the functions of an entry's classes; those missing at first go to `missed_function`."""
     files = [folder / MULTI_TURN_FUNC_DOC_FILE_MAPPING[name] for name in entry["involved_classes"]]
     known = {one["name"]: one for file in files for one in lines(file)}
     later = entry.get("missed_function", {})
@@ -85,7 +85,7 @@ def add_functions(entry: dict[str, Any], folder: Path) -> None:
 
 
 def tools(functions: Functions) -> list[dict[str, Any]]:
-    """Return functions as OpenAI's API takes them, turned as the leaderboard's own client does."""
+    """Return functions as OpenAI's API takes them, converted as by the leaderboard's own client."""
     return [
         {
             "type": "function",
@@ -112,7 +112,7 @@ def typed(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def typed_one(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a property with a type of JSON schema's for one of Python's."""
+    """Return a property with JSON schema's type in place of Python's."""
     turned = {**one, "type": GORILLA_TO_OPENAPI.get(one.get("type", "string"), "string")}
     if one.get("type") == "float":
         said = f"{one.get('description', '')} This is a float type value."
@@ -125,7 +125,7 @@ def typed_one(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_right(task: dict[str, Any], calls: Sequence[dict[str, Any]]) -> bool:
-    """Return what the leaderboard's checker says of the calls, each {name: arguments}."""
+    """Return whether the leaderboard's checker accepts the calls, each {name: arguments}."""
     category = task["category"]
     if "irrelevance" in category:
         return not calls
@@ -134,16 +134,16 @@ def is_right(task: dict[str, Any], calls: Sequence[dict[str, Any]]) -> bool:
             task["function"], list(calls), task["answer"], Language.PYTHON, category, MODEL
         )
     except (AttributeError, IndexError, KeyError, TypeError):
-        # The checker takes arguments of any shape for granted that it does not expect.
+        # The checker fails on arguments of an unexpected shape.
         return False
     return bool(found["valid"])
 
 
 def run_calls(task: dict[str, Any], name: str, calls: Sequence[str]) -> list[str]:
-    """Run calls on the leaderboard's simulated APIs, which begin as the task says.
+    """Run calls on the leaderboard's simulated APIs, whose first state is the task's.
 
-    Return what each gives, as JSON or in words; of one that fails, its `error`. `name` is a run's
-    alone: its next calls find what these have changed.
+    Return the results, as JSON or text; a failed call gives an `error`. The state is kept by `name`
+    for the next calls of the same run, so `name` must be unique to the run.
     """
     results, _ = multi_turn_utils.execute_multi_turn_func_call(
         list(calls),
@@ -157,20 +157,20 @@ def run_calls(task: dict[str, Any], name: str, calls: Sequence[str]) -> list[str
 
 
 def as_json(result: str) -> str:
-    """Return what a call gave; where the leaderboard says that it failed, as an object."""
+    """Return a call's result; if the call failed, a JSON object with the `error`."""
     why = result.removeprefix("Error during execution: ")
     return result if why == result else json.dumps({"error": why})
 
 
 def forget(name: str) -> None:
-    """Forget the simulated APIs of a run, which the leaderboard keeps by name for ever."""
+    """Forget the simulated APIs of a run, which the leaderboard would keep forever."""
     kept = vars(multi_turn_utils)
     for key in [key for key in kept if key.startswith(name)]:
         del kept[key]
 
 
 def went_right(task: dict[str, Any], turns: Sequence[Sequence[Sequence[str]]], name: str) -> bool:
-    """Return what the leaderboard's checker says of the calls of all steps of all turns."""
+    """Return whether the leaderboard's checker accepts the calls of all steps of all turns."""
     if len(turns) != len(task["answer"]):
         return False
     entry = {**task, "id": task["entry"]}

@@ -1,9 +1,9 @@
 """Make tasks of the leaderboard's entries: a hash of an entry's id says whether it is held out.
 
-Categories come by turns, so that none is learned at the cost of another because it has more tasks.
-Where a category has no new ones left, they come again, under a name of their own. Held-out tasks
-are asked once each, greedily, as the leaderboard does. BFCL_CATEGORIES names others than all of one
-turn, comma-separated.
+Categories take turns, so that a category with more tasks is not learned at the cost of the others.
+Once a category has no new tasks, its tasks come again under new names. Held-out tasks are asked
+once each, greedily, as the leaderboard does. BFCL_CATEGORIES names the categories, comma-separated;
+by default all categories of one turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def task_of(entry: dict[str, Any], category: str, split: str, passed: int) -> di
 
 
 def tasks(count: int, seed: int, split: str, categories: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield at most `count` tasks, of each category as many as of another while there are any."""
+    """Yield at most `count` tasks; the categories take turns while they have tasks."""
     left = [of_category(category, seed, split) for category in categories]
     while left and count:
         for one in list(left):

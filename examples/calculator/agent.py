@@ -1,8 +1,8 @@
 """Answer arithmetic questions with a calculator tool, one model call a question.
 
 Questions come in as JSON lines ({"id", "question"}) from a file or from stdin, and each is worked
-on as soon as its line arrives. One JSON line per attempt goes out. The server is whatever
-OPENAI_BASE_URL and OPENAI_API_KEY point at: anything that speaks the OpenAI chat API with tools.
+on as soon as its line arrives. One JSON line per attempt goes out. The server is the one in
+OPENAI_BASE_URL and OPENAI_API_KEY: any server that speaks the OpenAI chat API with tools.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def warm_client() -> AsyncOpenAI:
 
 
 async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, Any]:
-    """Answer one question, for a program that asks many in one process; as in an output line."""
+    """Return one attempt as in an output line, for a program that asks many in one process."""
     question = Question(str(task["id"]), task["question"])
     one = Model(
         client=warm_client().with_options(base_url=base_url),
@@ -161,7 +161,7 @@ async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, A
 
 
 async def result(task: dict[str, Any]) -> str | None:
-    """Return the answer alone, where the environment says whom to ask."""
+    """Return only the answer, of the model that the environment names."""
     attempt = await answer(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_MODEL"])
     found: str | None = attempt["answer"]
     return found

@@ -1,4 +1,4 @@
-"""Read a model's reply: the tool call in it, what the tool says, and the answer."""
+"""Read a model's reply: its tool call, the tool's result, and the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Call:
-    """Hold a tool call as the API returned it."""
+    """A tool call as the API returned it."""
 
     id: str | None
     name: str
@@ -47,7 +47,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Hold one output line."""
+    """One line of output."""
 
     id: str
     question: str
@@ -58,7 +58,7 @@ class Attempt:
     error: str | None = None
 
 
-# What a reply looks like that meant to call the tool and did not get the form right.
+# Matches a reply that tried to call the tool in a wrong form.
 LOOKS_LIKE_CALL = re.compile(
     rf"{TOOL_NAME}\s*\(|^\s*\[?\s*\w+\(\s*\w+\s*=|<tool_call|\"arguments\""
 )
@@ -79,7 +79,7 @@ def read_expression(call: Call) -> str:
 
 
 def run_call(call: Call) -> ToolUse:
-    """Run the tool as the model asked for it; the result, or what went wrong, is the detail."""
+    """Run the tool as the model asked for it; `detail` is the result or the error."""
     status: ToolStatus
     try:
         status, detail = "ok", calculator(read_expression(call))
@@ -99,7 +99,7 @@ def tool_use(reply: Reply) -> ToolUse | None:
 
 
 def conclude(question: Question, sample: int, reply: Reply) -> Attempt:
-    """Answer with the tool's result, or with the reply's text where there is none."""
+    """Answer with the tool's result, or with the reply's text if there is no result."""
     tool = tool_use(reply)
     answer = tool.detail if tool is not None and tool.status == "ok" else reply.text
     return Attempt(question.id, question.text, sample, reply.response_id, answer, tool)

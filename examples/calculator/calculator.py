@@ -25,7 +25,7 @@ UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 class MalformedExpression(ValueError):
-    """Report that there is no expression, or none that this calculator reads."""
+    """Report a text that is no expression for this calculator."""
 
 
 class CalculationError(ArithmeticError):
@@ -56,7 +56,7 @@ def parse_expression(expression: str) -> ast.expr:
 
 
 def check_grammar(node: ast.expr) -> None:
-    """Refuse what Python reads and this calculator does not, such as ** and //."""
+    """Refuse Python syntax that this calculator does not read, such as ** and //."""
     match node:
         case ast.Constant(value=int() | float()):
             return

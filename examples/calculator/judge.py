@@ -1,8 +1,8 @@
 """Judge the calculator agent's results, and report each verdict to a feedback endpoint.
 
 Reads the agent's result lines (a file, a file that still grows, or stdin) and the questions with
-their answers; posts lists of feedback items. Nothing is dropped quietly: what could not be
-delivered is named on stderr and the exit status is 1.
+their answers; posts lists of feedback items. Nothing is dropped quietly: undelivered verdicts are
+named on stderr, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 Item = dict[str, Any]
 
 # A right answer is worth most by far. A call that ran and was wrong is worth a little, so that a
-# model that hardly ever calls the tool has something to climb; a wrong text is worth nothing.
+# model that hardly ever calls the tool has a slope to climb; a wrong text is worth nothing.
 RIGHT = 1.0
 WRONG_CALL = 0.1
 NOTHING = 0.0
 
-# Answers with more digits behind the point than the calculator prints are no closer.
+# The calculator prints no more digits than this.
 TOLERANCE = 1e-6
-# Servers that are busy or starting; any other 4xx is a refusal, and the same again would be too.
+# The server is busy or starting; any other 4xx is a refusal, which a retry would only repeat.
 RETRIED_STATUSES = frozenset({408, 425, 429})
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 POLL_SECONDS = 0.2
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def as_number(text: str | None) -> float | None:
-    """Return the number that a text is, apart from spaces, commas and a final full stop."""
+    """Return the number in a text, ignoring spaces around it, commas and a final full stop."""
     try:
         return float((text or "").strip().removesuffix(".").replace(",", ""))
     except ValueError:
@@ -90,7 +90,7 @@ def feedback(result: Item, verdict: Verdict) -> list[Item]:
 def verdict(told: Item) -> list[Item]:
     """Judge one run, for a program that runs the agent: its task and its output line.
 
-    The tool's status is for its call; all else is for the whole run, and so names no target.
+    The tool's status is for its call; the other items are for the whole run, and name no target.
     """
     result = json.loads(told["output"])
     judged = judge(result, float(told["task"]["answer"]))
@@ -183,7 +183,7 @@ def describe(error: Exception) -> str:
 
 
 class Interrupted:
-    """Set by SIGTERM and SIGINT: judge what is there already, then end."""
+    """Set by SIGTERM and SIGINT: judge the lines that are there already, then end."""
 
     def __init__(self) -> None:
         self.yes = False
@@ -195,7 +195,7 @@ class Interrupted:
 
 
 def chunks(source: int, follow: bool, stop: Callable[[], bool]) -> Iterator[list[bytes]]:
-    """Yield whole lines as they appear, all that are there at once in one list."""
+    """Yield lists of whole lines as they appear; a list has all lines of one read."""
     kept = b""
     while True:
         ending = stop()  # asked before the read, so that the last read sees all that was written
@@ -244,7 +244,7 @@ class Judge:
             self.tally.unknown += 1
             return []
         if result.get("error") is not None or result.get("response_id") is None:
-            # No response came back, so there is none to judge.
+            # No response came back, so there is nothing to judge.
             self.tally.failed_calls += 1
             return []
         if question not in self._answers:
@@ -285,7 +285,7 @@ def arguments() -> argparse.Namespace:
 
 
 def open_results(path: str, follow: bool, stop: Callable[[], bool]) -> int | None:
-    """Open what is to be read; wait for a file that is to be followed and is not there yet."""
+    """Open the results; a file to follow that does not exist yet is waited for."""
     if path == "-":
         return sys.stdin.fileno()
     while follow and not os.path.exists(path):

@@ -56,8 +56,8 @@ def product_less(a: int, b: int, c: int) -> int:
 
 
 # Every run of len(KINDS) questions has each of these once, so that no seed is easier than another.
-# Most state the expression and only word the request differently from the agent's examples: what
-# is to be learnt is to call the tool, and to copy the expression. README.md has the measurements.
+# Most state the expression and only word the request differently from the agent's examples: the
+# model is to learn to call the tool and to copy the expression. README.md has the measurements.
 KINDS = (
     Kind("work out", "Work out {a} * {b}.", product),
     Kind("work out", "Work out {a} + {b} * {c}.", sum_with_product),

@@ -1,16 +1,16 @@
-"""Run the tests when a coding agent stops, and post what they say as the reward of its session.
+"""Run the tests when a coding agent stops, and post the result as the reward of its session.
 
-A Stop hook of Claude Code and of Codex, which needs nothing but Python:
+A Stop hook for Claude Code and Codex, which needs nothing but Python:
 
     python3 report_tests.py claude-code
     python3 report_tests.py codex http://127.0.0.1:8100/v1
 
 `TEST_COMMAND` is the shell command that runs the tests; without it the hook does nothing. The
-address is the one that the client has (Claude Code's is `ANTHROPIC_BASE_URL`). `PAWL_API_KEY` is
-sent where it is set.
+address is the client's base URL (Claude Code's is `ANTHROPIC_BASE_URL`). `PAWL_API_KEY` is sent if
+it is set.
 
-It always ends with status 0, so that neither failing tests nor a proxy that is away stops the
-agent. What it did is one line on standard error.
+The hook always ends with status 0, so that neither failing tests nor a proxy that is away stops the
+agent. It reports on standard error, in one line.
 """
 
 import json
@@ -21,7 +21,7 @@ import sys
 import urllib.request
 from urllib.parse import unquote
 
-# What a proxy's address may name before the path of the API.
+# Parts of a proxy's address that may come before the path of the API.
 NAMES = re.compile(r"/(?:task|episode|agent|split)/[^/]+")
 EPISODE = re.compile(r"/episode/([^/]+)")
 HEADER = re.compile(r"^x-pawl-episode:\s*(\S.*?)\s*$", re.IGNORECASE | re.MULTILINE)
@@ -53,7 +53,7 @@ def report(client: str, url: str) -> str:
         return "TEST_COMMAND is not set: no tests were run"
     hook = json.load(sys.stdin)
     folder = os.environ.get("CLAUDE_PROJECT_DIR") or hook["cwd"]
-    # Clients read standard output.
+    # Output is discarded, because clients read standard output.
     status = subprocess.run(
         command,
         check=False,

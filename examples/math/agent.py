@@ -1,7 +1,7 @@
 """Solve arithmetic problems with AutoGen: an assistant that has a calculator.
 
 As a program, it reads one problem as a line of JSON ({"question": "..."}), and prints the answer.
-The model server is whatever OPENAI_BASE_URL and OPENAI_API_KEY point at.
+The model server is the one in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 SYSTEM = "Solve the math problem with the calculator tool."
-# Larger than all the messages of an episode: what it drops is the oldest, and so the examples.
+# More than an episode has: dropping the oldest messages would drop the examples first.
 MOST_MESSAGES = 40
-# AutoGen asks what a model that it does not know can do.
+# AutoGen needs the abilities of a model that it does not know.
 MODEL_INFO = ModelInfo(
     vision=False,
     function_calling=True,

@@ -1,7 +1,7 @@
 """Make arithmetic problems, each with its answer; the same seed makes the same ones.
 
-Half state an expression, half tell a little story of one step. Training and held-out problems have
-no combination of numbers in common: a hash of a problem's numbers decides its split.
+Half of them state an expression, half tell a little story of one step. Training and held-out
+problems share no combination of numbers: a hash of a problem's numbers decides its split.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def draft(rng: random.Random, kind: Kind) -> tuple[str, int]:
 
 
 def tasks(count: int, seed: int, split: str) -> list[dict[str, object]]:
-    """Return `count` different problems of one split, as many of each kind as of any other."""
+    """Return `count` different problems of one split, equally many of each kind."""
     rng = random.Random(f"{split}-{seed}")
     made: dict[str, dict[str, object]] = {}
     while len(made) < count:

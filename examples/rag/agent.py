@@ -1,8 +1,8 @@
 """Answer questions about towns with OpenAI's Agents SDK: an agent that searches first.
 
 As a program, it reads one question as a line of JSON ({"question": "..."}), and prints the answer.
-The model server is whatever OPENAI_BASE_URL and OPENAI_API_KEY point at. It is asked over the
-Responses API, the SDK's default, or over chat completions where OPENAI_API is `chat_completions`.
+The model server is the one in OPENAI_BASE_URL and OPENAI_API_KEY. It is asked over the Responses
+API, the SDK's default, or over chat completions if OPENAI_API is `chat_completions`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rank_bm25 import BM25Okapi
 
 INSTRUCTIONS = "Answer the question. Search first. Put the answer in <answer></answer>."
 MOST_TURNS = 4
-# Worked examples, shown to the model as real earlier turns: question, searches with what each
-# found, answer. The last needs two facts: a small model imitates the newest most.
+# Worked examples, shown to the model as real earlier turns: question, searches with their results,
+# answer. The last needs two facts: a small model imitates the newest most.
 EXAMPLES: tuple[tuple[str, tuple[tuple[str, str], ...], str], ...] = (
     (
         "Who is the mayor of Oakstow?",
@@ -121,7 +121,7 @@ def model_of(name: str, base_url: str | None) -> Model:
 async def answer(
     task: dict[str, Any], base_url: str | None = None, model: str | None = None
 ) -> str:
-    """Return the agent's answer to one question; empty where it lost its way."""
+    """Return the agent's answer to one question; empty if it did not end or called a wrong tool."""
     agent = Agent(
         name="researcher",
         instructions=INSTRUCTIONS,
@@ -133,7 +133,7 @@ async def answer(
     try:
         result = await Runner.run(agent, asked, max_turns=MOST_TURNS)
     except (MaxTurnsExceeded, ModelBehaviorError):
-        # A tool that there is not, or no end: the model's doing, and worth nothing.
+        # An unknown tool or too many turns are the model's fault, and are worth nothing.
         return ""
     return str(result.final_output)
 

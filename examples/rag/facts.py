@@ -1,4 +1,4 @@
-"""Facts about invented towns, which no model can know: to answer is to search."""
+"""Facts about invented towns, which no model can know, so that it has to search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASTES = "barley bean carrot cherry fennel leek lentil mushroom onion plum pumpk
 
 
 class Town(NamedTuple):
-    """One town, and what is known of it by relation."""
+    """A town, and the facts about it by relation."""
 
     name: str
     known: dict[str, str]

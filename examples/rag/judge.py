@@ -1,4 +1,4 @@
-"""Score an answer: how far the words in its tag are the right ones (F1); 0 without a tag."""
+"""Score an answer: F1 of the words in its tag against the right words; 0 without a tag."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Make questions about the invented towns, each with its answer; the same seed makes the same ones.
 
 Three of four need one fact, the fourth needs two. Training and held-out questions are about
-different towns: a hash of a town's name decides the split of what is asked about it.
+different towns: a hash of a town's name decides the split of its questions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kinds_in_turn(rng: random.Random) -> Iterator[str]:
 
 
 def tasks(count: int, seed: int, split: str) -> list[dict[str, object]]:
-    """Return `count` questions of one split; where there are no new ones left, some come again."""
+    """Return `count` questions of one split; once there are no new questions, some come again."""
     rng = random.Random(f"{split}-{seed}")
     places = [town for town in towns() if split_of(town.name) == split]
     left: dict[str, list[Town]] = {}

@@ -1,10 +1,10 @@
 """Answer questions about a SQLite database with LangGraph: three agents on one graph.
 
-A writer writes a query, which is executed; a checker looks at what came of it; and where that is
-wrong, a rewriter gets one more try, which is executed and checked like the first. As a program, it
-reads one question as a line of JSON ({"question": "..."}), and prints the query. The model server
-is whatever OPENAI_BASE_URL and OPENAI_API_KEY point at; the agents ask it for the models
-WRITER_MODEL, REWRITER_MODEL and CHECKER_MODEL.
+A writer writes a query, which is executed; a checker looks at the result. If that is wrong, a
+rewriter gets one more try, which is executed and checked like the first. As a program, it reads one
+question as a line of JSON ({"question": "..."}), and prints the query. The model server is the one
+in OPENAI_BASE_URL and OPENAI_API_KEY; the agents ask it for the models in WRITER_MODEL,
+REWRITER_MODEL and CHECKER_MODEL.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def prompt(asked: str, schema: str | None) -> ChatPromptTemplate:
 
 
 def execute(state: State) -> State:
-    """Run the query; what comes of it, rows or an error, is an object in JSON."""
+    """Run the query; the result is a JSON object with rows or an error."""
     try:
         rows = rows_of(database(state["schema"]), state["sql"])
     except (sqlite3.Error, sqlite3.Warning) as error:

@@ -1,4 +1,4 @@
-"""The database that is asked about: employees, departments and projects of a small company."""
+"""The database of the questions: employees, departments and projects of a small company."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ PROJECTS = (
     "Orion",
     "Pearl",
 )
-# A query that has not ended after so many steps of SQLite's machine never will.
+# Steps of SQLite's machine between two checks: the second check stops a query.
 MOST_STEPS = 200_000
 ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION)
 
 
 def company() -> sqlite3.Connection:
-    """Return the database, in memory, which can be read and not be changed."""
+    """Return the database, in memory and read-only."""
     rng = random.Random("company")
     db = sqlite3.connect(":memory:")
     db.executescript(SCHEMA)
@@ -99,7 +99,7 @@ def company() -> sqlite3.Connection:
 
 
 def may_only_be_read(db: sqlite3.Connection) -> None:
-    """Refuse all that changes a database, from now on."""
+    """Make a database read-only from now on."""
     db.set_authorizer(
         lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY
     )

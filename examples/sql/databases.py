@@ -1,8 +1,8 @@
-"""Databases as businesses have them: six of ten tables each, keys from one table to another, rows.
+"""Databases as businesses have them: six of ten tables each, with keys between them, and rows.
 
-In `databases.json` a table has what its rows are called, and its columns behind the key `id`. A
-column is a number between two others, one of some words, what a list of names has, or the key of a
-row of another table (`>`). Each table comes after those that it has keys of.
+In `databases.json` a table is a list: a word for its rows, then its columns without the key `id`. A
+column has numbers of a range, some words (`|`), names from a list of `words`, or keys of another
+table (`>`). Each table comes after the tables that it has keys of.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = (10, 60)
 
 
 class Column(NamedTuple):
-    """One column: of its kind it has what the kind needs, and nothing of the others."""
+    """A column; only the field of its kind is set."""
 
     name: str
     numbers: tuple[int, int] | None = None
@@ -33,7 +33,7 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """One table; `rows` is what its rows are called, and `called` the column of their names."""
+    """A table; `rows` is a word for its rows, and `called` the column with their names."""
 
     name: str
     rows: str
@@ -41,7 +41,7 @@ class Table(NamedTuple):
 
     @property
     def called(self) -> Column:
-        """Return the column of the rows' names; it has no name itself where there is none."""
+        """Return the column with the rows' names, or a column without a name if there is none."""
         return next((one for one in self.columns if one.names), Column(""))
 
     def of_kind(self, kind: str) -> list[Column]:
@@ -67,7 +67,7 @@ def read_column(text: str) -> Column:
 
 
 def create(schema: str) -> str:
-    """Return the statements that create a schema's tables, as the agents are shown them."""
+    """Return the statements that create a schema's tables, as the agents see them."""
     return "\n".join(create_table(table) for table in tables(schema).values())
 
 
@@ -106,7 +106,7 @@ def names(table: Table, count: int, rng: random.Random) -> list[str]:
     if kind == "person":
         whole = [f"{first} {last}" for first in WORDS["first"] for last in WORDS["last"]]
         return rng.sample(whole, count)
-    # A second word where one is not enough.
+    # Names of two words, if there are not enough of one word.
     second = [
         word
         for other in ("town", "firm", "goods", "thing")

@@ -1,4 +1,4 @@
-"""Score a query: 1 if it finds what the right one finds, in any order, else 0."""
+"""Score a query: 1 if it finds the same rows as the right query, in any order, else 0."""
 
 from __future__ import annotations
 

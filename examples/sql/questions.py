@@ -1,8 +1,8 @@
 """Make questions about the databases of `databases.py`, in three degrees, each with its query.
 
-The first groups, ranks, or goes over two keys. The second compares rows with others of their
-group, or asks for what there is not. The third counts what is missing as none, asks for the second
-best, or groups over two keys. Some schemas are held out whole.
+Questions of the first degree group, rank, or follow two keys. The second degree compares rows with
+others of their group, ranks among some rows, or asks for rows without any others. The third counts
+missing rows as 0, asks for the second best, or groups over two keys. Whole schemas are held out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def condition(table: Table, rng: random.Random, alias: str = "") -> Draft:
 
 
 def pairs(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
-    """Return tables with a key and the table that it is of, whose rows have names."""
+    """Return each table with a key, the key, and the table it refers to, whose rows have names."""
     return [
         (child, key, schema[key.key_of])
         for child in schema.values()
@@ -52,12 +52,12 @@ def pairs(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
 
 
 def with_conditions(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
-    """Return the pairs of which the first table has a column that a condition can be about."""
+    """Return the pairs whose first table has a column for a condition."""
     return [one for one in pairs(schema) if one[0].of_kind("numbers") or one[0].of_kind("words")]
 
 
 def over_two_keys(schema: dict[str, Table]) -> list[tuple[Table, Column, Table, Column, Table]]:
-    """Return tables with a key, the table that it is of, its key, and the table that that is of."""
+    """Return chains of three tables: each of the first two is followed by its key to the next."""
     return [
         (child, key, parent, upper, schema[upper.key_of])
         for child in schema.values()
@@ -182,7 +182,7 @@ MAKERS = {
 
 
 def is_sound(db: Any, sql: str) -> bool:
-    """Return whether a query has one answer: something, no zero, and no two that rank alike."""
+    """Return whether a query has one clear answer: not empty, not 0, and no tie in its ranking."""
     rows = rows_of(db, sql)
     if is_empty(rows) or rows == [(0,)] or len(rows) > MOST_ROWS:
         return False
@@ -195,7 +195,7 @@ def is_sound(db: Any, sql: str) -> bool:
 
 
 def questions(seed: int, split: str) -> Iterator[dict[str, object]]:
-    """Yield different questions, the schemas and degrees by turns, for ever."""
+    """Yield different questions without end; degrees and schemas take turns."""
     rng = random.Random(f"{split}-{seed}")
     schemas = [name for name in SCHEMAS if (name in HELD_OUT) == (split == "held-out")]
     known = {name: database(name) for name in schemas}

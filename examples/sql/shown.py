@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Question, query, and what became of an earlier, wrong query for it.
+# Question, query, and the result of an earlier, wrong query.
 POOL = (
     (
         "How many employees have department Sales?",

@@ -1,10 +1,10 @@
 """Make questions about the company's database, each with the query that answers it.
 
-Five kinds, as many of each as of any other; the same seed makes the same ones. Training and
-held-out questions ask for nothing in common: a hash of what is asked for decides the split. No
-held-out question is a worked example, which shows its answer.
+There are five kinds in equal numbers; the same seed makes the same questions. A hash of its query
+decides a question's split, so that training and held-out questions have no query in common. No
+held-out question is a worked example, which would show its answer.
 
-With SQL_DATABASES=many they are about six databases of ten tables (`questions.py`).
+With SQL_DATABASES=many the questions are about six databases of ten tables (`questions.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from questions import questions
 from shown import POOL
 
 SPLITS = ("train", "held-out")
-# One of so many things that can be asked for is held out.
+# One query in so many is held out.
 HELD_OUT_SHARE = 6
 SIGNS = {"above": ">", "below": "<"}
 KINDS = ("count", "filter", "extreme", "value", "join")
@@ -82,7 +82,7 @@ def draft(rng: random.Random, kind: str) -> tuple[str, str]:
 
 
 def split_of(sql: str) -> str:
-    """Return the split of what a query asks for."""
+    """Return the split of a query."""
     digest = hashlib.sha256(sql.encode()).digest()
     return "held-out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
 
