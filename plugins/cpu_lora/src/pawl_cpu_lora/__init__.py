@@ -1,1 +1,1 @@
-"""Compute LoRA in vLLM's CPU build: `ops` computes, `patch` puts it in vLLM's place."""
+"""LoRA for vLLM's CPU build: `ops` has the operations, `patch` replaces vLLM's by them."""

@@ -1,8 +1,8 @@
 """Compute vLLM's LoRA operations on the CPU, as grouped matrix multiplications.
 
 Names, parameters and meaning are those of `vllm.lora.ops.torch_ops.lora_ops`
-in vLLM 0.32, but for index -1: a row without an adapter is never written,
-where the stock operations answer it with the adapter in the last slot
+in vLLM 0.32, except for index -1: a row without an adapter is never written,
+whereas the stock operations apply the adapter in the last slot to it
 (https://github.com/vllm-project/vllm/pull/48421).
 
 Shapes, in all of them:
@@ -32,7 +32,7 @@ _CACHED_GROUPINGS = 32
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Name the rows of one adapter: a slice where they are neighbours, else their int64 numbers."""
+    """The rows of one adapter: a slice if they are contiguous, else their int64 indices."""
 
     slot: int
     rows: slice | torch.Tensor
@@ -40,7 +40,7 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Tell where each row finds its own result after a multiplication over all slots.
+    """The places of each row's own result after a multiplication over all slots.
 
     All three are int64 of shape (active,): `rows` are the rows with an adapter,
     `by_row` indexes (rows x slots) results and `by_slot` (slots x rows) ones.
@@ -53,7 +53,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Divide one batch: `groups` to go through one by one, or `spread` to do at once (not None)."""
+    """A batch, computed at once by `spread`, or one by one by `groups` if `spread` is None."""
 
     row_count: int
     groups: tuple[AdapterRows, ...]
@@ -62,7 +62,7 @@ class Grouping:
 
 @lru_cache(maxsize=_CACHED_GROUPINGS)
 def group_rows(slots: tuple[int, ...], lengths: tuple[int, ...], slot_count: int) -> Grouping:
-    """Group a batch given as runs: `lengths[i]` rows use slot `slots[i]`, -1 being none.
+    """Group a batch given as runs: `lengths[i]` rows use slot `slots[i]`; -1 is no adapter.
 
     The key of the cache is the content of the batch, never the identity of a
     tensor: vLLM rewrites its index tensors in place from step to step.
@@ -78,7 +78,7 @@ def group_rows(slots: tuple[int, ...], lengths: tuple[int, ...], slot_count: int
 
 
 def _as_rows(rows: list[int]) -> slice | torch.Tensor:
-    """Return a slice where it will do: row numbers cost a gather and a scatter."""
+    """Return a slice if possible: row indices cost a gather and a scatter."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, dtype=torch.int64)
@@ -155,7 +155,7 @@ def sgmv_shrink(
     scaling: float,
 ) -> None:
     """Run `bgmv_shrink` for a batch given as runs of rows."""
-    del b_seq_start_loc, batches, max_seq_length, token_nums  # The lengths say it all.
+    del b_seq_start_loc, batches, max_seq_length, token_nums  # The lengths imply them.
     weights = _stacked(lora_a_weights)
     grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
     target = output_tensor[:, : weights.shape[1]]
@@ -204,7 +204,7 @@ def sgmv_expand_slice(
 
 
 def _stacked(weights: torch.Tensor) -> torch.Tensor:
-    """Return weights (slots, out, in), whichever of its two shapes vLLM passed."""
+    """Return weights as (slots, out, in), from either of vLLM's two shapes."""
     return weights.squeeze(1) if weights.dim() == 4 else weights
 
 
@@ -216,11 +216,11 @@ def _grouping_of_rows(indices: torch.Tensor, weights: torch.Tensor, rows: int) -
 
 
 def _slots_of_a_prompt(slots: list[int], weights: torch.Tensor, rows: int) -> list[int]:
-    """Return slots for the rows of one prompt, where the indices are those of the whole batch.
+    """Return slots for the rows of one prompt, given the indices of the whole batch.
 
-    vLLM calls the LM head so for prompt log-probabilities, and does not say which request's
-    prompt it is. Nothing is lost where no adapter adapts the LM head (its slots are zeros);
-    raised on, this ends the engine, as in the stock operations.
+    vLLM calls the LM head like this for prompt log-probabilities, and does not say which request's
+    prompt it is. Nothing is lost if no adapter adapts the LM head (its slots are zeros). Otherwise
+    the error ends the engine, as in the stock operations.
     """
     if len(slots) == 1:
         return slots * rows
@@ -235,7 +235,7 @@ def _slots_of_a_prompt(slots: list[int], weights: torch.Tensor, rows: int) -> li
 def _grouping_of_runs(
     indices: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
 ) -> Grouping:
-    # On the CPU tolist() waits for nothing; it costs under a microsecond.
+    # On the CPU, tolist() does not synchronise; it costs under a microsecond.
     return group_rows(tuple(indices.tolist()), tuple(lengths.tolist()), weights.shape[0])
 
 
@@ -246,7 +246,7 @@ def _expand_common(
     output: torch.Tensor,
     keep: bool,
 ) -> None:
-    """Expand into the columns both have: adapter and model may be padded differently."""
+    """Expand into the columns that both have: adapter and model may be padded differently."""
     common = min(weights.shape[1], output.shape[1])
     _multiply(grouping, inputs, weights[:, :common], output[:, :common], keep=keep)
 
@@ -282,10 +282,10 @@ def _multiply_group(
     keep: bool,
     scaling: float,
 ) -> None:
-    """Multiply the rows of one adapter, in place where they are neighbours."""
+    """Multiply the rows of one adapter, in place if they are contiguous."""
     weight = weights[group.slot].to(target.dtype).t()
     if isinstance(group.rows, slice):
-        # With beta=0 the old content is not read, whatever it holds.
+        # With beta=0 the old content is not read, even if it is NaN.
         target[group.rows].addmm_(inputs[group.rows], weight, beta=int(keep), alpha=scaling)
         return
     picked = inputs.index_select(0, group.rows)
@@ -304,7 +304,7 @@ def _multiply_all_slots(
 ) -> None:
     """Multiply all rows by all slots at once; then each row picks its own result.
 
-    Picking, not masking: what an idle slot holds never meets a row's own sum.
+    Picking, not masking, so that the content of an idle slot never enters a row's sum.
     """
     result = _all_slots(spread, inputs, weights.to(target.dtype))
     if scaling != 1.0:
@@ -315,10 +315,10 @@ def _multiply_all_slots(
 
 
 def _all_slots(spread: Spread, inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return results (active, out): read a tall stack as one matrix, a wide one slot by slot.
+    """Return results (active, out), by one product when shrinking, by a batch when expanding.
 
     Shrinking has few columns a slot, so one product beats a batch of small
-    ones; expanding has many, and the batch writes what is picked contiguously.
+    products; expanding has many, and a batch writes the picked ones contiguously.
     """
     slots, out, width = weights.shape
     if out < width and weights.is_contiguous():

@@ -1,4 +1,4 @@
-"""Put `ops` in the place of vLLM's operations, or say why it cannot be."""
+"""Replace vLLM's LoRA operations by those of `ops`, or raise the reason why that is impossible."""
 
 import importlib
 import inspect
@@ -28,14 +28,13 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "sgmv_expand_slice": ops.sgmv_expand_slice,
 }
 
-# Experts of a mixture are computed as without LoRA on a CPU, not adapted. As soon as LoRA is
-# enabled vLLM wants Triton's kernels for them, whichever layers adapters have; without triton-cpu
-# the engine dies at the first request. Both functions stand where vLLM has imported its own by
-# name.
+# On a CPU, experts of a mixture are computed without adapters. If LoRA is enabled, vLLM selects
+# Triton's kernels for them, whichever layers adapters have, and without triton-cpu the engine dies
+# at the first request. These two functions replace vLLM's where vLLM has imported them by name.
 
 
 def select_unquantized_moe_backend(moe_config: Any) -> Any:
-    """Return the kernels that vLLM selects where LoRA is not enabled: the CPU's."""
+    """Return the kernels that vLLM selects if LoRA is not enabled: the CPU's."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     without_lora = copy(moe_config)
@@ -44,7 +43,7 @@ def select_unquantized_moe_backend(moe_config: Any) -> Any:
 
 
 def get_supported_lora_modules(model: Any) -> list[str]:
-    """Return the layers that adapters may have, without experts: vLLM refuses any other."""
+    """Return the layers that adapters may have, without experts: vLLM refuses other layers."""
     from vllm.lora import utils
     from vllm.model_executor.layers.fused_moe import MoERunner
 
@@ -56,7 +55,7 @@ def get_supported_lora_modules(model: Any) -> list[str]:
     return [name for name in utils.get_supported_lora_modules(model) if name not in experts]
 
 
-# By module that holds a reference.
+# Replacements by the module that holds a reference.
 OF_EXPERTS: dict[str, dict[str, Callable[..., Any]]] = {
     "vllm.lora.model_manager": {"get_supported_lora_modules": get_supported_lora_modules},
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
@@ -64,7 +63,7 @@ OF_EXPERTS: dict[str, dict[str, Callable[..., Any]]] = {
     },
 }
 
-# vLLM sets up logging for its own namespace only; a child of it is seen.
+# vLLM sets up logging only for its own namespace, so this logger is a child of it.
 _log = logging.getLogger("vllm.plugins.pawl_cpu_lora")
 
 
@@ -86,8 +85,8 @@ def install() -> None:
     """Replace the operations in this process; entry point `vllm.general_plugins`.
 
     vLLM calls it in every process it starts, and may call it more than once.
-    vLLM is imported here, not above: it drops plugins that fail to import with
-    no more than a log line, but lets an error out of this function.
+    vLLM is imported here, not above: a plugin that fails to import is only
+    logged and dropped, but an error of this function ends vLLM.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -109,7 +108,7 @@ def replace_operations(
     vllm_version: str,
     replacements: Mapping[str, Callable[..., Any]] = REPLACEMENTS,
 ) -> bool:
-    """Set every replacement in every module; False where all were there already.
+    """Set every replacement in every module; return False if all were set already.
 
     Checks everything before it changes anything: a half-replaced set would
     serve wrong answers.
