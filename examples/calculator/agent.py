@@ -200,7 +200,7 @@ async def arriving(source: int, stop: asyncio.Event) -> AsyncIterator[bytes]:
     room = threading.Semaphore(64)
 
     def read() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody takes lines any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no lines are taken any more
             for line in raw_lines(source):
                 if line.strip():
                     room.acquire()

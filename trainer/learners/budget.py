@@ -40,7 +40,6 @@ class NoRoom(Exception):
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        """Store the rows of the micro-batch."""
         super().__init__(f"no memory for {len(rows)} rows")
         self.rows = rows
 

@@ -102,7 +102,7 @@ FIGURES: Final = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
 
 class Learner:
-    """One policy's model between updates, and its training (`LearnerProtocol`)."""
+    """One policy's model between updates, and its training; `LearnerProtocol` has the contract."""
 
     # None while another learner holds the base.
     _model: Any
@@ -164,7 +164,6 @@ class Learner:
         self._plan_memory()
 
     def interrupt(self) -> None:
-        """Make a running `update` raise `Interrupted` at its next micro-batch."""
         self._interrupted.set()
 
     def let_go(self) -> None:
@@ -317,7 +316,6 @@ class Learner:
 
     @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
-        """Continue from a version, optimiser state included, or from the base model (None)."""
         if adapter == self._stands_at:
             return
         self._stands_at = IN_BETWEEN
@@ -328,7 +326,6 @@ class Learner:
 
     @says_no_room("while the adapter of a self-test was made")
     def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
-        """Write a new adapter with an effect into `folder`, and return rows to compare it by."""
         self.restore(None)
         self._stands_at = IN_BETWEEN
         if kind is not None:
@@ -346,7 +343,6 @@ class Learner:
         return list(dict.fromkeys(map(layer_kind, names)))
 
     def take_less(self, halvings: int) -> int:
-        """Halve micro-batches `halvings` times for some updates; return their size in tokens."""
         self._budget.take_less(halvings)
         return self._budget.tokens
 
@@ -386,7 +382,6 @@ class Learner:
 
     @says_no_room("in an update, which was undone")
     def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
-        """Train on `rows`, whose weights sum to one, and return the update's metrics."""
         rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
@@ -428,7 +423,6 @@ class Learner:
         }
 
     def policy_logprobs(self) -> dict[RowKey, bytes]:
-        """Return the policy's log-probabilities from before the first step on each row."""
         return self._policy_logprobs
 
     def _take_steps(
@@ -575,7 +569,6 @@ class Learner:
 
     @says_no_room("while log-probabilities were computed")
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
-        """Return log-probabilities (S,) of each row's sampled tokens under a version."""
         rows = self._base.checked(rows)
         if adapter is None:
             with self._model.disable_adapter():
@@ -599,16 +592,12 @@ class Learner:
 
     @says_no_room("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return log-probabilities (S,) of each row's sampled tokens at temperature one."""
         with self._base.throughput.computing():
             return plain_logprobs(self._model, rows, way=self.way)
 
     @says_no_room("while a version was written")
     def save(self, folder: Path) -> None:
-        """Write the adapter for the server, and what resuming needs (`trainer.learners.adapter`).
-
-        All processes hold the same weights; only rank 0 writes.
-        """
+        # All processes hold the same weights.
         if self.processes.rank > 0:
             return
         save_adapter(self._model, folder)

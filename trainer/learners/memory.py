@@ -46,7 +46,7 @@ TOKENS: Final = 4096
 # Bytes of each trained number, in float32: its value, its gradient, AdamW's two moments, and its
 # value before the update (`off_policy.min_overlap`).
 TRAINED: Final = 20
-# CUDA's context, the workspaces of its libraries, and what the allocator cannot use.
+# CUDA's context, the workspaces of its libraries, and memory that the allocator cannot use.
 OVERHEAD: Final = GIB
 
 
@@ -269,7 +269,7 @@ def _of_layers(base: Any) -> tuple[list[int], int]:
 def _of_layer(
     layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], known: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Return the bytes a token that a layer keeps, and those that its backward pass adds."""
+    """Return the bytes a token that a layer keeps, and the bytes that its backward pass adds."""
     states = [given.detach().requires_grad_() for given in inputs[:1]]
     known = [*known, *states, *(t for t in tree_leaves((inputs, named)) if isinstance(t, Tensor))]
     with LivingBytes(known) as living:

@@ -74,7 +74,7 @@ class Processes:
     def regroup(self, own: Exception | None) -> None:
         """Wait until all have ended a joint computation, this process with the error `own` or None.
 
-        Processes that still compute abandon that when they meet this one.
+        Processes that still compute abandon the computation when they meet this one.
         """
         if not isinstance(own, CompanionFailed):
             with suppress(CompanionFailed):

@@ -41,7 +41,7 @@ PROBE_TEXTS: Final = (
     " library is open from ten to six on weekdays, and from ten to two on Saturdays.",
 )
 PROBE_LENGTH: Final = 32
-# About how many tokens, plain and added each, tokenizers are compared by.
+# Tokenizers are compared by about so many plain tokens, and as many added ones.
 PROBED_WORDS: Final = 256
 
 

@@ -9,9 +9,9 @@ more than twice as fast as MKL's.
 For experts, PEFT adds the adapter to all experts' weights at every pass, in the weights' precision.
 Here each token is multiplied by the two small matrices of its expert, as in a model server.
 
-Replaced are PEFT's linear layers and stacked experts with one plain adapter, root-mean-square
+These layers are PEFT's linear layers and stacked experts with one plain adapter, root-mean-square
 norms, and gated units. A module that is not as expected keeps its own forward pass, and a replaced
-one falls back to it if its state changes (adapter switched off or merged, base trained).
+layer falls back to it if its state changes (adapter switched off or merged, base trained).
 
 Weights that bitsandbytes packed are unpacked for each product, and never kept. bitsandbytes' own
 8-bit products would also round the inputs, depending on the rest of the batch, and keep them in
@@ -218,13 +218,11 @@ class OneDnnProducts:
     """
 
     def __enter__(self) -> None:
-        """Allow oneDNN, if it is exact on this processor."""
         if _onednn_is_exact():
             self._before = _MATMUL.fp32_precision
             _MATMUL.fp32_precision = "bf16"
 
     def __exit__(self, *_: object) -> None:
-        """Restore the setting from before."""
         if _onednn_is_exact():
             _MATMUL.fp32_precision = self._before
 
@@ -317,7 +315,6 @@ class RmsNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return the normalised input."""
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -343,7 +340,6 @@ class SwiGlu(Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the gated input."""
         ctx.save_for_backward(gate, up)
         return torch.nn.functional.silu(gate).mul_(up)
 

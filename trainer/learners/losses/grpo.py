@@ -121,7 +121,6 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         return keeps
 
     def take_compared(self) -> list[RowComparison]:
-        """Return the comparisons of rows with the policy since the last call, and forget them."""
         taken, self._compared = self._compared, []
         return taken
 

@@ -56,7 +56,6 @@ class StoredPpoTrainer(StoredGrpoTrainer):
 
     @property
     def epochs(self) -> int:
-        """Return how often an update goes through its rows."""
         return self.recipe.ppo.epochs
 
     def view(self, rows: Sequence[Row]) -> View:
@@ -149,7 +148,6 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         return {NAME: self.critic}
 
     def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the trained parameters of the policy, and those of the critic."""
         policy, _ = super().trained_parameters()
         critic: list[Tensor] = list(self.critic.parameters())
         return [p for p in policy if all(p is not own for own in critic)], critic

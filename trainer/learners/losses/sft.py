@@ -34,7 +34,6 @@ class StoredSftTrainer(StoredRows, SFTTrainer):
 
     @property
     def epochs(self) -> int:
-        """Return how often an update goes through its rows."""
         return self.recipe.sft.epochs
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:

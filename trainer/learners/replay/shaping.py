@@ -36,7 +36,6 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
-        """Store the tokenizer, and the ids that end a reply of `model`."""
         self._tokenizer = tokenizer
         own = getattr(model.generation_config, "eos_token_id", None)
         listed = own if isinstance(own, list) else [own]
@@ -114,7 +113,7 @@ class Places(NamedTuple):
     groups: tuple[ShapedPlaces, ...]
 
 
-# The number of a distribution, a node, and where the reply begins if that matters.
+# A distribution's index, a node, and the prompt's length (0 if the settings need no history).
 _Key = tuple[int, int, int]
 
 
