@@ -1,8 +1,8 @@
-"""Compare a new version with an old one by what came of their episodes, and come to a verdict.
+"""Compare a new version with an old one by the results of their episodes, and reach a verdict.
 
-This is the whole test: a canary against what serves, what serves against its control, and both
-versions of an evaluation. It is a function of the episodes in their order, however often somebody
-looks (docs/explanation/gate.md). It does no I/O and has no clock.
+This is the whole test: of a canary against the serving version, of the serving version against its
+control, and of both versions of an evaluation. The verdict depends only on the episodes and their
+order, not on how often it is checked (docs/explanation/gate.md). No I/O, no clock.
 """
 
 from collections import deque
@@ -31,41 +31,41 @@ if TYPE_CHECKING:
 
 Kind = Literal["better", "worse"]
 
-# What a sum of floats may come to past an end of its range, as a share of the width.
+# Tolerance for a sum of floats beyond its range, as a share of the width.
 ROUNDING: Final = 1e-9
-# The share of episodes by which a new version must go wrong more often to be worse for it.
+# A guard calls a new version worse if its share of bad episodes is higher by more than this.
 GUARD_MARGIN: Final = 0.05
-# A guard's evidence that keeps a version without proof from the traffic at the end of its time.
+# With this evidence of a guard, a version without a verdict is not promoted when its time is over.
 SUSPICIOUS: Final = 2.0
-# So many episodes' worth of information decide a trial whose version is better by 0.1 or so: n·m/(n
-# + m) of the arms' episodes, rewards of 0 or 1.
+# Information that decides a trial if the new version is better by about 0.1: n·m/(n + m) over the
+# arms' episodes, with rewards of 0 or 1.
 INFORMATION: Final = 200.0
-# So many let the control move on; the newest of half as many again say whether it may.
+# Information that lets the control move on. A watch judges by the newest blocks with 1.5 times it.
 RENEWAL: Final = 64.0
-# A version that is as good is called worse by a watch once in so many episodes at most: a week of
-# one a second.
+# A watch calls an equally good version worse at most once in this many episodes: a week at one a
+# second.
 FALSE_ONCE_IN: Final = 600_000
-# Families of tasks that are compared each by itself, the first ones; and the information about one
-# that its gain counts from.
+# The first families of tasks are compared separately, at most this many; and the information from
+# which a family's gain counts.
 MOST_JUDGED: Final = 64
 KNOWN_FAMILY: Final = 10.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0
-# The median is of the newest TIMES episodes of the old version, and is first taken of FIRST_TIMES.
+# The median is over the newest TIMES episodes of the old version, and needs at least FIRST_TIMES.
 TIMES: Final = 200
 FIRST_TIMES: Final = 20
 
 
 class ComparedEpisode(msgspec.Struct, frozen=True):
-    """Hold what a comparison needs of one episode.
+    """One episode, as a comparison sees it.
 
     Attributes:
-        family: what its task is one of; tasks of one family are scored alike.
-        reward: its reward, or None if nobody scored it.
-        failed: whether a request of it failed.
-        malformed: whether a tool call of it was malformed; None if it called no tool.
+        family: its task's family; tasks of one family are scored alike.
+        reward: None if the episode is unscored.
+        failed: whether one of its requests failed.
+        malformed: whether one of its tool calls was malformed; None if it called no tool.
         seconds: how long its calls took, in a unit that both versions share; None if unknown.
-        version: the version that it was given, where several follow each other.
+        version: the version that it was given; an arm of a watch has several.
     """
 
     family: str
@@ -77,7 +77,7 @@ class ComparedEpisode(msgspec.Struct, frozen=True):
 
 
 class ArmFigures(msgspec.Struct, frozen=True):
-    """Count what was seen of one version; `mean` is of scored episodes, in units of the reward."""
+    """Episode counts of one arm; `mean` is over scored episodes, in units of the reward."""
 
     episodes: int
     unscored: int
@@ -87,9 +87,9 @@ class ArmFigures(msgspec.Struct, frozen=True):
 
 
 class PartFigures(msgspec.Struct, frozen=True):
-    """Compare both versions in one part: means of 0 to 1, and how much speaks against the new.
+    """Both versions' means (0 to 1) in one part, and the evidence `against` the new version.
 
-    The part is a way to go wrong, whose means are shares of episodes, or a family of tasks.
+    The part is a guard, whose means are shares of episodes, or a family of tasks.
     """
 
     name: str
@@ -100,19 +100,18 @@ class PartFigures(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Hold all that a verdict rests on (JSON as it is).
+    """The figures behind a verdict, stored as JSON.
 
     Attributes:
-        new: what was seen of the new version.
-        old: what was seen of the old one.
         difference: estimate of new − old, in units of the reward; None before the first block.
         lower: bound of the difference that holds at all times with probability 1 − `mistakes`.
         upper: bound likewise, with probability 1 − `mistakes`/2.
-        better: evidence against "worse by the margin or more"; at `better_needed` it is no worse.
-        worse: evidence against "as good"; at `worse_needed` it is worse.
+        better: evidence against "worse by the margin or more"; at `better_needed` the new version
+            is no worse.
+        worse: evidence against "as good"; at `worse_needed` the new version is worse.
         guards: failed requests, malformed tool calls, slow episodes.
         families: families of tasks, if there are several.
-        fall: by how much the new version's rewards fell below what they were, if they did.
+        fall: see `Comparison.fall`.
     """
 
     new: ArmFigures
@@ -130,22 +129,20 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Say what was shown of the new version, and why, in a sentence for people."""
+    """What was shown about the new version; `reason` is a sentence for people."""
 
     kind: Kind
     reason: str
 
 
 class _Arm:
-    """Count the episodes of one version as they come."""
-
     def __init__(self) -> None:
         self.episodes = self.failed = self.clipped = self.scored = 0
         self.total = 0.0
 
 
 class _Slowness:
-    """Tell slow episodes from others by the median of the old version's episodes before."""
+    """Detect slow episodes by the median time of the old version's earlier episodes."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=TIMES)
@@ -153,10 +150,10 @@ class _Slowness:
         self._seen = 0
 
     def read(self, is_new: bool, episode: ComparedEpisode) -> bool | None:
-        """Return whether an episode is slow; None if its time, or the median, is not known."""
+        """Return whether an episode is slow; None if its time or the median is unknown."""
         if episode.seconds is None:
             return None
-        # Anew for each block at most: no episode moves its own bar.
+        # Computed every FIRST_TIMES episodes, from earlier ones: no episode moves its own bar.
         if self._seen % FIRST_TIMES == 0 and len(self._times) >= FIRST_TIMES:
             self._bar = SLOW * median(self._times)
         self._seen += 1
@@ -166,7 +163,7 @@ class _Slowness:
 
 
 class _Part:
-    """Bet that the new version's values of one part are on `side` of the old one's by `null`."""
+    """Bet that new − old, in the values of one part, is on `side` of `null`."""
 
     def __init__(
         self, name: str, size: int, evidence: type[EProcess], null: float, side: Side
@@ -203,23 +200,23 @@ class _Part:
 
 
 class Comparison:
-    """Follow the episodes of a new version and of an old one, and come to a verdict.
+    """Take in the episodes of a new and an old version, and reach a verdict.
 
-    The probability of calling a new version worse that is as good is at most `mistakes`: half of it
-    for the reward, the other half in equal parts for the guards. That of calling one no worse that
-    is worse by the margin or more is at most `mistakes`. After a verdict later episodes are counted
-    and decide nothing more. While a guard's evidence is against the new version, if only by chance,
-    it is not called no worse.
+    The probability of calling an equally good version worse is at most `mistakes`: half of it for
+    the reward, the other half in equal parts for the guards. The probability of calling a version
+    no worse that is worse by the margin or more is at most `mistakes`. Episodes after the verdict
+    are counted and change nothing. A version is not called no worse while a guard's evidence is
+    above 1.
 
-    One that watches compares the versions that follow each other, as one arm, with their control,
-    and finds when that has become worse. It calls one worse that is as good once in FALSE_ONCE_IN
+    A watch compares successive serving versions, as one arm, with their control, and finds when
+    that arm has become worse. It calls an equally good arm worse at most once in FALSE_ONCE_IN
     episodes.
 
     Attributes:
-        is_watch: whether it watches.
-        verdict: what was shown of the new version; None while nothing is.
-        trade: on which family of tasks the new version loses more than it gains on any other; None
-            if on none. With `undecided = "keep"` it is worse for that.
+        verdict: None while nothing is shown.
+        trade: a sentence about a family of tasks on which the new version loses more than it gains
+            on any other; None if there is no such family. With `undecided = "keep"` the verdict is
+            then worse.
     """
 
     def __init__(
@@ -230,7 +227,7 @@ class Comparison:
         old_share: float = 0.5,
         watches: bool = False,
     ) -> None:
-        """Begin without episodes; the shares of live ones size the blocks, and decide nothing."""
+        """Start empty; the arms' shares of live episodes only set the size of blocks."""
         self._rule = rule
         self._low, high = rule.reward_range
         self._width = high - self._low
@@ -238,7 +235,7 @@ class Comparison:
         self._evidence = ChangeDetector if watches else EProcess
         self._rewards = Blocks(self._size)
         self._has_rewards = False
-        # A watch keeps those that decide now, and the others all.
+        # A watch keeps only the blocks that decide now.
         self._blocks = deque[Block]()
         self.blocks = 0
         self._better = EProcess(-rule.margin / self._width, ABOVE)
@@ -253,24 +250,24 @@ class Comparison:
         self._better_needed = 1 / rule.mistakes
         self._worse_needed = FALSE_ONCE_IN / self._size if watches else 2 / rule.mistakes
         self._guard_needed = len(self._guards) * self._worse_needed
-        # What the blocks that decide say, and all that there ever were.
+        # `_total` and `_weight` sum over `_blocks`; `_told` and `_known` over all blocks so far.
         self._total = self._weight = self._told = self._known = 0.0
         self._bounds = (0, -1.0, 1.0)
         self.is_watch = watches
         self._own_past = OwnPast()
-        # Of each new version, how much was known when its first episode came.
+        # `_known` at the first episode of each new version.
         self._known_before: dict[int, float] = {}
         self.verdict: Verdict | None = None
         self.trade: str | None = None
 
     def add_past(self, episode: ComparedEpisode) -> None:
-        """Take in an episode of what served before the control lost the traffic."""
+        """Add an episode that was served before the control lost the traffic."""
         value = self._value(episode)
         if value is not None and not episode.failed:
             self._own_past.add((episode.family, value), is_past=True)
 
     def add(self, is_new: bool, episode: ComparedEpisode) -> None:
-        """Take in one live episode, after all those that counted before it."""
+        """Add a live episode; episodes must come in the order in which they count."""
         if is_new:
             self._known_before.setdefault(episode.version, self._known)
         self._take(is_new, episode)
@@ -285,9 +282,9 @@ class Comparison:
             self._judge()
 
     def add_pair(self, new: Sequence[ComparedEpisode], old: Sequence[ComparedEpisode]) -> None:
-        """Take in what both versions made of one task: a block of its own.
+        """Add both versions' episodes of one task, as a block of their own.
 
-        A task of which one version has no scored episode says nothing about the reward.
+        If one version has no scored episode, the task says nothing about the reward.
         """
         for is_new, episodes in ((True, new), (False, old)):
             for episode in episodes:
@@ -304,32 +301,32 @@ class Comparison:
 
     @property
     def fall(self) -> float | None:
-        """Return by how much the new arm's rewards fell below their own past, as a share of 1.
+        """Return how far the new arm's rewards fell below their own past, as a share of the range.
 
-        None: they did not. What was compared before they did says nothing for what serves now.
+        None if they did not. Blocks from before a fall no longer count for the serving version.
         """
         return self._own_past.fall
 
     @property
     def tells_against(self) -> bool:
-        """Return whether as much is known as decides a trial, and the new version is lower."""
+        """Return whether `is_enough` holds and the new version scores lower."""
         return self.is_enough and self._told < 0
 
     @property
     def is_enough(self) -> bool:
-        """Return whether as much is known as decides a trial."""
+        """Return whether there is as much information as decides a trial."""
         return self._known >= INFORMATION
 
     @property
     def is_in_line(self) -> bool:
-        """Return whether enough is known for the control to move on, and nothing is against it."""
+        """Return whether there is enough information, and no sign of harm, to move the control."""
         return self._weight >= RENEWAL and not self.points_to_harm
 
     @property
     def next_control(self) -> int | None:
-        """Return the newest version that half of what is known came after; None if there is none.
+        """Return the newest version with half of RENEWAL since its first episode, or None.
 
-        A version that has fallen since is not among them: half suffices to find that.
+        Half of it suffices to notice that rewards have fallen since that version.
         """
         known = [
             version
@@ -340,10 +337,10 @@ class Comparison:
 
     @property
     def points_to_harm(self) -> bool:
-        """Return whether what was seen so far, however little, speaks against the new version.
+        """Return whether the evidence so far, however little, points against the new version.
 
-        An expected difference below 0 does; of a canary, and of what is watched, only below half
-        the margin, as it is compared on. So does a guard with some evidence.
+        It does if the estimated difference is below 0, or for a canary and a watch, which are
+        compared further, below −margin/2. It also does if a guard has some evidence.
         """
         is_compared_on = self._rule.mode == "canary" or self.is_watch
         least = -self._rule.margin / 2 if is_compared_on else 0.0
@@ -352,9 +349,9 @@ class Comparison:
         return is_guarded or (self.difference or 0.0) < least
 
     def figures(self, renewed: float = 1.0) -> Figures:
-        """Return all that the verdict rests on.
+        """Return the figures behind the verdict.
 
-        The bounds are taken anew once there are `renewed` times the blocks of the last time.
+        The bounds are computed again once there are more than `renewed` times as many blocks.
         """
         count = self.blocks
         if count > renewed * self._bounds[0]:
@@ -384,11 +381,7 @@ class Comparison:
         return ArmFigures(arm.episodes, arm.episodes - arm.scored, arm.failed, arm.clipped, mean)
 
     def _take(self, is_new: bool, episode: ComparedEpisode) -> None:
-        """Count an episode, and put it into the open blocks.
-
-        One that failed and has no reward counts as the lowest; any other without one is unscored,
-        as is one whose reward is not a number.
-        """
+        """Count an episode, and put it into the open blocks."""
         wrong = (episode.failed, episode.malformed, self._slowness.read(is_new, episode))
         for guard, is_wrong in zip(self._guards, wrong, strict=True):
             if is_wrong is not None:
@@ -412,7 +405,7 @@ class Comparison:
             self._families[episode.family] = family
         if family is not None:
             family.add(is_new, episode.family, value)
-        # In an outage all fail, whatever serves.
+        # In an outage every version fails: failed episodes are no sign of a fall.
         if is_new and self.is_watch and not episode.failed and self.fall is None:
             self._own_past.add((episode.family, value))
             if self.fall is not None:
@@ -421,7 +414,10 @@ class Comparison:
                 self._rewards.size = block_size(MOST_SHARE, MOST_SHARE)
 
     def _value(self, episode: ComparedEpisode) -> float | None:
-        """Return the reward as a share of its range; the lowest for one that only failed."""
+        """Return the reward as a share of its range, clipped.
+
+        Without a reward, or with NaN, it is 0 for a failed episode and None (unscored) otherwise.
+        """
         if episode.reward is None or isnan(episode.reward):
             return 0.0 if episode.failed else None
         return min(max((episode.reward - self._low) / self._width, 0.0), 1.0)
@@ -429,8 +425,7 @@ class Comparison:
     def _close(self) -> None:
         """Settle the bets on the open block of rewards.
 
-        One in which every episode failed without a reward, whatever its version, says nothing: so
-        it is in an outage.
+        A block without any reward, only failed episodes, says nothing: that is an outage.
         """
         block = self._rewards.close()
         self._settle(block if self._has_rewards else None)
@@ -461,7 +456,7 @@ class Comparison:
         return len(self._families) * self._worse_needed
 
     def _lost_family(self) -> str | None:
-        """Return how the new version loses on a family more than it gains on any other."""
+        """Return a sentence on a family that loses more than any other gains, or None."""
         needed, parts = self._family_needed, self._families.values()
         for lost in parts:
             if lost.against.value < needed or len(parts) == 1:
@@ -500,7 +495,7 @@ def canary_share(episodes_per_hour: float, rule: "PublishOptions", taken: float 
     Args:
         episodes_per_hour: the policy's traffic.
         rule: its time to decide, and how late rewards come.
-        taken: the control's share, which is nobody else's.
+        taken: the control's share, which neither arm can have.
     """
     hours = max(rule.decide_within_h - rule.reward_delay_s / 3600, 0.0)
     both = episodes_per_hour * hours * (1 - taken)

@@ -1,9 +1,9 @@
-"""Decide about the versions of each policy by what their episodes came to, and move the traffic.
+"""Decide about the versions of each policy by their episodes' results, and move the traffic.
 
-A look is one transaction: what a decision rests on is read, then the policy is locked, and if it
-stands as it did, its states are changed with their events. So a kill, or a database that goes away,
-leaves nothing half done, and several controllers decide what one would. It needs neither a trainer
-nor a model server: whatever may get the traffic is loaded already.
+A look is one transaction: it reads the evidence, locks the policy, and if the policy has not
+changed meanwhile, changes states and adds their events. So a kill or a lost database leaves nothing
+half done, and several controllers decide as a single one would. It needs neither a trainer nor a
+model server: every version that may get the traffic is loaded already.
 """
 
 import asyncio
@@ -60,20 +60,20 @@ from trainer.recipes.recipe import PublishOptions
 log = structlog.get_logger()
 
 CONTROLLER: Final[Actor] = "controller"
-# What a version may become by the controller.
+# The states that the controller may give to a version.
 MOVES: Final[tuple[PolicyState, ...]] = (
     *("canary", "serving", "retired", "rolled_back", "rejected"),
 )
-# A look that takes longer is given up, and begun again: episodes that were read count.
+# A longer look is cancelled and retried; the episodes that it read are kept.
 LOOK_S: Final = 60.0
-# The bounds, which are for people, are taken anew once there are this many times the blocks.
+# The bounds, which are for people, are computed again once there are this many times the blocks.
 RENEWED: Final = 1.05
 WAITS: Final = "it waits for approval (`pawl policies promote`): "
 UNDECIDED: Final = "undecided"
 NOTHING_SHOWN: Final = "nothing was shown in time"
 PASSED: Final = "it passed its probe"
 
-# The keys of a rule that decide here; a trainer of another version may have stored others.
+# The keys of a stored rule that are read; a trainer of another release may have stored others.
 RULE: Final = PublishOptions.model_fields.keys()
 # The figures of a comparison that are shown.
 BOUNDS: Final = ("lower", "upper")
@@ -83,15 +83,15 @@ Compared = Literal["trial", "watch"]
 
 
 class Move(NamedTuple):
-    """Say what a version became, and why; it holds once the look is committed."""
+    """A version's new state, and why; valid once the look is committed."""
 
     version: PolicyVersion
     to: PolicyState
     reason: str
 
 
-# What is to be done, if all stands as it did once nobody else can move the traffic. It returns None
-# where no version gets another state.
+# Called with the policy locked, if it has not changed since it was read. Returns None if no version
+# gets another state.
 Act = Callable[[], Awaitable[list[Move] | None]]
 
 
@@ -99,7 +99,7 @@ class PolicyGate:
     """Decide about the versions of one policy."""
 
     def __init__(self, name: str, evaluations: Evaluations) -> None:
-        """Begin without having seen an episode; `evaluations` are those of all policies."""
+        """Start without evidence; all policies share `evaluations`."""
         self._name = name
         self._evaluations = evaluations
         self._evidence: dict[Compared, Evidence] = {}
@@ -107,7 +107,7 @@ class PolicyGate:
         begin_at_zero({GATE_MOVES: [[name], MOVES]})
 
     async def judge(self, engine: AsyncEngine) -> None:
-        """Look at the policy in one transaction; log a failure once, however often it comes."""
+        """Look at the policy in one transaction; log a repeated failure once."""
         error: Exception | None = None
         moves: list[Move] = []
         try:
@@ -128,7 +128,7 @@ class PolicyGate:
             log.info("gate_moved", version=version.served_name, to=to, reason=reason)
 
     async def _look(self, connection: AsyncConnection) -> list[Move]:
-        """Make the changes that are due, and return them: none of a policy that is frozen."""
+        """Make the changes that are due, and return them; a frozen policy has none."""
         stands = await gated(connection, self._name)
         if stands is None:
             return []
@@ -149,15 +149,15 @@ class PolicyGate:
         return (await act() if is_same else None) or []
 
     async def _watch(self, connection: AsyncConnection, stands: Gated) -> Act | None:
-        """Compare what serves with its control: has it fallen behind, or may the control move on?
+        """Compare the serving arm with its control: has it fallen behind, may the control move on?
 
-        All that served since the control is one arm. In the modes that try a version first, the
-        control is what that was tried against.
+        All versions that served since the control are one arm. In the modes that try a version
+        first, the control is the version that it was tried against.
         """
         serving, control = stands.serving, stands.control
         rule, number = _rule_of(serving), serving.version.version
         if control is None or not number:
-            # What a roll-back gave the traffic to was in line with those before it.
+            # A version that serves again after a roll-back was already compared with its control.
             given = await last_given(connection, self._name, number)
             is_back = given.from_state == "retired" and given.actor == CONTROLLER
             GATE_WATCHED.labels(self._name).set(is_back or not (number and rule.control_share))
@@ -168,7 +168,7 @@ class PolicyGate:
         GATE_WATCHED.labels(self._name).set(1)
         old = control.version.version
         served = await served_since(connection, self._name, control.since)
-        # By the rule, as the control has a larger share for some time.
+        # The rule's shares, not the current ones: for some time the control's share is larger.
         shares = 1 - rule.control_share, rule.control_share
         evidence = self._evidence_of("watch", "serving", rule, shares, control.since, control)
         arms: Given = {"serving": served, "control": range(old + 1)}
@@ -184,7 +184,7 @@ class PolicyGate:
     async def _follow(
         self, connection: AsyncConnection, stands: Gated, served: set[int], evidence: Evidence
     ) -> Act | None:
-        """Do what the evidence suggests on what serves, which is all read and no proof of harm."""
+        """Return the next action on the serving arm, whose complete evidence proves no harm."""
         serving, control, comparison = stands.serving, stands.control, evidence.comparison
         rule = _rule_of(serving)
         why = partial(_why, comparison, rule)
@@ -204,7 +204,7 @@ class PolicyGate:
         if is_tried:
             version = control.version.version if comparison.is_enough else None
         elif comparison.next_control is not None:
-            # What failed without a reward, or hangs, counts so late.
+            # Episodes that hang, or failed without a reward, count only after this delay.
             before = stands.now - timedelta(seconds=rule.reward_delay_s)
             newest = comparison.next_control
             version = await next_control(connection, self._name, newest, served, before)
@@ -221,7 +221,7 @@ class PolicyGate:
         comparison: Comparison,
         because: Callable[[str], Why],
     ) -> Act | None:
-        """Hold training once rewards fall, until what serves does no worse than its control."""
+        """Hold training once rewards fall, until the serving arm does no worse than its control."""
         serving = stands.serving
         if not stands.is_held:
             fell = f"rewards fell by {comparison.fall:.0%} of their range while it serves"
@@ -236,7 +236,7 @@ class PolicyGate:
     async def _give_back(
         self, connection: AsyncConnection, serving: Standing, control: Standing, why: Why
     ) -> list[Move]:
-        """Let the control serve in place of a version without proof, which is only retired."""
+        """Let the control serve again; the version without proof is retired, not rolled back."""
         version = control.version
         await promote(connection, self._name, version.version, **why)
         taken = f"{version.served_name} took the traffic"
@@ -246,9 +246,9 @@ class PolicyGate:
         ]
 
     async def _try(self, connection: AsyncConnection, stands: Gated) -> Act | None:
-        """Compare the canary with what serves: do its episodes suffice, or is its time over?
+        """Compare the canary with the serving version: do its episodes suffice, or is time over?
 
-        It goes on past its time while nothing is known at all, unless a newer version waits.
+        The trial outlasts its time while there is no evidence at all, unless a newer version waits.
         """
         serving, canary = stands.serving, stands.canary
         if canary is None:
@@ -274,7 +274,7 @@ class PolicyGate:
         return partial(self._end, connection, canary, rule, comparison)
 
     async def _begin(self, connection: AsyncConnection, stands: Gated) -> Act | None:
-        """Let a loaded version be tried, or do what its evaluation came to."""
+        """Begin the trial of a loaded version, or act on its evaluation."""
         candidate = stands.candidate
         if candidate is None or stands.canary is not None:
             await self._evaluations.forget(self._name)
@@ -287,7 +287,7 @@ class PolicyGate:
         if rule.mode == "evaluated":
             found = await self._evaluations.outcome(candidate, stands.serving, rule)
             return None if found is None else partial(self._end, connection, candidate, rule, found)
-        # What serves at once is the trainer's to promote.
+        # In the mode without a trial the trainer promotes, unless approval is needed.
         why = _because(WAITS + PASSED, {})
         waits = partial(await_approval, connection, candidate.version, **why)
         return waits if rule.approve else None
@@ -299,7 +299,7 @@ class PolicyGate:
         candidate: Standing,
         rule: PublishOptions,
     ) -> list[Move]:
-        """Give a version as large a share of the new episodes as decides about it in time."""
+        """Give a version the share of new episodes with which a decision is expected in time."""
         per_hour = await episodes_per_hour(connection, self._name)
         share = canary_share(per_hour, rule, _share_of(stands.control))
         why = f"it gets {share:.0%} of the new episodes ({per_hour:.3g} an hour), to be compared"
@@ -313,7 +313,7 @@ class PolicyGate:
         rule: PublishOptions,
         comparison: Comparison,
     ) -> list[Move]:
-        """Do what the comparison of a version with what serves, which has ended, came to."""
+        """Act on the finished comparison of a version with the serving one."""
         version, why, verdict = tried.version, _why(comparison, rule), comparison.verdict
         if verdict is not None and verdict.kind == "worse":
             return await self._fall(connection, tried, why)
@@ -328,7 +328,7 @@ class PolicyGate:
             waits = _because(WAITS + why["reason"], why["evidence"])
             await await_approval(connection, version, **waits)
             return []
-        # What is not proven is watched, if at all, with as many episodes as it was tried with.
+        # A version without proof is watched, if at all, with at least its trial's share.
         share = None
         if verdict is None and rule.control_share and version.share is not None:
             share = max(version.share, rule.control_share)
@@ -336,7 +336,7 @@ class PolicyGate:
         return [Move(version, "serving", why["reason"])]
 
     async def _fall(self, connection: AsyncConnection, fallen: Standing, why: Why) -> list[Move]:
-        """Roll a version back, with what was trained on it; what it was compared with serves."""
+        """Roll back a version and all trained from it; the version compared with it then serves."""
         version = fallen.version
         serves = await roll_back(connection, version, **why)
         to: PolicyState = "rejected" if version.state == "loaded" else "rolled_back"
@@ -346,7 +346,7 @@ class PolicyGate:
         return moves
 
     async def _say(self, connection: AsyncConnection, serving: Standing, why: Why) -> None:
-        """Record once what was found of the version that serves, and goes on to."""
+        """Record a finding about the serving version once; it goes on serving."""
         version = serving.version
         if await why_stays(connection, self._name, version.version) != why["reason"]:
             await add_event(connection, self._name, version.version, version.state, **why)
@@ -360,9 +360,9 @@ class PolicyGate:
         since: datetime,
         *of: Standing,
     ) -> Evidence:
-        """Return what was read of some versions: with others, or by another rule, it begins anew.
+        """Return the evidence about versions; other versions, or another rule, start it again.
 
-        `new` is the arm of what is tried, and `shares` the arms' of all new episodes.
+        `new` is the arm of the new version, and `shares` are both arms' shares of new episodes.
         """
         key = rule, *((one.version.version, one.since) for one in of)
         evidence = self._evidence.get(compared)
@@ -374,7 +374,7 @@ class PolicyGate:
         return evidence
 
     def _show(self, compared: Compared, comparison: Comparison) -> None:
-        """Show how far a comparison is."""
+        """Set the gauges of a comparison."""
         figures = comparison.figures(RENEWED)
         for bound in BOUNDS:
             GATE_BOUND.labels(self._name, compared, bound).set(getattr(figures, bound))
@@ -389,7 +389,7 @@ class PolicyGate:
                 GATE_EPISODES.remove(self._name, compared, arm)
 
     async def forget(self) -> None:
-        """Show nothing more of the policy: it has no version to be judged any more."""
+        """Drop the gauges and evaluation of a policy that has no version to judge any more."""
         self._hide("watch")
         self._hide("trial")
         await self._evaluations.forget(self._name)
@@ -401,7 +401,7 @@ def _rule_of(version: Standing) -> PublishOptions:
     """Return the rule that a version was loaded with.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the stored rule is invalid.
     """
     given = version.gate or {}
     try:
@@ -438,15 +438,14 @@ def _why(comparison: Comparison, rule: PublishOptions, reason: str | None = None
 
 
 class Deciding:
-    """Look at each policy with versions to decide about."""
+    """Judge each policy that has versions to decide about."""
 
     def __init__(self, evaluations: Evaluations) -> None:
-        """Begin without having seen a policy."""
         self._evaluations = evaluations
         self._policies: dict[str, PolicyGate] = {}
 
     async def look(self, engine: AsyncEngine) -> None:
-        """Judge every policy once; what fails in one hinders no other."""
+        """Judge every policy once; a failure of one does not affect the others."""
         async with engine.connect() as connection:
             names = await gated_policies(connection)
         for name in self._policies.keys() - set(names):

@@ -1,13 +1,14 @@
-"""Test a claim about a difference of two versions by betting against it, block by block.
+"""Test a claim about the difference of two versions by betting against it, block by block.
 
-Whoever bets a share b of what they have on each block, at fair odds if the claim is true, has
+A player who bets a share b of their wealth on each block, at odds that are fair if the claim is
+true, has the wealth
 
     W = Π (1 + b·(difference − null)/(reach + null)),  0 ≤ b < 1,
 
-and W has a mean of at most 1 at all times if the mean of each difference, given all before it, is
-at most `null`. So with probability 1 − α it never reaches 1/α (Ville), whenever and however often
-somebody looks. How much is best to bet depends on the true difference: W is the mean over BETS
-players, each with half the stake of the one before. Waudby-Smith & Ramdas, "Estimating means of
+whose mean is at most 1 at all times if the mean of each difference, given all earlier ones, is at
+most `null`. So with probability 1 − α it never reaches 1/α (Ville), however often it is checked.
+The best stake depends on the true difference, so the evidence is the mean wealth of STAKES players,
+each with half the stake of the one before. Waudby-Smith & Ramdas, "Estimating means of
 bounded random variables by betting", JRSS-B 86 (2024), sections 3 and 4; averages over stakes:
 Howard, Ramdas, McAuliffe & Sekhon, Annals of Statistics 49 (2021), section 3.5.
 """
@@ -17,25 +18,26 @@ from functools import lru_cache
 from math import exp, fsum, log, log1p
 from typing import Final, Literal, NamedTuple
 
-# 1: that the difference is above the null; −1: that it is below.
+# The bet: 1 that the difference is above the null, −1 that it is below.
 Side = Literal[1, -1]
 ABOVE: Final = 1
 BELOW: Final = -1
 
-# The largest share that is ever bet, and the players' stakes for a block of weight 1.
+# The largest share of wealth to bet, and the players' stakes for a block of weight 1.
 MOST_BET: Final = 0.95
 STAKES: Final = tuple(MOST_BET / 2**player for player in range(7))
-# What a player wins past this stays out of the game, so that no float overflows.
+# A player's wealth is capped at this, so that no float overflows.
 MOST_WEALTH: Final = 1e200
 
 
 class Block(NamedTuple):
-    """Hold what one block says.
+    """The result of one block.
 
     Attributes:
-        difference: of the means, tested arm − other arm, within ±`reach`.
-        weight: n·m/(n + m) of the arms' episodes: variances of differences are as its inverses.
-        reach: the greatest difference, either way, that the block could have shown.
+        difference: mean of the tested arm − mean of the other arm, within ±`reach`.
+        weight: n·m/(n + m) of the arms' episodes; the difference's variance is proportional to its
+            inverse.
+        reach: the largest possible absolute difference.
     """
 
     difference: float
@@ -44,7 +46,7 @@ class Block(NamedTuple):
 
 
 class EProcess:
-    """Keep what seven players have who bet against one claim, having begun with 1."""
+    """The wealth of seven players who bet against one claim, each starting with 1."""
 
     def __init__(self, null: float, side: Side) -> None:
         """Bet that the difference is on `side` of `null`, against the claim that it is not."""
@@ -54,7 +56,7 @@ class EProcess:
 
     @property
     def value(self) -> float:
-        """Return the players' mean: at 1/α the claim is refuted, wrongly with probability ≤ α."""
+        """Return the mean wealth: at 1/α the claim is refuted, wrongly with probability ≤ α."""
         return sum(self._parts) / len(STAKES)
 
     def update(self, block: Block) -> None:
@@ -67,15 +69,14 @@ class EProcess:
 
 
 class ChangeDetector(EProcess):
-    """Keep the wealth of players who get a coin for each block, and bet all that they have.
+    """The wealth of players who start with nothing and get a coin before each block.
 
-    A claim that was true for long, and is not any more, is refuted soon after. While it is true,
-    wealth less blocks has a mean of at most 0: it reaches A once in A blocks at most, on average.
+    A claim that was true for long and becomes false is refuted soon after. While it is true,
+    wealth − blocks has a mean of at most 0: on average, wealth reaches A at most once in A blocks.
     The recursion is Shiryaev's and Roberts'; see Shin, Ramdas & Rinaldo, "E-detectors", 2024.
     """
 
     def __init__(self, null: float, side: Side) -> None:
-        """Bet as `EProcess` does, and begin anew with each block."""
         super().__init__(null, side)
         self._parts = [0.0] * len(STAKES)
 
@@ -86,7 +87,7 @@ class ChangeDetector(EProcess):
 
 
 def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:
-    """Return the logarithm of what `EProcess` has after these blocks, for any null."""
+    """Return the logarithm of the value of an `EProcess` after these blocks."""
     odds = [(_odds(block, null, side), _bets(block.weight)) for block in blocks]
     logs = [
         fsum([log1p(bets[player] * won) for won, bets in odds]) for player in range(len(STAKES))
@@ -95,7 +96,7 @@ def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:
     return most + log(fsum([exp(one - most) for one in logs]) / len(logs))
 
 
-# Blocks of one size have few weights, and each is bet on for many nulls.
+# Blocks of one size have few distinct weights, and each is bet on for many nulls.
 @lru_cache(maxsize=4096)
 def _bets(weight: float) -> tuple[float, ...]:
     """Return the players' stakes for a block of this weight."""
@@ -103,23 +104,23 @@ def _bets(weight: float) -> tuple[float, ...]:
 
 
 def _odds(block: Block, null: float, side: Side) -> float:
-    """Return what a bet of 1 wins: −1 at worst, and 0 on average if the difference is the null."""
+    """Return the gain of a bet of 1: −1 at worst, 0 on average if the difference is the null."""
     return side * (block.difference - null) / (block.reach + side * null)
 
 
 FEWEST: Final = 2
 MOST: Final = 64
-# Episodes of the rarer arm that the first ones of a block hold on average.
+# Expected episodes of the rarer arm among as many episodes as a block has at least.
 RARER: Final = 0.5
-# A block that waits for the other arm for so long is given up.
+# A block is dropped if the other arm has not come after this many episodes.
 LONGEST: Final = 1_000
 
 
 class Blocks:
-    """Make blocks of a stream of values; each episode is in one, in the order given."""
+    """Cut a stream of values into blocks; each episode is in one block, in the order given."""
 
     def __init__(self, size: int) -> None:
-        """Make blocks of `size` episodes, or more, until one of each arm is there."""
+        """Make blocks of at least `size` episodes, with one of each arm."""
         self.size = size
         self._open: list[tuple[bool, str, float]] = []
         self._arms = set[bool]()
@@ -132,15 +133,12 @@ class Blocks:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the open block is to be closed."""
+        """Return whether the open block should be closed."""
         count = len(self._open)
         return (count >= self.size and len(self._arms) == 2) or count >= LONGEST
 
     def close(self) -> Block | None:
-        """Complete the block that is open, however many it holds, and return what it says.
-
-        None where it holds episodes of one arm alone: it says nothing.
-        """
+        """Close the open block, whatever its size; return None if it has episodes of one arm."""
         episodes, self._open = self._open, []
         self._arms.clear()
         block = self._compare(episodes)
@@ -165,10 +163,10 @@ class Blocks:
 
 
 def block_size(tested: float, other: float) -> int:
-    """Return how many episodes a block has, for the arms' shares of all episodes.
+    """Return how many episodes a block has at least, for the arms' shares of all episodes.
 
-    The smaller blocks are, the more can be bet on large differences: most have one episode of the
-    rarer arm. Which arms come ends a block, and what they score does not.
+    Smaller blocks allow larger bets on large differences, so most blocks have one episode of the
+    rarer arm. The end of a block depends on the episodes' arms, not on their scores.
     """
     share = tested / (tested + other) if tested + other > 0 else 0.0
     rarity = share * (1 - share)
@@ -177,15 +175,15 @@ def block_size(tested: float, other: float) -> int:
 
 # A family's mean counts as if this many episodes had scored as all families do together.
 PRIOR: Final = 5
-# Families past these are centred by the mean of all: memory is bounded.
+# Further families are centred by the mean of all families, to bound memory.
 MOST_CENTRES: Final = 10_000
 
 
 class Centres:
-    """Keep the mean of each family, pulled towards the mean of all while it has few episodes."""
+    """The mean of each family, drawn towards the mean of all while the family has few episodes."""
 
     def __init__(self) -> None:
-        """Start from the middle of the range."""
+        # The middle of the range.
         self._all = (0.5, 1)
         self._families: dict[str, tuple[float, int]] = {}
 
@@ -209,11 +207,10 @@ STEPS: Final = 500
 
 
 def bound(blocks: Collection[Block], mistakes: float, side: Side) -> float:
-    """Return the greatest value, of −1 to 1, that the difference is shown to be above.
+    """Return the bound, from −1 to 1, that the difference is shown to be above (or below).
 
-    With the side BELOW it is the least that it is shown to be below. The difference is at no time
-    on the other side of it, with probability 1 − `mistakes`. Wealth falls with its null on one side
-    and rises on the other, so that bisection finds it.
+    With probability 1 − `mistakes` the difference is never beyond it. Wealth is monotonic in the
+    null, so bisection finds the bound.
     """
     needed = log(1 / mistakes)
     refuted, open_ = STEPS, -STEPS

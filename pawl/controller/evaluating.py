@@ -19,25 +19,25 @@ from store.read.gates import Standing
 from store.values.rewards import REWARD_ALONE, RewardRule
 from trainer.recipes.recipe import EvaluationOptions, PublishOptions
 
-# An evaluation that failed is tried again after this long; it goes on from its journal.
+# A failed evaluation is retried after this long, and resumes from its journal.
 AGAIN_S: Final = 60.0
-# Runs at the same time: live traffic comes first.
+# Concurrent runs. Few, as live traffic comes first.
 AT_ONCE: Final = 2
 
 Evaluate = Callable[[Standing, Standing, PublishOptions], Awaitable[Comparison]]
 
 
 class Evaluations:
-    """Keep the evaluations that go on, and what those that ended came to.
+    """Running evaluations, and the results of finished ones.
 
-    A controller that is started again begins them again, and they go on from their journals.
+    A restarted controller begins them again, and they resume from their journals.
 
     Attributes:
-        errors: why the last try of a policy's evaluation failed.
+        errors: why the last try failed, by policy.
     """
 
     def __init__(self, evaluate: Evaluate) -> None:
-        """Begin without any; `evaluate` compares a candidate with what serves."""
+        """Start empty; `evaluate` compares a candidate with the serving version."""
         self.errors: dict[str, Exception] = {}
         self._evaluate = evaluate
         self._tasks: dict[str, tuple[object, asyncio.Task[Comparison]]] = {}
@@ -45,12 +45,12 @@ class Evaluations:
     async def outcome(
         self, candidate: Standing, serving: Standing, rule: PublishOptions
     ) -> Comparison | None:
-        """Return what an evaluation of these two came to, or None while it goes on.
+        """Return the result of evaluating these two versions, or None while it runs.
 
-        If there is none of these two it begins, in place of that of another candidate.
+        Starts the evaluation if needed, in place of one of other versions or another rule.
         """
         name = candidate.version.name
-        # With the rewards' sum, which the rule does not have.
+        # `gate` also has the reward rule, which is not in `rule`.
         key = candidate.version.version, serving.version.version, candidate.gate
         if name not in self._tasks or self._tasks[name][0] != key:
             await self.forget(name)
@@ -60,7 +60,7 @@ class Evaluations:
         return task.result() if task.done() else None
 
     async def forget(self, name: str) -> None:
-        """End a policy's evaluation: it has no candidate any more, or another one."""
+        """Cancel a policy's evaluation: its candidate is gone or another."""
         if name in self._tasks:
             _, task = self._tasks.pop(name)
             task.cancel()
@@ -68,17 +68,15 @@ class Evaluations:
         self.errors.pop(name, None)
 
     async def close(self) -> None:
-        """End all evaluations."""
         for name in list(self._tasks):
             await self.forget(name)
 
     async def _until_done(
         self, candidate: Standing, serving: Standing, rule: PublishOptions
     ) -> Comparison:
-        """Evaluate, again and again until it does not fail.
+        """Evaluate, and retry failures.
 
-        What still fails `decide_within_h` after it began has found nothing: no other version waits
-        for it any longer.
+        After `decide_within_h` of failures, return an empty comparison: other versions wait.
         """
         clock, name = asyncio.get_running_loop().time, candidate.version.name
         until = clock() + 3600 * rule.decide_within_h
@@ -98,13 +96,13 @@ class Evaluations:
 async def evaluate_candidate(
     candidate: Standing, serving: Standing, rule: PublishOptions
 ) -> Comparison:
-    """Run the tasks of the candidate's recipe with both versions, and return what they came to.
+    """Run the tasks of the candidate's recipe with both versions, and compare the results.
 
-    An evaluation that was killed goes on from its journal, unless the machine lost that, or tasks
-    or rule are others. It ends after `decide_within_h`, undecided if need be.
+    An interrupted evaluation resumes from its journal, unless the journal is lost, or the tasks or
+    the rule have changed. It ends after `decide_within_h`, possibly undecided.
 
     Raises:
-        ValueError: the candidate's rule has no `evaluation` that can be read.
+        ValueError: the candidate's rule has no valid `evaluation`.
         RolloutError: the tasks or the agent cannot be run: no proxy answers, there is no such file.
         OSError: the tasks cannot be read, or the journal not written.
     """
@@ -117,7 +115,7 @@ async def evaluate_candidate(
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} is another user's: remove it, for a controller's journals")
     tasks = Path(options.tasks)
-    # In a database of before, other versions may have had these names.
+    # In an earlier database, other versions may have had these names.
     updates = [one.version.update_id for one in (candidate, serving)]
     about = repr((updates, sorted(gate.items())))
     digest = sha256(about.encode() + await asyncio.to_thread(tasks.read_bytes)).hexdigest()

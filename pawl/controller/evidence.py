@@ -1,8 +1,8 @@
-"""Read the episodes that a comparison rests on: each once, in the order in which they count.
+"""Read the episodes of a comparison: each once, in the order in which they count.
 
-What was read is kept, so that a look costs what is new since the last one. Another controller, or
-one that is started again, begins at the beginning and comes to the same: when an episode counts,
-and what of it, does not depend on when it is read.
+A look reads only what is new since the last one. Another controller, or a restarted one, reads from
+the beginning and gets the same result: when an episode counts, and which of its data, does not
+depend on when it is read.
 """
 
 import asyncio
@@ -28,24 +28,23 @@ from store.read.gates import (
 from store.records import Arm
 from trainer.recipes.recipe import PublishOptions
 
-# Episodes are read in parts of about so many, and so long: none takes long, or much memory.
+# Episodes are read in parts of about EACH, of a bounded time span, to bound time and memory.
 EACH: Final = 2_000
 SHORTEST, LONGEST = timedelta(minutes=15), timedelta(days=1)
 MOST: Final = 5_000
-# The record of a call is looked for so long after it began: it is stored once the call has ended.
+# A call's record is looked for this long after the call began: it is stored once the call ends.
 LONGEST_CALL: Final = timedelta(hours=1)
-# The past that what serves is compared with is no longer than this.
+# Longest past that the serving arm's rewards are compared with.
 LONGEST_PAST: Final = timedelta(days=7)
-# All proxies know of a change after this long.
 KNOWN: Final = timedelta(seconds=PROXY_REFRESH_S)
-# What a proxy recorded is in the database after this long, unless that is away.
+# Records of a proxy are in the database after this long, unless the database is away.
 STORED: Final = timedelta(seconds=5)
-# A look reads on for so long, and leaves the rest to the next looks: other policies wait for it.
+# A look stops reading after this long, as other policies wait; the next looks go on.
 READ_S: Final = 5.0
 
 
-# The versions of each arm that is compared. What an arm gave to another is of another time: what
-# serves now was once a canary, and a proxy may still take it for one.
+# The compared versions of each arm. Episodes of an arm with other versions are left out: the
+# serving version was once a canary, and a proxy may still treat it as one.
 Given = Mapping[Arm | None, Container[int | None]]
 
 
@@ -53,9 +52,9 @@ class Evidence:
     """Feed a comparison with the live episodes of two arms.
 
     Attributes:
-        key: what is compared: with another key another evidence begins.
-        comparison: what was read so far.
-        is_said: whether it was reported that a family of tasks is lost.
+        key: identifies what is compared; another key needs new evidence.
+        comparison: the comparison of all episodes read so far.
+        is_said: whether the loss on a family of tasks was reported.
     """
 
     def __init__(
@@ -68,35 +67,36 @@ class Evidence:
         *,
         key: object = None,
     ) -> None:
-        """Begin with the episodes of `since`; `new` is the arm of what is tried."""
+        """Compare episodes that begin from `since` on; `new` is the arm of the new version."""
         self.key = key
         self.comparison = comparison
         self.is_said = False
         self._policy = policy
         self._delay = timedelta(seconds=rule.reward_delay_s)
-        # A trial waits for what hangs in one of its arms; nothing serves yet that could do harm.
+        # A watch counts an episode once it has a reward. A trial waits the whole delay for episodes
+        # that hang in either arm: the new version does not serve yet, and can do no harm.
         self._soon = comparison.is_watch
         self._new = new
-        # As exact as the beginning of an episode is known.
+        # Rounded as the beginning of an episode is, which comes from its id.
         self._since = time_of(lowest_id_at(since))
-        # How far it was read, once that has begun; what has begun by then, and does not count yet;
-        # and the first calls of what does.
+        # The time read up to (None: nothing is read); the episodes that began by then and do not
+        # count yet; and the first calls of those that count.
         self._at: datetime | None = None
         self._part = SHORTEST
         self._waiting: dict[UUID, Row[Any]] = {}
         self._counted = set[UUID]()
 
     async def catch_up(self, connection: AsyncConnection, given: Given, now: datetime) -> bool:
-        """Read the episodes that count by `now` and are not read yet; return whether none is left.
+        """Read unread episodes that count by `now`; return whether all are read.
 
-        `given` are the versions of both arms. It leaves off after READ_S, after a part at least.
+        `given` has the versions of both arms. Reads at least one part, and stops after READ_S.
         """
         until, clock = now - SKEW - STORED, asyncio.get_running_loop().time
         stop_at = clock() + READ_S
         if self._at is None:
             an_hour = max(await episodes_per_hour(connection, self._policy), 1.0)
             self._part = min(max(timedelta(hours=EACH / an_hour), SHORTEST), LONGEST)
-            # Twice as long as it should take.
+            # Twice the time in which PAST episodes are expected.
             past = min(timedelta(hours=2 * PAST / an_hour), LONGEST_PAST)
             self._at = self._since - past * self.comparison.is_watch
         while self._at < until:
@@ -114,7 +114,7 @@ class Evidence:
         return True
 
     async def _begin(self, connection: AsyncConnection, end: datetime) -> None:
-        """Read what began before `end`, as far as it was not there at the last time."""
+        """Read the episodes that began before `end` and were not read yet."""
         assert self._at is not None
         first = lowest_id_at(self._at - min(self._delay, LONGEST_CALL) - STORED)
         self._counted = {one for one in self._counted if one >= first}

@@ -1,7 +1,7 @@
-"""Test whether rewards have fallen below what they were, of whatever version they are (pure).
+"""Test whether rewards have fallen below their own past, whatever the version (pure).
 
-Without a control it is not known whether the version is at fault, or tasks became harder: a fall
-stops nothing but training. In return it is seen after half as many episodes.
+Without a control it is unknown whether the version is at fault or tasks became harder, so a fall
+only stops training. In return it is seen after half as many episodes.
 """
 
 from collections import defaultdict, deque
@@ -10,14 +10,15 @@ from math import sqrt
 from statistics import fmean
 from typing import Final
 
-# So many of the newest episodes are compared with those before them, at most PAST.
+# The newest WINDOWS episodes are compared with those before them. PAST bounds how many are kept
+# before the longest window.
 WINDOWS: Final = (64, 112)
 PAST: Final = 400
 FEWEST_BEFORE: Final = 64
-# Every so many episodes.
+# The test runs every STEP episodes.
 STEP: Final = 16
-# A fall that counts: as a share of the range, and in standard errors. At one episode a second,
-# rewards that stay as they are seem to fall less than once a week.
+# The least fall that counts: as a share of the range, and in standard errors. At one episode a
+# second, constant rewards cause less than one false alarm a week.
 LEAST_FALL: Final = 0.15
 ERRORS: Final = 4.25
 
@@ -25,20 +26,19 @@ Value = tuple[str, float]
 
 
 class OwnPast:
-    """Follow rewards in their order, as values of 0 to 1 with the family of their task.
+    """A sequence of rewards, as values of 0 to 1 with the family of their task.
 
     Attributes:
-        fall: by how much they fell, when that was first seen; None while it is not.
+        fall: how far they fell, when that was first seen; None before.
     """
 
     def __init__(self) -> None:
-        """Begin without a past."""
         self._values: deque[Value] = deque(maxlen=PAST + WINDOWS[-1])
         self._count = 0
         self.fall: float | None = None
 
     def add(self, value: Value, *, is_past: bool = False) -> None:
-        """Take in a value; those that are past are what the others are compared with."""
+        """Add a value; a past value is only compared with, never tested."""
         self._values.append(value)
         self._count += not is_past
         if self.fall is None and not is_past and self._count % STEP == 0:
@@ -48,9 +48,9 @@ class OwnPast:
 
 
 def fall_of(values: Sequence[Value], new: int) -> float | None:
-    """Return by how much the `new` last values are below those before, None if it does not count.
+    """Return how far the last `new` values are below earlier values of their families.
 
-    Values are compared with those of the same family.
+    None if that is too little to count, or if there are too few values.
     """
     if len(values) - new < FEWEST_BEFORE:
         return None

@@ -1,10 +1,9 @@
-"""Make a model server have the adapters that the store lists as servable, and no others.
+"""Keep a model server's adapters equal to those that the store lists as servable.
 
-It loads what a server lacks: after the server was restarted, and when an operator recalls a
-version; the trainer loads a new one, to probe it. A version is loaded with the files that its
-update wrote, and checked to be served as it was trained: the server may have been restarted with
-another base model, another dtype, or an adapter that it lists and does not apply. What is served
-otherwise is unloaded.
+The reconciler loads missing versions: after a server restart, and when an operator recalls one.
+(The trainer loads a new version, to probe it.) A version is loaded with the files that its update
+wrote, and checked to be served as it was trained: the server may have been restarted with another
+base model or dtype, or may list an adapter without applying it. A misserved version is unloaded.
 """
 
 import asyncio
@@ -32,17 +31,17 @@ from trainer.recipes.recipe import PublishOptions
 
 log = structlog.get_logger()
 
-# What a server lists: `root` and `parent` of each model, by its name.
+# A server's models: `root` and `parent` by model name.
 Listed = Mapping[str, Mapping[str, Any]]
 
-# A version that was just within the tolerance as it was published is so with other rounding as
-# well; another base model is far from it.
+# Factor on the tolerance: a version that was just within it when published passes with other
+# rounding, while another base model is far beyond it.
 CHECKED_AGAIN: Final = 2.0
-# A server that had all that it should is asked again at every so many-th look, or after a change.
+# A server with exactly the right adapters is asked again every so many looks, or after a change.
 SETTLED_LOOKS: Final = 10
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
-# What a failed load is counted as, and called in the log; all others are `refused`.
+# The outcome and log event of each failure to load; all others are `refused`.
 OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
     FilesAltered: ("altered", "adapter_altered"),
     FilesUnread: ("unread", "adapter_unread"),
@@ -57,8 +56,7 @@ OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
 def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
     """Return the servable versions of the policies whose base model the server has.
 
-    Those with the traffic come first, then a canary and the control, then the newest: what most
-    requests ask for.
+    Most requested first: serving versions, then canaries and controls, then the newest.
     """
     bases = {name for name, model in listed.items() if model.get("parent") is None}
     here = {
@@ -77,7 +75,7 @@ def has_other_files(version: PolicyVersion, listed: Listed) -> bool:
 
 
 def to_load(versions: Iterable[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
-    """Return those of `versions` that the server lacks, then those it has with other files."""
+    """Return the `versions` that the server lacks, then those that it has with other files."""
     versions = list(versions)
     lacking = [version for version in versions if version.served_name not in listed]
     return lacking + [version for version in versions if has_other_files(version, listed)]
@@ -87,15 +85,15 @@ def to_load(versions: Iterable[PolicyVersion], listed: Listed) -> list[PolicyVer
 
 
 async def load_version(server: ModelServer, version: PolicyVersion) -> None:
-    """Load a version on a server, in place of other files, and check that it serves it right.
+    """Load a version on a server, replacing other files, and check that it is served as trained.
 
     Raises:
-        FilesAltered: the files are not those that were written; it is not loaded.
-        FilesUnread: they cannot be read for now; it is not loaded.
-        NotFetched: they cannot be fetched for now, here or by the server. If the server's machine
-            has them, it is loaded, though nobody here could compare what is served.
-        PublishError: the server refuses it.
-        Misserved: the server serves it otherwise than it was trained; it is unloaded again.
+        FilesAltered: the files are not those that were written; the version is not loaded.
+        FilesUnread: the files cannot be read for now; the version is not loaded.
+        NotFetched: the files cannot be fetched for now, here or by the server. If the server's
+            machine has them, the version is loaded, but how it is served is not checked.
+        PublishError: the server refuses the version.
+        Misserved: the version is served otherwise than it was trained; it is unloaded again.
         UpstreamAway: the server does not answer.
     """
     folder = Path(version.adapter_path or "")
@@ -121,13 +119,14 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
 async def check_served(server: ModelServer, version: PolicyVersion) -> None:
     """Check that a server serves a loaded version as it was trained; unload it if not.
 
-    It is unloaded too if that could not be compared: nobody would know that it was not.
+    It is also unloaded if the server goes away before the check ends: nothing would record that the
+    version is unchecked.
 
     Raises:
-        Misserved: it serves it otherwise, or refuses to say.
+        Misserved: the version is served otherwise, or the server refuses the check.
         FilesUnread: the manifest cannot be read for now.
-        NotFetched: it cannot be fetched for now.
-        UpstreamAway: it does not answer.
+        NotFetched: the manifest cannot be fetched for now.
+        UpstreamAway: the server does not answer.
     """
     path = Path(version.adapter_path or "")
     rows = await asyncio.to_thread(
@@ -155,7 +154,7 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
 
 
 async def unload_if_possible(server: ModelServer, name: str) -> bool:
-    """Unload an adapter, and return whether the server did; it is tried again at a later look."""
+    """Unload an adapter, and return whether the server did; a later look tries again."""
     try:
         await server.unload(name)
     except (PublishError, UpstreamAway) as error:
@@ -168,14 +167,13 @@ async def unload_if_possible(server: ModelServer, name: str) -> bool:
 
 
 class Reconciler:
-    """Compare the adapters that a server should have with those that it has, and act.
+    """Load and unload adapters until a server has exactly those that it should have.
 
     Attributes:
-        server: the model server.
-        troubles: why each servable version is not loaded, or not known to be served right, by name.
-        missing: how many servable versions the server did not have after the last look.
+        troubles: by name, why a servable version is not loaded or not known to be served right.
+        missing: how many servable versions the server lacked after the last look.
         names: the served names of the versions that the server should have.
-        is_checked: whether it was looked at since it was last away, and what it had was checked.
+        is_checked: whether all its versions were checked since the server was last away.
     """
 
     def __init__(
@@ -187,10 +185,11 @@ class Reconciler:
         self.missing = 0
         self.names: set[str] = set()
         self._count = count
-        # When each version that could not be loaded may be tried again, and the pause before that.
+        # For each version that could not be loaded: when to try again, and the pause before that.
         self._pauses: dict[str, tuple[float, float]] = {}
         self.is_checked = False
-        # What the server had, and nothing else, at the last look; and the looks that stands for.
+        # The versions of the last look, if the server had exactly these, and how many further looks
+        # may be skipped for that.
         self._settled: Collection[PolicyVersion] | None = None
         self._skips = 0
 
@@ -200,7 +199,7 @@ class Reconciler:
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
 
     def may_skip(self, versions: Collection[PolicyVersion] | None) -> bool:
-        """Return whether a look may be left out: the last one found just these on the server."""
+        """Return whether to skip a look, as the last one found exactly these versions."""
         if versions is None or self._settled != versions or not self._skips:
             return False
         self._skips -= 1
@@ -213,11 +212,11 @@ class Reconciler:
         may_load: Callable[[PolicyVersion], bool] = lambda version: True,
         unserved: Callable[[], Awaitable[Collection[PolicyVersion]]] | None = None,
     ) -> None:
-        """Load the servable of `versions` (None: not known yet), and unload what is `unserved`.
+        """Load the servable ones of `versions` (None: not known yet), and unload unserved ones.
 
-        `may_load` and `unserved` are asked at the last moment: what was read may have changed while
-        other adapters were loaded. `unserved` returns the versions that no server should have; it
-        is asked only where the server has an adapter that is not servable.
+        `may_load` and `unserved` are called at the last moment: the versions' states may have
+        changed while other adapters were loaded. `unserved` returns the versions that no server
+        should have; it is called only if the server has an adapter that is not servable.
 
         Raises:
             UpstreamAway: the server does not answer.
@@ -247,7 +246,7 @@ class Reconciler:
             if not (self.missing or self.troubles or strays):
                 self._settled, self._skips = versions, SETTLED_LOOKS - 1
         except UpstreamAway:
-            # It may be another server when it is back, or one that was put right.
+            # It may come back as another server, or repaired.
             self._pauses.clear()
             self.is_checked = False
             self.troubles.clear()
@@ -274,7 +273,7 @@ class Reconciler:
         return True
 
     async def _check(self, version: PolicyVersion) -> None:
-        """Check a version that others loaded: before the first look, or after it was in trouble."""
+        """Check a version that was already loaded: at the first look, or after a failure."""
         name = version.served_name
         is_in_trouble = name in self.troubles
         if (self.is_checked and not is_in_trouble) or self._is_paused(name):
@@ -299,12 +298,12 @@ class Reconciler:
         return asyncio.get_running_loop().time() < again_at
 
     def _note_success(self, name: str) -> None:
-        """Forget what was wrong; if anything was, the server may have been put right for all."""
+        """Clear a version's failure; if it had one, the server may be repaired for all versions."""
         if self.troubles.pop(name, None) is not None:
             self._pauses.clear()
 
     def _note_failure(self, name: str, error: TrainerError) -> None:
-        """Count and log why a version is not loaded; it is tried again after a longer pause."""
+        """Count and log a failure; each one doubles the pause before the next try."""
         _, before_s = self._pauses.get(name, (0.0, 0.0))
         pause_s = min(LONGEST_PAUSE_S, 2 * before_s or FIRST_PAUSE_S)
         self._pauses[name] = (asyncio.get_running_loop().time() + pause_s, pause_s)

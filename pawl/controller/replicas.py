@@ -1,8 +1,8 @@
-"""Keep each replica of the model server reconciled with what the store lists as servable.
+"""Keep each replica of the model server reconciled with the servable versions in the store.
 
-Each replica is looked at on its own, so that one that is away or slow delays no other. While the
-database is away the last reading stands, but not for ever: the trainer, which may still reach the
-database, deletes the files of a version a while after it was unloaded.
+Replicas are reconciled independently, so a slow or absent one delays no other. While the database
+is away the last reading counts, but not for ever: the trainer, which may still reach the database,
+deletes the files of a version a while after it was unloaded.
 """
 
 import asyncio
@@ -28,22 +28,21 @@ log = structlog.get_logger()
 READ_S: Final = 10.0
 # All proxies know of a change after this long; they read the policies twice a second.
 PROXY_REFRESH_S: Final = 10.0
-# A load that begins by a reading of this age ends before the files of a version that was unloaded
-# just after that reading can be deleted.
+# The oldest reading by which to load: such a load ends before the files can be deleted of a version
+# that was unloaded just after the reading.
 OLDEST_S: Final = IDLE_S - TIMEOUT_S - LIST_S
 
 
 class ServableVersions:
-    """Read the servable versions again and again, and keep the last reading.
+    """The last reading of the servable versions.
 
     Attributes:
-        versions: those versions and each policy's base model; None before the first reading.
-        up: whether the database was there at the last try to read it.
+        versions: the servable versions and each policy's base model; None before the first reading.
+        up: whether the last reading succeeded.
         reconcilers: those of all replicas.
     """
 
     def __init__(self) -> None:
-        """Begin without a reading."""
         self._engine: AsyncEngine | None = None
         self._read_at = 0.0
         self.versions: list[PolicyVersion] | None = None
@@ -51,9 +50,10 @@ class ServableVersions:
         self.reconcilers: list[Reconciler] = []
 
     def may_load(self, version: PolicyVersion) -> bool:
-        """Return whether a version is still servable, and the reading young enough to load it.
+        """Return whether a version is still servable, and the reading recent enough to load it.
 
-        A version that had the traffic must first lose it, and be idle, before it is unloaded.
+        For a serving version any reading is: it must lose the traffic and be idle before it is
+        unloaded.
         """
         if version not in (self.versions or ()):
             return False
@@ -61,7 +61,7 @@ class ServableVersions:
         return version.state == "serving" or age_s <= OLDEST_S
 
     async def unserved(self) -> list[PolicyVersion]:
-        """Return the versions that no server should have, once all proxies know; none if unread."""
+        """Return versions that no server should have, once all proxies know; none if unreadable."""
         if self._engine is None or not self.up:
             return []
         async with self._engine.connect() as connection:
@@ -72,12 +72,12 @@ class ServableVersions:
             ]
 
     async def look(self, engine: AsyncEngine) -> None:
-        """Read `versions` as the store has them, and unload those that no replica can load.
+        """Read `versions` from the store, and mark those unloaded that no replica can load.
 
-        An episode goes on with what serves then; and no new one gets a control that is lost. But
-        where what serves is in trouble too, the server is at fault, or the disk with the files.
-        After a start of a replica or of the controller, what no episode is under way with is not
-        loaded again.
+        Their episodes go on with the serving version, and a lost control gets no new episodes. If
+        the serving version is in trouble too, the server or the disk is at fault, and nothing is
+        marked. After a start of a replica or of the controller, versions without an episode under
+        way are marked unloaded instead of being loaded again.
         """
         read_at, is_up = asyncio.get_running_loop().time(), False
         try:
@@ -108,7 +108,7 @@ class ReplicaController:
     """Keep the adapters of one replica loaded."""
 
     def __init__(self, server: ModelServer, servable: ServableVersions, poll_s: float) -> None:
-        """Store the replica, what the store lists, and the pause between two looks."""
+        """Reconcile `server` with `servable` every `poll_s` seconds."""
         url = server.url
         self.reconciler = Reconciler(server, lambda outcome: LOADS.labels(url, outcome).inc())
         servable.reconcilers.append(self.reconciler)
@@ -122,7 +122,7 @@ class ReplicaController:
         MISSING.labels(url).set(0)
 
     async def follow(self) -> None:
-        """Look at the replica again and again; never return."""
+        """Reconcile the replica repeatedly; never return."""
         while True:
             servable = self._servable
             try:
@@ -152,7 +152,7 @@ class ReplicaController:
 def show_troubles(controllers: Iterable[ReplicaController]) -> dict[str, dict[str, object]]:
     """Set the gauges of versions that are not loaded, and return the reasons for `/readyz`.
 
-    What is wrong with files is the same for each replica; what a replica serves is its own.
+    Trouble with files is the same for each replica; `misserved` is by replica.
     """
     altered: dict[str, object] = {}
     unread: dict[str, object] = {}

@@ -30,7 +30,7 @@ async def controller(settings: ControllerSettings) -> None:
     """Keep every replica's adapters loaded, and judge versions, until SIGTERM or SIGINT.
 
     Raises:
-        NotListening: its port cannot be listened on.
+        NotListening: the controller's port cannot be listened on.
         TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
     """
     stop = stop_event()
@@ -57,9 +57,9 @@ async def controller(settings: ControllerSettings) -> None:
 
 @asynccontextmanager
 async def working(parts: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Let these parts of the controller work until the block ends.
+    """Run these parts of the controller until the block ends.
 
-    A replica's part uses the engine of the part that reads the store, and has to end before it.
+    Parts of replicas use the engine of the part that reads the store, and must end before it.
     """
     tasks = [asyncio.create_task(part) for part in parts]
     try:
@@ -76,9 +76,9 @@ async def follow(
     name: str,
     look: Callable[[AsyncEngine], Awaitable[None]],
 ) -> None:
-    """Look at the database every `poll_s` seconds; never return.
+    """Call `look` every `poll_s` seconds; never return.
 
-    Why it cannot is logged, and not again until the reason is another.
+    A failure is logged when it begins, or changes between a database that is away and another one.
     """
     trouble: str | None = None
     while True:
@@ -100,10 +100,10 @@ async def follow(
 
 
 def app_of(servable: ServableVersions, controllers: Sequence[ReplicaController]) -> web.Application:
-    """Return what the port answers: `/healthz` and `/readyz` are 200 while the process works.
+    """Return the port's application: `/healthz` and `/readyz` are 200 while the process works.
 
-    `/readyz` says why versions are not loaded, and whether the database is there: no restart of the
-    controller would help with either.
+    `/readyz` says why versions are not loaded, and whether the database is up: restarting the
+    controller would help with neither.
     """
 
     async def healthz(_: web.Request) -> web.Response:
