@@ -1,8 +1,8 @@
 """Serve the console: its screens, and who may see them.
 
-One middleware stands before all screens (`Guard`): it finds out who asks, refuses what another site
-sent, and makes a page of whatever goes wrong. The process has a pool of its own, reads in
-transactions that can write nothing, and stays when the database is away.
+One middleware (`Guard`) stands before all screens: it authenticates the viewer, refuses cross-site
+requests, and turns every failure into a page. The process has a database pool of its own, reads in
+read-only transactions, and keeps running while the database is away.
 """
 
 import asyncio
@@ -54,11 +54,12 @@ SCREENS: Final = (overview, episodes, tokens, episode, versions, updates, review
 COOKIE: Final = "pawl_key"
 COOKIE_S: Final = 30 * 24 * 3600
 STATIC: Final = "/static"
-# What is shown to whoever has no key yet.
+# Paths that need no key.
 OPEN_TO_ALL: Final = (f"{STATIC}/", "/healthz")
 LOGIN: Final = "/login"
 STOP_S: Final = 5
-# Until a connection's next request has come, whole; silent ones count among `MOST_AT_ONCE`.
+# A connection's next request must arrive whole in this time: silent connections, too, count
+# towards `MOST_AT_ONCE`.
 REQUEST_S: Final = 10
 MOST_AT_ONCE: Final = 200
 HEADERS: Final = {
@@ -77,7 +78,7 @@ async def run(settings: ConsoleSettings) -> None:
     """Serve the console until SIGTERM or SIGINT.
 
     Raises:
-        NotListening: its port cannot be listened on.
+        NotListening: the console's port cannot be listened on.
     """
     stop = stop_event()
     async with contextlib.AsyncExitStack() as exits:
@@ -85,7 +86,7 @@ async def run(settings: ConsoleSettings) -> None:
             url = settings.database_url.get_secret_value()
         else:
             url = (await exits.enter_async_context(kept_postgres(settings.data_dir))).url
-        # Agents wait for the proxy and its PostgreSQL; who looks can wait a little.
+        # Agents wait for the proxy and its PostgreSQL; viewers can wait a little.
         yield_cores()
         where = await exits.enter_async_context(serving(settings, url))
         log.info("console_up", address=where)
@@ -98,7 +99,7 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
     """Serve the console, and yield its address.
 
     Raises:
-        NotListening: its port cannot be listened on.
+        NotListening: the console's port cannot be listened on.
     """
     host, port = address(settings.console_listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -108,7 +109,7 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
     with listener:
         config = uvicorn.Config(
             app,
-            # It limits how long a request's head may be.
+            # h11 limits the size of a request's head.
             http=_Protocol,
             timeout_keep_alive=REQUEST_S,
             ws="none",
@@ -116,12 +117,12 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
             log_config=None,
             access_log=False,
             server_header=False,
-            # Who asks is decided by the connection (`Gate`).
+            # Whether a request is local is decided by its connection, not by forwarded headers.
             proxy_headers=False,
             timeout_graceful_shutdown=STOP_S,
             limit_concurrency=MOST_AT_ONCE,
         )
-        # It ends at SIGTERM and SIGINT by itself, too, and then raises them again.
+        # The server also stops at SIGTERM and SIGINT by itself, and then raises them again.
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="console")
         try:
@@ -134,15 +135,15 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
 
 
 class _Protocol(H11Protocol):
-    """Close a connection whose next request has not come, whole, within `REQUEST_S` seconds."""
+    """Close a connection whose next request has not arrived whole within `REQUEST_S` seconds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request as for all later ones."""
+        """Start the timeout for the first request, as for all later ones."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
-        # Half of the places are for requests: the longest silent connection ends.
+        # Half of the connections are reserved for requests: close the longest silent one.
         silent = [
             (one.timeout_keep_alive_task.when(), one.transport)
             for one in self.connections
@@ -153,11 +154,11 @@ class _Protocol(H11Protocol):
             min(silent, key=itemgetter(0))[1].close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close it, also in the middle of a request."""
+        """Close the connection, even in the middle of a request."""
         self.transport.close()
 
     def handle_events(self) -> None:
-        """Handle what has come, and wait no longer if that is all of a request."""
+        """Handle received data, and stop the timeout once a request is complete."""
         super().handle_events()
         self._unset_keepalive_if_required()
 
@@ -197,12 +198,10 @@ class Guard:
     """Check who may see the console; answer refusals and failures with an HTML page."""
 
     def __init__(self, app: ASGIApp, settings: ConsoleSettings) -> None:
-        """Store the settings, by which a request is let in."""
         self._app = app
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
         # A proxy in front may have removed the prefix, or not.
@@ -232,7 +231,7 @@ class Guard:
                     scope.setdefault("state", {})["viewer"] = await self._viewer(request)
             await self._app(scope, receive, answer)
         except ClientDisconnect:
-            # Nobody is there to read an answer.
+            # The client is gone.
             return
         except Exception as error:
             if started:
@@ -240,15 +239,15 @@ class Guard:
             await failure(request, error)(scope, receive, answer)
 
     async def _viewer(self, request: Request) -> Viewer:
-        """Return who asks.
+        """Return who sent the request.
 
         Raises:
-            ProxyError: it is not let in, as `Gate.check` says.
+            ProxyError: the request is not let in (see `Gate.check`).
         """
         headers = request.headers.raw
         shown = shown_in(headers)
         key = shown.credential
-        # A browser may send the password of a proxy in front of the console, too.
+        # The `Authorization` of a browser may be the password for a proxy in front of the console.
         if key is None or not key.startswith(MARK):
             key = request.cookies.get(COOKIE, "").encode() or key
         relayed = shown.relayed or any(name.startswith(b"x-forwarded-") for name, _ in headers)
@@ -258,7 +257,7 @@ class Guard:
             gate.take(await key_ring(connection, hash_of(key or b"")))
         asked = request.method, headers
         grant = gate.check(Shown(key, relayed), "read", asked, local=local)
-        # What the viewer states goes on to the proxy with the viewer's own key.
+        # The viewer's feedback is posted to the proxy with the viewer's own key.
         request.state.credential = key.decode() if grant is not None and key is not None else None
         if grant is None:
             # `PAWL_ACCESS=anyone` lets anyone look.
@@ -270,12 +269,12 @@ class Guard:
 
 
 def refuse_cross_site(request: Request) -> None:
-    """Refuse what a page of another site asks for, unless a person only follows its link.
+    """Refuse requests from pages of another site, even with a key, but let links be followed.
 
-    With a key too: browsers send the cookie that has it.
+    Browsers send the cookie with the key on such requests, too.
 
     Raises:
-        Refusal: the request comes from another site, and changes something or is for a part of it.
+        Refusal: another site's page wants to change something, or to load a part of a page.
     """
     if why_foreign(request.method, request.headers.raw, None) is not None:
         raise Refusal(
@@ -287,10 +286,10 @@ def refuse_cross_site(request: Request) -> None:
 
 
 async def _login(request: Request) -> Response:
-    """Keep a key in a cookie, and go on to the page that was asked for."""
+    """Store a key in a cookie, and redirect to the page that was asked for."""
     fields = await form(request)
     to = fields.get("next", "")
-    # A path of our own, and no other host: browsers read `//` and `/\` as one.
+    # A path on this host only: browsers take `//` or `/\` for the start of another host.
     inside = to.startswith("/") and to[1:2] not in ("/", "\\") and to.isprintable()
     response = RedirectResponse(to if inside else console_of(request).url("overview"), 303)
     secure = "https" in (
@@ -301,13 +300,13 @@ async def _login(request: Request) -> Response:
     key = fields.get("key", "").strip()
     response.set_cookie(
         COOKIE,
-        # What no key has could not be sent back as it is.
+        # Other characters are in no key, and could not be sent back in a cookie unchanged.
         key if key.isascii() and key.isprintable() and " " not in key else "",
         max_age=COOKIE_S,
         path=console_of(request).prefix or "/",
         secure=secure,
         httponly=True,
-        # Also with a link on another site, which opens a page: `refuse_cross_site` has the rest.
+        # Sent when a link on another site opens a page; `refuse_cross_site` handles the rest.
         samesite="lax",
     )
     return response
@@ -322,7 +321,7 @@ async def _logout(request: Request) -> Response:
 # What went wrong
 
 
-# Of an error, the first that it is.
+# The first match counts.
 FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
     is_too_slow: Refusal(
         503,
@@ -349,7 +348,7 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
 
 
 def _note(request: Request, error: Exception) -> None:
-    """Log who may not see the console, or not do what was asked there."""
+    """Log who was refused access, or a change."""
     path, client = request.url.path, request.client and request.client.host
     if isinstance(error, ProxyError):
         REFUSALS.note_error(error, path, client)
@@ -359,7 +358,7 @@ def _note(request: Request, error: Exception) -> None:
 
 
 def failure(request: Request, error: Exception) -> Response:
-    """Return the page that says what went wrong, and log what its reader may not see."""
+    """Return a page about a failure, and log the details that its reader may not see."""
     _note(request, error)
     if isinstance(error, NoKey):
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -375,7 +374,7 @@ def failure(request: Request, error: Exception) -> Response:
     elif isinstance(error, ProxyError):
         refusal = Refusal(error.status, "You may not see this", error.message)
     elif refusal is not None:
-        # PostgreSQL names hosts and users.
+        # Not shown: PostgreSQL's messages name hosts and users.
         log.warning("page_refused", reason=explain(error))
     else:
         name = secrets.token_hex(4)

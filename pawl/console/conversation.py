@@ -1,8 +1,8 @@
-"""Show what was said in a call, whatever its wire format (pure).
+"""Extract the messages of a call, whatever its wire format (pure).
 
-A request repeats its conversation from the beginning, so of each is shown what it adds to the one
-before. All three APIs with turns write messages in shapes of their own, which do not contradict
-each other: one walk reads them all, and shows what it does not know as JSON.
+A request repeats its conversation from the beginning, so only what it adds to the previous request
+is shown. The three APIs with turns have message formats of their own that do not contradict each
+other: one walk reads them all, and shows unknown parts as JSON.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from store.read.detail import CallTexts
 from store.records import Record
 from store.values.documents import nests_too_deep
 
-# Of a message.
+# Parts shown of one message.
 MOST_PARTS: Final = 200
-# Of those that a request adds, the first half and the last; of those of a reply, the first.
+# Messages shown: the first and the last half of this many added by a request; the first of a reply.
 MOST_MESSAGES: Final = 40
-# What instructions are written into, beside messages, in the API that has it.
+# The fields for instructions beside the messages, by API.
 _INSTRUCTIONS: Final = ("system", "instructions")
 
 Kind = Literal["text", "thought", "call", "result", "media", "other", "more"]
-# By the type of a part or an item; "" is none.
+# By the type of a part or an item; "" if there is none.
 _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys(("", "text", "input_text", "output_text", "summary_text", "refusal"), "text"),
     **dict.fromkeys(("thinking", "reasoning", "reasoning_text", "redacted_thinking"), "thought"),
@@ -34,7 +34,7 @@ _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys(("tool_result", "function_call_output", "custom_tool_call_output"), "result"),
 }
 _MEDIA: Final = ("image", "audio", "file", "video", "document", "input_image", "input_file")
-# The fields in which a part of a kind has its text, and those in which it has its tool call's id.
+# The fields with a part's text, by kind, and the fields with its tool call's id.
 _TEXTS: Final[dict[Kind, tuple[str, ...]]] = {
     "text": ("text", "refusal"),
     "thought": ("thinking", "text", "data", "summary", "content"),
@@ -42,14 +42,14 @@ _TEXTS: Final[dict[Kind, tuple[str, ...]]] = {
     "result": ("output", "content"),
 }
 _TOOL_IDS: Final = ("tool_call_id", "tool_use_id", "call_id", "id")
-# The fields of a message; a part without a type that has none of them is no message.
+# An object without a type is a message if it has one of these fields.
 _MESSAGE: Final = frozenset(
     {"content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call"}
 )
 
 
 class Part(Record, frozen=True, kw_only=True):
-    """Hold a piece of a message; `title` is a tool's name, or a type."""
+    """A piece of a message; `title` is a tool's name, or a type."""
 
     kind: Kind
     text: str
@@ -61,19 +61,17 @@ MORE: Final = Part(kind="more", text="", title="what follows is not shown")
 
 
 class Message(Record, frozen=True, kw_only=True):
-    """Hold what one message says."""
-
     role: str
     parts: tuple[Part, ...]
 
 
 class Turn(NamedTuple):
-    """Hold a call's reply, and what its request adds to the one before it.
+    """A call's reply, and the messages that its request adds to the previous one.
 
-    `messages` is None if the request cannot be taken apart. `same` messages are repeated, and
-    `left_out` of those before are not: the agent shortened its history, or changed it.
-    `repeats_reply` says that it sent the last reply back as it was, which is then left out. `more`
-    counts added messages that are not shown.
+    `messages` is None if the request cannot be parsed. The request repeats `same` messages of the
+    previous one and drops `left_out`: the agent shortened or changed its history. If it sends the
+    previous reply back unchanged (`repeats_reply`), that is not among `messages`. `more` counts
+    added messages that are not shown.
     """
 
     reply: tuple[Message, ...]
@@ -88,7 +86,7 @@ NO_TEXTS: Final = CallTexts(None, None)
 
 
 def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
-    """Return what a call says, and what was said in it that is new."""
+    """Return a call's reply and the messages that it adds to the call `before`."""
     reply = reply_in(own.reply)
     fields, base = _fields(own.request), _fields(before.request) or {}
     if fields is None:
@@ -119,13 +117,13 @@ def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
 
 
 def question_in(turn: Turn) -> str:
-    """Return what a user asked last in a request; "" if nobody asked in words."""
+    """Return the last text of a user in a request, or ""."""
     asked = [_words(one) for one in turn.messages or () if one.role == "user"]
     return next(filter(None, reversed(asked)), "")
 
 
 def answer_in(turn: Turn) -> str:
-    """Return what a reply says: its text, else what it calls."""
+    """Return a reply's text, or its tool calls if it has none."""
     texts = "\n".join(map(_words, turn.reply)).strip()
     parts = [part for message in turn.reply for part in message.parts]
     return texts or "\n".join(
@@ -150,7 +148,7 @@ def _members(fields: Object) -> list[msgspec.Raw]:
 
 
 def _listed(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    """Return the members of a list; what is no list is the only one."""
+    """Return the members of a list, or any other value as the only member."""
     try:
         return msgspec.json.decode(raw, type=list[msgspec.Raw] | None) or []
     except UNREADABLE:
@@ -158,7 +156,7 @@ def _listed(raw: msgspec.Raw) -> list[msgspec.Raw]:
 
 
 def _spoken(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
-    """Return what is equal in a reply and in the same one, sent back by its agent."""
+    """Return the parts of a reply that stay the same when its agent sends it back."""
     return [
         (part.kind, part.title, part.text.strip())
         for message in messages
@@ -168,7 +166,7 @@ def _spoken(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
 
 
 def reply_in(body: bytes | None) -> tuple[Message, ...]:
-    """Return what a reply says, in whichever format; a failure is shown as it is."""
+    """Return the messages of a reply in any format; a failure is shown as it is."""
     if body is None:
         return ()
     reply = decoded_object(body) or {}
@@ -188,7 +186,7 @@ def reply_in(body: bytes | None) -> tuple[Message, ...]:
 
 
 def message_of(member: Any, role: str) -> Message:
-    """Return what a message says, or an item of one; `role` speaks where it names none."""
+    """Return a message, or an item of one; `role` is used if it names none."""
     if isinstance(member, dict):
         kind, named = member.get("type"), member.get("role")
         if isinstance(named, str):
@@ -204,7 +202,7 @@ def _first(parts: Iterator[Part]) -> tuple[Part, ...]:
 
 
 def _parts(value: Any) -> Iterator[Part]:
-    """Yield the parts of a message, of its content, or of an item of it."""
+    """Yield the parts of a message, of its content, or of an item."""
     if isinstance(value, str):
         yield Part(kind="text", text=value)
     elif isinstance(value, list) and all(isinstance(member, dict) for member in value):
@@ -229,7 +227,7 @@ def _parts(value: Any) -> Iterator[Part]:
 
 
 def _part(part: dict[str, Any]) -> Part:
-    """Return a part that has a type, or at least a text."""
+    """Return the part that an object describes; an unknown type is shown as JSON."""
     named = part.get("type")
     name = named[:200] if isinstance(named, str) else ""
     kind = _KINDS.get(name, "other")
@@ -266,24 +264,23 @@ def _json(value: Any) -> str:
 
 
 class Space:
-    """Give out what a page has room for, so that it stays below its limit.
+    """The room left on a page, so that the page stays below its size limit.
 
-    That is so many characters, of one text `each` at most, and so many parts. A character takes up
-    to eight bytes of a page.
+    A page has room for `characters`, at most `each` in one text, and for `parts`. A character takes
+    up to eight bytes of a page.
     """
 
     def __init__(self, characters: int = 140_000, each: int = 3000, parts: int = 1000) -> None:
-        """Begin with all of it."""
         self._left, self._each, self._parts = characters, each, parts
 
     def take(self, text: str | None, most: int) -> int:
-        """Return how many characters of a text there is room for, `most` at most, and take them."""
+        """Reserve room for a text, and return how many of its characters fit, at most `most`."""
         shown = min(len(text or ""), most, self._left)
         self._left -= shown
         return shown
 
     def fit(self, parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-        """Yield the parts that there is room for, with how many characters of each."""
+        """Yield the parts that fit, each with the number of its characters to show."""
         for part in parts:
             if not self._parts:
                 yield MORE, 0

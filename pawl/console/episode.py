@@ -1,7 +1,7 @@
-"""The screen Episode: its calls on one time axis, what each added, and what became of it.
+"""The screen Episode: its calls on one time axis, what each added, and the outcome per policy.
 
-What a page shows of the texts is limited (`Space`), with the raw bytes a link away. Credit and
-sampled tokens are parts that are loaded by themselves.
+A page shows a limited amount of text (`Space`) and links to the raw bytes. Credit and sampled
+tokens are parts that are loaded separately.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ LEAST_WIDTH: Final = 0.4
 
 
 def numbers_of(episode: EpisodeDetail) -> dict[UUID, int]:
-    """Return the calls' numbers; as in credit, a repeated call does not count."""
+    """Return the number of each call; as in credit, repeated calls are not counted."""
     number = episode.earlier_calls
     numbers: dict[UUID, int] = {}
     for call in episode.calls:
@@ -56,7 +56,7 @@ def numbers_of(episode: EpisodeDetail) -> dict[UUID, int]:
 
 
 class Mark(NamedTuple):
-    """Place a call on a lane: from `x`, over `width`, in percent."""
+    """A call on a lane of the time axis; `x` and `width` are in percent."""
 
     x: float
     width: float
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
 
 
 def look_of(call: Row[Any], *, is_repeated: bool) -> str:
-    """Return how a call is coloured: it counts not, it failed, it can be trained or it cannot."""
+    """Return the colour of a call: repeated, failed, trainable or not."""
     if is_repeated:
         return "again"
     if call.status != "complete" or (call.http_status or 0) >= 400:
@@ -75,7 +75,7 @@ def look_of(call: Row[Any], *, is_repeated: bool) -> str:
 
 
 def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
-    """Return a lane for each agent, in the order of their first calls, and how long they last."""
+    """Return a lane for each agent, in order of first calls, and the length of all in seconds."""
     if not episode.calls:
         return {}, 0.0
     begin: datetime = min(call.started_at for call in episode.calls)
@@ -101,9 +101,9 @@ def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
 async def turns_of(
     connection: AsyncConnection, calls: Sequence[Row[Any]], shown: Sequence[Row[Any]]
 ) -> dict[UUID, Turn]:
-    """Read the texts of the calls that are shown; return what each adds, and its reply.
+    """Read the texts of the calls `shown`; return what each adds, and its reply.
 
-    It adds to the call that it is stored as an addition to, or to its agent's last.
+    A call is compared with the call that it is stored as an extension of, or its agent's last.
     """
     newest: dict[str, UUID] = {}
     bases: dict[UUID, UUID | None] = {}
@@ -117,7 +117,7 @@ async def turns_of(
         before = texts.get(bases[call.id], NO_TEXTS)
         return turn_of(texts.get(call.id, NO_TEXTS), before)
 
-    # Megabytes are decoded: other pages go on.
+    # In a thread, as decoding megabytes would block other pages.
     return await asyncio.to_thread(lambda: {call.id: turn(call) for call in shown})
 
 
@@ -155,10 +155,10 @@ async def episode(request: Request) -> Response:
 async def _detail(
     request: Request, connection: AsyncConnection, since: UUID | None
 ) -> EpisodeDetail:
-    """Return the episode that is asked for.
+    """Return the requested episode.
 
     Raises:
-        Refusal: there is none, or the viewer may not know of it, or it cannot be read back.
+        Refusal: it does not exist, is another tenant's, or cannot be read back.
     """
     try:
         detail = await episode_detail(connection, request.path_params["id"], since)
@@ -170,11 +170,11 @@ async def _detail(
     return detail
 
 
-# What came of it
+# Outcome
 
 
 def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
-    """Return why an episode is not consumed for a policy yet, in words; "" if it is."""
+    """Return in words why an episode is not consumed for a policy yet; "" if it is consumed."""
     reasons = (
         (fate.trained is not None, ""),
         (fate.update_id is not None, "an update holds it, and is training"),
@@ -195,10 +195,10 @@ def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
 def worth_of(
     explained: ExplainedUpdate, episode: UUID | None, task: str | None, tenant: str | None
 ) -> list[dict[str, Any]]:
-    """Return the credit of the calls of an episode, or at a task, if they are the tenant's.
+    """Return the credit of the tenant's calls of an episode, or of a task's episodes.
 
-    Calls whose arithmetic is equal have one row. Its `returns` are what they are compared with:
-    those of attempts, or of the agent in each; `earlier` counts attempts consumed earlier.
+    Calls with equal arithmetic share a row. `returns` are those that they are compared with: of all
+    attempts at the task, or of the agent in each; `earlier` counts attempts consumed earlier.
     """
     by_agent = explained.recipe.credit.assignment == "per_agent"
     groups = explained.past.claim.groups
@@ -208,7 +208,7 @@ def worth_of(
     for credit in explained.plan.credited:
         place = place_of[credit.episode_id]
         group = groups[place]
-        # Without a task an episode is compared with none of the others.
+        # An episode without a task is not compared with others.
         among = place if group.task else credit.episode_id
         compared = among, credit.call.agent if by_agent else ""
         if credit.r_final is not None:
@@ -234,7 +234,7 @@ def worth_of(
 
 
 def ranges_of(numbers: Sequence[int]) -> str:
-    """Return ascending numbers, those that follow each other as a range."""
+    """Return ascending numbers as text, consecutive ones as a range."""
     known = set(numbers)
     starts = [number for number in numbers if number - 1 not in known]
     ends = [number for number in numbers if number + 1 not in known]
@@ -245,7 +245,7 @@ def ranges_of(numbers: Sequence[int]) -> str:
 async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpdate | None, str]:
     """Return the credit of an update, or why it cannot be shown.
 
-    It takes a connection of its own: the caller should hold none.
+    Takes the pool's only connection: the caller must not hold it.
     """
     tenant = viewer(request).tenant
     try:
@@ -270,7 +270,7 @@ async def _explained(request: Request, update_id: UUID, tenant: str | None) -> E
 
 
 async def credit(request: Request) -> Response:
-    """Show why calls of an update have their advantage: an episode's, or those at a task."""
+    """Show why calls of an update have their advantage, for one episode or one task."""
     query, tenant = request.query_params, viewer(request).tenant
     episode, task = uuid_in(query.get("episode")), query.get("task")
     explained, why = await explained_for(request, request.path_params["id"])

@@ -1,4 +1,4 @@
-"""The screen Episodes: a list that follows what happens, by the filter that its address carries."""
+"""The screen Episodes: a live list, by the filter in its address."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -27,17 +27,17 @@ from store.read.browsing import (
 from store.read.detail import CallTexts, call_texts, ends_of
 from store.records import SPLITS
 
-# How long to look for what a filter chooses; longer for whoever asks to look further.
+# How long to search for episodes that match a filter; longer on request.
 LOOK_S: Final = 0.08
 LOOK_FURTHER_S: Final = 2.0
-# Of a question or an answer in a list, in characters; and of the body that it is in, in bytes.
+# Characters of a question or an answer in the list; and the most bytes of the body that it is in.
 LISTED: Final = 120
 LARGEST_LISTED: Final = 128 * 1024
 STATES: Final[tuple[State, ...]] = get_args(State)
 
 
 def _time(text: str) -> datetime:
-    """Read a time; one without a zone is UTC's: the server does not know the viewer's."""
+    """Parse a time; without a zone it is UTC, as the server does not know the viewer's zone."""
     moment = datetime.fromisoformat(text)
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     if not datetime(1970, 1, 1, tzinfo=UTC) <= moment < datetime(9999, 1, 1, tzinfo=UTC):
@@ -45,7 +45,7 @@ def _time(text: str) -> datetime:
     return moment
 
 
-# How to write a field of an address; those not in it are names.
+# How to write each field of an address; fields that are not in HOW are names.
 NAME: Final = f"at most {LONGEST_NAME} characters, without U+0000"
 REWARD: Final = "a number, such as 0.5"
 TIME: Final = "a time from 1970 on, such as 2026-11-26T12:00"
@@ -61,14 +61,14 @@ HOW: Final = {
 
 
 class Filter(EpisodeFilter, frozen=True, kw_only=True):
-    """Choose episodes as an address does, such as `?policy=m&state=scored&low=0.5`."""
+    """The filter of an address, such as `?policy=m&state=scored&low=0.5`."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> "Filter":
-        """Read the filter in an address; other parameters are ignored, and so are empty ones.
+        """Read the filter in an address; other and empty parameters are ignored.
 
         Raises:
-            Refusal: a field cannot be used; it says how to write it.
+            Refusal: a field is invalid; the page says how to write it.
         """
         values = {}
         for field in msgspec.structs.fields(cls):
@@ -83,10 +83,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
         return cls(**values)
 
     def query(self, **changes: Any) -> dict[str, str]:
-        """Return the parameters of an address with this filter, or with other values of fields.
-
-        None takes a field out.
-        """
+        """Return this filter with `changes` as parameters of an address; None drops a field."""
         values = msgspec.to_builtins(self) | changes
         return {name: str(value) for name, value in values.items() if value is not None}
 
@@ -94,7 +91,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
 async def said_in(
     connection: AsyncConnection, episodes: Collection[UUID]
 ) -> dict[UUID, tuple[str, str]]:
-    """Return of episodes what was asked first and what was answered last, their ends alone."""
+    """Return the ends of each episode's first question and last answer."""
     ends = await ends_of(connection, episodes)
     firsts, lasts = [row.first for row in ends], [row.last for row in ends]
     texts = await call_texts(connection, firsts, lasts, LARGEST_LISTED)
@@ -114,7 +111,7 @@ def end_of(words: str) -> str:
 
 
 async def episodes(request: Request) -> Response:
-    """Show the newest episodes of a filter, or those before another."""
+    """Show the newest episodes of a filter, or those before a given one."""
     chosen = Filter.of(request.query_params)
     before = uuid_in(request.query_params.get("before"))
     if before is None and "before" in request.query_params:

@@ -1,4 +1,4 @@
-"""The screen Overview: what the doctor says, and how rewards and training go."""
+"""The screen Overview: the doctor's findings, rewards and training."""
 
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -17,14 +17,14 @@ from store.read.health import newest_calls
 from store.read.lineage import since_base
 from store.records import EVAL, SIDE, TRAIN
 
-# What may be looked at, in days.
+# The periods to choose from, in days.
 PERIODS: Final = ("1", "7", "30")
 USUAL: Final = "7"
 NO_REWARDS: Final = Rewards(episodes=0, scored=0)
 
 
 async def overview(request: Request) -> Response:
-    """Show the page at once; its parts follow, each by itself."""
+    """Show the page at once; its parts are loaded separately."""
     return page(request, "overview.html", days=_days(request), periods=PERIODS)
 
 
@@ -34,7 +34,7 @@ def _days(request: Request) -> str:
 
 
 async def doctor(request: Request) -> Response:
-    """Return what keeps policies from learning, and their outlooks, as `pawl doctor` says it."""
+    """Return the findings and outlooks of `pawl doctor`."""
     console, tenant = console_of(request), viewer(request).tenant
     findings = await console.examined.get(
         tenant,
@@ -49,7 +49,7 @@ async def doctor(request: Request) -> Response:
 
 
 async def figures(request: Request) -> Response:
-    """Return how many calls can be trained, and how rewards and training go, by policy."""
+    """Return how many calls are trainable, and the rewards and outcomes of each policy."""
     tenant = viewer(request).tenant
     begun = datetime.now(UTC) - timedelta(days=int(_days(request)))
     async with reading(request) as connection:
@@ -80,7 +80,7 @@ async def figures(request: Request) -> Response:
 
 
 def verdict(new: Rewards, old: Rewards) -> dict[str, Any]:
-    """Return whether new rewards are `better` than old ones, `worse`, or it is `unclear` (pure)."""
+    """Return whether new rewards are `better` than old ones, `worse` or `unclear` (pure)."""
     lift, word = new.lift_over(old), "unclear"
     if lift is not None and (lift.low > 0 or lift.high < 0):
         word = "better" if lift.low > 0 else "worse"
@@ -88,7 +88,7 @@ def verdict(new: Rewards, old: Rewards) -> dict[str, Any]:
 
 
 def _card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
-    """Return what is shown of a policy, from its rows of `outcomes` and of `promotions`."""
+    """Return a policy's card, from its rows of `outcomes` and of `promotions`."""
     times: dict[Any, dict[str, Rewards]] = {}
     for row in rows:
         if row.scored:
@@ -114,7 +114,7 @@ def _card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
             "marks": [
                 {"x": row.at.timestamp(), "label": f"@{row.version}"} for row in promoted[::-1]
             ],
-            # Rewards of another scale have their own limits.
+            # 0 to 1, extended for rewards of another scale.
             "range": [min([0.0, *values]), max([1.0, *values])],
         },
     }

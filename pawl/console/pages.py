@@ -1,7 +1,7 @@
-"""Make pages: who looks, a connection to read or write with, and how values are shown.
+"""Make pages: the viewer, database connections for reading and writing, and filters for values.
 
-Screens use what is here and know nothing of keys, prefixes and headers (`pawl.console.app`). What
-agents and models wrote is hostile: it is shown by `visible`, and as text alone.
+Screens use this module and do not deal with keys, prefixes and headers (`pawl.console.app`). Text
+of agents and models is hostile: it is shown by `visible`, as plain text.
 """
 
 import asyncio
@@ -35,28 +35,28 @@ from store.read.browsing import begin
 from store.records import Record
 from store.tenants import bare
 
-# For the one connection of everybody who looks: beside what serves, one page is read at a time.
+# Longest wait for the pool's only connection: to spare the database, pages are read one by one.
 WAIT_S: Final = 10.0
-# Of one statement: no page is worth slowing the database down for longer.
+# Longest time of one statement: no page is worth slowing the database down for longer.
 LIMIT_S: Final = 5.0
-# Of a page, in bytes: what is longer is cut, with the rest a link away.
+# In bytes; a larger page is refused.
 LARGEST_PAGE: Final = 2_000_000
 LARGEST_FORM: Final = 1024 * 1024
-# Of one text of an agent or a model, unless its screen says otherwise, in characters.
+# Characters shown of one text of an agent or a model, unless its screen says otherwise.
 SHOWN: Final = 4000
 
 
 T = TypeVar("T")
 
-# Who looks where no key is asked for; no key has a name with spaces.
+# The viewer's name if no key is needed; no key has a name with spaces.
 NOBODY: Final = "anyone without a key"
 
 
 class Viewer(Record, frozen=True, kw_only=True):
-    """Say who looks: by which key, at whose data, and what the key allows.
+    """Who looks at the console, and what the key allows.
 
-    `name` is the key's, `NOBODY` where none is asked for. `tenant` is None for who sees the data of
-    all: a key of the default tenant for admin, or nobody's where none is asked for.
+    `name` is the key's, or `NOBODY` if no key is needed. `tenant` is None for a viewer who sees all
+    tenants' data: with an admin key of the default tenant, or if no key is needed.
     """
 
     name: str
@@ -65,16 +65,15 @@ class Viewer(Record, frozen=True, kw_only=True):
 
 
 class Refusal(HTTPException):
-    """Report that a page cannot be shown: `title` is what went wrong, `detail` what to do."""
+    """A page cannot be shown: `title` is what went wrong, `detail` what to do."""
 
     def __init__(self, status: int, title: str, detail: str = "") -> None:
-        """Store what the page says."""
         super().__init__(status, detail)
         self.title = title
 
 
 class Shared(Generic[T]):
-    """Compute a value once for all who look together, beside them, and keep it for a while."""
+    """A cache of values, each computed once in a task for all requests that wait for it."""
 
     def __init__(self, kept_s: float, most: int) -> None:
         """Keep the newest `most` values, each for `kept_s` seconds."""
@@ -82,7 +81,7 @@ class Shared(Generic[T]):
         self._tasks: dict[Any, asyncio.Task[T]] = {}
 
     async def get(self, key: object, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the value of a key; what fails is computed again for whoever asks next."""
+        """Return the value of a key; a failed computation is repeated at the next request."""
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(compute())
             asyncio.get_running_loop().call_later(self._kept_s, self._tasks.pop, key, None)
@@ -98,7 +97,7 @@ class Shared(Generic[T]):
 
 
 class Console:
-    """Hold what all pages share: the database, and the templates with their functions."""
+    """The parts that all pages share: the database, and the templates with their functions."""
 
     def __init__(self, app: Starlette, settings: ConsoleSettings, database_url: str) -> None:
         """Make the pool, which connects on first use, and load the templates."""
@@ -119,12 +118,12 @@ class Console:
             when=when, figure=figure, visible=visible, plain=plain, bare=bare
         )
         self.templates.globals.update(url=self.url, static=cache(self.static), nobody=NOBODY)
-        # What the doctor found, by tenant. It asks all processes.
+        # The doctor's findings, by tenant. Cached, as the doctor asks all processes.
         self.examined: Shared[list[Finding]] = Shared(kept_s=10.0, most=20)
-        # The credit of an update, by tenant and update: each has the texts of its calls. Who looks
-        # at an episode looks at its calls and its update, too.
+        # The credit of an update, by tenant and update. Few, as each has the texts of its calls;
+        # cached, as a viewer of an episode also looks at its calls and its update.
         self.explained: Shared[ExplainedUpdate] = Shared(kept_s=60.0, most=2)
-        # What a change would come to is tried out, with the locks that the change takes.
+        # Held while a change is tried out, which takes the change's database locks.
         self.previewing = asyncio.Lock()
 
     def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:
@@ -139,12 +138,10 @@ class Console:
 
 
 def console_of(request: Request) -> Console:
-    """Return what the application of a request holds."""
     return cast("Console", request.app.state.console)
 
 
 def viewer(request: Request) -> Viewer:
-    """Return who looks."""
     return cast("Viewer", request.state.viewer)
 
 
@@ -153,7 +150,7 @@ def viewer(request: Request) -> Viewer:
 
 @asynccontextmanager
 async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
-    """Open a transaction in which nothing can be written, and no statement takes long."""
+    """Open a read-only transaction; a statement takes at most `LIMIT_S`."""
     async with console_of(request).engine.connect() as connection:
         await connection.execution_options(postgresql_readonly=True)
         await begin(connection, LIMIT_S)
@@ -162,17 +159,17 @@ async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
 
 @asynccontextmanager
 async def writing(request: Request) -> AsyncIterator[AsyncConnection]:
-    """Open a transaction for a change that `require` let in; it is committed after the block."""
+    """Open a transaction for a change that `require` allowed; it is committed after the block."""
     async with console_of(request).engine.begin() as connection:
         await begin(connection, LIMIT_S)
         yield connection
 
 
 def require(request: Request, scope: Scope) -> None:
-    """Refuse a change that the viewer's key is not for, or that a link elsewhere leads to.
+    """Refuse a change if the viewer's key lacks `scope`, or if another site linked to it.
 
     Raises:
-        Refusal: it is not for `scope`, or the viewer comes from another site.
+        Refusal: the key lacks the scope, or the request comes from another site.
     """
     if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         title = "A link of another site leads here"
@@ -191,7 +188,7 @@ def require(request: Request, scope: Scope) -> None:
 
 
 def uuid_in(text: str | None) -> UUID | None:
-    """Return the id that a parameter holds, or None if it holds none."""
+    """Return the UUID in a parameter, or None if it is none."""
     try:
         return UUID(text) if text else None
     except ValueError:
@@ -199,10 +196,10 @@ def uuid_in(text: str | None) -> UUID | None:
 
 
 async def form(request: Request) -> dict[str, str]:
-    """Return the fields of a posted form; of a field that comes twice the last counts.
+    """Return the fields of a posted form; the last of repeated fields counts.
 
     Raises:
-        Refusal: it is too large, or no UTF-8.
+        Refusal: the form is too large, or not UTF-8.
     """
     body = bytearray()
     async for part in request.stream():
@@ -216,10 +213,10 @@ async def form(request: Request) -> dict[str, str]:
 
 
 def page(request: Request, template: str, status: int = 200, **context: Any) -> HTMLResponse:
-    """Return a whole page, of a template that extends `base.html`."""
+    """Return a whole page from a template that extends `base.html`."""
     console = console_of(request)
     context["viewer"] = getattr(request.state, "viewer", None)
-    # The first name in the address is that of an entry of the navigation.
+    # The first part of the path names an entry of the navigation.
     inner = request.scope["path"].removeprefix(console.prefix)
     context.setdefault("screen", inner.strip("/").partition("/")[0] or "overview")
     body = console.templates.get_template(template).render(context).encode(errors="replace")
@@ -230,7 +227,7 @@ def page(request: Request, template: str, status: int = 200, **context: Any) -> 
 
 
 def part(request: Request, template: str, **context: Any) -> HTMLResponse:
-    """Return a part that htmx loads; for a browser without scripts, a page of that part alone."""
+    """Return a part that htmx loads; without scripts, a page with that part alone."""
     alone = "hx-request" not in request.headers
     return page(request, "base.html" if alone else template, part=template, **context)
 
@@ -239,7 +236,7 @@ def part(request: Request, template: str, **context: Any) -> HTMLResponse:
 
 
 def when(moment: datetime | None) -> Markup:
-    """Return a time as an element that `console.js` writes in the viewer's zone."""
+    """Return a time as an element that `console.js` rewrites in the viewer's zone."""
     if moment is None:
         return Markup("–")
     utc = moment.astimezone(UTC)
@@ -249,7 +246,7 @@ def when(moment: datetime | None) -> Markup:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """Return a number as people read it: whole ones in groups, others with `digits` significant."""
+    """Format a number: whole ones with grouped digits, others with `digits` significant digits."""
     if value is None:
         return "–"
     if value != value or abs(value) == float("inf"):  # noqa: PLR0124
@@ -258,15 +255,15 @@ def figure(value: float | None, digits: int = 3) -> str:
     if isinstance(value, int) or (float(value).is_integer() and size < 1e15):
         text = f"{int(value):,}"
     elif 1e-3 <= size < 1e6:
-        # As many digits as the whole part leaves, so that figures below each other are compared.
+        # Decimals fill up to `digits`, so that figures in a column can be compared.
         text = f"{value:,.{max(digits - (len(str(int(size))) if size >= 1 else 0), 0)}f}"
     else:
         text = f"{value:.{digits}g}"
     return text.replace(",", "\u202f").replace("-", "\u2212")
 
 
-# What changes how other text is shown without being seen: control characters but for tab and
-# newline, marks of direction, invisible ones, and halves of surrogate pairs.
+# Invisible characters that may change how other text is shown: control characters except tab and
+# newline, direction marks, zero-width characters, and halves of surrogate pairs.
 _UNSEEN: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufeff\ufff9-\ufffb\uffa0\ud800-\udfff\U000e0000-\U000e0fff]+"
@@ -274,18 +271,18 @@ _UNSEEN: Final = re.compile(
 
 
 def plain(text: str) -> str:
-    """Return text of an agent or a model for a tooltip or a title, without what is unseen."""
+    """Return text of an agent or a model for a tooltip or a title; U+FFFD replaces `_UNSEEN`."""
     return _UNSEEN.sub("\ufffd", text)
 
 
-# Of marks that are put on one letter, so that none grows over its neighbours.
+# Combining marks kept on one letter, so that they do not grow over its neighbours.
 _MARKS: Final = 4
 
 
 def visible(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Markup:
-    """Return text of an agent or a model with all that is unseen made visible.
+    """Return text of an agent or a model as markup, with invisible characters made visible.
 
-    It is cut after `limit` characters, and says so; `raw` is the address of the whole.
+    It is cut after `limit` characters, and says so; `raw` is the address of the whole text.
     """
     if text is None:
         return Markup("–")
@@ -301,7 +298,7 @@ def visible(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Mar
 
 
 def _numbers(unseen: re.Match[str]) -> str:
-    """Return what stands for unseen characters: the numbers of the first, in Unicode."""
+    """Return the code points of the first eight invisible characters, and the number of others."""
     named = " ".join(f"{ord(one):04X}" for one in unseen[0][:8])
     more = "" if len(unseen[0]) <= 8 else f" +{len(unseen[0]) - 8}"
     return f"<i>{named}{more}</i>"

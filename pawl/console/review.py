@@ -1,6 +1,6 @@
-"""Show a person the episodes that nobody, or nobody surely, has scored, and post what they say.
+"""Show a person the episodes without a score, or with a doubtful one, and post the person's score.
 
-A score goes to the proxy's `/feedback`, with the viewer's own API key, as any client's does.
+A score goes to the proxy's `/feedback` with the viewer's own API key, like any client's.
 """
 
 import secrets
@@ -25,11 +25,11 @@ from store.judging import REVIEWED, Doubt, Scale, key_to_review, review_queue, s
 from store.read.detail import episode_detail
 from store.tenants import DEFAULT
 
-# Of the queue, those that are named beside the one that is shown.
+# Episodes of the queue that are listed beside the one shown.
 MOST: Final = 12
-# Places on a metric's scale that have a number key.
+# Values on a metric's scale that have a number key.
 STEPS: Final = 5
-# What each part of the queue holds, in a sentence.
+# The description of each part of the queue.
 DOUBTS: Final[Mapping[Doubt, str]] = {
     "unscored": "Ended ten minutes ago or more, and nobody has scored them.",
     "disagreeing": "Two judges or API keys scored them, and differ by more than a quarter of the "
@@ -39,7 +39,7 @@ DOUBTS: Final[Mapping[Doubt, str]] = {
 
 
 def steps_of(scale: Scale) -> list[float]:
-    """Return the values on a metric's scale that have a number key, the lowest first (pure)."""
+    """Return the values of the number keys on a metric's scale, the lowest first (pure)."""
     width = scale.high - scale.low
     return [round(scale.low + width * step / (STEPS - 1), 6) for step in range(STEPS)]
 
@@ -47,12 +47,12 @@ def steps_of(scale: Scale) -> list[float]:
 def statements_of(
     given: Mapping[str, str], scales: Sequence[Scale], episode: str
 ) -> list[Statement]:
-    """Return what a form says of an episode, as `/feedback` takes it (pure).
+    """Convert a form about an episode to statements for `/feedback` (pure).
 
-    A correction is stated of its call, with the episode's first value.
+    A correction becomes a statement about its call, with the episode's first value.
 
     Raises:
-        Refusal: it states no value, or one that is none of its metric.
+        Refusal: the form has no value, or one outside its metric's scale.
     """
     statements = []
     for scale in scales:
@@ -78,8 +78,8 @@ def _number(stated: str, scale: Scale) -> float:
 
 
 async def review(request: Request) -> Response:
-    """Show the next episode of the queue, or post the score of one and go on to the next."""
-    # A key states what its own tenant's episodes are worth, whomever's its bearer may see.
+    """Show the next episode of the queue, or post a score and go on to the next."""
+    # A key can score only its own tenant's episodes, even if the viewer may see all tenants'.
     tenant = viewer(request).tenant or DEFAULT
     query = request.query_params
     doubt: Doubt = next((kind for kind in DOUBTS if kind == query.get("kind")), "unscored")
@@ -114,7 +114,7 @@ async def review(request: Request) -> Response:
 
 
 async def _score(connection: AsyncConnection, episode: UUID | None, tenant: str) -> str | None:
-    """Return the key of a tenant's episode and what was stated of it so far, or None."""
+    """Return a tenant's episode with its scores so far, as text, or None."""
     key = None if episode is None else await key_to_review(connection, episode, tenant)
     if episode is None or key is None:
         return None
@@ -126,7 +126,7 @@ async def _score(connection: AsyncConnection, episode: UUID | None, tenant: str)
 
 
 async def _calls(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
-    """Return the calls of an episode that can be corrected, the last first, by what they are."""
+    """Return the labels of the calls that can be corrected, by id, the last call first."""
     try:
         detail = await episode_detail(connection, episode)
     except Damaged:
@@ -142,7 +142,7 @@ async def _calls(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
 
 
 async def _post(request: Request, tenant: str, doubt: Doubt) -> Response:
-    """Post a score once: a repeat under the same `once` states nothing new."""
+    """Post a score once: a repeat with the same `once` adds nothing."""
     require(request, "feedback")
     given = await form(request)
     episode, once = uuid_in(given.get("episode")), given.get("once", "")

@@ -1,8 +1,8 @@
-"""Show what a call sampled, token by token, from the recorded ids: the part of an episode's page.
+"""Show the sampled tokens of a call from the recorded ids, as a part of an episode's page.
 
-The console has no tokenizer: a model server says the texts of ids, and where none does the ids are
-shown. A ratio is how much likelier a token was to the policy that was about to be trained on it
-than to the one that sampled it.
+The console has no tokenizer: it asks a model server for the texts, and shows ids if none answers. A
+ratio is a token's probability under the policy about to be trained on it, divided by that under the
+policy that sampled it.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from trainer.errors import TrainerError
 from trainer.publishing.model_server import ModelServer
 
 TOKENS_A_PAGE: Final = 1000
-# For all servers together; then ids are shown.
+# Time limit for all servers together.
 TEXTS_S: Final = 3.0
-# What the levels of a token begin with: of its probability, and of its ratio.
+# Lower bounds of levels 1 to 4, of a token's probability and of its ratio.
 LIKELY: Final = (0.05, 0.2, 0.5, 0.9)
 RATIOS: Final = (0.5, 0.8, 1.25, 2.0)
 
@@ -40,10 +40,10 @@ def tokens_of(
     texts: Sequence[str] | None,
     start: int,
 ) -> list[dict[str, float | str | None]]:
-    """Return `TOKENS_A_PAGE` sampled tokens from `start` on, of which these are the `texts` (pure).
+    """Return `TOKENS_A_PAGE` sampled tokens from `start` on; `texts` begin at `start` (pure).
 
-    `likely` and `moved` are levels of a token's probability when it was sampled and of its ratio, 0
-    (the least) to 4. What is not known is None.
+    `likely` and `moved` are the levels, 0 to 4, of a token's probability at sampling and of its
+    ratio. Unknown values are None.
     """
     page = slice(start, start + TOKENS_A_PAGE)
     known = zip_longest(ids[page], logprobs[page], map(_exp, log_ratios[page]), texts or ())
@@ -66,7 +66,7 @@ def _exp(value: float) -> float:
 
 
 async def _texts(request: Request, model: str, ids: Sequence[int]) -> list[str] | None:
-    """Return the texts of tokens, as the first model server says that knows."""
+    """Return the texts of tokens from the first model server that knows them, or None."""
     with suppress(TimeoutError):
         async with asyncio.timeout(TEXTS_S):
             for url in console_of(request).settings.model_servers:

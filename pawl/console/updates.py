@@ -1,4 +1,4 @@
-"""Show the updates of a policy: their figures over time, and what became of the episodes."""
+"""Show the updates of a policy: their figures over time, and the outcomes of their episodes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ from trainer.trackers import BY_ID, flat
 
 MOST: Final = 100
 FAMILIES: Final = "Reward by family of tasks"
-# What is plotted and listed: the titles, and below each the figures by name, with their labels.
-# Families have their own names.
+# The plots and lists: for each title, its figures by name, with their labels. The figures of
+# FAMILIES depend on the updates.
 SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
     "Reward of the batch": {"reward_mean": "mean reward"},
     FAMILIES: {},
@@ -42,7 +42,7 @@ SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def shown_of(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
-    """Return what is shown: the figures of `SHOWN`, with families where there are several."""
+    """Return `SHOWN` with the rewards by family, if there are several."""
     families = sorted({one for own in updates for one in own.metrics.get("families", {})})
     lines = {f"families/{one}/reward": one or "(none)" for one in families}
     shown = {**SHOWN, FAMILIES: lines if len(lines) > 1 else {}}
@@ -50,7 +50,7 @@ def shown_of(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
 
 
 def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
-    """Return the plots that have a point, as `console.js` draws them, the oldest first (pure)."""
+    """Return the plots that have a point, in the form of `console.js`, oldest first (pure)."""
     done = [update for update in reversed(updates) if update.state == "done"]
     x = [round(update.claimed_at.timestamp(), 3) for update in done]
     figures = [dict(flat(update.metrics)) for update in done]
@@ -67,7 +67,6 @@ def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
 
 
 async def updates(request: Request) -> Response:
-    """List the updates of a policy."""
     before = uuid_in(request.query_params.get("before"))
     async with reading(request) as connection:
         policy, known = await chosen_policy(request, connection, viewer(request).tenant)
@@ -88,7 +87,7 @@ async def updates(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Show one update: its claim, its figures, and what became of each episode.
+    """Show one update: its claim, its figures, and the outcome of each episode.
 
     Raises:
         Refusal: there is no such update, or it is another tenant's.

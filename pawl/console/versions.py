@@ -1,8 +1,7 @@
 """Show the versions of policies, their line as a picture, and move the traffic between them.
 
-A change is asked for twice. The first page does it in a transaction that it gives up, and shows
-how the versions stand before and after; the second does it for good, unless it would come to
-something else by then.
+A change takes two requests. The first tries it in a transaction that is rolled back, and shows the
+versions' states before and after. The second makes the change, unless its result would differ now.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,13 +42,13 @@ from store.version_queries import list_events
 from store.version_states import lock_policies
 from store.versions import PolicyEvent
 
-# Versions of one page, and events of one version.
+# Versions on one page, and events shown of one version.
 MOST: Final = 40
 MOST_EVENTS: Final = 50
 
 
 def words_of(version: Row[Any]) -> list[str]:
-    """Return how a version of `store.read.lineage` stands, the state first (pure)."""
+    """Return the state of a version of `store.read.lineage` in words, then its marks (pure)."""
     state = version.state.replace("_", " ")
     if version.share is not None:
         state = "control" if version.state == "retired" else state
@@ -64,7 +63,7 @@ def words_of(version: Row[Any]) -> list[str]:
 
 
 def actions_of(version: Row[Any]) -> list[str]:
-    """Return what a person may do with a version (pure): the functions behind refuse the rest."""
+    """Return the actions to offer for a version (pure); carrying them out checks again."""
     there = version.ended_at is None and version.files_deleted_at is None
     may = {
         "promote": version.state in ("loaded", "canary", "retired") and there,
@@ -73,15 +72,14 @@ def actions_of(version: Row[Any]) -> list[str]:
     return [action for action, holds in may.items() if holds]
 
 
-# What a change comes to
+# Changes and their results
 
 
 class Change(Record, frozen=True, kw_only=True):
-    """Say what is to be done with a version, and why.
+    """An action on a version, with its reason and, once done or tried, its result.
 
-    Once it was done, or tried, the rest says what it comes to. `moved` has each version that stands
-    otherwise than before, with how it stood and how it stands. `waits` is the event, with evidence,
-    by which the version to promote waits for a person.
+    `moved` has each version whose state changed, with the words for it before and after. `waits` is
+    the event, with evidence, that made the version to promote wait for a person.
     """
 
     action: str
@@ -98,17 +96,17 @@ class Change(Record, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Return what tells this change from all others that a person may confirm."""
+        """Return a digest of the change's result, which a person confirms."""
         moved = [(number, now) for number, _, now in self.moved]
         seen = [self.action, self.named, moved, self.waits and self.waits.id]
         return sha256(msgspec.json.encode(seen)).hexdigest()[:24]
 
 
 async def carry_out(connection: AsyncConnection, change: Change, tenant: str | None) -> Change:
-    """Do what a change says in the caller's transaction, and return it with what it came to.
+    """Make a change in the caller's transaction, and return it with its result.
 
     Raises:
-        StoreError: it cannot be done; the message says why.
+        StoreError: the change cannot be made; the message says why.
         Refusal: the tenant (None: anybody) has no such version, or there is no such action.
     """
     await own_version(connection, change.policy, change.number, tenant)
@@ -152,7 +150,7 @@ async def own_version(
     """Return a version that the tenant (None: anybody) may see.
 
     Raises:
-        Refusal: there is no such version, or it is another's.
+        Refusal: there is no such version, or it is another tenant's.
     """
     version = (await places_of(connection, policy, [number])).get(number)
     if version is None or tenant not in (None, version.tenant):
@@ -163,7 +161,7 @@ async def own_version(
 async def chosen_policy(
     request: Request, connection: AsyncConnection, tenant: str | None
 ) -> tuple[Row[Any] | None, Sequence[Row[Any]]]:
-    """Return the policy that the address names, by default the first, and all of the tenant's.
+    """Return the policy that the address names (default: the first), and all of the tenant's.
 
     Raises:
         Refusal: the tenant (None: anybody) has no such policy.
@@ -177,7 +175,7 @@ async def chosen_policy(
 
 
 async def versions(request: Request) -> Response:
-    """Show the line of a policy, and what the controller compares now."""
+    """Show the versions of a policy, and the comparisons that the controller makes now."""
     given = request.query_params.get("before", "")
     before = int(given) if given.isascii() and given.isdigit() and len(given) < 10 else None
     async with reading(request) as connection:
@@ -187,7 +185,7 @@ async def versions(request: Request) -> Response:
             return page(request, "versions.html", policy=None, policies=known)
         line = await line_of(connection, policy.name, before, MOST)
         numbers = [version.version for version in line]
-        # No episode of a version began before the version was made, but for the base model's.
+        # A version's episodes began after it was made, except for the base model's.
         since = None if 0 in numbers else min((row.created_at for row in line), default=None)
         live, held_out = await rewards_of(connection, policy.name, numbers, since)
         events = await newest_events(connection, policy.name, numbers)
@@ -219,7 +217,7 @@ async def versions(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Show one version: its figures, where it comes from, and how it got its state."""
+    """Show one version: its figures, its parent, and the events that led to its state."""
     policy, number = request.path_params["policy"], request.path_params["number"]
     async with reading(request) as connection:
         own = await own_version(connection, policy, number, viewer(request).tenant)
@@ -240,10 +238,10 @@ async def version(request: Request) -> Response:
 
 
 async def confirm(request: Request) -> Response:
-    """Show what a change would come to, and do it once that is confirmed.
+    """Show the result that a change would have, and make the change once that is confirmed.
 
     Raises:
-        Refusal: it cannot be done, or the viewer's key is not for that.
+        Refusal: the change cannot be made, or the viewer's key does not allow it.
     """
     require(request, "train")
     is_posted = request.method == "POST"
@@ -253,10 +251,10 @@ async def confirm(request: Request) -> Response:
         action=request.path_params["action"],
         policy=request.path_params["policy"],
         number=request.path_params["number"],
-        # The name of a key, or nobody's, at the end of what the events say for good.
+        # The viewer is stored for good, at the end of the events' reason.
         reason=f"{reason or 'by hand'} (by {viewer(request).name}, in the console)",
     )
-    # What only shows what would come of it waits for others that do, and holds up nothing else.
+    # Previews wait for each other, so that their locks do not hold up other work.
     tried_alone = nullcontext() if is_posted else console_of(request).previewing
     try:
         async with tried_alone, writing(request) as connection:
