@@ -1,1 +1,1 @@
-"""Say why a policy learns, or why it does not: gather facts once, and check them by pure rules."""
+"""Find why a policy does not learn: gather facts once, and check them by pure rules."""

@@ -1,4 +1,4 @@
-"""Check processes, servers, disks and calls for what keeps policies from learning (pure)."""
+"""Check processes, servers, disks and calls for causes that keep policies from learning (pure)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,11 +23,11 @@ NO_FIGURES: Final[Mapping[str, Figure]] = {}
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Say what keeps a policy from learning, or when it will learn next.
+    """A cause that keeps a policy from learning, or a policy's outlook.
 
-    `since` is when that began, as far as it is known. `remedy` is one command or setting.
-    `needs_person` is False where it passes by itself, and where it is the `is_outlook` of a policy:
-    how many episodes can be trained, and when.
+    `since` is when the cause began, if known. `remedy` is one command or setting. `needs_person` is
+    False if the cause passes by itself, and for an outlook (`is_outlook`): how many episodes can be
+    trained, and when.
     """
 
     title: str
@@ -39,24 +39,24 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 Check = Callable[[Facts], Iterable[Finding]]
-# Beyond this without a call nothing arrives; and a proxy with younger ones works, wherever it is.
+# Without a call for SILENT, calls do not arrive. With one in RECENT, the proxy works somewhere.
 SILENT: Final = timedelta(days=1)
 RECENT: Final = timedelta(minutes=5)
-# A trainer begins its policies one by one, and tests the model servers first.
+# A trainer first tests the model servers, and then begins its policies one by one.
 BEGINS: Final = timedelta(minutes=30)
-# Evaluation may take as long before the first work.
+# An evaluation may come first, and take this long.
 EVALUATED: Final = timedelta(hours=1)
-# Records that wait on disk, as the alert PawlSpoolGrows has it.
+# Records on disk, as in the alert PawlSpoolGrows.
 MOST_SPOOLED: Final = 1000
-# So many names a text lists.
+# Names listed in one text, and characters of one name.
 MOST_NAMED: Final = 3
 LONGEST: Final = 80
 
-# A learner that imitates successes trains these all the same (docs/explanation/trainer.md).
+# A learner that imitates successes trains these calls, too (docs/explanation/trainer.md).
 IMITATED: Final = frozenset({"greedy", "constrained_sampling"})
-# These are about serving, and count for evaluation, too.
+# Failures of serving, which also count in evaluation.
 BROKEN: Final = frozenset({"incomplete", "error_reply"})
-# Of every `proxy.trainable.Reason`.
+# The remedy for each `proxy.trainable.Reason`.
 REASONS: Final[Mapping[str, str]] = {
     "incomplete": "raise the client's timeout, or send less at once: calls break off before their"
     " reply has ended",
@@ -113,7 +113,7 @@ PAUSES: Final[Mapping[PauseReason, str]] = {
 
 
 def of_each_policy(check: Callable[[Facts, PolicyFacts], Finding | None]) -> Check:
-    """Return a check of all policies for one of a policy."""
+    """Turn a check of one policy into a check of all policies."""
 
     def checked(facts: Facts) -> Iterator[Finding]:
         for policy in facts.policies:
@@ -125,8 +125,8 @@ def of_each_policy(check: Callable[[Facts, PolicyFacts], Finding | None]) -> Che
 
 
 def named(names: Iterable[str]) -> str:
-    """Return some of the names, and how many more there are."""
-    # Clients choose many names, and write anything.
+    """Return the first names, and how many more there are."""
+    # Clients choose many of the names: cut and escape them.
     every = [
         name if name.isprintable() and len(name) <= LONGEST else f"{name!r:.80}" for name in names
     ]
@@ -134,11 +134,11 @@ def named(names: Iterable[str]) -> str:
     return ", ".join(every[:MOST_NAMED]) + more
 
 
-# Settings, and what all processes need
+# Settings, database and disks
 
 
 def unusable_files(facts: Facts) -> Iterator[Finding]:
-    """Find settings' files that cannot be used, or lack a key; not so where a process has them."""
+    """Find settings whose file cannot be used; harmless if the process that needs it answers."""
     for setting, why in facts.unusable.items():
         process = facts.proxy if setting == "PAWL_UPSTREAMS" else facts.trainer
         yield Finding(
@@ -150,7 +150,7 @@ def unusable_files(facts: Facts) -> Iterator[Finding]:
 
 
 def missing_key(facts: Facts) -> Iterator[Finding]:
-    """Find that the proxy asks for a key where there is none: evaluations and judges need it."""
+    """Find that the proxy needs a key and PAWL_API_KEY is not valid, which evaluations need."""
     if facts.proxy.asks_key:
         evaluates = any(
             policy.recipe is not None and policy.recipe.publish.mode == "evaluated"
@@ -166,7 +166,7 @@ def missing_key(facts: Facts) -> Iterator[Finding]:
 
 
 def database(facts: Facts) -> Iterator[Finding]:
-    """Find a database that does not answer, or took too long to say all."""
+    """Find a database that cannot be used, or was too slow to answer all questions."""
     if facts.database is not None and facts.proxy.ready.database == "up":
         yield Finding(
             title="The database cannot be used from here, while the proxy says that its own is up",
@@ -203,7 +203,7 @@ def all_away(facts: Facts) -> Iterator[Finding]:
 
 
 def storage(facts: Facts) -> Iterator[Finding]:
-    """Find disks that are nearly full, and records that are lost, refused, or wait there."""
+    """Find disks that are nearly full, and records that are lost, refused or waiting on disk."""
     for disk in facts.disks:
         if disk.free_gib < DISK_GIB:
             yield Finding(
@@ -240,7 +240,7 @@ def storage(facts: Facts) -> Iterator[Finding]:
 
 
 def proxy_away(facts: Facts) -> Iterator[Finding]:
-    """Find a proxy that does not answer, unless calls have just been recorded."""
+    """Find a proxy that has no worker, or does not answer while there are no recent calls."""
     last = facts.last_call_at
     if not facts.proxy.answers and (last is None or facts.now - last > RECENT):
         yield Finding(
@@ -281,7 +281,7 @@ def server_away(facts: Facts) -> Iterator[Finding]:
 
 
 def trainer_away(facts: Facts) -> Iterator[Finding]:
-    """Find a trainer that does not run: by its port, and by the policies that it holds."""
+    """Find that no trainer runs, or none works on a policy, by its port and the policies held."""
     trained = [policy.about.trained_at for policy in facts.policies]
     since = max((at for at in trained if at is not None), default=None)
     left = facts.trainer.values("pawl_policy_left")
@@ -312,7 +312,7 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
 
 
 def no_calls(facts: Facts) -> Iterator[Finding]:
-    """Find that no call was recorded for a day, and whether callers are refused."""
+    """Find that no call was recorded for a day, and whether callers lack a key."""
     last = facts.last_call_at
     is_unknown = facts.database is not None or (facts.is_late and last is None)
     if is_unknown or (last is not None and facts.now - last < SILENT):
@@ -370,21 +370,21 @@ def unanswered(facts: Facts) -> Iterator[Finding]:
 
 
 def broken(facts: Facts) -> Iterator[Finding]:
-    """Find policies of which many calls break off, or come to an error, evaluation included."""
+    """Find policies with many calls that break off or get an error, evaluation included."""
     for name in sorted({one.policy for one in facts.calls if one.policy is not None}):
         own = [one for one in facts.calls if one.policy == name]
         yield from _too_many(name, own, [one for one in own if one.reason in BROKEN])
 
 
 def untrainable(facts: Facts) -> Iterator[Finding]:
-    """Find policies of which many calls have an end from which nothing can be learned."""
+    """Find policies with many complete calls that cannot be trained."""
     trained = {policy.name: policy for policy in facts.policies}
     kinds = [
         one
         for one in facts.calls
         if one.policy is not None and one.split == TRAIN and one.reason != SIDE
     ]
-    # A policy that is not to be trained is no trouble beside one that is.
+    # Other policies are reported only if no call was for a policy to train.
     answered = {one.policy for one in kinds if one.policy is not None}
     for name in sorted(answered & trained.keys() or answered):
         recipe = trained[name].recipe if name in trained else None
@@ -395,7 +395,7 @@ def untrainable(facts: Facts) -> Iterator[Finding]:
 
 
 def _too_many(name: str, kinds: list[CallKind], bad: list[CallKind]) -> Iterator[Finding]:
-    """Find that the bad ones are more than a fifth of a policy's newest calls."""
+    """Find that more than a fifth of a policy's newest calls are bad."""
     every, calls = sum(one.calls for one in kinds), sum(one.calls for one in bad)
     if calls <= MOST_UNTRAINED * every:
         return
@@ -417,7 +417,7 @@ def _too_many(name: str, kinds: list[CallKind], bad: list[CallKind]) -> Iterator
 
 
 def only_evaluation(facts: Facts) -> Iterator[Finding]:
-    """Find that all calls are of evaluation, which is never trained on."""
+    """Find that all calls are evaluation, which is never trained on."""
     if facts.calls and all(one.split == EVAL for one in facts.calls):
         began = min(one.first_at for one in facts.calls)
         yield Finding(
@@ -431,7 +431,7 @@ def only_evaluation(facts: Facts) -> Iterator[Finding]:
 
 
 def too_long(facts: Facts) -> Iterator[Finding]:
-    """Find that the model server takes longer calls than fit into the trainer's memory."""
+    """Find that the model server accepts calls too long for the trainer's memory."""
     longest = facts.trainer.value("pawl_longest_call_tokens")
     served = [
         int(model["max_model_len"])
@@ -450,7 +450,7 @@ def too_long(facts: Facts) -> Iterator[Finding]:
 
 
 def spinning(facts: Facts) -> Iterator[Finding]:
-    """Find environment variables of this shell by which Pawl's threads spin while they wait."""
+    """Find environment variables of this shell that make Pawl's threads spin while they wait."""
     for name, value in facts.spinning.items():
         yield Finding(
             title=f"{name}={value:.40} makes waiting threads take cores from other processes",
@@ -460,7 +460,7 @@ def spinning(facts: Facts) -> Iterator[Finding]:
 
 
 def controller_away(facts: Facts) -> Iterator[Finding]:
-    """Find a controller that does not answer; it matters where something is to be decided."""
+    """Find a controller that does not answer; a person is needed if a decision is pending."""
     if facts.controller.answers:
         return
     is_needed = any(
@@ -481,7 +481,7 @@ def controller_away(facts: Facts) -> Iterator[Finding]:
 def paused(facts: Facts) -> Iterator[Finding]:
     """Find policies that a running trainer left, or whose training is paused."""
     policies = {policy.name: policy for policy in facts.policies}
-    # Without the database nobody knows which policies were asked for.
+    # Without the database the policies to train are unknown, so all are shown.
     all_are_shown = facts.tenant is None and (facts.database is not None or facts.is_late)
     for name, value in facts.trainer.values("pawl_policy_left").items():
         if value and (all_are_shown or name in policies):
@@ -497,7 +497,7 @@ def paused(facts: Facts) -> Iterator[Finding]:
                     since=policies[name].about.trained_at if name in policies else None,
                     figures={"reason": reason},
                     remedy=remedy,
-                    # A trainer tests by itself whether it can go on.
+                    # In these cases the trainer goes on by itself.
                     needs_person=reason not in ("server_away", "no_slot"),
                 )
 

@@ -1,4 +1,4 @@
-"""Examine a system: gather facts once, and check them, the cause most upstream first."""
+"""Examine a system: gather facts once, and check them, upstream causes first."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ from pawl.doctor.facts import Facts
 from pawl.doctor.gather import gather
 from pawl.settings import DoctorSettings
 
-# In order of importance: what is upstream comes first.
+# Upstream causes come first.
 CHECKS: Final[tuple[Check, ...]] = (
     *(checks.unusable_files, checks.database, checks.storage),
     *(checks.proxy_away, checks.server_away, checks.trainer_away, checks.no_calls),
@@ -23,13 +23,13 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(checks.controller_away, policy_checks.undecided),
     *(checks.missing_key, checks.too_long, checks.spinning, policy_checks.learns),
 )
-# Of processes, servers and disks, which all tenants share.
+# Checks of processes, servers and disks, which all tenants share.
 OF_PARTS: Final[tuple[Check, ...]] = (
     *(checks.unusable_files, checks.storage, checks.proxy_away, checks.server_away),
     *(checks.trainer_away, checks.no_slot, checks.controller_away, checks.missing_key),
     checks.spinning,
 )
-# With figures that name such parts.
+# Checks whose figures name such parts.
 NAME_PARTS: Final[tuple[Check, ...]] = (checks.database, policy_checks.not_as_trained)
 
 
@@ -40,19 +40,19 @@ async def examine(
     *,
     of_parts: bool = True,
 ) -> list[Finding]:
-    """Return why policies do not learn, or when they will next, as `findings` does.
+    """Gather facts, and return their `findings`.
 
-    Without an `engine` the database of the settings is asked, if it runs. With `tenant` the
-    policies and calls are this tenant's. It raises nothing: what cannot be asked is a finding.
+    Without an `engine` the settings' database is used, if it runs. `tenant` limits policies and
+    calls to that tenant's. Nothing is raised: a part that does not answer is a finding.
     """
     return findings(await gather(settings, engine, tenant), of_parts=of_parts)
 
 
 def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:
-    """Return what needs a person, the cause most upstream first, and then what passes by itself.
+    """Return the findings that need a person, upstream causes first, and then the others (pure).
 
-    Where nothing answers, that is the only finding. Unless `of_parts`, processes, servers and
-    disks, which all tenants share, are left out, and so are figures that name them (pure).
+    If nothing answers, that and unusable files are the only findings. Without `of_parts`,
+    processes, servers and disks, which all tenants share, and figures with them, are left out.
     """
     if of_parts and (away := list(checks.all_away(facts))):
         return [*checks.unusable_files(facts), *away]

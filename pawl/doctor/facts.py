@@ -1,4 +1,4 @@
-"""Define what the doctor knows of a system, as frozen values; what is away is empty."""
+"""The doctor's facts about a system, as frozen values; empty for a part that is away."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -20,7 +20,7 @@ NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class Drain(Record, frozen=True, kw_only=True):
-    """Hold what a proxy's `/readyz` says of the spool's way into the database."""
+    """The part of a proxy's `/readyz` about moving records from the spool to the database."""
 
     state: str = ""
     for_s: float = 0.0
@@ -29,7 +29,7 @@ class Drain(Record, frozen=True, kw_only=True):
 
 
 class Ready(Record, frozen=True, kw_only=True):
-    """Hold what `/readyz` says: a proxy the first five, a controller why versions are away."""
+    """A reply of `/readyz`: `altered`, `unread` and `misserved` are a controller's alone."""
 
     status: str = ""
     database: str = ""
@@ -42,10 +42,9 @@ class Ready(Record, frozen=True, kw_only=True):
 
 
 class ProcessAnswer(Record, frozen=True, kw_only=True):
-    """Describe what a process said on its admin port, or `why_not` it said nothing there.
+    """The answer of a process on its admin port, or `why_not`, the reason for none.
 
-    `samples` are empty where its `/metrics` asks for a key
-    that is not ours (`asks_key`).
+    `samples` is empty if `/metrics` refused our key (`asks_key`).
     """
 
     address: str = ""
@@ -56,11 +55,10 @@ class ProcessAnswer(Record, frozen=True, kw_only=True):
 
     @property
     def answers(self) -> bool:
-        """Return whether the process answered."""
         return self.why_not is None
 
     def values(self, name: str, **labels: str) -> dict[str, float]:
-        """Return the values of a metric with these labels, by what its other labels say."""
+        """Return the values of a metric with these labels, by the values of its other labels."""
         return {
             " ".join(value for key, value in one.labels.items() if key not in labels): one.value
             for one in self.samples
@@ -68,12 +66,12 @@ class ProcessAnswer(Record, frozen=True, kw_only=True):
         }
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Return the value of a metric with exactly these labels; None: it has none."""
+        """Return the value of a metric with exactly these labels, or None."""
         return self.values(name, **labels).get("")
 
 
 class ReplicaAnswer(Record, frozen=True, kw_only=True):
-    """Describe a replica of the model server: the models that it lists, or `why_not`."""
+    """The models that a replica of the model server lists, or `why_not`, the reason for none."""
 
     url: str
     why_not: str | None = None
@@ -82,7 +80,7 @@ class ReplicaAnswer(Record, frozen=True, kw_only=True):
 
 
 class Disk(Record, frozen=True, kw_only=True):
-    """Say how much is free on the disk of a folder; `setting` names the folder."""
+    """Free space on the disk of a folder; `setting` is the setting with the folder."""
 
     setting: str
     folder: str
@@ -90,12 +88,12 @@ class Disk(Record, frozen=True, kw_only=True):
 
 
 class PolicyFacts(Record, frozen=True, kw_only=True):
-    """Hold what is stored of a policy that is to be trained.
+    """Stored facts about a policy to train.
 
-    `recipe` and `rule` are None where the recipe cannot be read. `ready` are the episodes with a
-    reward that may be claimed, and `updates` how many updates their signal suffices for. `servable`
-    are the versions that servers should have, without those that changed a moment ago. `waits` is
-    the event by which a version waits for a person. `judges` are those whose opinions are rewards.
+    `recipe` and `rule` are None if the recipe cannot be read. `ready` counts episodes with a reward
+    that may be claimed, and `updates` is how many updates their signal suffices for. `servable` has
+    the versions that servers should have, without recently changed ones. `waits` is the event that
+    made a version wait for a person. `judges` are those whose opinions are rewards.
     """
 
     about: Tended
@@ -115,18 +113,17 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Return the policy's name."""
         return self.about.name
 
 
 class Facts(Record, frozen=True, kw_only=True):
-    """Hold all that the doctor knows at the time `now`.
+    """All facts of the doctor at the time `now`.
 
-    `data_url` is where agents call. `unusable` are settings with a file that cannot be used, each
-    with the reason. `tenant` is whose facts they are; None: all's. `database` is why it does not
-    answer; `is_late`: it took too long for all questions. `unbegun` are policies of the file that
-    no trainer ever began. `letters` are dead letters in the spool of this machine. `spinning` are
-    environment variables by which waiting threads spin.
+    `data_url` is where agents call. `unusable` has the reason for each setting whose file cannot be
+    used. `tenant` limits the facts to one tenant (None: all). `database` is why the database does
+    not answer; with `is_late` it did not answer all questions in time. `unbegun` are policies of
+    the file that no trainer ever began. `letters` counts dead letters in the spool of this machine.
+    `spinning` are environment variables that make waiting threads spin.
     """
 
     now: datetime
@@ -149,5 +146,5 @@ class Facts(Record, frozen=True, kw_only=True):
 
     @property
     def last_call_at(self) -> datetime | None:
-        """Return when the newest call began; None: there is none lately."""
+        """Return when the newest call began; None if there are no recent calls."""
         return max((one.last_at for one in self.calls), default=None)

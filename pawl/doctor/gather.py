@@ -1,7 +1,7 @@
-"""Ask all parts of a system at once what they know; a part that is away is a fact like others.
+"""Ask all parts of a system for facts at once; that a part is away is a fact, too.
 
-Nothing is changed: neither is a database started or migrated. Every question has a time limit, so
-that an answer takes seconds whatever is away.
+Nothing is changed; no database is started or migrated. Every question has a time limit, so that the
+facts take seconds even if parts are away.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from trainer.recipes.recipe import load_recipe
 from trainer.updates.claiming import claim_rule
 from trainer.updates.training_warnings import training_warnings
 
-# How long a process, and the database with all its questions, may take.
+# Time limits for a process, and for all questions to the database.
 PROCESS_S: Final = 2.0
 STORE_S: Final = 4.0
 # A version that changed a moment ago may still be on its way to the servers.
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
-    """Return what all parts say, asked at once."""
+    """Return the facts of all parts, which are asked concurrently."""
     unusable, table = _files(settings)
     async with aiohttp.ClientSession(response_class=LimitedResponse) as session:
         facts, proxy, trainer, controller, servers, (disks, letters) = await asyncio.gather(
@@ -92,7 +92,7 @@ async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: s
 
 
 def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None]:
-    """Return which settings' files cannot be used, and the policies' file, if there is one."""
+    """Return why settings' files cannot be used, by setting, and the policies' file, if any."""
     unusable, table = dict[str, str](), None
     try:
         table = open_policies(settings.policies)
@@ -111,7 +111,7 @@ def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None
 async def _process(
     session: aiohttp.ClientSession, address: str, headers: Mapping[str, str]
 ) -> ProcessAnswer:
-    """Return what a process says at `/metrics`, and at `/readyz` where it has that."""
+    """Return the `/metrics` of a process, and its `/readyz` if it has that."""
 
     async def ask(path: str) -> tuple[int, str]:
         async with session.get(f"http://{address}{path}", headers=headers) as reply:
@@ -151,19 +151,19 @@ async def _within(
     ask: Callable[[], Awaitable[T]],
     without: Callable[[str], T],
 ) -> T:
-    """Return an answer, or the one `without` it, made of the reason why there is none."""
+    """Return the answer of `ask`, or `without(reason)` if it fails or takes too long."""
     try:
         async with asyncio.timeout(seconds):
             return await ask()
     except TimeoutError:
         return without(f"no answer within {seconds:g} s")
     except Exception as error:
-        # Whatever it is, it is the answer to the question why.
+        # Any failure is a fact to report.
         return without(str(error) or type(error).__name__)
 
 
 def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
-    """Return each disk that folders of this machine lie on, and the dead letters in the spool."""
+    """Return the disks of Pawl's folders on this machine, and the number of dead letters."""
     folders = {"PAWL_SPOOL_DIR": settings.spool_dir, "PAWL_ADAPTER_DIR": settings.adapter_dir}
     if settings.database_url is None:
         folders["PAWL_DATA_DIR"] = settings.data_dir
@@ -177,7 +177,7 @@ def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
             disk = Disk(setting=setting, folder=str(folder), free_gib=free)
             disks.setdefault(os.stat(place).st_dev, disk)
         except (OSError, RuntimeError):
-            # Another user's folder: its process says what is wrong with it.
+            # Another user's folder: its own process reports what is wrong with it.
             continue
     with suppress(OSError):
         letters = sum(1 for _ in (settings.spool_dir / FOLDER).glob(f"*{LETTER}"))
@@ -193,7 +193,7 @@ async def _stored(
     tenant: str | None,
     table: PolicyTable | None,
 ) -> Facts:
-    """Return the facts of the database, as many as it says in time, or why it says none."""
+    """Return the facts that the database gives in time, or why it gives none."""
     nothing = Facts(now=datetime.now(UTC), data_url=f"http://{settings.listen}", tenant=tenant)
     facts = nothing
     try:
@@ -205,7 +205,7 @@ async def _stored(
         is_late = is_too_slow(error) or isinstance(error, PoolTimeout)
         if is_late or (is_out and facts is not nothing):
             return replace(facts, is_late=True)
-        # Whatever it is, it is the answer to the question why.
+        # Any failure is a fact to report.
         why_not = f"no answer within {STORE_S:g} s" if is_out else explain(error)
         return replace(nothing, database=why_not)
     return facts
@@ -215,7 +215,7 @@ async def _stored(
 async def _engine(
     settings: DoctorSettings, engine: AsyncEngine | None
 ) -> AsyncIterator[AsyncEngine]:
-    """Yield `engine`, or one of the settings' database, which is left as it is.
+    """Yield `engine`, or an engine of the settings' database, which is not started or migrated.
 
     Raises:
         StoreError: the embedded server does not run.
@@ -241,7 +241,7 @@ async def _engine(
 async def _read(
     engine: AsyncEngine, settings: DoctorSettings, facts: Facts, table: PolicyTable | None
 ) -> AsyncIterator[Facts]:
-    """Yield what the database says, more each time: before the first policy, and after each."""
+    """Yield growing facts from the database: before the first policy, and after each policy."""
     now, tenant = await database_time(engine), facts.tenant
     trained = [] if table is None else [spec for spec in table.specs if spec.trained]
     known = None if table is None else [spec.name for spec in trained]
@@ -282,10 +282,10 @@ def _to_train(
     chosen: str | None,
     calls: Sequence[CallKind],
 ) -> list[Tended]:
-    """Return the policies that somebody wants to be trained: by the file, or by what is done.
+    """Return the policies to train: those of the file, or else those in use.
 
-    Without a file each model that ever was trained is a policy: those that nobody calls, trains or
-    names any more are left out, unless that leaves none.
+    Without a file, every model that was ever trained is a policy: those that are no longer called,
+    trained or named by the settings are left out, unless that leaves none.
     """
     if known is not None:
         return [about for about in begun if about.name in known]
@@ -300,7 +300,7 @@ async def _policy(
     now: datetime,
     known: Sequence[str] | None,
 ) -> PolicyFacts:
-    """Return a policy's facts with what is stored of it; `known` are the policies of the file."""
+    """Add the database's facts to a policy's; `known` are the policies of the file."""
     name, recipe = policy.name, policy.recipe
     rule = None if recipe is None else claim_rule(recipe, name)
     standing = await gated(connection, name)
@@ -326,7 +326,7 @@ async def _policy(
         waits=None if not tried else await why_waits(connection, tried.version),
         live=await live_versions(connection, name, known=known),
         kept=tuple(await kept_versions(connection, name)),
-        # Where versions are fetched, each machine has them in a folder of its own.
+        # Fetched versions are in another folder on each machine.
         servable=tuple(
             replace(one, adapter_path=None) if settings.adapter_source else one for one in servable
         ),

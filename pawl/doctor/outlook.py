@@ -1,4 +1,4 @@
-"""Forecast when a policy learns, from what was recorded of it so far (pure)."""
+"""Forecast when a policy learns, from its episodes so far (pure)."""
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -9,19 +9,20 @@ from store.read.health import EpisodeCounts
 from store.records import Record
 
 NO_REWARD, ALIKE, QUARANTINED = "without a reward", "all alike", "quarantined"
-# After so many rewarded episodes a version was first seen to be better than the base model: of the
-# packaged task, and of the slowest of six others (docs/experiments.md, strangers).
+# Rewarded episodes until a version was first seen to be better than the base model: on the packaged
+# task, and on the slowest of six others (docs/experiments.md, strangers).
 FIRST_SEEN: Final = (250, 1500)
 SHORTEST: Final = timedelta(hours=1)
 DAY: Final = timedelta(days=1)
 
 
 class Outlook(Record, frozen=True, kw_only=True):
-    """Say how many episodes recorded within `time` count towards an update, and when it comes.
+    """How many episodes recorded within `time` count towards an update, and when it comes.
 
-    `unused` counts the others by the reason. `next_update` is the time until there are enough for
-    an update; zero: there are. `first_seen` is the time until a version may be seen to be better
-    than the base model, at best and at worst; None: one was trained already.
+    `unused` counts the other episodes by reason. `next_update` is the time until there are enough
+    for an update; zero if there are. `first_seen` is the shortest and the longest time until a
+    version may be seen to be better than the base model; None if one was trained already, or if
+    learning needs no rewards.
     """
 
     recorded: int
@@ -33,7 +34,7 @@ class Outlook(Record, frozen=True, kw_only=True):
 
     @property
     def remedy(self) -> str:
-        """Return what would give more."""
+        """Return how to get more usable episodes."""
         most = max(self.unused, key=lambda why: self.unused[why], default=None)
         if most == NO_REWARD:
             return (
@@ -45,7 +46,6 @@ class Outlook(Record, frozen=True, kw_only=True):
         return "wait" if most is None else "name each run (docs/howto/rewards.md)"
 
     def __str__(self) -> str:
-        """Return it in words."""
         per, length = ("a day", DAY) if self.time >= DAY else ("an hour", SHORTEST)
         usable, recorded = (
             f"{number * (length / self.time):.0f}" for number in (self.usable, self.recorded)
@@ -68,10 +68,10 @@ class Outlook(Record, frozen=True, kw_only=True):
 def outlook_of(
     counts: EpisodeCounts, rule: ClaimRule, updates: float, now: datetime, *, is_untrained: bool
 ) -> Outlook | None:
-    """Return the outlook of a policy; None: nothing of it counts so far.
+    """Return the outlook of a policy, or None if none of its episodes counts so far.
 
-    `updates` is how many updates the episodes that wait suffice for, and `is_untrained` whether it
-    has no version yet.
+    `updates` is how many updates the waiting episodes suffice for; `is_untrained` means that the
+    policy has no version yet.
     """
     alike = counts.alike if rule.needs_spread else 0
     needs_rewards = rule.finished_after_s is None

@@ -1,4 +1,4 @@
-"""Check what is stored of a policy for what keeps it from learning (pure)."""
+"""Check a policy's stored facts for causes that keep it from learning (pure)."""
 
 from typing import Final
 
@@ -11,11 +11,11 @@ from store.read.agreement import FEWEST, LEAST_AGREEMENT
 from store.tenants import bare
 from trainer.updates.training_warnings import MOST_UNTRAINED
 
-# What is served of a version, and drift, are said to be near the recipe's limits past these shares
-# of them, as the alerts have it.
+# A probe's difference and drift are reported beyond these shares of the recipe's limits, as in the
+# alerts.
 NEAR_TOLERANCE: Final = 2 / 3
 NEAR_DRIFT: Final = 0.5
-# The fewest episodes of which equal rewards mean something.
+# With fewer episodes, equal rewards mean nothing.
 FEWEST_EQUAL: Final = 8
 
 
@@ -24,7 +24,7 @@ FEWEST_EQUAL: Final = 8
 
 @of_each_policy
 def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that many of the newest episodes are quarantined, or any for want of a name."""
+    """Find that many of the newest episodes are quarantined, or any that need a name."""
     counts = policy.counts
     every = counts.episodes + counts.quarantined
     is_unnamed = counts.quarantined_as in (DOUBTFUL_CALL, DOUBTFUL_NEED, TOLD_MORE_THAN_ONE)
@@ -45,7 +45,7 @@ def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find episodes without rewards: all of them, or many of those that are over."""
+    """Find that no episodes have rewards, or many ended ones have none."""
     counts = policy.counts
     lacks = sum(policy.lacks.values())
     if not counts.episodes or (policy.recipe and policy.recipe.teacher):
@@ -84,7 +84,7 @@ def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find rewards that are all equal, or equal within each group, so that nothing is learned."""
+    """Find rewards that are all equal, or equal within each group, or all too low to imitate."""
     counts, rule = policy.counts, policy.rule
     if rule is None or rule.finished_after_s or counts.most is None or counts.least is None:
         return None
@@ -104,7 +104,7 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
         )
     all_equal = counts.least == counts.most and rule.call_rewards_after_s is None
     has_groups = counts.groups > 1 or (counts.largest_group or 0) >= rule.group_size
-    # Single episodes are compared with others of their family.
+    # With mostly single episodes, which are compared within their family, groups say nothing.
     has_groups &= rule.needs_spread and 2 * counts.groups > counts.tasks
     is_flat = all_equal or (has_groups and not counts.groups_that_differ)
     if counts.scored < FEWEST_EQUAL or not is_flat:
@@ -122,7 +122,7 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def judges(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find the judge that agrees least with facts, or one that nothing can be compared with."""
+    """Find the judge that agrees least with facts, or an unmeasured one."""
     unlike = [one for one in policy.judges if one.trust == 0.0]
     if not unlike and all(one.share is not None for one in policy.judges):
         return None
@@ -148,7 +148,7 @@ def judges(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def trained_badly(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that the last updates collapsed, spent episodes untrained, or had no signal."""
+    """Find that the last updates collapsed, consumed episodes untrained, or had no signal."""
     for kind in ("collapsed", "untrained", "no_signal"):
         if (problem := policy.problems.get(kind)) is not None:
             return Finding(
@@ -161,7 +161,7 @@ def trained_badly(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def outside_range(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find rewards outside the range that the recipe declares, or leaves at 0 to 1."""
+    """Find rewards outside the recipe's range (default: 0 to 1)."""
     recipe, least, most = policy.recipe, policy.counts.least, policy.counts.most
     if recipe is None or recipe.reward or least is None or most is None:
         return None
@@ -223,7 +223,7 @@ def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
     ready = facts.controller.ready
     troubles = dict[str, Figure]()
     for server in facts.servers:
-        # What another model's server has says nothing about this one's.
+        # Only servers of the policy's base model should have its versions.
         for version in policy.servable if policy.about.base in server.models else ():
             listed = server.models.get(version.served_name)
             if listed is None:
@@ -249,7 +249,7 @@ def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find a version that waits for a person, or is still compared, with the evidence so far."""
+    """Find a version that waits for approval, cannot be judged, or is still being compared."""
     standing = policy.standing
     if standing is None:
         return None
@@ -287,12 +287,12 @@ def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
     )
 
 
-# How soon it learns
+# Outlook
 
 
 @of_each_policy
 def learns(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Report how many episodes can be trained, and when the next update and a difference come."""
+    """Report a policy's outlook: how many episodes are usable, and when updates come."""
     if policy.rule is None:
         return None
     updates = 1.0 if policy.about.running_since is not None else policy.updates
