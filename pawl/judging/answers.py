@@ -1,4 +1,4 @@
-"""Define what a judge is, and read judges' answers as statements for `/feedback` (pure)."""
+"""The interface of a judge, and the parsing of answers into statements for `/feedback` (pure)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,23 +17,23 @@ MAX_ANSWER: Final = 2**20
 
 
 class JudgeError(Exception):
-    """Report that the judge cannot run as it is configured; the message says what to do."""
+    """The judge cannot run as it is configured; the message says what to do."""
 
 
 class JudgeFailed(JudgeError):
-    """Report that the judge gave no usable answer about an episode, which stays unscored."""
+    """The judge gave no usable answer about an episode, which stays unscored."""
 
 
 class Away(JudgeError):
-    """Report that a server does not answer now; the judgement is retried, and not a failure."""
+    """A server does not answer now; the judgement is retried and does not count as a failure."""
 
 
 class NotYet(JudgeError):
-    """Report that the judge cannot tell yet, and is to be asked again; this is not a failure."""
+    """The judge cannot tell yet and must be asked again; this is not a failure."""
 
 
 class Judge(Protocol):
-    """Answer about an episode: by a program, a model, its tests' exit status, or git."""
+    """Scores episodes: by a program, a model, the exit status of tests, or git."""
 
     @property
     def name(self) -> str:
@@ -42,11 +42,11 @@ class Judge(Protocol):
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
         """Return the judge's statements about an episode; an empty list if it cannot tell.
 
-        `episode` is its key, and `line` is what `pawl export` writes of it, without a newline.
+        `episode` is its key, and `line` its line in `pawl export`, without a newline.
 
         Raises:
             JudgeFailed: the judge gave no usable answer about this episode.
-            NotYet: what would tell has not happened yet.
+            NotYet: the evidence does not exist yet.
             Away: the judge cannot be reached now.
         """
 
@@ -54,8 +54,8 @@ class Judge(Protocol):
 def read_answer(answer: bytes, episode: str) -> list[Statement]:
     """Return the statements of an answer: a JSON object as `/feedback` takes it, or a list.
 
-    A statement without a target is about `episode`. One whose `value` is null is left out: the
-    judge cannot tell.
+    A statement without a target is about `episode`. A statement whose `value` is null is left out:
+    the judge cannot tell.
 
     Raises:
         JudgeFailed: the answer is not of this form, or longer than `MAX_ANSWER` bytes.
@@ -94,7 +94,7 @@ def read_verdict(answer: bytes, episode: str) -> list[Statement]:
     except ValueError:
         document = None
     if document is None:
-        # Nothing, null, too much, or no JSON: the message is that of any judge.
+        # Empty, null, too long, or not JSON: `read_answer` raises the error.
         return [] if answer.strip() == b"null" else read_answer(answer, episode)
     if is_number(document):
         return [{"metric": REWARD, "value": document, "episode": episode}]
@@ -123,7 +123,7 @@ def _metrics(document: Mapping[str, Any], episode: str) -> list[Statement]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, and no truth value."""
+    """Return whether a value is a finite number, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -151,12 +151,12 @@ def _shown(answer: bytes) -> str:
 
 
 def idempotency_key(judge: str, episode: str) -> str:
-    """Return the idempotency key of a judge's answer about an episode, the same at each try."""
+    """Return the idempotency key of a judge's answer about an episode; retries share it."""
     return "judge-" + sha256(f"{judge}\0{episode}".encode(errors="surrogatepass")).hexdigest()
 
 
 def metrics_of(statements: Iterable[Statement]) -> dict[str, float]:
-    """Return the mean value of each metric of some statements that has numbers."""
+    """Return the mean of each metric's numbers; metrics without numbers are left out."""
     values: dict[str, list[float]] = {}
     for statement in statements:
         value: Any = statement.get("value")

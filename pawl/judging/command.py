@@ -1,4 +1,4 @@
-"""Combine options and settings of `pawl judge`, and run the judge until it is stopped."""
+"""Build the judge of `pawl judge` from its options and settings, and run it until stopped."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ANYWHERE: Final = ("0.0.0.0", "::")
 HERE: Final = ("127.0.0.1", "localhost", "::1", *ANYWHERE)
-# As `/feedback` takes it for the source of an opinion.
+# The longest source of an opinion that `/feedback` accepts.
 MAX_NAME: Final = 1024
 OUTCOMES: Final = ("judged", "cannot_tell", "failed")
 
@@ -58,7 +58,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
         Away: with `once`, a server does not answer.
     """
     proxy, client = read_settings(ProxySettings), read_settings(ClientSettings)
-    # No limit of the client's: each judge and each post has a time limit of its own.
+    # No session limit: each judge and each post has a time limit of its own.
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         aiohttp.ClientSession(timeout=timeout, response_class=LimitedResponse) as session,
@@ -80,7 +80,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
 
 
 def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
-    """Return the rules of the judge: verdicts reach the episodes of its key's tenant alone."""
+    """Return the judge's plan; only episodes of its key's tenant are judged."""
     return JudgingPlan(
         compared=flags.compare,
         selection=Selection(
@@ -93,7 +93,7 @@ def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
 
 
 class _Recorded:
-    """Read what a judge needs beside the episode that it is shown."""
+    """Reads data that judges need beside the episode itself."""
 
     def __init__(self, engine: AsyncEngine, tenant: str, quiet_s: float) -> None:
         self._engine = engine
@@ -101,14 +101,14 @@ class _Recorded:
         self._quiet = timedelta(seconds=quiet_s)
 
     async def range_of(self, policy: str) -> tuple[float, float]:
-        """Return the lowest and the highest reward of a policy, 0 and 1 where none is declared."""
+        """Return the lowest and highest reward of a policy; 0 and 1 if none are declared."""
         async with self._engine.connect() as connection:
             scales = await scales_of(connection, policy)
         own = next((scale for scale in scales if scale.metric == REWARD), None)
         return (own.low, own.high) if own else (0.0, 1.0)
 
     async def attempts_of(self, episode: str) -> list[tuple[str, bytes]]:
-        """Return key and export line of an episode and of the others at its task."""
+        """Return key and export line of each attempt at an episode's task (see `AttemptsOf`)."""
         now = datetime.now(UTC)
         key, quiet_since = scoped(self._tenant, episode), now - self._quiet
         async with self._engine.connect() as connection:
@@ -203,7 +203,7 @@ def is_proxy(base_url: str, listen: str) -> bool:
 
 
 async def _run_until_stopped(judging: Judging, *, once: bool) -> None:
-    """Run to the end, or until SIGTERM; episodes in progress then are judged at the next start."""
+    """Run to the end or until SIGTERM; interrupted episodes are judged at the next start."""
     running = asyncio.ensure_future(judging.run(once=once))
     stopped = False
 

@@ -1,4 +1,4 @@
-"""Read the tool calls that an episode executed from its export line, in any wire format (pure)."""
+"""Extract executed tool calls from an episode's export line, in any wire format (pure)."""
 
 from contextlib import suppress
 from typing import Any, Final
@@ -17,10 +17,10 @@ _EXIT_CODE: Final = ResultReaders(rules={ANY_TOOL: _RULES}, give_verdicts=True)
 
 
 class Execution(Record, frozen=True, kw_only=True):
-    """Give a tool call that was executed: its arguments, and the text of its result.
+    """An executed tool call: its arguments, and the text of its result.
 
-    `arguments` is an object, or the text that a custom tool takes. `succeeded` is None where
-    neither an exit code in the result nor the ledger's tool events tell it, and after a timeout.
+    `arguments` is an object, or a text for a custom tool. `succeeded` is None after a timeout, and
+    if neither an exit code in the result nor the recorded tool events tell.
     """
 
     arguments: Any
@@ -40,7 +40,7 @@ class _Call(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """Hold what is read of an export line."""
+    """The fields of an export line that are read."""
 
     calls: list[_Call]
 
@@ -64,7 +64,7 @@ def executions(line: Line) -> list[Execution]:
                 arguments = asked.arguments
                 with suppress(msgspec.MsgspecError, UnicodeEncodeError, RecursionError, TypeError):
                     arguments = msgspec.json.decode(arguments)
-                # Ids of some servers are counters, which a sub-agent's calls may repeat.
+                # Some servers use counters as ids, which a sub-agent's calls may repeat.
                 executed[result.tool_id, canonical_arguments(asked.arguments)] = Execution(
                     arguments=arguments,
                     text=result.text,

@@ -1,7 +1,7 @@
 """Judge by the last test command that an episode ran: did its tests pass?
 
-The exit status tells it where it is the tests' own: not in `pytest | tail`, whose status is
-tail's. Otherwise the runner's summary in the result does ("2 failed, 31 passed").
+The exit status decides if it is the tests' own: that of `pytest | tail` is tail's. Otherwise the
+runner's summary in the result decides ("2 failed, 31 passed").
 """
 
 import re
@@ -30,19 +30,19 @@ _FAILED: Final = re.compile(
 _PASSED: Final = re.compile(
     r"(?m)\b[1-9]\d* pass(?:ed|ing)\b|^OK\b|^ok\s+\S|test result: ok|^Tests run: [1-9]|^# pass \d"
 )
-# Codex goes on with a long command by another tool call, which names its session.
+# Codex continues a long command by another tool call, which names the command's session.
 _SESSION: Final = re.compile(r"(?m)^Process running with session ID (\d+)$")
 _QUOTED: Final = re.compile(r"'[^'\n]*'|\"(?:\\.|[^\"\\\n])*\"")
 
 
 class ExitStatusJudge:
-    """State 1 if an episode's last tests passed, 0 if they failed; nothing if that is unknown."""
+    """Reward 1 if an episode's last tests passed, 0 if they failed; no statement if unknown."""
 
     def __init__(self, pattern: str = RUNS_TESTS, *, name: str | None = None):
         """Store the regular expression that finds commands that run tests.
 
         Raises:
-            JudgeError: it is no regular expression.
+            JudgeError: the pattern is not a regular expression.
         """
         self.name = name or ("tests" if pattern == RUNS_TESTS else f"tests by {pattern}")
         try:
@@ -65,7 +65,7 @@ class ExitStatusJudge:
 
 
 def _script(arguments: Any, sessions: dict[str, str]) -> str:
-    """Return the shell command of a tool call, or the one whose session it goes on with."""
+    """Return the shell command of a tool call, or the command whose session it continues."""
     given = arguments if isinstance(arguments, dict) else {}
     command = given.get("command") or given.get("cmd") or sessions.get(str(given.get("session_id")))
     if isinstance(command, list):
@@ -75,10 +75,10 @@ def _script(arguments: Any, sessions: dict[str, str]) -> str:
 
 
 def has_tests_status(script: str, pattern: re.Pattern[str]) -> bool | None:
-    """Return whether a shell command ends as its last tests do; None: it runs no tests."""
+    """Return whether a command's exit status is that of its last tests; None if it runs none."""
     script = _QUOTED.sub(lambda quoted: re.sub(r"[();|&]", "_", quoted[0][1:-1]), script)
     script = re.sub(r"\\\n|\d?>&\d?|&>", " ", script)
-    # Commands, and what joins them.
+    # Commands at even places, the operators between them at odd ones.
     parts = [" ".join([*part.split(), ""]) for part in re.split(r"([();|&\n]+)", script)]
     tests = [place for place in range(0, len(parts), 2) if pattern.search(parts[place])]
     if not tests:

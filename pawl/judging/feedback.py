@@ -1,4 +1,4 @@
-"""Post statements to the proxy's `/feedback`, like any other client: a judge's, or a person's."""
+"""Post statements of a judge or a person to the proxy's `/feedback`, like any other client."""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from pawl.judging.answers import Away, JudgeFailed, Statement
 from store.settings import address
 
 TAKEN: Final = (200, 202)
-# The key was used with another body: the judge's earlier answer about the episode stands.
+# The key was used with another body: the judge's earlier answer about the episode counts.
 STATED_BEFORE: Final = 409
-# The statements are at fault, not the proxy. Any other status, such as the 401 of a gateway, may
-# pass: what is posted is kept, and tried again.
+# The statements are at fault, not the proxy. Any other status, such as the 401 of a gateway, may be
+# temporary: the statements are kept and posted again.
 REFUSED: Final = (400, 413, 422)
 PAUSE_S: Final = 0.5
 ONE_POST_S: Final = 10.0
@@ -25,9 +25,9 @@ class FeedbackClient:
     """Post to the proxy's `/feedback`, and retry for a while if there is no answer.
 
     Attributes:
-        trouble: why the last try was not taken; None if it was.
-        taken: how many posts were taken.
-        matched: how many of them were about an episode of which the proxy had a call already.
+        trouble: why the last try failed; None if it succeeded.
+        taken: how many posts were accepted.
+        matched: how many accepted posts were about an episode that the proxy knew already.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class FeedbackClient:
         key: Mapping[str, str] | None = None,
         patience_s: float = 10.0,
     ) -> None:
-        """Store the URL of `/feedback`, and for how many seconds a post is tried.
+        """Post to `url`, and retry each post for `patience_s` seconds.
 
-        `key` is the header with an API key, for a proxy that asks for one.
+        `key` is the header with an API key, for a proxy that needs one.
         """
         self._session = session
         self._key = key or {}
@@ -51,11 +51,11 @@ class FeedbackClient:
         self.matched = 0
 
     async def post(self, statements: list[Statement], key: str) -> None:
-        """Post the statements; under a key that was used before, nothing new is stated.
+        """Post the statements; with a key that was used before, nothing new is stated.
 
         Raises:
             JudgeFailed: `/feedback` refuses the statements.
-            Away: `/feedback` does not answer, or with an unexpected status.
+            Away: `/feedback` does not answer, or answers with an unexpected status.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
@@ -67,7 +67,7 @@ class FeedbackClient:
         self.trouble = None
 
     async def _try(self, statements: list[Statement], key: str) -> str | None:
-        """Post once; return None if that succeeded, else the reason why it did not."""
+        """Post once; return None on success, else the reason for the failure."""
         try:
             status, text = await post_once(self._session, self._url, statements, key, self._key)
         except Away as error:
@@ -88,7 +88,7 @@ async def post_once(
     key: str,
     credentials: Mapping[str, str],
 ) -> tuple[int, str]:
-    """Post statements under an idempotency key; return the status, and what the answer begins with.
+    """Post statements with an idempotency key; return the status, and the answer's beginning.
 
     Raises:
         Away: there is no answer.

@@ -1,6 +1,6 @@
-"""Judge by what became of an episode's edits: are the lines it wrote in the commit that came next?
+"""Judge an episode by the share of its written lines that are in the next commit.
 
-Lines that a file had before the episode are not counted, nor those that the episode took out again.
+Lines that a file had before the episode, or that the episode removed again, are not counted.
 """
 
 import asyncio
@@ -18,25 +18,25 @@ from pawl.judging.executions import Execution, Line, executions
 from pawl.programs import last_line
 from store.ids import time_of
 
-# Names of the arguments by which coding agents' tools edit files.
+# Argument names of the edit tools of coding agents.
 _PATHS: Final = ("file_path", "filePath", "path", "absolute_path", "file")
 _OLD: Final = ("old_string", "oldString", "old_str", "oldText")
 _NEW: Final = ("new_string", "newString", "new_str", "newText", "insert_text")
 _WHOLE: Final = ("content", "contents", "file_text")
-# A file's part of a patch as Codex's `apply_patch` takes it, also by way of a shell.
+# The beginning of a file's part in a patch for Codex's `apply_patch`, also when run by a shell.
 _FILE: Final = re.compile(r"(?m)^\*\*\* (?:Add|Update) File: ")
 _MOVED: Final = re.compile(r"(?m)^\*\*\* Move to: (.+)$")
 LIMIT_S: Final = 60
 
 
 class GitJudge:
-    """State the share of the lines an episode wrote that the next commit of their files has."""
+    """Rewards an episode with the share of its lines that the next commit of their files has."""
 
     def __init__(self, folder: Path, *, name: str | None = None):
         """Store the folder in which the agents worked.
 
         Raises:
-            JudgeError: it is in no checkout of a repository.
+            JudgeError: the folder is in no checkout of a repository.
         """
         self.name = name or f"git {folder}"
         self._folder = self._root = folder.resolve()
@@ -59,7 +59,7 @@ class GitJudge:
         times = [int(time_of(call.call).timestamp()) for call in line.calls]
         files = {self._path(name): of for name, of in lines_written(executions(line)).items()}
         written = {path: lines for path, lines in files.items() if path and lines}
-        # On any branch, also a fetched one; the newest stands first.
+        # On any local or remote branch; the newest commit comes first.
         since = ("rev-list", "--branches", "--remotes", f"--max-age={max(times) + 1}", "--")
         found = {path: self._git(*since, path).split() for path in written}
         commits = {path: of_file[-1] for path, of_file in found.items() if of_file}
@@ -67,7 +67,7 @@ class GitJudge:
             raise NotYet("no commit after the episode touches a file that it edited")
         kept = total = 0
         for path, lines in written.items():
-            # A file that was left as it was when others were committed has lost its edits.
+            # A file without its own commit is compared in another's: unchanged, it lost its edits.
             commit = commits.get(path) or next(iter(commits.values()))
             after = self._lines(commit, path)
             if path in commits or after is not None:
@@ -77,16 +77,16 @@ class GitJudge:
         return kept / total if total else None
 
     def _path(self, name: str) -> str | None:
-        """Return a file's path in the repository; None if it lies outside."""
+        """Return a file's path in the repository; None if it is outside."""
         try:
             path = Path(os.path.realpath(self._folder / name))
         except ValueError:
-            # No file has a name with a zero byte.
+            # The name has a zero byte.
             return None
         return str(path.relative_to(self._root)) if path.is_relative_to(self._root) else None
 
     def _lines(self, commit: str, path: str) -> set[str] | None:
-        """Return the lines of a file in a commit; None: it has no such file."""
+        """Return the lines of a file in a commit; None if the commit lacks the file."""
         if not self._git("ls-tree", commit, "--", path):
             return None
         return lines_of(self._git("cat-file", "blob", f"{commit}:{path}"))
@@ -103,12 +103,12 @@ class GitJudge:
 
 
 def lines_of(text: str) -> set[str]:
-    """Return a text's lines, without the blanks around them and without empty ones."""
+    """Return a text's stripped, non-empty lines."""
     return {line.strip() for line in text.splitlines()} - {""}
 
 
 def lines_written(executed: Iterable[Execution]) -> dict[str, set[str]]:
-    """Return by the file's name the lines that tool calls put in and no later one took out."""
+    """Return by file name the lines that tool calls wrote and no later call removed."""
     written: dict[str, set[str]] = {}
     for execution in executed:
         for path, old, new in () if execution.succeeded is False else _edits(execution.arguments):
@@ -118,7 +118,7 @@ def lines_written(executed: Iterable[Execution]) -> dict[str, set[str]]:
 
 
 def _edits(arguments: Any) -> Iterator[tuple[str, str | None, str]]:
-    """Yield the edits of a tool call: a file, the text taken out (None: all), the text put in."""
+    """Yield the edits of a tool call: file, removed text (None: all), and added text."""
     given = arguments if isinstance(arguments, dict) else {"patch": arguments}
     if (path := _first(given, _PATHS)) is not None:
         if (whole := _first(given, _WHOLE)) is not None:

@@ -1,4 +1,4 @@
-"""Ask a model that judges, on any OpenAI-compatible server, and read its score."""
+"""Ask a judging model on any OpenAI-compatible server, and read its score."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import msgspec
 
 from pawl.judging.answers import Away, JudgeError, JudgeFailed
 
-# Statuses that are about one request; any other error status would meet the next one, too.
+# Errors about one request; any other error status would affect the next request, too.
 OF_THIS_REQUEST: Final = (400, 413, 422)
 SHOWN: Final = 300
 SHORT_S: Final = 10.0
@@ -20,7 +20,7 @@ _DECODER: Final = json.JSONDecoder()
 
 
 class ModelJudge:
-    """Hold how a judge's model is asked."""
+    """Base class of judges that ask a model."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class ModelJudge:
         api_key: str | None = None,
         name: str,
     ) -> None:
-        """Store what the model is asked, and where: `base_url` ends with the server's `/v1`.
+        """Ask `model` at `base_url`, which ends with the server's `/v1`.
 
-        It is shown `max_chars` characters of a transcript, and has `timeout_s` seconds. `api_key`
-        is sent as bearer token.
+        The model sees `max_chars` characters of a transcript, and must answer within `timeout_s`
+        seconds. `api_key` is sent as bearer token.
         """
         self.name = name
         self._session = session
@@ -48,11 +48,11 @@ class ModelJudge:
         self._headers = _key(api_key)
 
     async def _answer(self, messages: list[Message]) -> str:
-        """Return what the model answers.
+        """Return the model's answer.
 
         Raises:
             JudgeFailed: no answer in time, or a refused request.
-            Away: the model's server does not answer, or with an error about any request.
+            Away: the server does not answer, or with an error that is not about this request.
         """
         return _content(await self._ask(self._parameters | {"messages": messages}))
 
@@ -77,7 +77,7 @@ class ModelJudge:
 
 class _Model(msgspec.Struct):
     id: str
-    # Of an adapter: the model that it is for.
+    # An adapter's base model.
     parent: str | None = None
 
 
@@ -90,11 +90,11 @@ def _key(api_key: str | None) -> dict[str, str]:
 
 
 async def base_model(session: aiohttp.ClientSession, base_url: str, api_key: str | None) -> str:
-    """Return the name of the first model at a server that is no adapter.
+    """Return the name of a server's first model that is not an adapter.
 
     Raises:
         Away: the server does not answer with its models.
-        JudgeError: it has none.
+        JudgeError: the server has no base model.
     """
     url = base_url.rstrip("/") + "/models"
     try:
@@ -128,16 +128,13 @@ def _content(body: bytes) -> str:
 
 
 def fenced(text: str, most: int, mark: str) -> str:
-    """Return `most` characters of a text between marks that it cannot itself close.
-
-    What is left out is its middle.
-    """
+    """Return `cut(text, most)` between marks that the text itself cannot close."""
     shown = cut(text, most).replace(f"</{mark}", f"<\\/{mark}")
     return f"<{mark}>\n{shown}\n</{mark}>"
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most `most` characters, and a note in place of the middle."""
+    """Return `most` characters of a text; a note replaces the middle of a longer one."""
     if len(text) <= most:
         return text
     head, tail = most - most // 2, most // 2
@@ -148,8 +145,8 @@ def cut(text: str, most: int) -> str:
 def read_score(answer: str, lowest: float = 0.0) -> float | None:
     """Return the score in a model's answer, from `lowest` to 1; None if the model cannot tell.
 
-    The last JSON object with a score counts: models write thoughts before it, and may put the
-    object into a code fence.
+    The last JSON object with a score counts: models may write thoughts before it, and put it into
+    a code fence.
 
     Raises:
         JudgeFailed: there is no such object, or its score is not a number from `lowest` to 1.
@@ -162,7 +159,7 @@ def as_score(score: Any, lowest: float = 0.0) -> float:
     """Return a score that a model wrote, from `lowest` to 1.
 
     Raises:
-        JudgeFailed: it is no such number.
+        JudgeFailed: the score is not such a number.
     """
     if isinstance(score, bool) or not isinstance(score, int | float) or not lowest <= score <= 1:
         raise JudgeFailed(
@@ -175,7 +172,7 @@ def last_object(answer: str, field: str) -> dict[str, Any]:
     """Return the last JSON object with this field in a model's answer, after its thoughts.
 
     Raises:
-        JudgeFailed: there is none.
+        JudgeFailed: there is no such object.
     """
     text = answer.rpartition(THOUGHT_END)[2]
     found = next((one for one in _objects_from_the_end(text) if field in one), None)
@@ -185,7 +182,7 @@ def last_object(answer: str, field: str) -> dict[str, Any]:
 
 
 def _objects_from_the_end(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a text, those that begin last first."""
+    """Yield the JSON objects in a text, the one that begins last first."""
     place = text.rfind("{")
     while place >= 0:
         try:

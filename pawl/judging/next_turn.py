@@ -1,8 +1,8 @@
-"""Ask a model about each call of an episode by what happened next: the user's or a tool's message.
+"""Let a model judge each call of an episode by the next message of the user or of a tool.
 
-Users say that an answer was wrong, ask again or go on; tools fail or give what was wanted. OpenClaw
-(arXiv:2603.10165) has a judge read this next state and say whether the reply was good (+1), bad
-(−1) or neither (0), and so learns from conversations that nobody scores.
+Users say that an answer was wrong, ask again or go on; tools fail or succeed. In OpenClaw
+(arXiv:2603.10165) a judge reads this next state and says whether the reply was good (+1), bad (−1)
+or neither (0), which makes it possible to learn from unscored conversations.
 """
 
 import json
@@ -27,27 +27,27 @@ reply was wrong or did not help (it is corrected, asked again, rejected, or the 
 if it shows neither."""
 SCORES: Final = (-1, 0, 1)
 
-# The lowest and the highest reward of the policy of this name ("": a call that none served).
+# Return the lowest and highest reward of the named policy ("" for a call without a policy).
 RangeOf = Callable[[str], Awaitable[tuple[float, float]]]
 
 
 class NextTurnJudge(ModelJudge):
-    """Ask a model for a score of -1, 0 or 1 of each call, and state it on its policy's scale."""
+    """Ask a model to score each call with -1, 0 or 1, and map the score to its policy's range."""
 
     def __init__(self, *args: Any, model: str, range_of: RangeOf, **options: Any) -> None:
-        """Store how the model is asked (`ModelJudge`), and what tells the range of a reward."""
+        """See `ModelJudge` for the other arguments."""
         name = options.pop("name", None) or f"{model} by the next turn"
         super().__init__(*args, model=model, name=name, **options)
         self._range_of = range_of
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """Return a statement about each call after which something happened.
+        """Return a statement about each call that was followed by a message.
 
-        Where there are several, a last one is about the whole episode: their mean.
+        If the episode has several calls, the last statement is about the whole episode: the mean.
 
         Raises:
             JudgeFailed: no answer in time, an answer without a score, or a refused request.
-            Away: the model's server does not answer, or with an error about any request.
+            Away: the server does not answer, or with an error that is not about this request.
         """
         calls = json.loads(line, parse_int=number)["calls"]
         stated: list[Statement] = []
@@ -67,7 +67,7 @@ class NextTurnJudge(ModelJudge):
 def next_of(place: int, calls: list[dict[str, Any]]) -> list[Any]:
     """Return the messages that followed the reply of the call at `place`, up to the next reply.
 
-    They stand in the first later call that repeats its conversation, or that names its response.
+    They are in the first later call that repeats this call's conversation, or names its response.
     """
     asked = members_of(calls[place]["request"])
     reply = calls[place]["reply"]
@@ -83,7 +83,7 @@ def next_of(place: int, calls: list[dict[str, Any]]) -> list[Any]:
 
 
 def _up_to_a_reply(members: list[Any]) -> Iterator[Any]:
-    """Yield the first messages that no model wrote, after those that one wrote."""
+    """Skip leading messages of a model, and yield the others up to the model's next one."""
     begun = False
     for member in members:
         if _is_replied(member):
@@ -103,9 +103,9 @@ def _is_replied(member: Any) -> bool:
 
 
 def next_messages(call: dict[str, Any], after: list[Any], max_chars: int) -> list[Message]:
-    """Return the chat messages that ask about a call, with `after`, the messages that followed.
+    """Return the chat messages that ask about a call; `after` are the messages that followed it.
 
-    Each of the three parts has a third of `max_chars` characters.
+    Conversation, reply and next messages each get a third of `max_chars` characters.
     """
     most = max_chars // 3
     shown = {

@@ -12,7 +12,7 @@ class ProgramJudge:
     """Run a command for each episode, and read its answer from standard output."""
 
     def __init__(self, command: Sequence[str], *, timeout_s: float, name: str | None = None):
-        """Store the command, which is the judge's name too if it has none, and the limit of a run.
+        """Store the command; it is also the judge's name unless `name` is given.
 
         Raises:
             JudgeError: there is no such program, or it is not executable.
@@ -31,16 +31,16 @@ class ProgramJudge:
         """Return the statements that the program prints about an episode.
 
         Raises:
-            JudgeFailed: see `answer`, or it prints no usable one.
+            JudgeFailed: the program fails (see `answer`), or prints no usable statements.
         """
         return read_answer(await self.answer(line), episode)
 
     async def answer(self, line: bytes) -> bytes:
-        """Run the program with the line on standard input, and return what it printed.
+        """Run the program with the line on standard input, and return its output.
 
         Raises:
-            JudgeFailed: it cannot be started, takes too long, prints too much, or ends with a
-                status other than 0.
+            JudgeFailed: the program cannot be started, takes too long, prints too much, or ends
+                with a status other than 0.
         """
         try:
             ended = await run_program(

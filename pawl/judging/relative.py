@@ -1,7 +1,7 @@
 """Ask a model to score all attempts at a task in one prompt, against each other.
 
-A model tells more easily which of two attempts is better than how good one is, and a group's
-advantages need no more than that (RULER, OpenPipe's ART). What all attempts begin with is shown
+A model finds it easier to say which of two attempts is better than how good one is, and a group's
+advantages need no more than that (RULER, OpenPipe's ART). The attempts' common beginning is shown
 once.
 """
 
@@ -31,40 +31,40 @@ scores where the difference is small."""
 RUBRIC: Final = """\
 Good work reaches the goal that the user states. Among attempts that reach it, the one is better \
 that takes less and claims nothing untrue; among those that do not, the one that comes closer."""
-# How many attempts are compared in one prompt, at most.
+# Most attempts compared in one prompt.
 MOST: Final = 8
-# Scores of attempts that nobody asks about any more are forgotten.
+# Most scores kept of attempts that were not asked about yet.
 MOST_KNOWN: Final = 1000
 
-# The attempts at the task of an episode: each one's key and export line, that of the episode first.
+# Return key and export line of each attempt at an episode's task, the episode's own first.
 AttemptsOf = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
 
 
 class RelativeJudge(ModelJudge):
-    """Ask a model for the scores of a task's attempts, and state each as its episode's reward."""
+    """Ask a model to score the attempts at a task; each score is its episode's reward."""
 
     def __init__(
         self, *args: Any, model: str, attempts_of: AttemptsOf, rubric: str = RUBRIC, **options: Any
     ) -> None:
-        """Store how the model is asked (`ModelJudge`), the rubric, and what reads attempts."""
+        """See `ModelJudge` for the other arguments."""
         digest = sha256(rubric.encode()).hexdigest()[:12]
         name = options.pop("name", None) or f"{model} by comparison {digest}"
         super().__init__(*args, model=model, name=name, **options)
         self._rubric = rubric
         self._attempts_of = attempts_of
-        # Scores of attempts that were compared with another, until they are asked about.
+        # Scores of attempts that were compared but not asked about yet.
         self._known: dict[str, float] = {}
         self._asking = asyncio.Lock()
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """Return the score of an attempt, among the others at its task.
+        """Return the score of an attempt, compared with the others at its task.
 
         Raises:
-            NotYet: it is the only one so far.
+            NotYet: it is the only attempt so far, or goes on.
             JudgeFailed: no answer in time, an answer without all scores, or a refused request.
-            Away: the model's server does not answer, or with an error about any request.
+            Away: the server does not answer, or with an error that is not about this request.
         """
-        # One comparison at a time: the next episode may be one of the same task.
+        # One comparison at a time: it may also score the next episode.
         async with self._asking:
             if episode not in self._known:
                 attempts = await self._attempts_of(episode)
@@ -83,7 +83,7 @@ class RelativeJudge(ModelJudge):
 def relative_messages(rubric: str, lines: Sequence[bytes], max_chars: int) -> list[Message]:
     """Return the chat messages that ask for the scores of these exported episodes.
 
-    Of each transcript an equal part of `max_chars` characters is shown, after what all begin with.
+    The transcripts' common beginning and each one's rest get equal parts of `max_chars` characters.
     """
     texts = [transcript(json.loads(line, parse_int=number)).split("\n") for line in lines]
     alike = list(takewhile(lambda same: len(set(same)) == 1, zip(*texts, strict=False)))
@@ -101,10 +101,10 @@ def relative_messages(rubric: str, lines: Sequence[bytes], max_chars: int) -> li
 
 
 def read_scores(answer: str, attempts: int) -> list[float]:
-    """Return the score of each attempt in a model's answer, in their order.
+    """Return the scores in a model's answer, in the order of the attempts.
 
     Raises:
-        JudgeFailed: a score is missing, or is no number from 0 to 1.
+        JudgeFailed: a score is missing, or not a number from 0 to 1.
     """
     scores = last_object(answer, "scores")["scores"]
     names = [str(place) for place in range(1, attempts + 1)]

@@ -1,8 +1,7 @@
 """Ask a model for a score by a rubric, on any OpenAI-compatible server.
 
-A transcript holds text of agents, users and tools, which may try to instruct the judge. It
-stands between marks that it cannot itself close, and the model is told that nothing in it is
-an instruction.
+A transcript has text of agents, users and tools, which may try to instruct the judge. So it stands
+between marks that it cannot close itself, and the model is told that it contains no instructions.
 """
 
 import json
@@ -29,7 +28,7 @@ to tell."""
 
 
 class RubricJudge(ModelJudge):
-    """Ask a model for a score from 0 to 1, and state it as the episode's reward."""
+    """Ask a model for a score from 0 to 1, which is the episode's reward."""
 
     def __init__(
         self,
@@ -40,9 +39,9 @@ class RubricJudge(ModelJudge):
         name: str | None = None,
         **options: Any,
     ) -> None:
-        """Store the rubric, and how the model is asked (`options` are those of `ModelJudge`).
+        """Store the rubric; `options` are those of `ModelJudge`.
 
-        A judge without a name is called by the model and a digest of the rubric.
+        The default name has the model and a digest of the rubric.
         """
         digest = sha256(rubric.encode()).hexdigest()[:12]
         super().__init__(
@@ -55,7 +54,7 @@ class RubricJudge(ModelJudge):
 
         Raises:
             JudgeFailed: no answer in time, an answer without a score, or a refused request.
-            Away: the model's server does not answer, or with an error about any request.
+            Away: the server does not answer, or with an error that is not about this request.
         """
         messages = judge_messages(self._rubric, line, self._max_chars)
         score = read_score(await self._answer(messages))
@@ -88,8 +87,8 @@ def number(digits: str) -> int | str:
 def transcript(episode: dict[str, Any]) -> str:
     """Return an exported episode as text: what each call adds to earlier ones, and its reply.
 
-    A text of several lines is indented from its second line on, so that nothing within it looks
-    like the heading of a call, a reply or a tool event.
+    The second and later lines of a text are indented, so that none looks like the heading of a
+    call, a reply or a tool event.
     """
     parts: list[str] = []
     known: list[list[Any]] = []
@@ -117,7 +116,7 @@ def members_of(request: Any) -> list[Any]:
 
 
 def shared(members: list[Any], earlier: list[Any]) -> int:
-    """Return how many members at the beginning of two conversations are equal."""
+    """Return the length of the common prefix of two conversations."""
     pairs = zip(members, earlier, strict=False)
     return next(
         (place for place, (mine, its) in enumerate(pairs) if mine != its),
@@ -126,7 +125,7 @@ def shared(members: list[Any], earlier: list[Any]) -> int:
 
 
 def lines_of(members: list[Any]) -> list[str]:
-    """Return the messages of a conversation as text, a heading and what it says each."""
+    """Return the messages of a conversation as text, each with its role."""
     return [_line(member) for member in members]
 
 
@@ -140,7 +139,7 @@ def _line(member: Any) -> str:
 
 
 def reply_of(reply: Any) -> Iterator[str]:
-    """Return the text of a reply in any of the wire formats; of several choices the first."""
+    """Yield the text of a reply in any of the wire formats; the first of several choices."""
     fields = reply if isinstance(reply, dict) else {}
     choices = fields.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else {}

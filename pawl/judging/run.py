@@ -1,9 +1,9 @@
 """Show finished episodes to a judge, several at a time, and post its answers.
 
-An episode whose judgement failed is judged again, after growing pauses and a bounded number of
-times. Each outcome is written to the ledger at once, so that a restart goes on where the last
-process stopped. A crash between posting an answer and writing its outcome repeats the post
-under the same idempotency key, which states nothing new.
+A failed judgement is retried after growing pauses, a bounded number of times. Each outcome is
+written to the ledger at once, so that a restart continues where the last process stopped. After a
+crash between posting an answer and writing its outcome, the post is repeated with the same
+idempotency key, which states nothing new.
 """
 
 import asyncio
@@ -45,27 +45,27 @@ LOOK_SHARE: Final = 20
 LONGEST_PAUSE_S: Final = 60.0
 FIRST_RETRY: Final = timedelta(seconds=30)
 RETRY_FACTOR: Final = 4.0
-# Pauses stop growing at the longest, which comes after so many.
+# Pauses grow up to LONGEST_RETRY; FASTER bounds the exponent, so that the product stays small.
 LONGEST_RETRY: Final = timedelta(hours=6)
 FASTER: Final = 10
-# How often a judge is asked that cannot tell yet: for nine days.
+# Most tries while the judge cannot tell yet: within nine days.
 MOST_WAITS: Final = 40
 MAX_REASON: Final = 1000
-# How a tool ended is a fact, whoever says it.
+# A tool's status is posted as a fact, not as an opinion.
 TOOL_STATUS: Final = "tool_status"
-# A look returns at most this many episodes for each one that is judged at the same time.
+# Most episodes that a look returns, as a multiple of the plan's concurrency.
 AHEAD: Final = 8
 
 
 class JudgingPlan(Record, frozen=True, kw_only=True):
-    """Set the rules by which a judge works.
+    """The rules by which a judge works.
 
     Attributes:
         selection: which episodes are judged.
         quiet: how long after its last call an episode counts as finished.
         concurrency: how many episodes are judged at the same time.
-        attempts: after how many failures an episode is given up.
-        compared: share of the episodes with a reward that are judged, too, to compare the judge.
+        attempts: the number of failures after which an episode is given up.
+        compared: share of rewarded episodes that are judged, too, to measure the judge.
         poll_s: pause between looks for episodes, in seconds.
     """
 
@@ -78,7 +78,7 @@ class JudgingPlan(Record, frozen=True, kw_only=True):
 
 
 def retry_at(times: int, attempts: int, now: datetime) -> datetime | None:
-    """Return when a judgement that came to nothing so many times is tried again; None: never."""
+    """Return when to retry a judgement after `times` tries without a result; None: never."""
     if times >= attempts:
         return None
     return now + min(LONGEST_RETRY, FIRST_RETRY * RETRY_FACTOR ** min(times - 1, FASTER))
@@ -94,7 +94,6 @@ class Judging:
         feedback: FeedbackClient,
         plan: JudgingPlan,
     ) -> None:
-        """Store the judge, where its answers are posted, and its rules."""
         self.tally: Counter[str] = Counter()
         self._engine = engine
         self._judge = judge
@@ -106,7 +105,7 @@ class Judging:
         self._unsent: dict[tuple[UUID, datetime], list[Statement]] = {}
 
     async def run(self, *, once: bool = False) -> Mapping[str, int]:
-        """Judge finished episodes without end, or `once` all that can be judged now.
+        """Judge finished episodes for ever, or with `once` all that can be judged now.
 
         Returns:
             The number of episodes by outcome.
@@ -140,7 +139,7 @@ class Judging:
                 await asyncio.sleep(pause_s)
 
     async def _round(self) -> int:
-        """Judge the episodes that wait now, and return how many there were."""
+        """Judge the waiting episodes, and return how many there were."""
         self._away = None
         try:
             waiting = await self._awaiting()
@@ -173,7 +172,7 @@ class Judging:
         return waiting
 
     async def _one(self, one: Awaiting, limit: asyncio.Semaphore) -> None:
-        """Judge one episode, and write and log the outcome."""
+        """Judge an episode, and store and log the outcome."""
         async with limit:
             if self._away is not None:
                 return
@@ -191,14 +190,14 @@ class Judging:
                 self._away = error
                 return
             except (JudgeFailed, NotYet, Damaged) as error:
-                # As the ledger keeps it: no text of PostgreSQL's holds a zero byte.
+                # PostgreSQL's texts cannot hold a zero byte.
                 reason = str(error).replace("\x00", "")[:MAX_REASON]
                 if isinstance(error, NotYet):
                     outcome, attempts = "cannot_tell", MOST_WAITS
                 if isinstance(error, Damaged):
-                    # Another try would fail in the same way, until a further call changes it.
+                    # A retry fails the same way until a further call changes the episode.
                     attempts = 1
-            # To have waited for what happens next is no failure.
+            # Tries are counted by outcome: those that could not tell yet are no failures.
             times = 1 + (one.times if outcome == one.outcome else 0)
             is_failed = outcome == "failed"
             judgement = Judgement(
@@ -227,11 +226,11 @@ class Judging:
 
         Raises:
             JudgeFailed: the judge gave no usable answer, or `/feedback` refused it.
-            NotYet: the judge is to be asked again.
+            NotYet: the judge must be asked again later.
             Away: the judge or `/feedback` does not answer.
             Damaged: the episode cannot be read back.
         """
-        # The proxy takes it for a name of the tenant whose key is shown.
+        # Without the tenant: the proxy resolves names for the key's tenant.
         name, shown = bare(episode.key), (episode.id, episode.last_call_at)
         statements = self._unsent.pop(shown, None)
         if statements is None:
@@ -243,11 +242,11 @@ class Judging:
             except Exception as error:
                 if is_unavailable(error):
                     raise
-                # What one episode says must not end the judge for all others.
+                # One episode's content must not stop the judge for the others.
                 raise JudgeFailed(f"the judge broke: {type(error).__name__}: {error}") from error
         if not statements:
             return "cannot_tell"
-        # An opinion, which overrides no fact that was stated meanwhile.
+        # A source makes it an opinion, which does not override facts that were stated meanwhile.
         opinions = [
             one if one.get("metric") == TOOL_STATUS else one | {"source": self._judge.name}
             for one in statements
