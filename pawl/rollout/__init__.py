@@ -1,1 +1,1 @@
-"""Run any agent on a file of tasks; it knows the proxy by its HTTP, and never the trainer."""
+"""Run any agent on a file of tasks, using the proxy by HTTP and the trainer not at all."""

@@ -1,4 +1,4 @@
-"""Give an agent one task: as a program of its own for each run, or as a Python function."""
+"""Run an agent on one task: as a program for each run, or as a Python function."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ KEPT_ERRORS: Final = 2000
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """Hold what the agent is given for one run: the fields that it may see, and its variables."""
+    """The input of one run: the task's fields that the agent may see, and its variables."""
 
     task: dict[str, Any]
     environment: dict[str, str]
@@ -28,7 +28,7 @@ class Request(Record, frozen=True, kw_only=True):
 
 
 class Result(Record, frozen=True, kw_only=True):
-    """Hold what became of one run: `error` is None if it did its work, else its failure's kind."""
+    """The result of one run; `error` is the kind of failure, or None."""
 
     output: str = ""
     error: str | None = None
@@ -44,7 +44,7 @@ class Agent:
         """Check that the agent can be run, or raise RolloutError."""
 
     async def stop(self) -> None:
-        """End all that was started."""
+        """End everything that was started."""
 
     async def run(self, request: Request) -> Result:
         """Run the agent once, within the request's time limit."""
@@ -86,7 +86,7 @@ class CommandAgent(Agent):
             return Result(error="not started", detail=str(error))
         errors = ended.errors.decode(errors="replace")
         return Result(
-            # As `$(…)` of a shell does: what a function returns has no line's end either.
+            # Stripped as by a shell's `$(…)`, and as a function's return value has no newline.
             output=ended.output.decode(errors="replace").rstrip("\n"),
             error=_failure(ended.status),
             detail=last_line(errors) if ended.status else "",
@@ -111,7 +111,7 @@ def _failure(status: int) -> str | None:
 
 
 def named_url(url: str, *, task: str | None, episode: str, split: Split | None) -> str:
-    """Return the proxy's address that names a run, without `/v1`; None leaves a name out."""
+    """Return the proxy's base URL for a run, without `/v1`; None leaves a name out."""
     named = url if task is None else f"{url}/task/{quote(task, safe='')}"
     named += f"/episode/{quote(episode, safe='')}"
     return named if split is None else f"{named}/split/{split}"
@@ -125,13 +125,13 @@ def environment(
     names: Mapping[str, str] | None = None,
     task: bytes = b"",
 ) -> dict[str, str]:
-    """Return the variables that are set for a run, beside those that it inherits.
+    """Return the variables to set for a run, beside those that it inherits.
 
-    API keys that the runner was `given` are kept; a task longer than a variable can be is left out.
+    API keys in `given`, the inherited ones, are kept. A task too long for a variable is left out.
     """
     # Anthropic's SDK adds /v1 itself.
     variables = {"OPENAI_BASE_URL": f"{base_url}/v1", "ANTHROPIC_BASE_URL": base_url}
-    # SDKs want a key before they call anybody.
+    # SDKs do not call without a key.
     if not given.get("OPENAI_API_KEY"):
         variables["OPENAI_API_KEY"] = "unused"
     if not (given.get("ANTHROPIC_API_KEY") or given.get("ANTHROPIC_AUTH_TOKEN")):

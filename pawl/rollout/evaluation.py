@@ -1,7 +1,7 @@
-"""Compare two versions by what they make of the same tasks, each of which is one pair.
+"""Compare two versions on the same tasks; both versions' runs of a task are a pair.
 
-Pairs count in the order of the tasks, which a seed shuffles, whatever ends first: each look is at
-a random part of the tasks, and an evaluation that was killed comes to the same verdict.
+Pairs count in the order of the tasks, which a seed shuffles, whichever run ends first. So each look
+sees a random part of the tasks, and an interrupted evaluation reaches the same verdict.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
 if TYPE_CHECKING:
     from trainer.recipes.recipe import PublishOptions
 
-# `stopped`: before the budget was used up; the same evaluation goes on.
+# `stopped`: before the budget was used up; the same command resumes it.
 Outcome = Literal["better", "worse", "undecided", "stopped"]
-# All that is said of one run counts as of one time.
+# All statements about a run get the same time.
 AT: Final = datetime.fromtimestamp(0, UTC)
-# So many intervals are drawn.
+# Intervals to draw: with enough tasks, this many to twice as many.
 MOST_LOOKS: Final = 60
 
 
 class EvaluationJob(Record, frozen=True, kw_only=True):
-    """State an evaluation: agent and tasks, two versions (NAME@N), and how they are compared.
+    """An evaluation: agent and tasks, two versions (NAME@N), and how they are compared.
 
-    Each version runs each task `tries` times, in an order by `seed`; tasks that would need more
-    than `most_runs` in all are left out.
+    Each version runs each task `tries` times; `seed` gives the order. Tasks are left out that would
+    exceed `most_runs` runs in all.
     """
 
     setup: Setup
@@ -50,7 +50,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
     seed: int = 0
 
     def plan(self, tasks: tuple[Task, ...]) -> RolloutPlan:
-        """Return what the journal has to agree with.
+        """Return the plan that the journal must have.
 
         Raises:
             RolloutError: nothing scores the runs.
@@ -76,7 +76,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
         """Return all runs: task by task in the order of the seed, both versions side by side.
 
         Raises:
-            RolloutError: the budget does not suffice for one task.
+            RolloutError: the budget is too small for one task.
         """
         affordable = self.most_runs // (2 * self.tries)
         if not affordable:
@@ -87,7 +87,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
         names = [task.name for task in tasks]
         chance = random.Random(self.seed)
         chance.shuffle(names)
-        # Whichever comes first may take longer, as it finds nothing cached.
+        # In a random order: the first may take longer, as nothing is cached yet.
         sides = ((self.new, self.old), (self.old, self.new))
         return tuple(
             RunKey(name, number, version)
@@ -98,15 +98,13 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
 
 
 class Family(Record, frozen=True):
-    """Hold what was seen of the tasks of one family."""
-
     name: str
     tasks: int
     figures: Figures
 
 
 class Failure(Record, frozen=True):
-    """Say in how many runs of a task the agent failed with a version, and how."""
+    """The number of runs of a task in which the agent failed, by version and kind of error."""
 
     task: str
     version: str
@@ -115,7 +113,7 @@ class Failure(Record, frozen=True):
 
 
 class Look(Record, frozen=True):
-    """Hold what was known of the difference after so many tasks."""
+    """The estimate and the bounds of the difference after some tasks."""
 
     tasks: int
     difference: float
@@ -124,24 +122,24 @@ class Look(Record, frozen=True):
 
 
 class EvaluationReport(Record, frozen=True, kw_only=True):
-    """Hold what an evaluation found (JSON as it is).
+    """The result of an evaluation, printed as JSON.
 
     Attributes:
-        new: the version that was tried, NAME@N.
+        new: the tested version, NAME@N.
         old: the version that it was compared with.
-        margin: how much lower the new one may score and still be no worse.
-        outcome: `better` is no worse by the margin; `undecided` that the budget or time is over.
+        margin: how much lower the new version may score and still be no worse.
+        outcome: `better`: no worse by the margin; `undecided`: the budget or the time is over.
         reason: why, in a sentence for people.
-        points_to_harm: whether what was seen, however little, speaks against the new version.
-        planned: tasks to run.
-        tasks: tasks that both versions ran, in the order in which they count.
-        compared: those that have a scored run of both.
+        points_to_harm: see `Comparison.points_to_harm`.
+        planned: the number of tasks to run.
+        tasks: how many tasks both versions ran completely, in order.
+        compared: how many of these have a scored run of both versions.
         tries: runs of each task with each version.
         runs: all runs that ended, also of later tasks.
-        figures: all that the verdict rests on.
-        families: the same for each family of tasks.
-        failures: the tasks of which the agent failed.
-        looks: the interval of the difference after more and more tasks.
+        figures: the figures behind the verdict.
+        families: the figures of each family of tasks.
+        failures: the failed runs by task.
+        looks: the interval of the difference after growing numbers of tasks.
     """
 
     new: str
@@ -162,13 +160,12 @@ class EvaluationReport(Record, frozen=True, kw_only=True):
 
 
 class Pairs:
-    """Take runs as they end, and compare each task once both versions ran it, in order.
+    """Takes runs as they end, and compares tasks in order, each once both versions ran it.
 
-    `comparison` is of all tasks so far; `runs` counts the runs that were taken.
+    `comparison` is of all tasks so far; `runs` counts the runs so far.
     """
 
     def __init__(self, job: EvaluationJob, runs: Sequence[RunKey]) -> None:
-        """Begin without runs."""
         self._job = job
         self._order = list(dict.fromkeys(key.task for key in runs))
         self._planned = frozenset(runs)
@@ -181,12 +178,12 @@ class Pairs:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Return the verdict, which no later run changes; None: there is none yet."""
+        """Return the verdict, which no later run changes, or None if there is none yet."""
         return self.comparison.verdict
 
     @property
     def tasks(self) -> int:
-        """Return how many tasks were compared, or could not be for want of scores."""
+        """Return how many tasks both versions ran, scored or not."""
         return len(self._pairs)
 
     @property
@@ -195,7 +192,7 @@ class Pairs:
         return len(self._order)
 
     def add(self, key: RunKey, ended: Ended) -> None:
-        """Take in a run that ended; one that is not planned any more is passed over."""
+        """Add a run that ended; a run that is no longer planned is ignored."""
         if key not in self._planned:
             return
         self.runs += 1
@@ -214,7 +211,6 @@ class Pairs:
             self.comparison.add_pair(*by_side)
 
     def evaluation(self) -> EvaluationReport:
-        """Return what was found so far."""
         outcome, reason = self._outcome()
         return EvaluationReport(
             new=self._job.new,
@@ -236,7 +232,7 @@ class Pairs:
 
     def _outcome(self) -> tuple[Outcome, str]:
         if self.verdict is not None:
-            # In the controller's words the other version is always the one before.
+            # The verdict's text calls the old version "the version before".
             return self.verdict.kind, self.verdict.reason.replace(
                 "the version before", self._job.old
             )
@@ -295,14 +291,14 @@ async def evaluate(
     within_s: float | None = None,
     show: Callable[[Rollout, Pairs], Coroutine[Any, Any, None]] | None = None,
 ) -> Pairs:
-    """Run what the journal has not got yet, until there is a verdict or the budget is used up.
+    """Make the runs missing in the journal, until there is a verdict or the budget is used up.
 
-    Runs that are under way at the verdict are given up, as they are after `within_s` seconds, when
-    the evaluation ends undecided. `show` is run meanwhile, and cancelled at the end.
+    At the verdict, unfinished runs are given up; so they are after `within_s` seconds, and the
+    evaluation ends undecided. `show` runs meanwhile, and is cancelled at the end.
 
     Raises:
-        RolloutError: it cannot run like this, or not go on: no proxy answers, or it has not got
-            one of the versions (any more).
+        RolloutError: the options cannot be used, no proxy answers, or the proxy does not have (any
+            more) one of the versions.
     """
     tasks = job.setup.read_tasks()
     runs, plan = job.runs(tasks), job.plan(tasks)

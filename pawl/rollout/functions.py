@@ -1,7 +1,7 @@
-"""Run a Python function in processes of their own, one run at a time in each.
+"""Run a Python function in separate processes, one run at a time in each.
 
-Each process is a `ProcessPoolExecutor` with one worker, so a function that hangs or crashes takes
-no other run with it: its process is replaced.
+Each process is a `ProcessPoolExecutor` with one worker, so a function that hangs or crashes affects
+no other run: its process is replaced.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from pawl.rollout.agents import (
 )
 from pawl.rollout.tasks import RolloutError
 
-# A client that is made while the module is imported knows no run: its calls must fail.
+# A client made while the module is imported belongs to no run: its calls must fail.
 NOWHERE: Final = "http://127.0.0.1:1/made-at-import-not-in-the-run"
 
 
@@ -43,11 +43,11 @@ class FunctionAgent(Agent):
     def __init__(
         self, name: str, log: Path, at_once: int, *, option: str = "--python", folder: Path
     ) -> None:
-        """Store MODULE:FUNCTION, looked for in `folder` first; what it prints goes to `log`."""
+        """Store MODULE:FUNCTION, searched in `folder` first; its output goes to `log`."""
         self._about = f"{option} {name}"
         self._log = log
         self._processes = [_Process(name, folder, log) for _ in range(at_once)]
-        # The last is given out first, so that no more are started than are needed.
+        # Last in, first out: no more processes are started than needed.
         self._idle: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
         for process in self._processes:
             self._idle.put_nowait(process)
@@ -60,12 +60,12 @@ class FunctionAgent(Agent):
             raise RolloutError(f"{self._about}: {error}. See {self._log}") from error
 
     async def stop(self) -> None:
-        """Kill all processes, whatever they do."""
+        """Kill all processes."""
         for process in self._processes:
             process.kill()
 
     async def run(self, request: Request) -> Result:
-        """Call the function once, in a process that is idle."""
+        """Call the function once in an idle process."""
         process = await self._idle.get()
         try:
             await process.start()
@@ -96,7 +96,7 @@ class _Process:
         """Start the process unless it runs; raise ImportError if it cannot import the function."""
         if self._pool is not None:
             return
-        # Each process is forked from a server that has imported Pawl's modules already.
+        # Processes are forked from a server that has already imported Pawl's modules.
         context = multiprocessing.get_context("forkserver")
         ours = [name for name in sys.modules if name.startswith("pawl.") and name != "pawl.cli"]
         context.set_forkserver_preload(ours)
@@ -121,7 +121,7 @@ class _Process:
         return Result(**await asyncio.wrap_future(calling))
 
     def kill(self) -> None:
-        """Kill the process with all that it started."""
+        """Kill the process and all processes that it started."""
         if self._pool is None or self._child is None:
             return
         assert self._child.pid is not None
@@ -132,7 +132,7 @@ class _Process:
         self._pool = self._child = None
 
 
-# What follows runs in the process of the function.
+# The rest runs in the function's process.
 
 _function: Callable[..., Any]
 _runner: asyncio.Runner
@@ -141,10 +141,10 @@ _runner: asyncio.Runner
 def _prepare(name: str, folder: Path, log: Path) -> str | None:
     """Import the function; return why it could not be imported."""
     global _function, _runner  # noqa: PLW0603
-    # A group of its own, which is killed whole, and which Ctrl-C does not reach.
+    # A process group of its own: it can be killed as a whole, and Ctrl-C does not reach it.
     os.setsid()
     threading.Thread(target=_end_with_runner, daemon=True).start()
-    # Nobody else may read what agents print.
+    # Only the owner may read what agents print.
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -160,7 +160,7 @@ def _prepare(name: str, folder: Path, log: Path) -> str | None:
         traceback.print_exc()
         trouble = traceback.format_exception_only(error)[-1].strip()
         return str(error) if isinstance(error, LookupError) else trouble
-    # One loop for all calls: clients that a module keeps belong to it.
+    # One event loop for all calls, as clients kept by the module are bound to it.
     _runner = asyncio.Runner()
     return None
 
@@ -196,7 +196,7 @@ def load(name: str) -> Callable[..., Any]:
 
 def _call(task: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     """Call the function; return the fields of a `Result`."""
-    # Left out where it is too long: then that of the run before must not stay.
+    # Not set if the task is too long; the previous run's must not remain.
     os.environ.pop("ROLLOUT_TASK", None)
     os.environ.update(variables)
     try:
@@ -210,7 +210,7 @@ def _call(task: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     except BaseException as error:
         return {
             "error": f"raised {type(error).__name__}",
-            # Not str(error), which may raise in its turn.
+            # `str(error)` may raise.
             "detail": str(traceback.TracebackException.from_exception(error))[:KEPT_ERRORS],
             "errors": "".join(traceback.format_exception(error))[-KEPT_ERRORS:],
         }

@@ -1,8 +1,8 @@
-"""Keep a rollout's journal: a file of lines from which the same command goes on after a kill.
+"""The journal of a rollout: a file of lines, by which the same command resumes after a kill.
 
-A run is begun, ended and posted, in this order, each a line. One that was begun and has no end was
-under way when the runner was killed: that attempt is abandoned, and the run is made again as
-another episode. What ended and was not posted is posted again, under the same idempotency key.
+A run has a line for its beginning, its end and its post. A run without an end was under way when
+the runner was killed: that attempt is abandoned, and the run is repeated as another episode. A run
+that ended and was not posted is posted again, with the same idempotency key.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from pawl.judging.answers import Statement
 from pawl.rollout.tasks import RolloutError
 from store.records import Record, Split
 
-# `unjudged`: the agent did its work, and the judge failed. `abandoned`: done again as another one.
+# `unjudged`: the agent succeeded, and the judge failed. `abandoned`: the attempt does not count.
 Outcome = Literal["done", "failed", "unjudged", "abandoned"]
-# A journal that was killed in its first line has this, or less.
+# A journal cut off in its first line begins with this, or is a part of this.
 BEGINNING: Final = b'{"line":"plan",'
 
 
 class RolloutPlan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
-    """State what is run, in the first line. A rollout goes on only with the same plan.
+    """The first line: what is run. A rollout can be resumed only with the same plan.
 
-    An evaluation runs each task with `policy` and with `against`, and the tasks in the order of
-    `seed`. `rule` is how the two are compared, in words.
+    An evaluation runs each task with `policy` and with `against`, in an order by `seed`. `rule`
+    says in words how the two are compared.
     """
 
     tasks: str
@@ -46,9 +46,9 @@ class RolloutPlan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan
 
 
 class RunKey(NamedTuple):
-    """Identify a run: the key is the same in each of its attempts.
+    """The key of a run, shared by all its attempts.
 
-    `policy` is the one of two that an evaluation runs it with; `""` in any other rollout.
+    `policy` is the version that an evaluation runs the task with; `""` in other rollouts.
     """
 
     task: str
@@ -57,17 +57,15 @@ class RunKey(NamedTuple):
 
 
 class Begun(Record, frozen=True, kw_only=True, tag_field="line", tag="begun"):
-    """Note that a run was begun, as this episode."""
-
     episode: str
     key: RunKey
 
 
 class Ended(Record, frozen=True, kw_only=True, tag_field="line", tag="ended"):
-    """Note that an attempt ended.
+    """The end of an attempt.
 
-    `error` is the kind of error, as `time limit` or `exit status 3`, or None; `detail` its message.
-    `statements` are posted to `/feedback`.
+    `error` is the kind of error, such as `time limit` or `exit status 3`, or None; `detail` is its
+    message. `statements` are posted to `/feedback`.
     """
 
     episode: str
@@ -81,12 +79,12 @@ class Ended(Record, frozen=True, kw_only=True, tag_field="line", tag="ended"):
     statements: tuple[Statement, ...] = ()
 
     def without_output(self) -> "Ended":
-        """Return the same without the long texts."""
+        """Return a copy without the long texts."""
         return msgspec.structs.replace(self, output="", errors="", detail="")
 
 
 class Posted(Record, frozen=True, kw_only=True, tag_field="line", tag="posted"):
-    """Note that `/feedback` took an attempt's statements, or refuses them for good (`refused`)."""
+    """`/feedback` accepted an attempt's statements, or refused them for good (`refused`)."""
 
     episode: str
     refused: str | None = None
@@ -97,9 +95,9 @@ DECODER: Final = msgspec.json.Decoder(Line)
 
 
 class Past(NamedTuple):
-    """Hold what a journal says.
+    """The content of a journal.
 
-    Ended attempts are kept without their outputs. `size` is the number of bytes of whole lines.
+    Ended attempts are without their outputs. `size` is the number of bytes in complete lines.
     """
 
     plan: RolloutPlan | None
@@ -110,13 +108,13 @@ class Past(NamedTuple):
 
 
 def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
-    """Return what a journal says.
+    """Return the content of a journal.
 
-    A last line without its newline was being written at a kill, and counts for nothing. With
-    `again`, runs that failed, or that the judge failed on, count as not done.
+    A last line without a newline was cut off by a kill, and is ignored. With `again`, failed and
+    unjudged runs count as not done.
 
     Raises:
-        RolloutError: it is no journal.
+        RolloutError: the file is not a journal.
     """
     kept = ("done",) if again else ("done", "failed", "unjudged")
     plan: RolloutPlan | None = None
@@ -134,7 +132,7 @@ def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
             case RolloutPlan() as line:
                 plan = plan or line
             case Begun() as line:
-                # The names of a task's many runs are in memory once.
+                # Interned, as many runs share these names.
                 task, sample, policy = line.key
                 begun[line.episode] = RunKey(sys.intern(task), sample, sys.intern(policy))
             case Ended() as line:
@@ -163,13 +161,13 @@ def _line(text: bytes, number: int, file: str) -> Line:
 
 
 class Journal:
-    """Keep one rollout's journal open, for this process alone; `past` is what it says at first."""
+    """An open journal, locked for this process; `past` is its content when opened."""
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
-        """Open the journal, which is made if it is not there, lock it, and read it (`replay`).
+        """Open or create the journal, lock it, and read it (`replay`).
 
         Raises:
-            RolloutError: it cannot be opened, is no journal, or another process has it.
+            RolloutError: it cannot be opened, is not a journal, or is locked by another process.
         """
         self.path = path
         try:
@@ -193,10 +191,10 @@ class Journal:
             raise
 
     def begin(self, plan: RolloutPlan) -> None:
-        """Begin a new journal with the plan, or go on with one that has the same.
+        """Write the plan to a new journal, or check that an existing one has the same.
 
         Raises:
-            RolloutError: the journal is that of another plan.
+            RolloutError: the journal has another plan.
         """
         past = self.past.plan
         if past is None:
@@ -212,10 +210,10 @@ class Journal:
         os.ftruncate(self._file, self.past.size)
 
     def append(self, line: Line) -> None:
-        """Append a line, or none of it; it outlives this process, and after `sync` the machine.
+        """Append a whole line, which survives a kill, and after `sync` a crash of the machine.
 
         Raises:
-            RolloutError: the disk does not take it.
+            RolloutError: the line cannot be written; nothing of it remains.
         """
         size = os.fstat(self._file).st_size
         data = memoryview(msgspec.json.encode(line) + b"\n")
@@ -223,7 +221,7 @@ class Journal:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            # Half a line would spoil those that follow it.
+            # Half a line would corrupt the next one.
             with suppress(OSError):
                 os.ftruncate(self._file, size)
             raise RolloutError(
@@ -232,7 +230,7 @@ class Journal:
             ) from error
 
     async def sync(self) -> None:
-        """Wait until all that was appended is on the disk."""
+        """Wait until all appended lines are on disk."""
         await asyncio.to_thread(os.fdatasync, self._file)
 
     def close(self) -> None:

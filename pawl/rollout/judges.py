@@ -11,12 +11,12 @@ from pawl.judging.program import ProgramJudge
 from pawl.rollout.tasks import RolloutError, Task
 from store.records import REWARD
 
-# How far a number may be from the one that is asked for, as a share of it.
+# Relative and absolute tolerance of numbers.
 TOLERANCE: Final = 1e-6
 
 
 class RunJudge:
-    """Judge runs that did not fail; this one says nothing about any."""
+    """Judges runs that did not fail; this base class makes no statements."""
 
     async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
         """Return the statements about a run; an empty list if there is nothing to say.
@@ -28,10 +28,9 @@ class RunJudge:
 
 
 class AnswerJudge(RunJudge):
-    """Compare the last line of the output with a field of the task: 1 or 0."""
+    """Reward 1 if the last line of the output is right by a field of the task, else 0."""
 
     def __init__(self, field: str) -> None:
-        """Store the name of the field."""
         self._field = field
 
     async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
@@ -61,8 +60,8 @@ class CommandJudge(RunJudge):
 def compare(output: str, expected: Any) -> float:
     """Return 1.0 if the last line of an output is the answer, else 0.0.
 
-    Numbers are compared as numbers, texts without regard to case and spacing; of a list of answers
-    each is right.
+    Numbers are compared as numbers, texts without regard to case and spacing; each answer of a list
+    is right.
     """
     given = output.strip().rpartition("\n")[2]
     answers = expected if isinstance(expected, list) else [expected]
@@ -75,7 +74,7 @@ def _is_same(given: str, answer: Any) -> bool:
             document = msgspec.json.decode(given)
         except (msgspec.DecodeError, RecursionError):
             return False
-        # 1 equals true in Python.
+        # In Python, 1 == True.
         return type(document) is type(answer) and bool(document == answer)
     number, right = _number(given), _number(str(answer))
     if number is not None and right is not None:
@@ -84,7 +83,7 @@ def _is_same(given: str, answer: Any) -> bool:
 
 
 def _number(text: str) -> float | None:
-    """Return the number that a text is, apart from spaces, commas and a final full stop."""
+    """Parse a number, ignoring spaces, commas and a final full stop; None if it is none."""
     try:
         number = float(text.strip().removesuffix(".").replace(",", ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Look at the proxy from outside: whether it is there, and which versions it has."""
+"""Check from outside whether the proxy answers, and which models and versions it has."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ GLANCE_S: Final = 0.5
 
 
 class Models(NamedTuple):
-    """Hold the names of a proxy's models, and the versions NAME@N that its policies serve.
+    """The names of a proxy's models, and the versions NAME@N that its policies serve.
 
-    `contexts` are the longest contexts of the models that state theirs, in tokens.
+    `contexts` has the longest context in tokens of each model that states it.
     """
 
     names: frozenset[str]
@@ -26,27 +26,27 @@ class Models(NamedTuple):
     contexts: Mapping[str, int] = {}
 
     def has(self, model: str) -> bool:
-        """Return whether the model can be asked for; a base model answers as its version 0 too."""
+        """Return whether the model can be requested; `NAME@0` is the base model NAME."""
         policy = model.removesuffix("@0")
         return policy in self.names or policy in [one.rpartition("@")[0] for one in self.serving]
 
 
 class ProxyClient:
-    """Ask one proxy for its models."""
+    """A client of one proxy; `url` is its data port's."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Store the address of its data port."""
         self._session = session
         self._url = url
         self._away_at = float("-inf")
 
     async def models(self) -> Models:
-        """Return the models that can be asked for now.
+        """Return the models that can be requested now.
 
         Raises:
-            RolloutError: no proxy answers there, or its model server is away.
+            RolloutError: no proxy answers at the URL, it refuses our key, or its model server is
+                away.
         """
-        # The prefix has no effect on Pawl, and no other server has such a path.
+        # Pawl ignores the prefix here; no other server has such a path.
         status, headers, body = await self._get(f"{self._url}/task/rollout/v1/models")
         if status == 404:
             raise RolloutError(
@@ -71,7 +71,7 @@ class ProxyClient:
         return Models(frozenset(stated), serving, contexts)
 
     async def has(self, model: str) -> bool:
-        """Return whether this model can be asked for, or it cannot be known, as none answers."""
+        """Return whether this model can be requested; true if the proxy does not answer."""
         try:
             return (await self.models()).has(model)
         except RolloutError:
@@ -88,7 +88,7 @@ class ProxyClient:
             ) from error
 
     async def answers(self) -> bool:
-        """Return whether the proxy answers, and the model server behind it."""
+        """Return whether the proxy and the model server behind it answer."""
         with suppress(RolloutError):
             if (await self._get(f"{self._url}/v1/models"))[0] < 500:
                 return True
@@ -107,7 +107,7 @@ class ProxyClient:
             await asyncio.sleep(PAUSE_S)
 
     async def watch(self) -> None:
-        """Look for ever whether the proxy answers: so an absence that is over is known."""
+        """Poll the proxy for ever, so that `answered_since` knows of past absences."""
         while True:
             await self.answers()
             await asyncio.sleep(GLANCE_S)

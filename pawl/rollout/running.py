@@ -1,4 +1,4 @@
-"""Run all that is planned, written down before it is posted, and count what became of it."""
+"""Make the planned runs, journal each before it is posted, and count the outcomes."""
 
 import asyncio
 import itertools
@@ -24,22 +24,22 @@ from pawl.rollout.tasks import RolloutError, Task
 from store.records import REWARD, Record
 from store.values.intervals import mean_interval
 
-# After so many posts about episodes of which the proxy had seen no call, the agent calls nobody.
+# After this many accepted posts, all about episodes without a call, show HINT.
 SILENT: Final = 3
 HINT: Final = (
     "the proxy has seen no call of any run: the agent must read OPENAI_BASE_URL (or "
     "ANTHROPIC_BASE_URL) in each run, and call it"
 )
-# After Ctrl-C, feedback that was not taken in this time is left to the next start.
+# After Ctrl-C, feedback that is not accepted in this time is left to the next start.
 LEAVE_S: Final = 10.0
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """State what is run: the plan's tasks, `at_once` runs at the same time.
+    """The work of a rollout: the plan's tasks, with `at_once` runs at the same time.
 
-    The plan's policy is the model to ask for; `""` leaves it to the agent, which does not see
-    `hidden` fields: those of the plan, and the answer. `runs` are all runs in their order; None:
-    those of the plan, task by task.
+    The plan's policy is the model to request; `""` leaves the choice to the agent. The agent does
+    not see the `hidden` fields: the plan's hidden fields and the answer. `runs` are all runs in
+    order; None: the plan's, task by task.
     """
 
     url: str
@@ -52,11 +52,11 @@ class Job(Record, frozen=True, kw_only=True):
 
     @property
     def planned(self) -> int:
-        """Return how many runs there are to make."""
+        """Return the number of runs to make."""
         return len(self.tasks) * self.plan.samples if self.runs is None else len(self.runs)
 
     def in_order(self) -> Iterator[RunKey]:
-        """Yield all runs in their order."""
+        """Yield all runs in order."""
         if self.runs is not None:
             yield from self.runs
             return
@@ -65,17 +65,16 @@ class Job(Record, frozen=True, kw_only=True):
 
 
 class RunCounts:
-    """Count the settled runs of a rollout, and all errors, also those of abandoned attempts."""
+    """Counts of a rollout's settled runs, and of all errors, even of abandoned attempts."""
 
     def __init__(self, planned: int) -> None:
-        """Begin with nothing done of `planned` runs."""
         self.planned = planned
         self.outcomes: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.metrics: dict[str, list[float]] = {}
 
     def add(self, ended: Ended) -> None:
-        """Count an attempt that ended; one that failed has no metrics."""
+        """Count an attempt that ended; metrics count only if it is done."""
         self.outcomes[ended.outcome] += 1
         if ended.error is not None:
             self.errors[ended.error] += 1
@@ -85,7 +84,7 @@ class RunCounts:
 
     @property
     def runs(self) -> int:
-        """Return how many runs are settled."""
+        """Return the number of settled runs."""
         return self.outcomes.total() - self.outcomes["abandoned"]
 
     @property
@@ -95,7 +94,7 @@ class RunCounts:
         return math.fsum(rewards) / len(rewards) if rewards else None
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts as JSON has them, and the mean reward with its 95 % interval."""
+        """Return the counts, and the mean reward with its 95 % interval, for JSON."""
         low, high = self._interval()
         means = {name: math.fsum(some) / len(some) for name, some in self.metrics.items()}
         return {
@@ -113,7 +112,7 @@ class RunCounts:
         }
 
     def _interval(self) -> tuple[float | None, float | None]:
-        """Return the limits of the mean reward: Wilson's where all are 0 or 1, else Student's."""
+        """Return the interval of the mean reward: Wilson's if all are 0 or 1, else Student's."""
         mean, rewards = self.reward, self.metrics.get(REWARD, [])
         if mean is None:
             return None, None
@@ -128,10 +127,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 class Rollout:
-    """Run one rollout.
+    """A rollout in progress.
 
-    `unposted` has the ended attempts that `/feedback` has not taken, `past` the runs that the
-    journal had settled at first; `on_end` is called for each further attempt that counts.
+    `unposted` has the ended attempts that `/feedback` has not accepted, `past` the runs that were
+    settled in the journal at the start. `on_end` is called for each new attempt that counts.
     """
 
     def __init__(
@@ -145,7 +144,6 @@ class Rollout:
         *,
         on_end: Callable[[RunKey, Ended], None] = lambda key, ended: None,
     ) -> None:
-        """Store the parts."""
         self._job = job
         self._agent = agent
         self._judge = judge
@@ -154,7 +152,7 @@ class Rollout:
         self._proxy = proxy
         self._on_end = on_end
         self._tasks = {task.name: task for task in job.tasks}
-        # Names never repeat, whatever becomes of the journal.
+        # Episode names are unique, even if the journal is lost.
         self._launch = uuid4().hex[:12]
         self._numbers = itertools.count(1)
         self._lanes: list[asyncio.Task[None]] = []
@@ -166,7 +164,7 @@ class Rollout:
 
     @property
     def trouble(self) -> str:
-        """Return what the rollout waits for, in words; empty if it gets on."""
+        """Return in words what the rollout waits for; empty if it proceeds."""
         if self._feedback.trouble is not None:
             return f"feedback waits: {self._feedback.trouble}"
         if self._stop.is_set():
@@ -175,12 +173,12 @@ class Rollout:
 
     @property
     def hint(self) -> str | None:
-        """Return what is wrong if the proxy knows none of the episodes; None: it knows some."""
+        """Return HINT if the proxy knows none of the episodes, else None."""
         is_silent = self._feedback.taken >= SILENT and not self._feedback.matched
         return HINT if is_silent and self.figures.runs else None
 
     def stop(self) -> None:
-        """Begin no more runs; called again, give up those that are under way."""
+        """Begin no more runs; a second call gives up the runs under way."""
         if self._stop.is_set():
             self.give_up()
         self._stop.set()
@@ -192,10 +190,10 @@ class Rollout:
             lane.cancel()
 
     async def run(self) -> None:
-        """Do what the journal has not got yet, and post all that is to be posted.
+        """Make the runs missing in the journal, and post all unposted statements.
 
         Raises:
-            RolloutError: the journal cannot be written, or the model that is asked for has gone.
+            RolloutError: the journal cannot be written, or the requested model is gone.
         """
         past = self._journal.past
         for ended in self.past.values():
@@ -214,7 +212,7 @@ class Rollout:
             for lane in self._lanes:
                 lane.cancel()
             await asyncio.wait(self._lanes)
-        # Those that were given up.
+        # Statements of attempts that were given up.
         await asyncio.gather(*map(self._post, list(self.unposted.values())))
 
     def _work(self, unposted: Iterable[Ended]) -> Iterator[Ended | RunKey]:
@@ -243,7 +241,7 @@ class Rollout:
         finally:
             self.under_way -= 1
         if ended.outcome == "failed" and not await self._proxy.answered_since(started):
-            # The proxy was away, or the model server: that is no fault of the agent's.
+            # The proxy or the model server was away: the agent is not at fault.
             await self._post(self._abandon(episode, "proxy away", ended.detail))
             return False
         model = key.policy or self._job.plan.policy
@@ -251,14 +249,14 @@ class Rollout:
             self._abandon(episode, "model away", ended.detail)
             raise RolloutError(f"the proxy has no {model!r} any more: it was unloaded meanwhile")
         self._end(ended)
-        # Nothing is posted before it is certain that it is never done again.
+        # Post only what is on disk: then the run is never repeated.
         await self._journal.sync()
         self._on_end(key, ended)
         await self._post(ended)
         return True
 
     async def _attempt(self, key: RunKey, episode: str) -> Ended:
-        """Run the agent once, and judge what it did."""
+        """Run the agent once, and judge its output."""
         started = time.monotonic()
         task = self._tasks[key.task]
         result = await self._agent.run(self._request(key, task, episode))
@@ -300,7 +298,7 @@ class Rollout:
         return Request(task=fields, environment=variables, limit_s=job.limit_s)
 
     def _abandon(self, episode: str, error: str | None = None, detail: str = "") -> Ended:
-        """Note that an attempt does not count, also in the ledger."""
+        """Record in the journal, and later in the ledger, that an attempt does not count."""
         ended = Ended(
             episode=episode,
             outcome="abandoned",
@@ -318,12 +316,12 @@ class Rollout:
             self.unposted[ended.episode] = ended.without_output()
 
     async def _post(self, ended: Ended) -> None:
-        """Post an attempt's statements; once stopped, try for a while only."""
+        """Post an attempt's statements; once stopped, try for `LEAVE_S` only."""
         if ended.statements:
             await self._until_stopped(self._posted(ended), LEAVE_S)
 
     async def _posted(self, ended: Ended) -> None:
-        # The same at each try, also after the runner was killed: a journal keeps the statements.
+        # The same key at each try, even after a kill: the journal keeps the statements.
         body = msgspec.json.encode(ended.statements)
         key = "rollout-" + sha256(ended.episode.encode() + b"\0" + body).hexdigest()
         refused = None
@@ -336,7 +334,7 @@ class Rollout:
         del self.unposted[ended.episode]
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> None:
-        """Wait until the work is done; when the rollout is stopped, for `grace_s` longer only."""
+        """Wait for the work; once the rollout is stopped, wait only `grace_s` longer."""
         stopped, working = asyncio.create_task(self._stop.wait()), asyncio.create_task(work)
         try:
             await asyncio.wait([stopped, working], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Set up a rollout from what a user writes: the tasks, the agent, who scores it, the proxy."""
+"""Set up a rollout from a user's options: tasks, agent, judge and proxy."""
 
 import asyncio
 import math
@@ -23,12 +23,12 @@ from store.records import Record
 
 
 class Setup(Record, frozen=True, kw_only=True):
-    """State which agent runs which tasks, who scores it, and where.
+    """Options of a rollout: which agent runs which tasks, what scores the runs, and where.
 
     The agent is a `command`, as in a shell, or a `python` function MODULE:FUNCTION. A run is scored
-    by the program `judge` or by the field `answer` of its task; fields in `hide` are the judge's
-    alone. `limit_s` is the time of one run, `at_once` the number of runs at the same time.
-    `headers` go with all that is asked of the proxy at `url`.
+    by the program `judge` or by its task's field `answer`; only the judge sees the fields in
+    `hide`. `limit_s` is the time limit of one run, `at_once` the number of concurrent runs.
+    `headers` are sent with every request to the proxy at `url`.
     """
 
     tasks: Path
@@ -45,19 +45,19 @@ class Setup(Record, frozen=True, kw_only=True):
 
     @property
     def agent_name(self) -> str:
-        """Return how a journal names the agent."""
+        """Return the agent's name in a journal."""
         return self.command or f"python {self.python}"
 
     @property
     def judge_name(self) -> str:
-        """Return how a journal names what scores the runs."""
+        """Return the judge's name in a journal; empty if there is none."""
         return self.judge or (f"answer {self.answer}" if self.answer else "")
 
     def read_tasks(self) -> tuple[Task, ...]:
         """Return the tasks of the file.
 
         Raises:
-            RolloutError: it cannot be read or used, or would be the journal too.
+            RolloutError: the file cannot be read or used, or is also the journal.
         """
         file, journal = self.tasks, self.journal
         if not journal.name:
@@ -76,7 +76,7 @@ class Setup(Record, frozen=True, kw_only=True):
         """Return the agent, not started yet.
 
         Raises:
-            RolloutError: none is named, or two are, or there is no such program.
+            RolloutError: no agent or two are given, or there is no such program.
         """
         if (self.command is None) == (self.python is None):
             raise RolloutError(
@@ -89,10 +89,10 @@ class Setup(Record, frozen=True, kw_only=True):
         return CommandAgent(_words_of("the program", self.command or ""))
 
     def make_judge(self) -> RunJudge:
-        """Return what scores the runs; if nothing is named, it says nothing about any.
+        """Return the judge; without `judge` and `answer` it makes no statements.
 
         Raises:
-            RolloutError: two are named, or there is no such program.
+            RolloutError: both are given, or there is no such program.
         """
         if self.judge is not None and self.answer is not None:
             raise RolloutError("--judge and --answer both score a run: give one of them")
@@ -110,10 +110,10 @@ class Setup(Record, frozen=True, kw_only=True):
         again: bool = False,
         on_end: Callable[[RunKey, Ended], None] = lambda key, ended: None,
     ) -> AsyncIterator[Rollout]:
-        """Give a rollout of a plan, its journal open, its agent started: all runs, or only these.
+        """Yield a rollout of a plan, or of `runs` alone, its journal open, its agent started.
 
         Raises:
-            RolloutError: it cannot run like this.
+            RolloutError: the options cannot be used, or no proxy answers.
         """
         judge, agent = self.make_judge(), self.make_agent()
         timeout = aiohttp.ClientTimeout(total=None)

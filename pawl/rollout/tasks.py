@@ -11,16 +11,16 @@ from store.records import Record
 from store.values.documents import parse
 
 ID_FIELD: Final = "id"
-# What the proxy takes as a name; see `proxy.identity.identify`.
+# The longest name that the proxy accepts; see `proxy.identity.identify`.
 MAX_NAME_CHARS: Final = 256
 
 
 class RolloutError(Exception):
-    """Report that the runner cannot work like this, by which option or line, and the remedy."""
+    """The runner cannot work like this; the message has the option or line, and the remedy."""
 
 
 class Task(Record, frozen=True, kw_only=True):
-    """Hold one task: its name, by which episodes are compared, and its fields."""
+    """A task: its name, by which episodes are grouped, and its fields."""
 
     name: str
     fields: dict[str, Any]
@@ -29,17 +29,17 @@ class Task(Record, frozen=True, kw_only=True):
 def parse_tasks(
     text: bytes, file: str, answer: str | None = None, hidden: Iterable[str] = ()
 ) -> tuple[Task, ...]:
-    """Return the tasks of a file, in its order; empty lines are passed over.
+    """Return the tasks of a file in order, without empty lines.
 
-    A task is named by its field `id`, or else by a hash of its content. Each must have the field
-    `answer`, and some must have each field of `hidden`.
+    A task's name is its field `id`, or else a hash of its content. Every task must have the field
+    `answer`, and at least one task each field of `hidden`.
 
     Raises:
-        RolloutError: a line is no task, two are of one name, or a field is missing.
+        RolloutError: a line is not a task, two tasks share a name, or a field is missing.
     """
     tasks: dict[str, Task] = {}
     lines: dict[str, int] = {}
-    # Some editors put an invisible mark before the first line.
+    # Some editors begin a file with a byte order mark.
     for number, line in enumerate(text.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -57,7 +57,7 @@ def parse_tasks(
         raise RolloutError(f"{file} has no tasks: write one JSON object a line into it")
     fields = {name for task in tasks.values() for name in task.fields}
     for name in hidden:
-        # A wrong name would hide nothing.
+        # A misspelt name would hide nothing.
         if name not in fields:
             raise RolloutError(f"--hide: no task of {file} has a field {name!r}")
     return tuple(tasks.values())
@@ -91,5 +91,5 @@ def _name(fields: Mapping[str, Any], where: str) -> str:
 
 
 def digest(tasks: tuple[Task, ...]) -> str:
-    """Return a hash of the tasks, by which a resumed rollout knows that they are the same."""
+    """Return a hash of the tasks, by which a resumed rollout checks that they are the same."""
     return sha256(msgspec.json.encode(tasks, order="sorted")).hexdigest()[:16]
