@@ -1,4 +1,4 @@
-"""Run a scenario's agent and its judge as `pawl rollout` runs any agent, and keep the results."""
+"""Run a scenario's agent and judge as `pawl rollout` does, and keep the results."""
 
 import asyncio
 import itertools
@@ -33,12 +33,12 @@ from store.records import Record, Split
 from store.tenants import task_family
 
 JUDGE_S: Final = 60.0
-# A run that blocks the agent's process is ended with it, so long after its time limit.
+# A run that blocks the agent's process is killed with it, this long after its time limit.
 GRACE_S: Final = 5.0
 
 
 class HostedAgent(Agent):
-    """Run a coroutine function in one process, all runs at once, with the Python it needs."""
+    """Runs a coroutine function in one process of another Python, all runs concurrently."""
 
     def __init__(self, interpreter: str, name: str, folder: Path, log: Path) -> None:
         """Store the Python, the function as MODULE:FUNCTION, its folder, and its log."""
@@ -54,7 +54,7 @@ class HostedAgent(Agent):
         """Start the process, and wait until it has imported the function.
 
         Raises:
-            RolloutError: it cannot.
+            RolloutError: the function cannot be imported.
         """
         kept = not_ours(os.environ)
         with self._log.open("ab") as log:
@@ -84,7 +84,7 @@ class HostedAgent(Agent):
             await self._reader
 
     async def run(self, request: Request) -> Result:
-        """Run the function once; if it holds up the process, all that runs there has failed."""
+        """Run the function once; if it blocks the process, all runs in that fail."""
         assert self._process is not None
         assert self._process.stdin is not None
         number = next(self._numbers)
@@ -122,17 +122,17 @@ class HostedAgent(Agent):
 
 
 class FunctionJudge(RunJudge):
-    """Have a Python function judge one run after another."""
+    """Judges runs by a Python function, one at a time."""
 
     def __init__(self, name: str, folder: Path, log: Path) -> None:
-        """Store the function as MODULE:FUNCTION, its folder, and the log of what it prints."""
+        """Store the function as MODULE:FUNCTION, its folder, and the log of its output."""
         self.function = FunctionAgent(name, log, 1, option="the judge", folder=folder)
 
     async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
         """Call the function, and return its statements.
 
         Raises:
-            JudgeFailed: it raised, took too long, or returned nothing usable.
+            JudgeFailed: the function raised, took too long, or returned nothing usable.
         """
         given = {"task": task.fields, "output": output, "episode": episode}
         result = await self.function.run(Request(task=given, environment={}, limit_s=JUDGE_S))
@@ -142,10 +142,9 @@ class FunctionJudge(RunJudge):
 
 
 class Ran(Record, frozen=True, kw_only=True):
-    """Hold what came of one run of the agent: the `sample`-th of its task.
+    """The result of an agent's run, the `sample`-th of its task.
 
-    `output` is what the agent printed or returned, `error` why it failed (None: it did not).
-    `metrics` are what the judge says of it.
+    `output` is what the agent returned, `error` why it failed, or None; `metrics` are the judge's.
     """
 
     task: str
@@ -156,12 +155,12 @@ class Ran(Record, frozen=True, kw_only=True):
 
 
 class WorkingAgent:
-    """Keep a scenario's agent and its judge running, and give them tasks."""
+    """A scenario's running agent and judge."""
 
     def __init__(self, scenario: Scenario, url: str, folder: Path, *, name: str = "train") -> None:
-        """Store the proxy's address, without `/v1`, and where journals and logs are written.
+        """Store the proxy's address, without `/v1`, and the folder of journals and logs.
 
-        `name` is what the files are called by.
+        The names of journals begin with `name`.
 
         Raises:
             ScenarioFailed: the Python that runs the agent is missing.
@@ -180,10 +179,10 @@ class WorkingAgent:
         self.results: list[Ran] = []
 
     async def start(self, *, samples: int, concurrency: int, split: Split | None = None) -> None:
-        """Start both; each task is run `samples` times, `concurrency` at a time.
+        """Start agent and judge; each task is run `samples` times, `concurrency` at a time.
 
         Raises:
-            ScenarioFailed: one of them cannot be run.
+            ScenarioFailed: agent or judge cannot be run.
         """
         self._samples, self._concurrency, self._split = samples, concurrency, split
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
@@ -249,7 +248,7 @@ class WorkingAgent:
         )
 
     def collect(self) -> list[Ran]:
-        """Return the results that came since the last call.
+        """Return the results since the last call.
 
         Raises:
             ScenarioFailed: the agent or the judge cannot go on.
@@ -264,12 +263,12 @@ class WorkingAgent:
         return new
 
     async def finish(self) -> None:
-        """Wait until all that was asked is answered, and all rewards are taken."""
+        """Wait until all tasks are done, and all rewards are accepted."""
         if self._rollouts:
             await asyncio.wait([working for _, working in self._rollouts])
 
     async def stop(self) -> None:
-        """Give up what is under way, and end agent and judge."""
+        """Give up unfinished runs, and end agent and judge."""
         for rollout, working in self._rollouts:
             if not working.done():
                 rollout.give_up()
@@ -281,7 +280,7 @@ class WorkingAgent:
 
 
 class Exam(Record, frozen=True, kw_only=True):
-    """Hold what came of the held-out tasks: mean scores, in all and by family, and all results."""
+    """Results of the held-out tasks: mean scores, in all and by family, and all runs."""
 
     score: float | None
     families: dict[str, float]
@@ -289,14 +288,14 @@ class Exam(Record, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> int:
-        """Return how many runs failed."""
+        """Return the number of failed runs."""
         return sum(result.error is not None for result in self.results)
 
 
 async def examine(
     scenario: Scenario, url: str, tasks: Sequence[Task], folder: Path, *, name: str
 ) -> Exam:
-    """Give the agent the held-out tasks, and judge what it does: an evaluation.
+    """Run the agent on the held-out tasks, and judge the runs: an evaluation.
 
     The journal NAME-1.rollout.jsonl in `folder` has all results.
 

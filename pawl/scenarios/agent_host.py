@@ -1,7 +1,7 @@
 """Run a coroutine function for many tasks at once: requests and replies are lines of JSON.
 
-A program of its own, for the Python that an example's framework is installed in. It needs the
-standard library alone, and ends when its standard input does.
+A separate program, run by the Python in which an example's framework is installed. It needs only
+the standard library, and ends when its standard input does.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ KEPT_ERRORS = 2000
 
 
 async def main(name: str) -> None:
-    """Import the function `MODULE:FUNCTION`, say so, and answer requests."""
+    """Import the function `MODULE:FUNCTION`, reply once that it is ready, and answer requests."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
-    # What the agent prints goes into the log.
+    # The agent's output goes to the log.
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
     module, _, path = name.partition(":")

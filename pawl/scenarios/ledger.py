@@ -1,4 +1,4 @@
-"""Look at the ledger while a scenario runs, and count what came of it at the end."""
+"""Read the ledger while a scenario runs, and count its calls at the end."""
 
 import asyncio
 import re
@@ -26,10 +26,10 @@ Found = TypeVar("Found")
 
 
 class VersionRewards(Record, frozen=True, kw_only=True):
-    """Hold the mean rewards, and numbers, of the episodes that one version of a policy worked in.
+    """Mean reward and number of episodes of a policy's version, at work and on held-out tasks.
 
-    Those of held-out tasks are apart. Of an episode with several versions the policy's first
-    counts. Where several policies share an episode, they share its reward.
+    An episode with several versions of a policy counts for the first. Policies that share an
+    episode share its reward.
     """
 
     version: int
@@ -40,10 +40,9 @@ class VersionRewards(Record, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """The ledger of a running stack; `policies` are those that are trained."""
+    """The ledger of a running stack; `policies` are the trained ones."""
 
     def __init__(self, database_url: str, policies: Sequence[str], progress: Progress) -> None:
-        """Store whose figures are kept in `progress`."""
         self._engine: AsyncEngine = make_engine(database_url)
         self._policies = policies
         self._progress = progress
@@ -51,11 +50,10 @@ class Ledger:
         self._versions: list[PolicyVersion] = []
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._engine.dispose()
 
     async def look(self) -> None:
-        """Refresh the figures; while the database does not answer they stay as they are."""
+        """Refresh the figures in `progress`; they stay while the database does not answer."""
         self._updates = await self._ask(list_updates) or self._updates
         self._versions = await self._ask(list_versions) or self._versions
         progress = self._progress
@@ -64,12 +62,12 @@ class Ledger:
         progress.totals = await self._ask(policy_totals) or progress.totals
 
     def trained(self, number: int) -> bool:
-        """Return whether a wave's number of updates is done (`is_trained`)."""
+        """Return whether `number` updates are done (`is_trained`)."""
         leading = self._progress.policy
         return is_trained(self._updates, self._versions, self._policies, leading, number)
 
     async def curves(self) -> dict[str, list[VersionRewards]] | None:
-        """Return each trained policy's rewards by version; None: the database does not answer."""
+        """Return each trained policy's rewards by version; None if the database is away."""
         work = partial(evaluations, split=TRAIN)
         worked, asked = await self._ask(work), await self._ask(evaluations)
         if worked is None or asked is None:
@@ -77,17 +75,17 @@ class Ledger:
         return curves_of(self._policies, worked, asked)
 
     async def served_since(self, version: int) -> float | None:
-        """Return the leading policy's mean reward at work, of this version and later ones."""
+        """Return the leading policy's mean reward at work, for this and later versions."""
         curve = (await self.curves() or {}).get(self._progress.policy, [])
         work = [one for one in curve if one.version >= version and one.reward is not None]
         episodes = sum(one.episodes for one in work)
         return sum((one.reward or 0.0) * one.episodes for one in work) / episodes if work else None
 
     async def calls(self, metrics_url: str, specs: Sequence[PolicySpec]) -> dict[str, Any] | None:
-        """Return what became of all calls that the proxy answered, and of each policy's.
+        """Return figures of all calls and of each policy, or None if the database is away.
 
-        `metrics_url` has the proxy's own count, which is waited for. None: the database does not
-        answer.
+        First wait, for at most `STORED_S`, until the calls that the proxy counts at `metrics_url`
+        are stored.
         """
         async with aiohttp.ClientSession() as session, session.get(metrics_url) as reply:
             calls = int(sum(map(float, CALLS.findall(await reply.text()))))
@@ -115,12 +113,12 @@ class Ledger:
         except Exception as error:
             if not is_unavailable(error):
                 raise
-            # PostgreSQL is being restarted: the next look shows the figures.
+            # PostgreSQL is restarting: the next look refreshes the figures.
             return None
 
 
 def serving_version(versions: Sequence[PolicyVersion], policy: str) -> int:
-    """Return the version of a policy that serves; 0 is the base model."""
+    """Return a policy's serving version; 0 is the base model."""
     serving = [one for one in versions if one.name == policy and one.state == "serving"]
     return max((one.version for one in serving), default=0)
 
@@ -134,7 +132,7 @@ def is_trained(
 ) -> bool:
     """Return whether `number` updates are done, none runs, and the newest versions serve.
 
-    The updates are those of the leading policy: the others may learn less from a wave.
+    Only updates of the leading policy count, as the others may learn less from a wave.
     """
     done = [update for update in updates if update.state == "done"]
     newest = {
@@ -151,7 +149,7 @@ def is_trained(
 def curves_of(
     policies: Sequence[str], worked: Sequence[Evaluation], asked: Sequence[Evaluation]
 ) -> dict[str, list[VersionRewards]]:
-    """Return each policy's own curve, by version: its reward at work and on held-out tasks."""
+    """Return each policy's rewards by version, at work and on held-out tasks."""
     work = {(one.policy, one.version): one for one in worked}
     held_out = {(one.policy, one.version): one for one in asked}
 
@@ -178,7 +176,7 @@ def curves_of(
 def policy_facts(
     specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]
 ) -> dict[str, dict[str, Any]]:
-    """Return of each policy whether it is trained, its versions, and the episodes behind them."""
+    """Return for each policy whether it is trained, and how many versions and trained episodes."""
     by_name = {one.policy: one for one in counted}
     return {
         spec.name: {
@@ -191,9 +189,9 @@ def policy_facts(
 
 
 def trainable_share(specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]) -> float | None:
-    """Return which share of the trained policies' calls can be trained; None: there is no call.
+    """Return the share of the trained policies' calls that can be trained; None without calls.
 
-    Calls of a policy that is not to be trained never can, and side calls are not to be.
+    Side calls are left out: they are never trained.
     """
     trained = {spec.name for spec in specs if spec.trained}
     ours = [one for one in counted if one.policy in trained]

@@ -1,4 +1,4 @@
-"""Keep the figures of a running scenario, show them as a table, and decide when it ends."""
+"""The figures of a running scenario, their display as a table, and the rule when it ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from pawl.scenarios.agent import Ran
 from store.read.stats import PolicyTotals
 from store.records import Record, UpdateRow
 
-# A judge's metric that says whether a run called its tool as it should, 1 or 0.
+# A judge's metric: 1 if the run's tool calls were well-formed, else 0.
 FORMED = "well_formed"
 
 
 @dataclass
 class Wave:
-    """Describe one wave of tasks, which ends with the `expected` number of results.
+    """One wave of tasks, which ends with the `expected` number of results.
 
-    `version` served when it began; `score` is the judge's metric that says how good a result is,
-    0 to 1. `served` is the mean reward since then without that of the control, known at its end.
+    `version` served when it began; `score` names the judge's metric for a result, 0 to 1. `served`
+    is the mean reward since then without the control's, set at the wave's end.
     """
 
     number: int
@@ -37,21 +37,18 @@ class Wave:
 
     @property
     def success(self) -> float:
-        """Return the mean score so far, 0 to 1; a run that failed is worth nothing."""
+        """Return the mean score so far, 0 to 1; a failed run scores 0."""
         return fmean([one.metrics.get(self.score, 0.0) for one in self.results] or [0.0])
 
     @property
     def well_formed(self) -> float | None:
-        """Return the share of results with a well-formed tool call; None: nobody says it."""
+        """Return the share of results with well-formed tool calls; None if the judge says none."""
         known = [one.metrics[FORMED] for one in self.results if FORMED in one.metrics]
         return fmean(known) if known else None
 
 
 class HeldOut(Record, frozen=True, kw_only=True):
-    """Hold the mean score of the held-out tasks, after so many waves and finished updates.
-
-    `families` has that of each family of tasks.
-    """
+    """The mean score of the held-out tasks, in all and by family, after some waves and updates."""
 
     waves: int
     updates: int
@@ -61,16 +58,16 @@ class HeldOut(Record, frozen=True, kw_only=True):
 
 @dataclass
 class Progress:
-    """Keep the figures of a run, oldest first.
+    """The figures of a run; lists are oldest first.
 
     Attributes:
-        policy: the policy that the waves are counted by: the first that is trained.
-        phase: what it does now, in words.
-        seconds: how long it has worked; the start of the processes does not count.
+        policy: the leading policy: the first trained one.
+        phase: the current phase, in words.
+        seconds: how long the run has worked, without the start of the processes.
         minutes: its time limit.
         updates: the trainer's finished updates.
-        totals: what the ledger has of each policy.
-        serving: the version of that policy that serves; 0 is the base model.
+        totals: the ledger's counts for each policy.
+        serving: the leading policy's serving version; 0 is the base model.
     """
 
     title: str
@@ -87,17 +84,17 @@ class Progress:
 
     @property
     def before(self) -> float | None:
-        """Return the mean score on the held-out tasks with the base model, 0 to 1."""
+        """Return the base model's mean score on the held-out tasks, 0 to 1."""
         return self.held_out[0].score if self.held_out else None
 
     @property
     def after(self) -> float | None:
-        """Return the last score on the held-out tasks, if it is not the base model's."""
+        """Return the last score on the held-out tasks, unless it is the base model's."""
         return self.held_out[-1].score if len(self.held_out) > 1 else None
 
     @property
     def best(self) -> HeldOut | None:
-        """Return the best look at the held-out tasks after the base model's, or None."""
+        """Return the best result on the held-out tasks after the base model's, or None."""
         return max(self.held_out[1:], key=lambda look: look.score, default=None)
 
     @property
@@ -107,7 +104,7 @@ class Progress:
 
 
 def render(progress: Progress) -> Group:
-    """Return the live display of a run: heading, figures, and a table of waves."""
+    """Return the live display of a run."""
     head = Text.assemble(
         (f"{progress.title}  ", "bold"),
         (f"{progress.phase}  ", "cyan"),
@@ -151,7 +148,7 @@ def _wave_table(progress: Progress) -> Table:
 
 
 def _reward(progress: Progress, wave: Wave) -> str:
-    """Return the mean reward of the update that this wave was trained in, once it is known."""
+    """Return the mean reward of the update that trained this wave, or a dash."""
     index = wave.number - 1
     updates = [update for update in progress.updates if update.policy == progress.policy]
     if index >= len(updates):
@@ -165,10 +162,10 @@ def _share(value: float | None) -> str:
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """Say when a run's waves end: after `most_waves`, or after two in a row that are `learned`.
+    """The rule when a run's waves end: after `most_waves`, or after two learned waves in a row.
 
-    They are if what serves, without its control, has at least this mean reward.
-    With `updates` so many end them, whatever was learned; then only time ends them before.
+    A wave is learned if its mean reward `served` is at least `learned`. With `updates`, the waves
+    end after this many updates instead, whatever was learned. The time limit always counts.
     """
 
     learned: float
@@ -177,16 +174,13 @@ class Ending(Record, frozen=True, kw_only=True):
 
     @property
     def waves(self) -> int:
-        """Return how many waves there can be.
-
-        Of an update that trains nothing no version comes, and it does not count for `updates`.
-        """
+        """Return the most waves; more than `updates`, as updates without a version do not count."""
         return self.most_waves if self.updates is None else max(self.most_waves, 2 * self.updates)
 
     def is_reached(self, progress: Progress) -> bool:
-        """Return whether no further wave is to begin, once the last one's update is done."""
+        """Return whether the waves end, once the last one's update is done."""
         per_wave = progress.seconds / max(1, len(progress.waves))
-        # Another wave of average length would pass the limit.
+        # Another wave of average length would exceed the time limit.
         is_late = progress.seconds + per_wave > progress.minutes * 60
         if len(progress.waves) >= self.waves or is_late:
             return True
@@ -197,7 +191,7 @@ class Ending(Record, frozen=True, kw_only=True):
 
 
 def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
-    """Return what came of a run: score before and after, and what that took."""
+    """Return a run's result: scores before and after, updates and time."""
     return {
         "before": progress.before,
         "after": progress.after,
@@ -210,7 +204,7 @@ def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
 
 
 def largest_fall(scores: Sequence[float]) -> float:
-    """Return how far a score ever was below the best one before it; 0: never."""
+    """Return the largest distance of a score below the best earlier one."""
     bests = accumulate(scores, max)
     return round(
         max((best - score for best, score in zip(bests, scores, strict=True)), default=0), 4

@@ -24,10 +24,10 @@ Curves = Mapping[str, Sequence[VersionRewards]]
 
 
 def check_drawing() -> None:
-    """Check that a picture can be drawn, before half an hour of work is to be shown in it.
+    """Check, before half an hour of work, that the picture at its end can be drawn.
 
     Raises:
-        ScenarioFailed: the library that draws it is not installed.
+        ScenarioFailed: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ScenarioFailed(
@@ -37,10 +37,10 @@ def check_drawing() -> None:
 
 
 def draw(path: Path, progress: Progress, score: str, curves: Curves) -> None:
-    """Draw score and well-formed calls of each wave, and the held-out score between them.
+    """Draw score and well-formed calls of each wave, and the held-out scores between waves.
 
-    Where several policies are trained, each has its own curve below: the reward of the episodes
-    that each of its versions worked in, and of the held-out ones.
+    Several trained policies have a plot each below: the rewards of their versions, at work and on
+    held-out tasks.
     """
     import matplotlib as mpl
 
@@ -78,7 +78,7 @@ def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
 
 
 def labelled_looks(progress: Progress) -> list[HeldOut]:
-    """Return the looks whose score is written beside them: the first, the best and the last."""
+    """Return the held-out results to label with their score: the first, the best and the last."""
     looks = progress.held_out
     ends = [*looks[:1], *looks[1:][-1:]]
     return ends if progress.best is None or progress.best in ends else [*ends, progress.best]
@@ -108,7 +108,7 @@ def _label(axes: Any, wave: int, score: float) -> None:
 
 
 def dress(axes: Any, counted: str) -> None:
-    """Let the axes show shares, 0 to 1, against whole numbers of what is counted."""
+    """Format the axes for shares (0 to 1) against whole numbers; `counted` is the x label."""
     axes.set_ylim(0, 1.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -122,7 +122,7 @@ def dress(axes: Any, counted: str) -> None:
 def write_report(
     score: str, folder: Path, summary: dict[str, Any], progress: Progress, curves: Curves
 ) -> None:
-    """Write the summary and the picture of a `score` into `folder`, which is made if need be."""
+    """Write the summary and the picture of a `score` to `folder`, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw(folder / "reward.png", progress, score, curves)
@@ -131,9 +131,9 @@ def write_report(
 def closing_words(
     score: str, summary: dict[str, Any], folder: Path, data: Path, policy: str
 ) -> str:
-    """Return the last words of a run, in rich's markup: the result, where it lies, what to do next.
+    """Return a run's closing message in rich's markup: the result, its files, and next steps.
 
-    `data` is the data folder of the run's own database; `policy` was trained.
+    `data` is the data folder of the run's own database; `policy` is a trained one.
     """
     return (
         f"\nHeld-out {score} went from [bold]{summary['before']:.0%}[/] to "
@@ -152,7 +152,7 @@ def closing_words(
 
 
 def _by_family(summary: dict[str, Any]) -> str:
-    """Return the first and the last score of each of several families of tasks, in words."""
+    """Return in words the first and last score of each family of tasks, if there are several."""
     first, last = summary["held_out"][0]["families"], summary["held_out"][-1]["families"]
     both = [name for name in first if name in last]
     changes = ", ".join(f"{name} {first[name]:.0%} to {last[name]:.0%}" for name in both)
@@ -160,6 +160,6 @@ def _by_family(summary: dict[str, Any]) -> str:
 
 
 def _best(summary: dict[str, Any]) -> str:
-    """Return the best look in words, where it was not the last."""
+    """Return the best held-out score in words, unless it is the last."""
     is_last = summary["best"] in (None, summary["after"])
     return "" if is_last else f" (best {summary['best']:.0%})"

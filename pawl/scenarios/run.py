@@ -44,14 +44,14 @@ from trainer.recipes.recipe import Recipe, load_recipe
 DEMO: Final = "calculator"
 STUCK_S: Final = 420.0
 LOOK_S: Final = 0.5
-# Asks the held-out tasks: the phase, and the name of the files.
+# Asks the held-out tasks, given the phase and the name of the files.
 Ask = Callable[[str, str], Awaitable[None]]
 
 
 class RunOptions(Record, frozen=True, kw_only=True):
-    """Hold the options of `pawl demo` and `pawl example`, which the CLI's help explains.
+    """Options of `pawl demo` and `pawl example`; the CLI's help explains them.
 
-    `models` is the folder that the packaged model is unpacked in. None leaves it to the scenario.
+    `models` is the folder for the unpacked packaged model. None means the scenario's own value.
     """
 
     name: str
@@ -67,16 +67,15 @@ class RunOptions(Record, frozen=True, kw_only=True):
 
 
 async def run_scenario(options: RunOptions) -> None:
-    """Run a scenario to its report; all processes that it started are stopped when it returns.
+    """Run a scenario up to its report, and stop all processes that it started.
 
-    A wave is enough for one update of the recipe (`tasks_a_wave`), each task run
-    `claim.group_size` times.
+    A wave has enough tasks for one update (`tasks_a_wave`), and runs each `claim.group_size` times.
 
     Raises:
         RecipeError: there is no such recipe, or it cannot be used.
-        NotReady: the machine cannot run it; nothing was started.
+        NotReady: the machine cannot run the stack; nothing was started.
         ScenarioFailed: there is no such scenario, or it could not go on.
-        BadPolicies: its policies cannot be used.
+        BadPolicies: the scenario's policies cannot be used.
     """
     main = asyncio.current_task()
     assert main is not None
@@ -88,7 +87,7 @@ async def run_scenario(options: RunOptions) -> None:
 
 
 class Run:
-    """Run a scenario once; `progress` has its figures."""
+    """One run of a scenario; `progress` has its figures."""
 
     def __init__(self, options: RunOptions) -> None:
         """Find the scenario, load its recipe and policies, and store the options.
@@ -99,7 +98,7 @@ class Run:
         self._options = options
         self._data = options.var / "data"
         self._started = time.monotonic()
-        # When everything was up: from then on the time limit counts.
+        # When the stack was up; the time limit counts from then.
         self._up: float | None = None
         self._scenario = find_scenario(options.name, options.examples)
         check_model(self._scenario, options.model)
@@ -120,7 +119,7 @@ class Run:
         )
 
     async def run(self) -> None:
-        """Check the machine, start the stack, do all phases, and write the report."""
+        """Check the machine, start the stack, run all phases, and write the report."""
         with held(self._options.var):
             plan = await self._plan()
             preflight(plan)
@@ -186,7 +185,7 @@ class Run:
         ask = partial(self._examine, stack, ledger, held_out)
         await ask("asking the held-out questions: base model", "before")
         await self._learn(stack, ledger, ask)
-        # What the last wave left over would be an update in the middle of the questions.
+        # Otherwise the last wave's leftovers could become an update during the questions.
         await stack.stop_training()
         await ask("asking the held-out questions again", "after")
         self._phase("writing the report")
@@ -217,7 +216,7 @@ class Run:
         await ledger.look()
 
     async def _learn(self, stack: Stack, ledger: Ledger, ask: Ask) -> None:
-        """Run waves of tasks until these end; with `held_out_every`, `ask` asks between them."""
+        """Run waves of tasks until they end; with `held_out_every`, call `ask` between them."""
         scenario = self._scenario
         many, size = tasks_a_wave(self._recipe), self._recipe.claim.group_size
         every = self._options.held_out_every or scenario.held_out_every
@@ -246,7 +245,7 @@ class Run:
         """Refresh the figures until `done` returns true.
 
         Raises:
-            ScenarioFailed: for `STUCK_S` neither a result came nor an update ended.
+            ScenarioFailed: no result came and no update ended for `STUCK_S` seconds.
         """
         before, deadline = self._so_far(), time.monotonic() + STUCK_S
         while True:
@@ -264,7 +263,7 @@ class Run:
             await asyncio.sleep(LOOK_S)
 
     def _so_far(self) -> tuple[int, int]:
-        """Return what shows that a run moves: the wave's results, and updates."""
+        """Return the run's progress: the numbers of the wave's results and of updates."""
         return len(self.progress.waves[-1].results), len(self.progress.updates)
 
     def _take(self, agent: WorkingAgent, wave: Wave) -> bool:
@@ -274,7 +273,7 @@ class Run:
         return len(wave.results) >= wave.expected
 
     async def _summary(self, stack: Stack, ledger: Ledger) -> tuple[dict[str, Any], Curves]:
-        """Return the summary, and the policies' own curves in it."""
+        """Return the summary, and the policies' curves that are also in it."""
         calls = await ledger.calls(f"http://{stack.plan.admin_listen}/metrics", self._specs)
         curves = await ledger.curves()
         await ledger.look()
@@ -296,11 +295,10 @@ class Run:
 
 
 def tasks_a_wave(recipe: Recipe) -> int:
-    """Return how many tasks always come to an update.
+    """Return how many tasks always suffice for an update.
 
-    Where groups are compared within themselves those with and those without spread are claimed
-    apart, and where successes are imitated those with and those without one: of twice as many as an
-    update needs, one kind or the other is enough.
+    Groups with and without spread are claimed separately; so are, if successes are imitated, groups
+    with and without a success. Of twice as many as an update needs, one kind has enough.
     """
     apart = recipe.credit.compares_episodes or recipe.kept is not None
     return recipe.claim.groups * (2 if apart else 1)

@@ -1,4 +1,4 @@
-"""Describe a scenario by its folder: agent, judge, tasks, recipe, and the stack it runs on."""
+"""A scenario, read from its folder: agent, judge, tasks, recipe, and the stack it runs on."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,35 +29,34 @@ TaskSplit = Literal["train", "held-out"]
 
 
 class ScenarioFailed(Exception):
-    """Report that a scenario cannot be run, or could not go on; the message says why."""
+    """A scenario cannot be run, or could not go on; the message says why."""
 
 
 class Keys(BaseModel):
-    """Hold the keys of an `example.toml`.
+    """The keys of an `example.toml`.
 
     Attributes:
-        title: what it is called, in a few words.
+        title: a title of a few words.
         model: the name under which the base model is served.
         python: where the agent's packages are installed: beside Pawl, or in `.venv-clients`.
         agent: the agent's function, as `pawl rollout --python` takes it.
         judge: the judge's function, as `--judge-python` takes it.
-        tasks: the program that makes tasks; `--count`, `--seed` and `--split` follow.
+        tasks: the program that makes tasks; `--count`, `--seed` and `--split` are appended.
         answer: the tasks' field that the agent does not get.
-        models: base models that can do the tasks, each with the GiB that it takes in all on a CPU,
-            and on a GPU that it is trained and served on; empty: the packaged one can.
+        models: base models that can do the tasks, each with the GiB that training and serving take
+            together, on a CPU and on a GPU; empty: the packaged model can do them.
         recipe: a file of the folder, or the name of a packaged recipe.
-        policies: a file of the folder that names the policies; None: the model is the one policy.
+        policies: a file of the folder with the policies; None: the model is the only policy.
         tool_parser: vLLM's parser of tool calls; None: the usual one.
         chat_template: a file of the folder, or the name of a packaged template; None: the model's.
-        tool_results: how results of tools are read, as in `PAWL_TOOL_RESULTS`; None: they are not.
-        score: the judge's metric that is shown, and compared before and after.
-        held_out: number of held-out tasks, or as many of them as there are.
-        held_out_samples: how often each is given to the agent.
-        held_out_every: the held-out tasks are asked again after so many waves; None: only at the
-            end.
+        tool_results: how tool results are read, as in `PAWL_TOOL_RESULTS`; None: not at all.
+        score: the judge's metric to show, and to compare before and after.
+        held_out: number of held-out tasks; fewer if the program makes fewer.
+        held_out_samples: runs of each held-out task.
+        held_out_every: ask the held-out tasks again after this many waves; None: only at the end.
         at_once: runs at the same time.
         most_waves: waves after which learning ends.
-        learned: two waves in a row in which what serves has at least this mean reward end it, too.
+        learned: learning also ends after two waves in a row with at least this mean reward.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -85,14 +84,14 @@ class Keys(BaseModel):
 
 
 class Scenario(Keys):
-    """Describe one scenario: the keys of its file, its name, and the folder that they speak of."""
+    """A scenario: the keys of its file, its name and its folder."""
 
     name: str
     folder: Path
 
     @property
     def asks_for(self) -> str:
-        """Return the model that the agent is told to ask for; empty: it knows by itself."""
+        """Return the model name given to the agent; empty if the agent chooses itself."""
         return "" if self.policies else self.model
 
 
@@ -100,7 +99,7 @@ FILE: Final = TomlFile(Keys, error=ScenarioFailed)
 
 
 def parse_scenario(text: str, folder: Path) -> Scenario:
-    """Return the scenario that the text of a folder's `example.toml` describes.
+    """Parse the text of a folder's `example.toml`.
 
     Raises:
         ScenarioFailed: the text is not TOML, or a key is wrong; the message names the key.
@@ -113,7 +112,7 @@ def find_scenario(name: str, examples: Path = EXAMPLES) -> Scenario:
     """Return the scenario of that name.
 
     Raises:
-        ScenarioFailed: there is none, or its file cannot be used, or this is no checkout.
+        ScenarioFailed: there is no such scenario, its file is invalid, or this is not a checkout.
     """
     known = sorted(path.parent.name for path in examples.glob(f"*/{FILE_NAME}"))
     if not known:
@@ -126,10 +125,10 @@ def find_scenario(name: str, examples: Path = EXAMPLES) -> Scenario:
 
 @contextmanager
 def held(var: Path) -> Iterator[None]:
-    """Keep the folder of a run's results and data from other runs, until the block ends.
+    """Lock the folder of a run's results and data until the block ends.
 
     Raises:
-        ScenarioFailed: another run uses it.
+        ScenarioFailed: another run uses the folder.
     """
     var.mkdir(parents=True, exist_ok=True)
     try:
@@ -146,10 +145,10 @@ def held(var: Path) -> Iterator[None]:
 
 
 def check_model(scenario: Scenario, model: str | None) -> None:
-    """Check that a model is named where the packaged one cannot do the tasks.
+    """Check that a model is given if the packaged one cannot do the tasks.
 
     Raises:
-        ScenarioFailed: none is; the message says which that can do them fit this machine.
+        ScenarioFailed: no model is given; the message names suitable ones that fit this machine.
     """
     if model is not None or not scenario.models:
         return
@@ -171,7 +170,7 @@ def interpreter(scenario: Scenario) -> str:
     """Return the Python that runs a scenario's agent.
 
     Raises:
-        ScenarioFailed: the environment with the agent's framework is not there.
+        ScenarioFailed: the environment with the agent's framework is missing.
     """
     if scenario.python == "pawl":
         return sys.executable
@@ -181,7 +180,7 @@ def interpreter(scenario: Scenario) -> str:
 
 
 def missing_framework(scenario: Scenario) -> str:
-    """Return what to do where the framework of a scenario's agent is not installed."""
+    """Return the remedy if the framework of a scenario's agent is not installed."""
     return (
         f"the agent of {scenario.name} needs its framework in .venv-clients: install it with "
         f"`make example NAME={scenario.name}`, which begins with that"
@@ -189,13 +188,13 @@ def missing_framework(scenario: Scenario) -> str:
 
 
 def file_of(scenario: Scenario, name: str) -> Path | None:
-    """Return the file of a scenario's folder that has this name, or None if there is none."""
+    """Return the path of a file in a scenario's folder, or None if it does not exist."""
     path = (scenario.folder / name).resolve()
     return path if path.is_file() else None
 
 
 def chat_template(scenario: Scenario) -> Path | None:
-    """Return the scenario's chat template: None if it has the model's own.
+    """Return the scenario's chat template; None: the model's own.
 
     Raises:
         ScenarioFailed: there is no such template.
@@ -210,15 +209,15 @@ def chat_template(scenario: Scenario) -> Path | None:
 
 
 def packaged_template(name: str) -> Path:
-    """Return where the packaged chat template of that name lies, if there is one."""
+    """Return the path of the packaged chat template of that name; it may not exist."""
     return Path(__file__).parent / f"{name}.jinja"
 
 
 def recipe_file(scenario: Scenario, recipe: str | None) -> str:
-    """Return what a trainer's `PAWL_RECIPE` is: a name, or the absolute path of a file.
+    """Return the value of `PAWL_RECIPE`: a name, or the absolute path of a file.
 
-    `recipe` is what the command line says; None: the scenario's own. The path is absolute because
-    the trainer may run in another working directory.
+    `recipe` comes from the command line; None: the scenario's own. The path is absolute because the
+    trainer may run in another working directory.
     """
     if recipe is not None:
         return str(Path(recipe).resolve()) if Path(recipe).is_file() else recipe
@@ -231,14 +230,14 @@ def policies_of(scenario: Scenario) -> tuple[PolicySpec, ...]:
 
     Raises:
         ScenarioFailed: there is no such file.
-        BadPolicies: it cannot be used.
+        BadPolicies: the file cannot be used.
     """
     table = open_policies(policies_file(scenario))
     return table.specs if table else (PolicySpec(name=scenario.model, base=scenario.model),)
 
 
 def policies_file(scenario: Scenario) -> Path | None:
-    """Return the scenario's file of policies, or None if it has one policy alone.
+    """Return the scenario's file of policies, or None if it has a single policy.
 
     Raises:
         ScenarioFailed: there is no such file.
@@ -263,7 +262,7 @@ def stack_plan(
 ) -> StackPlan:
     """Return the stack to start, with its data and logs in `var`.
 
-    The scenario has a template and a parser for the packaged model alone.
+    The scenario's chat template and tool parser are used for the packaged model only.
     """
     policies = policies_file(scenario)
     data = var / "data"
@@ -295,10 +294,11 @@ async def make_tasks(
 ) -> tuple[Task, ...]:
     """Write `count` tasks with their answers to a file in `folder`, and return them.
 
-    Of held-out tasks there may be fewer.
+    There may be fewer held-out tasks.
 
     Raises:
-        ScenarioFailed: the program failed, or what it printed is no file of tasks.
+        ScenarioFailed: the program failed, or printed too few tasks for training.
+        RolloutError: its output is not a file of tasks.
     """
     program, *arguments = scenario.tasks
     options = ["--count", str(count), "--seed", str(seed), "--split", split]
