@@ -1,1 +1,1 @@
-"""Compose the command line and the local stack; nothing imports this package."""
+"""The command line and the local stack; no other package imports this one."""

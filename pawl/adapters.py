@@ -1,9 +1,9 @@
-"""Stand before a model server that does not share the trainer's folder, and fetch for it.
+"""Fetch adapters for a model server that does not share the trainer's folder.
 
-Trainer and controller ask this process as they would the server. Before a load it fetches the
-version into its own PAWL_ADAPTER_DIR, which the server sees under the same path, and lets that load
-it from there. All else is passed on as it is, but that versions are listed with the trainer's path.
-Agents' calls never come here.
+Trainer and controller send their requests to this process instead of the server. Before a load it
+fetches the version into its own PAWL_ADAPTER_DIR, which the server sees under the same path, and
+has the server load it from there. Other requests are forwarded unchanged, except that the list of
+models has the trainer's paths. Agents' calls do not pass through this process.
 """
 
 from contextlib import AsyncExitStack
@@ -26,27 +26,27 @@ from trainer.publishing.sources import FetchedFiles
 
 log = structlog.get_logger()
 
-# What trainer and controller ask a model server, but for the load.
+# Requests of trainer and controller that are forwarded unchanged.
 PASSED_ON: Final = (
     ("GET", "/health"),
     ("GET", "/metrics"),
     ("POST", "/v1/completions"),
 )
-# Of a prompt's log-probabilities, in either direction.
+# Largest request body, in bytes.
 MOST_BODY: Final = 64 * 2**20
 
 
 async def run(settings: AdaptersSettings) -> None:
-    """Fetch and pass on until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT.
 
     Raises:
-        NotListening: its port cannot be listened on.
+        NotListening: PAWL_ADAPTERS_LISTEN cannot be listened on.
         TrainerError: PAWL_ADAPTER_SOURCE cannot be used.
     """
     stop = stop_event()
     async with AsyncExitStack() as exits:
         limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        # A model server closes idle connections after 5 s, and no POST is sent again by itself.
+        # A model server closes idle connections after 5 s, and a failed POST is not retried.
         pool = aiohttp.TCPConnector(keepalive_timeout=3.0)
         session = await exits.enter_async_context(
             aiohttp.ClientSession(connector=pool, timeout=limit, response_class=LimitedResponse)
@@ -60,7 +60,7 @@ async def run(settings: AdaptersSettings) -> None:
             settings.allowed_hosts,
         )
         exits.push_async_callback(port.cleanup)
-        # First, as the port waits for those who wait for files.
+        # Closed before the port, which waits for requests that wait for files.
         exits.push_async_callback(server.files.close)
         log.info("adapters_up", replica=server.url, folder=str(server.files.root))
         await stop.wait()
@@ -68,10 +68,9 @@ async def run(settings: AdaptersSettings) -> None:
 
 
 class AdapterServer:
-    """Answer for one model server."""
+    """The HTTP application in front of one model server."""
 
     def __init__(self, settings: AdaptersSettings, session: aiohttp.ClientSession) -> None:
-        """Store which server it is, and open the source of its files."""
         base_url = str(settings.upstream_url)
         self.files = FetchedFiles(settings, self._loaded)
         self.url = without_login(base_url)
@@ -79,7 +78,6 @@ class AdapterServer:
         self._session = session
 
     def app(self) -> web.Application:
-        """Return what the port answers."""
         app = web.Application(client_max_size=MOST_BODY)
         for method, path in PASSED_ON:
             app.router.add_route(method, path, self._pass_on)
@@ -96,7 +94,7 @@ class AdapterServer:
         return await self._ask(request.method, request.path, await request.read())
 
     async def _load(self, request: web.Request) -> web.Response:
-        """Fetch a version and let the server load it; its answer is passed on."""
+        """Fetch a version, have the server load it, and forward the server's answer."""
         body = await _object(request)
         manifest_sha256 = body.pop(MANIFEST_SHA256, None)
         folder = Path(str(body.get("lora_path")))
@@ -107,7 +105,7 @@ class AdapterServer:
         return await self._ask("POST", request.path, {**body, "lora_path": str(place)})
 
     async def _unload(self, request: web.Request) -> web.Response:
-        """Let the server unload a version, whose files it may still read for a while."""
+        """Have the server unload a version; it may still read the files for a while."""
         body = await _object(request)
         policy, _, version = str(body.get("lora_name")).rpartition("@")
         if version.isdecimal():
@@ -115,7 +113,7 @@ class AdapterServer:
         return await self._ask("POST", request.path, body)
 
     async def _models(self, _: web.Request) -> web.Response:
-        """List the server's models, with the paths that their files have at the trainer."""
+        """List the server's models, with the trainer's paths of their files."""
         try:
             listed = await self._listed()
         except aiohttp.ClientError as error:
@@ -129,7 +127,7 @@ class AdapterServer:
         """Return the server's list of its models.
 
         Raises:
-            ClientError: it does not give one.
+            ClientError: the server does not answer with a list.
         """
         try:
             async with self._session.get(f"{self._root_url}/v1/models") as response:
@@ -141,10 +139,10 @@ class AdapterServer:
         return dict(listed)
 
     async def _loaded(self) -> set[Path]:
-        """Return the folders of what the server has loaded, and may read at any time.
+        """Return the folders of the loaded models, which the server may read at any time.
 
         Raises:
-            NotFetched: it does not say.
+            NotFetched: the server does not answer with a list.
         """
         try:
             listed = await self._listed()
@@ -169,10 +167,10 @@ class AdapterServer:
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object that a request has as its body.
+    """Return the JSON object in a request's body.
 
     Raises:
-        HTTPBadRequest: it has none.
+        HTTPBadRequest: the body is not a JSON object.
     """
     try:
         body = await request.json()

@@ -1,7 +1,6 @@
-"""Move a policy's traffic by hand: what commands and the console do, and how they find versions.
+"""Move a policy's traffic by hand, from commands and the console.
 
-Each change is written down as an operator's. Whoever calls these functions says in the reason who
-that is.
+Each change is recorded with the actor `operator`; the caller names the person in the reason.
 """
 
 import asyncio
@@ -31,12 +30,12 @@ from trainer.publishing.model_server import ModelServer, Replicas
 OPERATOR: Final[Actor] = "operator"
 # The states of versions that may get the traffic by hand.
 PROMOTABLE: Final[tuple[PolicyState, ...]] = ("loaded", "canary", "retired")
-# Which version is meant where none is named: the one that is tried, or waits for it.
+# The states of the version to promote if none is named, in order of preference.
 NEXT: Final[tuple[PolicyState, ...]] = ("canary", "loaded")
-# How long an operator waits for a recalled version, and how often the model servers are asked.
+# How long to wait for a recalled version, and the pause between requests to the model servers.
 LOADED_WITHIN_S: Final = 60.0
 ASKED_EVERY_S: Final = 0.5
-# The fields of a query; those of a time end with `since` or `before`.
+# The fields of a query; fields with a time end with `since` or `before`.
 FIELDS: Final = (
     *("episode", "task", "prefix", "agent", "key"),
     *("since", "before", "scored-since", "scored-before"),
@@ -46,16 +45,16 @@ _BEGINS: Final = re.compile(rf"(?:{_FIELD})=")
 _NEXT: Final = re.compile(rf",(?=(?:{_FIELD})=)")
 
 
-# Which version
+# Finding versions
 
 
 async def policy_versions(
     connection: AsyncConnection, name: str, tenant: str | None = None
 ) -> list[PolicyVersion]:
-    """Return the versions of a policy (None: whosever it is, else this tenant's), oldest first.
+    """Return the versions of a policy, oldest first; with `tenant` it must be that tenant's.
 
     Raises:
-        UnknownPolicy: there is no policy of that name; the message names those that there are.
+        UnknownPolicy: there is no such policy; the message names the existing ones.
     """
     of_all = await list_versions(connection)
     own = [version for version in of_all if tenant in (None, version.tenant)]
@@ -71,7 +70,7 @@ def numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
     """Return the version of a policy with this number.
 
     Raises:
-        UnknownPolicy: there is none; the message names those that there are.
+        UnknownPolicy: there is no such version; the message names the existing ones.
     """
     for version in versions:
         if version.version == number:
@@ -81,10 +80,11 @@ def numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
 
 
 def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
-    """Return the version with this number (None: that which serves) if it has an adapter.
+    """Return the version with this number (None: the serving one) if it has an adapter.
 
     Raises:
-        UnknownPolicy: there is none; the message names those that have one.
+        UnknownPolicy: there is no such version, or it has no adapter or files; the message names
+            versions that do.
     """
     name = versions[0].name
     trained = ", ".join(str(one.version) for one in versions if one.version) or "none yet"
@@ -109,7 +109,7 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
 
 
 async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
-    """Return the event, with evidence, since which a version awaits approval, or None."""
+    """Return the event, with evidence, that made a version wait for approval, or None."""
     if not version.awaits_approval:
         return None
     [newest] = await list_events(connection, version.name, version.version, most=1)
@@ -117,7 +117,7 @@ async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> Poli
 
 
 def split_name(named: str) -> tuple[str, int | None]:
-    """Return the policy and the number in `NAME@N`, or the policy and None (pure)."""
+    """Split `NAME@N` into policy and number; the number is None if there is none (pure)."""
     name, at, number = named.rpartition("@")
     return (name, int(number)) if at and number.isdecimal() else (named, None)
 
@@ -125,13 +125,13 @@ def split_name(named: str) -> tuple[str, int | None]:
 async def find_to_promote(
     connection: AsyncConnection, named: str, tenant: str | None = None
 ) -> tuple[PolicyVersion, PolicyEvent | None]:
-    """Return the version to promote, and the event by which it waits for that, if it does.
+    """Return the version to promote, and the event that made it wait for approval, if any.
 
     With `tenant` it must be that tenant's.
 
     Raises:
-        UnknownPolicy: there is no such version, or none waits.
-        NotGated: the version cannot serve, or does already.
+        UnknownPolicy: there is no such version, or none is named and none can be promoted.
+        NotGated: the version cannot serve, or serves already.
     """
     name, number = split_name(named)
     versions = await policy_versions(connection, name, tenant)
@@ -153,11 +153,11 @@ async def promote_by_hand(
     reason: str,
     evidence: Mapping[str, Any] | None = None,
 ) -> PolicyVersion:
-    """Give a version the traffic, and return it; one that was unloaded is loaded first.
+    """Give a version the traffic, and return it; an unloaded version is loaded first.
 
     Raises:
-        NotGated: it is not loaded in time.
-        StateChanged, RolledBack: somebody else moved it meanwhile.
+        NotGated: the version is not loaded in time.
+        StateChanged, RolledBack: its state was changed meanwhile.
     """
     if version.unloaded:
         async with engine.begin() as connection:
@@ -175,10 +175,10 @@ async def promote_as_seen(
     reason: str,
     evidence: Mapping[str, Any] | None = None,
 ) -> None:
-    """Give a loaded version the traffic, unless its state is another than when it was read.
+    """Give a loaded version the traffic, unless its state has changed since it was read.
 
     Raises:
-        StateChanged, RolledBack: somebody else moved it meanwhile.
+        StateChanged, RolledBack: its state was changed meanwhile.
     """
     await lock_policies(connection, [version.name])
     now = await numbered_version(connection, version.name, version.version)
@@ -211,10 +211,10 @@ def _check_can_serve(version: PolicyVersion) -> None:
 
 
 async def wait_until_loaded(version: PolicyVersion) -> None:
-    """Wait until every replica that answers lists a version that was recalled.
+    """Wait until every replica that answers lists a recalled version.
 
     Raises:
-        NotGated: it is not listed within `LOADED_WITHIN_S` seconds.
+        NotGated: the version is not listed within `LOADED_WITHIN_S` seconds.
     """
     name = version.served_name
     print(f"{name} was unloaded: waiting for the model servers to load it", file=sys.stderr)
@@ -241,14 +241,14 @@ async def wait_until_loaded(version: PolicyVersion) -> None:
 async def roll_back_by_hand(
     connection: AsyncConnection, named: str, reason: str, tenant: str | None = None
 ) -> tuple[PolicyVersion, PolicyVersion | None]:
-    """Take the new episodes from a version, by default the one that serves.
+    """Roll back a version, by default the serving one.
 
-    Return the version, and what serves instead, or None if it did not serve. With `tenant` the
-    policy must be that tenant's.
+    Return the version, and the one that serves instead, or None if the version did not serve. With
+    `tenant` the policy must be that tenant's.
 
     Raises:
         UnknownPolicy: there is no such version.
-        NotGated: the version has no new episodes, or is the base model.
+        NotGated: the version gets no new episodes, or is the base model.
     """
     name, number = split_name(named)
     await policy_versions(connection, name, tenant)
@@ -269,28 +269,28 @@ async def freeze_by_hand(
     *,
     frozen: bool = True,
 ) -> None:
-    """Let only operators move a policy's traffic from now on; or, if not `frozen`, all again.
+    """Freeze a policy, so that only operators move its traffic, or unfreeze it.
 
     Raises:
-        UnknownPolicy: there is no such policy, of the tenant.
+        UnknownPolicy: there is no such policy, or it is another tenant's.
     """
     await policy_versions(connection, name, tenant)
     await version_states.freeze(connection, name, frozen=frozen, reason=reason, actor=OPERATOR)
 
 
 class BadQuery(StoreError):
-    """Report a query that cannot be read; the message names the field and the remedy."""
+    """A query cannot be read; the message names the field and the remedy."""
 
 
 def read_query(query: str) -> str | Selection:
-    """Read an episode's key or id, or conditions `FIELD=VALUE` between commas (pure).
+    """Parse an episode's key or id, or conditions `FIELD=VALUE` separated by commas (pure).
 
-    A comma in a value is part of it unless a field follows. A time without a zone is in this
-    machine's.
+    A comma belongs to the value unless `FIELD=` follows. A time without a zone is in this machine's
+    zone.
 
     Raises:
-        BadQuery: a value is missing or is no time, a field comes twice, or an episode's name has
-            further conditions.
+        BadQuery: a value is missing or not a time, a field is repeated, or `episode` is combined
+            with other conditions.
     """
     pairs = [("episode", query)]
     if _BEGINS.match(query):
@@ -334,9 +334,9 @@ async def retrain_by_hand(
     *,
     dry_run: bool = False,
 ) -> Retrained:
-    """Start a policy's line again at a version, which is loaded first if it was unloaded.
+    """Start a policy's line again at a version; an unloaded version is loaded first.
 
-    With `dry_run` nothing is kept. With `tenant` the policy must be that tenant's.
+    With `dry_run` nothing is committed. With `tenant` the policy must be that tenant's.
 
     Raises:
         UnknownPolicy, UnknownNames: there is no such version, episode or API key.
@@ -385,7 +385,7 @@ async def _episodes(
 
 
 def as_text(retrained: Retrained, *, dry: bool) -> str:
-    """Return in words what a retraining did, or with `dry` would do."""
+    """Describe in words what a retraining did, or with `dry` would do."""
     instead = f" in place of {retrained.served}" if retrained.served != retrained.serves else ""
     freed = ", ".join(f"{number} {why}" for why, number in sorted(retrained.freed.items()))
     serves = "would serve" if dry else "serves"

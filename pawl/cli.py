@@ -1,4 +1,4 @@
-"""Put the commands together, run one, and report what is expected in one line."""
+"""The command line: find a command, run it, and report expected failures in one line."""
 
 from importlib import import_module
 from inspect import getdoc
@@ -13,7 +13,7 @@ from pawl.settings import UnreadSettings
 from store import __version__
 from store.errors import StoreError
 
-# In the order of the help: a function, or an app with commands of its own, and its module.
+# In the order of the help: `module:function`, or `module:app` for a group of commands.
 COMMANDS: Final = {
     "proxy": "pawl.commands.processes:proxy",
     "trainer": "pawl.commands.processes:trainer",
@@ -41,14 +41,14 @@ COMMANDS: Final = {
 
 
 class Commands(TyperGroup):
-    """Load a command's module once the command is asked for, so that none slows another down."""
+    """Imports a command's module only when needed, so that commands do not slow each other down."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by its name; None: there is none."""
+        """Return a command by its name, or None."""
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name].partition(":")
@@ -58,8 +58,8 @@ class Commands(TyperGroup):
         if not is_group:
             loaded.command(cmd_name)(target)
         for command in loaded.registered_commands:
-            # typer keeps the line breaks of a docstring, but for its first paragraph: the help is
-            # to be wrapped where the terminal ends, and not where the source does.
+            # typer keeps a docstring's line breaks except in its first paragraph; remove them, as
+            # the help must wrap at the terminal's width.
             paragraphs = (getdoc(command.callback) or "").split("\n\n")
             command.help = "\n\n".join(" ".join(one.split("\n")) for one in paragraphs)
         if not is_group:
@@ -117,7 +117,7 @@ def main() -> None:
     except Exception as error:
         from store.database import explain, is_no_records_fault
 
-        # An OSError of a connection to PostgreSQL is Python's own, and names no file.
+        # An OSError from a connection to PostgreSQL has a built-in type and names no file.
         if isinstance(error, OSError) and error.filename is not None:
             fail(f"{error.filename} cannot be used: {error.strerror}: name another, or mend that")
         is_other = isinstance(error, OSError) and (

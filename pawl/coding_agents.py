@@ -1,4 +1,4 @@
-"""Set up coding agents against Pawl: what each needs for a session that is one episode (pure)."""
+"""Configure coding agents to use Pawl; each session is one episode (pure)."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,13 +12,13 @@ MOST_REPLY_TOKENS: Final = 8192
 
 
 class Session(Record, frozen=True, kw_only=True):
-    """Hold what an agent is set up for.
+    """The session that an agent is configured for.
 
     Attributes:
-        url: the proxy's address that names the episode, without `/v1`.
-        model: the model that the agent asks for.
-        key: the API key that it shows.
-        folder: the folder in which its files are written.
+        url: the proxy's base URL that names the episode, without `/v1`.
+        model: the model that the agent requests.
+        key: its API key.
+        folder: the folder for its configuration files.
         project: the folder in which it works.
         context: the model's longest context in tokens; None: unknown.
     """
@@ -32,20 +32,20 @@ class Session(Record, frozen=True, kw_only=True):
 
     @property
     def reply_tokens(self) -> int | None:
-        """Return the most tokens of a reply that the agent may ask for; None: unknown."""
+        """Return the longest reply in tokens that the agent may request; None: unknown."""
         return self.context and min(MOST_REPLY_TOKENS, self.context // 4)
 
     def limits(self, context: str, reply: str) -> dict[str, int]:
-        """Return both limits under these names; nothing if they are unknown."""
+        """Return both limits under these names, or an empty dict if they are unknown."""
         if not (self.context and self.reply_tokens):
             return {}
         return {context: self.context, reply: self.reply_tokens}
 
 
 class AgentSetup(Record, frozen=True, kw_only=True):
-    """Hold how an agent is started: variables, arguments before the user's own, and its files.
+    """How to start an agent: variables, arguments before the user's own, and files.
 
-    The files are JSON documents, or texts, by their path in the session's folder.
+    The files are JSON documents or texts, by their path in the session's folder.
     """
 
     environment: Mapping[str, str] = {}
@@ -54,7 +54,7 @@ class AgentSetup(Record, frozen=True, kw_only=True):
 
 
 class CodingAgent(Record, frozen=True):
-    """Describe a coding agent: the command that installs it, and how it is set up."""
+    """A coding agent: the command that installs it, and the function that configures it."""
 
     install: str
     setup: Callable[[Session], AgentSetup]
@@ -73,7 +73,7 @@ def _claude(session: Session) -> AgentSetup:
             "DISABLE_AUTOUPDATER": "1",
         }
         | {name: str(tokens) for name, tokens in limits.items()},
-        # Else it asks for a login, and whether to use the key, before it begins.
+        # Otherwise it asks for a login, and whether to use the key.
         files={
             ".claude.json": {
                 "hasCompletedOnboarding": True,
@@ -202,7 +202,7 @@ def _openclaw(session: Session) -> AgentSetup:
     defaults = {
         "model": {"primary": f"pawl/{session.model}"},
         "workspace": str(session.project),
-        # Else it writes files of its own into the project.
+        # Otherwise it writes files of its own into the project.
         "skipBootstrap": True,
     }
     return AgentSetup(

@@ -1,6 +1,6 @@
-"""Compute again what an update that ran made of its episodes: for `pawl credit`, and the console.
+"""Recompute the credit of a past update, for `pawl credit` and the console.
 
-torch is not needed: credit is arithmetic on what the ledger keeps.
+torch is not needed: credit is arithmetic on the ledger's data.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ from trainer.updates.plan import LeftOut, Plan, plan_update
 
 
 class ExplainedUpdate(msgspec.Struct, frozen=True):
-    """Hold an update that ran, and the plan that its recipe makes of its claim.
+    """A past update, and the plan recomputed from its recipe and claim.
 
-    `notes` say what differs from what the update recorded.
+    `notes` are the differences from what the update recorded.
     """
 
     past: PastUpdate
@@ -43,10 +43,10 @@ class ExplainedUpdate(msgspec.Struct, frozen=True):
 
 
 def explain_past(past: PastUpdate) -> ExplainedUpdate:
-    """Compute the credit of a past update again: it takes seconds, and no database.
+    """Recompute the credit of a past update; this takes seconds, and no database.
 
     Raises:
-        RecipeError: the update's recipe has keys that this version of Pawl does not know.
+        RecipeError: this version of Pawl cannot read the update's recipe.
     """
     recipe = _recipe(past)
     plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
@@ -67,7 +67,7 @@ def _recipe(past: PastUpdate) -> Recipe:
 
 
 def _differences(past: PastUpdate, plan: Plan) -> list[str]:
-    """Return a note for each figure that differs now from what the update recorded."""
+    """Return a note for each figure or outcome that differs from the update's record."""
     notes = [
         f"the update recorded {name} = {past.metrics[name]}, and the ledger gives {value} now:"
         " a statement from before the update reached the ledger after it"

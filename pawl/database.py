@@ -18,7 +18,7 @@ from store.settings import StoreSettings
 log = structlog.get_logger()
 
 WATCH_S: Final = 0.5
-# How long a restart of the embedded server is waited for before it is tried again.
+# How long to wait for a restart of the embedded server before trying again.
 RESTART_S: Final = 5.0
 
 
@@ -26,11 +26,11 @@ RESTART_S: Final = 5.0
 async def open_database(settings: StoreSettings, *, makes: bool) -> AsyncIterator[str]:
     """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server.
 
-    The embedded server is started if it does not run, and then stopped at the end. `makes` says
-    whether its files are made if there are none.
+    The embedded server is started if it does not run, and then stopped at the end. With `makes`,
+    its files are created if they are missing.
 
     Raises:
-        StoreError: there is no embedded server, and none is to be made, or it does not start.
+        StoreError: the embedded server's files are missing without `makes`, or it does not start.
     """
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
@@ -59,9 +59,9 @@ async def open_engine(settings: StoreSettings, *, makes: bool) -> AsyncIterator[
 
 @asynccontextmanager
 async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
-    """Run the embedded server, start it again whenever it is down, and stop it at the end.
+    """Run the embedded server, restart it whenever it is down, and stop it at the end.
 
-    A server that another process has started is left running.
+    A server that another process started is left running.
     """
     postgres = EmbeddedPostgres(data_dir)
     ending = threading.Event()
@@ -83,7 +83,7 @@ async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
         finally:
             ending.set()
             await asyncio.to_thread(postgres.stop)
-            # Its thread may have started the server once more: it is stopped again.
+            # The thread may have restarted the server once more, so it is stopped again below.
             await asyncio.wait([keeping])
     finally:
         await asyncio.to_thread(postgres.stop)

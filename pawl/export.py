@@ -21,8 +21,8 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     """Write the selected episodes to `out`, and return their number.
 
     Raises:
-        Damaged: some episodes cannot be read back. The message names each with its reason;
-            all others are written.
+        Damaged: some episodes cannot be read back; the message has the reasons. All other episodes
+            are written.
     """
     now = datetime.now(UTC)
     count = 0
@@ -49,10 +49,9 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
 async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], most: int) -> int:
     """Write up to `most` tasks of the selected episodes to `out`, and return their number.
 
-    They are those of one tenant, the default one unless another is selected. All recorded episodes
-    of these tasks become evaluation. A task that an update has claimed, or
-    whose episode cannot be read back or asks in no text, is passed over. The choice is by a hash
-    of the task.
+    The tasks are of one tenant, by default the default tenant. All their recorded episodes become
+    evaluation. Tasks are chosen by a hash. A task is skipped if an update has claimed it, or if its
+    episode cannot be read back or has no question in text.
 
     Raises:
         StoreError: no task can be held out.
@@ -82,7 +81,7 @@ async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], mo
 
 
 def _question(episode: Episode) -> str | None:
-    """Return the last user message of the first call, if it is all text."""
+    """Return the last user message of the first call if it is text only, else None."""
     request: Any = msgspec.json.decode(episode.calls[0].request or b"null")
     if not isinstance(request, dict):
         return None

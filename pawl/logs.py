@@ -1,4 +1,4 @@
-"""Log in all processes with structlog: readable on a terminal, JSON lines elsewhere."""
+"""Logging of all processes with structlog: readable on a terminal, JSON lines elsewhere."""
 
 import asyncio
 import atexit
@@ -19,11 +19,11 @@ from pydantic_settings import SettingsError
 from store.settings import Settings
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
-# A line up to this length is written as it is. In a longer line each text is cut: much of what
-# is logged comes from clients and upstreams, which may send megabytes.
+# In a longer line each text is cut: many texts come from clients and upstreams, which may send
+# megabytes.
 MOST_LINE_BYTES: Final = 2048
 MOST_CHARS: Final = 256
-# A traceback gets more room: its beginning says where an error happened, its end which.
+# A traceback gets more room: its beginning shows where an error happened, its end which one.
 MOST_TRACE_CHARS: Final = 8192
 TRACE: Final = "exception"
 MOST_ITEMS: Final = 100
@@ -73,14 +73,13 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
 
 
 class LineLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]
-    """Log the lines of level `debug`, one for each call, past structlog's own steps.
+    """Logs lines of level `debug`, one for each call, without structlog's own steps.
 
-    They take longer than writing the line. The result is the same where `_line` is the only
+    These take longer than writing the line. The result is the same if `_line` is the only
     processor.
     """
 
     def debug(self, event: str, *args: object, **fields: object) -> None:
-        """Log a line."""
         if args or self._context:
             super().debug(event, *args, **fields)
         else:
@@ -89,20 +88,19 @@ class LineLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type:
 
 
 class SureFile:
-    """Write to a file and never raise: a full disk must not stop a call.
+    """A file whose writes never raise: a full disk must not stop a call.
 
-    Lines that could not be written are counted. Their number is logged (`log_lines_lost`) with
-    the next write that succeeds.
+    The number of lines that could not be written is logged (`log_lines_lost`) with the next write
+    that succeeds.
     """
 
     def __init__(self, handle: int) -> None:
-        """Store the file descriptor that is written to."""
         self._handle = handle
         self._lost = 0
         self._torn = False
 
     def write(self, lines: bytes) -> int:
-        """Write whole lines if the disk lets it, and return the length of `lines` in any case."""
+        """Try to write whole lines, and return the length of `lines` in any case."""
         prefix = b""
         if self._torn:
             # The last write broke off within a line: end that line first.
@@ -115,7 +113,7 @@ class SureFile:
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
         except OSError:
-            # There is nowhere else to report it: the next write that succeeds does.
+            # Reported by the next write that succeeds: there is nowhere else.
             self._torn = len(rest) < len(prefix) + len(lines)
             self._lost += bytes(rest).count(b"\n") if self._torn else lines.count(b"\n")
         else:
@@ -127,17 +125,17 @@ class SureFile:
 
 
 class GatheringLogger:
-    """Gather lines, and write them a few times a second.
+    """Buffers lines, and writes them a few times a second.
 
-    One write for each line would slow calls down. Warnings and errors are written at once,
-    after the lines that were gathered before them.
+    A write for each line would slow calls down. Warnings and errors are written at once, after the
+    buffered lines.
     """
 
     MOST_BYTES = 64 * 1024
     EVERY_S = 0.2
 
     def __init__(self, file: SureFile) -> None:
-        """Store the file, and register a last write at the process's exit."""
+        """Store the file, and register a flush at the process's exit."""
         self._file = file
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -145,19 +143,19 @@ class GatheringLogger:
         atexit.register(self.flush)
 
     def info(self, line: bytes) -> None:
-        """Gather a line, and see that a write is scheduled."""
+        """Buffer a line, and schedule a write."""
         self._lines.append(line)
         self._bytes += len(line)
         if self._bytes > self.MOST_BYTES:
             self.flush()
         elif self._timer is None:
-            # Without an event loop in this thread a later line, or the process's exit, writes it.
+            # Without an event loop in this thread, a later line or the process's exit writes it.
             with suppress(RuntimeError):
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(self.EVERY_S, self.flush)
 
     def error(self, line: bytes) -> None:
-        """Write a line at once, after the gathered ones."""
+        """Write a line at once, after the buffered ones."""
         self._lines.append(line)
         self.flush()
 
@@ -165,7 +163,7 @@ class GatheringLogger:
     warning = warn = critical = fatal = exception = error
 
     def flush(self) -> None:
-        """Write the gathered lines."""
+        """Write the buffered lines."""
         self._timer = None
         lines, self._lines, self._bytes = self._lines, [], 0
         if lines:
@@ -174,13 +172,13 @@ class GatheringLogger:
 
 
 class LibraryLines(logging.Handler):
-    """Log what libraries log as lines of our own: one for each record, and cut.
+    """Forwards records of libraries to our log, one cut line for each.
 
-    It may hold what a stranger sent: aiohttp quotes the bytes that it could not read.
+    They may have text of strangers: aiohttp quotes bytes that it could not read.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a record; one of a level between ours has the lower of both."""
+        """Log a record as an error, or below that level as a warning."""
         log = structlog.get_logger()
         tell = log.error if record.levelno >= logging.ERROR else log.warning
         try:
@@ -193,7 +191,7 @@ class LibraryLines(logging.Handler):
 def _level() -> int:
     """Return the level of `PAWL_LOG_LEVEL`.
 
-    Where settings cannot be read it is the default: the command that needs them says why.
+    If settings cannot be read, it is the default; the command that needs them reports the error.
     """
     try:
         name = Settings().log_level
@@ -203,10 +201,9 @@ def _level() -> int:
 
 
 def configure_logging(*, gather: bool = False) -> None:
-    """Configure structlog, which libraries log through, too; each process calls this once.
+    """Configure structlog, also for the records of libraries; each process calls this once.
 
-    Lines below `PAWL_LOG_LEVEL` are left out. Processes that take calls `gather` lines, and write
-    them together.
+    Lines below `PAWL_LOG_LEVEL` are left out. Processes that take calls buffer lines (`gather`).
     """
     level = _level()
     factory: Callable[..., structlog.typing.WrappedLogger]

@@ -1,4 +1,4 @@
-"""Share what Pawl's processes have in common: their start, their imports, and their end."""
+"""Helpers for Pawl's processes: start, imports, and end."""
 
 import asyncio
 import atexit
@@ -14,43 +14,43 @@ from pathlib import Path
 from typing import Any, Final
 
 PR_SET_PDEATHSIG: Final = 1
-# Threads of OpenMP spin while they wait for each other, and so burn the cores that the other
-# processes of one machine need: the demo took 1.6 times as long, and twice the processor time.
-# GNU's OpenMP, which torch brings, spins not at all by this; a user's own value stands.
+# OpenMP's threads spin while they wait for each other, and take cores from other processes on the
+# machine: the demo took 1.6 times as long, and twice the processor time. With this value GNU's
+# OpenMP, which torch brings, does not spin. A user's own value is kept.
 PASSIVE_WAITING: Final = ("OMP_WAIT_POLICY", "PASSIVE")
-# As long as the chart's probes wait for `/healthz`.
+# As long as the chart's probes tolerate a silent `/healthz`.
 HUNG_S: Final = 60.0
 
 
 def run_module(name: str) -> list[str]:
     """Return the command line that runs a module with this Python; append its arguments.
 
-    `-P`: an agent's project, the working directory, may well have a folder `proxy` or `store`.
+    `-P`: the working directory, an agent's project, may have a folder `proxy` or `store`.
     """
     return [sys.executable, "-P", "-m", name]
 
 
 def showing_gpus(gpus: Sequence[int]) -> dict[str, str]:
-    """Return the variables by which CUDA shows only these GPUs, as nvidia-smi numbers them.
+    """Return variables that limit CUDA to these GPUs, numbered as by nvidia-smi.
 
-    They are empty, and CUDA shows what it did before, without a GPU.
+    Without GPUs there are none, and CUDA shows what it did before.
     """
     if not gpus:
         return {}
-    # CUDA's own order is by speed.
+    # By default CUDA numbers GPUs by speed.
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 
 
 def wait_passively() -> None:
-    """Let threads of OpenMP sleep while they wait, here and in children.
+    """Make OpenMP's threads sleep while they wait, here and in children.
 
-    It is read when torch is first imported, so this comes before.
+    Call this before torch is imported, which reads the variable.
     """
     os.environ.setdefault(*PASSIVE_WAITING)
 
 
 def spinning_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment by which waiting threads spin all the same.
+    """Return the variables of an environment that make waiting threads spin anyway.
 
     GOMP_SPINCOUNT overrides OMP_WAIT_POLICY, see the manual of GNU's libgomp.
     """
@@ -64,20 +64,20 @@ def spinning_threads(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def yield_cores(niceness: int = 10) -> None:
-    """Let other processes have the cores first, where there are not enough of them.
+    """Lower this process's priority for cores.
 
-    Linux shares cores among sessions before it looks at a process (`sched_autogroup`, see
-    sched(7)), so a session of one's own steps back as a whole.
+    Linux first divides cores among sessions (`sched_autogroup`, see sched(7)), so a process that
+    leads a session lowers the whole session's priority.
     """
     os.nice(niceness)
     if os.getsid(0) == os.getpid():
-        # Kernels without it have no such file.
+        # Kernels without autogroups have no such file.
         with suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send this child the signal `by` when its parent ends, however it ends.
+    """Have the kernel send this child the signal `by` when its parent ends in any way.
 
     Linux only: `PR_SET_PDEATHSIG`, see prctl(2).
     """
@@ -85,7 +85,7 @@ def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set, in the loop that runs now."""
+    """Return an event that SIGTERM and SIGINT set, in the running loop."""
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
@@ -93,10 +93,10 @@ def stop_event() -> asyncio.Event:
 
 
 async def end_if_hung(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, and end the process with status 1 if its event loop stands still for `HUNG_S` s.
+    """Run `work`, and end the process with status 1 if its event loop hangs for `HUNG_S` seconds.
 
-    It answers nobody then, on `/healthz` neither. Whoever has started it starts it again; standard
-    error shows where its threads were.
+    A hung process answers no request, not even `/healthz`. Its supervisor restarts it; standard
+    error has the tracebacks of its threads.
     """
 
     async def postpone() -> None:
@@ -114,11 +114,11 @@ async def end_if_hung(work: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """Import within the block without garbage collection, and exempt from it what is there then.
+    """Disable garbage collection in the block, and exempt all objects at its end from collection.
 
-    Modules live as long as the process. To go through those of torch, transformers and TRL again
-    and again takes a seventh of the processor time of their import, and later, in a trainer of
-    several policies, a part of every turn.
+    Modules live as long as the process. Scanning those of torch, transformers and TRL repeatedly
+    takes a seventh of the processor time of their import, and later, in a trainer of several
+    policies, a part of every turn.
     """
     gc.disable()
     try:
@@ -126,5 +126,5 @@ def large_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        # At its end the process looks through all of it, or libraries complain of leftovers.
+        # Without this, libraries complain of leftover objects at the process's exit.
         atexit.register(gc.unfreeze)

@@ -11,14 +11,14 @@ from typing import Final, cast
 from pawl.processes import die_with_parent
 from store.records import Record
 
-# Of standard error only the end is kept.
+# Bytes kept of standard error: its end.
 LAST_BYTES: Final = 2**16
-# Once a program has ended, what it wrote is there; this is for what is on the way.
+# How long to wait, after a program's end, for output that is still in its pipes.
 REST_S: Final = 1.0
 
 
 class EndedProgram(Record, frozen=True):
-    """Tell how a program ended: its status (negative: a signal's number), and what it wrote."""
+    """The status of a program that ended (negative: a signal's number), and its output."""
 
     status: int
     output: bytes
@@ -26,7 +26,7 @@ class EndedProgram(Record, frozen=True):
 
 
 class TooMuchOutput(Exception):
-    """Report that a program wrote more than it may, and was killed."""
+    """A program wrote more than it may, and was killed."""
 
 
 async def run_program(
@@ -37,14 +37,14 @@ async def run_program(
     most_bytes: int,
     environment: Mapping[str, str] | None = None,
 ) -> EndedProgram:
-    """Run a program with `given` on standard input; then kill what it left behind.
+    """Run a program with `given` on standard input; then kill the processes that it left behind.
 
-    `environment` is all that it gets; None: this process's without Pawl's settings.
+    `environment` is the program's whole environment; None: this process's without Pawl's settings.
 
     Raises:
-        OSError: it cannot be started.
-        TimeoutError: it had not ended after `limit_s`.
-        TooMuchOutput: it wrote more than `most_bytes`.
+        OSError: the program cannot be started.
+        TimeoutError: it did not end within `limit_s` seconds.
+        TooMuchOutput: it wrote more than `most_bytes` to standard output.
     """
     transport, run = await asyncio.get_running_loop().subprocess_exec(
         lambda: _Run(most_bytes),
@@ -53,28 +53,28 @@ async def run_program(
         stdout=PIPE,
         stderr=PIPE,
         env=not_ours(os.environ) if environment is None else environment,
-        # Ctrl-C must reach the parent alone.
+        # Ctrl-C must reach only the parent.
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
     try:
         async with asyncio.timeout(limit_s):
-            # Nobody need read it; then it is dropped.
+            # The program need not read its input.
             source = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
             source.write(given)
             source.close()
             await run.over.wait()
-        # What it left running may hold its output open: it is not waited for.
+        # Wait no longer: processes that it left running may hold its output open.
         with suppress(TimeoutError):
             async with asyncio.timeout(0 if run.too_much else REST_S):
                 await run.closed.wait()
         if run.too_much:
             raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")
     finally:
-        # Its children may outlive it, and hold its output open.
+        # Children may outlive the program, and hold its output open.
         with suppress(ProcessLookupError):
             os.killpg(transport.get_pid(), signal.SIGKILL)
-        # Such a child may have left the group, so the end of its output is not waited for.
+        # A child may have left the group and survive, so do not wait for the end of the output.
         hang_up(transport)
         await run.exited.wait()
         transport.close()
@@ -84,10 +84,10 @@ async def run_program(
 
 
 class _Run(asyncio.SubprocessProtocol):
-    """Collect what a running program writes, and note how far it is.
+    """Collects the output of a running program, and tracks its end.
 
-    `exited` is set once it has ended, whoever holds its output open; `over` likewise, or once it
-    wrote `too_much`; `closed` once nobody can write to its output.
+    `exited` is set once the program ends, even if its output is still open; `over` then, or once it
+    wrote `too_much`; `closed` once no process can write to its output.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -120,21 +120,21 @@ class _Run(asyncio.SubprocessProtocol):
 
 
 def hang_up(transport: asyncio.SubprocessTransport) -> None:
-    """Close this side of a program's pipes, whoever holds the other side open.
+    """Close this side of a program's pipes, even if the other side is open.
 
-    Until they are closed asyncio keeps from those who wait that a program has ended.
+    asyncio reports the end of a program to waiters only once its pipes are closed.
     """
     for fd in range(3):
         pipe = transport.get_pipe_transport(fd)
         if isinstance(pipe, asyncio.WriteTransport) and pipe.get_write_buffer_size():
-            # To close it would be to wait until all is read.
+            # `close` would wait until everything is read.
             pipe.abort()
         elif pipe is not None:
             pipe.close()
 
 
 def not_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without Pawl's settings: the database is no business of an agent's."""
+    """Return an environment without Pawl's settings: agents must not see the database's URL."""
     return {
         name: value
         for name, value in environment.items()
@@ -143,6 +143,6 @@ def not_ours(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def last_line(errors: bytes | str, most_chars: int = 300) -> str:
-    """Return the last line of standard error, at most `most_chars` of it."""
+    """Return the last `most_chars` characters of the last line of standard error."""
     text = errors.decode(errors="replace") if isinstance(errors, bytes) else errors
     return text.strip().rpartition("\n")[2][-most_chars:]

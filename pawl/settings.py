@@ -1,4 +1,4 @@
-"""Define the command line's settings, and the start-up error for unknown `PAWL_*` variables."""
+"""The command line's settings, and the start-up error for unknown `PAWL_*` variables."""
 
 import os
 import re
@@ -30,7 +30,7 @@ Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
 
 
 class StackSettings(StoreSettings):
-    """Hold the settings of `pawl up`, `pawl demo` and the commands that open the database.
+    """Settings of `pawl up`, `pawl demo` and the commands that open the database.
 
     The processes that `pawl up` and `pawl demo` start have settings of their own.
     """
@@ -75,7 +75,7 @@ class StackSettings(StoreSettings):
 
 
 class ClientSettings(Settings):
-    """Hold the settings of the commands that are clients of a proxy."""
+    """Settings of the commands that are clients of a proxy."""
 
     api_key: SecretStr | None = Field(
         default=None,
@@ -86,17 +86,16 @@ class ClientSettings(Settings):
 
     @property
     def key(self) -> str | None:
-        """Return the key, or None without one."""
         return None if self.api_key is None else self.api_key.get_secret_value()
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers by which a request shows the key; none without a key."""
+        """Return the headers with the key; empty without a key."""
         return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
 
 class ControllerSettings(ServerSettings):
-    """Hold the settings of `pawl controller`."""
+    """Settings of `pawl controller`."""
 
     controller_listen: Listen = Field(
         default="127.0.0.1:8103",
@@ -111,7 +110,7 @@ class ControllerSettings(ServerSettings):
 
 
 class AdaptersSettings(SourceSettings):
-    """Hold the settings of `pawl adapters`, which fetches for one model server."""
+    """Settings of `pawl adapters`, which fetches for one model server."""
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"),
@@ -127,14 +126,14 @@ class AdaptersSettings(SourceSettings):
 class DoctorSettings(
     ClientSettings, ControllerSettings, TrainerSettings, ProxySettings, StackSettings
 ):
-    """Hold the settings of all processes, whose ports `pawl doctor` asks.
+    """Settings of all processes, whose ports `pawl doctor` asks.
 
-    Where another machine's process is asked, its address here is the one that it has for others.
+    A process on another machine has here the address under which this machine reaches it.
     """
 
     @property
     def model_servers(self) -> list[str]:
-        """Return the addresses of the model server's replicas, by default that of `pawl up`'s."""
+        """Return the URLs of the model server's replicas, by default that of `pawl up`."""
         is_set = "upstream_url" in self.model_fields_set
         first = self.upstream_url if is_set else f"http://127.0.0.1:{self.vllm_port}/v1"
         return [str(first), *map(str, self.replica_urls)]
@@ -148,9 +147,9 @@ def _prefix(value: str) -> str:
 
 
 class ConsoleSettings(DoctorSettings):
-    """Hold the settings of `pawl console`, which asks for keys as the proxy does.
+    """Settings of `pawl console`, which needs keys as the proxy does.
 
-    Those of the other processes are for what it says as `pawl doctor` does.
+    The other processes' settings are for its findings, which are those of `pawl doctor`.
     """
 
     console_listen: Listen = Field(
@@ -164,11 +163,11 @@ class ConsoleSettings(DoctorSettings):
 
 
 class UnreadSettings(Exception):
-    """Report an unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
+    """A `PAWL_*` variable is unknown, or a setting has a value that cannot be used."""
 
 
 def known_variables() -> set[str]:
-    """Return the names of all `PAWL_*` variables that some process reads."""
+    """Return the names of all `PAWL_*` variables that any process reads."""
     kinds = (
         *(ProxySettings, TrainerSettings, StackSettings),
         *(ControllerSettings, AdaptersSettings, ConsoleSettings, ClientSettings),
@@ -181,7 +180,8 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
     """Refuse unknown `PAWL_*` names: in `environment` (default: the process's), `.env` or secrets.
 
     Raises:
-        UnreadSettings: a variable is unknown; the message suggests the closest known name.
+        UnreadSettings: a variable is unknown (the message suggests the closest known name), or
+            `.env` or the folder of secrets cannot be read.
     """
     given = dict(os.environ if environment is None else environment)
     try:
@@ -192,7 +192,7 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
         raise UnreadSettings(f".env cannot be read: {error}; write it as UTF-8") from error
     for line in lines:
         if line.error or (line.key is not None and line.value is None):
-            # It may hold a secret.
+            # The line is not shown: it may have a secret.
             raise UnreadSettings(f".env: line {line.original.line} is not NAME=VALUE: correct it")
     given = {line.key: line.value or "" for line in lines if line.key is not None} | given
     folder = secrets_folder(given.get("PAWL_SECRETS_DIR"))
@@ -236,8 +236,8 @@ def _problem(kind: type[Settings], detail: ErrorDetails) -> str:
     field, message = str(detail["loc"][0]), detail["msg"].removeprefix("Value error, ")
     name = field if field == "DATABASE_URL" else PREFIX + field.upper()
     if detail["type"] == "value_error":
-        # Our own checks say what to write instead.
+        # Messages of our own checks say what to write instead.
         return message if message.startswith(name) else f"{name}: {message}"
-    # A URL with a password in it is not for a log.
+    # Hide a URL that may have a password.
     shown = "" if "@" in str(detail["input"]) else f" is {detail['input']!r:.80}"
     return f"{name}{shown}: {message}; it sets: {kind.model_fields[field].description}"
