@@ -1,1 +1,1 @@
-"""Define the commands of `pawl`, one module for each group of them."""
+"""The commands of `pawl`, one module for each group."""

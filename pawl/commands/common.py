@@ -1,4 +1,4 @@
-"""Share what several commands need: common options, the database, and how results are printed."""
+"""Shared by several commands: common options, access to the database, and output."""
 
 import asyncio
 import inspect
@@ -36,19 +36,19 @@ OfPolicy = Annotated[str | None, typer.Option(help="Only episodes with calls of 
 
 
 def fail(message: str) -> NoReturn:
-    """End with status 2, after one line on standard error."""
+    """Print one line to standard error, and exit with status 2."""
     print(f"pawl: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def check_above(option: str, file: Path | None) -> None:
-    """End with status 2 unless the file that an option names, if any, has a folder to be in."""
+    """Exit with status 2 if the folder of an option's file, if given, does not exist."""
     if file is not None and not file.absolute().parent.is_dir():
         fail(f"{option}: there is no folder {file.absolute().parent}; make it, or name another")
 
 
 def a_tenant(name: str | None) -> str | None:
-    """Return what `--tenant` names, or end with status 2 if it cannot be a tenant's name."""
+    """Return the value of `--tenant`, or exit with status 2 if it is not a valid tenant name."""
     if name is not None and not re.fullmatch(PATTERN, name):
         fail(
             f"--tenant: {name!r:.80} cannot be a tenant's name: write 1 to 64 letters, digits, "
@@ -57,7 +57,7 @@ def a_tenant(name: str | None) -> str | None:
     return name
 
 
-# Whoever can read the database sees the data of all tenants: this narrows it.
+# A filter and no permission: who can read the database sees all tenants' data.
 OfTenant = Annotated[
     str | None,
     typer.Option(
@@ -72,7 +72,7 @@ AsJson = Annotated[
 
 
 def in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Result:
-    """Run `work` in a transaction of its own, and return its result."""
+    """Run `work` in a transaction, and return its result."""
 
     async def run(engine: "AsyncEngine") -> Result:
         async with engine.begin() as one:
@@ -83,7 +83,7 @@ def in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Resul
 
 def with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Result:
     """Run `work`, which makes its own transactions, and return its result."""
-    # Not every command opens the database.
+    # Imported here, as not every command opens the database.
     from pawl.database import open_engine
 
     async def run() -> Result:
@@ -94,9 +94,9 @@ def with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Result:
 
 
 def require_torch() -> None:
-    """Import torch, or end with one line that says what to do if it cannot be imported.
+    """Import torch, or exit with one line that has the remedy if it cannot be imported.
 
-    Other errors of an import are faults of the code, and keep their traceback.
+    Other import errors are faults of the code, and keep their traceback.
     """
     from pawl.stack.preflight import unusable
 
@@ -107,15 +107,15 @@ def require_torch() -> None:
 
 
 def with_zone(moment: datetime | None) -> datetime | None:
-    """Return the time with a zone; a time without one is read in the machine's zone."""
+    """Return the time with a zone; without one it is in the machine's zone."""
     return moment.astimezone() if moment is not None and moment.tzinfo is None else moment
 
 
 def takes(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
-    """Give a command the fields of `flags` as its options.
+    """Decorate a function of a `flags` record as a command with the record's fields as options.
 
-    Typer reads a command's options from its signature. That of the command made here is the
-    record's: a field's annotation says how the option is written, its default what it is without.
+    Typer reads a command's options from its signature, which is the record's: a field's annotation
+    describes the option, and its default is the option's.
     """
 
     def make(run: Callable[[Flags], None]) -> Callable[..., None]:
@@ -134,7 +134,7 @@ def takes(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..
 def write_lines(
     lines: Sequence[Line], table: Callable[[Sequence[Line]], Table], *, as_json: bool
 ) -> None:
-    """Write to standard output: `table` of the lines to a terminal, JSON lines if `as_json`."""
+    """Print `table` of the lines on a terminal; otherwise, or if `as_json`, print JSON lines."""
     if as_json or not sys.stdout.isatty():
         text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
         sys.stdout.buffer.write(text)
@@ -151,9 +151,9 @@ def grid(
     whole: Collection[str] = (),
     caption: str | None = None,
 ) -> Table:
-    """Return a table of values as plain text, with the columns `right` aligned to the right.
+    """Return a table of values as plain text.
 
-    Those in `whole` are never wrapped.
+    Columns in `right` are right-aligned; columns in `whole` are never wrapped.
     """
     table = Table(box=None, pad_edge=False, caption=caption)
     for name in names:

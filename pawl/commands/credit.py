@@ -1,4 +1,4 @@
-"""Define `pawl credit`: what each call of a file, or of an update that ran, is worth."""
+"""`pawl credit`: the credit of each call of a file, or of a past update."""
 
 import sys
 from collections.abc import Sequence
@@ -130,7 +130,7 @@ def table(lines: Sequence[CreditLine]) -> Table:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as the table has it: of the parts of a reward each with its metric."""
+    """Format a value for the table; a reward's parts are shown with their metrics."""
     if not isinstance(value, dict):
         return value
     return ", ".join(f"{metric} {part:+.4g}" for metric, part in value.items())

@@ -1,4 +1,4 @@
-"""Define `pawl doctor`: why nothing is learned, and what to do."""
+"""`pawl doctor`: why nothing is learned, and what to do."""
 
 import asyncio
 import sys
@@ -43,7 +43,6 @@ def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
 
 def findings_table(found: Sequence[Finding]) -> Table:
-    """Return the findings as a table for a terminal."""
     rows = []
     for one in found:
         since = f" (since {one.since.astimezone():%Y-%m-%d %H:%M})" if one.since else ""

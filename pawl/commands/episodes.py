@@ -1,4 +1,4 @@
-"""Define `pawl export` and `pawl episodes delete`: what was recorded, written or deleted."""
+"""`pawl export` and `pawl episodes delete`: write or delete recorded episodes."""
 
 import asyncio
 import sys
@@ -89,7 +89,7 @@ def export(
         try:
             count = with_engine(lambda engine: write(engine, selection, file))
         except Damaged as error:
-            # All others are written.
+            # Raised after the file is complete, as all other episodes are written.
             damaged = error
     if damaged is not None:
         raise damaged
@@ -97,7 +97,7 @@ def export(
 
 
 class DeleteFlags(Record, frozen=True, kw_only=True):
-    """Hold what may be written after `pawl episodes delete`."""
+    """The arguments of `pawl episodes delete`."""
 
     names: Annotated[
         list[str] | None,
@@ -174,7 +174,7 @@ def delete(flags: DeleteFlags) -> None:
 
 
 def _selection(flags: DeleteFlags) -> Selection | None:
-    """Return which episodes are selected, or None if nothing selects any."""
+    """Return the selection that the options make, or None without such options."""
     selection = Selection(
         tenant=flags.tenant,
         task=flags.task,
@@ -186,7 +186,7 @@ def _selection(flags: DeleteFlags) -> Selection | None:
 
 
 async def _delete(engine: AsyncEngine, flags: DeleteFlags, selection: Selection | None) -> int:
-    """Print each receipt once its episode is deleted; return how many records wait."""
+    """Delete episodes, and print each receipt; return how many of their records wait."""
     spool_dir = read_settings(ProxySettings).spool_dir
     as_lines = flags.as_json or not sys.stdout.isatty()
     names = [scoped(flags.tenant, name) for name in flags.names or ()]
@@ -206,16 +206,16 @@ async def _delete(engine: AsyncEngine, flags: DeleteFlags, selection: Selection 
 
 
 class UnknownEpisodes(StoreError):
-    """Report names that no recorded episode has; nothing was deleted."""
+    """No recorded episode has these names; nothing was deleted."""
 
 
 async def choose(
     engine: AsyncEngine, names: Sequence[str], selection: Selection | None, *, marking: bool
 ) -> FoundEpisodes:
-    """Return what the names, or a selection, stand for; names are as they are kept.
+    """Return the episodes of the names, with their tenant, or of a selection.
 
     Raises:
-        UnknownEpisodes: a name is not recorded, and such names are not to be marked.
+        UnknownEpisodes: a name is not recorded, and `marking` is false.
     """
     async with engine.connect() as connection:
         chosen = await named(connection, names)
@@ -233,10 +233,10 @@ async def choose(
 async def delete_episodes(
     engine: AsyncEngine, spool_dir: Path, chosen: FoundEpisodes, *, dry: bool
 ) -> AsyncIterator[Receipt]:
-    """Delete the chosen episodes one by one, and yield each one's receipt once it is deleted.
+    """Delete the chosen episodes one by one, and yield each receipt once its episode is deleted.
 
-    With `dry` everything is done and nothing is kept, so that the receipts are those of a deletion;
-    dead letters are left as they are.
+    With `dry` each deletion is rolled back, so the receipts are those of a real one; dead letters
+    are left alone.
     """
     for name, whole in chosen.deleted_before.items():
         async with engine.connect() as connection:
@@ -257,7 +257,7 @@ async def delete_episodes(
 async def _with_letters(
     engine: AsyncEngine, spool_dir: Path, receipt: Receipt, *, dry: bool
 ) -> Receipt:
-    """Remove an episode's dead letters of this machine, and count them."""
+    """Remove an episode's dead letters on this machine, and add their number to the receipt."""
     if dry:
         return receipt
     names = receipt.keys or (receipt.episode,)
@@ -267,9 +267,9 @@ async def _with_letters(
 
 
 async def drained(engine: AsyncEngine, spool_dir: Path, within_s: float) -> int:
-    """Wait until no segment of this machine has a record of a deleted episode.
+    """Wait until no segment on this machine has records of deleted episodes.
 
-    Return how many such records are left after `within_s` seconds.
+    Return how many such records are left after at most `within_s` seconds.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + within_s
@@ -282,7 +282,7 @@ async def drained(engine: AsyncEngine, spool_dir: Path, within_s: float) -> int:
 
 
 def as_given(receipt: Receipt) -> Receipt:
-    """Return a receipt with the names that clients gave."""
+    """Return a receipt with names as clients gave them, without the tenant."""
     return msgspec.structs.replace(
         receipt,
         episode=bare(receipt.episode),

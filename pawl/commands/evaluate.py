@@ -1,4 +1,4 @@
-"""Define `pawl evaluate`, which compares two versions on held-out tasks."""
+"""`pawl evaluate`: compare two versions on held-out tasks."""
 
 import asyncio
 import importlib.util
@@ -41,7 +41,7 @@ HOLDS: Final = "The interval holds at every look, with 95 % at each end"
 
 
 class EvaluateFlags(AgentFlags, frozen=True, kw_only=True):
-    """Hold what may be written after `pawl evaluate`."""
+    """The arguments of `pawl evaluate`."""
 
     policy: Annotated[
         str | None,
@@ -110,7 +110,7 @@ def evaluate_command(flags: EvaluateFlags) -> None:
     """
     for option, path in (("--json", flags.json), ("--picture", flags.picture)):
         check_above(option, path)
-    # Before the work that is to be shown in it.
+    # Checked before the work, not after it.
     if flags.picture is not None and importlib.util.find_spec("matplotlib") is None:
         fail("--picture needs matplotlib: install Pawl's extra `demo`, or leave it")
     try:
@@ -127,10 +127,10 @@ def evaluate_command(flags: EvaluateFlags) -> None:
 
 
 async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
-    """Run what the journal has not got yet; return the result.
+    """Make the runs missing in the journal, and return the result.
 
     Raises:
-        RolloutError: it cannot run with these options, or could not go on.
+        RolloutError: the options cannot be used, or the evaluation could not go on.
     """
     try:
         rule = PublishOptions(margin=flags.margin, reward_range=flags.reward_range)
@@ -165,10 +165,10 @@ async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
 
 
 def versions(models: Models, policy: str | None, against: str | None) -> tuple[str, str]:
-    """Return the names, NAME@N, of the version to evaluate and of the one to compare it with.
+    """Return the names, NAME@N, of the version to evaluate and the version to compare it with.
 
     Raises:
-        RolloutError: they are not named well, or one of them is not known.
+        RolloutError: no policy is named and there are several, or the names are wrong.
     """
     if policy is None:
         if len(models.serving) != 1:
@@ -198,10 +198,9 @@ def versions(models: Models, policy: str | None, against: str | None) -> tuple[s
 
 
 class EvaluationDisplay(Display):
-    """Show an evaluation: how many tasks are compared, and the difference so far."""
+    """Shows an evaluation: how many tasks are compared, and the difference so far."""
 
     def __init__(self, rollout: Rollout, pairs: Pairs, console: Console) -> None:
-        """Store what is shown, and where."""
         super().__init__(rollout, console)
         self._pairs = pairs
 
@@ -220,7 +219,7 @@ class EvaluationDisplay(Display):
 
 
 def report(evaluation: EvaluationReport) -> Group:
-    """Return the result as a table, with what became of it in words."""
+    """Return the result as a table and in words."""
     return Group(
         Text(f"{evaluation.new} against {evaluation.old}"),
         _table(evaluation),
@@ -234,7 +233,7 @@ def report(evaluation: EvaluationReport) -> Group:
 
 
 def _headline(evaluation: EvaluationReport) -> str:
-    """Return the outcome, which tells better from no worse where the interval does."""
+    """Return the outcome; `better` is shown as "no worse" unless the interval is above 0."""
     if evaluation.outcome == "better" and evaluation.figures.lower <= 0:
         return "no worse"
     return evaluation.outcome
@@ -314,7 +313,7 @@ HARM: Final = "#e8590c"
 
 
 def draw(path: Path, evaluation: EvaluationReport) -> None:
-    """Draw the difference with its interval task after task, and the means by family."""
+    """Draw the difference with its interval over the tasks, and the means by family."""
     import matplotlib as mpl
 
     mpl.use("Agg")

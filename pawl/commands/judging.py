@@ -1,4 +1,4 @@
-"""Define `pawl judge`, which has a program or a model score finished episodes."""
+"""`pawl judge`: have a program or a model score finished episodes."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from store.records import Record
 
 
 class JudgeFlags(Record, frozen=True, kw_only=True):
-    """Hold what may be written after `pawl judge`."""
+    """The arguments of `pawl judge`."""
 
     command: Annotated[
         list[str] | None,

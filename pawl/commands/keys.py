@@ -115,7 +115,6 @@ def list_all(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
 
 def table(keys: "Sequence[ApiKey]") -> Table:
-    """Return the keys as a table for a terminal."""
     from store.keys import ApiKey
 
     def shown(key: ApiKey) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""Define `pawl up`, `pawl demo` and `pawl example`, which run all of Pawl on this machine."""
+"""`pawl up`, `pawl demo` and `pawl example`: run all of Pawl on this machine."""
 
 import asyncio
 import sys
@@ -63,7 +63,7 @@ def up() -> None:
     except (NotReady, ProcessFailed, RecipeError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        # While the model was being unpacked: nothing was started.
+        # Ctrl-C while the model was unpacked: nothing was started.
         pass
 
 
@@ -174,9 +174,9 @@ def _run_scenario(options: RunOptions, what: str) -> None:
 
 
 async def run_stack(settings: StackSettings) -> None:
-    """Start the stack, print how it is used, and keep it until SIGINT or SIGTERM.
+    """Start the stack, print how to use it, and keep it until SIGINT or SIGTERM.
 
-    These end it while it starts, too.
+    The signals also end a stack that is still starting.
 
     Raises:
         NotReady: the machine cannot run the stack; nothing was started.
@@ -219,7 +219,7 @@ async def _plan(settings: StackSettings) -> StackPlan:
     model = settings.model
     if model is None and not outside:
         model = str(await unpacked_unless_stopped(settings.data_dir / "models"))
-    # One trainer trains them all; they have one base model.
+    # One trainer trains all policies, which share one base model.
     chosen = chosen_policies(trainer, open_policies(trainer.policies))
     policy = trainer.policy
     if trainer.policies is None and not outside:

@@ -1,4 +1,4 @@
-"""Define `pawl plan`: what memory a model takes in training, and how long its calls may be."""
+"""`pawl plan`: how much memory training a model takes, and how long its calls may be."""
 
 import resource
 import time
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 GIB: Final = 2**30
 MIB: Final = 2**20
-# Rows to compare with rows computed one by one, which takes long and much memory.
+# Size of the rows that are also computed one by one, which takes long and much memory.
 COMPARED_TURNS: Final = 4
 COMPARED_TOKENS: Final = 256
-# PAWL_MAX_MODEL_LEN takes no less.
+# The least value of PAWL_MAX_MODEL_LEN.
 SHORTEST: Final = 128
-# One machine's.
+# GPUs of one machine.
 MOST_GPUS: Final = 8
 
 
 class Rehearsal(Record, frozen=True, kw_only=True):
-    """Hold what an update came to that was really done, of two episodes of one task.
+    """Measurements of a real update on two episodes of one task.
 
-    Of `unique_tokens` distinct ones `computed_tokens` were computed. `gradient_distance` is how far
-    the log-probabilities' gradient is from that of rows computed one by one, as a share of its
-    largest entry.
+    The rows have `unique_tokens` distinct tokens, for which `computed_tokens` were computed.
+    `gradient_distance` is the distance of the log-probabilities' gradient from that of rows
+    computed one by one, as a share of its largest entry.
     """
 
     way: str
@@ -49,12 +49,12 @@ class Rehearsal(Record, frozen=True, kw_only=True):
 
 
 class MemoryPlan(Record, frozen=True, kw_only=True):
-    """Hold the plan of one model on a CPU, or on one GPU of the trainer's `gpus`.
+    """The plan of one model on a CPU, or on one GPU of the trainer's `gpus`.
 
-    Sizes are in GiB, or in MiB for each token.
-    `longest` and `longest_plain` are the tokens of the longest call that can be trained, with and
-    without gradient checkpointing. An episode of `turns` turns whose last call has `context` tokens
-    has `unique_tokens`, and `row_tokens` if each call were computed by itself.
+    Sizes are in GiB, or in MiB for each token. `longest` and `longest_plain` are the tokens of the
+    longest trainable call, with and without gradient checkpointing. An episode of `turns` calls
+    whose last call has `context` tokens has `unique_tokens` tokens, and `row_tokens` if each call
+    were computed by itself.
     """
 
     model: str
@@ -171,7 +171,7 @@ def plan(
 
 
 def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehearsal:
-    """Do an update of two episodes of `turns` calls that grow to `context` tokens.
+    """Make an update on two episodes of `turns` calls that grow to `context` tokens.
 
     Raises:
         LearnerError: the model cannot be trained, or memory ran out.
@@ -196,12 +196,12 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         rows = with_logprobs(rows, dict(sampled))
         on_gpu = torch.cuda.is_available()
         if on_gpu:
-            # The learner has tried the model's whole context.
+            # The learner has already computed the model's whole context, which is not the update's.
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         metrics = learner.update(rows)
         seconds = time.perf_counter() - began
-        # Linux counts a process's largest memory in KiB.
+        # Linux gives a process's peak memory in KiB.
         of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if on_gpu else of_process
         few = growing_rows(ids, min(turns, COMPARED_TURNS), min(context, COMPARED_TOKENS))
@@ -219,13 +219,13 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
 
 
 def _context(takes: "Footprint", recipe: Recipe, device: str) -> int:
-    """Return the longest call, in tokens, of a server that nobody has told of another."""
+    """Return the default longest call of a server, in tokens."""
     context = takes.context or recipe.batch.micro_batch_tokens
     return min(context, CPU_CONTEXT) if device == "cpu" else context
 
 
 class _Space(Record, frozen=True, kw_only=True):
-    """Hold the bytes of a device, of vLLM's share, of what it needs, and of the trainer's room."""
+    """Bytes of a device, of vLLM's share (`server`), of vLLM's need, and of the trainer's room."""
 
     on_gpu: bool
     memory: int
@@ -246,7 +246,7 @@ def memory_plan(
     turns: int,
     gpus: int = 1,
 ) -> MemoryPlan:
-    """Return the plan of a model that in one process `takes` so much memory (pure)."""
+    """Return the plan of a model; `takes` is its memory in one process (pure)."""
     from trainer.learners.kernels.process import LEFT_FREE
     from trainer.learners.memory import OVERHEAD
 
@@ -256,7 +256,7 @@ def memory_plan(
         server = takes.served + CPU_CACHE_GIB * GIB
     else:
         server = int(memory * (SHARED if serve_share is None else serve_share))
-    # What a trainer on a CPU leaves free is a share of the whole.
+    # A trainer on a CPU leaves a share of the whole memory free.
     room = max(0, memory - server - int(memory * LEFT_FREE if device == "cpu" else 0))
     serving, on_gpu = takes.served + context * takes.cached, device == "cuda"
     space = _Space(on_gpu=on_gpu, memory=memory, server=server, serving=serving, room=room)
@@ -283,7 +283,7 @@ def memory_plan(
         context_gib=round(takes.needed(context, checkpointing=True) / GIB, 2),
         turns=turns,
         unique_tokens=context,
-        # Calls that grow by equal steps.
+        # Calls grow by equal steps.
         row_tokens=context * (turns + 1) // 2,
         advice=tuple(_advice(alone, recipe, gpus, space, context)),
     )
@@ -292,9 +292,9 @@ def memory_plan(
 def _advice(
     alone: "Footprint", recipe: Recipe, gpus: int, space: "_Space", context: int
 ) -> Sequence[str]:
-    """Return what to change so that calls of `context` tokens can be trained and served.
+    """Return changes that let calls of `context` tokens be trained and served.
 
-    Each way is enough by itself.
+    Each alternative is enough by itself.
     """
     takes = alone.over(gpus)
     longest = takes.longest(space.room, checkpointing=True)
@@ -323,11 +323,11 @@ def _advice(
 
 
 def _serve_more(takes: "Footprint", space: "_Space", context: int) -> Sequence[str]:
-    """Return what lets vLLM serve calls of `context` tokens on a GPU, of what can."""
+    """Return the possible changes that let vLLM serve calls of `context` tokens on a GPU."""
     ways = []
     if space.serving + takes.needed(context, checkpointing=True) <= space.memory:
         ways.append("give it more (PAWL_SERVE_GPU_SHARE)")
-    # Without room for a whole call vLLM serves shorter ones.
+    # With room for the weights but not for such a call, vLLM serves shorter calls.
     lacking = takes.served if space.server < takes.served else space.serving
     if takes.quantised is None and lacking - takes.served / 2 < space.server:
         ways.append('serve 8 bits (PAWL_VLLM_ARGS="--quantization fp8")')
@@ -339,7 +339,7 @@ def _serve_more(takes: "Footprint", space: "_Space", context: int) -> Sequence[s
 
 
 def _train_more(alone: "Footprint", gpus: int, space: "_Space", tokens: int) -> Sequence[str]:
-    """Return what lets the trainer compute `tokens` tokens at once, of what can."""
+    """Return the possible changes that let the trainer compute `tokens` tokens at once."""
     ways = []
     if alone.packed is not None:
         packed = msgspec.structs.replace(alone, weights=alone.packed)

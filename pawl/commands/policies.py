@@ -1,4 +1,4 @@
-"""Define `pawl policies list` and `show`: what policies answer, and how their versions do."""
+"""`pawl policies list` and `show`: policies with their models, and versions with their rewards."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -42,11 +42,11 @@ from trainer.settings import TrainerSettings
 from trainer.updates.claiming import claim_rule
 from trainer.updates.training_warnings import training_warnings
 
-# `unlisted`: it has versions, and the file of policies does not name it.
+# `unlisted`: the policy has versions, but is not in the file of policies.
 Kind = Literal["trained", "fixed", "unlisted"]
-# As many as are shown, the newest.
+# Only the newest events are shown.
 MAX_EVENTS: Final = 100
-# The columns of figures that not every version has.
+# The columns of optional figures.
 MEASURED: Final = {
     "share": "share",
     "live_reward": "live reward",
@@ -133,12 +133,12 @@ for verb in (promote, rollback, retrain, freeze):
 
 
 class PolicyLine(Record, frozen=True, kw_only=True):
-    """Describe one policy, with the fields in the order in which they are written.
+    """One policy; the fields are in output order.
 
-    It answers calls for one of `models`, and those for `base` by one of `agents`. `serving` is the
-    version that has the traffic, `versions` are those with an adapter, and `waiting` are the
-    episodes with a reward that it may claim. `explore` is there only if it explores, and `tenant`
-    only if it is not the default one.
+    The policy answers calls for `models`, and calls of `agents` for `base`. `serving` is the
+    serving version, `versions` counts versions with an adapter, and `waiting` counts episodes with
+    a reward that it may claim. `explore` is set only if the policy explores, `tenant` only if it is
+    not the default one.
     """
 
     name: str
@@ -157,10 +157,10 @@ class PolicyLine(Record, frozen=True, kw_only=True):
 async def policies_of(
     engine: AsyncEngine, table: PolicyTable | None, recipe: str, tenant: str | None = None
 ) -> list[PolicyLine]:
-    """Return all policies: those of the file, in its order, and then those in the store alone.
+    """Return all policies: those of the file in its order, then those only in the store.
 
-    `recipe` is that of policies for which the file names none; with `tenant`, only policies of this
-    tenant are returned.
+    `recipe` is for policies whose recipe the file does not name. With `tenant`, only that tenant's
+    policies are returned.
     """
     async with engine.connect() as connection:
         versions = await list_versions(connection)
@@ -178,7 +178,7 @@ async def policies_of(
 
 
 def _from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
-    """Return what the file says of its policies."""
+    """Return the lines of the file's policies."""
     return [
         PolicyLine(
             name=spec.name,
@@ -187,7 +187,7 @@ def _from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
             agents=spec.agents,
             models=(spec.name, *(model for model in spec.models if model != spec.name)),
             recipe=(spec.recipe or recipe) if spec.trained else None,
-            # Until a trainer has begun it, too.
+            # Version 0 serves even before a trainer has begun the policy.
             serving=f"{spec.name}@0" if spec.trained else None,
             explore=UNSET if spec.explore is None else str(spec.explore),
             tenant=UNSET if spec.tenant == DEFAULT else spec.tenant,
@@ -199,7 +199,7 @@ def _from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
 def _from_store(
     versions: Sequence[PolicyVersion], table: PolicyTable | None, recipe: str
 ) -> PolicyLine:
-    """Return what the store says of a policy; without a file, each model name is one."""
+    """Return the line of a policy that is only in the store; without a file it is trained."""
     name, base = versions[0].name, versions[0].served_name
     tenant = UNSET if versions[0].tenant == DEFAULT else versions[0].tenant
     if table is not None:
@@ -222,7 +222,7 @@ def _with_versions(
 
 
 def policies_table(lines: Sequence[PolicyLine]) -> Table:
-    """Return the lines as a table for a terminal; `explore` and `tenant` only if any has it."""
+    """Return a table; it has the columns `explore` and `tenant` only if any line has them."""
     names = list(PolicyLine.__struct_fields__)
     for name in ("explore", "tenant"):
         if all(getattr(line, name) is UNSET for line in lines):
@@ -232,23 +232,20 @@ def policies_table(lines: Sequence[PolicyLine]) -> Table:
 
 
 class VersionLine(Record, frozen=True, kw_only=True):
-    """Describe one version of a policy, with the fields in the order in which they are written.
+    """One version of a policy; the fields are in output order.
 
-    `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
-    lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
-    as nothing could ask for it any more; `altered` that its files on this machine, if it has them,
-    are not those that were written, and `unread` that they cannot be read for now. `live_reward` is
-    the mean of the `live_episodes` of work that began with it and have a reward. `ended` says
-    that the policy's line started again before it (`pawl policies retrain`); `kl_to_base` how far
-    it is from the base model, in nats a token on what it was trained on. How fast its update
-    trained are `tokens_per_second`, distinct ones, `mfu`, the share of the GPU's peak, and
-    `idle_share`, of the time since the update before in which the model computed nothing.
-    `arm` and `share` are there only if new episodes begin with the version: all others than those
-    of a canary and of the control, which what serves is compared with, are the serving one's.
-    `explore` is there only on the version that serves, if the policy explores. `waits` and
-    `evidence` are on a version that waits for a person. `warnings` are on the one that serves: why
-    episodes are not trained, and what to change; and so is the `outlook` of a policy that is
-    trained.
+    Of the `eval_episodes`, `scored` have a reward; `low` to `high` is the 95 % interval of their
+    `mean`. `live_reward` is the mean over the `live_episodes` of work that began with the version
+    and have a reward. `files_deleted` means that the adapter was deleted, as no request could use
+    it any more; `altered`, that its files on this machine are not those that were written;
+    `unread`, that they cannot be read for now; `ended`, that the policy's line started again before
+    this version (`pawl policies retrain`). `kl_to_base` is the distance from the base model in nats
+    a token, on the version's training data. Of its update, `tokens_per_second` counts distinct
+    tokens, `mfu` is the share of the GPU's peak, and `idle_share` the share of the time since the
+    previous update in which the model computed nothing. `arm` and `share` are set only if new
+    episodes begin with the version. `waits` and `evidence` are set on a version that waits for a
+    person. Only the serving version has `explore`, if the policy explores, `warnings` (why episodes
+    are not trained, and what to change) and, if the policy is trained, `outlook`.
     """
 
     version: str
@@ -285,12 +282,12 @@ async def versions_of(
     recipe: str,
     tenant: str | None = None,
 ) -> list[VersionLine]:
-    """Return the versions of a policy, oldest first; `policies` may say that it explores.
+    """Return the versions of a policy, oldest first; `policies` is the file of policies.
 
-    `recipe` is that of policies for which the file names none.
+    `recipe` is for a policy whose recipe the file does not name.
 
     Raises:
-        UnknownPolicy: there is no policy of that name, of the tenant.
+        UnknownPolicy: there is no such policy, or it is another tenant's.
         RecipeError: the policy's recipe cannot be used.
     """
     spec = None if policies is None else policies.named(name)
@@ -348,7 +345,7 @@ async def versions_of(
 
 
 def arm_of(version: PolicyVersion) -> Arm | None:
-    """Return as what new episodes begin with a version, or None if none does (pure)."""
+    """Return the arm of new episodes that begin with a version, or None if none do (pure)."""
     match version.state:
         case "serving" | "canary":
             return version.state
@@ -356,7 +353,7 @@ def arm_of(version: PolicyVersion) -> Arm | None:
 
 
 def _of_files(version: PolicyVersion) -> dict[str, Any]:
-    """Return what is wrong with the version's files here: `altered` or `unread`, if anything."""
+    """Return the fields `altered` and `unread` of a version's files on this machine."""
     if version.adapter_path is None:
         return {}
     folder = Path(version.adapter_path)
@@ -371,7 +368,7 @@ def _of_files(version: PolicyVersion) -> dict[str, Any]:
 
 
 def versions_table(lines: Sequence[VersionLine]) -> Table:
-    """Return the lines as a table for a terminal, with the interval in one column."""
+    """Return a table with the interval in one column, and notes below it."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
     notes = explore + [f"{line.version}: {line.waits}" for line in lines if line.waits is not UNSET]
     notes += [why for line in lines if line.warnings is not UNSET for why in line.warnings]
@@ -403,9 +400,9 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
 
 
 class StateChangeLine(Record, frozen=True, kw_only=True):
-    """Describe one change of a version's state, with the fields in the order they are written in.
+    """One change of a version's state; the fields are in output order.
 
-    `evidence` is there only if the change was decided by it.
+    `evidence` is set only if the change was decided by it.
     """
 
     at: datetime
@@ -420,10 +417,10 @@ class StateChangeLine(Record, frozen=True, kw_only=True):
 async def events_of(
     engine: AsyncEngine, name: str, tenant: str | None = None
 ) -> list[StateChangeLine]:
-    """Return the newest changes of states of a policy's versions, oldest first.
+    """Return the newest state changes of a policy's versions, oldest first.
 
     Raises:
-        UnknownPolicy: there is no policy of that name, of the tenant.
+        UnknownPolicy: there is no such policy, or it is another tenant's.
     """
     async with engine.connect() as connection:
         await policy_versions(connection, name, tenant)
@@ -443,7 +440,7 @@ async def events_of(
 
 
 def events_table(lines: Sequence[StateChangeLine]) -> Table:
-    """Return the lines as a table for a terminal; what decided is in the JSON lines alone."""
+    """Return a table without the evidence, which only the JSON lines have."""
     rows = []
     for line in lines:
         before = "" if line.from_state in (None, line.to_state) else f"{line.from_state} → "

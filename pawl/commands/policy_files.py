@@ -1,4 +1,4 @@
-"""Define `pawl policies check`, `export` and `import`: the files of versions."""
+"""`pawl policies check`, `export` and `import`: the files of versions."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -98,7 +98,7 @@ def export_version(
 
 
 def _write_merged(model: str | None, version: Path, folder: Path) -> None:
-    """Write the weights of `model` (None: as the version names it) with the version merged in."""
+    """Write the weights of `model` with the version merged in; None: the version's base model."""
     model = model or str(read_config(version)["base_model_name_or_path"])
     with large_imports():
         require_torch()
@@ -145,7 +145,7 @@ def import_version(
 
 
 class Fault(Record, frozen=True, kw_only=True):
-    """Describe a version whose files should be there, and what is wrong with them."""
+    """A version with a problem in its files."""
 
     version: str
     state: PolicyState
@@ -154,9 +154,9 @@ class Fault(Record, frozen=True, kw_only=True):
 
 
 async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
-    """Return the versions of every policy, or a tenant's, with missing, altered or unread files.
+    """Return versions with missing, altered or unread files; with `tenant`, only that tenant's.
 
-    Versions whose files were deleted, as nothing could ask for them any more, lack nothing.
+    Versions whose files Pawl deleted, as no request could use them any more, are no faults.
     """
     async with engine.connect() as connection:
         versions = await versions_with_files(connection)
@@ -186,6 +186,5 @@ def _problem(version: PolicyVersion) -> str | None:
 
 
 def faults_table(lines: Sequence[Fault]) -> Table:
-    """Return the lines as a table for a terminal."""
     rows = [(line.version, line.state, f"{line.folder}: {line.problem}") for line in lines]
     return grid(("version", "state", "problem"), rows, whole=("version", "state"))

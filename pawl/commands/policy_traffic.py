@@ -1,4 +1,4 @@
-"""Define `pawl policies promote`, `rollback`, `retrain` and `freeze`: move traffic by hand."""
+"""`pawl policies promote`, `rollback`, `retrain` and `freeze`: move traffic by hand."""
 
 import sys
 from typing import Annotated, Final

@@ -1,4 +1,4 @@
-"""Define the commands that run one part of Pawl each: `pawl proxy`, `trainer` and others."""
+"""The commands that run one process of Pawl each (`pawl proxy`, `trainer`, …), and `migrate`."""
 
 import asyncio
 import os
@@ -75,30 +75,30 @@ def trainer(
         asyncio.run(train(settings, once=once))
     except (NotReady, TrainerError) as error:
         if isinstance(error, ShortOfMemory) and "RANK" in os.environ:
-            # No refusal: the others wait in the middle of loading, and all must begin anew.
+            # Not status 2: the other ranks wait in the middle of loading, and all must restart.
             raise
         fail(str(error))
 
 
 def _use_gpus(gpus: Sequence[int], options: Sequence[str]) -> None:
-    """Have CUDA show these GPUs alone; for several, train in a process for each, and end.
+    """Limit CUDA to these GPUs; for several, train in one process for each GPU, and exit.
 
-    Each process that was launched is left as it is, but ends with the one that launched it.
+    In a launched process, only make it end with its launcher.
 
     Raises:
-        NotReady: a GPU is not there.
+        NotReady: a GPU does not exist.
     """
     from pawl.stack.preflight import check_gpus
 
     if "RANK" in os.environ:
-        # All of them had SIGTERM, if there was time, and those that follow rank 0 ignore it.
+        # SIGKILL, as ranks other than 0 ignore SIGTERM.
         die_with_parent(signal.SIGKILL)
         return
     check_gpus("PAWL_TRAIN_GPUS", gpus)
     os.environ.update(showing_gpus(gpus))
     if len(gpus) < 2:
         return
-    # Python's own `-P`, for the processes to come.
+    # The same as `-P`, for the processes to launch.
     os.environ["PYTHONSAFEPATH"] = "1"
     with large_imports():
         require_torch()
@@ -128,7 +128,7 @@ def controller() -> None:
 
 
 def _run(process: Coroutine[Any, Any, None], name: str) -> None:
-    """Run a process to its end."""
+    """Run a process to its end; report expected errors in one line."""
     from trainer.errors import TrainerError
 
     try:
@@ -178,7 +178,7 @@ def console() -> None:
 
 
 class Checked(StrEnum):
-    """Name a process whose settings `pawl migrate` can check."""
+    """A process whose settings `pawl migrate` can check."""
 
     PROXY = "proxy"
     TRAINER = "trainer"
@@ -187,7 +187,7 @@ class Checked(StrEnum):
 
 
 def _check(process: Checked) -> None:
-    """Fail if a process could not use its settings, or a file that they name."""
+    """Fail if a process cannot use its settings, or a file that they name."""
     from pawl.serving.supervisor import check_files
     from pawl.settings import ConsoleSettings, ControllerSettings
     from proxy.settings import ProxySettings

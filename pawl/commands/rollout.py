@@ -1,4 +1,4 @@
-"""Define `pawl rollout`, which runs an agent on a file of tasks, and posts how it did."""
+"""`pawl rollout`: run an agent on a file of tasks, and post its rewards."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ MAX_ERRORS: Final = 6
 
 
 class AgentFlags(Record, frozen=True, kw_only=True):
-    """Hold the options that all commands share which run an agent on tasks."""
+    """The options shared by all commands that run an agent on tasks."""
 
     tasks: Annotated[
         Path | None, typer.Option(help="File of tasks, one JSON object a line; `id` names a task.")
@@ -73,10 +73,10 @@ class AgentFlags(Record, frozen=True, kw_only=True):
     ] = None
 
     def setup(self, program: Sequence[str] | None, journal: Callable[[Path], Path]) -> Setup:
-        """Return what they say, with an agent's program, and the journal for a file of tasks.
+        """Return the setup of these options; `journal` gives the journal for a file of tasks.
 
         Raises:
-            RolloutError: there is no file of tasks, or the address is none.
+            RolloutError: there is no file of tasks, or the URL is invalid.
         """
         if self.tasks is None:
             raise RolloutError(
@@ -98,7 +98,7 @@ class AgentFlags(Record, frozen=True, kw_only=True):
 
 
 class RolloutFlags(AgentFlags, frozen=True, kw_only=True):
-    """Hold what may be written after `pawl rollout`."""
+    """The arguments of `pawl rollout`."""
 
     command: Annotated[
         list[str] | None,
@@ -159,10 +159,10 @@ def rollout(flags: RolloutFlags) -> None:
 
 
 async def run_rollout(flags: RolloutFlags) -> dict[str, Any]:
-    """Run what the journal has not got yet; return the summary.
+    """Make the runs missing in the journal, and return the summary.
 
     Raises:
-        RolloutError: it cannot run with these options, or could not go on.
+        RolloutError: the options cannot be used, or the rollout could not go on.
     """
     started = time.monotonic()
     setup = flags.setup(
@@ -196,17 +196,14 @@ async def run_rollout(flags: RolloutFlags) -> dict[str, Any]:
 
 
 class Display:
-    """Show a rollout."""
-
     def __init__(self, rollout: Rollout, console: Console) -> None:
-        """Store what is shown, and where."""
         self._rollout = rollout
         self._figures = rollout.figures
         self._console = console
         self._started = time.monotonic()
 
     async def show(self) -> None:
-        """Show the rollout until this is cancelled."""
+        """Show the rollout until the task is cancelled."""
         if not self._console.is_terminal:
             while True:
                 await asyncio.sleep(LINE_S)
@@ -222,7 +219,7 @@ class Display:
                 live.update(self._table(), refresh=True)
 
     def cells(self) -> dict[str, str]:
-        """Return the figures by their names."""
+        """Return the figures to show, by name."""
         reward = self._figures.reward
         return {
             "runs": f"{self._figures.runs}/{self._figures.planned}",
@@ -244,7 +241,7 @@ class Display:
 
 @contextmanager
 def stopped_by_signals(rollout: Rollout) -> Iterator[None]:
-    """Stop on Ctrl-C, and give up what is under way on a second one, or on SIGTERM."""
+    """Stop on Ctrl-C; give up the runs under way on a second Ctrl-C, or on SIGTERM."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, rollout.stop)
     loop.add_signal_handler(signal.SIGTERM, rollout.give_up)
@@ -263,7 +260,7 @@ def _split(flags: RolloutFlags) -> Split | None:
 
 
 def proxy_address(url: str | None) -> str:
-    """Return the proxy's address without `/v1` and a last slash."""
+    """Return the proxy's URL without `/v1` and a trailing slash."""
     from proxy.settings import ProxySettings
 
     url = url or f"http://{read_settings(ProxySettings).listen}"

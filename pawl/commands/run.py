@@ -1,7 +1,6 @@
-"""Define `pawl run`, which starts an installed coding agent against a running Pawl.
+"""`pawl run`: start an installed coding agent against a running Pawl.
 
-A session is one episode, named in the base URL. The agent's configuration lies in a folder of its
-own, removed at the end.
+A session is one episode, named in the base URL. The agent's configuration is in a temporary folder.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ NOT_RUN: Final = (126, 127)
 
 
 class RunFlags(Record, frozen=True, kw_only=True):
-    """Hold what may be written after `pawl run`."""
+    """The arguments of `pawl run`."""
 
     agent: Annotated[
         str, typer.Argument(help=", ".join(CODING_AGENTS), metavar="AGENT", show_default=False)
@@ -90,10 +89,10 @@ def run(flags: RunFlags) -> None:
 
 
 def _run(flags: RunFlags) -> int:
-    """Run the agent, say which episode it made, and post its score; return its status.
+    """Run the agent, print its episode, and post its score; return its status.
 
     Raises:
-        RolloutError: it cannot be started, or scored, or the reward cannot be posted.
+        RolloutError: the agent cannot be started or scored, or the reward cannot be posted.
     """
     agent = CODING_AGENTS.get(flags.agent)
     if agent is None:
@@ -106,7 +105,7 @@ def _run(flags: RunFlags) -> int:
     settings, url = read_settings(ConsoleSettings), proxy_address(flags.url)
     models = asyncio.run(_models(url, settings.headers))
     episode = f"{flags.agent}-{uuid4().hex[:12]}"
-    # Codex makes no helpers in the machine's usual folder of temporary files.
+    # Not in the default temporary folder: Codex does not create its helper programs there.
     place = tempfile.TemporaryDirectory(
         prefix="pawl-run-", dir="/var/tmp", ignore_cleanup_errors=True
     )
@@ -119,7 +118,7 @@ def _run(flags: RunFlags) -> int:
                 key=settings.key or "unused",
                 folder=Path(folder),
                 project=Path.cwd(),
-                # A version of a policy may state none: its base does.
+                # A version may state no context; its base model does.
                 context=models.contexts.get(model, min(models.contexts.values(), default=None)),
             )
         )
@@ -144,10 +143,10 @@ def _run(flags: RunFlags) -> int:
 
 
 def write_files(setup: AgentSetup, folder: Path) -> None:
-    """Write an agent's files into a folder that only this user may read: they hold the key.
+    """Write an agent's files, which contain the key, to a folder that only this user may read.
 
     Raises:
-        RolloutError: they cannot be written.
+        RolloutError: the files cannot be written.
     """
     try:
         for name, content in setup.files.items():
@@ -172,12 +171,12 @@ def _model(policy: str | None, models: Models) -> str:
 
 
 def _in_foreground(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program with this one's terminal, and return its status as a shell does.
+    """Run a program on this terminal, and return its status as a shell does.
 
-    Ctrl-C reaches it from the terminal; SIGTERM and SIGHUP are passed on.
+    Ctrl-C reaches the program from the terminal; SIGTERM and SIGHUP are forwarded to it.
 
     Raises:
-        RolloutError: it cannot be started.
+        RolloutError: the program cannot be started.
     """
     try:
         process = subprocess.Popen(command, env=environment)
@@ -201,7 +200,7 @@ def _score(command: str) -> float:
     """Run a shell command, and return 1 for its status 0, else 0.
 
     Raises:
-        RolloutError: it did not run to its end: that is no fault of the agent's.
+        RolloutError: the command did not run to its end, for which the agent is not at fault.
     """
     status = subprocess.run(command, shell=True, check=False, env=not_ours(os.environ)).returncode
     if status in NOT_RUN or status < 0:

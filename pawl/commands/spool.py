@@ -1,4 +1,4 @@
-"""Define `pawl spool`: records that wait on disk, and dead letters, which it stores again."""
+"""`pawl spool`: show records that wait on disk, and show or replay dead letters."""
 
 import json
 import sys
@@ -72,10 +72,10 @@ SendSpans = Callable[[Iterable[SpoolRecord]], None]
 
 @asynccontextmanager
 async def spans_of(settings: ProxySettings) -> AsyncIterator[SendSpans | None]:
-    """Yield what sends the spans of stored calls, or None without `PAWL_OTEL`.
+    """Yield the function that sends spans of stored calls, or None without `PAWL_OTEL`.
 
     Raises:
-        NoSpans: spans are wanted, and cannot be sent.
+        NoSpans: `PAWL_OTEL` is set, but spans cannot be sent.
     """
     if not settings.otel:
         yield None
@@ -91,9 +91,9 @@ async def spans_of(settings: ProxySettings) -> AsyncIterator[SendSpans | None]:
 
 
 class DeadLetterLine(Record, frozen=True, kw_only=True):
-    """Describe a record that the store refused, or a frame of the spool that cannot be read.
+    """A record that the store refused, or an unreadable frame of the spool.
 
-    `about` says which call, gap or feedback it holds, as far as it can be read.
+    `about` names its call, gap or feedback, as far as it can be read.
     """
 
     path: str
@@ -103,10 +103,10 @@ class DeadLetterLine(Record, frozen=True, kw_only=True):
 
 
 class SpoolView(Record, frozen=True, kw_only=True):
-    """Describe the contents of a spool directory: its segments, and its letters, oldest first.
+    """The contents of a spool directory: counts of its segments, and dead letters, oldest first.
 
-    The `records` are those that are not in the database yet; a segment whose records all are goes
-    once it is full. Of the `damaged` ones the ingester makes dead letters.
+    `records` counts those not in the database yet; a segment without any is deleted once it is
+    full. The ingester turns `damaged` records into dead letters.
     """
 
     segments: int
@@ -117,16 +117,16 @@ class SpoolView(Record, frozen=True, kw_only=True):
 
 
 def look(folder: Path, tenant: str | None = None) -> SpoolView:
-    """Return what waits in the spool directory `folder`, and its dead letters, or a tenant's.
+    """Return the contents of the spool directory `folder`; `tenant` filters its dead letters.
 
-    Segments hold what is everybody's, and a letter that cannot be read is nobody's.
+    Segments have records of all tenants. An unreadable letter belongs to no tenant.
     """
     segments = records = damaged = size = 0
     for path in sorted([*folder.glob(f"*/*{SEALED}"), *folder.glob(f"*/*{OPEN}")]):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            # A running proxy has stored its records and deleted it since it was listed.
+            # A running proxy stored its records and deleted it meanwhile.
             continue
         segments, size = segments + 1, size + len(content)
         stored = Segment(path).stored.offset
@@ -149,7 +149,7 @@ def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetterLi
         try:
             frame = decode_payload(payload)
         except Exception:
-            # It may hold any bytes, and these are no record.
+            # The letter's bytes are not a record.
             frame = None
         if tenant is not None and (
             frame is None or tenant not in {tenant_of(name) for _, name in names_in(frame)}
@@ -185,11 +185,11 @@ async def replay_letters(
     *,
     send_spans: SendSpans | None = None,
 ) -> tuple[int, list[str]]:
-    """Try to store each dead letter again; delete those that are stored, and keep the others.
+    """Try to store each dead letter again; delete stored letters, and keep the others.
 
-    Return the number of letters stored, and a line with the reason for each one that was not. If
-    the database does not answer (`is_no_records_fault`), its error is raised, and the rest stay.
-    `send_spans` is called with each record that was stored.
+    Return the number of stored letters, and a line with the reason for each other letter. If the
+    database does not answer (`is_no_records_fault`), its error is raised, and the rest are kept.
+    `send_spans` is called with each stored record.
     """
     ingester = Ingester(question_of=question_of)
     stored, refused = 0, []
@@ -204,7 +204,7 @@ async def replay_letters(
         except Exception as error:
             if is_no_records_fault(error):
                 raise
-            # Whatever is wrong with one letter, the next one may still be stored.
+            # An error of one letter must not stop the next.
             refused.append(f"{path.name}: {_first(str(error)) or type(error).__name__}")
             continue
         if send_spans is not None and not left_out:
@@ -216,7 +216,6 @@ async def replay_letters(
 
 
 def as_lines(view: SpoolView) -> list[str]:
-    """Return the view as lines of text."""
     lines = [
         f"{view.records} records wait to be stored; {view.segments} segments ({view.bytes} bytes)"
     ]

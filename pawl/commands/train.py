@@ -1,4 +1,4 @@
-"""Define `pawl train`: the trainer's updates from a file of episodes."""
+"""`pawl train`: the trainer's updates on a file of episodes."""
 
 import asyncio
 import sys
@@ -21,7 +21,7 @@ from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 from trainer.trackers import Trackers
 
-# What a terminal shows of an update, in this order.
+# The figures of an update that a terminal shows, in this order.
 SHOWN: Final = (
     *("reward_mean", "trained_episodes", "episodes", "loss", "grad_norm"),
     *("kl_to_base", "teacher_kl"),
