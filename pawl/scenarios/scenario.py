@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pawl.programs import TooMuchOutput, run_program
-from pawl.rollout.tasks import Task, parse_tasks
+from pawl.rollout.tasks import RolloutError, Task, parse_tasks
 from pawl.stack.stack import StackPlan, configured_plan
 from proxy.errors import SpoolInUse
 from proxy.spool.folders import LOCK, hold
@@ -297,8 +297,7 @@ async def make_tasks(
     There may be fewer held-out tasks.
 
     Raises:
-        ScenarioFailed: the program failed, or printed too few tasks for training.
-        RolloutError: its output is not a file of tasks.
+        ScenarioFailed: the program failed, printed no tasks, or too few for training.
     """
     program, *arguments = scenario.tasks
     options = ["--count", str(count), "--seed", str(seed), "--split", split]
@@ -311,7 +310,10 @@ async def make_tasks(
     if ended.status:
         raise ScenarioFailed(f"{program} failed: {ended.errors.decode(errors='replace')[-800:]}")
     (folder / f"{split}.jsonl").write_bytes(ended.output)
-    tasks = parse_tasks(ended.output, program, scenario.answer)
+    try:
+        tasks = parse_tasks(ended.output, program, scenario.answer)
+    except RolloutError as error:
+        raise ScenarioFailed(str(error)) from error
     if len(tasks) < count and split == "train":
         raise ScenarioFailed(f"{program} made {len(tasks)} tasks of {count}")
     return tasks

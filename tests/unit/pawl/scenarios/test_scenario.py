@@ -117,6 +117,9 @@ async def test_too_few_tasks_are_accepted_only_if_held_out(
     assert len(await make_tasks(scenario, 2, 0, "held-out", tmp_path)) == 1
     with pytest.raises(ScenarioFailed, match=r"tasks\.py made 1 tasks of 2"):
         await make_tasks(scenario, 2, 0, "train", tmp_path)
+    (tmp_path / "tasks.py").write_text("print('no task')")
+    with pytest.raises(ScenarioFailed, match=r"tasks\.py"):
+        await make_tasks(scenario, 2, 0, "train", tmp_path)
 
 
 def test_missing_template_is_named() -> None:
