@@ -139,8 +139,7 @@ async def find_to_promote(
         number = next((v.version for state in NEXT for v in versions if v.state == state), None)
     if number is None:
         raise UnknownPolicy(
-            f"no version of {name!r} is tried, or waits for it: name the one to promote, as"
-            f" {name}@N"
+            f"no version of {name!r} is a canary or loaded: name the one to promote, as {name}@N"
         )
     chosen = numbered(versions, number)
     _check_can_serve(chosen)

@@ -82,7 +82,7 @@ class EvaluateFlags(AgentFlags, frozen=True, kw_only=True):
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="File in which runs are written down, and from which an evaluation goes on; "
+            help="Journal of the runs, from which the same command resumes; "
             "default: the names of --tasks and of both versions with `.evaluation.jsonl`, in the "
             "working folder."
         ),

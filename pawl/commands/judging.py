@@ -63,7 +63,9 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
     ] = None
     git: Annotated[
         Path | None,
-        typer.Option(help="Checkout: score by the lines of the agent's that are committed there."),
+        typer.Option(
+            help="Git checkout; score: the share of the agent's lines that were committed."
+        ),
     ] = None
     name: Annotated[
         str | None,

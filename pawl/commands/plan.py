@@ -109,8 +109,8 @@ def plan(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Share of it that vLLM takes; 0: the trainer's GPUs are its own. Default: 0.5 of a"
-            " GPU, and on a CPU its weights and 2 GiB.",
+            help="Share of the memory for vLLM; 0: vLLM has other GPUs. Default: 0.5 of a GPU, and"
+            " on a CPU its weights and 2 GiB.",
         ),
     ] = None,
     recipe: Annotated[

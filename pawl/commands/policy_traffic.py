@@ -58,7 +58,7 @@ def promote(
 
 
 def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
-    """Let no new episode begin with a version: by default the one that serves.
+    """Roll back a version, by default the serving one: no new episode begins with it.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). If the version serves,
     its control serves again, which is always loaded, and all that served since the control is

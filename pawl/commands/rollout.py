@@ -119,7 +119,7 @@ class RolloutFlags(AgentFlags, frozen=True, kw_only=True):
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="File in which runs are written down, and from which a rollout goes on; default: "
+            help="Journal of the runs, from which the same command resumes; default: "
             "the name of --tasks with `.rollout.jsonl`, in the working folder."
         ),
     ] = None

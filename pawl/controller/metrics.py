@@ -36,8 +36,8 @@ GATE_MOVES = Counter(
 )
 GATE_BOUND = Gauge(
     "pawl_controller_gate_bound",
-    "Bounds of the difference of mean rewards, new version less old: of the canary and what serves"
-    " (`trial`), or of what serves and its control (`watch`).",
+    "Bounds of the difference of mean rewards, new version less old: canary less serving version"
+    " (`trial`), or serving version less control (`watch`).",
     ["policy", "compared", "bound"],
 )
 GATE_EPISODES = Gauge(

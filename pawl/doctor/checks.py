@@ -92,7 +92,7 @@ REASONS: Final[Mapping[str, str]] = {
 WHATS: Final[Mapping[str, str]] = {
     "greedy": "are asked at temperature 0, and sample nothing",
     "incomplete": "broke off",
-    "error_reply": "came to an error",
+    "error_reply": "got an error",
     "no_token_ids": "have no token ids",
 }
 PAUSES: Final[Mapping[PauseReason, str]] = {

@@ -139,8 +139,8 @@ def judges(_: Facts, policy: PolicyFacts) -> Finding | None:
             needs_person=False,
         )
     return Finding(
-        title=f"{judge} agrees with facts in {one.share:.0%} of the pairs, where dice do in 50%:"
-        " its rewards weigh nothing",
+        title=f"{judge} agrees with facts in {one.share:.0%} of the pairs (chance: 50%): its"
+        " rewards are ignored",
         figures=figures | {"agreement": round(one.share, 3), "needed": LEAST_AGREEMENT},
         remedy="name another model, or write another rubric, and run `pawl judge` with that",
     )

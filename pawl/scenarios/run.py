@@ -257,7 +257,7 @@ class Run:
                 before, deadline = now, time.monotonic() + STUCK_S
             if time.monotonic() > deadline:
                 raise ScenarioFailed(
-                    f"nothing came of this phase for {STUCK_S:.0f} s ({self.progress.phase}): "
+                    f"no progress for {STUCK_S:.0f} s ({self.progress.phase}): "
                     f"see the logs in {stack.plan.log_dir}"
                 )
             await asyncio.sleep(LOOK_S)

@@ -192,5 +192,5 @@ def kl_figures(
     each = [value for row in rows for value in values[row.key]]
     mean = math.fsum(each) / len(each)
     if not math.isfinite(mean):
-        raise Unusable(f"the KL of the trained policy to its base model is {mean}: it is not kept")
+        raise Unusable(f"the KL of the trained policy to its base model is {mean}: update dropped")
     return {"kl_to_base": mean, "kl_tokens": len(each)}

@@ -245,7 +245,7 @@ def _of_layers(base: Any) -> tuple[list[int], int]:
         calls.setdefault(kind, (layer, inputs, named))
 
     if not layers_of(base):
-        raise LearnerError(f"{type(base).__name__} has no list of layers: it is no model to train")
+        raise LearnerError(f"{type(base).__name__} has no list of layers: it cannot be trained")
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers_of(base)]
     base.eval()
     known = [*base.parameters(), *base.buffers()]

@@ -63,7 +63,7 @@ from trainer.recipes.recipe import LoraOptions, Recipe
 # Values of each parameter that are hashed to identify a model: training changes nearly all values.
 HASHED_VALUES: Final = 64
 # Why a layer has no adapter.
-GOES_PAST: Final = "training goes past it"
+GOES_PAST: Final = "it gets no gradient"
 IS_IGNORED: Final = "the model server ignores it"
 # Most characters of an error of transformers in a message.
 MOST_TOLD: Final = 300
@@ -160,7 +160,7 @@ def configuration(model: str, done: str = "loaded") -> Any:
     with loading(model, done):
         config = AutoConfig.from_pretrained(model)
         if config.is_encoder_decoder:
-            raise ValueError("it is an encoder with a decoder, and continues no text")
+            raise ValueError("it is an encoder-decoder, not a causal language model")
         method = quantised_by(config)
         if method not in (None, "bitsandbytes", *UNPACKED):
             raise ValueError(

@@ -136,7 +136,7 @@ def checked_metrics(
     if not compared:
         return {}
     if not can_be_summed(compared):
-        raise Unusable("what sampled some rows is too far from the policy to be calculated")
+        raise Unusable("some rows are too far from the policy: their ratios overflow")
     metrics = off_policy_metrics(compared, newest)
     if metrics["drift_kl"] is None or metrics["drift_kl"] <= bound:
         return metrics

@@ -160,7 +160,7 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
         OtherVocabulary: there are such rows; on a GPU they would end the process.
     """
     strange = {
-        row.episode_id: f"it has a token id that is none of the model's {vocabulary}"
+        row.episode_id: f"token id out of range (vocabulary size {vocabulary})"
         for row in rows
         if not 0 <= np.min(row.ids) <= np.max(row.ids) < vocabulary
         or max(row.distribution.token_ids, default=0) >= vocabulary

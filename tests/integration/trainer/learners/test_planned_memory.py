@@ -623,7 +623,7 @@ def test_models_with_longrope_factors_are_planned(
     ("config", "said"),
     [
         ({"model_type": "zork9"}, "does not recognize this architecture; name"),
-        ({"model_type": "t5gemma"}, "an encoder with a decoder, and continues no text; name"),
+        ({"model_type": "t5gemma"}, "an encoder-decoder, not a causal language model; name"),
         ({"model_type": "clap"}, "for this kind of AutoModel: AutoModelForCausalLM; name"),
         ({"model_type": "bert"}, "BertLMHeadModel has no list of layers"),
     ],
