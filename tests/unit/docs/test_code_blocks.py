@@ -25,7 +25,7 @@ from tests.support.docs.shell_lines import why_wrong
 from tests.unit.docs.test_docs import OTHER_PAGES, PAGES
 from trainer.recipes.recipe import Recipe
 
-LANGUAGES = {"", "console", "js", "json", "python", "sh", "sql", "toml", "yaml"}
+LANGUAGES = {"", "console", "js", "json", "mermaid", "python", "sh", "sql", "toml", "yaml"}
 # Only what is a whole command: `make` alone, or a part of one, is prose.
 COMMAND = re.compile(r"`((?:make [a-z]+|python -m|\.venv/bin/\w+|pawl [a-z]+)(?: [^`…]*)?)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]+$|\.NAME\b")
