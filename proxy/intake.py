@@ -63,8 +63,8 @@ class Budget:
             return self._small - held + wanted <= self.limit // SET_ASIDE
         return self._large_claims == (1 if held > self.small else 0)
 
-    def _move(self, held: int, now: int) -> None:
-        """Change one claim from `held` to `now` bytes."""
+    def _resize_claim(self, held: int, now: int) -> None:
+        """Count one request's claim as `now` bytes instead of `held`."""
         change = now - held
         self.used += change
         if held <= self.small >= now:
@@ -127,7 +127,7 @@ class BudgetShare:
             self._set(0)
 
     def _set(self, size: int) -> None:
-        self._budget._move(self.held, size)
+        self._budget._resize_claim(self.held, size)
         self.held = size
 
 

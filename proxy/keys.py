@@ -116,10 +116,10 @@ class Usage:
             self._spent = 0
 
     def begin(self, now: float, *, takes_tokens: bool = True) -> int | None:
-        """Count a request that begins, or return after how many seconds to retry.
+        """Admit and count a request: return None, or the seconds to wait if a limit is reached.
 
-        `now` is in seconds on a monotonic clock. A refused request does not count. A request that
-        takes no tokens is held to the other limits only.
+        `now` is in seconds on a monotonic clock. A refused request does not count. The limit of
+        tokens applies only if the request takes tokens.
         """
         if self._at_once is not None and self._running >= self._at_once:
             return BUSY_S

@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode
 from proxy.tool_events import ResultReaders, parse_readers
 from store.records import EVAL_TASKS
 from store.settings import Listen, PoliciesFile, StoreSettings
-from store.values.sampling import parse_defaults
+from store.values.sampling import parse_server_defaults
 
 # A hundred years.
 MOST_DAYS: Final = 36_500
@@ -28,7 +28,7 @@ def _defaults(value: object) -> object:
     named = {name.strip(): number.strip() for name, _, number in pairs}
     if "temperature" in named:
         raise ValueError("temperature has a variable of its own: PAWL_DEFAULT_TEMPERATURE")
-    return parse_defaults(named)
+    return parse_server_defaults(named)
 
 
 class ProxySettings(StoreSettings):

@@ -124,7 +124,7 @@ def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
         # Other extended parameters (`name*`) repeat a name (RFC 2231).
         is_again = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
         if parameter is None or is_again:
-            raise ValueError("a header of it has parameters that are malformed or repeated")
+            raise ValueError("a header has malformed or repeated parameters")
         parameters[name] = parameter[2]
         at = parameter.end()
     return parameters
@@ -189,16 +189,16 @@ def _meant(text: str) -> Any:
     if not text.lstrip().startswith(_STRUCTURES):
         return text
     if nests_too_deep(text.encode()):
-        raise ValueError("a part of it nests too deep")
+        raise ValueError("one of its parts nests too deep")
     try:
         return json.loads(text, object_pairs_hook=once_each)
     except json.JSONDecodeError:
         return text
     except RepeatedName as error:
-        raise ValueError(f"a part of it has {str(error)[:MOST_SHOWN]!r} twice") from error
+        raise ValueError(f"one of its parts has {str(error)[:MOST_SHOWN]!r} twice") from error
     except ValueError as error:
         # A number of more digits than Python converts.
-        raise ValueError("a part of it has a number of too many digits") from error
+        raise ValueError("one of its parts has a number of too many digits") from error
 
 
 def _put(fields: dict[str, Any], name: str, value: Any) -> None:

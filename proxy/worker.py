@@ -105,9 +105,9 @@ def data_handler(
 
 
 def _refuse_websocket(headers: Headers, path: str) -> None:
-    """Refuse a websocket on a served path, so that the client sends plain requests.
+    """Refuse a websocket handshake on a served path; clients then use plain requests.
 
-    A server before the proxy may remove `Upgrade`; it passes the handshake's key on.
+    `Sec-WebSocket-Key` alone is a handshake, too: a reverse proxy in between may remove `Upgrade`.
 
     Raises:
         NoWebsocket: the request opens a websocket, and the path is served.

@@ -155,7 +155,7 @@ class EmbeddedPostgres:
                         raise StoreError(f"PostgreSQL is not ready yet; its log: {self.log}")
                     time.sleep(POLL_S)
             except OSError as error:
-                self._disown()
+                self._release_lock()
                 raise StoreError(f"PostgreSQL did not start: {error}") from error
             return self.url
 
@@ -177,12 +177,12 @@ class EmbeddedPostgres:
                     self._server.send_signal(signal.SIGINT)
                     time.sleep(POLL_S)
             finally:
-                self._disown()
+                self._release_lock()
 
     def _advance(self) -> bool:
         """Take the next step towards a running server, and return whether it is ready."""
         pid, is_ready = self._postmaster()
-        if self._lock is None and not self._own():
+        if self._lock is None and not self._acquire_lock():
             return is_ready and self._announced() == str(pid)
         if self._server is None and pid is None:
             self._start()
@@ -191,15 +191,15 @@ class EmbeddedPostgres:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
         elif self._server is not None and self._server.poll() is not None:
-            self._forget_ended()
+            self._release_ended_server()
         elif self._server is not None and is_ready and pid == self._server.pid:
             if not self._announced():
                 print(pid, self.url, f"owner {os.getpid()}", sep="\n", file=self._lock, flush=True)
             return True
         return False
 
-    def _own(self) -> bool:
-        """Become the owner, and return False if another process is."""
+    def _acquire_lock(self) -> bool:
+        """Lock the folder for this process; return False if another process has the lock."""
         self._owner_file.parent.mkdir(parents=True, exist_ok=True)
         lock = self._owner_file.open("a+")
         try:
@@ -212,7 +212,7 @@ class EmbeddedPostgres:
         self._lock = lock
         return True
 
-    def _disown(self) -> None:
+    def _release_lock(self) -> None:
         """Release the lock; the guard exits, after stopping the server if it has not ended."""
         if self._server is not None and self._server.stdin is not None:
             with suppress(BrokenPipeError), self._server.stdin as guard:
@@ -310,10 +310,14 @@ class EmbeddedPostgres:
             start_new_session=True,
         )
 
-    def _forget_ended(self) -> None:
-        """Release a crashed server, or raise OSError with the log of one that did not start."""
+    def _release_ended_server(self) -> None:
+        """Give up the server that has ended, so that the next step starts another.
+
+        Raises:
+            OSError: the server never became ready; the message is its log.
+        """
         was_up = bool(self._announced())
-        self._disown()
+        self._release_lock()
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             logged = file.read()[-LOG_TAIL:].decode(errors="replace").strip()

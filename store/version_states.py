@@ -639,8 +639,8 @@ async def roll_back(
     name, number = version.name, version.version
     if version.state not in ("loaded", "canary", "serving") or not number:
         raise NotGated(
-            f"{name}@{number} is {version.state!r}: only a trained version that serves, is a"
-            " canary, or is loaded for that, can be rolled back"
+            f"{name}@{number} is {version.state!r}: only a trained version in state 'loaded',"
+            " 'canary' or 'serving' can be rolled back"
         )
     await lock_policies(connection, [name])
     now = await lock_version(connection, name, number)

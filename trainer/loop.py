@@ -242,7 +242,7 @@ class Loop:
 
     async def _track_evaluation(self) -> None:
         """Track the newest version that has been evaluated, if its figures have changed."""
-        if not self._trackers.are_there or perf_counter() < self._looked_at + EXPIRE_S:
+        if not self._trackers.is_tracking or perf_counter() < self._looked_at + EXPIRE_S:
             return
         self._looked_at = perf_counter()
         async with self._engine.connect() as connection:

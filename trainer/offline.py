@@ -50,7 +50,7 @@ class _Folders:
 
 
 def first_number(episodes: Sequence[Episode], policy: str, start: int) -> int:
-    """Return a number for the first version, above all versions that sampled the episodes."""
+    """Return the first version's number: above `start` and all versions that sampled a call."""
     calls = (call for episode in episodes for call in episode.calls if call.policy == policy)
     return max([start, *(call.policy_version or 0 for call in calls)]) + 1
 

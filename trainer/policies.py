@@ -204,6 +204,6 @@ async def base_model(
     if base not in listed:
         raise TrainerError(
             f"the base model of policy {name!r} is {base!r}, but the model server serves"
-            f" {', '.join(sorted(listed))}: name a policy of that model, or serve the other"
+            f" {', '.join(sorted(listed))}: name a policy of a served model, or serve {base!r}"
         )
     return settings.model or str(listed[base]["root"])

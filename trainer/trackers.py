@@ -54,8 +54,8 @@ class Trackers:
             self._thread.start()
 
     @property
-    def are_there(self) -> bool:
-        """Return whether anything is tracked."""
+    def is_tracking(self) -> bool:
+        """Return whether a tracker is named."""
         return self._thread is not None
 
     def log(self, policy: str, figures: Figures, version: int | None = None) -> None:

@@ -42,7 +42,7 @@ SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def shown_of(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
-    """Return `SHOWN` with the rewards by family, if there are several."""
+    """Return `SHOWN`, and each task family's reward if the updates have several families."""
     families = sorted({one for own in updates for one in own.metrics.get("families", {})})
     lines = {f"families/{one}/reward": one or "(none)" for one in families}
     shown = {**SHOWN, FAMILIES: lines if len(lines) > 1 else {}}

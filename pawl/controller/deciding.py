@@ -175,7 +175,7 @@ class PolicyGate:
         is_read = await evidence.catch_up(connection, arms, stands.now)
         comparison = evidence.comparison
         if comparison.verdict is not None:
-            return partial(self._fall, connection, serving, _why(comparison, rule))
+            return partial(self._roll_back, connection, serving, _why(comparison, rule))
         if is_read:
             self._show("watch", comparison)
             return await self._follow(connection, stands, served, evidence)
@@ -316,7 +316,7 @@ class PolicyGate:
         """Act on the finished comparison of a version with the serving one."""
         version, why, verdict = tried.version, _why(comparison, rule), comparison.verdict
         if verdict is not None and verdict.kind == "worse":
-            return await self._fall(connection, tried, why)
+            return await self._roll_back(connection, tried, why)
         if version.awaits_approval:
             return []
         if verdict is None and (
@@ -335,7 +335,9 @@ class PolicyGate:
         await promote(connection, self._name, version.version, control_share=share, **why)
         return [Move(version, "serving", why["reason"])]
 
-    async def _fall(self, connection: AsyncConnection, fallen: Standing, why: Why) -> list[Move]:
+    async def _roll_back(
+        self, connection: AsyncConnection, fallen: Standing, why: Why
+    ) -> list[Move]:
         """Roll back a version and all trained from it; the version compared with it then serves."""
         version = fallen.version
         serves = await roll_back(connection, version, **why)

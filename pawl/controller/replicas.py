@@ -61,7 +61,10 @@ class ServableVersions:
         return version.state == "serving" or age_s <= OLDEST_S
 
     async def unserved(self) -> list[PolicyVersion]:
-        """Return versions that no server should have, once all proxies know; none if unreadable."""
+        """Return the rejected and unloaded versions that no proxy sends calls to any more.
+
+        While the database does not answer, the list is empty.
+        """
         if self._engine is None or not self.up:
             return []
         async with self._engine.connect() as connection:

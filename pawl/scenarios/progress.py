@@ -41,8 +41,8 @@ class Wave:
         return fmean([one.metrics.get(self.score, 0.0) for one in self.results] or [0.0])
 
     @property
-    def well_formed(self) -> float | None:
-        """Return the share of results with well-formed tool calls; None if the judge says none."""
+    def well_formed_share(self) -> float | None:
+        """Return the share of runs with well-formed tool calls; None if the judge reports none."""
         known = [one.metrics[FORMED] for one in self.results if FORMED in one.metrics]
         return fmean(known) if known else None
 
@@ -141,7 +141,7 @@ def _wave_table(progress: Progress) -> Table:
             f"{len(wave.results)}/{wave.expected}",
             _share(wave.success),
             ProgressBar(total=1.0, completed=wave.success, width=24),
-            _share(wave.well_formed),
+            _share(wave.well_formed_share),
             _reward(progress, wave),
         )
     return table

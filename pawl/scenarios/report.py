@@ -61,7 +61,7 @@ def draw(path: Path, progress: Progress, score: str, curves: Curves) -> None:
 
 def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
     numbers = [wave.number for wave in progress.waves]
-    formed = [wave.well_formed for wave in progress.waves]
+    formed = [wave.well_formed_share for wave in progress.waves]
     right = [wave.success for wave in progress.waves]
     if None not in formed:
         axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)

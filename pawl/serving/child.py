@@ -100,7 +100,7 @@ def _report(ready: IO[bytes], report: bytes = UP) -> None:
         ready.write(report)
 
 
-async def _ingest(ready: IO[bytes], shared: Path) -> None:
+async def _run_ingester(ready: IO[bytes], shared: Path) -> None:
     from proxy.ingester.ingester import ingesting
 
     spare_the_collector()
@@ -113,7 +113,7 @@ async def _ingest(ready: IO[bytes], shared: Path) -> None:
         await _until_stopped()
 
 
-async def _work(ready: IO[bytes], shared: Path, listener: int) -> None:
+async def _run_worker(ready: IO[bytes], shared: Path, listener: int) -> None:
     from proxy.policies.shared_pins import SharedPins
     from proxy.worker import serving
 
@@ -143,14 +143,14 @@ def main() -> None:
         parser.add_argument(descriptor, type=int)
     arguments = parser.parse_args()
     configure_logging(gather=arguments.kind == "worker")
-    # Must come before the imports in `_ingest` and `_work`: these create the metrics.
+    # Must come before the imports in `_run_ingester` and `_run_worker`: these create the metrics.
     count_in(arguments.shared)
     ready = os.fdopen(arguments.ready, "wb", buffering=0)
     try:
         if arguments.kind == "ingester":
-            uvloop.run(end_if_hung(_ingest(ready, arguments.shared)))
+            uvloop.run(end_if_hung(_run_ingester(ready, arguments.shared)))
         else:
-            uvloop.run(end_if_hung(_work(ready, arguments.shared, arguments.listener)))
+            uvloop.run(end_if_hung(_run_worker(ready, arguments.shared, arguments.listener)))
     except (OSError, StoreError, ProxyError) as error:
         if isinstance(error, OSError) and error.errno in PASSING:
             log.error("disk_fails", reason=str(error))

@@ -166,7 +166,7 @@ class StreamedAnswer:
             return
         if parser is not None and parser.at_end:
             # The reply's end was seen. The upstream may send more before it closes.
-            if not self._reply.ended:
+            if not self._reply.fully_read:
                 await self._pass_rest(call, parser)
             self._held = parser.finish()
         exchange.end(self._held)

@@ -263,7 +263,7 @@ class Reply:
         return self.body.whole(limit, grown)
 
     @property
-    def ended(self) -> bool:
+    def fully_read(self) -> bool:
         """Return whether the whole body has arrived and was taken."""
         return self.body.exhausted
 

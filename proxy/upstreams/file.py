@@ -20,7 +20,7 @@ from pydantic import (
 
 from proxy.errors import BadUpstreams
 from store.toml_file import TableFile
-from store.values.sampling import parse_defaults
+from store.values.sampling import parse_server_defaults
 
 # The key's header: OpenAI's, that of many gateways, or Anthropic's, which is `x-api-key` in its own
 # API and a bearer token in OpenAI's format (https://docs.anthropic.com/en/api/openai-sdk).
@@ -75,7 +75,7 @@ def _pattern(value: str) -> str:
 
 
 def _defaults(value: object) -> object:
-    return parse_defaults(value) if isinstance(value, dict) else value
+    return parse_server_defaults(value) if isinstance(value, dict) else value
 
 
 Url = Annotated[str, AfterValidator(_url)]

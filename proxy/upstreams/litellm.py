@@ -1,7 +1,7 @@
 """Answer calls through litellm's providers instead of a server: recorded, never trained.
 
-litellm is imported only if an upstream needs it. Only fields of OpenAI's API become its arguments:
-it also accepts addresses, keys and credential files as arguments, which a client must not choose.
+litellm is imported only if an upstream needs it. It gets only the fields of OpenAI's API:
+it also takes addresses, keys and credential files as arguments, which a client must not choose.
 """
 
 import asyncio
@@ -331,8 +331,8 @@ class LitellmReply:
         return self._body
 
     @property
-    def ended(self) -> bool:
-        """Return True: the body is there."""
+    def fully_read(self) -> bool:
+        """Return True: the body is in memory."""
         return True
 
     def unread(self) -> bytes:
@@ -379,7 +379,7 @@ class LitellmStream(LitellmReply):
         return b"".join([piece async for piece in self.pieces()])
 
     @property
-    def ended(self) -> bool:
+    def fully_read(self) -> bool:
         """Return whether the provider's stream came to its end."""
         return self._ended
 

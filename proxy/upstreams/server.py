@@ -120,7 +120,7 @@ class Decoded:
         return None if wanted == CODING else self.coded.header(wanted)
 
     @property
-    def ended(self) -> bool:
+    def fully_read(self) -> bool:
         """Return whether the whole body was decoded and taken."""
         return self._ended
 

@@ -162,7 +162,9 @@ class Tended(Record, frozen=True, kw_only=True):
 
 
 class EpisodeCounts(Record, frozen=True, kw_only=True):
-    """Counts of a policy's newest episodes; only the last three fields are about quarantined ones.
+    """Counts of a policy's newest episodes: scored, ended, alike, quarantined.
+
+    Quarantined episodes are counted by the last three fields only.
 
     `ended` have a reward, or were silent for `OVER`. `groups` are tasks with several scored
     episodes, and `groups_that_differ` have more than one reward; `alike` are the episodes of the
@@ -222,7 +224,7 @@ async def episode_counts(
     *,
     calls_are_paid: bool,
 ) -> EpisodeCounts:
-    """Count the newest episodes of a policy in the last `WINDOW`."""
+    """Count a policy's newest `MOST_EPISODES` episodes, none that began before the `WINDOW`."""
     values: Mapping[str, Any] = {
         "policy": policy,
         "first": lowest_id_at(now - WINDOW),

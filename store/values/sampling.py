@@ -209,7 +209,7 @@ def distribution_of(settings: Mapping[str, Any]) -> Distribution:
     return Distribution(**shaping)
 
 
-def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
+def parse_server_defaults(values: Mapping[str, Any]) -> dict[str, float]:
     """Return a model server's own sampling settings, as it reads them.
 
     Raises:

@@ -43,7 +43,7 @@ class SaidReply:
         return next((value for name, value in self.headers if name.lower() == wanted), None)
 
     @property
-    def ended(self) -> bool:
+    def fully_read(self) -> bool:
         """Return whether the whole body was read."""
         return not self._pieces and not self._torn
 

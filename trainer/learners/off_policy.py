@@ -141,9 +141,9 @@ def checked_metrics(
     if metrics["drift_kl"] is None or metrics["drift_kl"] <= bound:
         return metrics
     raise DriftOutOfBounds(
-        f"server and trainer differ by {metrics['drift_kl']:.3g} nats a token about version"
-        f" {newest} (off_policy.max_drift is {bound:g}): nothing was trained; is the server's"
-        " model, precision or --logprobs-mode another?",
+        f"the log-probabilities of version {newest} at the server and the trainer differ by"
+        f" {metrics['drift_kl']:.3g} nats a token (off_policy.max_drift is {bound:g}): nothing was"
+        " trained; check that the server has the same model, precision and --logprobs-mode",
         drifted_episodes(compared, newest, bound),
         metrics,
     )

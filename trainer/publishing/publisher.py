@@ -214,8 +214,8 @@ def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:
     if kl is None or most is None or kl <= most:
         return
     raise PublishError(
-        f"its KL to the base model is {kl:.4g} nats a token on what it was trained on, and"
-        f" publish.most_kl_to_base is {most:g}: it may have forgotten what it was not trained on;"
-        " set kl.coefficient, lower optimizer.learning_rate, or raise the bound",
+        f"its KL to the base model is {kl:.4g} nats a token on its training data, and"
+        f" publish.most_kl_to_base is {most:g}: it may have lost other skills; set"
+        " kl.coefficient, lower optimizer.learning_rate, or raise the bound",
         {KL_TO_BASE: kl, "most_kl_to_base": most},
     )

@@ -59,7 +59,10 @@ class Hashes(Record, frozen=True, kw_only=True):
 
 
 class AdapterFiles:
-    """Do nothing: this process and the model servers see the trainer's folder."""
+    """Use the trainer's folder itself, which this process and the model servers can read.
+
+    No file is copied; subclasses copy them.
+    """
 
     async def fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
         """Return the local folder of the version that the trainer has in `folder`.
@@ -166,8 +169,8 @@ class Source:
                 why = error.__cause__
             if isinstance(why, FileNotFoundError) or getattr(why, "status", None) == 404:
                 raise NotFetched(
-                    f"{self.shown} has no {_name(folder)}: it was deleted, or PAWL_ADAPTER_SOURCE"
-                    " is not where its trainer serves or uploads versions"
+                    f"{self.shown} has no {_name(folder)}: the version was deleted, or"
+                    " PAWL_ADAPTER_SOURCE is not the place where the trainer puts versions"
                 ) from error
             raise NotFetched(
                 f"{self.shown} does not give or take {_name(folder)}"

@@ -215,8 +215,8 @@ class ServerSelfTest:
         compared = Compared(
             **msgspec.structs.asdict(effects),
             served_sampled=tuple(logprob for _, logprob in sampled),
-            own_sampled=await self._own(self._folder, [heated]),
-            own_raw=await self._own(self._folder, [plain]),
+            own_sampled=await self._trainer_logprobs(self._folder, [heated]),
+            own_raw=await self._trainer_logprobs(self._folder, [plain]),
         )
         return why_misfit(compared, self._recipe.publish.tolerance)
 
@@ -225,12 +225,14 @@ class ServerSelfTest:
         base = await server.base_of(self._name)
         return Effects(
             served_base=await _served(server, base, rows),
-            own_base=await self._own(None, rows),
+            own_base=await self._trainer_logprobs(None, rows),
             served_adapter=await _served(server, self._name, rows),
-            own_adapter=await self._own(self._folder, rows),
+            own_adapter=await self._trainer_logprobs(self._folder, rows),
         )
 
-    async def _own(self, adapter: Path | None, rows: Sequence[Row]) -> tuple[float, ...]:
+    async def _trainer_logprobs(
+        self, adapter: Path | None, rows: Sequence[Row]
+    ) -> tuple[float, ...]:
         score = partial(self._learner.version_logprobs, adapter, rows)
         return tuple(chain(*await in_thread(self._learner, score)))
 

@@ -62,13 +62,13 @@ async def proxy(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
 @pytest.fixture
 def most_used(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """The most of the budget that was used at once, in bytes."""
-    seen, move = [0], Budget._move
+    seen, move = [0], Budget._resize_claim
 
     def noted(self: Budget, held: int, now: int) -> None:
         move(self, held, now)
         seen[0] = max(seen[0], self.used)
 
-    monkeypatch.setattr(Budget, "_move", noted)
+    monkeypatch.setattr(Budget, "_resize_claim", noted)
     return lambda: seen[0]
 
 

@@ -488,7 +488,7 @@ def test_rules_are_those_of_the_dashboards_in_a_package_too(
     assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_monitors_name_the_jobs_that_rules_ask_for(render: Render) -> None:
+def test_service_monitors_set_the_job_labels_that_the_alert_selects(render: Render) -> None:
     objects = render("monitoring")
     jobs = set()
     for monitor in of_kind(objects, "ServiceMonitor").values():

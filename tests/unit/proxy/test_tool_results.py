@@ -114,7 +114,7 @@ SECOND: Turn = [("c", "search", "{}")]
 
 @every_format
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_words_after_the_results_change_nothing(api: str, role: str) -> None:
+def test_tool_results_are_found_before_a_trailing_text_message(api: str, role: str) -> None:
     request = WRITERS[api]([FIRST, SECOND], {"role": role, "content": "go on"})
     assert [result.tool_id for result in results(api, request)] == ["c"]
 

@@ -290,14 +290,14 @@ def test_all_prompt_rows_of_a_request_go_to_its_adapter() -> None:
     assert torch.equal(got, wanted)
 
 
-def test_prompt_rows_in_a_batch_are_left_alone_where_no_adapter_adapts_the_head() -> None:
+def test_prompt_rows_stay_unchanged_in_a_batch_if_no_adapter_changes_the_lm_head() -> None:
     target = torch.randn(5, 3)
     before = target.clone()
     ops.bgmv_expand(torch.randn(5, 8), torch.zeros(2, 1, 3, 8), target, torch.tensor([1, 0, -1]))
     assert torch.equal(target, before)
 
 
-def test_prompt_rows_in_a_batch_of_head_adapters_are_refused() -> None:
+def test_prompt_rows_are_refused_in_a_batch_if_an_adapter_changes_the_lm_head() -> None:
     with pytest.raises(ValueError, match="LM head"):
         ops.bgmv_expand(
             torch.randn(5, 8), torch.ones(2, 1, 3, 8), torch.zeros(5, 3), torch.tensor([1, 0])

@@ -47,11 +47,11 @@ class QueryBlock(NamedTuple):
 
 
 class BlockBatch(NamedTuple):
-    """Blocks that are computed together: equally many queries, about equally many keys.
+    """Z blocks that are computed together: each has B queries, and its keys are padded to K.
 
-    Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` is (Z, B, K). Blocks with fewer
-    keys are padded with node 0, which the mask hides. `runs` are (z, from, to, offset): in block
-    z the nodes [from, to) are the keys from `offset` on.
+    `queries` (Z, B) and `keys` (Z, K) hold node indices; `mask` is (Z, B, K). Padding is node 0,
+    which the mask hides. A run (z, start, stop, offset) is a range of nodes: the keys of block z
+    are start, start + 1, ..., stop - 1 in the columns from `offset` on.
     """
 
     queries: Tensor

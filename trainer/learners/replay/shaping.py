@@ -73,9 +73,10 @@ class Vocabulary:
 def banned_sequences(
     words: Iterable[str], encode: Callable[[str], Sequence[int]]
 ) -> tuple[Ids, ...]:
-    """Return the banned sequences of ids of words: the last id must not complete a sequence.
+    """Return the token ids that spell each banned word; no sampled token may complete them.
 
-    The word after a space gives a second sequence, if its first id differs and its length does not.
+    As in vLLM, a word with a space before it is banned too, if that spelling has as many ids and
+    another first id.
     """
     sequences: list[Ids] = []
     for word in words:

@@ -213,7 +213,7 @@ def test_stream_is_restored_with_any_line_end_and_any_cut(end: bytes, cuts: list
     assert streamed("chat", cut(data, cuts)) == wanted
 
 
-def test_a_line_that_is_cut_off_shows_no_id() -> None:
+def test_truncated_line_is_sent_without_its_token_ids() -> None:
     data = b'data: {"choices":[{"index":0,"token_ids":[1,' + ID
     assert streamed("chat", [data]) == b'data: {"choices":[{"index":0,"token_ids":null'
 

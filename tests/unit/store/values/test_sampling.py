@@ -27,7 +27,7 @@ from store.values.sampling import (
     Distribution,
     distribution_of,
     number_of,
-    parse_defaults,
+    parse_server_defaults,
     used_temperature,
 )
 from tests.support.stored import transition
@@ -208,13 +208,13 @@ def test_any_settings_are_read_or_refused(settings: dict[str, Any]) -> None:
 
 def test_servers_defaults_are_read_or_refused_by_name() -> None:
     card = {"temperature": 0.6, "top_p": "0.95", "top_k": 20}
-    assert parse_defaults(card) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    assert parse_defaults({"temperature": 0}) == {"temperature": 0.0}
+    assert parse_server_defaults(card) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert parse_server_defaults({"temperature": 0}) == {"temperature": 0.0}
     with pytest.raises(ValueError, match="unknown setting 'bad_words'; known: temperature, top_p"):
-        parse_defaults({"bad_words": ["a"]})
+        parse_server_defaults({"bad_words": ["a"]})
     for name in WITH_DEFAULTS:
         with pytest.raises(ValueError, match=f"{name} = 'x'"):
-            parse_defaults({name: "x"})
+            parse_server_defaults({name: "x"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
