@@ -84,7 +84,7 @@ class DrawnComparison(Comparison):
     """
 
     def add_block(self, block: Block) -> None:
-        self._settle(block)
+        self._close_block(block)
         self._judge()
 
 

@@ -67,7 +67,7 @@ class TooMany(ProxyError, status=429, fault="client", kind="rate_limit_error"):
     """Report that the request would exceed a limit of its API key."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
-        """Store the message, and after how many seconds the request is admitted."""
+        """Store the message, and the seconds until the request would be admitted."""
         super().__init__(message, code="rate_limit_exceeded")
         self.retry_after_s = retry_after_s
 

@@ -190,7 +190,7 @@ class Usage:
 
 
 def _until_old(at: float, now: float) -> int:
-    """Return after how many whole seconds `at` is a minute old."""
+    """Return the whole seconds from `now` until `at` is a minute ago."""
     # Sums of seconds are rounded, so compare as `begin` will compare then.
     wait_s = math.ceil(at + WINDOW_S - now)
     return wait_s if at <= now + wait_s - WINDOW_S else wait_s + 1

@@ -118,7 +118,7 @@ class ResultReaders(Record, frozen=True, kw_only=True):
 
         The worst of several verdicts counts.
         """
-        rules = self._of(name)
+        rules = self._rules_for(name)
         if not rules:
             return None
         parsed = _parsed(text)
@@ -127,9 +127,9 @@ class ResultReaders(Record, frozen=True, kw_only=True):
 
     def ignores(self, name: str | None) -> bool:
         """Return whether a result of that tool must not be assumed `ok` when it states nothing."""
-        return IGNORE in self._of(name)
+        return IGNORE in self._rules_for(name)
 
-    def _of(self, name: str | None) -> tuple[str, ...]:
+    def _rules_for(self, name: str | None) -> tuple[str, ...]:
         own = None if name is None else self.rules.get(name)
         return self.rules.get(ANY_TOOL, ()) if own is None else own
 

@@ -234,11 +234,11 @@ async def unload_kept(
     """Unload these versions; episodes that still use them go on with the serving version."""
     # Sorted by policy, because each policy is locked: no deadlocks.
     for one in sorted(versions, key=lambda version: version.name):
-        used = ", although episodes of it are under way" if one.is_under_way else ""
+        used = ", although episodes that use it are under way" if one.is_under_way else ""
         await mark_unloaded(connection, one.name, [one.version], why + used, actor)
 
 
 async def unload_ended(connection: AsyncConnection, policy: str | None, actor: Actor) -> None:
     """Unload versions without an episode under way from the server of `policy` (None: any)."""
     ended = [one for one in await kept_versions(connection, policy) if not one.is_under_way]
-    await unload_kept(connection, ended, "no episode of it is under way", actor)
+    await unload_kept(connection, ended, "no episode that uses it is under way", actor)

@@ -49,7 +49,7 @@ class FilesAltered(PublishError):
 
 
 class Misserved(PublishError):
-    """Report that a server serves a version otherwise than it was trained; it is unloaded there."""
+    """Report that a server applied a version differently from the trainer, and unloaded it."""
 
 
 class FilesUnread(TrainerError):

@@ -75,7 +75,7 @@ FIGURES: Final[Mapping[str, str]] = {
     "drift_kl": "Divergence of server and trainer about one version, nats per token",
     "drift_logp_mean_abs": "Mean |server − trainer| log-probability about one version",
     "staleness_kl": "Divergence of older versions from the one that was trained, nats per token",
-    "kl_to_base": "KL of the trained policy to its base model on what it was trained on, nats"
+    "kl_to_base": "KL of the trained policy to its base model on the update's training data, nats"
     " per token",
     "kl_tokens": "Tokens that kl_to_base was measured on",
     "teacher_kl": "KL of the policy, as it sampled, to its teacher, nats per token: their mean"

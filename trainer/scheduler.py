@@ -120,7 +120,7 @@ class PolicyWorker:
             except Exception as error:
                 if is_unavailable(error) or isinstance(error, UpstreamAway):
                     raise
-                await self._leave(guard, error)
+                await self._release_policy(guard, error)
                 return None
         self._show_failure(None)
         return done
@@ -129,7 +129,7 @@ class PolicyWorker:
         self.failure = why
         LEFT.labels(self.policy).set(why is not None)
 
-    async def _leave(self, guard: AsyncConnection, why: Exception) -> None:
+    async def _release_policy(self, guard: AsyncConnection, why: Exception) -> None:
         self._loop = None
         await claims.leave_policy(guard, self.policy)
         reason = f"{type(why).__name__}: {why}"

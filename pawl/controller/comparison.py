@@ -270,7 +270,7 @@ class Comparison:
         """Add a live episode; episodes must come in the order in which they count."""
         if is_new:
             self._known_before.setdefault(episode.version, self._known)
-        self._take(is_new, episode)
+        self._add_episode(is_new, episode)
         parts = *self._guards, *filter(None, [self._families.get(episode.family)])
         full = [part for part in parts if part.blocks.is_full]
         for part in full:
@@ -288,7 +288,7 @@ class Comparison:
         """
         for is_new, episodes in ((True, new), (False, old)):
             for episode in episodes:
-                self._take(is_new, episode)
+                self._add_episode(is_new, episode)
         for part in (*self._guards, *self._families.values()):
             part.settle()
         self._close()
@@ -380,7 +380,7 @@ class Comparison:
         mean = self._low + self._width * arm.total / arm.scored if arm.scored else None
         return ArmFigures(arm.episodes, arm.episodes - arm.scored, arm.failed, arm.clipped, mean)
 
-    def _take(self, is_new: bool, episode: ComparedEpisode) -> None:
+    def _add_episode(self, is_new: bool, episode: ComparedEpisode) -> None:
         """Count an episode, and put it into the open blocks."""
         wrong = (episode.failed, episode.malformed, self._slowness.read(is_new, episode))
         for guard, is_wrong in zip(self._guards, wrong, strict=True):
@@ -428,10 +428,10 @@ class Comparison:
         A block without any reward, only failed episodes, says nothing: that is an outage.
         """
         block = self._rewards.close()
-        self._settle(block if self._has_rewards else None)
+        self._close_block(block if self._has_rewards else None)
         self._has_rewards = False
 
-    def _settle(self, block: Block | None) -> None:
+    def _close_block(self, block: Block | None) -> None:
         if block is not None:
             self._blocks.append(block)
             self.blocks += 1

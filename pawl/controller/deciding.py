@@ -112,7 +112,7 @@ class PolicyGate:
         moves: list[Move] = []
         try:
             async with asyncio.timeout(LOOK_S), engine.begin() as connection:
-                moves = await self._look(connection)
+                moves = await self._make_due_moves(connection)
             error = self._evaluations.errors.get(self._name)
         except TimeoutError:
             error = TimeoutError(f"a look was given up after {LOOK_S:g} s; what it read counts")
@@ -127,7 +127,7 @@ class PolicyGate:
             GATE_MOVES.labels(version.name, to).inc()
             log.info("gate_moved", version=version.served_name, to=to, reason=reason)
 
-    async def _look(self, connection: AsyncConnection) -> list[Move]:
+    async def _make_due_moves(self, connection: AsyncConnection) -> list[Move]:
         """Make the changes that are due, and return them; a frozen policy has none."""
         stands = await gated(connection, self._name)
         if stands is None:
@@ -193,7 +193,7 @@ class PolicyGate:
             return self._hold_or_go_on(connection, stands, comparison, why)
         if comparison.trade is not None and not evidence.is_said:
             evidence.is_said = True
-            return partial(self._say, connection, serving, why(comparison.trade))
+            return partial(self._record_finding, connection, serving, why(comparison.trade))
         # A canary that was promoted without a verdict has the trial's share until it is compared.
         given = await last_given(connection, self._name, serving.version.version)
         is_tried = given.verdict == UNDECIDED and _share_of(control) > rule.control_share
@@ -347,7 +347,9 @@ class PolicyGate:
             moves.append(Move(serves, "serving", f"{version.served_name} was rolled back"))
         return moves
 
-    async def _say(self, connection: AsyncConnection, serving: Standing, why: Why) -> None:
+    async def _record_finding(
+        self, connection: AsyncConnection, serving: Standing, why: Why
+    ) -> None:
         """Record a finding about the serving version once; it goes on serving."""
         version = serving.version
         if await why_stays(connection, self._name, version.version) != why["reason"]:

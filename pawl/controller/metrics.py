@@ -14,8 +14,8 @@ LOADS = Counter(
     "pawl_controller_loads_total",
     "Tries to load an adapter that a replica lacked or had with other files: `loaded`, `replaced`"
     " (it had other files), `refused`, `altered` (the files have changed since they were written),"
-    " `unread` (they cannot be read or fetched for now) or `misserved` (it was served otherwise"
-    " than trained).",
+    " `unread` (they cannot be read or fetched for now) or `misserved` (the replica applied"
+    " it differently from the trainer).",
     ["replica", "outcome"],
 )
 ALTERED = Gauge(
@@ -25,7 +25,7 @@ ALTERED = Gauge(
 )
 MISSERVED = Gauge(
     "pawl_controller_misserved_adapters",
-    "Servable versions that a replica does not have, as it served them otherwise than trained.",
+    "Servable versions unloaded from a replica that applied them differently from the trainer.",
     ["replica", "version"],
 )
 STORE_UP = Gauge("pawl_controller_database_up", "1 while the controller reads the database.")

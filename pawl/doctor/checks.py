@@ -293,7 +293,7 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 title=f"No trainer works on {named([*idle, *facts.unbegun])}",
                 since=since if idle else None,
-                remedy="wait: the trainer has just been started, and begins one after the other"
+                remedy="wait: the trainer has just started, and begins one policy after the other"
                 if begins
                 else "read why in the trainer's log (trainer_waits); PAWL_POLICY, if set, and"
                 " PAWL_POLICIES must name all policies that it is to train",

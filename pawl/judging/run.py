@@ -146,7 +146,7 @@ class Judging:
             limit = asyncio.Semaphore(self._plan.concurrency)
             async with asyncio.TaskGroup() as group:
                 for one in waiting:
-                    group.create_task(self._one(one, limit))
+                    group.create_task(self._judge_episode(one, limit))
         except Exception as error:
             reasons = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
             if not all(map(is_unavailable, reasons)):
@@ -171,7 +171,7 @@ class Judging:
         self._looked_s = time.monotonic() - begun
         return waiting
 
-    async def _one(self, one: Awaiting, limit: asyncio.Semaphore) -> None:
+    async def _judge_episode(self, one: Awaiting, limit: asyncio.Semaphore) -> None:
         """Judge an episode, and store and log the outcome."""
         async with limit:
             if self._away is not None:

@@ -202,7 +202,7 @@ class Rollout:
         for begun in past.under_way:
             self._abandon(begun.episode)
         work = self._work(list(self.unposted.values()))
-        self._lanes = [asyncio.create_task(self._lane(work)) for _ in range(self._job.at_once)]
+        self._lanes = [asyncio.create_task(self._run_items(work)) for _ in range(self._job.at_once)]
         try:
             done, _ = await asyncio.wait(self._lanes, return_when=asyncio.FIRST_EXCEPTION)
             for lane in done:
@@ -219,15 +219,15 @@ class Rollout:
         yield from unposted
         yield from (key for key in self._job.in_order() if key not in self.past)
 
-    async def _lane(self, work: Iterator[Ended | RunKey]) -> None:
+    async def _run_items(self, work: Iterator[Ended | RunKey]) -> None:
         for item in work:
             if isinstance(item, Ended):
                 await self._post(item)
                 continue
-            while not self._stop.is_set() and not await self._settle(item):
+            while not self._stop.is_set() and not await self._try_run(item):
                 await self._until_stopped(self._proxy.wait())
 
-    async def _settle(self, key: RunKey) -> bool:
+    async def _try_run(self, key: RunKey) -> bool:
         """Make one attempt; return whether it counts."""
         episode = f"rollout-{self._launch}-{next(self._numbers)}"
         self._journal.append(Begun(episode=episode, key=key))

@@ -194,7 +194,7 @@ def file_of(scenario: Scenario, name: str) -> Path | None:
 
 
 def chat_template(scenario: Scenario) -> Path | None:
-    """Return the scenario's chat template; None: the model's own.
+    """Return the scenario's chat template, or None to use the model's own.
 
     Raises:
         ScenarioFailed: there is no such template.

@@ -158,7 +158,7 @@ class Child:
             await self._see_up(new)
         except Exception:
             if self._ended_meanwhile:
-                self._do(self._start_again())
+                self._start_task(self._start_again())
             raise
         finally:
             self._replacing = False
@@ -205,7 +205,7 @@ class Child:
             self._note_up()
         else:
             self._show("starting")
-        self._do(self._watch(running))
+        self._start_task(self._watch(running))
 
     async def _watch(self, running: Running) -> None:
         if await running.up and self._present is running and not self.stopping:
@@ -292,7 +292,7 @@ class Child:
         self._state = msgspec.structs.replace(self._state, state=state, since=since, **changed)
         self._changed()
 
-    def _do(self, work: Coroutine[object, object, None]) -> None:
+    def _start_task(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(self._to_its_end(work), name=f"pawl-watch-{self.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

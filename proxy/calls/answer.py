@@ -225,7 +225,7 @@ class WholeAnswer:
                 self.buffer.keep(reply.unread())
             raise ReplyTorn(
                 f"The model server's reply broke off before its end: {error}. "
-                "Nothing of it was passed on",
+                "No part of the reply was passed on",
                 code="upstream_broke",
             ) from error
         self.buffer.keep(body)

@@ -43,7 +43,7 @@ def record(call: "Call", status: CallStatus) -> Recorded:
         summary, provided = _summary_and_provided(call, status)
         capture = _captured(call, status, provided)
         if call.usage is not None and call.usage.counts_tokens:
-            _spend(call.usage, capture)
+            _charge_tokens(call.usage, capture)
         parts.targets.remember(capture, call.name, summary.response_id)
         return Recorded(capture, parts.recorder.take(capture))
     except Exception:
@@ -135,7 +135,7 @@ def _captured(call: "Call", status: CallStatus, provided: tuple[bytes, ...]) -> 
     )
 
 
-def _spend(usage: Usage, capture: CapturedCall) -> None:
+def _charge_tokens(usage: Usage, capture: CapturedCall) -> None:
     """Charge a call's tokens to its key; if they cannot be counted, the call is recorded anyway.
 
     This happens before the reply's end leaves: the client's next request may follow at once.

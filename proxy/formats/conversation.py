@@ -81,7 +81,7 @@ class Conversation:
         """Add a user's text or list of parts, unless it is empty or for this request alone."""
         piece = _heard_bytes(content)
         if piece and not piece.startswith(_FOR_ONE_REQUEST):
-            self._hear(b"u", piece)
+            self._add_turn(b"u", piece)
 
     def add_user_turn(self, content: Any) -> None:
         """Add a user's turn: first its tool results, then its other blocks."""
@@ -100,9 +100,9 @@ class Conversation:
         name = tool_id if isinstance(tool_id, str) else ""
         if is_unique(name):
             self._unique = True
-            self._hear(b"t", _encoded(letters_and_digits(name)))
+            self._add_turn(b"t", _encoded(letters_and_digits(name)))
         else:
-            self._hear(b"t" + _encoded(name) + b"\0", _heard_bytes(content))
+            self._add_turn(b"t" + _encoded(name) + b"\0", _heard_bytes(content))
         self.results.append(name)
 
     def add_assistant(self, content: Any) -> None:
@@ -139,7 +139,7 @@ class Conversation:
         run = b"".join([self._state, b"a", lengths.encode(), b":", *pieces])
         return _digest(run), self._unique
 
-    def _hear(self, kind: bytes, piece: bytes) -> None:
+    def _add_turn(self, kind: bytes, piece: bytes) -> None:
         """Add a user message or a tool result; `kind` distinguishes them."""
         reply = self.open_reply()
         if reply is not None:

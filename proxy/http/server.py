@@ -297,7 +297,7 @@ class Connection(asyncio.Protocol):
         else:
             exchange.keep_alive = False
             why = "the proxy failed to answer; its log says why"
-            self._give(500, why, exchange.method, exchange.target)
+            self._send_refusal(500, why, exchange.method, exchange.target)
             self.answered(exchange)
 
     def answered(self, exchange: Exchange) -> None:
@@ -341,10 +341,10 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
         else:
             asked = broken or self._parser
-            self._give(status, why, asked.method, asked.target)
+            self._send_refusal(status, why, asked.method, asked.target)
             self._close_gently()
 
-    def _give(self, status: int, why: str, method: str, target: str) -> None:
+    def _send_refusal(self, status: int, why: str, method: str, target: str) -> None:
         body = self.server.explain(target, status, why)
         self.send(wire.refusal(status, body, bodyless=method == "HEAD"))
 
@@ -435,7 +435,7 @@ class Server:
         look_at = 0.0
         while self.connections and (now := monotonic()) < self._break_off_at:
             if now >= look_at:
-                self._look(now)
+                self._check_deadlines(now)
                 look_at = now + self._patience.sweep_s
             if now >= linger:
                 for connection in [c for c in self.connections if not c.busy]:
@@ -470,8 +470,8 @@ class Server:
         """Check the connections' deadlines for ever, with one timer for all of them."""
         while True:
             await asyncio.sleep(self._patience.sweep_s)
-            self._look(monotonic())
+            self._check_deadlines(monotonic())
 
-    def _look(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         for connection in list(self.connections):
             connection.sweep(now, self._patience)

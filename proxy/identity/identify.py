@@ -145,9 +145,9 @@ class SessionHints(msgspec.Struct, frozen=True):
 
     def own(self, name: str) -> Iterable[Name]:
         """Return the names of the `agent`, `task` or `split` that our keys give."""
-        return self._own(name) if self.metadata or self.baggage else ()
+        return self._names_from_pawl_keys(name) if self.metadata or self.baggage else ()
 
-    def _own(self, name: str) -> Iterator[Name]:
+    def _names_from_pawl_keys(self, name: str) -> Iterator[Name]:
         if self.metadata:
             yield from _names_in(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
         if self.baggage:

@@ -309,7 +309,7 @@ class BatchWriter:
         try:
             entries = task.result()
         except OSError as error:
-            self._leave(segment, error)
+            self._note_read_error(segment, error)
             return False
         await self.settle(engine, segment, entries)
         if segment.held.get(held.piece.start) is not held:
@@ -317,7 +317,7 @@ class BatchWriter:
         segment.release(held)
         return True
 
-    def _leave(self, segment: Segment, error: OSError) -> None:
+    def _note_read_error(self, segment: Segment, error: OSError) -> None:
         segment.failed(error)
         self.trouble = CANNOT_READ
 
@@ -339,7 +339,7 @@ class BatchWriter:
         try:
             data = await asyncio.to_thread(segment.read, begin, end)
         except OSError as error:
-            self._leave(segment, error)
+            self._note_read_error(segment, error)
             return False
         piece = held.piece._replace(data=data)
         entry = Entry(piece, None, held.reason)

@@ -363,7 +363,7 @@ class Drainer:
             self._show()
             return
         try:
-            self._look()
+            self._find_segments()
             for segment in self._segments.values():
                 if segment.not_before > monotonic():
                     continue
@@ -371,7 +371,7 @@ class Drainer:
                     if segment.grown():
                         await self._count_rest(segment)
                 except OSError as error:
-                    self._leave(segment, error)
+                    self._note_read_error(segment, error)
             self._show()
         finally:
             self._busy.release()
@@ -422,7 +422,7 @@ class Drainer:
     async def _drain_from(self, engine: AsyncEngine) -> int:
         self._writer.begin()
         await self.outages.store(engine)
-        self._look()
+        self._find_segments()
         moved = await self._writer.try_held(engine, self._segments.values())
         self._is_behind = False
         # One batch of each worker: a worker that never pauses must not keep others waiting.
@@ -460,16 +460,16 @@ class Drainer:
                     return pieces
             self._retire(segment)
         except OSError as error:
-            self._leave(segment, error)
+            self._note_read_error(segment, error)
         return []
 
-    def _leave(self, segment: Segment, error: OSError) -> None:
-        """Leave a segment that cannot be read; other segments are drained meanwhile."""
+    def _note_read_error(self, segment: Segment, error: OSError) -> None:
+        """Note that a segment cannot be read; the other segments are drained."""
         if not segment.is_gone(error):
             segment.failed(error)
             self._writer.trouble = CANNOT_READ
 
-    def _look(self) -> None:
+    def _find_segments(self) -> None:
         """Find new segments, and drop those that vanished."""
         paths = dict(segment_files(self._root))
         for stem, path in paths.items():

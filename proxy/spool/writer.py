@@ -251,14 +251,14 @@ class SegmentWriter:
             _close(segment)
         if self._segment is None:
             if self._home is not None and self._home.is_lost():
-                self._leave(self._home)
+                self._abandon_folder(self._home)
             if self._home is None:
                 self._home = self._take()
                 self._unsealed += self._home.left
             self._segment = SegmentFile(self._home.folder)
         return self._segment
 
-    def _leave(self, home: Home) -> None:
+    def _abandon_folder(self, home: Home) -> None:
         """Give up a removed folder with its files; another is taken next.
 
         A lasting outage goes on, though its file is gone.

@@ -79,7 +79,7 @@ class Joins(Record, frozen=True, kw_only=True):
 
 def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
     """Join the parts that are one episode. Parts that are held get no place: they stay as is."""
-    needs = _surest(links)
+    needs = _needs_by_call(links)
     roots = {part.id: part.id for part in parts}
     _unite(roots, needs)
     doubts: dict[UUID, str] = {part.id: DOUBTFUL_CALL for part in parts if part.doubtful}
@@ -116,7 +116,7 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
     return Joins(places=places, calls=joined, evaluation=evaluation)
 
 
-def _surest(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:
+def _needs_by_call(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:
     """Return each call's lowest level, own episode and providing episodes, in a stable order."""
     needs: dict[UUID, tuple[int, UUID, list[UUID]]] = {}
     for link in sorted(links, key=lambda link: (link.call_id, link.level, link.provided_by)):

@@ -103,7 +103,7 @@ async def settle(driver: Driver, written: Written) -> dict[str, int]:
     matched = await _match(driver, written)
     rescored = {*written.rescored, *matched.values()}
     in_outage = await find_in_outage(driver, written.episodes(), written.span)
-    await _bring(driver, rescored, await _link(driver, written), in_outage)
+    await _recompute(driver, rescored, await _link(driver, written), in_outage)
     return await count_late(driver, list(matched)) if matched else {}
 
 
@@ -111,7 +111,7 @@ async def settle_outages(driver: Driver, outages: Sequence[UUID]) -> bool:
     """Set aside some of the episodes under way in these outages; return whether there were any."""
     await _begin(driver)
     in_outage = await find_under_way(driver, outages)
-    await _bring(driver, set(), set(), in_outage)
+    await _recompute(driver, set(), set(), in_outage)
     return bool(in_outage)
 
 
@@ -121,7 +121,7 @@ async def _begin(driver: Driver) -> None:
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
 
 
-async def _bring(
+async def _recompute(
     driver: Driver, rescored: set[UUID], joined: set[UUID], in_outage: Mapping[UUID, bool]
 ) -> None:
     """Set aside the episodes in an outage; recompute joins, scores and rows of all affected."""

@@ -42,13 +42,13 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class ModelFlops(Record, frozen=True, kw_only=True):
-    """The numbers of multiplications in a model.
+    """The sizes of a model that its floating-point operations follow from.
 
     Attributes:
-        matrices: parameters that a token is multiplied with; of experts, those it is sent to.
+        matrices: parameters of the matrices that each token passes, with its active experts only.
         head: parameters of the LM head.
-        attention: multiplications of a (query, key) pair in a layer, all heads together.
-        windows: how many keys a token sees at most in each layer with attention; None: no bound.
+        attention: multiplications for each (query, key) pair in a layer, over all heads.
+        windows: the attention window of each layer with attention, in tokens; None if unbounded.
     """
 
     matrices: int

@@ -400,7 +400,7 @@ class Learner:
             trained, off_policy = self._take_steps(rows, newest)
         else:
             bound = self._recipe.off_policy.max_drift
-            self._trainer.drift = mean_drift(metered, self._survey(metered), newest, bound)
+            self._trainer.drift = mean_drift(metered, self._row_logprobs(metered), newest, bound)
             parameters, _ = self._trainer.trained_parameters()
             start = [parameter.detach().clone() for parameter in parameters]
             trained, off_policy = self._take_steps(rows, newest)
@@ -453,7 +453,7 @@ class Learner:
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
         try:
-            trained = [self._take(step, check_drift) for step in steps]
+            trained = [self._train_step(step, check_drift) for step in steps]
         except Unusable as error:
             self._forget()
             if error.reason != NON_FINITE:
@@ -474,7 +474,7 @@ class Learner:
             return View.of([])
         return View.of(self._survey_in_parts(rows, self._trainer.view))
 
-    def _take(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
+    def _train_step(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
         def run(cut: MicroBatches) -> tuple[float, float]:
             with self._base.throughput.computing():
                 taken: tuple[float, float] = self._step.take(cut, check_drift)
@@ -534,7 +534,7 @@ class Learner:
         `rows`, which are of the first step.
         """
         kept: list[float] = []
-        for row, own in zip(rows, self._survey(rows), strict=True):
+        for row, own in zip(rows, self._row_logprobs(rows), strict=True):
             before = unpack_logprobs(self._policy_logprobs[row.key])
             moved = [new - old for new, old in zip(own, before, strict=True)]
             parts = (moved[at : at + REPLY_PART] for at in range(0, len(moved), REPLY_PART))
@@ -572,14 +572,14 @@ class Learner:
         rows = self._base.checked(rows)
         if adapter is None:
             with self._model.disable_adapter():
-                return self._survey(rows)
+                return self._row_logprobs(rows)
         if adapter != self._stands_at:
             self._stands_at = IN_BETWEEN
             self._model = self._base.attach(self, self._recipe, adapter, self._seed)
-        return self._survey(rows)
+        return self._row_logprobs(rows)
 
-    def _survey(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return the log-probabilities of rows under the model as it stands."""
+    def _row_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+        """Return the log-probabilities of rows under the current model."""
 
         def scored(micro_batch: Sequence[Row]) -> ByRow:
             with torch.no_grad():

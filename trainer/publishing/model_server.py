@@ -306,7 +306,7 @@ class ModelServer:
     def _has_lost(self, name: str) -> UpstreamAway:
         """Return the error for a model that the server no longer has."""
         return UpstreamAway(
-            f"{self.url} has not {name} any more: it was restarted meanwhile, or several"
+            f"{self.url} no longer has {name}: the server was restarted, or several"
             " servers share that address (list each in PAWL_REPLICA_URLS)"
         )
 

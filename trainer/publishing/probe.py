@@ -138,7 +138,7 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
             " in the recipe's dtype"
         )
     if not WHOLE <= compared.arrived <= 1 / WHOLE:
-        what = "does not apply" if compared.is_ignored else "applies otherwise than the trainer"
+        what = "does not apply" if compared.is_ignored else "applies differently from the trainer"
         return (
             f"the model server loads an adapter that it {what} ({compared.arrived:.0%} of its"
             " effect arrives): does it support LoRA in the layers of lora.target_modules?"
@@ -146,7 +146,7 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
     adapter = _difference(compared.served_adapter, compared.own_adapter)
     if not adapter <= tolerance:
         return (
-            "the model server applies an adapter otherwise than the trainer (its log-probabilities"
+            "the model server applies an adapter differently from the trainer (log-probabilities"
             f" differ by {adapter:.3g} nats a token, more than publish.tolerance = {tolerance:g}):"
             " does it compute in the recipe's dtype?"
         )

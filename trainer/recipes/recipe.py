@@ -468,9 +468,9 @@ class PublishOptions(RecipeOptions):
     )
     most_kl_to_base: Positive | None = Field(
         default=None,
-        description="Largest KL of a version to its base model, in nats a token of what it was "
-        "trained on. One that is further away is rejected before it has any traffic. Without the "
-        "key none is.",
+        description="Largest KL of a version to its base model on the update's training data, in "
+        "nats a token. A version above it is rejected before it has any traffic. Unset: none is "
+        "rejected.",
     )
     tolerance: Positive = Field(
         default=0.15,

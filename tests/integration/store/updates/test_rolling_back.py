@@ -161,7 +161,7 @@ async def test_base_or_written_version_cannot_be_rolled_back(engine: AsyncEngine
     async with engine.begin() as connection:
         await trained(connection, 0)
         for number in (0, 1):
-            with pytest.raises(NotGated, match="only a trained version that serves"):
+            with pytest.raises(NotGated, match="only a trained version in state"):
                 await fall(connection, number)
 
 

@@ -286,7 +286,7 @@ def test_update_with_too_little_overlap_is_shortened(tiny_model: str, tmp_path: 
     made = Learner(tiny_model, within(0.98, rate=0.1), seed=0, scratch=tmp_path)
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)
-    after = made._survey(batch)
+    after = made._row_logprobs(batch)
     assert free["overlap"] < 0.98 <= metrics["overlap"]
     assert metrics["step_kept"] < 1.0
     assert common(after, before) == pytest.approx(metrics["overlap"])
@@ -297,7 +297,7 @@ def test_overlap_counts_long_replies_in_parts(tiny_model: str, tmp_path: Path) -
     made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)
-    after = made._survey(batch)
+    after = made._row_logprobs(batch)
     by_part, whole, by_token = (common(after, before, part) for part in (4, 100, 1))
     assert metrics["overlap"] == pytest.approx(by_part, abs=1e-4)
     assert whole < by_part - 1e-3 < by_token - 2e-3
@@ -315,7 +315,7 @@ def test_overlap_is_measured_on_short_replies_behind_long_prompts(
     made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)
-    assert metrics["overlap"] == pytest.approx(common(made._survey(batch), before), abs=1e-4)
+    assert metrics["overlap"] == pytest.approx(common(made._row_logprobs(batch), before), abs=1e-4)
 
 
 def test_small_update_is_kept_whole(tiny_model: str, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_update_trains_experts_without_routers_and_resumes_from_files(
     made.update(rows(1))
     second = save(made, tmp_path / "2")
     # As versions are computed: row by row, rounding differs.
-    trained = made._survey(probed)
+    trained = made._row_logprobs(probed)
     assert differ(trained, base) > 1e-3
 
     again = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
@@ -141,9 +141,9 @@ def test_peft_and_merged_weights_compute_the_same_experts(mixture: str, tmp_path
 def test_adapter_of_experts_is_imported(mixture: str, tmp_path: Path) -> None:
     made, folder = shaken(mixture, tmp_path)
     probed = plain(rows(5))
-    own = made._survey(probed)
+    own = made._row_logprobs(probed)
     made.adopt(folder)
-    assert differ(made._survey(probed), own) == 0
+    assert differ(made._row_logprobs(probed), own) == 0
 
 
 @pytest.mark.vllm

@@ -254,13 +254,13 @@ async def test_empty_segment_that_its_worker_deletes_is_no_trouble(
     path.write_bytes(b"")
     engine = None if url is None else make_engine(url)
     drainer = Drainer(tmp_path, lambda: engine, batch=10)
-    look = drainer._look
+    look = drainer._find_segments
 
     def deleted_after() -> None:
         look()
         path.unlink(missing_ok=True)
 
-    monkeypatch.setattr(drainer, "_look", deleted_after)
+    monkeypatch.setattr(drainer, "_find_segments", deleted_after)
     with capture_logs() as logs:
         for _ in range(2):
             await drainer.drain_once()

@@ -43,7 +43,7 @@ CASES = {
     "another base": ({"served_base": (-4.0, -2.0)}, "PAWL_MODEL"),
     "a base that computes no number": ({"served_base": (math.nan, -2.0)}, "PAWL_MODEL"),
     "an adapter that is not applied": ({"served_adapter": (-1.0, -2.0)}, "does not apply"),
-    "half an adapter": ({"served_adapter": (-1.7, -2.7)}, "otherwise than the trainer"),
+    "half an adapter": ({"served_adapter": (-1.7, -2.7)}, "differently from the trainer"),
     "raw log-probabilities": ({"served_sampled": (-5.0, -7.0)}, "as they were before temperature"),
     "some others": ({"served_sampled": (-9.0, -7.0)}, "options that change what is sampled"),
 }
