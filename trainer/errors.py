@@ -49,7 +49,7 @@ class FilesAltered(PublishError):
 
 
 class Misserved(PublishError):
-    """Report that a server applied a version differently from the trainer, and unloaded it."""
+    """Report that a server applied a version differently from the trainer; it was unloaded."""
 
 
 class FilesUnread(TrainerError):

@@ -294,7 +294,7 @@ def as_given(receipt: Receipt) -> Receipt:
 def as_text(receipt: Receipt, *, dry: bool) -> str:
     """Return a receipt as a line of text."""
     if receipt.state == "marked":
-        return f"{receipt.episode}: not recorded; its calls will not be stored if they come"
+        return f"{receipt.episode}: not recorded; its calls and feedback will not be stored"
     done = {"deleted": "would be deleted" if dry else "deleted", "deleted_before": "deleted before"}
     counts = [f"{number} {table}" for table, number in receipt.removed.items() if number]
     line = f"{receipt.episode}: {done[receipt.state]}"

@@ -93,7 +93,7 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
         NotFetched: the files cannot be fetched for now, here or by the server. If the server's
             machine has them, the version is loaded, but how it is served is not checked.
         PublishError: the server refuses the version.
-        Misserved: the server applied the version differently from the trainer, and unloaded it.
+        Misserved: the server applied the version differently from the trainer; it was unloaded.
         UpstreamAway: the server does not answer.
     """
     folder = Path(version.adapter_path or "")

@@ -173,7 +173,7 @@ async def test_delete_refuses_an_unrecorded_name_unless_it_is_to_be_marked(
     assert [receipt.state for receipt in done] == ["deleted", "marked"]
     assert [as_text(receipt, dry=False) for receipt in done] == [
         "e1: deleted (1 transitions)",
-        "e2: not recorded; its calls will not be stored if they come",
+        "e2: not recorded; its calls and feedback will not be stored",
     ]
 
 
