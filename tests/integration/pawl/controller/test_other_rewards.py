@@ -53,7 +53,7 @@ async def test_changed_reward_restarts_a_trial_on_new_episodes_only(
     assert await states(engine) == {0: "serving", 1: "canary"}
     [last] = (await events_of(engine, "m"))[-1:]
     assert (last.version, last.from_state, last.to_state) == ("m@1", "canary", "canary")
-    assert (last.actor, "begins anew" in last.reason) == ("trainer", True)
+    assert (last.actor, "comparisons restart" in last.reason) == ("trainer", True)
     # Started again, a trainer changes nothing.
     before = await events_of(engine, "m")
     await earns(engine)
