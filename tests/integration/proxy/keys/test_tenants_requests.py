@@ -221,7 +221,7 @@ async def test_new_fields_of_clients_fail_no_call_and_are_recorded(
     upstream.behave_otherwise = answers(RESPONSE)
     reply = await shared.ask("POST", "/v1/responses", keys["a"], model="m", **CODEX)
     assert reply.status == 200
-    assert reply.headers["x-pawl-warning"].endswith("another tenant's: 'client_metadata'")
+    assert reply.headers["x-pawl-warning"].endswith("another tenant's object: 'client_metadata'")
     [(_, _, sent)] = upstream.other
     # The proxy adds to `include`.
     said = CODEX.keys() - {"client_metadata", "include"}
