@@ -248,7 +248,7 @@ def test_process_without_memory_for_a_policy_stops_no_other_policy(
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, 3])
 def test_failing_process_keeps_no_other_process_waiting(
     tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest, processes: int
 ) -> None:
