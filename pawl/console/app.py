@@ -132,6 +132,7 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
             server.should_exit = True
             await task
             await app.state.console.engine.dispose()
+            await app.state.console.unqueued.dispose()
 
 
 class _Protocol(H11Protocol):
@@ -253,7 +254,7 @@ class Guard:
         relayed = shown.relayed or any(name.startswith(b"x-forwarded-") for name, _ in headers)
         local = is_loopback(request.scope.get("client")) and not relayed
         gate = Gate(self._settings.access, hosts=self._settings.allowed_hosts)
-        async with console_of(request).engine.connect() as connection:
+        async with console_of(request).unqueued.connect() as connection:
             gate.take(await key_ring(connection, hash_of(key or b"")))
         asked = request.method, headers
         grant = gate.check(Shown(key, relayed), "read", asked, local=local)

@@ -38,7 +38,7 @@ async def doctor(request: Request) -> Response:
     console, tenant = console_of(request), viewer(request).tenant
     findings = await console.examined.get(
         tenant,
-        lambda: examine(console.settings, console.engine, tenant, of_parts=tenant is None),
+        lambda: examine(console.settings, console.unqueued, tenant, of_parts=tenant is None),
     )
     return part(
         request,

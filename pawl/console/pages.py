@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby, islice
@@ -35,7 +35,7 @@ from store.read.browsing import begin
 from store.records import Record
 from store.tenants import bare
 
-# Longest wait for the pool's only connection: to spare the database, pages are read one by one.
+# Longest wait for a connection: to spare the database, pages are read one by one.
 WAIT_S: Final = 10.0
 # Longest time of one statement: no page is worth slowing the database down for longer.
 LIMIT_S: Final = 5.0
@@ -100,13 +100,16 @@ class Console:
     """The parts that all pages share: the database, and the templates with their functions."""
 
     def __init__(self, app: Starlette, settings: ConsoleSettings, database_url: str) -> None:
-        """Make the pool, which connects on first use, and load the templates."""
+        """Make the pools, which connect on first use, and load the templates."""
         self.app = app
         self.settings = settings
         self.prefix = settings.console_prefix
-        self.engine: AsyncEngine = make_engine(
-            database_url, pool_size=1, max_overflow=0, limit_s=2 * LIMIT_S, wait_s=WAIT_S
+        pool = partial(
+            make_engine, database_url, max_overflow=0, limit_s=2 * LIMIT_S, wait_s=WAIT_S
         )
+        # Pages share one connection. The check of a key and the doctor wait for no page.
+        self.engine: AsyncEngine = pool(pool_size=1)
+        self.unqueued: AsyncEngine = pool(pool_size=3)
         self.templates = Environment(
             loader=PackageLoader("pawl.console"),
             autoescape=True,

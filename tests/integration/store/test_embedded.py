@@ -388,9 +388,11 @@ def test_server_is_stopped_although_its_folder_was_closed_to_its_user(
     assert postgres.pid is None
 
 
-def test_server_starts_in_a_folder_too_long_for_a_socket_path(folder: Path) -> None:
+async def test_server_starts_in_a_folder_too_long_for_a_socket_path(folder: Path) -> None:
     postgres = EmbeddedPostgres(folder / ("long" * 25))
-    postgres.ensure_running()
+    connection = await asyncpg.connect(postgres.ensure_running())
+    assert await connection.fetchval("SELECT 1") == 1
+    await connection.close()
     postgres.stop()
 
 

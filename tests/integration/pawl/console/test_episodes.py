@@ -1,5 +1,6 @@
 """The screens Overview and Episodes: what they show, and how a list is gone through."""
 
+import asyncio
 import html
 import json
 import re
@@ -127,6 +128,25 @@ async def test_overview_says_how_many_episodes_can_be_trained_and_when(
     counted = "about 5 of 6 episodes an hour count towards an update (of 6: 1 without a reward)"
     assert f"m: {counted}" in page
     assert "send rewards for more runs, or let `pawl judge` score them, such as by" in page
+
+
+async def test_doctor_reads_the_database_while_another_page_is_read(
+    console: Pages, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read, may_end = asyncio.Event(), asyncio.Event()
+
+    async def held(*_: Any) -> list[Any]:
+        is_read.set()
+        await may_end.wait()
+        return []
+
+    monkeypatch.setattr("pawl.console.overview.newest_calls", held)
+    figures = asyncio.create_task(console.get("/overview/figures"))
+    await is_read.wait()
+    doctor = await shown(console, "/overview/doctor")
+    may_end.set()
+    assert (await figures).status == 200
+    assert "database" not in doctor.lower()
 
 
 @pytest.mark.parametrize(

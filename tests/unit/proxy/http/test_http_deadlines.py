@@ -218,7 +218,7 @@ async def test_silent_stream_gets_pings_between_its_events_alone(
         exchange.ping = ping
         for piece in pieces:
             exchange.write(piece)
-        await asyncio.sleep(600)
+        await asyncio.Event().wait()
 
     connection, wire = client(stream)
     await feed(connection, [HEAD % 0])
@@ -234,7 +234,7 @@ async def test_silent_stream_gets_pings_between_its_events_alone(
 async def test_reply_of_an_api_without_pings_stays_silent() -> None:
     async def stream(exchange: Exchange) -> None:
         exchange.begin(200, b"OK", [])
-        await asyncio.sleep(600)
+        await asyncio.Event().wait()
 
     connection, wire = client(stream)
     await feed(connection, [HEAD % 0])
