@@ -36,7 +36,8 @@ _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 class EpisodePart(Record, frozen=True, kw_only=True):
     """Describe an episode made of the calls under its own key only, before joins.
 
-    `held`: a policy has claimed it, by itself or as a part of another, or it was deleted.
+    `held`: a policy has claimed it, by itself or as a part of another, or it was deleted. `root`
+    is the episode that it was a part of so far.
     """
 
     id: UUID
@@ -47,6 +48,7 @@ class EpisodePart(Record, frozen=True, kw_only=True):
     doubtful: bool
     held: bool
     split: Split = TRAIN
+    root: UUID | None = None
 
 
 class Link(Record, frozen=True, kw_only=True):
@@ -107,13 +109,16 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
             joined[call_id] = None
         elif needed_by in held:
             del joined[call_id]
-    evaluation = frozenset(
-        part.id
-        for joined_parts in by_root.values()
-        if any(part.split == EVAL for part in joined_parts)
-        for part in joined_parts
-    )
-    return Joins(places=places, calls=joined, evaluation=evaluation)
+    return Joins(places=places, calls=joined, evaluation=_evaluation(parts, roots))
+
+
+def _evaluation(parts: Sequence[EpisodePart], roots: dict[UUID, UUID]) -> frozenset[UUID]:
+    """Return the parts of episodes with a part in `eval`; held parts are still of their episode."""
+    for part in parts:
+        if part.held and part.root is not None:
+            roots[_root(roots, part.id)] = _root(roots, part.root)
+    own = {_root(roots, part.id) for part in parts if part.split == EVAL}
+    return frozenset(part.id for part in parts if _root(roots, part.id) in own)
 
 
 def _needs_by_call(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:

@@ -207,14 +207,16 @@ _MARK_TOO_COMMON = f"""
 _LINKED = (
     "SELECT call_id, level, provided_by, needed_by, too_common FROM links WHERE call_id = ANY($1)"
 )
-# These episodes and all that can be reached from them through links.
+# These episodes and all that can be reached from them through links, or were joined with them.
 _REACHED = """
     WITH RECURSIVE reached (id) AS (
         SELECT unnest($1::uuid[])
         UNION
-        SELECT CASE WHEN l.needed_by = r.id THEN l.provided_by ELSE l.needed_by END
-        FROM reached r JOIN links l
-            ON (l.needed_by = r.id OR l.provided_by = r.id) AND NOT l.too_common)
+        SELECT other.id FROM reached r CROSS JOIN LATERAL (
+            SELECT provided_by FROM links WHERE needed_by = r.id AND NOT too_common
+            UNION ALL SELECT needed_by FROM links WHERE provided_by = r.id AND NOT too_common
+            UNION ALL SELECT root FROM episodes WHERE id = r.id AND root IS NOT NULL
+            UNION ALL SELECT id FROM episodes WHERE root = r.id) other (id))
     SELECT id FROM reached
 """
 
@@ -257,7 +259,7 @@ async def _lock(driver: Driver, episodes: set[UUID]) -> None:
 
 
 _PARTS = """
-    SELECT e.id, e.first_call_id, e.task, e.task_named, e.task_from, e.doubtful, e.split,
+    SELECT e.id, e.first_call_id, e.task, e.task_named, e.task_from, e.doubtful, e.split, e.root,
         EXISTS (SELECT FROM episode_policies p
                 WHERE p.episode_id = COALESCE(e.root, e.id) AND p.claimed_by IS NOT NULL)
             OR e.deleted_at IS NOT NULL AS held

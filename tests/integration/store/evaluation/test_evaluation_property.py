@@ -91,6 +91,18 @@ LATE = [
     *(("reward", key) for key in KEYS[2:4]),
     *((step, policy) for policy in POLICIES for step in ("claim", "finish")),
 ]
+# An episode that an update holds gets a call of evaluation in its other part, and then a second
+# provider of the fingerprint that joined the two: they are in doubt, and still one in the update.
+SECOND_PROVIDER = ("call", "e5", "train", "n", (1, 2), None)
+EVALUATION_CALL = ("call", "e2", "eval", "m", None, None)
+JOINED_AND_CLAIMED = [
+    ("call", "e0", "train", "m", None, (1, 2)),
+    ("call", "e2", "train", "m", (1, 2), None),
+    ("reward", "e0"),
+    ("claim", "m"),
+]
+DOUBTED_LAST = [*JOINED_AND_CLAIMED, EVALUATION_CALL, SECOND_PROVIDER, ("finish", "m")]
+DOUBTED_FIRST = [*JOINED_AND_CLAIMED, SECOND_PROVIDER, EVALUATION_CALL, ("finish", "m")]
 
 
 class Ledger:
@@ -287,6 +299,8 @@ def marked(database_url: str) -> Iterator[SharedDatabase]:
 )
 @given(steps=ledgers, rule=rules)
 @example(steps=LATE, rule=GROUPS)
+@example(steps=DOUBTED_LAST, rule=SINGLES)
+@example(steps=DOUBTED_FIRST, rule=SINGLES)
 def test_all_training_and_no_evaluation_episodes_are_consumed(
     marked: SharedDatabase, steps: list[Sequence[Any]], rule: ClaimRule
 ) -> None:

@@ -114,7 +114,7 @@ def configure(folder: str, **settings: Any) -> None:
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantised by awq"),
-        ({"is_encoder_decoder": True}, "an encoder with a decoder"),
+        ({"is_encoder_decoder": True}, "an encoder-decoder"),
         ({"model_type": "brand_new"}, "model type `brand_new`"),
     ],
 )

@@ -131,11 +131,11 @@ def test_policy_without_a_call_has_its_line() -> None:
 
 def test_failed_run_lowers_a_waves_score() -> None:
     wave = Wave(1, 0, 4, "reward")
-    assert (wave.success, wave.well_formed) == (0.0, None)
+    assert (wave.success, wave.well_formed_share) == (0.0, None)
     wave.results += [ran(reward=1.0), ran()]
-    assert (wave.success, wave.well_formed) == (0.5, None)
+    assert (wave.success, wave.well_formed_share) == (0.5, None)
     wave.results += [ran(reward=1.0, well_formed=1.0), ran(reward=0.0, well_formed=0.0)]
-    assert (wave.success, wave.well_formed) == (0.5, 0.5)
+    assert (wave.success, wave.well_formed_share) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(
