@@ -149,7 +149,7 @@ def chunked(*pieces: bytes) -> bytes:
 
 
 def parts(reply: bytes) -> tuple[bytes, list[bytes], bytes]:
-    """Status line, header lines and body, less what decision 016 and RFC 9110 §7.6.1 except.
+    """Status line, header lines and body, less what decision 015 and RFC 9110 §7.6.1 except.
 
     Ours (`x-pawl-`), what belongs to one connection, and how the body is framed.
     """
