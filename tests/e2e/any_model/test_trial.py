@@ -37,7 +37,7 @@ async def why_unserved(stack: Stack, model: str | Base, chosen: Recipe, folder: 
 
 # PEFT, of the layer that no server can serve.
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-async def test_self_test_passes_fitting_adapter_and_names_unservable_settings(
+async def test_self_test_passes_servable_lora_settings_and_names_unservable_settings(
     stack: Stack, learner: Learner, tmp_path: Path
 ) -> None:
     base = learner._base
@@ -50,7 +50,7 @@ async def test_self_test_passes_fitting_adapter_and_names_unservable_settings(
     assert "lora.target_modules" in (why or "")
 
 
-async def test_self_test_names_the_setting_of_a_wrong_base_model(
+async def test_self_test_names_pawl_model_if_trainer_and_server_have_different_base_weights(
     stack: Stack, shallow_dir: str, tmp_path: Path
 ) -> None:
     """The same layers and words, other weights: as a model's next release."""

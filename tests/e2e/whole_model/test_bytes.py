@@ -69,7 +69,7 @@ async def test_direct_and_proxied_replies_are_the_same_bytes(
     await assert_same_bytes(stack, path, body)
 
 
-async def test_models_are_listed_under_the_name_that_clients_use(stack: Stack) -> None:
+async def test_list_of_models_has_the_policy_name_that_clients_use(stack: Stack) -> None:
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"{stack.base_url}/models") as response,

@@ -91,7 +91,7 @@ async def check_client(stack: Stack, *command: str | Path) -> None:
 
 
 @pytest.mark.parametrize("client", PYTHON_CLIENTS)
-async def test_unchanged_python_clients_work_and_their_calls_are_joined(
+async def test_unchanged_python_clients_work_and_calls_of_a_conversation_are_joined(
     stack: Stack, client: str
 ) -> None:
     await check_client(stack, CLIENT_BINARIES / "python", CLIENTS / "scenarios" / f"{client}.py")
@@ -102,7 +102,7 @@ async def test_unchanged_python_clients_work_and_their_calls_are_joined(
     reason="the Node clients are not installed (scripts/install_clients.py says why)",
 )
 @pytest.mark.parametrize("client", NODE_CLIENTS)
-async def test_unchanged_node_clients_work_and_their_calls_are_joined(
+async def test_unchanged_node_clients_work_and_calls_of_a_conversation_are_joined(
     stack: Stack, client: str
 ) -> None:
     await check_client(stack, CLIENT_BINARIES / "node", CLIENTS / "node" / f"{client}.mjs")

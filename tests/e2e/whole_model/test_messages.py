@@ -40,7 +40,9 @@ def client_of(stack: Stack, episode: str) -> "AsyncAnthropic":
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_tool_using_message_has_exact_ids(stack: Stack, stream: bool) -> None:
+async def test_message_with_a_tool_call_is_recorded_with_exact_token_ids(
+    stack: Stack, stream: bool
+) -> None:
     episode = str(new_id())
     asked: Any = {"messages": QUESTION, "tools": [TOOL]} | {
         "model": POLICY,
@@ -96,7 +98,9 @@ async def test_text_message_is_trainable_and_tokenised_like_chat(
     assert prompt == tokens["tokens"]
 
 
-async def test_tool_result_joins_the_episode_without_a_header(stack: Stack) -> None:
+async def test_call_with_a_tool_result_joins_the_tool_calls_episode_without_a_header(
+    stack: Stack,
+) -> None:
     url = f"{stack.base_url}/messages"
     asked = ASKED | {"messages": QUESTION, "tools": [TOOL], "system": "Use the calculator."}
     first, headers = await post(url, asked)
@@ -116,7 +120,9 @@ async def test_tool_result_joins_the_episode_without_a_header(stack: Stack) -> N
     assert unpack_ids(two.tokens.prompt_ids)[: len(begun)] == begun
 
 
-async def test_message_that_chat_cannot_express_is_refused_by_vllm(stack: Stack) -> None:
+async def test_invalid_messages_request_gets_vllms_own_error_through_the_proxy(
+    stack: Stack,
+) -> None:
     document = {"type": "document", "source": {"type": "text", "data": "x"}}
     for body in (
         ASKED | {"messages": [{"role": "user", "content": [document]}]},

@@ -90,7 +90,9 @@ class Worker:
             return await read_episodes(connection, await selected(connection))
 
 
-async def test_the_loop_survives_kill_9_of_each_process(stack: Stack, tmp_path: Path) -> None:
+async def test_serving_and_training_survive_kill_9_of_proxy_trainer_and_postgres(
+    stack: Stack, tmp_path: Path
+) -> None:
     scenario = find_scenario(POLICY)
     questions = await make_tasks(scenario, 16, 3, "train", tmp_path)
     agent = WorkingAgent(scenario, stack.url, tmp_path)

@@ -39,7 +39,7 @@ def client_of(stack: Stack) -> "AsyncOpenAI":
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_response_has_exact_ids(stack: Stack, stream: bool) -> None:
+async def test_response_is_recorded_with_exact_token_ids(stack: Stack, stream: bool) -> None:
     """Cut at its length, so that no token that ends it lacks its log-probability."""
     episode = str(new_id())
     told: Any = {"model": POLICY, "input": "Count to ten", "max_output_tokens": 9}

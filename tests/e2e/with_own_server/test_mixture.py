@@ -90,7 +90,7 @@ async def trained(stack: Stack) -> PolicyVersion:
         await engine.dispose()
 
 
-async def test_a_mixture_goes_through_the_whole_loop(
+async def test_mixture_of_experts_model_is_trained_probed_and_served(
     stack: Stack, mixture: str, tmp_path: Path
 ) -> None:
     await fill(stack)

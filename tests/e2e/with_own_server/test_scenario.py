@@ -50,7 +50,7 @@ def each(summary: dict[str, Any], name: str) -> list[Any]:
     return [one[name] for one in summary["held_out"]]
 
 
-async def test_an_example_learns_and_reports(
+async def test_math_example_trains_versions_and_writes_its_summary(
     examples: Path, tmp_path: Path, model_dir: str
 ) -> None:
     recipe = tmp_path / "short.toml"
