@@ -96,7 +96,7 @@ async def restored(tmp_path: Path) -> AsyncIterator[EmbeddedPostgres]:
     await asyncio.to_thread(server.stop)
 
 
-async def test_what_was_answered_before_a_backup_is_in_it_once(
+async def test_each_call_and_reward_answered_before_a_backup_is_restored_once(
     proxy: Proxy,
     postgres: EmbeddedPostgres,
     database_url: str,
@@ -175,7 +175,7 @@ async def version(engine: AsyncEngine, root: Path, number: int) -> Path:
     return folder
 
 
-async def test_versions_without_their_files_are_told(
+async def test_policies_check_reports_versions_with_missing_or_altered_files(
     engine: AsyncEngine, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", database_url)
@@ -198,7 +198,7 @@ async def test_versions_without_their_files_are_told(
     assert (done.exit_code, done.stdout.count("\n")) == (1, 3)
 
 
-def test_the_guide_takes_them_in_this_order() -> None:
+def test_guide_backs_up_the_spool_then_the_database_then_the_adapters() -> None:
     guide = (ROOT / "docs/howto/operate.md").read_text()
     section = guide[guide.index("## Backup and restore") :]
     places = [section.index(word) for word in ("cp -a", "pg_dump", "PAWL_ADAPTER_DIR")]
