@@ -146,7 +146,7 @@ async def test_other_ingester_removes_its_dead_letters_of_deleted_episodes(
     ]
 
 
-async def test_waiting_records_of_deleted_episodes_are_counted(
+async def test_spooled_records_of_deleted_episodes_are_counted(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     (tmp_path / "0").mkdir()
@@ -161,7 +161,7 @@ async def test_waiting_records_of_deleted_episodes_are_counted(
     assert await drained(engine, tmp_path, 0) == 0
 
 
-async def test_delete_refuses_an_unrecorded_name_unless_it_is_to_be_marked(
+async def test_delete_refuses_an_unrecorded_episode_name_unless_asked_to_mark_it(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     await Ingester().store(engine, [call("e1")])

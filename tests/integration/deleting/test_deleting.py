@@ -119,7 +119,9 @@ async def test_deletion_leaves_no_trace_and_changes_no_other_episode(engine: Asy
     assert (counted.calls, counted.episodes) == (3, 1)
 
 
-async def test_no_client_can_name_a_deleted_episodes_row(engine: AsyncEngine) -> None:
+async def test_key_left_in_a_deleted_episodes_row_is_no_valid_episode_name(
+    engine: AsyncEngine,
+) -> None:
     await Ingester().store(engine, [call("gone")])
     await deleted(engine, "gone")
     async with engine.connect() as connection:
@@ -150,7 +152,7 @@ async def test_late_records_of_a_deleted_episode_are_not_stored(engine: AsyncEng
         assert await connection.scalar(text("SELECT count(*) FROM transitions")) == 0
 
 
-async def test_call_stored_as_an_addition_to_a_deleted_call_stays_whole(
+async def test_call_that_extends_a_call_of_a_deleted_episode_is_still_exported_whole(
     engine: AsyncEngine,
 ) -> None:
     told = digest(PREFIX, "told")
@@ -247,7 +249,7 @@ async def test_deletion_abandons_the_update_that_claimed_the_episode(engine: Asy
         assert await claims.running_update(connection, "m") == again.update_id
 
 
-async def test_unrecorded_name_can_be_marked_deleted(engine: AsyncEngine) -> None:
+async def test_unrecorded_episode_name_can_be_marked_deleted(engine: AsyncEngine) -> None:
     await store(engine, now(reward(1.0, episode="later")))
     async with engine.begin() as connection:
         marked = await mark_deleted(connection, "later")
@@ -260,7 +262,7 @@ async def test_unrecorded_name_can_be_marked_deleted(engine: AsyncEngine) -> Non
         assert (await mark_deleted(connection, "stored")).state == "deleted"
 
 
-async def test_episodes_are_selected_by_task_beginning_and_time(engine: AsyncEngine) -> None:
+async def test_episodes_are_selected_by_task_name_prefix_and_time(engine: AsyncEngine) -> None:
     early, late = datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 2, 1, tzinfo=UTC)
     await store(
         engine,

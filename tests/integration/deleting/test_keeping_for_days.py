@@ -60,7 +60,9 @@ async def rows(engine: AsyncEngine, query: str) -> list[Any]:
         return list((await connection.execute(text(query))).scalars())
 
 
-async def test_outdated_episodes_and_days_are_removed_and_newer_kept(engine: AsyncEngine) -> None:
+async def test_outdated_episodes_and_day_partitions_are_removed_and_newer_episodes_stay(
+    engine: AsyncEngine,
+) -> None:
     ingester = Ingester()
     old = [
         call("old 1", request=body("canary 1"), **made(9, 1)),
@@ -110,7 +112,7 @@ async def aside(engine: AsyncEngine) -> int:
     return int(found)
 
 
-async def test_ongoing_episodes_are_quarantined_in_steps_before_a_day_is_dropped(
+async def test_ongoing_episodes_are_quarantined_in_steps_before_a_days_calls_are_dropped(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("store.retaining.MOST", 2)
@@ -184,7 +186,9 @@ async def test_removed_trained_episode_still_counts_as_trained(engine: AsyncEngi
     assert list(await exported(engine)) == ["spent"]
 
 
-async def test_episode_is_quarantined_if_an_outdated_call_is_left_out(engine: AsyncEngine) -> None:
+async def test_episode_is_quarantined_if_its_late_call_is_too_old_to_be_stored(
+    engine: AsyncEngine,
+) -> None:
     ingester = Ingester()
     await ingester.store(engine, [call("old", **made(9, 1))])
     await remove_all(engine, BEFORE)
@@ -199,7 +203,7 @@ async def test_episode_is_quarantined_if_an_outdated_call_is_left_out(engine: As
     assert await rows(engine, aside) == ["after", "before"]
 
 
-async def test_a_clock_that_is_ahead_removes_nothing_new(
+async def test_clock_that_is_ahead_causes_no_removal_of_new_episodes(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ahead(datetime):
@@ -213,7 +217,9 @@ async def test_a_clock_that_is_ahead_removes_nothing_new(
     assert list(await exported(engine)) == ["new"]
 
 
-async def test_remover_does_nothing_while_another_removes(engine: AsyncEngine) -> None:
+async def test_removal_of_outdated_episodes_does_nothing_while_another_removal_runs(
+    engine: AsyncEngine,
+) -> None:
     await Ingester().store(engine, [call("old", **made(9, 1))])
     async with engine.connect() as connection:
         await connection.execute(text(f"SELECT pg_advisory_lock({RETAIN_LOCK})"))
@@ -246,7 +252,9 @@ def test_old_dead_letters_are_removed(tmp_path: Path) -> None:
     assert remove_old_letters(tmp_path, BEFORE) == 0
 
 
-async def test_removal_is_tried_again_after_a_failure(engine: AsyncEngine, tmp_path: Path) -> None:
+async def test_removal_of_outdated_episodes_is_retried_after_a_failure(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
     await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
     failures = iter([OSError("the disk fails")])
 

@@ -123,7 +123,7 @@ async def deleted_and_killed(stand: Stand, dice: random.Random) -> None:
     await asyncio.to_thread(process.communicate)
 
 
-async def test_kills_leave_no_trace_of_deleted_episodes_and_lose_no_kept_call(
+async def test_process_kills_leave_no_trace_of_deleted_episodes_and_lose_no_other_call(
     stand: Stand,
 ) -> None:
     dice, done = random.Random(1), asyncio.Event()

@@ -223,7 +223,7 @@ async def test_outdated_episodes_are_removed_whole_and_others_kept_through_kills
         assert 0 < there <= len(list(days))
 
 
-async def test_sql_and_python_find_the_same_tenant_in_a_name(engine: AsyncEngine) -> None:
+async def test_sql_and_python_read_the_same_tenant_from_a_scoped_name(engine: AsyncEngine) -> None:
     names = [
         "",
         "e",

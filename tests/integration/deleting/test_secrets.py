@@ -105,7 +105,7 @@ async def with_a_cookie(_: web.Request) -> web.Response:
     )
 
 
-async def test_no_secret_of_a_request_is_kept_anywhere(
+async def test_secrets_of_a_request_are_in_no_reply_file_table_metric_or_export(
     engine: AsyncEngine, database_url: str, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     async with engine.begin() as connection:
