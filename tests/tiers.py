@@ -18,7 +18,7 @@ SLOW: Final = (
     "tests/integration/docs/test_images.py",
     "tests/integration/docs/test_prometheus.py",
     "tests/integration/docs/test_wheel.py",
-    "tests/integration/docs/test_code_blocks.py::test_page_about_keys_runs",
+    "tests/integration/docs/test_code_blocks.py::test_commands_of_the_page_about_keys_run",
     "tests/integration/faults/test_durability.py::test_segment_cut_at_any_byte_loses_only_the_cut_record",
     "tests/integration/faults/test_faulty_processes.py",
     "tests/integration/faults/test_full_disk.py",

@@ -149,14 +149,16 @@ def tools_of(call: TransitionRow) -> Tools:
     )
 
 
-def test_every_page_about_a_client_is_run() -> None:
+def test_every_howto_page_about_a_client_is_among_the_tested_guides() -> None:
     run_pages = {HOWTO / f"{guide.partition(' in ')[0]}.md" for guide in GUIDES}
     assert run_pages == set(client_pages())
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("guide", GUIDES)
-async def test_a_page_does_what_it_says(guide: str, guided: Proxy, tmp_path: Path) -> None:
+async def test_client_guide_runs_and_records_the_episodes_that_it_promises(
+    guide: str, guided: Proxy, tmp_path: Path
+) -> None:
     assert CLIENTS.exists(), "no clients here: run `.venv/bin/python scripts/install_clients.py`"
     page, _, node = guide.partition(" in ")
     if node and not NODE_MODULES.exists():

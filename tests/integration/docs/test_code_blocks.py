@@ -43,7 +43,7 @@ def code_of(page: Path, language: str) -> str:
     [page for page in sorted((ROOT / "docs").rglob("*.md")) if code_of(page, "sql")],
     ids=lambda page: page.stem,
 )
-async def test_sql_runs(page: Path, engine: AsyncEngine) -> None:
+async def test_sql_of_a_docs_page_runs(page: Path, engine: AsyncEngine) -> None:
     async with engine.connect() as connection:
         statements = re.findall(r"[^;]+;", code_of(page, "sql"))
         done = [await connection.execute(text(statement)) for statement in statements]
@@ -53,7 +53,7 @@ async def test_sql_runs(page: Path, engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("page", [HOWTO / "rewards.md", HOWTO / "tool-status.md"], ids=str)
-async def test_statements_are_taken(page: Path, proxy: Proxy) -> None:
+async def test_feedback_bodies_on_the_howto_pages_are_accepted(page: Path, proxy: Proxy) -> None:
     bodies = [
         words[words.index("-d") + 1]
         for line in code_of(page, "sh").splitlines()
@@ -75,7 +75,7 @@ def rollout_commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("options", rollout_commands(), ids=" ".join)
-async def test_the_agent_of_the_runners_page_runs(
+async def test_agent_of_the_rollout_page_runs_and_every_run_is_rewarded(
     options: list[str], proxy: Proxy, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     page = HOWTO / "rollout.md"
@@ -96,7 +96,7 @@ async def test_the_agent_of_the_runners_page_runs(
     assert asked <= {"calculator", "calculator@1"}
 
 
-def test_what_the_runners_page_says_of_judges_is_read() -> None:
+def test_judge_verdict_on_the_rollout_page_is_parsed() -> None:
     told = code_of(HOWTO / "rollout.md", "json").splitlines()
     assert [one["value"] for one in read_verdict(told[-1].encode(), "e")] == [0.8, 212]
 
@@ -112,7 +112,7 @@ def keys_script(proxy: Proxy) -> str:
     return f'set -eu\npawl() {{ {sys.executable} -m pawl.cli "$@"; }}\n{curl}\n{script}'
 
 
-async def test_page_about_keys_runs(
+async def test_commands_of_the_page_about_keys_run(
     proxy: Proxy, engine: AsyncEngine, database_url: str, tmp_path: Path
 ) -> None:
     environment = os.environ | {"DATABASE_URL": database_url, "PYTHONPATH": str(ROOT)}
@@ -140,7 +140,7 @@ async def test_page_about_keys_runs(
     assert keys["ops"].revoked_at is None
 
 
-async def test_page_about_the_first_week_runs(
+async def test_commands_of_the_first_week_page_run(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream, database_url: str, tmp_path: Path
 ) -> None:
     page = HOWTO / "first-week.md"

@@ -17,11 +17,11 @@ async def scrape(proxy: Proxy) -> dict[str, set[str]]:
     return found
 
 
-async def test_version_with_traffic_begins_with_no_rewards(proxy: Proxy) -> None:
+async def test_reward_count_metric_has_policy_and_version_before_any_reward(proxy: Proxy) -> None:
     assert {"policy", "version"} <= (await scrape(proxy)).get("pawl_reward_count", set())
 
 
-async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> None:
+async def test_reward_is_counted_for_the_policy_version_that_earned_it(proxy: Proxy) -> None:
     await proxy.chat("/episode/e")
     await proxy.feedback({"episode": "e", "value": 1.0})
     async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
@@ -29,7 +29,7 @@ async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> N
     assert any(line.startswith('pawl_reward_count{policy="m",version="0"}') for line in lines)
 
 
-async def test_scrape_says_which_version_runs(proxy: Proxy) -> None:
+async def test_metrics_name_the_running_version_of_pawl(proxy: Proxy) -> None:
     async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
         lines = (await reply.text()).splitlines()
     assert f'pawl_build_info{{version="{__version__}"}} 1.0' in lines

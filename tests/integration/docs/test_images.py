@@ -77,7 +77,7 @@ def test_image_has_at_most_250_megabytes(image: Image) -> None:
     assert image.size / MEGABYTE <= 250
 
 
-def test_image_says_version_and_revision(image: Image) -> None:
+def test_image_labels_and_tags_have_pawls_version_and_git_revision(image: Image) -> None:
     labels = image.facts["Config"]["Labels"]
     said = {key.removeprefix("org.opencontainers.image."): labels[key] for key in labels}
     revision = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
@@ -112,7 +112,7 @@ def test_image_has_every_module_and_data_file_of_ours(image: Image) -> None:
     assert {name for name in names if f"./{name}" not in found} == set()
 
 
-def test_image_has_nothing_to_build_or_install_with(image: Image) -> None:
+def test_image_has_no_build_tools_and_no_pip(image: Image) -> None:
     assert image.sh(f"which {' '.join(TOOLS)} || true") == ""
     assert image.sh("python -m pip --version 2>&1 || true").endswith("No module named pip")
 
@@ -139,7 +139,7 @@ def state(container: str) -> dict[str, Any]:
     return found
 
 
-def test_any_user_without_privileges_runs_it_on_a_read_only_disk(
+def test_image_runs_as_any_unprivileged_user_on_a_read_only_disk(
     image: Image, container: str
 ) -> None:
     assert image.facts["Config"]["User"] == "2000:0"

@@ -256,17 +256,19 @@ def test_query_of_the_dashboard_has_data(watched: Watched, query: Query) -> None
         'pawl_controller_loads_total{outcome="refused"}',
     ],
 )
-def test_counter_begins_at_0(watched: Watched, series: str) -> None:
+def test_prometheus_sees_each_counter_begin_at_0(watched: Watched, series: str) -> None:
     assert watched.prometheus.values(series)[:1] == [0.0]
 
 
-def test_rules_are_evaluated(watched: Watched) -> None:
+def test_alert_rules_are_evaluated_without_error(watched: Watched) -> None:
     [group] = watched.prometheus.get("rules")["groups"]
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in rules()]
     assert {rule["health"] for rule in group["rules"]} == {"ok"}
 
 
-def test_proxy_with_keys_is_scraped_once_its_file_has_one(watched: Watched) -> None:
+def test_proxy_with_keys_is_scraped_once_prometheus_has_a_key_in_its_key_file(
+    watched: Watched,
+) -> None:
     prometheus, environment = watched.prometheus, watched.stand.environment
     create = [sys.executable, "-m", "pawl.cli", "keys", "create", "metrics", "--scope", "read"]
     key = subprocess.run(create, env=environment, check=True, capture_output=True, text=True)
@@ -277,7 +279,7 @@ def test_proxy_with_keys_is_scraped_once_its_file_has_one(watched: Watched) -> N
     until_true(lambda: ("PawlDown", "pawl-proxy") not in prometheus.alerts())
 
 
-def test_example_of_an_alertmanager_is_one_that_it_takes() -> None:
+def test_example_alertmanager_configuration_is_valid() -> None:
     if AMTOOL is None:
         pytest.skip("amtool is not installed")
     subprocess.run([AMTOOL, "check-config", ROOT / "alertmanager.yml"], check=True)
