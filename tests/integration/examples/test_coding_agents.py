@@ -71,7 +71,7 @@ async def rewards(proxy: Proxy, calls: int = 1) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("client", HEADERS)
 @pytest.mark.parametrize(("tests", "value"), [("test -f a", 1.0), ("echo no; test -f b", 0.0)])
-async def test_tests_become_the_reward_of_the_sessions_episode(
+async def test_stop_hook_posts_the_test_result_as_reward_of_the_sessions_episode(
     client: str, tests: str, value: float, proxy: Proxy, tmp_path: Path
 ) -> None:
     (tmp_path / "a").touch()
@@ -100,7 +100,7 @@ async def test_episode_named_in_address_or_header_overrides_the_session(
         ("kill $$", "did not run"),
     ],
 )
-async def test_hook_says_why_the_tests_did_not_run(
+async def test_stop_hook_says_why_the_tests_did_not_run(
     tests: str, named: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     assert named in await stop("codex", proxy.url, tmp_path, tests)
@@ -121,7 +121,7 @@ async def judged(proxy: Proxy) -> Any:
     return statement["value"], lines_written(executions(msgspec.json.decode(line, type=Line)))
 
 
-async def test_claude_code_reports_its_tests(
+async def test_claude_code_session_is_rewarded_by_its_test_result(
     proxy: Proxy, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     claude = installed("claude")
@@ -149,7 +149,7 @@ async def test_claude_code_reports_its_tests(
     assert await judged(proxy) == (0, {str(file): {"one"}})
 
 
-async def test_codex_reports_its_tests(
+async def test_codex_session_is_rewarded_by_its_test_result(
     proxy: Proxy, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     codex = installed("codex")

@@ -134,7 +134,9 @@ async def run_program(
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_agent_runs_as_a_program_against_a_plain_server(case: str) -> None:
+async def test_example_agent_runs_against_a_plain_model_server_without_pawl_headers(
+    case: str,
+) -> None:
     model, environment, paths = CASES[case]
     name = case.split(maxsplit=1)[0]
     async with plain_server(model) as server:
@@ -159,7 +161,7 @@ async def test_sql_agent_is_shown_the_schema_of_its_tasks_database() -> None:
     assert printed.strip() == "SELECT MAX(delay) FROM flight"
 
 
-async def test_leaderboard_agent_prints_the_calls_that_the_model_made() -> None:
+async def test_leaderboard_agent_prints_the_models_tool_calls() -> None:
     x = {"type": "float", "description": "How much."}
     offered = {"type": "dict", "properties": {"x": x}, "required": ["x"]}
     function = {"name": "a.add", "description": "Add.", "parameters": offered}
@@ -183,7 +185,7 @@ async def test_leaderboard_agent_prints_the_calls_that_the_model_made() -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "sql", "rag"])
-async def test_agent_answers_when_hosted_by_a_scenario(name: str, tmp_path: Path) -> None:
+async def test_example_agent_answers_when_hosted_by_a_scenario(name: str, tmp_path: Path) -> None:
     scenario = find_scenario(name)
     log = tmp_path / "log"
     agent = HostedAgent(str(CLIENTS), scenario.agent, scenario.folder, log)
@@ -256,7 +258,7 @@ def air(episode: Episode) -> float:
     ],
     ids=["a query that failed and was corrected costs nothing", "a first query that runs pays all"],
 )
-async def test_queries_of_the_sql_agent_count_in_the_credit(
+async def test_sql_agents_queries_are_tool_events_that_count_in_the_credit(
     database_url: str,
     engine: AsyncEngine,
     upstream: FakeUpstream,
