@@ -19,7 +19,7 @@ from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured
 
 
-async def test_reply_that_inflates_beyond_the_limit_is_a_dead_letter(
+async def test_compressed_reply_that_inflates_beyond_the_limit_becomes_a_dead_letter(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     tape = ReplyBuffer()
@@ -40,7 +40,7 @@ async def test_reply_that_inflates_beyond_the_limit_is_a_dead_letter(
     assert_adds_up()
 
 
-async def test_flipped_bit_costs_only_its_record(spooled: Spooled) -> None:
+async def test_flipped_bit_in_a_segment_loses_only_the_damaged_record(spooled: Spooled) -> None:
     path = spooled.write(*[captured(f"e{n}") for n in range(5)])
     data = bytearray(path.read_bytes())
     data[len(data) // 5 + HEAD_BYTES // 2] ^= 1
@@ -69,7 +69,7 @@ async def test_damage_in_a_growing_segment_costs_only_the_damaged_record(
     assert_adds_up()
 
 
-async def test_dead_letters_are_private_and_durable_before_their_segment_goes(
+async def test_dead_letters_are_private_and_durable_before_their_segment_is_deleted(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -133,7 +133,7 @@ async def test_dead_letter_that_the_disk_refuses_waits_and_holds_up_no_other_rec
     assert await spooled.outcome() == (3, 3, [])
 
 
-async def test_segment_that_cannot_be_read_holds_up_no_other(
+async def test_unreadable_segment_does_not_keep_other_segments_from_being_stored(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = spooled.write(captured("a"))
@@ -151,7 +151,7 @@ async def test_segment_that_cannot_be_read_holds_up_no_other(
     assert broken.exists()
 
 
-async def test_position_file_that_is_damaged_or_cannot_be_written_costs_no_record(
+async def test_segment_position_file_that_is_damaged_or_unwritable_loses_no_record(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = spooled.write(captured("a"), captured("b"))

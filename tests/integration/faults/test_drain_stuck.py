@@ -120,7 +120,7 @@ def assert_ever_longer(seen: list[tuple[str, float]]) -> None:
     assert for_s == sorted(for_s)
 
 
-async def test_drain_without_a_grant_is_stuck_while_calls_come(
+async def test_drain_without_insert_privilege_is_reported_as_stuck_until_it_is_granted(
     limited: tuple[str, str], engine: AsyncEngine, tmp_path: Path
 ) -> None:
     role, url = limited
@@ -139,7 +139,7 @@ async def test_drain_without_a_grant_is_stuck_while_calls_come(
         await traffic.assert_moves()
 
 
-async def test_role_that_may_not_connect_loses_no_record(
+async def test_no_record_is_lost_while_the_database_role_may_not_log_in(
     limited: tuple[str, str], psql: Psql, tmp_path: Path
 ) -> None:
     role, url = limited
@@ -176,7 +176,7 @@ async def test_drain_is_stuck_on_a_held_record_while_others_are_stored(
         await traffic.assert_moves()
 
 
-async def test_failover_that_is_read_only_for_a_while_is_waited_for(
+async def test_drain_waits_for_a_read_only_database_before_it_is_reported_as_stuck(
     limited: tuple[str, str],
     psql: Psql,
     tmp_path: Path,
@@ -200,7 +200,7 @@ async def test_failover_that_is_read_only_for_a_while_is_waited_for(
         await traffic.assert_moves()
 
 
-async def test_postgres_outage_of_any_length_is_waited_for_and_blames_no_record(
+async def test_drain_waits_for_postgres_however_long_and_blames_no_record(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     away = make_engine("postgresql://nobody@127.0.0.1:1/none")
@@ -219,7 +219,7 @@ async def has_waiters(connection: AsyncConnection) -> bool:
     return bool(await connection.scalar(text(f"SELECT EXISTS ({waiting})")))
 
 
-async def test_counting_does_not_wait_for_a_blocked_batch(
+async def test_counting_of_spooled_records_does_not_wait_for_a_blocked_batch(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "COUNT_S", 0.1)
@@ -233,7 +233,7 @@ async def test_counting_does_not_wait_for_a_blocked_batch(
         await traffic.assert_moves()
 
 
-async def test_counters_add_up_while_a_drain_is_blocked(
+async def test_record_counters_add_up_while_a_drain_is_blocked(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker's records of the turn are stored, and another's wait for a lock."""

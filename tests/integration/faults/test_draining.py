@@ -147,7 +147,7 @@ async def test_unreadable_record_becomes_a_single_dead_letter_despite_an_outage(
     await drainer.count()
 
 
-async def test_next_ingester_counts_all_of_a_segment_that_is_read_in_pieces(
+async def test_next_ingester_counts_all_records_of_a_segment_that_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment_reader, "READ_BYTES", 4096)
@@ -177,7 +177,9 @@ async def test_next_ingester_resumes_a_killed_ingesters_drain(
     spool.close()
 
 
-async def test_removed_segment_is_counted_as_dropped(spooled: Spooled, spool: Spool) -> None:
+async def test_records_of_a_removed_segment_are_counted_as_dropped(
+    spooled: Spooled, spool: Spool
+) -> None:
     await append(spool, "a")
     await spooled.drainer.count()
     before = ledger()["pawl_records_dropped_total"]

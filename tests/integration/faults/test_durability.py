@@ -122,7 +122,7 @@ async def test_ordinary_record_does_not_wait_behind_several_long_records(tmp_pat
     spool.close()
 
 
-async def test_records_after_the_spool_was_removed_are_stored_and_the_version_file_is_written_again(
+async def test_deleted_spool_is_made_again_with_its_version_file_and_later_records_are_stored(
     proxy: Proxy,
 ) -> None:
     assert (await proxy.chat()).status == 200
@@ -136,7 +136,7 @@ async def test_records_after_the_spool_was_removed_are_stored_and_the_version_fi
     await until(lambda: "m" in serving_of(VersionFile(spool).read() or []))
 
 
-async def test_key_is_still_required_after_the_spool_is_removed(
+async def test_api_key_is_still_required_after_the_spool_is_removed(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:

@@ -47,7 +47,7 @@ def fail(patched: pytest.MonkeyPatch, step: str) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-async def test_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
+async def test_proxy_failure_before_the_reply_is_500_in_the_apis_error_format_and_recorded(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str, path: str
 ) -> None:
     before = REFUSED.labels("Unexpected")._value.get()
@@ -67,7 +67,7 @@ async def test_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
 
 
 @pytest.mark.parametrize("step", ["parse_tool_status", "rewritten", "comes_in_events"])
-async def test_failing_step_keeps_the_results_of_the_steps_before_it(
+async def test_call_that_fails_at_a_step_is_recorded_with_the_results_of_earlier_steps(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     fail(monkeypatch, step)
@@ -79,7 +79,7 @@ async def test_failing_step_keeps_the_results_of_the_steps_before_it(
     assert call.http_status == (200 if step == "comes_in_events" else None)
 
 
-async def test_failing_stream_is_torn_after_an_error_event(
+async def test_stream_is_cut_off_after_an_error_event_if_the_proxy_fails(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer.ReplyBuffer, "add", fails)
@@ -113,7 +113,7 @@ async def test_unrecordable_call_is_answered_and_counted_as_dropped(
 
 
 @pytest.mark.parametrize("path", ["/feedback", "/v1/models"])
-async def test_failure_outside_calls_is_500_too(
+async def test_proxy_failure_in_feedback_or_the_list_of_models_is_500(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("proxy.http.exchange.Exchange.lowered", fails)
@@ -126,14 +126,16 @@ async def test_failure_outside_calls_is_500_too(
     assert json.loads(body)["error"]["type"] == "server_error"
 
 
-async def test_deeply_nested_feedback_is_answered(proxy: Proxy) -> None:
+async def test_deeply_nested_feedback_is_answered_with_an_error(proxy: Proxy) -> None:
     nested = b'{"episode":' + b"[" * 5000 + b"]" * 5000 + b"}"
     head, body = await ask(proxy, post("/feedback", nested), kept=False)
     assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 500 "))
     assert json.loads(body)["error"]["message"]
 
 
-async def test_feedback_that_is_not_utf_8_is_400_and_names_the_byte(proxy: Proxy) -> None:
+async def test_feedback_that_is_not_utf_8_gets_a_400_that_names_the_invalid_byte(
+    proxy: Proxy,
+) -> None:
     head, body = await ask(proxy, post("/feedback", b'{"episode":"\xff","value":1}'), kept=False)
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"UTF-8" in body
@@ -150,7 +152,7 @@ async def test_list_of_models_that_is_not_utf_8_fails_no_call(
     assert (await proxy.chat(model="other")).status == 200
 
 
-async def test_head_is_answered_like_get_and_without_a_body(
+async def test_head_request_is_answered_like_get_without_a_body(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     for path in (b"/v1/models", b"/v1/files", b"/nothing", CHAT.encode()):

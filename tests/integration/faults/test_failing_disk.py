@@ -74,7 +74,7 @@ async def test_failing_commit_callback_leaves_no_append_unanswered(tmp_path: Pat
     spool.close()
 
 
-def test_writer_outlives_the_loop_that_waited(tmp_path: Path) -> None:
+def test_spool_closes_and_keeps_its_record_after_the_event_loop_ended(tmp_path: Path) -> None:
     async def leave() -> Spool:
         spool = Spool(tmp_path / "0", segment_bytes=2**20)
         spool.append(encode_frame(captured()))
@@ -131,7 +131,7 @@ async def test_spool_closes_though_its_disk_hangs(tmp_path: Path, failing: Faili
     spool._thread.join(5)
 
 
-async def test_episode_that_misses_a_record_is_marked_though_no_call_comes_after(
+async def test_episode_that_lost_a_record_is_marked_incomplete_without_a_later_call(
     spooled: Spooled, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
@@ -164,7 +164,7 @@ async def test_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: Pa
     await recorder.close()
 
 
-async def test_counts_add_up_at_every_step_of_a_refusal(
+async def test_record_counters_add_up_at_every_step_while_the_disk_refuses_a_record(
     tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = []
@@ -188,7 +188,7 @@ async def test_counts_add_up_at_every_step_of_a_refusal(
     assert steps[-1][DROPPED] == before[DROPPED] + 1
 
 
-async def test_full_disk_drops_the_record_says_so_and_serves_on(
+async def test_proxy_on_a_full_disk_answers_calls_refuses_feedback_and_marks_the_gap(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_fd: int, _data: object) -> int:
@@ -212,7 +212,7 @@ async def test_full_disk_drops_the_record_says_so_and_serves_on(
     await until_adds_up()
 
 
-async def test_commit_that_a_full_disk_cut_off_hides_no_later_record(
+async def test_spool_commit_cut_off_by_a_full_disk_hides_no_later_record(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ingester reads whole frames of a commit that is then cut off again."""
@@ -243,7 +243,7 @@ async def test_commit_that_a_full_disk_cut_off_hides_no_later_record(
 
 
 @pytest.mark.parametrize("frames", [20, 700])
-async def test_gaps_of_lost_records_are_on_a_full_disk_before_the_answer(
+async def test_gaps_of_lost_records_are_written_to_a_full_disk_before_the_answer(
     spooled: Spooled, full_disk: Path, frames: int
 ) -> None:
     before = ledger()[DROPPED]
@@ -273,7 +273,7 @@ async def test_gaps_of_lost_records_are_on_a_full_disk_before_the_answer(
     assert not list(full_disk.glob("0/*.open"))
 
 
-async def test_gap_waits_in_memory_where_the_reserve_was_removed(full_disk: Path) -> None:
+async def test_gap_waits_in_memory_if_the_disk_reserve_was_removed(full_disk: Path) -> None:
     recorder = recorder_on(full_disk)
     assert await recorder.take(captured("whole"))
     balloon = fill(full_disk)
@@ -289,7 +289,7 @@ async def test_gap_waits_in_memory_where_the_reserve_was_removed(full_disk: Path
     await recorder.close()
 
 
-async def test_gaps_beyond_the_reserve_wait_in_memory(
+async def test_gaps_that_exceed_the_disk_reserve_wait_in_memory(
     full_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)

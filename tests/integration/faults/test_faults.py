@@ -102,7 +102,7 @@ async def test_reply_reaches_the_client_byte_for_byte(
     assert not any(call.trainable for call in calls)
 
 
-async def test_reply_that_is_asked_for_ids_loses_only_the_ids(
+async def test_reply_loses_only_the_token_ids_that_the_proxy_asked_for(
     database_url: str, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as exits:
@@ -158,7 +158,7 @@ ERROR_EVENTS = {
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_torn_stream_ends_torn_after_its_apis_error_event(
+async def test_stream_broken_off_by_the_upstream_ends_truncated_after_its_apis_error_event(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     event = b'data: {"id":"r","choices":[]}\n\n'
@@ -174,7 +174,7 @@ async def test_torn_stream_ends_torn_after_its_apis_error_event(
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_torn_whole_reply_is_502_in_the_words_of_its_api(
+async def test_whole_reply_broken_off_by_the_upstream_is_502_in_its_apis_error_format(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     """Nothing of it was passed on, so the client can still get an error."""
@@ -193,7 +193,7 @@ async def test_torn_whole_reply_is_502_in_the_words_of_its_api(
     assert kept == ODD[:-1]
 
 
-async def test_upstream_that_is_away_is_502(
+async def test_call_to_an_unreachable_upstream_is_502_and_recorded(
     database_url: str, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     settings = settings_for(database_url, "http://127.0.0.1:1/v1", tmp_path)

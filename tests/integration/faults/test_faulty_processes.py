@@ -128,7 +128,7 @@ async def test_killed_ingester_is_noticed_by_no_client(stand: Stand) -> None:
         await stand.kill("ingester", 0)
 
 
-async def test_killed_supervisors_children_end_and_the_next_stores_their_records(
+async def test_killed_supervisors_children_end_and_the_next_supervisor_stores_their_records(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
     go_on = upstream.hold_streams()
@@ -197,7 +197,7 @@ async def test_sigterm_finishes_streams_and_takes_no_new_connection(
     assert (await kept(stand.url, [], own_episodes=False)).stored == 1
 
 
-async def test_sigterm_is_heeded_in_the_middle_of_a_rolling_restart(
+async def test_sigterm_during_a_rolling_restart_stops_the_proxy_after_its_streams(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
     go_on = upstream.hold_streams()
@@ -216,7 +216,9 @@ async def test_sigterm_is_heeded_in_the_middle_of_a_rolling_restart(
 
 
 @pytest.mark.usefixtures("own_cluster")
-async def test_sleeping_reader_slows_the_upstream_down_and_costs_no_memory(tmp_path: Path) -> None:
+async def test_client_that_stops_reading_slows_the_upstream_down_and_takes_no_memory(
+    tmp_path: Path,
+) -> None:
     """200 MB to a client that reads nothing for a while, then all of it."""
     line = b"data: " + b"x" * 65_528 + b"\n\n"
     lines = 200 * 2**20 // len(line)
@@ -272,7 +274,7 @@ async def stopped(stand: Stand) -> float:
 
 @pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(600)
-async def test_sigterm_ends_all_in_time_with_stalled_readers_and_dribbling_writers(
+async def test_sigterm_stops_the_proxy_in_time_despite_stalled_readers_and_slow_uploaders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_STOP_GRACE_S", str(GRACE_S))
@@ -298,7 +300,7 @@ async def test_sigterm_ends_all_in_time_with_stalled_readers_and_dribbling_write
 
 
 @pytest.mark.usefixtures("own_cluster")
-async def test_calls_are_taken_after_sigterm_until_load_balancers_have_noticed(
+async def test_calls_are_answered_for_the_drain_delay_after_sigterm(
     upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_DRAIN_DELAY_S", str(DELAY_S))
@@ -327,7 +329,7 @@ async def test_calls_are_taken_after_sigterm_until_load_balancers_have_noticed(
 
 
 @pytest.mark.usefixtures("own_cluster")
-async def test_unfinished_stream_is_cut_off_at_the_end_of_the_grace_and_recorded(
+async def test_unfinished_stream_is_cut_off_at_the_end_of_the_stop_grace_and_recorded(
     upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_STOP_GRACE_S", str(GRACE_S))
@@ -374,7 +376,7 @@ async def test_process_that_ignores_sigterm_is_killed() -> None:
 
 @pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(600)
-def test_ten_kills_lose_nothing_store_nothing_twice_and_the_counters_add_up(
+def test_ten_process_kills_lose_no_call_store_no_call_twice_and_the_counters_add_up(
     tmp_path: Path,
 ) -> None:
     with standing(tmp_path, 2) as stand:
@@ -390,7 +392,9 @@ def test_ten_kills_lose_nothing_store_nothing_twice_and_the_counters_add_up(
 
 @pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(600)
-def test_kills_a_failing_disk_and_poison_lose_nothing_and_stop_nothing(tmp_path: Path) -> None:
+def test_process_kills_disk_faults_and_poison_records_lose_no_call_and_stop_no_process(
+    tmp_path: Path,
+) -> None:
     """Six kills, a full disk, I/O errors, and poison in one record of 200."""
     try:
         with standing(tmp_path, 2, faults=True) as stand:

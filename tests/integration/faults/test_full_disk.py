@@ -163,7 +163,7 @@ async def test_readyz_is_503_while_no_worker_takes_calls(stand: Stand) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("own_cluster")
-async def test_disk_that_is_full_at_the_first_start_is_waited_for(
+async def test_proxy_waits_for_room_if_the_spool_disk_is_full_at_its_first_start(
     upstream: FakeUpstream, small_disk: Path, tmp_path: Path
 ) -> None:
     filling = fill(small_disk)
@@ -237,7 +237,7 @@ async def ask(stand: Stand) -> str:
 
 
 @pytest.mark.timeout(600)
-async def test_proxy_serves_on_through_io_errors_and_recovers_by_itself(
+async def test_proxy_answers_through_io_errors_of_the_spool_disk_and_recovers_by_itself(
     faulty: tuple[Stand, Path],
 ) -> None:
     stand, control = faulty
@@ -267,7 +267,7 @@ async def test_proxy_serves_on_through_io_errors_and_recovers_by_itself(
 
 
 @pytest.mark.timeout(600)
-async def test_proxy_with_a_hanging_disk_answers_calls_and_ends(
+async def test_proxy_with_a_hanging_spool_disk_answers_calls_and_can_be_stopped(
     faulty: tuple[Stand, Path],
 ) -> None:
     stand, control = faulty

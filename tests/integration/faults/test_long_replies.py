@@ -106,7 +106,7 @@ async def test_overlong_whole_reply_is_passed_on_unchanged(
     assert most_used() <= IN_FLIGHT_MB * MB
 
 
-async def test_overlong_line_is_passed_on_unchanged_and_other_lines_without_ids(
+async def test_overlong_stream_line_is_passed_on_unchanged_and_other_lines_without_token_ids(
     proxy: Proxy, upstream: RawUpstream, most_used: Callable[[], int]
 ) -> None:
     lines = event("a", **IDS), event("x" * (MOST + MB), **IDS), event("b", **IDS)
@@ -137,7 +137,7 @@ async def test_overlong_stream_loses_its_token_ids_and_keeps_its_response_id(
     assert most_used() <= IN_FLIGHT_MB * MB
 
 
-async def test_upstream_is_not_read_further_while_the_budget_is_full(
+async def test_upstream_is_not_read_further_while_the_memory_budget_is_full(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer, "REPLY_COPIES", 1)
@@ -199,7 +199,7 @@ async def test_bytes_after_a_streams_end_reach_the_client(
 
 @pytest.mark.parametrize("kind", [JSON, EVENTS], ids=["whole", "stream"])
 @pytest.mark.parametrize("end", ["client gone", "client gone in the middle", "torn", "not HTTP"])
-async def test_reply_that_breaks_off_leaves_memory_at_once(
+async def test_reply_that_breaks_off_is_freed_from_memory_at_once(
     proxy: Proxy, upstream: RawUpstream, kind: bytes, end: str
 ) -> None:
     """With reference cycles it would stay until garbage is collected, which is seldom."""
@@ -239,7 +239,7 @@ async def test_reply_that_breaks_off_leaves_memory_at_once(
     assert not names & {"Call", "ReplyBuffer", "bytearray", "frame"}
 
 
-async def test_long_reply_is_read_off_the_event_loop_and_still_joins_its_episode(
+async def test_long_reply_is_parsed_off_the_event_loop_and_the_next_call_joins_its_episode(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
@@ -265,7 +265,7 @@ async def test_long_reply_is_read_off_the_event_loop_and_still_joins_its_episode
     assert len(episode.calls) == 2
 
 
-async def test_calls_are_stored_while_a_long_reply_is_read(
+async def test_other_calls_are_stored_while_a_long_reply_is_parsed(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, read = threading.Event(), transcribe.transcribe
@@ -292,7 +292,7 @@ async def test_calls_are_stored_while_a_long_reply_is_read(
     assert_adds_up()
 
 
-async def test_long_reply_is_stored_before_a_drain_ends(spooled: Spooled) -> None:
+async def test_final_drain_stores_a_long_reply_before_it_ends(spooled: Spooled) -> None:
     spooled.write(long_reply(), captured("a"))
     await spooled.drainer.drain_rest()
     assert (await spooled.names(), spooled.letters()) == ({"long", "a"}, [])
@@ -332,7 +332,9 @@ async def drain_and_end(spooled: Spooled) -> None:
     assert await process.wait() == 9
 
 
-async def test_long_reply_that_ends_ingesters_becomes_a_dead_letter(spooled: Spooled) -> None:
+async def test_long_reply_becomes_a_dead_letter_after_three_ingesters_ended_while_reading_it(
+    spooled: Spooled,
+) -> None:
     spooled.write(captured("a"), long_reply())
     for _ in range(batch_writer.MOST_BEGUN):
         await drain_and_end(spooled)
@@ -341,7 +343,9 @@ async def test_long_reply_that_ends_ingesters_becomes_a_dead_letter(spooled: Spo
     assert "3 ingesters ended while they read its reply" in spooled.reasons()
 
 
-async def test_long_reply_is_stored_after_an_ingester_ended(spooled: Spooled) -> None:
+async def test_long_reply_is_stored_after_an_ingester_ended_while_reading_it(
+    spooled: Spooled,
+) -> None:
     spooled.write(long_reply())
     await drain_and_end(spooled)
     await Drainer(spooled.folder, lambda: spooled.engine).drain_rest()

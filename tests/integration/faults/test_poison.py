@@ -36,7 +36,9 @@ def nested(levels: int) -> bytes:
     return "".join(f"data: {event}\n\n" for event in events).encode()
 
 
-async def test_reply_that_nests_deeper_than_can_be_read_stops_nothing(spooled: Spooled) -> None:
+async def test_reply_nested_too_deep_to_parse_keeps_no_other_record_from_being_stored(
+    spooled: Spooled,
+) -> None:
     poison = captured("poison", dialect="messages", streamed=True, reply=nested(2000))
     spooled.write(captured("a"), poison, captured("b"))
     await spooled.drain()
@@ -45,7 +47,7 @@ async def test_reply_that_nests_deeper_than_can_be_read_stops_nothing(spooled: S
     assert spooled.segments() == []
 
 
-async def test_drain_cancelled_while_it_writes_dead_letters_counts_nothing_twice(
+async def test_drain_cancelled_while_it_writes_dead_letters_counts_no_record_twice(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An ingester that stops cancels it, and tells of its counters until it has ended."""
@@ -151,7 +153,7 @@ async def test_only_records_that_fail_to_store_become_dead_letters(
 
 
 @pytest.mark.parametrize("next_ingester", [False, True], ids=["same ingester", "next ingester"])
-async def test_error_that_hits_all_calls_makes_no_dead_letters(
+async def test_storage_error_that_hits_all_calls_makes_no_dead_letters(
     spooled: Spooled, storing: Any, next_ingester: bool
 ) -> None:
     """A bug, say; feedback goes on being stored. Once it is mended, all are."""
@@ -183,7 +185,7 @@ async def test_lone_poison_record_waits_and_blocks_no_later_record(
     assert await spooled.outcome() == (1, 1, [])
 
 
-async def test_failure_to_count_never_stops_the_drain(
+async def test_failure_to_count_stored_calls_never_stops_the_drain(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 

@@ -113,7 +113,7 @@ async def test_killed_workers_unwritten_gaps_quarantine_episodes_under_way(
 
 
 @pytest.mark.timeout(600)
-async def test_worker_that_starts_on_a_full_disk_and_is_killed_leaves_its_outage(
+async def test_worker_killed_after_its_start_on_a_full_disk_leaves_a_recording_outage(
     spooled: Spooled, full_disk: Path
 ) -> None:
     with working(full_disk) as worker:
@@ -147,7 +147,7 @@ async def recorder(full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder
     return recorder
 
 
-async def test_worker_that_lives_names_all_lost_episodes_and_leaves_no_outage(
+async def test_surviving_worker_names_all_incomplete_episodes_and_leaves_no_recording_outage(
     spooled: Spooled, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
@@ -162,7 +162,7 @@ async def test_worker_that_lives_names_all_lost_episodes_and_leaves_no_outage(
     assert await spooled.incomplete() == {"another", "cut short"}
 
 
-async def test_too_many_gaps_to_remember_become_an_outage(
+async def test_too_many_gaps_to_keep_in_memory_become_a_recording_outage(
     spooled: Spooled, full_disk: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "MOST_GAPS", 1)
@@ -177,7 +177,7 @@ async def test_too_many_gaps_to_remember_become_an_outage(
     assert await stored_outages(spooled) == 1
 
 
-async def test_outage_that_lasts_is_stored_while_the_disk_is_full(
+async def test_lasting_recording_outage_is_stored_while_the_disk_is_still_full(
     spooled: Spooled, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
@@ -193,7 +193,7 @@ async def test_outage_that_lasts_is_stored_while_the_disk_is_full(
     await spooled.drain()
 
 
-async def test_worker_that_stops_on_a_full_disk_leaves_its_outage(
+async def test_worker_that_stops_on_a_full_disk_leaves_a_recording_outage(
     spooled: Spooled, full_disk: Path, recorder: Recorder
 ) -> None:
     assert not await take(recorder, "cut short")
@@ -203,7 +203,7 @@ async def test_worker_that_stops_on_a_full_disk_leaves_its_outage(
     assert "whole" in await spooled.incomplete()
 
 
-async def test_outage_waits_for_the_database_and_is_stored_once(spooled: Spooled) -> None:
+async def test_recording_outage_waits_for_the_database_and_is_stored_once(spooled: Spooled) -> None:
     """It is of a worker that is gone, and whose folder no other takes."""
     folder = spooled.folder / "0"
     worker = recorder_on(spooled.folder)
@@ -221,7 +221,7 @@ async def test_outage_waits_for_the_database_and_is_stored_once(spooled: Spooled
     assert await stored_outages(spooled) == 1
 
 
-async def test_outage_that_cannot_be_noted_as_stored_is_stored_again(
+async def test_recording_outage_is_stored_again_if_its_file_cannot_be_marked_as_stored(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = spooled.folder / "0"
@@ -244,7 +244,7 @@ async def test_outage_that_cannot_be_noted_as_stored_is_stored_again(
     await spooled.drain()
 
 
-async def test_gaps_stay_in_memory_if_the_outage_cannot_be_written(
+async def test_gaps_stay_in_memory_if_the_recording_outage_cannot_be_written(
     full_disk: Path, recorder: Recorder, failing: Failing
 ) -> None:
     (full_disk / "balloon").unlink()

@@ -58,7 +58,7 @@ async def impatient(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("begun", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
-async def test_client_that_leaves_stops_the_upstream(
+async def test_client_that_disconnects_stops_the_upstream_request(
     patient: Proxy, upstream: RawUpstream, begun: bytes, half: bool
 ) -> None:
     """One that closes only its sending half has left too."""
@@ -78,7 +78,7 @@ async def test_client_that_leaves_stops_the_upstream(
     writer.close()
 
 
-async def test_client_that_leaves_while_it_uploads_is_not_recorded(
+async def test_call_that_its_client_abandons_during_the_upload_is_not_recorded(
     patient: Proxy, upstream: RawUpstream
 ) -> None:
     """Half a request is no call: the upstream is not asked, and there is nothing to record."""
@@ -102,7 +102,9 @@ async def test_client_that_leaves_while_it_uploads_is_not_recorded(
     assert RECORDED._value.get() == recorded
 
 
-async def test_silent_upstream_is_504_before_the_head(proxy: Proxy, upstream: RawUpstream) -> None:
+async def test_upstream_that_sends_no_response_head_in_time_is_504(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
     upstream.script = says(then="hang")
     began = time.monotonic()
     response = await proxy.chat()
@@ -113,7 +115,7 @@ async def test_silent_upstream_is_504_before_the_head(proxy: Proxy, upstream: Ra
     await asyncio.wait_for(upstream.left.wait(), PATIENCE_S)
 
 
-async def test_silent_upstream_tears_a_reply_that_has_begun(
+async def test_upstream_silent_in_mid_reply_ends_a_stream_with_an_error_and_a_whole_with_502(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     event = b'data: {"choices":[]}\n\n'
@@ -154,7 +156,9 @@ async def test_slow_uploader_is_waited_for(proxy: Proxy, upstream: RawUpstream) 
         assert upstream.bodies[-1] == APIS[CHAT]
 
 
-async def test_client_reads_why_its_upload_is_refused(proxy: Proxy, upstream: RawUpstream) -> None:
+async def test_client_gets_413_while_it_still_uploads_a_too_large_body(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
     """The answer arrives although the client is still sending."""
     _, writer = pair = await asyncio.open_connection("127.0.0.1", proxy.port)
     body = b"x" * (8 * 2**20)
@@ -190,7 +194,7 @@ async def dribble(port: int, data: bytes, at_once: int) -> bytes:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/embeddings"])
-async def test_dribbling_body_is_408_in_the_shape_of_its_api(
+async def test_request_body_sent_too_slowly_is_408_in_its_apis_error_format(
     impatient: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     before = too_slow("body")
@@ -208,7 +212,7 @@ async def test_dribbling_body_is_408_in_the_shape_of_its_api(
         await asyncio.wait_for(upstream.left.wait(), BY_S)
 
 
-async def test_dribbling_head_is_408(impatient: Proxy) -> None:
+async def test_request_head_sent_too_slowly_is_408(impatient: Proxy) -> None:
     before = too_slow("head")
     answer = await dribble(impatient.port, post(CHAT, b"{}"), 20)
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -216,7 +220,7 @@ async def test_dribbling_head_is_408(impatient: Proxy) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
-async def test_sleeping_reader_is_torn_and_the_upstream_stopped(
+async def test_client_that_stops_reading_is_cut_off_and_its_upstream_request_stopped(
     impatient: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     before = too_slow("write")
@@ -233,7 +237,9 @@ async def test_sleeping_reader_is_torn_and_the_upstream_stopped(
         assert call.status == "client_gone"
 
 
-async def test_unread_whole_reply_is_given_up(impatient: Proxy, upstream: RawUpstream) -> None:
+async def test_whole_reply_that_its_client_does_not_read_is_given_up(
+    impatient: Proxy, upstream: RawUpstream
+) -> None:
     before = too_slow("write")
 
     async def much(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
@@ -251,7 +257,7 @@ async def test_unread_whole_reply_is_given_up(impatient: Proxy, upstream: RawUps
     sleeper.close()
 
 
-async def test_other_clients_are_answered_beside_sleeping_readers(
+async def test_other_clients_are_answered_while_some_clients_read_nothing(
     impatient: Proxy, upstream: RawUpstream
 ) -> None:
     upstream.script = endless

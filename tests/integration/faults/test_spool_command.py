@@ -25,7 +25,7 @@ def write_dead_letters(folder: Path, name: str, data: bytes, reason: str) -> Non
     (dead / f"{name}.reason").write_text(reason)
 
 
-def test_empty_spool_has_no_records(tmp_path: Path) -> None:
+def test_spool_command_reports_no_records_for_a_missing_folder(tmp_path: Path) -> None:
     view = look(tmp_path / "not there")
     assert (view.segments, view.records, view.dead_letters) == (0, 0, ())
     assert as_lines(view)[0].startswith("0 records")
@@ -45,7 +45,7 @@ def test_spool_command_shows_waiting_records_and_dead_letters(tmp_path: Path) ->
     assert any("000000.letter" in line and "refused" in line for line in as_lines(view))
 
 
-async def test_only_a_tenants_letters_are_shown_and_replayed(
+async def test_only_the_tenants_own_dead_letters_are_shown_and_replayed(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     keys = {tenant: scoped(tenant, "e") for tenant in ("a", "b", "default")}
@@ -66,7 +66,7 @@ async def test_only_a_tenants_letters_are_shown_and_replayed(
     assert shown(None) == ["a", "b", "gap", "torn"]
 
 
-async def test_replay_stores_the_letters_that_it_can_and_keeps_the_others(
+async def test_replay_stores_valid_dead_letters_and_keeps_the_others(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     bad = statement("nul\x00", 1.0, episode="bad")
