@@ -163,7 +163,9 @@ async def test_past_update_is_explained_with_its_own_moving_baselines(engine: As
     ]
 
 
-async def test_command_explains_an_update(engine: AsyncEngine, pawl: Pawl) -> None:
+async def test_credit_command_prints_the_credit_of_an_update(
+    engine: AsyncEngine, pawl: Pawl
+) -> None:
     await fill(engine)
     await trained(engine, RECIPE.model_dump(mode="json"))
     found = await pawl("credit", "--update", "1")
@@ -182,7 +184,7 @@ async def test_late_reward_is_noted_beside_an_updates_credit(engine: AsyncEngine
     assert "reward_mean = 0.425, and the ledger gives -1.0 now" in notes
 
 
-async def test_unknown_or_running_update_is_refused(engine: AsyncEngine) -> None:
+async def test_credit_of_an_unknown_or_running_update_is_refused(engine: AsyncEngine) -> None:
     await fill(engine)
     with pytest.raises(UnknownUpdate, match="no update made version 1"):
         await explained(engine, 1, None)
@@ -194,7 +196,9 @@ async def test_unknown_or_running_update_is_refused(engine: AsyncEngine) -> None
         await explained(engine, claim.update_id, None)
 
 
-async def test_unreadable_recipe_of_an_update_is_refused(engine: AsyncEngine) -> None:
+async def test_credit_of_an_update_with_an_unreadable_recipe_is_refused(
+    engine: AsyncEngine,
+) -> None:
     await fill(engine)
     await trained(engine, {"sorcery": 1})
     with pytest.raises(RecipeError, match="cannot read the recipe that the update recorded"):

@@ -295,7 +295,7 @@ REASONS: dict[Callable[[Stack], Awaitable[None]], tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.__name__)
-async def test_first_finding_names_the_reason_and_its_remedy(
+async def test_doctors_first_finding_names_the_fault_and_its_remedy(
     reason: Callable[[Stack], Awaitable[None]], stack: Stack
 ) -> None:
     await reason(stack)
@@ -306,12 +306,12 @@ async def test_first_finding_names_the_reason_and_its_remedy(
     assert first.needs_person
 
 
-async def test_working_system_has_no_finding_that_needs_a_person(stack: Stack) -> None:
+async def test_doctor_finds_nothing_that_needs_a_person_in_a_working_system(stack: Stack) -> None:
     await stack.work(*GOOD)
     assert [one.title for one in await stack.findings() if one.needs_person] == []
 
 
-async def test_new_episodes_with_a_reward_count_as_over(stack: Stack) -> None:
+async def test_doctor_counts_new_rewarded_episodes_as_over(stack: Stack) -> None:
     await no_rewards(stack)
     await stack.work(*(("c", float(n % 2)) for n in range(8)))
     first = (await stack.findings())[0]
@@ -321,7 +321,7 @@ async def test_new_episodes_with_a_reward_count_as_over(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("OMP_WAIT_POLICY", "active"), ("GOMP_SPINCOUNT", "1000")]
 )
-async def test_environment_that_lets_threads_spin_is_named(
+async def test_doctor_names_environment_variables_that_let_threads_spin(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -331,7 +331,7 @@ async def test_environment_that_lets_threads_spin_is_named(
     assert (f"unset {name}" in found.remedy, found.needs_person) == (True, False)
 
 
-async def test_stopped_system_is_a_single_finding(stack: Stack) -> None:
+async def test_doctor_reports_a_stopped_system_as_a_single_finding(stack: Stack) -> None:
     await another_database(stack)
     for part in stack.parts:
         await stack.stop(part)
@@ -340,7 +340,7 @@ async def test_stopped_system_is_a_single_finding(stack: Stack) -> None:
     assert "`pawl up`" in found.remedy
 
 
-async def test_hanging_parts_are_reported_within_the_time_limit(
+async def test_doctor_reports_hanging_parts_within_the_time_limit(
     tmp_path: Path,
 ) -> None:
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -363,7 +363,7 @@ async def test_hanging_parts_are_reported_within_the_time_limit(
     assert str(away.figures["error"]).startswith("no answer within")
 
 
-async def test_slow_database_read_is_cut_off_and_reported(
+async def test_doctor_cuts_off_and_reports_a_slow_database_read(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(*_: Any) -> None:
@@ -376,7 +376,7 @@ async def test_slow_database_read_is_cut_off_and_reported(
     assert titles == ["The database took too long: some policies and calls were not looked at"]
 
 
-async def test_command_prints_findings_of_a_tenant_and_ends_with_status_1(
+async def test_doctor_command_prints_findings_of_a_tenant_and_exits_with_status_1(
     engine: AsyncEngine, pawl: Pawl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("ADMIN_LISTEN", "TRAINER_LISTEN", "CONTROLLER_LISTEN"):

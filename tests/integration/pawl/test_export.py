@@ -55,14 +55,14 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
     return engine
 
 
-async def test_each_episode_has_a_line_oldest_first(filled: AsyncEngine) -> None:
+async def test_export_has_a_line_for_each_episode_oldest_first(filled: AsyncEngine) -> None:
     lines = await exported(filled)
     assert [line["episode"] for line in lines] == ["scored", "failed", "open", "quiet", "raw"]
     states = [line["state"] for line in lines[:4]]
     assert states == ["scored", "failed", "open", "unscored"]
 
 
-async def test_line_has_the_documented_keys(filled: AsyncEngine) -> None:
+async def test_export_line_has_the_documented_fields(filled: AsyncEngine) -> None:
     line = (await exported(filled))[0]
     assert set(line) == {"episode", "task", "split", "state", "fates", "feedback", "calls"}
     assert line["feedback"][0]["metric"] == "reward"
@@ -81,7 +81,7 @@ async def test_line_has_the_documented_keys(filled: AsyncEngine) -> None:
     assert stray == [None, None, None, None, told]
 
 
-async def test_line_has_the_episodes_fates(engine: AsyncEngine) -> None:
+async def test_export_line_has_the_episodes_fate_for_each_policy(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
         tasks = {"solved": 1.0, "unsolved": 0.0, "waits": 1.0}
@@ -111,14 +111,14 @@ async def test_line_has_the_episodes_fates(engine: AsyncEngine) -> None:
     }
 
 
-async def test_episodes_are_chosen_by_agent_policy_and_time(filled: AsyncEngine) -> None:
+async def test_exported_episodes_are_chosen_by_agent_policy_and_time(filled: AsyncEngine) -> None:
     assert [e["episode"] for e in await exported(filled, agent="checker")] == ["scored"]
     assert len(await exported(filled, policy="m")) == 4
     recent = await exported(filled, since=NOW - timedelta(minutes=1))
     assert "quiet" not in [line["episode"] for line in recent]
 
 
-async def test_line_has_the_episodes_split(engine: AsyncEngine) -> None:
+async def test_export_line_has_the_episodes_split(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         await ingest(connection, [call("t"), call("e"), call("e", split="eval")])
     lines = await exported(engine)
@@ -130,7 +130,7 @@ def asking(episode: str, question: str, **said: Any) -> SpoolRecord:
     return call(episode, request=request.encode(), **said)
 
 
-async def test_held_out_tasks_are_written_and_their_episodes_are_evaluation(
+async def test_option_hold_out_writes_tasks_and_makes_their_episodes_evaluation(
     engine: AsyncEngine,
 ) -> None:
     async with engine.begin() as connection:

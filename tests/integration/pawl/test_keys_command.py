@@ -34,7 +34,7 @@ async def test_new_key_is_printed_once_and_only_its_hash_is_stored(
         assert key[22:] not in shown.output
 
 
-async def test_json_output_has_each_keys_fields(pawl: Pawl) -> None:
+async def test_json_output_of_keys_commands_has_each_api_keys_fields(pawl: Pawl) -> None:
     options = ("--scope", "read,infer", "--per-minute", "60", "--at-once", "8", "--json")
     made = json.loads((await pawl("keys", "create", "ci", *options)).stdout)
     assert list(made) == [
@@ -50,7 +50,9 @@ async def test_json_output_has_each_keys_fields(pawl: Pawl) -> None:
     assert [json.loads(line) for line in lines] == [revoked]
 
 
-async def test_name_is_free_again_once_its_key_is_revoked(pawl: Pawl, engine: AsyncEngine) -> None:
+async def test_api_key_name_is_free_again_once_the_key_is_revoked(
+    pawl: Pawl, engine: AsyncEngine
+) -> None:
     first = (await pawl("keys", "create", "agent")).stdout.strip()
     taken = await pawl("keys", "create", "agent")
     assert isinstance(taken.exception, BadKey)
@@ -78,7 +80,9 @@ async def test_name_is_free_again_once_its_key_is_revoked(pawl: Pawl, engine: As
     assert [line.count("UTC") for line in lines] == [2, 1]
 
 
-async def test_impossible_key_is_refused(pawl: Pawl, engine: AsyncEngine) -> None:
+async def test_invalid_key_name_or_scope_and_revoking_an_unknown_key_are_refused(
+    pawl: Pawl, engine: AsyncEngine
+) -> None:
     for arguments, kind in (
         (("create", "a b"), BadKey),
         (("create", "a", "--scope", "everything"), BadKey),

@@ -82,7 +82,7 @@ def test_unknown_log_level_is_refused(command: str, tmp_path: Path) -> None:
     ]
 
 
-def test_spool_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_spool_folder_that_cannot_be_made_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     spool = tmp_path / "file" / "spool"
     said = ended(tmp_path, "proxy", PAWL_SPOOL_DIR=str(spool))
@@ -110,7 +110,7 @@ def test_spool_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unusable_value_is_refused_with_its_reason(
+def test_unusable_command_argument_is_refused_with_its_reason(
     command: tuple[str, ...], said: str, tmp_path: Path
 ) -> None:
     assert ended(tmp_path, *command).endswith(said)
@@ -138,5 +138,5 @@ def test_migrate_check_refuses_a_processs_unusable_setting(
     assert value in error
 
 
-def test_key_with_an_excessive_limit_at_once_is_refused(tmp_path: Path) -> None:
+def test_api_key_with_an_excessive_limit_of_concurrent_requests_is_refused(tmp_path: Path) -> None:
     assert "'--at-once'" in ended(tmp_path, "keys", "create", "k", "--at-once", "99999999999")

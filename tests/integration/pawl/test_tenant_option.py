@@ -99,7 +99,7 @@ async def test_another_tenants_policy_is_not_imported(
     assert "of-default" not in done.output
 
 
-async def test_impossible_tenant_is_refused(pawl: Pawl) -> None:
+async def test_invalid_tenant_name_is_refused(pawl: Pawl) -> None:
     for command in (
         ("keys", "list"),
         ("export",),

@@ -118,7 +118,7 @@ def said(
     return f"{command} ends well"
 
 
-def test_tables_of_this_file_have_every_command() -> None:
+def test_every_pawl_command_is_covered_by_the_tests_of_unusable_databases() -> None:
     known = set()
     for name, target in cli.COMMANDS.items():
         group = cli.Commands().get_command(None, name)
@@ -129,7 +129,7 @@ def test_tables_of_this_file_have_every_command() -> None:
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("url", sorted(REFUSED))
-def test_every_command_refuses_an_unusable_url_in_a_single_line(
+def test_every_command_refuses_an_unusable_database_url_in_a_single_line(
     url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", url.format(SECRET))

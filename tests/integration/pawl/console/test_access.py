@@ -47,18 +47,20 @@ async def test_console_without_keys_is_open_to_this_machine_alone(
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example:8105", "203.0.113.9", "[2001:db8::1]", ""]
 )
-async def test_foreign_host_name_is_refused_without_keys(console: Pages, host: str) -> None:
+async def test_console_without_keys_refuses_a_foreign_host_header(
+    console: Pages, host: str
+) -> None:
     assert (await console.get("/", {"Host": host})).status == 403
     for own in ("localhost:8105", "127.0.0.1", "[::1]:80", "pawl-console:8105"):
         assert (await console.get("/", {"Host": own})).status == 200
 
 
-async def test_key_named_local_counts_as_logged_in(console: Pages, engine: AsyncEngine) -> None:
+async def test_api_key_named_local_counts_as_logged_in(console: Pages, engine: AsyncEngine) -> None:
     shown = await console.get("/", bearer(await key_of(engine, "local", "read")))
     assert "Log out" in shown.body.decode()
 
 
-async def test_silent_connection_is_closed(
+async def test_console_closes_a_connection_that_sends_no_whole_request(
     open_console: OpenConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pawl.console.app.REQUEST_S", 0.2)
@@ -83,7 +85,9 @@ async def test_silent_connections_do_not_block_other_requests(console: Pages) ->
         writer.close()
 
 
-async def test_disconnect_during_a_form_sends_and_logs_nothing(database_url: str) -> None:
+async def test_console_neither_answers_nor_logs_a_disconnect_during_a_form_upload(
+    database_url: str,
+) -> None:
     received: Iterator[Message] = iter(
         [
             {"type": "http.request", "body": b"key=", "more_body": True},
@@ -107,7 +111,9 @@ async def test_disconnect_during_a_form_sends_and_logs_nothing(database_url: str
 
 
 @pytest.mark.parametrize("path", ["/versions/m/9999999999", "/versions/m%00/1"])
-async def test_value_that_the_database_cannot_hold_is_refused(console: Pages, path: str) -> None:
+async def test_page_address_with_a_value_that_the_database_cannot_hold_is_400(
+    console: Pages, path: str
+) -> None:
     assert (await console.get(path)).status == 400
 
 
@@ -191,7 +197,7 @@ async def test_other_site_cannot_embed_the_console(console: Pages, site: str) ->
         {"Sec-Fetch-Site": "same-site"},
     ],
 )
-async def test_change_that_another_site_asks_for_is_refused(
+async def test_form_posted_from_another_site_is_refused(
     console: Pages, headers: dict[str, str]
 ) -> None:
     refused = await console.ask("POST", "/login", headers, key="k")

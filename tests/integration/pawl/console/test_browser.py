@@ -166,7 +166,7 @@ async def test_open_list_shows_new_episodes(
     assert tab.wrongs == []
 
 
-async def test_filter_is_set_by_keyboard_and_put_into_the_address(
+async def test_episode_filter_is_set_by_keyboard_and_put_into_the_page_address(
     ledger: str, open_console: OpenConsole, browser: Browser
 ) -> None:
     async with open_console(ledger) as console, view(browser, console.address) as tab:

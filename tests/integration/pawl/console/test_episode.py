@@ -162,7 +162,7 @@ def shown_credit(body: bytes) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.parametrize("credit", [{"assignment": "per_agent"}, {"normalisation": "batch"}])
-async def test_page_shows_the_same_credit_as_the_command_for_200_calls(
+async def test_episode_page_shows_the_same_credit_as_pawl_credit_for_200_calls(
     engine: AsyncEngine, console: Pages, pawl: Pawl, credit: dict[str, str]
 ) -> None:
     recipe = {"claim": {"group_size": 4, "groups": 2}, "credit": credit | {"equal_weight": "token"}}
@@ -187,7 +187,7 @@ async def test_page_shows_the_same_credit_as_the_command_for_200_calls(
             assert steps == pytest.approx(own["advantage"], abs=1e-12)
 
 
-async def test_page_shows_the_agents_own_returns_beside_its_baseline(
+async def test_credit_page_shows_the_agents_own_returns_beside_its_baseline(
     engine: AsyncEngine, console: Pages
 ) -> None:
     late = int((datetime.now(UTC) - START).total_seconds())
@@ -207,7 +207,7 @@ async def test_page_shows_the_agents_own_returns_beside_its_baseline(
     assert re.findall(r"of [\d.]+, [^<]*", page.body.decode()) == ["of 0, 0.500", "of 1, 1"]
 
 
-async def test_concurrent_requests_compute_credit_once(
+async def test_concurrent_views_of_an_episodes_credit_compute_it_once(
     engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[str] = []
@@ -298,7 +298,7 @@ async def test_tokens_are_shown_with_their_ratios_and_whether_the_call_is_masked
     assert f"ratio {figure(math.exp(min(log_ratios[5], 700)), 3)}"[:8] in page
 
 
-async def test_tokens_are_ids_while_a_model_server_hangs(
+async def test_tokens_are_shown_as_ids_while_the_model_server_hangs(
     engine: AsyncEngine, open_console: OpenConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(engine)
@@ -378,7 +378,9 @@ async def test_attempts_at_a_task_are_compared_in_the_list_and_by_their_credit(
     assert "of 0, 0.250, 0.500, 0.750<" in shown
 
 
-async def test_raw_bytes_are_downloaded_as_recorded(engine: AsyncEngine, console: Pages) -> None:
+async def test_raw_request_and_reply_are_downloaded_as_recorded(
+    engine: AsyncEngine, console: Pages
+) -> None:
     odd = call("odd", request=None, request_raw=b"\xff<script>", reply=None, reply_raw=b"no \x00")
     await store(engine, *attempt("run", "sql/1", 4, 1.0, 1), odd)
     [run] = [one for one in await episodes(engine) if one.key == "run"]
@@ -468,7 +470,7 @@ async def test_busy_episode_is_shown_on_a_page_of_bounded_size(
         assert more in body
 
 
-async def test_requests_are_parsed_off_the_event_loop(
+async def test_recorded_requests_are_parsed_off_the_consoles_event_loop(
     engine: AsyncEngine, console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store(engine, *attempt("a", "t", 3, 1.0, 1), *attempt("b", "t", 3, 0.0, 2))

@@ -41,7 +41,7 @@ async def test_pages_of_an_empty_database_show_the_first_step(console: Pages) ->
         await shown(console, path)
 
 
-async def test_list_links_page_through_all_episodes_and_keep_the_filter(
+async def test_links_of_the_episode_list_reach_all_episodes_and_keep_the_filter(
     console: Pages, engine: AsyncEngine
 ) -> None:
     records = [call(f"run-{n:03}", **ago(9000 - n), task="t") for n in range(120)]
@@ -84,7 +84,7 @@ async def test_hostile_names_are_shown_as_text_and_kept_in_links(
     assert "&lt;script&gt;" in await shown(console, "/overview/figures")
 
 
-async def test_side_call_is_shown_with_its_kind_and_left_out_of_the_share(
+async def test_side_call_is_shown_with_its_kind_and_left_out_of_the_trainable_share(
     console: Pages, engine: AsyncEngine
 ) -> None:
     side = {"trainable": False, "reason": "side", "side": "compaction"}
@@ -116,7 +116,7 @@ async def test_overview_shows_live_and_held_out_rewards_with_intervals(
     assert "4 episodes, 0 % trained" in page
 
 
-async def test_overview_says_how_many_episodes_can_be_trained_and_when(
+async def test_overview_says_how_many_episodes_an_hour_count_towards_an_update(
     console: Pages, engine: AsyncEngine
 ) -> None:
     rewards = [(f"t-{number}", float(number % 2)) for number in range(5)]
@@ -130,7 +130,7 @@ async def test_overview_says_how_many_episodes_can_be_trained_and_when(
     assert "send rewards for more runs, or let `pawl judge` score them, such as by" in page
 
 
-async def test_doctor_reads_the_database_while_another_page_is_read(
+async def test_doctor_page_is_answered_while_another_page_reads_the_database(
     console: Pages, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_read, may_end = asyncio.Event(), asyncio.Event()
@@ -187,7 +187,7 @@ QUESTION = "How many customers ordered in May?"
     ],
     ids=["short", "long", "tool call", "failed"],
 )
-async def test_list_shows_question_and_last_answer_instead_of_names(
+async def test_episode_list_shows_question_and_last_answer_instead_of_episode_names(
     console: Pages, engine: AsyncEngine, reply: dict[str, Any] | None, answer: str
 ) -> None:
     said = [
@@ -237,7 +237,7 @@ async def test_invalid_filter_is_refused_with_the_name_of_its_field(
     assert (reply.status, said in reply.body.decode()) == (400, True)
 
 
-async def test_key_sees_only_its_tenants_data_and_admin_sees_all(
+async def test_console_key_sees_only_its_tenants_data_and_an_admin_key_sees_all(
     console: Pages, engine: AsyncEngine
 ) -> None:
     acme = {name: scoped("acme", f"{name}-of-acme") for name in ("episode", "task")}

@@ -77,7 +77,7 @@ def shown(reply: Reply) -> list[str]:
         ("uncertain", ["mute", "unsure"]),
     ],
 )
-async def test_each_queue_lists_its_kind_of_episodes_newest_first(
+async def test_each_review_queue_lists_its_kind_of_episodes_newest_first(
     console: Pages, ledger: AsyncEngine, kind: str, keys: list[str]
 ) -> None:
     assert shown(await console.get(f"/review?policy=m&kind={kind}")) == keys
@@ -156,7 +156,7 @@ async def test_score_sent_twice_is_posted_once_with_the_viewers_key(
         ({"episode": "01900000-0000-7000-8000-000000000000"}, 404, "no such episode"),
     ],
 )
-async def test_bad_score_is_refused(
+async def test_review_of_an_invalid_score_or_unknown_episode_is_refused(
     console: Pages, ledger: AsyncEngine, change: dict[str, str], status: int, said: str
 ) -> None:
     form = fields(await console.get("/review?policy=m")) | {"value:reward": "1"} | change
@@ -164,7 +164,7 @@ async def test_bad_score_is_refused(
     assert (sent.status, said in sent.body.decode()) == (status, True)
 
 
-async def test_score_is_refused_without_scope_tenant_own_page_or_proxy(
+async def test_review_score_is_refused_without_scope_tenant_own_page_or_proxy(
     open_console: OpenConsole, ledger: AsyncEngine
 ) -> None:
     reader = await made(ledger, "reader", "read")
@@ -184,7 +184,7 @@ async def test_score_is_refused_without_scope_tenant_own_page_or_proxy(
         assert b"send it again, which counts once" in sent.body
 
 
-async def test_person_scores_and_skips_by_keys(reviewed: Pages) -> None:
+async def test_reviewer_scores_and_skips_episodes_by_keyboard(reviewed: Pages) -> None:
     async with chromium() as browser, view(browser, reviewed.address, WIDE) as tab:
         await tab.open("/review?policy=m")
         await tab.page.keyboard.press("s")

@@ -83,7 +83,7 @@ async def key_of(engine: AsyncEngine, name: str, *scopes: Scope, tenant: str = D
     return bearer(await made(engine, name, *scopes, tenant=tenant))
 
 
-async def test_versions_have_state_figures_parent_and_reason(
+async def test_version_pages_show_state_figures_parent_and_reason(
     console: Pages, line: AsyncEngine
 ) -> None:
     await wait(line, 2)
@@ -121,7 +121,7 @@ async def test_running_comparisons_are_shown_with_their_evidence(
     assert "what serves against its control" in said
 
 
-async def test_newer_versions_do_not_crowd_out_a_versions_rewards(
+async def test_newer_versions_episodes_do_not_crowd_out_an_older_versions_reward_figures(
     line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lineage, "MOST_EPISODES", 1)
@@ -178,7 +178,7 @@ async def test_approval_promotes_and_records_evidence_and_approver(
         ),
     ],
 )
-async def test_confirmed_change_matches_its_preview(
+async def test_confirmed_traffic_change_matches_its_preview(
     console: Pages, line: AsyncEngine, path: str, said: list[str], after: dict[int, str]
 ) -> None:
     before = await states(line)
@@ -199,7 +199,7 @@ async def test_frozen_policy_is_shown_and_thawed(console: Pages, line: AsyncEngi
     assert "Frozen since" not in text_of(await console.get("/versions"))
 
 
-async def test_change_is_refused_if_its_effect_differs_from_the_preview(
+async def test_traffic_change_is_refused_if_its_effect_differs_from_the_preview(
     console: Pages, line: AsyncEngine
 ) -> None:
     seen = seen_in(await console.get("/versions/m/2/promote"))
@@ -222,7 +222,7 @@ async def test_approval_is_refused_after_the_evidence_changed(
     assert (await states(line))[2] == "loaded"
 
 
-async def test_change_is_refused_without_scope_confirmation_or_own_page(
+async def test_traffic_change_is_refused_without_scope_confirmation_or_own_page(
     console: Pages, line: AsyncEngine
 ) -> None:
     reader = await key_of(line, "reader", "read")
@@ -247,7 +247,9 @@ async def test_link_of_another_site_previews_no_change(console: Pages, line: Asy
     assert "A link of another site" in reply.body.decode()
 
 
-async def test_page_before_the_first_version_is_answered(console: Pages, line: AsyncEngine) -> None:
+async def test_versions_list_beyond_the_first_version_is_answered(
+    console: Pages, line: AsyncEngine
+) -> None:
     assert (await console.get("/versions?policy=m&before=0")).status == 200
 
 
@@ -266,7 +268,7 @@ async def test_tenant_sees_and_moves_its_own_policies_alone(
     assert (await console.ask("POST", "/versions/m/2/promote", theirs, saw=seen)).status == 404
 
 
-async def test_promoting_an_unloaded_version_is_refused_with_the_command(
+async def test_promotion_of_an_unloaded_version_is_refused_with_the_command_that_loads_it(
     console: Pages, line: AsyncEngine
 ) -> None:
     async with line.begin() as connection:
@@ -317,7 +319,7 @@ async def test_remote_viewer_without_a_key_cannot_make_changes(
 
 
 @pytest.mark.usefixtures("line")
-async def test_changes_are_previewed_sequentially(
+async def test_concurrent_previews_of_traffic_changes_run_sequentially(
     console: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most = 0, 0

@@ -76,7 +76,7 @@ async def controller_of(
         yield controller
 
 
-async def test_each_server_loads_from_its_own_disk_and_reloads_after_a_loss(
+async def test_each_model_server_loads_adapters_from_its_own_disk_and_reloads_after_a_loss(
     engine: AsyncEngine, two: list[Apart], port: TrainersPort, root: Path, tmp_path: Path
 ) -> None:
     probe = (ProbeRow(ids=(1, 2, 3), logprobs=(-2.0, -2.0)),)
@@ -97,7 +97,7 @@ async def test_each_server_loads_from_its_own_disk_and_reloads_after_a_loss(
         assert two[1].server.loads == ["m@2", "m@1"]
 
 
-async def test_unreachable_source_is_reported_and_retried(
+async def test_unreachable_adapter_source_is_reported_and_retried(
     engine: AsyncEngine, two: list[Apart], port: TrainersPort, root: Path, tmp_path: Path
 ) -> None:
     await publish(engine, root, 1)
@@ -111,7 +111,7 @@ async def test_unreachable_source_is_reported_and_retried(
             await assert_has(one.server, "m@1")
 
 
-async def test_server_loads_from_its_disk_while_the_trainer_is_away(
+async def test_model_server_loads_adapters_from_its_disk_while_the_trainer_is_away(
     engine: AsyncEngine, two: list[Apart], port: TrainersPort, root: Path, tmp_path: Path
 ) -> None:
     one = two[0]
@@ -132,7 +132,7 @@ async def test_server_loads_from_its_disk_while_the_trainer_is_away(
     assert one.server.loads == ["m@1", "m@1"]
 
 
-async def test_failed_fetch_does_not_count_as_a_server_outage(
+async def test_failed_adapter_fetch_does_not_count_as_a_model_server_outage(
     two: list[Apart], port: TrainersPort, root: Path
 ) -> None:
     written = write(root)
@@ -145,7 +145,9 @@ async def test_failed_fetch_does_not_count_as_a_server_outage(
         assert servers.returns == 0
 
 
-async def test_unanswered_gateway_counts_as_a_server_outage(two: list[Apart], root: Path) -> None:
+async def test_adapter_load_that_the_gateway_leaves_unanswered_counts_as_a_server_outage(
+    two: list[Apart], root: Path
+) -> None:
     written = write(root)
 
     async def hang_up() -> None:
@@ -157,7 +159,9 @@ async def test_unanswered_gateway_counts_as_a_server_outage(two: list[Apart], ro
             await server.load("m@1", written)
 
 
-async def test_altered_files_never_reach_a_server(two: list[Apart], root: Path) -> None:
+async def test_altered_adapter_files_are_never_loaded_into_a_model_server(
+    two: list[Apart], root: Path
+) -> None:
     written = write(root)
     digest, right = sha256_of(written / MANIFEST), (written / WEIGHTS).read_bytes()
     (written / WEIGHTS).write_bytes(b"altered")
@@ -175,7 +179,9 @@ async def test_altered_files_never_reach_a_server(two: list[Apart], root: Path) 
     assert two[0].has("m@1", written)
 
 
-async def test_gateway_passes_on_the_servers_answers(two: list[Apart], root: Path) -> None:
+async def test_adapter_gateway_passes_on_the_model_servers_answers(
+    two: list[Apart], root: Path
+) -> None:
     written, fake = write(root), two[0].server
     fake.refused = {"m@1"}
     fake.adapter_slots = 3
@@ -221,7 +227,7 @@ async def test_unusable_adapter_source_is_refused_at_the_start(
     assert len(said.splitlines()) == 1
 
 
-async def test_killed_process_resumes_its_download(
+async def test_killed_adapter_gateway_resumes_its_download(
     server: FakeModelServer, root: Path, tmp_path: Path
 ) -> None:
     weights = os.urandom(9 * 2**20)

@@ -16,7 +16,7 @@ KILLS = 8
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["canary", "evaluated"])
-def test_each_change_is_made_once_despite_kills(
+def test_each_change_of_a_versions_state_is_made_once_despite_process_kills(
     tmp_path: Path, mode: Literal["canary", "evaluated"]
 ) -> None:
     found = canary_kills(tmp_path, KILLS, 5, mode)[mode]

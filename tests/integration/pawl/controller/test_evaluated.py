@@ -92,7 +92,7 @@ async def evaluated(engine: AsyncEngine, judge: Deciding, evaluator: Evaluator) 
         ),
     ],
 )
-async def test_evaluation_decides_before_any_traffic(
+async def test_evaluation_decides_about_a_version_before_it_has_traffic(
     engine: AsyncEngine,
     difference: float,
     tasks: int,

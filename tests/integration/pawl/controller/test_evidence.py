@@ -106,7 +106,7 @@ async def test_restarted_controller_finds_the_same_evidence(
     assert found.new.unscored + found.old.unscored > 10
 
 
-async def test_episodes_of_an_arm_with_another_version_are_left_out(
+async def test_evidence_leaves_out_episodes_of_an_arm_that_another_version_served(
     engine: AsyncEngine,
 ) -> None:
     """A proxy takes what serves now for the canary a while longer; the one before was one too."""
@@ -120,7 +120,7 @@ async def test_episodes_of_an_arm_with_another_version_are_left_out(
     assert (found.new.episodes, found.old.episodes) == (1, 1)
 
 
-async def test_episodes_begun_before_all_proxies_knew_of_the_change_are_left_out(
+async def test_evidence_leaves_out_episodes_begun_before_all_proxies_knew_of_the_trial(
     engine: AsyncEngine,
 ) -> None:
     at = [BEGAN + timedelta(seconds=seconds) for seconds in (-1, 1)]

@@ -63,7 +63,7 @@ async def hang(_: AsyncConnection) -> None:
     await asyncio.Event().wait()
 
 
-async def test_slow_look_is_logged_and_delays_no_other_policy(
+async def test_slow_decision_about_a_policy_is_logged_and_delays_no_other_policy(
     engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await loaded(engine, 0, name="a")
@@ -83,7 +83,7 @@ async def test_slow_look_is_logged_and_delays_no_other_policy(
     assert not is_shown_as_failed("a")
 
 
-async def test_unreadable_rule_is_logged_once_and_delays_no_other_policy(
+async def test_unreadable_gate_rule_is_logged_once_and_delays_no_other_policy(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     await loaded(engine, 0, name="a", rule={**RULE, "margin": "none"})
@@ -99,7 +99,7 @@ async def test_unreadable_rule_is_logged_once_and_delays_no_other_policy(
     assert is_shown_as_failed("a")
 
 
-async def test_look_cancelled_by_the_database_delays_no_other_policy(
+async def test_query_about_a_policy_cancelled_by_the_database_delays_no_other_policy(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database gives queries of its role a time, as some do: that is as if it went away."""
@@ -120,7 +120,7 @@ async def test_look_cancelled_by_the_database_delays_no_other_policy(
 
 
 @pytest.mark.parametrize("compared", ["trial", "watch"])
-async def test_long_look_is_split_over_several_looks(
+async def test_long_read_of_evidence_is_split_over_several_rounds_of_the_controller(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, compared: str
 ) -> None:
     """It reads no more at once than other policies can wait for."""
@@ -163,7 +163,7 @@ async def promotes_another(connection: AsyncConnection) -> None:
 
 @pytest.mark.parametrize("does", [freezes, promotes_another])
 @pytest.mark.parametrize("better", [True, False])
-async def test_look_does_not_undo_an_operators_concurrent_change(
+async def test_gate_decision_does_not_undo_an_operators_concurrent_change(
     engine: AsyncEngine,
     judge: Deciding,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,7 +191,7 @@ async def test_look_does_not_undo_an_operators_concurrent_change(
     assert await states(engine) == after
 
 
-async def test_policy_frozen_during_a_look_gets_no_canary(
+async def test_policy_frozen_during_a_gate_decision_gets_no_canary(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def frozen_then(connection: AsyncConnection, name: str) -> Gated | None:
@@ -210,7 +210,7 @@ async def test_policy_frozen_during_a_look_gets_no_canary(
     assert (await states(engine))[1] == "loaded"
 
 
-async def test_failure_other_than_an_outage_is_logged_as_gate_fails(
+async def test_failure_of_the_gate_other_than_a_database_outage_is_logged_as_gate_fails(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(_: object) -> None:
@@ -223,7 +223,9 @@ async def test_failure_other_than_an_outage_is_logged_as_gate_fails(
     assert [one["event"] for one in logs] == ["gate_fails"]
 
 
-async def test_several_controllers_make_each_change_once(engine: AsyncEngine) -> None:
+async def test_several_controllers_make_each_change_of_a_versions_state_once(
+    engine: AsyncEngine,
+) -> None:
     controllers = [controller(engine) for _ in range(3)]
     await on_trial(engine, controllers[0])
     for _ in range(3):
@@ -270,7 +272,7 @@ async def falls(engine: AsyncEngine, judge: Deciding) -> None:
     ],
 )
 @pytest.mark.parametrize("when", ["before", "in the middle", "before the commit"])
-async def test_controller_killed_in_a_change_leaves_nothing_half_done(
+async def test_controller_killed_during_a_change_of_state_leaves_nothing_half_done(
     engine: AsyncEngine,
     judge: Deciding,
     monkeypatch: pytest.MonkeyPatch,
@@ -294,7 +296,7 @@ async def test_controller_killed_in_a_change_leaves_nothing_half_done(
     assert dict((await changes(engine))[len(done) :]) == made
 
 
-async def test_judging_resumes_after_a_database_outage(
+async def test_gate_decides_again_after_a_database_outage(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await on_trial(engine, controller(engine))

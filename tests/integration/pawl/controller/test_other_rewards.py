@@ -86,7 +86,7 @@ async def test_changed_reward_restarts_a_watch_on_new_episodes_only(
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_look_during_a_reward_change_decides_nothing(
+async def test_gate_decides_nothing_while_the_policys_reward_changes(
     engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await on_trial(engine, judge)

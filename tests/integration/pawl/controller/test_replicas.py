@@ -68,7 +68,7 @@ async def test_restarted_server_gets_its_adapters_back(
         await assert_has(server, "m@2", "m@3", "m@4")
 
 
-async def test_settled_server_is_asked_at_few_looks(
+async def test_model_server_that_has_all_its_adapters_is_seldom_asked(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, may_skip = 0, Reconciler.may_skip
@@ -93,7 +93,7 @@ async def test_settled_server_is_asked_at_few_looks(
         await assert_has(server, "m@1", "m@2")
 
 
-async def test_no_look_is_skipped_after_a_change_or_while_versions_are_missing(
+async def test_no_check_of_a_server_is_skipped_after_a_change_or_while_versions_are_missing(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
@@ -122,7 +122,7 @@ async def test_no_look_is_skipped_after_a_change_or_while_versions_are_missing(
         assert reconciler.may_skip([base])
 
 
-async def test_ended_versions_are_not_loaded_again_after_a_restart(
+async def test_versions_that_no_episode_or_roll_back_needs_are_not_loaded_after_a_restart(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
     """The controller's, and then the model server's; until then they stay."""
@@ -255,7 +255,7 @@ async def test_retired_version_that_no_replica_can_load_is_unloaded(
         await assert_has(server, "m@2")
 
 
-async def test_stopped_controller_leaves_no_connection_open(
+async def test_stopped_controller_leaves_no_database_connection_open(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_reading = asyncio.Event()
@@ -304,7 +304,7 @@ async def test_version_is_not_given_up_while_servers_are_at_fault(
     assert not one.unloaded
 
 
-async def test_recalled_version_is_retried_before_it_is_given_up_again(
+async def test_loading_of_a_recalled_version_is_retried_before_it_is_given_up_again(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pawl.controller.reconciler.LONGEST_PAUSE_S", 2 * FIRST_PAUSE_S)
@@ -359,7 +359,7 @@ def database_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
         yield refused
 
 
-async def test_only_the_serving_version_is_loaded_from_a_stale_list(
+async def test_only_the_serving_version_is_loaded_while_the_list_of_versions_is_stale(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of others may be being deleted by a trainer that the database is there for."""
@@ -410,7 +410,7 @@ def altered(path: Path) -> Iterator[None]:
         (unreadable, MANIFEST, "unread", "cannot be read (Input/output error)"),
     ],
 )
-async def test_version_with_unfit_files_is_loaded_after_repair_and_blocks_no_other(
+async def test_version_with_altered_or_unread_files_is_loaded_after_repair_and_blocks_no_other(
     engine: AsyncEngine,
     server: FakeModelServer,
     tmp_path: Path,
@@ -450,7 +450,7 @@ async def test_version_with_unfit_files_is_loaded_after_repair_and_blocks_no_oth
                 assert "pawl_controller_altered_adapters{" not in metrics
 
 
-async def test_files_are_checked_at_each_load(
+async def test_adapter_files_are_checked_at_each_load(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1)
@@ -514,7 +514,7 @@ async def test_adapter_that_a_restarted_server_does_not_apply_is_refused(
         await assert_has(server)
 
 
-async def test_adapter_loaded_before_the_controller_came_is_checked_too(
+async def test_adapter_loaded_before_the_controller_started_is_probed_too(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     """Whoever loaded it may have been killed before it could ask what is served."""
@@ -539,7 +539,7 @@ async def test_adapter_is_unloaded_if_its_probe_is_refused(
         await assert_has(server, "m@1")
 
 
-async def test_controller_process_is_small_reports_metrics_and_ends_at_sigterm(
+async def test_controller_process_takes_little_memory_reports_metrics_and_ends_at_sigterm(
     database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
 ) -> None:
     await publish(engine, tmp_path, 1)

@@ -119,7 +119,7 @@ async def test_worse_version_is_rolled_back_and_its_descendants_are_rejected(
         pytest.param({"control_share": 0.0}, MORE, LESS, "serving", {}, id="no-control"),
     ],
 )
-async def test_difference_so_far_decides_at_the_deadline(
+async def test_reward_difference_so_far_decides_a_trial_at_its_deadline(
     engine: AsyncEngine,
     judge: Deciding,
     more: Mapping[str, Any],
@@ -167,7 +167,7 @@ async def test_trial_without_rewards_outlasts_its_deadline_until_a_newer_version
     assert (await states(engine))[2] == "canary"
 
 
-async def test_control_share_falls_to_the_rule_after_late_proof(
+async def test_control_share_falls_to_the_recipes_value_once_the_new_version_is_proven(
     engine: AsyncEngine, judge: Deciding
 ) -> None:
     rule = {**AT_ONCE, "margin": 0.01}
@@ -221,7 +221,9 @@ async def test_worse_version_is_rolled_back_without_approval(
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_frozen_policy_is_not_moved(engine: AsyncEngine, judge: Deciding) -> None:
+async def test_traffic_of_a_frozen_policy_is_not_moved(
+    engine: AsyncEngine, judge: Deciding
+) -> None:
     await on_trial(engine, judge)
     for frozen in (True, False):
         async with engine.begin() as connection:

@@ -214,7 +214,7 @@ async def test_training_resumed_by_a_person_is_not_held_again_for_the_same_drop(
 
 
 @pytest.mark.parametrize(("undecided", "ends"), [("promote", "serving"), ("keep", "rolled_back")])
-async def test_family_loss_is_reported_and_rolled_back_if_the_recipe_asks(
+async def test_reward_loss_in_a_task_family_is_reported_and_rolled_back_if_the_recipe_asks(
     engine: AsyncEngine, judge: Deciding, undecided: str, ends: str
 ) -> None:
     await serves(engine, 1, 0, {**IMMEDIATE, "undecided": undecided})

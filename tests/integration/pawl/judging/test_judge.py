@@ -153,7 +153,7 @@ async def set_due(engine: AsyncEngine) -> None:
 # Through the real proxy
 
 
-async def test_programs_answers_become_feedback(proxy: Proxy, bench: Bench) -> None:
+async def test_judge_programs_answers_become_feedback(proxy: Proxy, bench: Bench) -> None:
     names = ["good-1", "list-1", "unsure-1", "crash-1", "garbage-1", "wrong-1"]
     for name in names:
         await proxy.chat(headers={"x-pawl-episode": name})
@@ -181,7 +181,7 @@ async def test_programs_answers_become_feedback(proxy: Proxy, bench: Bench) -> N
     assert bench.asked == sorted(names)
 
 
-async def test_repeat_after_a_crash_scores_nothing_twice(proxy: Proxy) -> None:
+async def test_judgement_posted_again_after_a_crash_scores_the_episode_once(proxy: Proxy) -> None:
     await proxy.chat(headers={"x-pawl-episode": "e"})
     desk = FeedbackClient(proxy.session, f"{proxy.url}/feedback")
     key = idempotency_key("j", "e")
@@ -367,7 +367,7 @@ async def test_sigterm_ends_the_judge_and_the_program_it_runs(
         ),
     ],
 )
-async def test_command_that_cannot_run_says_why(
+async def test_judge_command_that_cannot_run_says_why(
     database_url: str, options: tuple[str, ...], named: str
 ) -> None:
     code, _, err = await pawl_judge(
@@ -397,7 +397,7 @@ async def test_only_finished_episodes_without_a_score_are_judged(engine: AsyncEn
     assert sorted(judge.asked) == ["failed", "over"]
 
 
-async def test_episode_in_parts_is_judged_when_its_last_part_is_over(engine: AsyncEngine) -> None:
+async def test_joined_episode_is_judged_when_its_last_part_is_over(engine: AsyncEngine) -> None:
     digest = b"\x01" + b"s" * 15
     await store(
         engine,
@@ -411,7 +411,7 @@ async def test_episode_in_parts_is_judged_when_its_last_part_is_over(engine: Asy
     assert judge.asked == ["first"]
 
 
-async def test_judge_sees_the_exported_episode_without_fates(
+async def test_judge_gets_the_export_of_an_episode_without_its_training_outcome(
     engine: AsyncEngine, bench: Bench
 ) -> None:
     await store(engine, call("good-1", started_at=LONG_AGO, task="t"), call("good-1"))
@@ -440,7 +440,7 @@ async def test_failed_judgement_is_tried_again_a_bounded_number_of_times(
     assert len(bench.asked) == 3
 
 
-async def test_undecided_judge_is_asked_beyond_the_limit_for_failures(
+async def test_judge_that_cannot_tell_yet_is_asked_again_beyond_the_limit_for_failures(
     engine: AsyncEngine,
 ) -> None:
     class Patient(Opinion):
@@ -495,7 +495,9 @@ async def test_episodes_are_judged_a_few_at_once(engine: AsyncEngine) -> None:
     assert len(desk.posted) == 30
 
 
-async def test_late_judgement_is_posted_as_an_opinion_beside_the_score(engine: AsyncEngine) -> None:
+async def test_judgement_after_a_reward_came_is_posted_with_the_judge_as_source(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, call("e"))
     judge, desk = Opinion(), Desk()
     asked = judge.judge
@@ -511,7 +513,7 @@ async def test_late_judgement_is_posted_as_an_opinion_beside_the_score(engine: A
     assert said["source"] == judge.name
 
 
-async def test_judge_runs_once_at_a_time(engine: AsyncEngine) -> None:
+async def test_judge_of_the_same_name_refuses_to_run_twice_at_once(engine: AsyncEngine) -> None:
     first = asyncio.create_task(Judging(engine, Opinion(), Desk(), PLAN).run())
     await eventually(lambda: somebody_judges(engine))
     with pytest.raises(JudgeError, match="at work already"):
@@ -609,7 +611,7 @@ def by_rubric(session: aiohttp.ClientSession, url: str, **changes: Any) -> Rubri
     return RubricJudge(session, **options | {"timeout_s": 60} | changes)
 
 
-async def test_score_of_a_model_is_the_reward(
+async def test_score_by_a_judge_model_is_posted_as_the_reward(
     engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
 ) -> None:
     await store(engine, call("e", request=b'{"messages":[{"role":"user","content":"hello?"}]}'))
@@ -664,7 +666,7 @@ async def test_unusable_model_answer_leaves_the_episode_unscored(
 
 
 @pytest.mark.parametrize("status", [401, 404, 429, 500, 503, None])
-async def test_unavailable_server_is_not_recorded_against_the_episode(
+async def test_unavailable_judge_model_is_not_recorded_as_a_failure_of_the_episode(
     engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream, status: int | None
 ) -> None:
     await store(engine, call("e"))
@@ -758,7 +760,7 @@ async def test_attempts_at_a_task_share_a_prompt_and_a_single_attempt_waits(
     assert found == {("judged", None), ("cannot_tell", True)}
 
 
-async def test_command_compares_the_attempts_that_are_recorded(
+async def test_judge_command_compares_recorded_attempts_at_a_task(
     proxy: Proxy,
     upstream: FakeUpstream,
     database_url: str,
@@ -803,7 +805,7 @@ async def test_share_of_rewarded_episodes_is_judged_for_comparison(
     assert len(judge.asked) == 60
 
 
-async def test_episode_with_an_opinion_is_judged_and_with_a_fact_is_not(
+async def test_episode_rewarded_only_by_another_judge_is_judged_and_a_rewarded_episode_is_not(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, *(call(key, policy="m", policy_version=0) for key in ("opinion", "fact")))

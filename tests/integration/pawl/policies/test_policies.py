@@ -135,7 +135,7 @@ OLD = REST | {"name": "old", "kind": "unlisted", "base": "old", "models": [], "s
 
 
 @pytest.mark.usefixtures("filled")
-async def test_list_has_the_policies_of_the_file_and_of_the_store(
+async def test_policies_list_has_the_policies_of_the_policy_file_and_of_the_store(
     pawl: Pawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "p.toml").write_text(FILE)
@@ -146,7 +146,7 @@ async def test_list_has_the_policies_of_the_file_and_of_the_store(
 
 
 @pytest.mark.usefixtures("filled")
-async def test_without_a_file_each_model_name_is_a_policy(
+async def test_without_a_policy_file_each_model_name_is_a_policy(
     pawl: Pawl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_RECIPE", "ppo")
@@ -190,7 +190,7 @@ async def evaluated(engine: AsyncEngine) -> AsyncEngine:
 
 
 @pytest.mark.usefixtures("evaluated")
-async def test_show_has_each_version_with_its_evaluation(
+async def test_policies_show_has_each_version_with_its_evaluation(
     pawl: Pawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"unloaded": False, "ended": False, "files_deleted": False}
@@ -219,7 +219,9 @@ async def test_show_has_each_version_with_its_evaluation(
 
 
 @pytest.mark.usefixtures("evaluated")
-async def test_show_has_the_live_reward_of_each_version(pawl: Pawl, engine: AsyncEngine) -> None:
+async def test_policies_show_has_the_live_reward_of_each_version(
+    pawl: Pawl, engine: AsyncEngine
+) -> None:
     await train(engine, "m", {})
     async with engine.begin() as connection:
         for number in range(6):
@@ -286,7 +288,9 @@ async def load(engine: AsyncEngine, number: int, *, waits: bool = False) -> None
             )
 
 
-async def test_freeze_is_an_event_of_the_policy(pawl: Pawl, line: AsyncEngine) -> None:
+async def test_freezing_a_policy_writes_an_event_with_reason_and_actor(
+    pawl: Pawl, line: AsyncEngine
+) -> None:
     frozen = await pawl("policies", "freeze", "m", "--reason", "release day")
     assert frozen.stdout == "m is frozen\n"
     assert (await pawl("policies", "freeze", "m", "--off")).stdout == "m is no longer frozen\n"
@@ -323,7 +327,7 @@ async def test_operator_promotes_the_waiting_version_and_rolls_back_to_the_contr
         assert said in str(found.exception)
 
 
-async def test_promote_shows_a_waiting_versions_evidence_and_asks_a_terminal(
+async def test_promote_shows_a_waiting_versions_evidence_and_asks_to_confirm_in_a_terminal(
     pawl: Pawl, line: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await load(line, 2, waits=True)
@@ -340,7 +344,7 @@ async def test_promote_shows_a_waiting_versions_evidence_and_asks_a_terminal(
     assert (await events_of(line, "m"))[-1].evidence == BETTER
 
 
-async def test_show_lists_arms_shares_and_the_reason_a_version_waits(
+async def test_policies_show_lists_arms_shares_and_the_reason_a_version_waits(
     pawl: Pawl, line: AsyncEngine
 ) -> None:
     await load(line, 2)
@@ -390,7 +394,7 @@ async def test_unloaded_version_is_recalled_and_promoted_after_servers_list_it(
     ("named", "found"),
     [("m", ("m", None)), ("m@3", ("m", 3)), ("a@b", ("a@b", None)), ("a@b@0", ("a@b", 0))],
 )
-def test_version_is_named_by_its_policy_and_number(
+def test_version_name_is_split_into_policy_and_number(
     named: str, found: tuple[str, int | None]
 ) -> None:
     assert split_name(named) == found

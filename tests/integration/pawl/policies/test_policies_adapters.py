@@ -85,7 +85,7 @@ async def test_adapter_is_imported_for_the_named_tenant(
     }
 
 
-async def test_missing_policy_or_version_is_refused_with_the_known_names(
+async def test_export_of_a_missing_policy_or_version_is_refused_with_the_known_names(
     run: Pawl, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:
@@ -117,7 +117,7 @@ async def test_version_with_deleted_files_is_not_exported(run: Pawl, engine: Asy
     assert [line["files_deleted"] for line in lines] == [False, True]
 
 
-async def test_refused_import_says_why_and_ends_with_2(run: Pawl) -> None:
+async def test_refused_import_says_why_and_exits_with_status_2(run: Pawl) -> None:
     unknown = await run("import", "reader", "sft")
     assert unknown.exit_code == 2
     assert "pawl: p.toml has no policy 'reader' with trained = true" in unknown.stderr

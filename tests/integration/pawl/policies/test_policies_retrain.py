@@ -88,7 +88,7 @@ async def test_retrain_queries_select_the_union_of_their_episodes(
     assert await left_out(run, *queries.split()) == number
 
 
-async def test_query_by_key_selects_episodes_by_key_name_or_id(
+async def test_query_by_api_key_selects_episodes_by_the_keys_name_or_id(
     run: Pawl, engine: AsyncEngine
 ) -> None:
     async with engine.begin() as connection:

@@ -148,7 +148,7 @@ async def test_version_unloaded_during_evaluation_is_not_called_worse(
         (("--answer", "a", "--", "no-such-program"), "the program 'no-such-program' is not found"),
     ],
 )
-async def test_unusable_option_is_refused(
+async def test_evaluate_refuses_an_unusable_option(
     runner: Runner, options: tuple[str, ...], message: str
 ) -> None:
     outcome = await runner.run(*options)
@@ -197,6 +197,6 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
         assert journals[0].read_bytes().count(b"run_abandoned") <= 2
 
 
-async def test_proxy_reports_the_serving_version(proxy: Proxy) -> None:
+async def test_proxy_client_reads_the_serving_version_from_the_list_of_models(proxy: Proxy) -> None:
     models = await ProxyClient(proxy.session, proxy.url).models()
     assert models == Models(frozenset({"m"}), ("m@0",))

@@ -42,7 +42,7 @@ ADVICE = "http:// or https:// URL: give the address that `pawl proxy` or `pawl u
     ],
 )
 @pytest.mark.usefixtures("runner")
-async def test_unusable_option_is_refused_by_name(
+async def test_rollout_refuses_an_unusable_option_by_name(
     fake: FakeProxy,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -55,13 +55,13 @@ async def test_unusable_option_is_refused_by_name(
         await run_rollout(RolloutFlags(**(usual | options)))
 
 
-async def test_invalid_address_is_refused_in_a_single_line(runner: Runner) -> None:
+async def test_invalid_proxy_address_is_refused_in_a_single_line(runner: Runner) -> None:
     outcome = await runner.run(*COMMAND, "--url", "http://[::1")
     assert (outcome.status, outcome.errors) == (2, f"pawl: --url: 'http://[::1' is no {ADVICE}\n")
 
 
 @pytest.mark.parametrize("suffix", ["/v1/", "/", "/v1"])
-async def test_address_may_end_with_v1_or_a_slash(runner: Runner, suffix: str) -> None:
+async def test_proxy_address_may_end_with_v1_or_a_slash(runner: Runner, suffix: str) -> None:
     runner.url += suffix
     assert (await runner.run(*COMMAND)).status == 0
 

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 """
 
 
-async def test_program_gets_its_task_and_an_address_that_names_it(
+async def test_agent_program_gets_its_task_and_a_base_url_that_names_the_task(
     fake: FakeProxy, runner: Runner
 ) -> None:
     options = ("-n", "2", "-k", "2", "--split", "eval", "--answer", "a", "--policy", "m@2")
@@ -54,7 +54,7 @@ async def test_program_gets_its_task_and_an_address_that_names_it(
         assert rewards[call["episode"]] == [float(call["task"] in ("t0", "t1", "t2"))]
 
 
-async def test_environment_has_the_task_without_its_answer(runner: Runner) -> None:
+async def test_agents_environment_has_the_task_without_its_answer(runner: Runner) -> None:
     runner.write([{"id": "t1", "a": "secret", "do": "environment"}])
     options = ("--answer", "a", "--policy", "m@2")
     assert (await runner.run(*COMMAND, *options)).status == 0
@@ -65,7 +65,7 @@ async def test_environment_has_the_task_without_its_answer(runner: Runner) -> No
 
 
 @pytest.mark.parametrize("agent", ["command", "agent:answer"])
-async def test_hidden_fields_are_shown_to_the_judge_alone(
+async def test_hidden_task_fields_are_shown_to_the_judge_alone(
     fake: FakeProxy, runner: Runner, tmp_path: Path, agent: str
 ) -> None:
     runner.write([{"id": "t1", "do": "all it knows", "gold": "secret", "tests": ["secret"]}])
@@ -89,7 +89,7 @@ async def test_hidden_fields_are_shown_to_the_judge_alone(
 
 
 @pytest.mark.parametrize("agent", ["command", "agent:alone"])
-async def test_failed_run_has_no_reward_and_is_named(
+async def test_failed_run_has_no_reward_and_is_reported_with_its_error(
     fake: FakeProxy, runner: Runner, agent: str
 ) -> None:
     kinds = ["exit", "raise", "hang", "die", "flood", "well"]
@@ -125,7 +125,7 @@ async def test_base_url_read_at_import_fails_all_runs_with_advice(
     assert "must read OPENAI_BASE_URL" in outcome.errors
 
 
-async def test_judge_states_a_number_or_metrics_or_statements(
+async def test_judge_program_may_answer_with_a_number_metrics_or_statements(
     fake: FakeProxy, runner: Runner, tmp_path: Path
 ) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
@@ -181,7 +181,7 @@ async def test_terminal_shows_a_table_and_stdout_gets_the_summary(runner: Runner
     assert ["2", "exit", "status", "3"] in lines
 
 
-async def test_failed_runs_can_be_run_again(fake: FakeProxy, runner: Runner) -> None:
+async def test_option_again_repeats_only_failed_runs(fake: FakeProxy, runner: Runner) -> None:
     runner.write([{"id": "t0"}, {"id": "t1", "do": "exit"}])
     assert (await runner.run(*COMMAND)).status == 1
     calls = len(fake.calls)

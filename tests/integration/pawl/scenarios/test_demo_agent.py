@@ -19,7 +19,9 @@ QUESTIONS = [
 DEMO = find_scenario("calculator").model_copy(update={"model": "m", "held_out_samples": 1})
 
 
-async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path: Path) -> None:
+async def test_demo_agent_answers_waves_of_questions_and_returns_each_result_once(
+    fake: FakeProxy, tmp_path: Path
+) -> None:
     agent = WorkingAgent(DEMO, fake.url, tmp_path)
     await agent.start(samples=2, concurrency=4)
     try:
@@ -41,7 +43,7 @@ async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path
     assert set(fake.rewards()) == {call["episode"] for call in fake.calls}
 
 
-async def test_demo_agent_takes_only_temperature_from_its_environment(
+async def test_demo_agent_sends_its_environments_temperature_and_no_top_p_or_top_k(
     fake: FakeProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENT_TEMPERATURE", "0.8")

@@ -61,7 +61,7 @@ async def process(
     assert await started.wait() == 0
 
 
-async def test_proxy_stays_small_and_loads_no_torch(
+async def test_proxy_stays_below_120_mib_and_loads_no_torch(
     process: tuple[psutil.Process, str], upstream: FakeUpstream
 ) -> None:
     proxy, url = process
