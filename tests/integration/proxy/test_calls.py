@@ -35,7 +35,9 @@ CHAT: Final = "/v1/chat/completions"
 RETRIED: Final = {"x-stainless-retry-count": "1"}
 
 
-async def test_call_is_captured_token_exact(proxy: Proxy, upstream: FakeUpstream) -> None:
+async def test_call_is_recorded_with_exact_token_ids_and_log_probabilities(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
     seen = (await proxy.chat()).json
     assert seen["choices"][0]["token_ids"] is None
     assert seen["prompt_token_ids"] is None
@@ -49,7 +51,7 @@ async def test_call_is_captured_token_exact(proxy: Proxy, upstream: FakeUpstream
     assert json.loads(call.reply or b"") == seen
 
 
-async def test_stream_is_captured_and_passed_on(proxy: Proxy) -> None:
+async def test_stream_is_recorded_with_token_ids_and_passed_on_without_them(proxy: Proxy) -> None:
     body = (await proxy.chat(stream=True)).body
     assert body.endswith(DONE)
     assert b'"token_ids":[' not in body
@@ -178,7 +180,7 @@ async def test_url_and_headers_name_episode_agent_and_task_and_are_not_passed_on
 
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9".encode(), b"\xff\xfe"])
-async def test_episode_name_takes_any_letters_and_odd_bytes_fail_no_call(
+async def test_episode_name_may_have_any_letters_and_invalid_utf_8_in_it_fails_no_call(
     proxy: Proxy, name: bytes
 ) -> None:
     body = b'{"model":"m","messages":[]}'
@@ -209,7 +211,7 @@ async def test_malformed_header_is_a_warning_and_the_call_goes_through(
     assert episode.split == "train"
 
 
-async def test_stray_tool_status_is_stored_with_the_episode(proxy: Proxy) -> None:
+async def test_tool_status_that_matches_no_call_is_stored_with_the_episode(proxy: Proxy) -> None:
     headers = {"x-pawl-episode": "e", "x-pawl-tool-status": 'error;id="c1";detail="exit 2"'}
     await proxy.chat(headers=headers)
     [episode] = await proxy.episodes(1)
@@ -224,7 +226,7 @@ async def test_malformed_json_is_refused_by_the_upstream_and_recorded(proxy: Pro
     assert (call.request, call.trainable, call.reason) == (None, False, "error_reply")
 
 
-async def test_admin_endpoints_are_refused_with_a_clear_error(
+async def test_admin_endpoints_of_the_model_server_are_refused_with_a_clear_error(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     reply = await proxy.ask("POST", "/v1/load_lora_adapter", data=b"{}")
@@ -251,7 +253,9 @@ async def test_websocket_to_a_served_path_is_refused_with_426(
     assert upstream.other == []
 
 
-async def test_other_upgrades_and_unserved_paths_get_no_426(proxy: Proxy) -> None:
+async def test_upgrade_other_than_websocket_or_to_an_unserved_path_gets_no_426(
+    proxy: Proxy,
+) -> None:
     with pytest.raises(WSServerHandshakeError) as refused:
         await proxy.session.ws_connect(proxy.url + "/v1/load_lora_adapter")
     assert refused.value.status == 404
@@ -260,7 +264,7 @@ async def test_other_upgrades_and_unserved_paths_get_no_426(proxy: Proxy) -> Non
     assert (await proxy.ask("GET", "/v1/models", headers=offer)).status == 200
 
 
-async def test_other_allowed_paths_are_forwarded_untouched(
+async def test_requests_to_allowed_paths_other_than_calls_are_forwarded_untouched(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     reply = await proxy.ask("POST", "/v1/embeddings?x=%2F", data=b"\x00\x01")
@@ -308,7 +312,7 @@ async def test_odd_list_of_models_reaches_anthropics_clients_unchanged(
     assert (await proxy.ask("GET", "/v1/models", ANTHROPICS)).body == body
 
 
-async def test_too_large_body_is_refused_by_the_settings_name(
+async def test_too_large_body_is_413_with_the_name_of_the_setting(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     reply = await proxy.ask("POST", CHAT, data=io.BytesIO(b"x" * (2**20 + 1)))
@@ -355,7 +359,7 @@ async def promote_version_1(proxy: Proxy) -> None:
     await eventually(swapped)
 
 
-async def test_episode_keeps_its_version_across_a_swap(
+async def test_episode_keeps_its_policy_version_after_a_newer_version_is_promoted(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     await proxy.chat("/episode/old")
@@ -382,13 +386,13 @@ async def test_episode_keeps_its_version_at_another_proxy(
     assert response.headers["x-pawl-policy"] == "m@0"
 
 
-async def test_health_readiness_and_metrics_are_the_admin_ports(proxy: Proxy) -> None:
+async def test_health_readiness_and_metrics_are_served_on_the_admin_port(proxy: Proxy) -> None:
     for path in ("/healthz", "/readyz", "/metrics"):
         assert (await proxy.admin_page(path)).status == 200
     assert (await proxy.ask("GET", "/metrics")).status == 404
 
 
-async def test_time_that_pawl_adds_is_that_before_a_request_leaves_and_after_its_reply(
+async def test_metric_of_added_seconds_leaves_out_the_time_that_the_upstream_takes(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed_s = 0.0
@@ -412,14 +416,14 @@ async def test_time_that_pawl_adds_is_that_before_a_request_leaves_and_after_its
     assert 1e3 <= (await proxy.counters(added))[added] - before < 1e6
 
 
-async def test_two_proxies_do_not_share_a_spool(proxy: Proxy, tmp_path: Path) -> None:
+async def test_second_proxy_on_the_same_spool_is_refused(proxy: Proxy, tmp_path: Path) -> None:
     other = settings_for(None, "http://127.0.0.1:1/v1", tmp_path)
     with pytest.raises(SpoolInUse, match="PAWL_SPOOL_DIR"):
         async with running(other):
             pass
 
 
-async def test_numbers_of_any_size_are_passed_on_and_kept(
+async def test_numbers_of_any_size_in_a_request_are_passed_on_and_recorded(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     seed = 10**30
@@ -431,7 +435,9 @@ async def test_numbers_of_any_size_are_passed_on_and_kept(
     assert (call.sampling["top_k"], call.reason) == (seed, "unreadable_sampling")
 
 
-async def test_servers_own_sampling_defaults_are_recorded(start_proxy: StartProxy) -> None:
+async def test_configured_sampling_defaults_of_the_model_server_are_recorded(
+    start_proxy: StartProxy,
+) -> None:
     card: Any = {"default_temperature": 0.6, "default_sampling": {"top_p": 0.95, "top_k": 20}}
     async with start_proxy(**card) as proxy:
         assert (await proxy.chat(top_k=5)).status == 200
@@ -447,7 +453,7 @@ async def test_servers_own_sampling_defaults_are_recorded(start_proxy: StartProx
         *(("hermes", None), ("pythonic", None)),
     ],
 )
-async def test_strict_tools_are_trained_where_the_servers_parser_is_known(
+async def test_calls_with_strict_tools_are_trainable_if_the_servers_tool_parser_is_known(
     start_proxy: StartProxy, parser: str | None, reason: str | None
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
@@ -499,7 +505,7 @@ async def test_call_is_counted_with_the_class_of_the_status_that_its_client_got(
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
-async def test_error_of_the_proxy_is_counted_by_its_class(
+async def test_error_reply_of_the_proxy_is_counted_under_its_exception_name(
     proxy: Proxy, upstream: FakeUpstream, path: str
 ) -> None:
     upstream.behave = upstream.behave_otherwise = hang_up

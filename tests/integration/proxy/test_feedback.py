@@ -10,7 +10,9 @@ def values(episodes: list[Episode]) -> dict[str, float | str | None]:
     return {one.metric: one.value for episode in episodes for one in episode.feedback}
 
 
-async def test_statements_about_a_known_episode_are_stored_as_they_came(proxy: Proxy) -> None:
+async def test_feedback_about_a_known_episode_is_stored_with_its_metrics_and_values(
+    proxy: Proxy,
+) -> None:
     await proxy.chat("/episode/e")
     said = [
         {"value": 0.8, "episode": "e"},
@@ -24,7 +26,7 @@ async def test_statements_about_a_known_episode_are_stored_as_they_came(proxy: P
     assert values(found) == {"reward": 0.8, "verdict": "good", "right": 1.0, "wrong": None}
 
 
-async def test_each_kind_of_target_is_known(proxy: Proxy) -> None:
+async def test_feedback_may_target_a_call_a_response_or_an_episode(proxy: Proxy) -> None:
     response = await proxy.chat()
     statements = [
         {"value": 1, "call": response.headers["x-pawl-call"]},
@@ -34,7 +36,9 @@ async def test_each_kind_of_target_is_known(proxy: Proxy) -> None:
     assert (await proxy.feedback(statements))[0] == 200
 
 
-async def test_target_not_seen_yet_is_pending_until_it_comes(proxy: Proxy) -> None:
+async def test_feedback_about_an_unrecorded_target_is_pending_until_the_target_comes(
+    proxy: Proxy,
+) -> None:
     status, body = await proxy.feedback({"value": 1, "call": str(uuid4())})
     assert (status, body["results"][0]["status"]) == (202, "pending")
     await proxy.feedback({"value": 0.3, "episode": "later"})
@@ -42,7 +46,9 @@ async def test_target_not_seen_yet_is_pending_until_it_comes(proxy: Proxy) -> No
     assert values(await proxy.episodes(1, values)) == {"reward": 0.3}
 
 
-async def test_repeat_under_a_key_is_harmless_and_another_body_is_refused(proxy: Proxy) -> None:
+async def test_feedback_repeated_under_an_idempotency_key_is_stored_once_and_another_body_409(
+    proxy: Proxy,
+) -> None:
     await proxy.chat("/episode/e")
     key = {"Idempotency-Key": uuid4().hex}
     for _ in range(3):
@@ -54,7 +60,7 @@ async def test_repeat_under_a_key_is_harmless_and_another_body_is_refused(proxy:
     assert len(episode.feedback) == 1
 
 
-async def test_list_with_an_invalid_statement_is_refused_whole(proxy: Proxy) -> None:
+async def test_feedback_list_with_an_invalid_statement_is_refused_whole(proxy: Proxy) -> None:
     before = (await proxy.counters())["pawl_records_total"]
     status, body = await proxy.feedback(
         [{"value": 1, "episode": "e"}, {"value": "1", "episode": "e"}]
@@ -64,7 +70,7 @@ async def test_list_with_an_invalid_statement_is_refused_whole(proxy: Proxy) -> 
     assert (await proxy.counters())["pawl_records_total"] == before
 
 
-async def test_no_reward_makes_a_sum_infinite(proxy: Proxy) -> None:
+async def test_reward_too_large_to_be_summed_is_refused(proxy: Proxy) -> None:
     await proxy.chat("/episode/e")
     before = sum((await proxy.counters("pawl_reward_stated_sum{")).values())
     for value, status in ((1.7e308, 400), (1.7e308, 400), (1e15, 200), (1e15, 200)):
@@ -73,7 +79,9 @@ async def test_no_reward_makes_a_sum_infinite(proxy: Proxy) -> None:
     assert after - before == 2e15
 
 
-async def test_tool_status_reaches_the_call_that_asked(proxy: Proxy) -> None:
+async def test_tool_status_in_feedback_reaches_the_call_that_asked_for_the_tool(
+    proxy: Proxy,
+) -> None:
     response_id = (await proxy.chat()).json["id"]
     statement = {"metric": "tool_status", "value": "malformed", "response": response_id}
     assert (await proxy.feedback(statement))[0] == 200
@@ -81,7 +89,7 @@ async def test_tool_status_reaches_the_call_that_asked(proxy: Proxy) -> None:
     assert [e.status for e in episode.calls[0].tool_events] == ["malformed"]
 
 
-async def test_feedback_metric_names_make_at_most_three_series(proxy: Proxy) -> None:
+async def test_feedback_metric_names_make_at_most_three_prometheus_series(proxy: Proxy) -> None:
     async def post_feedback(number: int) -> int:
         """Post a hundred metrics of names of their own; return how long the page of metrics is."""
         named = [{"metric": f"m{number}-{i}", "value": 1, "episode": "e"} for i in range(100)]

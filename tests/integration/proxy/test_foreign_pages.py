@@ -25,7 +25,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("header", "page"), FOREIGN)
-async def test_page_of_another_site_states_and_reads_nothing(
+async def test_web_page_of_another_site_can_neither_post_nor_read(
     proxy: Proxy, header: str, page: dict[str, str]
 ) -> None:
     before = (await proxy.counters())["pawl_records_total"]
@@ -56,11 +56,15 @@ async def test_page_of_another_site_states_and_reads_nothing(
         {"Host": "0.0.0.0:8100"},
     ],
 )
-async def test_program_of_the_developer_is_let_in(proxy: Proxy, headers: dict[str, str]) -> None:
+async def test_local_program_or_page_is_answered_without_a_key(
+    proxy: Proxy, headers: dict[str, str]
+) -> None:
     assert (await proxy.chat(headers=headers)).status == 200
 
 
-async def test_configured_names_and_pages_are_let_in(start_proxy: StartProxy) -> None:
+async def test_requests_with_a_configured_host_name_or_page_origin_are_answered(
+    start_proxy: StartProxy,
+) -> None:
     named = ("pawl.example", "localhost:3000")
     async with start_proxy(allowed_hosts=named, access="anyone") as proxy:
         for headers, status in (
@@ -80,7 +84,9 @@ def test_allowed_hosts_are_compared_in_lower_case() -> None:
     assert why_foreign("GET", [(b"Host", b"PAWL.example:8100")], hosts) is None
 
 
-async def test_key_protects_without_a_look_at_names(proxy: Proxy, engine: AsyncEngine) -> None:
+async def test_proxy_with_keys_checks_the_key_and_not_the_page_origin(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
     key = await made(engine, "agent", "infer", "feedback")
     await taken(proxy, key)
     for _, page in FOREIGN:

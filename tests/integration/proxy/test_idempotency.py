@@ -70,7 +70,7 @@ async def both(one: Proxy, other: Proxy, values: tuple[float, float], key: str) 
     )
 
 
-async def test_worker_refuses_the_second_of_two_simultaneous_bodies(
+async def test_worker_refuses_the_second_of_two_simultaneous_bodies_of_an_idempotency_key(
     proxy: Proxy, workers: Workers
 ) -> None:
     for number in range(5):
@@ -83,7 +83,7 @@ async def test_worker_refuses_the_second_of_two_simultaneous_bodies(
     assert len(await workers.stored(6)) == 6
 
 
-async def test_workers_of_the_same_machine_share_keys_without_a_database(
+async def test_workers_of_the_same_machine_share_idempotency_keys_without_a_database(
     workers: Workers, tmp_path: Path
 ) -> None:
     one, other = [await workers.start(tmp_path, database=False) for _ in range(2)]
@@ -98,7 +98,7 @@ async def test_workers_of_the_same_machine_share_keys_without_a_database(
 
 
 @pytest.mark.usefixtures("_patient_lookups")
-async def test_proxies_of_the_same_database_share_the_keys_of_stored_bodies(
+async def test_proxies_of_the_same_database_share_idempotency_keys_of_stored_feedback(
     workers: Workers, tmp_path: Path
 ) -> None:
     one, other = [await workers.start(tmp_path / name) for name in ("one", "other")]
@@ -110,7 +110,7 @@ async def test_proxies_of_the_same_database_share_the_keys_of_stored_bodies(
         assert (await other.feedback(said(value), **headers))[0] == status
 
 
-async def test_proxies_without_a_database_store_both_bodies_and_count_the_conflict(
+async def test_proxies_without_a_database_store_both_bodies_of_a_key_and_count_the_conflict(
     workers: Workers, tmp_path: Path
 ) -> None:
     folders = [tmp_path / "one", tmp_path / "other"]
@@ -141,7 +141,7 @@ async def test_idempotency_key_of_a_refused_body_is_free_again(
     assert (await worker.feedback(said(1), **headers))[0] == 409
 
 
-def test_key_on_disk_is_forgotten_in_time_and_beyond_the_limit(
+def test_idempotency_key_on_disk_is_forgotten_in_time_and_beyond_a_limit_of_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = KeyFiles(tmp_path)
@@ -160,6 +160,8 @@ def test_key_on_disk_is_forgotten_in_time_and_beyond_the_limit(
     assert files.clean() == 1
 
 
-async def test_disk_that_keeps_no_key_loses_nothing(tmp_path: Path) -> None:
+async def test_feedback_is_accepted_if_the_disk_cannot_keep_its_idempotency_key(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "keys").write_text("in the way")
     assert KeyFiles(tmp_path).take("k", "a") is None

@@ -69,7 +69,9 @@ async def test_json_inside_a_requests_string_may_nest_at_any_depth(proxy: Proxy)
     assert (await proxy.only_call()).method == "own"
 
 
-async def test_request_at_the_limit_is_a_call(proxy: Proxy, upstream: FakeUpstream) -> None:
+async def test_request_at_the_nesting_limit_is_answered_and_trainable(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
     assert (await send(proxy, CHAT, asking(MAX_DEPTH - 1))).status == 200
     assert (await proxy.only_call()).trainable
     assert upstream.requests
@@ -77,7 +79,7 @@ async def test_request_at_the_limit_is_a_call(proxy: Proxy, upstream: FakeUpstre
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("depth", [150, 979, 1100, 5000])
-async def test_reply_that_nests_too_deep_is_passed_on_and_kept_as_bytes(
+async def test_reply_that_nests_too_deep_is_passed_on_and_recorded_as_bytes(
     proxy: Proxy, upstream: FakeUpstream, depth: int, streamed: bool
 ) -> None:
     deep = b'"reasoning":' + nested(depth)
@@ -102,7 +104,7 @@ async def test_reply_that_nests_too_deep_is_passed_on_and_kept_as_bytes(
         assert response_id == "chatcmpl-1"
 
 
-async def test_tool_arguments_that_nest_too_deep_become_no_structure(
+async def test_call_with_tool_arguments_nested_too_deep_is_answered_and_recorded_without_reply(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     """They come as a string, which Anthropic's API has as an object."""
@@ -128,7 +130,7 @@ async def test_tool_arguments_that_nest_too_deep_become_no_structure(
     assert await counted(proxy, DEAD) == before
 
 
-async def test_too_many_values_are_refused_before_they_are_parsed(
+async def test_request_with_too_many_json_values_is_refused_before_it_is_parsed(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     body = b'{"model":"m","messages":[' + b"{}," * 120_000 + b"{}]}"
@@ -139,12 +141,14 @@ async def test_too_many_values_are_refused_before_they_are_parsed(
     assert not upstream.requests
 
 
-async def test_long_text_full_of_commas_is_no_heap_of_values(proxy: Proxy) -> None:
+async def test_commas_and_brackets_inside_a_string_do_not_count_as_json_values(
+    proxy: Proxy,
+) -> None:
     content = '[],"' * 150_000
     assert (await proxy.chat(messages=[{"role": "user", "content": content}])).status == 200
 
 
-async def test_long_body_is_read_beside_the_loop_and_recorded_alike(proxy: Proxy) -> None:
+async def test_long_request_body_is_recorded_as_a_trainable_call(proxy: Proxy) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     reply = await proxy.chat(messages=turns * 4000, headers={"x-pawl-episode": "long"})
     assert reply.status == 200
@@ -154,7 +158,7 @@ async def test_long_body_is_read_beside_the_loop_and_recorded_alike(proxy: Proxy
     assert all(call.trainable for e in episodes for call in e.calls)
 
 
-async def test_feedback_has_a_limit_of_its_own(proxy: Proxy) -> None:
+async def test_feedback_body_has_a_size_limit_of_its_own(proxy: Proxy) -> None:
     limit = proxy.settings.max_feedback_kb * 1024
     reply = await send(proxy, "/feedback", b"[" + b" " * limit)
     assert reply.status == 413
@@ -232,7 +236,9 @@ async def test_any_id_of_a_reply_is_stored(proxy: Proxy, upstream: FakeUpstream,
     assert await counted(proxy, DEAD) == before
 
 
-async def test_name_in_feedback_is_stored_or_refused(proxy: Proxy) -> None:
+async def test_overlong_target_name_in_feedback_is_refused_and_a_shorter_name_stored(
+    proxy: Proxy,
+) -> None:
     # Not one character twice: PostgreSQL would compress an index row that repeats itself.
     wide = "".join(chr(0x20000 + number) for number in range(1024))
     before = await proxy.counters()
@@ -311,7 +317,7 @@ async def highest_memory(process: psutil.Process) -> AsyncIterator[list[int]]:
 
 @pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(600)
-def test_worker_stays_small_under_hostile_requests(tmp_path: Path) -> None:
+def test_memory_of_a_worker_stays_bounded_under_hostile_requests(tmp_path: Path) -> None:
     async def attack(stand: Stand) -> None:
         await stand.ready()
         for kind, request in HOSTILE.items():

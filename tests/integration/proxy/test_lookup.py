@@ -16,7 +16,7 @@ async def session(driver: Driver) -> int:
     return number
 
 
-async def test_connection_is_kept_until_it_is_lost_or_a_question_takes_too_long(
+async def test_database_connection_is_reused_until_it_is_lost_or_a_query_takes_too_long(
     database_url: str, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     lookup = Lookup(settings_for(database_url, "http://127.0.0.1:9/v1", tmp_path))

@@ -103,7 +103,7 @@ async def all_kinds(proxy: Proxy, upstream: FakeUpstream) -> None:
     assert (await proxy.chat(path="/episode/clean", headers=HEADERS)).status == 200
 
 
-async def test_redacted_text_is_nowhere(
+async def test_redacted_text_is_in_no_file_table_log_metric_or_export(
     settings: ProxySettings, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     with capture_logs() as logs:
@@ -164,7 +164,7 @@ async def test_call_recorded_before_a_rule_was_set_is_redacted_when_it_is_stored
     assert leaks(await rows_of(engine)) == []
 
 
-async def test_worker_with_rules_ends_only_when_all_is_written(
+async def test_worker_with_redaction_rules_writes_all_records_before_it_ends(
     settings: ProxySettings, engine: AsyncEngine
 ) -> None:
     async with working(settings), aiohttp.ClientSession() as session:

@@ -228,7 +228,7 @@ async def test_hostile_call_values_cost_no_other_span(collector: Collector) -> N
     assert len(said[1]["gen_ai.response.finish_reasons"].values[0].string_value) == 256
 
 
-async def test_spans_without_their_packages_are_refused_at_the_start(
+async def test_tracing_without_its_python_packages_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "proxy.ingester.spans")
@@ -245,7 +245,7 @@ async def test_spans_without_their_packages_are_refused_at_the_start(
         ("OTEL_EXPORTER_OTLP_HEADERS", "a=1, Bearer secret", "NAME=VALUE"),
     ],
 )
-def test_unusable_collector_settings_are_refused(name: str, value: str, remedy: str) -> None:
+def test_unusable_trace_collector_settings_are_refused(name: str, value: str, remedy: str) -> None:
     with pytest.raises(NoSpans, match=f"{name}: .*{remedy}") as refused:
         check_environment({name: value})
     assert value not in str(refused.value)

@@ -50,7 +50,9 @@ async def failed(proxy: Proxy) -> tuple[str, list[Any]]:
     return tool_id, [*messages, asked, result]
 
 
-async def test_chats_result_is_an_event_of_the_call_that_asked(reading: Proxy) -> None:
+async def test_tool_result_in_a_chat_becomes_an_event_of_the_call_that_asked_for_the_tool(
+    reading: Proxy,
+) -> None:
     sample = 'pawl_tool_events_total{status="error"}'
     counted = (await reading.counters()).get(sample, 0)
     tool_id, messages = await failed(reading)
@@ -83,7 +85,7 @@ async def test_tool_status_header_overrides_the_tool_result(reading: Proxy) -> N
         ({}, "ok", "assumed"),
     ],
 )
-async def test_anthropics_results_need_no_setting(
+async def test_tool_results_in_anthropics_api_are_read_without_a_setting(
     proxy: Proxy, stated: Any, status: str, source: str
 ) -> None:
     async def say(messages: list[Any]) -> Any:
@@ -134,7 +136,7 @@ async def standing_in(engine: AsyncEngine, *batches: list[SpoolRecord]) -> list[
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-async def test_surest_source_stands_in_any_order(
+async def test_surest_source_of_a_tools_status_counts_in_any_order_of_arrival(
     engine: AsyncEngine, order: tuple[int, ...]
 ) -> None:
     # The oldest statement is the surest.
@@ -148,13 +150,15 @@ async def test_surest_source_stands_in_any_order(
     assert found == [("denied", "feedback")]
 
 
-async def test_is_error_beats_the_reader_and_the_reader_the_default(engine: AsyncEngine) -> None:
+async def test_tool_status_of_is_error_overrides_the_result_reader_and_the_default(
+    engine: AsyncEngine,
+) -> None:
     statements = (("error", "is_error"), ("timeout", "reader"), ("ok", "assumed"))
     found = await standing_in(engine, [ASKED, *map(read, statements)])
     assert found == [("error", "is_error")]
 
 
-async def test_unoffered_tool_is_malformed_despite_an_ok_result(
+async def test_call_of_an_unoffered_tool_is_malformed_despite_an_ok_result(
     engine: AsyncEngine,
 ) -> None:
     statements = (("malformed", "not_offered"), ("ok", "is_error"), ("ok", "assumed"))

@@ -104,7 +104,7 @@ def coded(pieces: tuple[bytes, ...], wbits: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("coding", "wbits"), [(b"gzip", 31), (b"X-Gzip", 31), (b"deflate", 15), (b"deflate", -15)]
 )
-async def test_coded_stream_is_decoded_piece_by_piece(
+async def test_compressed_stream_is_decoded_piece_by_piece(
     proxy: Proxy, upstream: RawUpstream, coding: bytes, wbits: int
 ) -> None:
     """Identity was asked for; a server or balancer that compresses all the same shows no ids."""
@@ -139,7 +139,9 @@ async def test_gzip_and_plain_streams_reach_the_client_as_the_same_bytes(
         assert parts(await answered(proxy, CHAT, STREAMED))[2] == SEEN
 
 
-async def test_coded_whole_reply_shows_no_ids(proxy: Proxy, upstream: RawUpstream) -> None:
+async def test_compressed_whole_reply_reaches_the_client_decoded_and_without_token_ids(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
     sent = sized(b"200 OK", gzip.compress(WHOLE), JSON, b"Content-Encoding: gzip")
     upstream.script = says(sent)
     _, lines, body = parts(await answered(proxy, CHAT, APIS[CHAT]))
@@ -174,7 +176,7 @@ async def test_undecodable_reply_does_not_reach_the_client(
     assert not (await proxy.only_call()).trainable
 
 
-async def test_error_in_an_unknown_coding_is_passed_on_unchanged(
+async def test_error_reply_in_an_unknown_content_encoding_is_passed_on_unchanged(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     upstream.script = says(sized(b"503 Busy", b"\x0b\x02", b"Content-Encoding: br"))
@@ -196,7 +198,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_streams_end_does_not_wait_for_the_upstreams_close(
+async def test_stream_ends_for_the_client_before_the_upstream_closes(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
     """It leaves when the record is durable; what follows goes on as it comes."""
@@ -226,7 +228,9 @@ async def test_translated_messages_stream_ends_before_the_upstreams_close(
     assert (await proxy.only_call()).trainable
 
 
-async def test_ids_after_a_streams_end_are_hidden_too(proxy: Proxy, upstream: RawUpstream) -> None:
+async def test_token_ids_after_a_streams_end_are_hidden_too(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
     goes_on = asyncio.Event()
     upstream.script = lingers(EVENTS + chunked(*STREAM), goes_on, chunked(chunk("c", 77703)) + LAST)
     async with asking(proxy, CHAT, STREAMED) as reader:
@@ -237,7 +241,7 @@ async def test_ids_after_a_streams_end_are_hidden_too(proxy: Proxy, upstream: Ra
     assert b"7770" not in reply.partition(b"\r\n\r\n")[2]
 
 
-async def test_upstreams_connection_is_used_again_after_it_lingered(
+async def test_upstream_connection_that_ends_its_stream_late_is_reused(
     database_url: str, engine: AsyncEngine, tmp_path: Path
 ) -> None:
     connections = 0
@@ -274,7 +278,7 @@ async def test_forwarded_streams_head_does_not_wait_for_its_first_event(
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-async def test_model_is_deleted_only_if_a_setting_allows_deletion(
+async def test_request_to_delete_a_model_is_passed_on_only_if_a_setting_allows_it(
     start_proxy: StartProxy, upstream: RawUpstream, allowed: bool
 ) -> None:
     upstream.script = says(sized(b"200 OK", b'{"deleted":true}', JSON))
@@ -312,7 +316,7 @@ async def test_relayed_errors_name_the_upstream_and_have_the_shape_of_the_client
             assert seen == body
 
 
-async def test_proxys_errors_on_messages_have_anthropics_shape(
+async def test_proxys_own_errors_on_v1_messages_have_anthropics_format(
     proxy: Proxy, upstream: RawUpstream
 ) -> None:
     upstream.script = says(sized(b"200 OK", WHOLE, JSON)[:-1], then="reset")

@@ -26,7 +26,7 @@ async def two_keys(
     return bearer(limited), bearer(free)
 
 
-async def test_request_beyond_the_limit_of_a_minute_is_told_when_to_retry(
+async def test_request_beyond_a_keys_limit_a_minute_is_429_with_retry_after(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     few, free = await two_keys(proxy, engine, "infer", per_minute=3)
@@ -43,7 +43,7 @@ async def test_request_beyond_the_limit_of_a_minute_is_told_when_to_retry(
     assert (await proxy.chat(headers=free)).status == 200
 
 
-async def test_request_beyond_the_limit_at_once_is_let_in_when_another_has_ended(
+async def test_request_beyond_a_keys_concurrency_limit_is_429_until_another_request_ends(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     two, _ = await two_keys(proxy, engine, "infer", at_once=2)
@@ -63,7 +63,7 @@ async def test_request_beyond_the_limit_at_once_is_let_in_when_another_has_ended
 
 
 @pytest.mark.parametrize(("stream", "limit"), [(False, 3), (True, 9)])
-async def test_call_is_refused_once_the_tokens_of_a_minute_are_used_up(
+async def test_call_is_429_once_its_keys_tokens_of_the_minute_are_used_up(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream, stream: bool, limit: int
 ) -> None:
     # Each of the server's replies takes three tokens of a prompt and two of its own, as its ids
@@ -78,7 +78,7 @@ async def test_call_is_refused_once_the_tokens_of_a_minute_are_used_up(
     assert (await proxy.chat(headers=free)).status == 200
 
 
-async def test_feedback_is_taken_when_the_tokens_are_used_up(
+async def test_feedback_is_accepted_after_a_keys_tokens_of_the_minute_are_used_up(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
     key, _ = await two_keys(proxy, engine, "infer", "feedback", tokens_per_minute=1)
@@ -87,7 +87,9 @@ async def test_feedback_is_taken_when_the_tokens_are_used_up(
     assert (await proxy.feedback({"value": 1.0, "episode": "e1"}, **key))[0] == 200
 
 
-async def test_each_statement_of_a_list_counts(proxy: Proxy, engine: AsyncEngine) -> None:
+async def test_each_feedback_statement_of_a_list_counts_towards_the_keys_limit(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
     few, _ = await two_keys(proxy, engine, "feedback", per_minute=3)
     reward = {"value": 1.0, "episode": "e1"}
     status, body = await proxy.feedback([reward] * 4, **few)
@@ -100,7 +102,7 @@ async def test_each_statement_of_a_list_counts(proxy: Proxy, engine: AsyncEngine
     assert [(await proxy.feedback(one, **few))[0] for one in said] == [202, 202, 429]
 
 
-async def test_client_that_leaves_makes_room(
+async def test_request_of_a_client_that_leaves_frees_its_place_in_the_concurrency_limit(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     one, _ = await two_keys(proxy, engine, "infer", at_once=1)
@@ -121,7 +123,7 @@ async def test_client_that_leaves_makes_room(
     await eventually(let_in)
 
 
-async def test_admin_port_has_limits_of_its_own(proxy: Proxy, engine: AsyncEngine) -> None:
+async def test_key_limits_apply_at_the_admin_port_too(proxy: Proxy, engine: AsyncEngine) -> None:
     few, free = await two_keys(proxy, engine, "read", per_minute=3, at_once=1)
     replies = [await proxy.admin_page("/metrics", few) for _ in range(5)]
     assert [reply.status for reply in replies] == [200, 200, 200, 429, 429]

@@ -72,7 +72,7 @@ async def answers(
     return dict(zip(shown, await asyncio.gather(*map(answer, shown.values())), strict=True))
 
 
-def test_the_document_has_every_endpoint_and_its_schemes() -> None:
+def test_openapi_document_has_every_endpoint_with_its_security_schemes() -> None:
     assert len(ENDPOINTS) > 60
     assert {one.scope for one in ENDPOINTS} == {None, "infer", "feedback", "read", "admin"}
     assert {one.path for one in ENDPOINTS if one.scope is None} == {"/healthz", "/readyz"}
@@ -82,7 +82,9 @@ def test_the_document_has_every_endpoint_and_its_schemes() -> None:
             assert {name for one in item[method]["security"] for name in one} in (set(), schemes)
 
 
-async def test_exactly_the_allowed_cells_pass(engine: AsyncEngine, start_proxy: StartProxy) -> None:
+async def test_each_endpoint_accepts_exactly_the_key_scopes_of_the_openapi_document(
+    engine: AsyncEngine, start_proxy: StartProxy
+) -> None:
     keys = {scope: await made(engine, scope, scope) for scope in SCOPES}
     wrong: list[tuple[Endpoint, str, int]] = []
     async with start_proxy(allow_model_delete=True) as proxy:
@@ -112,7 +114,7 @@ def expected(endpoint: Endpoint, tenant: str, scope: str) -> tuple[int, str] | N
     return HIDDEN if about_a and tenant != "a" else None
 
 
-async def test_exactly_the_allowed_cells_pass_on_another_tenants_objects(
+async def test_each_endpoint_refuses_a_tenants_objects_to_exactly_the_forbidden_keys(
     shared: Proxy, engine: AsyncEngine
 ) -> None:
     cells = [

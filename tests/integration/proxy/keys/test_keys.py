@@ -52,7 +52,7 @@ async def revoked_within(proxy: Proxy, engine: AsyncEngine, name: str, key: str)
     return clock() - at
 
 
-async def test_key_is_accepted_and_refused_within_two_seconds_of_being_made_and_revoked(
+async def test_new_api_key_works_and_revoked_key_is_refused_within_two_seconds(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
     assert (await proxy.chat()).status == 200
@@ -72,7 +72,7 @@ async def test_key_is_accepted_and_refused_within_two_seconds_of_being_made_and_
     assert (await proxy.chat()).status == 401
 
 
-async def test_ledger_knows_the_key_of_each_call_and_reward(
+async def test_each_stored_call_and_reward_has_the_api_key_that_sent_it(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
     assert (await proxy.chat("/episode/before")).status == 200
@@ -98,7 +98,7 @@ async def test_ledger_knows_the_key_of_each_call_and_reward(
     await eventually(stored)
 
 
-async def test_line_of_a_call_and_of_feedback_has_the_keys_name_and_is_for_debugging(
+async def test_debug_log_lines_of_calls_and_feedback_have_the_api_keys_name(
     proxy: Proxy, engine: AsyncEngine
 ) -> None:
     key = await made(engine, "agent", "infer", "feedback")
@@ -183,7 +183,9 @@ async def test_log_shows_operators_changes_of_policies(proxy: Proxy, engine: Asy
     ]
 
 
-async def test_refusal_has_the_shape_of_the_clients_api(proxy: Proxy, engine: AsyncEngine) -> None:
+async def test_refusal_of_an_api_key_has_the_error_format_of_the_clients_api(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
     key = await made(engine, "feeds", "feedback")
     await taken(proxy, key)
 
@@ -293,7 +295,7 @@ async def test_keys_work_without_a_database_across_restarts(
 
 
 @pytest.mark.parametrize("damage", ["lost", "torn"])
-async def test_unreadable_keys_refuse_all_calls_until_the_ingester_rewrites_them(
+async def test_proxy_with_an_unreadable_key_file_refuses_all_calls_until_it_is_rewritten(
     damage: str, engine: AsyncEngine, start_proxy: StartProxy
 ) -> None:
     key = await made(engine, "agent", "infer")
@@ -364,7 +366,7 @@ async def test_no_key_reaches_the_upstream_logs_files_tables_or_metrics(
         assert not any(canary in place for canary in canaries)
 
 
-async def test_redirect_to_another_address_is_not_passed_on(
+async def test_upstreams_redirect_to_another_address_is_502_and_not_passed_on(
     proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream
 ) -> None:
     key = await made(engine, "agent", "infer", "read")

@@ -14,7 +14,9 @@ from tests.integration.proxy.keys.conftest import EVERYONE, Headers, by_tenant
 from tests.support.servers.fake_upstream import FakeUpstream, answers, whole_reply
 
 
-async def test_same_names_of_three_tenants_stay_apart(shared: Proxy, keys: Headers) -> None:
+async def test_equal_episode_task_and_agent_names_of_three_tenants_stay_apart(
+    shared: Proxy, keys: Headers
+) -> None:
     named = {"x-pawl-episode": "run-7", "x-pawl-task": "t", "x-pawl-agent": "writer"}
     replies = {}
     for tenant, key in keys.items():
@@ -139,7 +141,9 @@ async def test_policy_answers_only_its_tenant(
         assert upstream.requests[-1]["model"] == foreign
 
 
-async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, keys: Headers) -> None:
+async def test_list_of_models_leaves_out_policies_of_other_tenants(
+    shared: Proxy, keys: Headers
+) -> None:
     listed, serving = {}, {}
     for tenant, key in keys.items():
         reply = await shared.ask("GET", "/v1/models", key)
@@ -171,7 +175,9 @@ async def test_tenants_metrics_page_shows_only_its_own_policies(
     assert (await shared.admin_page("/readyz")).json["serving"] == {"m": 0}
 
 
-async def test_tenants_ask_at_once_and_stay_apart(shared: Proxy, keys: Headers) -> None:
+async def test_concurrent_calls_of_tenants_with_equal_episode_names_stay_apart(
+    shared: Proxy, keys: Headers
+) -> None:
     async def one(number: int) -> None:
         tenant = EVERYONE[number % 3]
         named = {"x-pawl-episode": f"e{number % 4}"}

@@ -54,7 +54,7 @@ def form(name: bytes, value: bytes, charset: str = "") -> tuple[dict[str, str], 
     return head, field + file + b"\r\n--x--"
 
 
-async def test_version_named_in_a_form_is_looked_at_too(
+async def test_another_tenants_version_named_in_a_form_is_refused_too(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     async def post(*told: Any) -> Reply:
@@ -70,7 +70,7 @@ async def test_version_named_in_a_form_is_looked_at_too(
     assert len(upstream.other) == 2
 
 
-async def test_only_the_default_tenant_may_name_a_file_in_a_form(
+async def test_only_the_default_tenant_may_refer_to_a_providers_file_in_a_form(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     head, data = form(b"mask[file_id]", b"file-1")
@@ -81,7 +81,7 @@ async def test_only_the_default_tenant_may_name_a_file_in_a_form(
     assert len(upstream.other) == 1
 
 
-async def test_unreadable_body_is_not_passed_on_where_it_may_name_a_version(
+async def test_unreadable_body_of_a_tenant_is_refused_as_it_may_name_anothers_version(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     said = '{"model": "b-writes@1", "messages": [], "input": "q"}'
@@ -183,7 +183,7 @@ async def test_odd_response_id_does_not_block_later_lookups(
         assert reply.status == 404, odd
 
 
-async def test_steering_fields_and_headers_of_a_tenant_reach_no_upstream(
+async def test_fields_and_headers_by_which_a_tenant_could_steer_routing_reach_no_upstream(
     shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     steering: list[dict[str, Any]] = [
@@ -249,7 +249,7 @@ NAMING_FILES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", NAMING_FILES)
-async def test_only_the_default_tenant_may_name_a_file_in_a_request(
+async def test_only_the_default_tenant_may_refer_to_a_providers_file_in_a_request(
     path: str, shared: Proxy, keys: Headers, upstream: FakeUpstream
 ) -> None:
     body = {"model": "m", **NAMING_FILES[path]}

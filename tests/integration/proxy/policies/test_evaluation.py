@@ -32,7 +32,7 @@ async def test_header_url_task_or_metadata_makes_an_episode_evaluation(proxy: Pr
     }
 
 
-async def test_call_with_an_unreadable_body_keeps_its_split(
+async def test_call_that_fails_while_its_body_is_read_keeps_the_split_of_its_url(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any, **__: Any) -> Any:

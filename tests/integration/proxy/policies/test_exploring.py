@@ -160,7 +160,7 @@ async def counted(proxy: Proxy) -> dict[str, float]:
     return {name: number for name, number in found.items() if number}
 
 
-async def test_explored_calls_are_counted_by_policy_and_kind_and_exported(
+async def test_explored_calls_are_counted_by_policy_and_changed_setting_and_exported(
     exploring: Proxy,
 ) -> None:
     before = await counted(exploring)
@@ -253,7 +253,7 @@ async def test_failed_explored_call_has_the_header_of_explored_settings(
     assert [call.reason for call in await recorded(exploring, 2)] == ["error_reply", "incomplete"]
 
 
-async def test_sdks_repetition_explores_as_the_attempt_that_failed(
+async def test_sdk_retry_explores_if_and_only_if_its_failed_attempt_did(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     names = {"x-pawl-agent": "half"}
@@ -268,7 +268,7 @@ async def test_sdks_repetition_explores_as_the_attempt_that_failed(
         assert second.headers.get("x-pawl-explored") == first.headers.get("x-pawl-explored")
 
 
-async def test_server_that_gives_no_ids_is_asked_as_the_client_asks(
+async def test_call_to_a_server_without_token_ids_does_not_explore(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     upstream.owned_by = "someone"
@@ -277,7 +277,7 @@ async def test_server_that_gives_no_ids_is_asked_as_the_client_asks(
     assert sent(upstream)["temperature"] == 0
 
 
-async def test_call_that_must_get_no_fields_does_not_explore(
+async def test_call_to_which_no_fields_may_be_added_does_not_explore(
     exploring: Proxy, upstream: FakeUpstream
 ) -> None:
     reply = await post(exploring, "completions", echo=True)

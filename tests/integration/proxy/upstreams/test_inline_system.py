@@ -75,7 +75,7 @@ async def say(proxy: Proxy, *messages: Any) -> None:
     ("kind", "said"),
     [("keeps", KEPT), ("drops", JOINED), ("moves", JOINED), ("raises", JOINED)],
 )
-async def test_model_sees_the_message_once_and_the_call_is_trainable(
+async def test_system_message_between_turns_is_in_the_prompt_once_and_the_call_trainable(
     proxy: Proxy, upstream: FakeUpstream, kind: str, said: list[Any]
 ) -> None:
     template = Template(upstream, kind)
@@ -89,7 +89,7 @@ async def test_model_sees_the_message_once_and_the_call_is_trainable(
     assert json.loads(call.request or b"")["messages"] == [ASKS, HURRY]
 
 
-async def test_server_with_a_hidden_template_gets_the_message_within_a_turn(
+async def test_server_with_a_hidden_chat_template_gets_the_system_message_within_a_turn(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     Template(upstream, "is hidden")
@@ -97,7 +97,7 @@ async def test_server_with_a_hidden_template_gets_the_message_within_a_turn(
     assert upstream.requests[0]["messages"] == JOINED
 
 
-async def test_template_is_asked_for_by_the_first_call_that_needs_it(
+async def test_chat_template_is_looked_up_by_the_first_call_that_needs_it(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     template = Template(upstream, "keeps")
@@ -109,7 +109,7 @@ async def test_template_is_asked_for_by_the_first_call_that_needs_it(
     assert template.asked == asked == {"/tokenize": 4}
 
 
-async def test_server_that_was_restarted_is_asked_for_its_template_again(
+async def test_restarted_model_server_is_asked_again_for_its_chat_template(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "TEMPLATE_S", 0.0)
@@ -120,7 +120,7 @@ async def test_server_that_was_restarted_is_asked_for_its_template_again(
     assert [one["messages"] for one in upstream.requests] == [KEPT, JOINED, JOINED, KEPT]
 
 
-async def test_chat_that_a_client_sends_is_passed_on_as_it_is(
+async def test_system_messages_between_turns_of_a_clients_own_chat_stay_unchanged(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     template = Template(upstream, "drops")

@@ -81,7 +81,9 @@ async def setup(
         yield Setup(proxy, provider)
 
 
-async def test_a_whole_reply(setup: Setup) -> None:
+async def test_whole_reply_of_a_litellm_provider_has_openais_format_and_is_not_trained(
+    setup: Setup,
+) -> None:
     response = await setup.proxy.chat(
         model="far-1", temperature=0.5, headers={"Authorization": "Bearer client"}
     )
@@ -98,7 +100,7 @@ async def test_a_whole_reply(setup: Setup) -> None:
     assert json.loads(call.reply or b"") == seen
 
 
-async def test_a_tool_call(setup: Setup) -> None:
+async def test_tool_call_of_a_litellm_provider_has_openais_format(setup: Setup) -> None:
     tool = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
     response = await setup.proxy.chat(model="far", tools=[tool])
     message = response.json["choices"][0]["message"]
@@ -107,7 +109,7 @@ async def test_a_tool_call(setup: Setup) -> None:
     assert setup.provider.requests[0]["tools"] == [tool]
 
 
-async def test_a_stream(setup: Setup) -> None:
+async def test_stream_of_a_litellm_provider_has_openais_format(setup: Setup) -> None:
     response = await setup.proxy.chat(
         model="far", stream=True, stream_options={"include_usage": True}
     )
@@ -125,7 +127,7 @@ async def test_a_stream(setup: Setup) -> None:
     assert json.loads(call.reply or b"")["choices"][0]["message"]["content"] == "hi"
 
 
-async def test_chunks_arrive_at_once_and_a_leaving_client_stops_the_stream(
+async def test_chunks_of_a_litellm_stream_arrive_at_once_and_a_leaving_client_stops_it(
     setup: Setup,
 ) -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -152,7 +154,7 @@ async def test_chunks_arrive_at_once_and_a_leaving_client_stops_the_stream(
     assert (await setup.proxy.only_call()).status == "client_gone"
 
 
-async def test_a_torn_stream_ends_torn(setup: Setup) -> None:
+async def test_litellm_stream_that_breaks_off_ends_truncated_for_the_client(setup: Setup) -> None:
     async def torn(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -173,7 +175,7 @@ async def test_a_torn_stream_ends_torn(setup: Setup) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 503])
-async def test_an_error_keeps_its_status_and_words_and_is_not_tried_again(
+async def test_error_of_a_litellm_provider_keeps_status_and_message_and_is_not_retried(
     setup: Setup, status: int, stream: bool
 ) -> None:
     said = {"message": "not so", "type": "some_type", "param": "p", "code": "c"}
@@ -192,7 +194,7 @@ async def test_an_error_keeps_its_status_and_words_and_is_not_tried_again(
     assert (await setup.proxy.only_call()).reason == "error_reply"
 
 
-async def test_a_provider_that_breaks_off_is_not_asked_again(setup: Setup) -> None:
+async def test_litellm_provider_that_breaks_off_is_not_asked_again(setup: Setup) -> None:
     async def gone(request: web.Request) -> web.Response:
         assert request.transport is not None
         request.transport.abort()
@@ -205,7 +207,7 @@ async def test_a_provider_that_breaks_off_is_not_asked_again(setup: Setup) -> No
     assert len(setup.provider.requests) == 1
 
 
-async def test_a_provider_that_is_silent_is_given_up(setup: Setup) -> None:
+async def test_silent_litellm_provider_is_504_without_a_retry(setup: Setup) -> None:
     async def silent(_: web.Request) -> web.Response:
         await asyncio.sleep(30)
         return web.Response()
@@ -220,7 +222,7 @@ async def test_a_provider_that_is_silent_is_given_up(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_key_that_a_provider_echoes_is_hidden_from_the_client(
+async def test_api_key_that_a_provider_echoes_is_hidden_from_the_client(
     setup: Setup, stream: bool
 ) -> None:
     async def say(request: web.Request) -> web.Response:
@@ -244,7 +246,7 @@ async def test_litellms_mock_reply_is_passed_on_and_not_trained(setup: Setup) ->
     assert (await setup.proxy.only_call()).reason == "no_token_ids"
 
 
-async def test_embeddings(setup: Setup) -> None:
+async def test_embeddings_of_a_litellm_provider_have_openais_format(setup: Setup) -> None:
     vector = {"object": "embedding", "index": 0, "embedding": [0.5, -0.25]}
     usage = {"prompt_tokens": 1, "total_tokens": 1}
 
@@ -262,7 +264,7 @@ async def test_embeddings(setup: Setup) -> None:
     assert json.loads(asked)["input"] == ["a"]
 
 
-async def test_list_of_models_has_the_models_claimed_by_full_name(setup: Setup) -> None:
+async def test_list_of_models_has_the_litellm_models_configured_by_full_name(setup: Setup) -> None:
     async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
         listed = [(model["id"], model["owned_by"]) for model in (await reply.json())["data"]]
     assert listed == [("m", "vllm"), ("far", "provider"), ("mock", "mock")]
@@ -270,7 +272,9 @@ async def test_list_of_models_has_the_models_claimed_by_full_name(setup: Setup) 
         assert (await reply.json())["id"] == "far-9"
 
 
-async def test_other_apis_are_refused_in_their_words(setup: Setup) -> None:
+async def test_responses_and_messages_are_refused_for_litellm_models_in_their_error_formats(
+    setup: Setup,
+) -> None:
     asked = {"model": "far", "input": "q", "messages": [], "max_tokens": 1}
     responses = await setup.post("/v1/responses", **asked)
     assert (responses.status, responses.headers["x-pawl-fault"]) == (400, "client")
@@ -282,6 +286,6 @@ async def test_other_apis_are_refused_in_their_words(setup: Setup) -> None:
     assert not setup.provider.requests
 
 
-async def test_a_client_chooses_no_server(setup: Setup) -> None:
+async def test_client_cannot_choose_the_server_of_a_litellm_call(setup: Setup) -> None:
     response = await setup.proxy.chat(model="far", api_base="http://127.0.0.1:9/v1")
     assert (response.status, response.json["error"]["param"]) == (400, "api_base")

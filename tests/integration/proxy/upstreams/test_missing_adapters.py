@@ -90,7 +90,7 @@ async def test_call_waits_until_its_version_is_loaded(
     assert call.trainable
 
 
-async def test_call_that_waited_too_long_may_be_repeated(
+async def test_call_that_waited_too_long_for_its_version_is_503_with_retry_after(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.calls.call.WAIT_S", 0.3)
@@ -149,7 +149,9 @@ async def test_waiting_call_takes_the_serving_version_if_its_own_is_unloaded(
     )
 
 
-async def test_many_calls_that_wait_share_their_looks(proxy: Proxy, upstream: FakeUpstream) -> None:
+async def test_waiting_calls_share_their_requests_for_the_list_of_models(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
     loading = asyncio.create_task(later(upstream, 1.0))
     before = upstream.looks
     replies = await asyncio.gather(*(proxy.chat(f"/episode/e{n}") for n in range(100)))
@@ -159,7 +161,7 @@ async def test_many_calls_that_wait_share_their_looks(proxy: Proxy, upstream: Fa
     assert upstream.looks - before < 50
 
 
-async def test_ordinary_call_and_a_base_models_404_cost_no_look(
+async def test_ordinary_call_and_a_base_models_404_request_no_list_of_models(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
     upstream.models.append(VERSION)
@@ -172,7 +174,9 @@ async def test_ordinary_call_and_a_base_models_404_cost_no_look(
     assert upstream.looks == before
 
 
-async def test_404_about_something_else_is_passed_on(proxy: Proxy, upstream: FakeUpstream) -> None:
+async def test_upstreams_404_about_something_other_than_the_version_is_passed_on(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
     upstream.models.append(VERSION)
 
     upstream.behave = answers({"error": {"message": "no such image"}}, 404)

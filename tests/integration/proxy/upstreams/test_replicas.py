@@ -46,7 +46,7 @@ async def ask(upstream: Upstream) -> int:
     return reply.status
 
 
-async def test_least_busy_is_asked(
+async def test_least_busy_replica_gets_the_next_request(
     two: tuple[FakeUpstream, FakeUpstream], replicas: Upstream
 ) -> None:
     go_on = asyncio.Event()
@@ -66,7 +66,7 @@ async def test_least_busy_is_asked(
     assert await asyncio.gather(*asked) == [200] * 6
 
 
-async def test_replica_that_refuses_is_passed_over_avoided_and_comes_back(
+async def test_replica_that_refuses_connections_is_skipped_avoided_and_used_again_later(
     upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "AVOID_S", 600.0)
@@ -135,7 +135,7 @@ async def test_error_names_the_upstream_and_only_the_log_the_replicas_addresses(
 # The list of models says which of them give ids.
 
 
-async def test_unknown_names_asked_at_once_cost_a_single_look(
+async def test_concurrent_look_ups_of_unknown_models_request_the_list_of_models_once(
     upstream: FakeUpstream, single: Upstream
 ) -> None:
     names = [*(f"unknown {number}" for number in range(50)), "m"]
@@ -147,7 +147,7 @@ async def test_unknown_names_asked_at_once_cost_a_single_look(
     assert len(single._gives_ids) == 1
 
 
-async def test_model_that_has_just_appeared_is_found_soon(
+async def test_newly_listed_model_is_found_by_the_next_request_for_the_list_of_models(
     upstream: FakeUpstream, single: Upstream
 ) -> None:
     assert module.LOOK_AGAIN_S <= 2
@@ -157,7 +157,7 @@ async def test_model_that_has_just_appeared_is_found_soon(
     assert upstream.looks == 2
 
 
-async def test_server_that_cannot_be_asked_is_not_asked_by_each_call(
+async def test_list_of_models_that_fails_is_not_requested_again_by_each_call(
     upstream: FakeUpstream, single: Upstream
 ) -> None:
     upstream.list_status = 500
@@ -173,7 +173,7 @@ async def test_ever_changing_list_of_models_fills_no_memory(single: Upstream) ->
     assert len(single._gives_ids) <= module.MOST_NAMES
 
 
-def test_long_name_is_cut_in_the_refusal() -> None:
+def test_long_model_name_is_cut_in_the_refusal() -> None:
     known = Upstreams([Member("one", ("a",), False, Upstream(["http://a/v1"], silence_s=1))])
     with pytest.raises(NoUpstream) as refused:
         known.for_model("x" * 1_000_000)

@@ -76,7 +76,7 @@ async def test_policy_is_served_and_captured_at_its_own_upstream(setup: Setup) -
     assert not setup.hosted.requests
 
 
-async def test_other_model_goes_to_its_upstream_with_our_key_and_is_not_trained(
+async def test_call_of_another_upstreams_model_has_the_configured_key_and_is_not_trained(
     setup: Setup,
 ) -> None:
     response = await setup.proxy.chat(
@@ -117,13 +117,15 @@ async def test_version_goes_to_its_policys_upstream(setup: Setup) -> None:
     assert [asked["model"] for asked in setup.hosted.requests] == ["gpt-x@3"]
 
 
-async def test_unclaimed_model_goes_to_the_default_upstream(setup: Setup) -> None:
+async def test_model_that_no_upstream_claims_goes_to_the_default_upstream(setup: Setup) -> None:
     assert (await setup.proxy.chat(model="who")).status == 200
     assert setup.local.requests[0]["model"] == "who"
 
 
 @without_default
-async def test_unclaimed_model_without_a_default_is_refused_and_recorded(setup: Setup) -> None:
+async def test_model_that_no_upstream_claims_is_404_and_recorded_without_a_default_upstream(
+    setup: Setup,
+) -> None:
     response = await setup.proxy.chat(model="who")
     assert (response.status, response.headers["x-pawl-fault"]) == (404, "client")
     error = response.json["error"]
@@ -135,13 +137,15 @@ async def test_unclaimed_model_without_a_default_is_refused_and_recorded(setup: 
 
 
 @without_default
-async def test_unknown_model_is_refused_in_the_words_of_the_clients_api(setup: Setup) -> None:
+async def test_unknown_model_is_refused_in_the_error_format_of_the_clients_api(
+    setup: Setup,
+) -> None:
     reply = await setup.proxy.ask("POST", "/v1/messages", model="who", messages=[])
     assert (reply.status, reply.json["type"]) == (404, "error")
     assert "There is no model 'who' here" in reply.json["error"]["message"]
 
 
-async def test_server_that_refuses_its_list_is_not_asked_before_every_call(
+async def test_upstream_that_refuses_its_list_of_models_is_not_asked_again_before_every_call(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("proxy.upstreams.server.LOOK_AGAIN_S", 600.0)
@@ -162,13 +166,15 @@ async def test_lists_of_models_of_all_upstreams_are_merged(setup: Setup) -> None
     ]
 
 
-async def test_list_past_the_limit_counts_as_missing(setup: Setup) -> None:
+async def test_list_of_models_beyond_the_size_limit_counts_as_missing(setup: Setup) -> None:
     setup.hosted.models = ["x" * LIST_BYTES]
     reply = await setup.proxy.ask("GET", "/v1/models")
     assert reply.headers["x-pawl-warning"] == "no list of models from upstream hosted"
 
 
-async def test_list_that_is_missing_is_warned_of(setup: Setup) -> None:
+async def test_missing_list_of_models_is_a_warning_and_502_if_all_upstreams_miss_theirs(
+    setup: Setup,
+) -> None:
     setup.hosted.list_status = 401
     reply = await setup.proxy.ask("GET", "/v1/models")
     assert reply.status == 200
@@ -180,7 +186,9 @@ async def test_list_that_is_missing_is_warned_of(setup: Setup) -> None:
     assert "local, hosted" in reply.json["error"]["message"]
 
 
-async def test_other_requests_go_by_the_model_in_their_body(setup: Setup) -> None:
+async def test_requests_other_than_calls_are_routed_by_the_model_in_their_body(
+    setup: Setup,
+) -> None:
     embed = b'{ "model":"text-embedding", "input":"\xc3\xa9"}'
     for path, data in (
         ("/v1/embeddings?x=1", embed),
@@ -197,14 +205,14 @@ async def test_other_requests_go_by_the_model_in_their_body(setup: Setup) -> Non
     assert setup.local.other[-1] == ("GET", "/v1/models/m@1", b"")
 
 
-async def test_body_too_large_to_be_read_is_refused(setup: Setup) -> None:
+async def test_body_too_large_to_be_read_for_its_model_is_413(setup: Setup) -> None:
     reply = await setup.proxy.ask("POST", "/v1/embeddings", data=io.BytesIO(b"x" * 2**21))
     assert reply.status == 413
     assert "PAWL_MAX_BODY_MB" in reply.json["error"]["message"]
 
 
 @without_default
-async def test_request_without_a_model_needs_a_default(setup: Setup) -> None:
+async def test_request_that_names_no_model_is_404_without_a_default_upstream(setup: Setup) -> None:
     reply = await setup.proxy.ask("POST", "/tokenize", data=b"{}")
     assert reply.status == 404
     assert "names no model" in reply.json["error"]["message"]
@@ -226,7 +234,7 @@ async def test_each_upstream_samples_with_defaults_of_its_own(tmp_path: Path) ->
     await known.close()
 
 
-async def test_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+async def test_unusable_upstreams_file_stops_the_start(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text("[[upstream]]\nname = 'a'\nurl = 'x'")
     settings = settings_for(None, "http://a/v1", tmp_path).model_copy(update={"upstreams": path})
@@ -250,7 +258,9 @@ def run_pawl(folder: Path, code: str, **environment: str) -> subprocess.Complete
     )
 
 
-def test_missing_key_variable_stops_the_start_with_a_single_line(tmp_path: Path) -> None:
+def test_missing_variable_of_an_upstreams_key_stops_the_start_with_a_single_line(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "u.toml"
     path.write_text(FILE.format(local="http://a/v1", hosted="http://b/v1", default=""))
     start = "import sys; sys.argv = ['pawl', 'proxy']; from pawl.cli import main; main()"
@@ -277,7 +287,7 @@ def test_litellm_is_imported_only_for_litellm_upstreams(tmp_path: Path) -> None:
     assert "litellm was imported" in ended.stderr
 
 
-def test_key_of_an_upstream_may_be_a_secret(tmp_path: Path) -> None:
+def test_upstreams_key_may_be_read_from_a_secret_file(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text(FILE.format(local="http://a/v1", hosted="http://b/v1", default=""))
     (tmp_path / "secrets").mkdir()
@@ -301,7 +311,7 @@ def test_missing_litellm_is_refused_with_the_install_command(
         check_upstreams(settings)
 
 
-async def test_file_is_read_again_at_sighup_unless_it_cannot_be_used(
+async def test_upstreams_file_is_read_again_at_sighup_unless_it_is_unusable(
     database_url: str, tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as exits:

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 @settings(max_examples=400)
 @given(st.sampled_from(["chat", "completions"]), FORMS, st.none() | OWN, FUNCTIONS, CHOICES)
-def test_trainable_chat_or_completion_has_vllms_grammar(
+def test_record_of_a_trainable_chat_or_completion_has_the_grammar_that_vllm_applies(
     vllm_grammar: Any, api: str, form: Any, own: Any, functions: Any, choice: Any
 ) -> None:
     said = {"response_format": form, "structured_outputs": own}
@@ -50,7 +50,7 @@ def test_trainable_chat_or_completion_has_vllms_grammar(
 
 @settings(max_examples=300)
 @given(FUNCTIONS, CHOICES, st.sampled_from([None, True, False, "no", 0, 1]))
-def test_trainable_forced_call_has_vllms_grammar(
+def test_record_of_a_trainable_forced_tool_call_has_the_grammar_that_vllm_applies(
     vllm_grammar: Any, functions: Any, choice: Any, several: Any
 ) -> None:
     fields: dict[str, Any] = {**CHAT, "tool_choice": choice}
@@ -62,7 +62,7 @@ def test_trainable_forced_call_has_vllms_grammar(
 
 @settings(max_examples=300)
 @given(FORMS, st.none() | OWN, FUNCTIONS, CHOICES)
-def test_trainable_response_has_vllms_grammar(
+def test_record_of_a_trainable_response_has_the_grammar_that_vllm_applies(
     vllm_grammar: Any, form: Any, own: Any, functions: Any, choice: Any
 ) -> None:
     if isinstance(form, dict) and isinstance(form.get("json_schema"), dict):
@@ -112,7 +112,7 @@ def test_supported_constraints_are_trained_with_vllms_grammar(
     assert both.ours == both.theirs
 
 
-def test_message_has_the_grammar_of_its_translated_chat(vllm_grammar: Any) -> None:
+def test_record_of_a_message_has_the_grammar_of_its_translated_chat(vllm_grammar: Any) -> None:
     asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "q"}]}
     tools = [{"name": "f", "input_schema": SCHEMA}]
     for said in (

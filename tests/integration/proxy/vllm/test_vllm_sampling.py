@@ -93,7 +93,9 @@ def assert_agrees(params: Any, found: dict[str, Any], reason: str | None) -> Non
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("value", TEMPERATURES)
-def test_trainable_call_has_vllms_temperature(vllm_params: Any, api: str, value: str) -> None:
+def test_record_of_a_trainable_call_has_the_temperature_that_vllm_uses(
+    vllm_params: Any, api: str, value: str
+) -> None:
     body = body_of(api, f',"temperature":{value}')
     params, (found, reason) = vllm_params(api, body), recorded(api, body)
     assert_agrees(params, found, reason)
@@ -108,7 +110,7 @@ def test_trainable_call_has_vllms_temperature(vllm_params: Any, api: str, value:
 @example("chat", '"0"', "top_p", '"0.5"')
 @example("chat", "1e-3", "top_k", '"1"')
 @example("completions", "1", "top_p", '"1.0"')
-def test_trainable_call_has_vllms_numbers(
+def test_record_of_a_trainable_call_has_the_sampling_numbers_that_vllm_uses(
     vllm_params: Any, api: str, value: str, name: str, other: str
 ) -> None:
     body = body_of(api, f',"temperature":{value},"{name}":{other}')
@@ -147,7 +149,7 @@ def test_trainable_call_has_vllms_numbers(
         ('"top_p":null,"temperature":null,"top_k":null', None),
     ],
 )
-def test_each_spelling_of_a_setting_has_its_reason_and_vllms_value(
+def test_each_spelling_of_a_sampling_setting_has_its_reason_and_vllms_value(
     vllm_params: Any, api: str, more: str, reason: str | None
 ) -> None:
     body = body_of(api, "," + more)
@@ -164,7 +166,7 @@ def test_each_spelling_of_a_setting_has_its_reason_and_vllms_value(
         *('"allowed_token_ids":[1]', '"allowed_token_ids":[7,1,7],"top_p":0.5'),
     ],
 )
-def test_settings_that_responses_ignore_make_a_response_untrainable(
+def test_settings_that_vllm_ignores_in_responses_make_a_response_untrainable(
     vllm_params: Any, api: str, more: str
 ) -> None:
     """Responses may name these, and vLLM samples without them."""
@@ -175,7 +177,7 @@ def test_settings_that_responses_ignore_make_a_response_untrainable(
 
 
 @pytest.mark.parametrize("value", ["true", '"true"', "1", '"yes"', "1.0"])
-def test_a_beam_search_samples_nothing(value: str) -> None:
+def test_beam_search_is_recorded_as_reshaped_distribution(value: str) -> None:
     assert (
         recorded("chat", body_of("chat", f',"use_beam_search":{value}'))[1]
         == "reshaped_distribution"
@@ -192,12 +194,14 @@ def test_a_beam_search_samples_nothing(value: str) -> None:
         '"output_config":{"format":{"type":"json_schema"},"x":1e400}',
     ],
 )
-def test_request_that_our_parser_refuses_is_unreadable_sampling(more: str) -> None:
+def test_request_that_pawls_json_parser_refuses_is_recorded_as_unreadable_sampling(
+    more: str,
+) -> None:
     assert recorded("chat", body_of("chat", "," + more))[1] == "unreadable_sampling"
 
 
 @pytest.mark.parametrize("strict", ["true", "1", '"yes"'])
-def test_strict_tool_is_constrained_sampling_in_any_spelling(strict: str) -> None:
+def test_strict_tool_in_any_spelling_is_recorded_as_constrained_sampling(strict: str) -> None:
     tool = f'{{"type":"function","function":{{"name":"f","strict":{strict}}}}}'
     assert recorded("chat", body_of("chat", f',"tools":[{tool}]'))[1] == "constrained_sampling"
 
@@ -226,7 +230,7 @@ def test_record_has_the_sampling_settings_that_vllm_used() -> None:
 
 
 @pytest.mark.parametrize("wire_format", ["chat", "messages"])
-def test_the_messages_api_is_read_the_same(wire_format: str) -> None:
+def test_sampling_settings_of_the_messages_api_are_read_as_in_chat(wire_format: str) -> None:
     """Its requests go to vLLM as chat completions, settings as they are."""
 
     def reason(**settings: Any) -> str | None:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 @settings(max_examples=400)
 @given(FORMS, st.none() | OWN, FUNCTIONS, CHOICES, st.sampled_from([None, True, False]))
-def test_models_own_tool_syntax_is_never_recorded_as_unconstrained(
+def test_grammar_of_a_models_own_tool_syntax_is_never_recorded_as_unconstrained(
     hermes_grammar: Any, form: Any, own: Any, functions: Any, choice: Any, several: Any
 ) -> None:
     """What held a trainable call is recorded, but for a forced call, whose reply shows it."""
@@ -49,7 +49,7 @@ def test_models_own_tool_syntax_is_never_recorded_as_unconstrained(
     *(st.sampled_from(["chat", "responses"]), FORMS, FUNCTIONS, CHOICES),
     st.sampled_from([None, True, False]),
 )
-def test_trainable_call_to_a_parser_without_grammars_has_vllms_grammar(
+def test_record_of_a_trainable_call_to_a_parser_without_grammars_has_vllms_grammar(
     vllm_grammar: Any, api: str, form: Any, functions: Any, choice: Any, several: Any
 ) -> None:
     """A server that is known to have such a parser leaves strict tools free, and we know it."""
@@ -67,7 +67,9 @@ def test_trainable_call_to_a_parser_without_grammars_has_vllms_grammar(
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_strict_tools_are_trained_only_if_the_parser_is_known(vllm_grammar: Any, api: str) -> None:
+def test_calls_with_strict_tools_are_trainable_only_if_the_tool_parser_is_known(
+    vllm_grammar: Any, api: str
+) -> None:
     tool: dict[str, Any] = F | {"strict": True}
     asked = CHAT | {"tools": [{"type": "function", "function": tool}]}
     if api == "responses":
@@ -78,7 +80,7 @@ def test_strict_tools_are_trained_only_if_the_parser_is_known(vllm_grammar: Any,
     assert not held(vllm_grammar, api, asked).is_trained
 
 
-def test_listed_parsers_have_no_grammars_in_vllm() -> None:
+def test_tool_parsers_listed_as_without_grammars_have_none_in_vllm() -> None:
     from vllm.tool_parsers import ToolParserManager
     from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
@@ -94,7 +96,7 @@ def test_listed_parsers_have_no_grammars_in_vllm() -> None:
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
-def test_parallel_tool_calls_off_is_a_grammar_for_some_servers(
+def test_parallel_tool_calls_off_is_recorded_as_constrained_as_some_parsers_enforce_it(
     hermes_grammar: Any, vllm_grammar: Any, choice: str | None
 ) -> None:
     asked = {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}

@@ -86,7 +86,7 @@ def said(**fields: Any) -> Asked:
 
 @settings(max_examples=600)
 @given(PARSERS, FUNCTIONS, CHOICES, FLAGS, FORMS, st.none() | OWN, st.booleans())
-def test_trainable_chat_with_tools_has_vllms_tag(
+def test_record_of_a_trainable_chat_with_tools_has_vllms_structural_tag(
     vllm_grammars: Any,
     parser: str,
     functions: Any,
@@ -105,7 +105,7 @@ def test_trainable_chat_with_tools_has_vllms_tag(
 
 @settings(max_examples=400)
 @given(PARSERS, FUNCTIONS, CHOICES, FLAGS, st.sampled_from([None, "text", "json_object"]))
-def test_trainable_response_with_tools_has_vllms_tag(
+def test_record_of_a_trainable_response_with_tools_has_vllms_structural_tag(
     vllm_grammars: Any, parser: str, functions: Any, choice: Any, several: Any, form: Any
 ) -> None:
     if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
@@ -124,7 +124,7 @@ def test_trainable_response_with_tools_has_vllms_tag(
     st.sampled_from([None, "auto", "any", "none", "tool"]),
     st.sampled_from([None, True, False]),
 )
-def test_trainable_message_with_tools_has_vllms_tag(
+def test_record_of_a_trainable_message_with_tools_has_vllms_structural_tag(
     vllm_grammars: Any, parser: str, functions: Any, choice: Any, one: Any
 ) -> None:
     """A message is sent as a chat, whose tag it gets."""
@@ -161,7 +161,7 @@ HELD: dict[str, Asked] = {
 
 @pytest.mark.parametrize("how", HELD)
 @pytest.mark.parametrize("parser", TAGS)
-def test_supported_tool_requests_have_vllms_tag_in_chat_and_responses(
+def test_supported_tool_requests_of_chat_and_responses_have_vllms_structural_tag(
     vllm_grammars: Any, parser: str, how: str
 ) -> None:
     makes, tools = vllm_grammars[parser], [STRICT, FREE]
@@ -179,7 +179,7 @@ def test_supported_tool_requests_have_vllms_tag_in_chat_and_responses(
 
 
 @pytest.mark.parametrize("parser", TAGS)
-def test_unconstrained_tools_have_no_tag(vllm_grammars: Any, parser: str) -> None:
+def test_unconstrained_tools_have_no_structural_tag(vllm_grammars: Any, parser: str) -> None:
     fields = CHAT | {"tools": [{"type": "function", "function": FREE}]}
     assert vllm_grammars[parser]("chat", fields) is None
     found, reason = recorded("chat", json.dumps(fields), tool_tag=tag_model(parser))
@@ -199,18 +199,18 @@ def test_unconstrained_tools_have_no_tag(vllm_grammars: Any, parser: str) -> Non
         {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
     ],
 )
-def test_unsupported_tool_requests_are_constrained_sampling(said: Asked) -> None:
+def test_unsupported_tool_requests_are_recorded_as_constrained_sampling(said: Asked) -> None:
     asked = CHAT | {"tools": [{"type": "function", "function": STRICT}]} | said
     assert recorded("chat", json.dumps(asked), tool_tag="hermes")[1] == "constrained_sampling"
 
 
-def test_custom_tools_are_constrained_sampling() -> None:
+def test_custom_tools_are_recorded_as_constrained_sampling() -> None:
     tools = [{"type": "function", **STRICT}, {"type": "custom", "name": "c"}]
     body = json.dumps(RESPONSES | {"tools": tools})
     assert recorded("responses", body, tool_tag="hermes")[1] == "constrained_sampling"
 
 
-def test_listed_tags_match_vllms_parsers_without_own_rules() -> None:
+def test_listed_structural_tags_match_vllms_tool_parsers_without_own_rules() -> None:
     from vllm.tool_parsers import _TOOL_PARSERS_TO_REGISTER, ToolParserManager
     from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
