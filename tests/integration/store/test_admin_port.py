@@ -44,7 +44,7 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_body_that_cannot_be_read_after_the_answer_is_not_logged(
+async def test_request_body_that_cannot_be_read_after_the_answer_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     headers = b"Content-Encoding: gzip\r\nContent-Length: 20\r\n"
@@ -75,7 +75,7 @@ async def test_client_gone_before_100_continue_is_not_logged(
     assert failures(caplog) == []
 
 
-async def test_internal_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_internal_error_of_the_admin_port_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with listening() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD % (b"/broken", b"Connection: close\r\n"))
@@ -93,7 +93,7 @@ async def test_internal_error_is_logged(caplog: pytest.LogCaptureFixture) -> Non
         b'{"event":"call","level":"info"}\n\n',
     ],
 )
-async def test_malformed_request_is_400_and_not_logged(
+async def test_malformed_request_to_the_admin_port_is_400_and_not_logged(
     request_bytes: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with listening() as port:
@@ -113,7 +113,7 @@ async def test_malformed_request_is_400_and_not_logged(
         (b"Host: a\r\nSec-Fetch-Site: cross-site", b"403"),
     ],
 )
-async def test_port_without_keys_refuses_pages_of_other_sites(
+async def test_admin_port_without_keys_refuses_pages_of_other_sites(
     headers: bytes, status: bytes
 ) -> None:
     async with listening() as port:

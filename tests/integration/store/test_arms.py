@@ -110,7 +110,9 @@ async def test_evidence_is_complete_for_any_page_size(engine: AsyncEngine, most:
     assert await keys(engine, found) == ["1", "2", "3", "4", "5", "6"]
 
 
-async def test_rewards_and_calls_after_the_deadline_do_not_count(engine: AsyncEngine) -> None:
+async def test_rewards_and_calls_after_the_reward_deadline_do_not_count_as_evidence(
+    engine: AsyncEngine,
+) -> None:
     def late(value: float, episode: str, ago_s: float) -> SpoolRecord:
         at = datetime.now(UTC) - timedelta(seconds=ago_s)
         return msgspec.structs.replace(reward(value, episode=episode), at=at)
@@ -155,7 +157,7 @@ async def test_rewards_and_calls_after_the_deadline_do_not_count(engine: AsyncEn
     assert said["of-two"].seconds == pytest.approx(COUNTS_S - 200.0, abs=0.01)
 
 
-async def test_scored_episodes_count_at_once_in_the_order_of_their_rewards(
+async def test_scored_episodes_count_as_evidence_at_once_in_the_order_of_their_rewards(
     engine: AsyncEngine,
 ) -> None:
     def given(value: float, episode: str, ago_s: float) -> SpoolRecord:

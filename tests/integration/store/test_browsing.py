@@ -128,7 +128,7 @@ async def test_tenant_beside_a_busy_tenant_sees_its_own_newest_episodes(
         assert await calls_of(connection, "default") == [1]
 
 
-async def test_rewards_leave_out_quarantined_episodes(
+async def test_reward_figures_leave_out_quarantined_episodes(
     ledger: AsyncEngine,
 ) -> None:
     async with ledger.begin() as connection:
@@ -140,7 +140,7 @@ async def test_rewards_leave_out_quarantined_episodes(
     assert [one for one in scored if one[0]] == [(1, 1.0), (1, 0.25)]
 
 
-async def test_pages_of_the_list_have_each_episode_once(ledger: AsyncEngine) -> None:
+async def test_pages_of_the_episode_list_have_each_episode_once(ledger: AsyncEngine) -> None:
     names, before = "", None
     async with ledger.connect() as connection:
         while True:
@@ -156,7 +156,7 @@ async def test_pages_of_the_list_have_each_episode_once(ledger: AsyncEngine) -> 
     assert names == "gf ed cb aa "
 
 
-async def test_search_that_ran_out_of_time_can_be_continued(ledger: AsyncEngine) -> None:
+async def test_episode_search_that_ran_out_of_time_can_be_continued(ledger: AsyncEngine) -> None:
     records = [call(f"n{number}", **ago(1800, number)) for number in range(300)]
     await Ingester().store(ledger, records)
     rare = EpisodeFilter(agent="plan")
@@ -170,7 +170,9 @@ async def test_search_that_ran_out_of_time_can_be_continued(ledger: AsyncEngine)
     assert [line.key for line in page.lines] == ["c"]
 
 
-async def test_counts_are_by_state_and_rewards_in_equal_ranges(ledger: AsyncEngine) -> None:
+async def test_episodes_are_counted_by_state_and_by_equal_ranges_of_rewards(
+    ledger: AsyncEngine,
+) -> None:
     async with ledger.connect() as connection:
         counts = await count_episodes(connection, EpisodeFilter(policy="m", low=0.9), None)
     assert counts.states == {"trained": 2, "scored": 2, "unscored": 2, "open": 1}

@@ -169,7 +169,7 @@ async def test_joined_episode_is_claimed_when_all_its_parts_are_over(engine: Asy
 # What is said in which order
 
 
-async def test_a_joined_episode_is_scored_alike_in_any_order(engine: AsyncEngine) -> None:
+async def test_joined_episode_is_scored_alike_in_any_order_of_arrival(engine: AsyncEngine) -> None:
     digest = b"3" * 16
     whole = made("whole", provides=(digest,))
     part = made("part", method="own", needs=(digest,))

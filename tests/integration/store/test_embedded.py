@@ -137,7 +137,9 @@ def kill(pid: int | None) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("on_a_slow_disk", [False, True])
-def test_commands_that_start_at_once_share_a_server(folder: Path, on_a_slow_disk: bool) -> None:
+def test_commands_that_start_at_once_share_an_embedded_postgres(
+    folder: Path, on_a_slow_disk: bool
+) -> None:
     began = time.monotonic()
     users = [user(folder) for _ in range(AT_ONCE)]
     if on_a_slow_disk:
@@ -177,7 +179,9 @@ def test_reading_command_makes_no_database_and_names_the_running_stack(folder: P
         server.stop()
 
 
-async def test_server_ends_with_its_owner_and_the_next_user_starts_it_again(folder: Path) -> None:
+async def test_postgres_ends_with_its_owner_process_and_the_next_user_starts_it_again(
+    folder: Path,
+) -> None:
     owner, guest = EmbeddedPostgres(folder), EmbeddedPostgres(folder)
     url = owner.ensure_running()
     assert guest.ensure_running() == url
@@ -198,7 +202,9 @@ async def test_server_ends_with_its_owner_and_the_next_user_starts_it_again(fold
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_process_is_left_after_the_owner_ends(folder: Path, number: signal.Signals) -> None:
+def test_no_postgres_process_is_left_after_the_owner_process_ends(
+    folder: Path, number: signal.Signals
+) -> None:
     owner = user(folder)
     await_up(owner)
     owner.send_signal(number)
@@ -207,7 +213,7 @@ def test_no_process_is_left_after_the_owner_ends(folder: Path, number: signal.Si
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_hung_server_is_stopped_hard_after_its_owner_was_killed(
+def test_hung_postgres_is_stopped_hard_after_its_owner_process_was_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded, "SERVE", embedded.SERVE.replace("seq 30", "seq 2"))
@@ -224,7 +230,9 @@ def test_hung_server_is_stopped_hard_after_its_owner_was_killed(
     until_true(lambda: not processes_of(folder))
 
 
-def test_server_with_killed_owner_and_guard_is_replaced_by_the_next_user(folder: Path) -> None:
+def test_postgres_with_killed_owner_and_guard_process_is_replaced_by_the_next_user(
+    folder: Path,
+) -> None:
     owner = user(folder)
     await_up(owner)
     left = EmbeddedPostgres(folder).pid
@@ -241,7 +249,7 @@ def test_server_with_killed_owner_and_guard_is_replaced_by_the_next_user(folder:
     postgres.stop()
 
 
-def test_first_start_that_was_killed_is_made_anew(folder: Path) -> None:
+def test_database_left_half_made_by_a_killed_first_start_is_made_anew(folder: Path) -> None:
     with slow(folder, stopped_s=0.9, running_s=0.1):
         first = user(folder)
         until_true(lambda: any(process.name() == "initdb" for process in processes_of(folder)))
@@ -263,7 +271,7 @@ def unreaped() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("is_recycled", [True, False])
-def test_killed_server_is_started_again_though_its_id_is_taken(
+def test_killed_postgres_is_started_again_though_its_process_id_is_taken(
     folder: Path, unreaped: int, is_recycled: bool
 ) -> None:
     """Its id is that of another process, or of a killed server that nobody reaps."""
@@ -285,7 +293,9 @@ def test_killed_server_is_started_again_though_its_id_is_taken(
     postgres.stop()
 
 
-def test_start_waits_for_the_last_process_of_a_killed_server(postgres: EmbeddedPostgres) -> None:
+def test_start_of_postgres_waits_for_the_last_process_of_a_killed_server(
+    postgres: EmbeddedPostgres,
+) -> None:
     assert postgres.pid is not None
     backend = psutil.Process(postgres.pid).children()[0]
     backend.suspend()
@@ -297,7 +307,7 @@ def test_start_waits_for_the_last_process_of_a_killed_server(postgres: EmbeddedP
     assert postgres.pid is not None
 
 
-def test_failed_start_is_reported_with_the_server_s_reason(postgres: EmbeddedPostgres) -> None:
+def test_failed_start_of_postgres_is_reported_with_its_reason(postgres: EmbeddedPostgres) -> None:
     postgres.stop()
     with (postgres.folder / "postgresql.conf").open("a") as file:
         file.write("no_such_setting = 1\n")
@@ -307,7 +317,9 @@ def test_failed_start_is_reported_with_the_server_s_reason(postgres: EmbeddedPos
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @pytest.mark.parametrize("is_first", [True, False])
-def test_full_disk_is_reported_and_leaves_nothing_half_done(folder: Path, is_first: bool) -> None:
+def test_full_disk_at_the_start_of_postgres_is_reported_and_leaves_nothing_half_done(
+    folder: Path, is_first: bool
+) -> None:
     disk = folder / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -365,21 +377,23 @@ def test_folders_outside_of_the_data_directory_keep_their_permissions(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
-def test_folder_of_another_user_is_refused(postgres: EmbeddedPostgres) -> None:
+def test_database_folder_of_another_user_is_refused(postgres: EmbeddedPostgres) -> None:
     postgres.stop()
     os.chown(postgres.folder, 12345, 12345)
     with pytest.raises(StoreError, match="belongs to another user; set PAWL_DATA_DIR"):
         postgres.ensure_running()
 
 
-def test_start_that_takes_too_long_kills_nothing_and_goes_on(postgres: EmbeddedPostgres) -> None:
+def test_start_of_postgres_that_takes_too_long_is_reported_and_goes_on(
+    postgres: EmbeddedPostgres,
+) -> None:
     postgres.stop()
     with pytest.raises(StoreError, match="not ready yet"):
         postgres.ensure_running(within_s=0)
     assert postgres.ensure_running(within_s=30)
 
 
-def test_server_is_stopped_although_its_folder_was_closed_to_its_user(
+def test_postgres_is_stopped_although_its_folder_was_closed_to_its_user(
     postgres: EmbeddedPostgres,
 ) -> None:
     # As programs do that want temporary folders for themselves.
@@ -388,7 +402,7 @@ def test_server_is_stopped_although_its_folder_was_closed_to_its_user(
     assert postgres.pid is None
 
 
-async def test_server_starts_in_a_folder_too_long_for_a_socket_path(folder: Path) -> None:
+async def test_postgres_starts_in_a_folder_too_long_for_a_socket_path(folder: Path) -> None:
     postgres = EmbeddedPostgres(folder / ("long" * 25))
     connection = await asyncpg.connect(postgres.ensure_running())
     assert await connection.fetchval("SELECT 1") == 1
@@ -396,7 +410,7 @@ async def test_server_starts_in_a_folder_too_long_for_a_socket_path(folder: Path
     postgres.stop()
 
 
-async def test_stack_s_database_is_stopped_while_it_is_watched(folder: Path) -> None:
+async def test_stacks_postgres_is_stopped_at_any_moment_of_its_watch(folder: Path) -> None:
     """At any moment of a look, also one that starts the server again."""
     for round_ in range(6):
         async with kept_postgres(folder) as postgres:
@@ -419,7 +433,7 @@ def interrupts(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupts")
-async def test_cancelled_start_of_the_stack_leaves_no_server(folder: Path) -> None:
+async def test_cancelled_start_of_the_stack_leaves_no_postgres(folder: Path) -> None:
     async def run() -> None:
         async with kept_postgres(folder):
             raise AssertionError("it was cancelled before")
@@ -432,7 +446,7 @@ async def test_cancelled_start_of_the_stack_leaves_no_server(folder: Path) -> No
     assert EmbeddedPostgres(folder).pid is None
 
 
-async def test_worker_asks_the_server_once_it_runs_and_does_not_log_its_absence(
+async def test_worker_queries_postgres_once_it_runs_and_does_not_log_its_absence(
     folder: Path,
 ) -> None:
     lookup = Lookup(settings_for(None, "http://127.0.0.1:9/v1", folder))

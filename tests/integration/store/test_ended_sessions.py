@@ -22,7 +22,7 @@ def url_of(engine: AsyncEngine) -> str:
 
 
 @pytest.mark.parametrize("turns", TURNS)
-async def test_session_ended_before_a_query_counts_as_an_unavailable_database(
+async def test_database_session_ended_before_a_query_counts_as_an_unavailable_database(
     engine: AsyncEngine, turns: int
 ) -> None:
     async with engine.connect() as ended:
@@ -39,7 +39,7 @@ async def test_session_ended_before_a_query_counts_as_an_unavailable_database(
 
 
 @pytest.mark.parametrize("turns", TURNS)
-async def test_session_ended_while_connecting_counts_as_no_answer(
+async def test_database_session_ended_while_connecting_counts_as_no_answer(
     engine: AsyncEngine, turns: int
 ) -> None:
     """The server ends it before SQLAlchemy has asked its first questions."""

@@ -147,7 +147,7 @@ async def consumed_group(engine: AsyncEngine, values: Sequence[float] = (0.0, 0.
     await consume_all(engine, claim)
 
 
-async def test_late_member_is_claimed_with_consumed_members_for_comparison(
+async def test_late_group_member_is_claimed_with_consumed_members_for_comparison(
     engine: AsyncEngine,
 ) -> None:
     await consumed_group(engine)
@@ -161,7 +161,7 @@ async def test_late_member_is_claimed_with_consumed_members_for_comparison(
     assert set(await reasons(engine)) == {"early0", "early1", "early2", "late"}
 
 
-async def test_late_member_is_not_claimed_before_max_age(
+async def test_late_group_member_is_not_claimed_before_max_age(
     engine: AsyncEngine,
 ) -> None:
     await consumed_group(engine)
@@ -169,14 +169,14 @@ async def test_late_member_is_not_claimed_before_max_age(
     assert await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
 
 
-async def test_lone_member_is_claimed_after_max_age(engine: AsyncEngine) -> None:
+async def test_lone_group_member_is_claimed_after_max_age(engine: AsyncEngine) -> None:
     await consumed_group(engine)
     await episode(engine, "lone", 1.0, task="other")
     assert await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
     assert keys(await claimed(engine, SHORT)) == ["lone"]
 
 
-async def test_late_members_advantage_includes_consumed_members(engine: AsyncEngine) -> None:
+async def test_late_group_members_advantage_includes_consumed_members(engine: AsyncEngine) -> None:
     await consumed_group(engine, values=(0.0, 0.0, 0.0))
     await episode(engine, "late", 1.0, task="t")
     claim = await claimed(engine, SHORT)
@@ -224,7 +224,7 @@ FAILED = ClaimRule(**fields(SINGLE, groups=1, failed_after_s=60.0))
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 
 
-async def test_silent_failed_episode_is_claimed_if_the_rule_takes_failures(
+async def test_failed_episode_without_new_calls_is_claimed_if_the_rule_takes_failures(
     engine: AsyncEngine,
 ) -> None:
     broken: dict[str, Any] = {"http_status": 400}
@@ -295,7 +295,7 @@ async def test_claim_rule_takes_no_failed_episodes_if_failures_are_unscored(
 # The moving baselines
 
 
-async def test_update_starts_from_the_baselines_of_the_last_finished_update(
+async def test_update_starts_from_the_moving_baselines_of_the_last_finished_update(
     engine: AsyncEngine,
 ) -> None:
     found = []
@@ -317,7 +317,9 @@ async def test_update_starts_from_the_baselines_of_the_last_finished_update(
     assert again.baselines is None
 
 
-async def test_moving_baselines_go_from_update_to_update(engine: AsyncEngine) -> None:
+async def test_moving_baselines_of_an_update_are_used_by_the_next_update(
+    engine: AsyncEngine,
+) -> None:
     recipe = Recipe(
         claim=ClaimOptions(group_size=1, groups=3),
         credit=CreditOptions(normalisation="none", air_lambda=0.0),

@@ -141,7 +141,7 @@ async def test_proxy_stores_calls_over_tls(
         await proxy.only_call()
 
 
-async def test_wrong_certificate_is_a_refusal(
+async def test_wrong_certificate_of_the_database_counts_as_a_refusal(
     database_url: str, tls_port: int, certificate: Path
 ) -> None:
     # The certificate is for `localhost` only.
@@ -155,7 +155,9 @@ async def test_wrong_certificate_is_a_refusal(
     assert is_refusal(raised.value)
 
 
-async def test_next_host_is_tried_if_a_host_is_silent(database_url: str, tls_port: int) -> None:
+async def test_next_database_host_is_tried_if_a_host_is_silent(
+    database_url: str, tls_port: int
+) -> None:
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()

@@ -31,7 +31,7 @@ async def test_stored_call_is_read_back_unchanged(engine: AsyncEngine) -> None:
     assert stored.tokens == tokens([7, 8], [9], -0.25)
 
 
-async def test_storing_twice_stores_once(engine: AsyncEngine) -> None:
+async def test_record_stored_twice_is_stored_once(engine: AsyncEngine) -> None:
     records: list[SpoolRecord] = [
         call(tool_events=(tool_event("ok", "t"),)),
         reward(1.0, episode="e1"),
@@ -53,7 +53,9 @@ async def test_a_reward_that_comes_before_its_call_is_matched(engine: AsyncEngin
     assert [f.value for f in episode.feedback] == [0.5]
 
 
-async def test_reward_for_a_call_of_several_stays_with_that_call(engine: AsyncEngine) -> None:
+async def test_reward_for_a_call_among_several_of_an_episode_stays_with_that_call(
+    engine: AsyncEngine,
+) -> None:
     first, second = call(), call()
     await store(engine, first, second, reward(0.5, call=str(second.id)))
     [episode] = await episodes(engine)
@@ -61,7 +63,9 @@ async def test_reward_for_a_call_of_several_stays_with_that_call(engine: AsyncEn
     assert [len(c.feedback) for c in episode.calls] == [0, 1]
 
 
-async def test_tool_events_find_the_call_that_asked(engine: AsyncEngine) -> None:
+async def test_tool_events_are_matched_to_the_call_that_asked_for_the_tool(
+    engine: AsyncEngine,
+) -> None:
     asking = call(tool_calls=(ToolCall(id="t1", name="calc", arguments="{}"),))
     telling = call(tool_events=(tool_event("error", "t1"), tool_event("ok", "unasked")))
     await store(engine, telling, asking)
@@ -106,7 +110,9 @@ async def test_calls_of_several_days_find_their_partitions(engine: AsyncEngine) 
         assert list(rows.scalars())[:2] == ["transitions_20260228", "transitions_20260301"]
 
 
-async def test_a_new_day_does_not_wait_for_readers(engine: AsyncEngine) -> None:
+async def test_partition_of_a_new_day_is_made_without_waiting_for_readers(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, call())
     yesterday = lowest_id_at(datetime.now(UTC) - timedelta(days=1))
     async with engine.connect() as reader:
@@ -128,7 +134,9 @@ async def test_a_partition_that_was_dropped_is_made_again(engine: AsyncEngine) -
     assert [c.request for c in episode.calls] == [request]
 
 
-async def test_call_of_a_refused_batch_is_no_base_for_later_calls(engine: AsyncEngine) -> None:
+async def test_later_call_is_not_stored_as_an_addition_to_a_call_of_a_refused_batch(
+    engine: AsyncEngine,
+) -> None:
     ingester, request = Ingester(), b"x" * 300
     with pytest.raises(Refused):
         await ingester.store(engine, [call("a", request=request), call("b", status="lost")])
@@ -137,7 +145,9 @@ async def test_call_of_a_refused_batch_is_no_base_for_later_calls(engine: AsyncE
     assert [c.request for c in episode.calls] == [request]
 
 
-async def test_recorded_episodes_responses_and_calls_are_known_targets(engine: AsyncEngine) -> None:
+async def test_recorded_episodes_responses_and_calls_are_known_targets_of_feedback(
+    engine: AsyncEngine,
+) -> None:
     record = call(response_id="r1")
     await store(engine, record)
     async with engine.begin() as connection:
@@ -154,12 +164,12 @@ async def test_database_refuses_inconsistent_calls(
         await store(engine, call(**changes))
 
 
-async def test_two_drainers_do_not_deadlock(engine: AsyncEngine) -> None:
+async def test_concurrent_batches_of_the_same_episodes_do_not_deadlock(engine: AsyncEngine) -> None:
     batches = [[call(f"e{random.randrange(8)}") for _ in range(40)] for _ in range(6)]
     await asyncio.gather(*[store(engine, *batch) for batch in batches])
     assert sum(len(e.calls) for e in await episodes(engine)) == 240
 
 
-def test_ids_carry_their_time() -> None:
+def test_record_ids_carry_the_time_of_their_making() -> None:
     before = datetime.now(UTC) - timedelta(milliseconds=1)
     assert before <= time_of(new_id()) <= datetime.now(UTC)

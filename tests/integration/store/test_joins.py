@@ -70,7 +70,9 @@ async def test_call_joins_the_episode_with_the_repeated_reply(
 
 
 @pytest.mark.parametrize(("kind", "method"), [(TOOL_CALL, "tool_call"), (RESPONSE, "response")])
-async def test_call_joined_by_an_id_is_certain(engine: AsyncEngine, kind: int, method: str) -> None:
+async def test_call_joined_by_a_tool_call_or_response_id_is_certain(
+    engine: AsyncEngine, kind: int, method: str
+) -> None:
     fingerprint = digest(kind, "id")
     await store(engine, own("a", told=[]), call("b", method="own", needs=(fingerprint,)))
     await store(engine, call("a", provides=(fingerprint,)))
@@ -91,7 +93,7 @@ async def test_chain_of_joined_calls_is_a_single_episode(engine: AsyncEngine) ->
     assert len(episode.aliases) == 5
 
 
-async def test_a_joined_key_stays_valid(engine: AsyncEngine) -> None:
+async def test_name_of_a_joined_episode_stays_valid(engine: AsyncEngine) -> None:
     await store(engine, own("a", told=["1"]), own("b", repeats=["1"]))
     await store(engine, reward(0.5, episode="b"), call("b", method="tool_call"))
     [episode] = await episodes(engine)
@@ -134,7 +136,7 @@ async def test_doubtful_calls_are_neither_joined_nor_claimed(engine: AsyncEngine
         assert await claims.claim(connection, RULE, 0, {}) is None
 
 
-async def test_doubtful_call_stored_as_an_addition_is_read_back_whole(
+async def test_doubtful_call_stored_as_an_addition_to_another_call_is_read_back_whole(
     engine: AsyncEngine,
 ) -> None:
     talk = b'{"messages":[' + b"x" * 300
@@ -178,7 +180,7 @@ _ROWS_READ = "SELECT sum(coalesce(seq_tup_read, 0) + idx_tup_fetch) FROM pg_stat
 
 
 @pytest.mark.parametrize("first_provides", ["told", "nothing"])
-async def test_rows_read_for_a_call_do_not_grow_with_equal_calls_before(
+async def test_database_rows_read_to_store_a_call_do_not_grow_with_earlier_equal_calls(
     engine: AsyncEngine, first_provides: str
 ) -> None:
     def equal_conversations(count: int) -> list[CallRecord]:
@@ -214,7 +216,7 @@ async def settled(engine: AsyncEngine, written: Written) -> None:
         await settle(await driver_of(connection), written)
 
 
-async def test_providers_of_a_batch_before_a_crash_make_a_need_too_common(
+async def test_replies_written_before_a_crash_count_when_a_repeated_reply_is_too_common(
     engine: AsyncEngine,
 ) -> None:
     crashed = [own(f"x{n}", told=["hello"]) for n in range(MOST_PROVIDERS + 2)]
@@ -225,7 +227,7 @@ async def test_providers_of_a_batch_before_a_crash_make_a_need_too_common(
     assert {e.key: e.quarantined_reason for e in await episodes(engine)}["b"] == DOUBTFUL_NEED
 
 
-async def test_providers_that_two_ingesters_write_before_either_settles_are_all_seen(
+async def test_equal_replies_that_two_ingesters_write_at_once_are_all_counted(
     engine: AsyncEngine,
 ) -> None:
     few = [own(f"a{n}", told=["hello"]) for n in range(MOST_PROVIDERS)]
@@ -241,7 +243,9 @@ async def test_providers_that_two_ingesters_write_before_either_settles_are_all_
     }
 
 
-async def test_link_that_another_ingester_made_first_is_taken_back(engine: AsyncEngine) -> None:
+async def test_join_made_before_another_ingester_settles_too_many_equal_replies_is_undone(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, own("first"))
     needing = await written_only(engine, own("b", repeats=["hello"]))
     await store(engine, own("a", told=["hello"]))
@@ -267,7 +271,7 @@ async def test_call_placed_in_doubt_by_the_proxy_quarantines_its_episode(
         assert await claims.claim(connection, RULE, 0, {}) is None
 
 
-async def test_a_claimed_episode_is_not_changed(engine: AsyncEngine) -> None:
+async def test_later_call_does_not_join_a_claimed_episode(engine: AsyncEngine) -> None:
     await store(engine, own("a", told=["1"]), reward(1.0, episode="a"))
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
@@ -346,7 +350,7 @@ async def stored(engine: AsyncEngine) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_any_order_split_and_repetition_gives_the_same_episodes(
+async def test_records_in_any_order_batches_and_repetition_give_the_same_episodes(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)

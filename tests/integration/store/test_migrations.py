@@ -69,7 +69,7 @@ async def noted_revision(url: str) -> str:
 
 
 @pytest.mark.parametrize("revision", ["0002_serves_0001", "0010_serves_0001"])
-async def test_newer_schema_that_serves_this_version_is_used(
+async def test_newer_schema_that_supports_this_version_of_pawl_is_used(
     database_url: str, revision: str
 ) -> None:
     await note_revision(database_url, revision)
@@ -78,7 +78,7 @@ async def test_newer_schema_that_serves_this_version_is_used(
 
 
 @pytest.mark.parametrize("revision", ["0002", "0003_serves_0002", "of_a_fork"])
-async def test_newer_schema_that_does_not_serve_this_version_is_refused(
+async def test_newer_schema_that_does_not_support_this_version_of_pawl_is_refused(
     database_url: str, revision: str
 ) -> None:
     await note_revision(database_url, revision)
@@ -122,7 +122,7 @@ async def test_unknown_revision_is_refused_by_name(database_url: str) -> None:
         await upgrade(database_url, "0009")
 
 
-async def test_proxy_before_a_newer_schema_spools_and_says_why(
+async def test_proxy_older_than_the_database_schema_spools_records_and_says_why(
     database_url: str, tmp_path: Path
 ) -> None:
     await note_revision(database_url, "0002")
@@ -154,7 +154,9 @@ async def test_proxy_before_a_newer_schema_spools_and_says_why(
         "DELETE FROM policy_events WHERE version = 1",
     ],
 )
-async def test_event_can_neither_be_changed_nor_deleted(database_url: str, statement: str) -> None:
+async def test_policy_event_can_neither_be_changed_nor_deleted(
+    database_url: str, statement: str
+) -> None:
     engine = make_engine(database_url)
     async with engine.begin() as connection:
         await trained(connection, 0)

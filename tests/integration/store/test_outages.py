@@ -52,7 +52,7 @@ async def reasons(engine: AsyncEngine) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("first", ["calls", "outage"])
-async def test_only_episodes_under_way_in_an_outage_are_set_aside(
+async def test_only_episodes_under_way_in_a_recording_outage_are_set_aside(
     engine: AsyncEngine, first: str
 ) -> None:
     calls = [
@@ -69,7 +69,9 @@ async def test_only_episodes_under_way_in_an_outage_are_set_aside(
     }
 
 
-async def test_late_call_puts_its_episode_into_an_earlier_outage(engine: AsyncEngine) -> None:
+async def test_late_call_puts_its_episode_into_an_earlier_recording_outage(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, at(-9, "e"))
     await store(engine, outage(0, 0.1))
     assert await reasons(engine) == {"e": None}
@@ -157,7 +159,7 @@ async def claimable(engine: AsyncEngine) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_any_order_split_and_repetition_sets_aside_the_same_episodes(
+async def test_records_in_any_order_batches_and_repetition_set_aside_the_same_episodes(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
@@ -179,7 +181,9 @@ async def test_concurrent_drainers_set_aside_every_episode_of_an_outage(
     assert set((await reasons(engine)).values()) == {IN_OUTAGE}
 
 
-async def test_episode_far_from_any_outage_is_not_looked_up(engine: AsyncEngine) -> None:
+async def test_outage_query_reads_no_row_of_an_episode_far_from_any_recording_outage(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, at(0, "e"), *(outage(-9 - number, -9 - number) for number in range(20)))
     async with engine.connect() as connection:
         [found] = (await connection.execute(text("SELECT id, first_call_id FROM episodes"))).all()
@@ -234,7 +238,7 @@ async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
     assert set((await reasons(engine)).values()) == {IN_OUTAGE}
 
 
-def test_reason_outage_yields_to_any_other_reason() -> None:
+def test_quarantine_reason_outage_yields_to_any_other_reason() -> None:
     """PostgreSQL's LEAST takes the lesser text."""
     assert max(IN_OUTAGE, LOST_CALL, DOUBTFUL_CALL) == IN_OUTAGE
     assert timedelta(0) < SLACK

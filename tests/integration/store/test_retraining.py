@@ -106,7 +106,7 @@ async def test_later_versions_end_and_their_episodes_are_claimed_again(
     assert dict(await rows(engine, by_state)) == {"done": 3, "abandoned": 2}
 
 
-async def test_event_has_the_reason_and_the_figures(engine: AsyncEngine) -> None:
+async def test_event_of_a_retraining_has_its_reason_and_figures(engine: AsyncEngine) -> None:
     await line(engine, 2)
     await again(engine, 1, "w2/e0")
     newest = "SELECT version, from_state, to_state, reason, actor, evidence FROM policy_events"
@@ -119,7 +119,9 @@ async def test_event_has_the_reason_and_the_figures(engine: AsyncEngine) -> None
     assert event.evidence["retrain"]["left_out"] == 1
 
 
-async def test_left_out_episodes_are_neither_claimed_nor_compared_with(engine: AsyncEngine) -> None:
+async def test_episodes_left_out_of_a_retraining_are_neither_claimed_nor_compared_with(
+    engine: AsyncEngine,
+) -> None:
     await line(engine, 2)
     await store(engine, call("late", task="t", policy_version=2), reward(1, episode="late"))
     retrained = await again(engine, 1, "w2/e0", "w2/e2", "late")
@@ -153,7 +155,9 @@ async def test_repeated_retraining_changes_nothing_more(engine: AsyncEngine) -> 
     assert (await states(engine), await reasons(engine)) == before
 
 
-async def test_episodes_that_the_start_has_learned_from_are_counted(engine: AsyncEngine) -> None:
+async def test_left_out_episodes_that_the_start_version_was_trained_on_are_counted(
+    engine: AsyncEngine,
+) -> None:
     await line(engine, 2)
     retrained = await again(engine, 1, "w1/e0", "w2/e0")
     assert (retrained.learned, retrained.left_out) == (1, 1)
@@ -181,7 +185,7 @@ async def test_retraining_frees_stale_but_not_damaged_or_deleted_episodes(
     assert retrained.freed == {"trained": 2, "stale": 1}
 
 
-async def test_running_update_is_abandoned_and_loses_its_claim(engine: AsyncEngine) -> None:
+async def test_retraining_abandons_the_running_update_and_its_claim(engine: AsyncEngine) -> None:
     await line(engine, 2)
     await wave(engine, 3, 2)
     under_way = await claim_from(engine, 2)
@@ -208,7 +212,7 @@ async def test_update_from_an_ended_version_is_refused(engine: AsyncEngine) -> N
     assert set(keys(await claim_from(engine, 1))) == set(keys(late))
 
 
-async def test_waiting_and_canary_versions_are_retired(
+async def test_retraining_retires_waiting_and_canary_versions(
     engine: AsyncEngine,
 ) -> None:
     await line(engine, 2)
@@ -308,7 +312,9 @@ async def test_ended_versions_do_not_count_for_staleness(engine: AsyncEngine) ->
         assert await oldest_version(connection, "m", 5, 1) == 1
 
 
-async def test_claim_after_retraining_has_the_starts_moving_baselines(engine: AsyncEngine) -> None:
+async def test_claim_after_retraining_has_the_start_versions_moving_baselines(
+    engine: AsyncEngine,
+) -> None:
     await line(engine, 3)
     await again(engine, 1)
     assert (await claim_from(engine, 1)).baselines == {"after": 1}
@@ -325,7 +331,9 @@ async def test_receipt_of_a_deletion_names_ended_versions(engine: AsyncEngine) -
             assert receipt.trained == ("m@2",)
 
 
-async def test_start_that_cannot_serve_is_refused_and_changes_nothing(engine: AsyncEngine) -> None:
+async def test_start_version_that_cannot_serve_is_refused_and_changes_nothing(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, call("e"))
     with pytest.raises(NotGated, match="nothing was trained for policy 'm' yet"):
         await again(engine, 0)

@@ -97,7 +97,9 @@ async def test_each_trained_policy_claims_the_episode_once_in_any_order_of_calls
     assert await rows(engine, "c.trained") == spent
 
 
-async def test_an_outside_model_alone_gives_nothing_to_claim(engine: AsyncEngine) -> None:
+async def test_episode_that_only_an_outside_model_answered_is_claimable_for_no_policy(
+    engine: AsyncEngine,
+) -> None:
     await two_episodes(engine, ["rewriter"])
     assert await rows(engine, "p.version") == []
 
@@ -121,7 +123,9 @@ async def test_releasing_a_policys_update_leaves_another_policys_claim(engine: A
     ]
 
 
-async def test_episode_expires_for_a_single_policy(engine: AsyncEngine) -> None:
+async def test_episode_that_expires_for_a_policy_stays_claimable_for_another(
+    engine: AsyncEngine,
+) -> None:
     await two_episodes(engine, ["checker", "writer"])
     async with engine.begin() as connection:
         await add_in_state(connection, "writes", 2, "retired")
@@ -135,7 +139,7 @@ async def test_episode_expires_for_a_single_policy(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("reason", ["damaged", NON_FINITE])
-async def test_episode_set_aside_by_a_policy_stays_for_others_unless_damaged(
+async def test_episode_set_aside_by_a_policy_stays_claimable_for_others_unless_damaged(
     engine: AsyncEngine, reason: str
 ) -> None:
     await two_episodes(engine, ["writer", "checker"])
@@ -156,7 +160,7 @@ async def test_late_calling_policy_claims_episodes_consumed_by_another(engine: A
     assert await take(engine, "writes") is None
 
 
-async def test_late_member_is_compared_with_members_that_its_policy_consumed(
+async def test_late_group_member_is_compared_with_members_that_its_policy_consumed(
     engine: AsyncEngine,
 ) -> None:
     await two_episodes(engine, ["writer", "checker"])
@@ -261,7 +265,9 @@ async def test_an_episode_keeps_its_version_of_each_policy(engine: AsyncEngine) 
         assert await pinned_version(driver, "m", "e") is None
 
 
-async def test_a_version_is_in_use_wherever_it_served_a_call(engine: AsyncEngine) -> None:
+async def test_version_of_each_policy_is_in_use_while_an_episode_that_it_served_goes_on(
+    engine: AsyncEngine,
+) -> None:
     await store(engine, *calls_of("e", ["writer", "checker"]))
     async with engine.begin() as connection:
         for version in (2, 3):

@@ -119,7 +119,7 @@ async def seen(engine: AsyncEngine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_store_sums_metrics_as_credit_does_in_any_order(
+async def test_store_sums_reward_metrics_as_credit_does_in_any_order_of_arrival(
     engine: AsyncEngine, seed: int
 ) -> None:
     await rules(engine, m=SUM)
@@ -146,14 +146,16 @@ async def test_new_reward_rule_rescores_earlier_feedback(engine: AsyncEngine) ->
         assert await reward_rule(connection, "n") == REWARD_ALONE
 
 
-async def test_policy_that_calls_later_finds_the_episode_scored(engine: AsyncEngine) -> None:
+async def test_episode_is_scored_for_a_policy_that_serves_a_call_after_the_reward_came(
+    engine: AsyncEngine,
+) -> None:
     await rules(engine, m=SUM)
     await store(engine, call("e", policy="n"), statement("right", 1.0, episode="e"))
     await store(engine, call("e", policy="m"))
     assert [(row[1], row[4]) for row in await scores(engine)] == [("m", 0.5), ("n", None)]
 
 
-async def test_only_episodes_scored_by_the_sum_are_claimed_and_lacking_are_counted(
+async def test_only_episodes_with_the_required_reward_metrics_are_claimed_and_others_counted(
     engine: AsyncEngine,
 ) -> None:
     recipe = Recipe.model_validate(
@@ -213,7 +215,9 @@ async def test_repeated_feedback_keeps_the_time_of_its_first_request(engine: Asy
         await empty(engine)
 
 
-async def test_any_statement_scores_if_all_metrics_have_defaults(engine: AsyncEngine) -> None:
+async def test_any_metric_scores_an_episode_if_all_reward_metrics_have_defaults(
+    engine: AsyncEngine,
+) -> None:
     await rules(engine, m=OPTIONAL)
     await store(engine, call("a"), call("b"), statement("cost", 0.5, episode="a"))
     assert [(row[0], row[4]) for row in await scores(engine)] == [("a", 0.5), ("b", None)]

@@ -150,7 +150,7 @@ async def test_no_group_has_episodes_of_two_tenants_with_the_same_policy(
         assert group.task == scoped(tenant, "the task")
 
 
-async def test_targets_of_another_tenant_are_unknown(
+async def test_feedback_targets_of_another_tenant_are_unknown(
     engine: AsyncEngine,
 ) -> None:
     [call] = [one for one in records_of("a", 2) if isinstance(one, CallRecord)][:1]

@@ -83,7 +83,7 @@ async def test_single_evaluation_call_makes_its_episode_evaluation(
     assert await take(engine) is None
 
 
-async def test_evaluation_fills_no_group(engine: AsyncEngine) -> None:
+async def test_evaluation_episode_fills_no_training_group(engine: AsyncEngine) -> None:
     await store(engine, call("t1", task="q"), reward(1.0, episode="t1"))
     await store(engine, call("e", task="q", split="eval"), reward(0.0, episode="e"))
     assert await take(engine, PAIRS) is None
@@ -118,7 +118,7 @@ async def test_a_failed_joined_episode_of_evaluation_is_not_claimed(engine: Asyn
     assert await take(engine, ready) is None
 
 
-async def test_evaluation_does_not_expire(engine: AsyncEngine) -> None:
+async def test_evaluation_episode_does_not_expire_as_stale(engine: AsyncEngine) -> None:
     await store(engine, call("eval", split="eval"), call("train", split="train"))
     rule = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=PATIENT, max_staleness=0)
     async with engine.begin() as connection:
@@ -210,7 +210,7 @@ async def test_a_damaged_episode_of_evaluation_is_set_aside_unspent(engine: Asyn
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("first", "second"), [("eval", "train"), ("train", "eval")])
-async def test_episode_joined_by_id_across_splits_is_evaluation(
+async def test_episode_joined_by_a_tool_call_id_across_splits_is_evaluation(
     engine: AsyncEngine, first: str, second: str, turned: bool
 ) -> None:
     told = said("id", TOOL_CALL)
@@ -224,7 +224,7 @@ async def test_episode_joined_by_id_across_splits_is_evaluation(
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_training_call_that_continues_an_evaluation_reply_joins_evaluation(
+async def test_training_call_that_continues_an_evaluation_reply_joins_its_episode(
     engine: AsyncEngine, turned: bool
 ) -> None:
     told = said("hello")
@@ -237,7 +237,7 @@ async def test_training_call_that_continues_an_evaluation_reply_joins_evaluation
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_evaluation_that_repeats_a_training_reply_leaves_training_claimable(
+async def test_evaluation_call_that_repeats_a_training_reply_leaves_its_episode_claimable(
     engine: AsyncEngine, turned: bool
 ) -> None:
     told = said("hello")
@@ -266,7 +266,7 @@ async def test_equal_evaluation_replies_do_not_make_a_training_join_doubtful(
     assert (whole.key, whole.aliases) == ("t", ("t2",))
 
 
-async def test_undone_join_with_evaluation_makes_training_claimable_again(
+async def test_undone_join_with_an_evaluation_makes_the_training_episode_claimable_again(
     engine: AsyncEngine,
 ) -> None:
     told = said("hello")
@@ -296,7 +296,9 @@ async def test_rewards_of_0_and_1_have_wilsons_interval(engine: AsyncEngine) -> 
     assert (point.mean, point.low, point.high) == pytest.approx((0.7, *interval))
 
 
-async def test_other_rewards_have_students_interval(engine: AsyncEngine) -> None:
+async def test_mean_of_rewards_other_than_0_and_1_has_students_interval(
+    engine: AsyncEngine,
+) -> None:
     for key, value in (("a", 0.5), ("b", 1.0), ("c", -0.5)):
         await store(engine, call(key, split="eval", task=key), reward(value, episode=key))
     [point] = await curve(engine, "m")

@@ -50,7 +50,7 @@ async def test_claim_has_whole_groups_with_all_their_calls(engine: AsyncEngine) 
     assert all(len(e.calls) == 2 for g in claim.groups for e in g.episodes)
 
 
-async def test_too_few_groups_are_left_to_grow(engine: AsyncEngine) -> None:
+async def test_groups_too_few_for_an_update_are_not_claimed(engine: AsyncEngine) -> None:
     await fill(engine, tasks=1)
     assert await take(engine) is None
 
@@ -60,7 +60,7 @@ async def test_unscored_episodes_are_not_claimed(engine: AsyncEngine) -> None:
     assert await take(engine) is None
 
 
-async def test_aged_groups_are_taken_as_they_are(engine: AsyncEngine) -> None:
+async def test_incomplete_groups_older_than_max_age_are_claimed(engine: AsyncEngine) -> None:
     # The rewards of these tests were stated long ago.
     await fill(engine, tasks=1)
     rule = ClaimRule(policy="m", group_size=8, groups=9, max_age_s=1e-6, fewest=1)
@@ -89,7 +89,7 @@ async def test_released_episodes_can_be_claimed_again(engine: AsyncEngine) -> No
     assert again.update_id != claim.update_id
 
 
-async def test_a_release_that_comes_after_the_end_frees_nothing(engine: AsyncEngine) -> None:
+async def test_release_after_an_update_ended_frees_no_episode(engine: AsyncEngine) -> None:
     await fill(engine)
     claim = await take(engine)
     assert claim is not None
@@ -178,7 +178,9 @@ async def test_recording_makes_the_version_and_promoting_moves_the_traffic(
             await set_state(connection, "m", 9, "retired", reason="for the test", actor="operator")
 
 
-async def test_late_members_wait_for_the_next_group(engine: AsyncEngine) -> None:
+async def test_extra_and_late_episodes_of_a_task_are_claimed_as_the_next_group(
+    engine: AsyncEngine,
+) -> None:
     await fill(engine, members=3)
     first = await take(engine)
     assert first is not None

@@ -71,7 +71,7 @@ async def found(engine: AsyncEngine, query: str = OF_POLICIES) -> list[tuple[Any
 
 
 @pytest.mark.parametrize("seed", range(16))
-async def test_any_order_split_and_repetition_gives_the_same_claimable_episodes(
+async def test_records_in_any_order_batches_and_repetition_give_the_same_claims(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)

@@ -54,7 +54,7 @@ async def taken(engine: AsyncEngine, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize(("learned", "kept"), [(True, ["after", "before"]), (False, ["after"])])
 @pytest.mark.parametrize("group_size", [1, 2])
-async def test_episodes_sampled_during_a_fault_are_not_claimed(
+async def test_episodes_sampled_during_a_fault_of_the_model_server_are_not_claimed(
     engine: AsyncEngine, learned: bool, kept: list[str], group_size: int
 ) -> None:
     await fill(engine, learned=learned)
@@ -68,14 +68,18 @@ async def test_episodes_sampled_during_a_fault_are_not_claimed(
     assert await taken(engine, group_size=group_size) == kept
 
 
-async def test_fault_sets_aside_no_episodes_of_another_policy(engine: AsyncEngine) -> None:
+async def test_fault_of_a_model_server_sets_aside_no_episodes_of_another_policy(
+    engine: AsyncEngine,
+) -> None:
     await fill(engine, learned=True)
     async with engine.begin() as connection:
         assert await note_fault(connection, "other") == 0
     assert len(await taken(engine)) == 5
 
 
-async def test_episodes_set_aside_by_a_fault_expire_as_stale(engine: AsyncEngine) -> None:
+async def test_episodes_set_aside_by_a_fault_of_the_model_server_expire_as_stale(
+    engine: AsyncEngine,
+) -> None:
     await fill(engine, learned=True)
     async with engine.begin() as connection:
         await note_fault(connection, "m")

@@ -102,7 +102,7 @@ async def unserved(engine: AsyncEngine) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_query_for_all_versions_agrees_with_single_lookups(
+async def test_query_for_all_idle_versions_agrees_with_single_lookups(
     engine: AsyncEngine, seed: int
 ) -> None:
     await fill(engine, Random(seed))
@@ -187,7 +187,7 @@ async def test_joined_episode_continues_with_the_version_of_its_last_part(
     assert pins == {"first": 5, "second": 5}
 
 
-async def test_a_version_is_kept_for_an_episode_that_calls_another_policy_meanwhile(
+async def test_version_is_not_idle_while_its_episode_calls_another_policy(
     engine: AsyncEngine,
 ) -> None:
     await serve_ten(engine, v5="retired", v6="retired", v10="serving")
@@ -206,7 +206,7 @@ async def test_each_version_that_an_episode_asks_for_by_name_is_in_use(
     assert await unserved(engine) == [1, 2, 4, 6, 8, 9]
 
 
-async def test_rewarded_episode_keeps_no_version_unless_it_is_of_evaluation(
+async def test_version_is_idle_once_its_episodes_are_rewarded_unless_they_are_evaluation(
     engine: AsyncEngine,
 ) -> None:
     await serve_ten(engine, v4="retired", v5="retired", v6="retired", v10="serving")
@@ -221,7 +221,7 @@ async def test_rewarded_episode_keeps_no_version_unless_it_is_of_evaluation(
 @pytest.mark.parametrize(
     ("pause_s", "call_s", "keeps"), [(8, 1, False), (40, 1, True), (8, 40, True)]
 )
-async def test_agents_usual_pause_and_call_decide_how_long_its_version_is_kept(
+async def test_agents_usual_pause_and_call_length_decide_how_long_its_version_is_in_use(
     engine: AsyncEngine, pause_s: float, call_s: float, keeps: bool
 ) -> None:
     await serve_ten(engine, v4="retired", v5="retired", v10="serving")
@@ -279,7 +279,7 @@ async def test_episode_that_moved_to_an_older_version_keeps_it_in_use(
 
 
 @pytest.mark.parametrize("idle_s", [1e9, 4e9])
-async def test_huge_idle_time_leaves_no_version_unserved(
+async def test_huge_idle_time_setting_makes_no_version_count_as_unserved(
     engine: AsyncEngine, idle_s: float
 ) -> None:
     """A recipe may say so with a time before the first that ids can tell."""

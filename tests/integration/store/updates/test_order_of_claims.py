@@ -89,7 +89,7 @@ async def test_group_with_the_latest_rewards_is_claimed_despite_an_older_version
 
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("seed", range(3))
-async def test_claim_takes_the_latest_groups_first(
+async def test_claim_takes_groups_with_the_latest_rewards_first(
     engine: AsyncEngine, seed: int, group_size: int
 ) -> None:
     chance = Random(seed)

@@ -124,7 +124,7 @@ async def test_rolled_back_version_never_serves_again(engine: AsyncEngine) -> No
 
 
 @pytest.mark.parametrize(("served", "before"), [((1, 2, 3, 1, 4), 1), ((1, 2, 3, 0, 4), 0)])
-async def test_without_a_control_the_version_that_served_before_serves_again(
+async def test_roll_back_without_a_control_serves_the_version_that_served_before(
     engine: AsyncEngine, served: tuple[int, ...], before: int
 ) -> None:
     """Whatever its number, and whoever asked first: by who moved the traffic."""
@@ -234,7 +234,7 @@ async def check_fall(connection: AsyncConnection, fallen: PolicyVersion) -> None
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_roll_back_fails_only_the_lineage_and_serves_a_loaded_version(
+async def test_roll_back_ends_only_the_versions_own_lineage_and_serves_a_loaded_version(
     engine: AsyncEngine, seed: int
 ) -> None:
     draw = Random(seed)

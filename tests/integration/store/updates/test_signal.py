@@ -149,7 +149,7 @@ async def test_too_few_episodes_for_an_update_are_not_claimed_at_any_age(
     assert tasks(await claimed(engine, rule(max_age_s=NOW, fewest=2))) == ["a"]
 
 
-async def test_update_of_the_fewest_takes_groups_without_spread_along(
+async def test_update_of_the_smallest_size_takes_groups_without_spread_along(
     engine: AsyncEngine,
 ) -> None:
     await group(engine, "same", 1.0, 1.0)
@@ -179,7 +179,7 @@ async def test_lowest_of_simultaneous_rewards_counts(engine: AsyncEngine) -> Non
     assert found == 0.25
 
 
-async def test_late_member_has_spread_with_consumed_members(engine: AsyncEngine) -> None:
+async def test_late_group_member_has_spread_with_consumed_members(engine: AsyncEngine) -> None:
     await group(engine, "t", 1.0, 1.0)
     first = await claimed(engine, rule(groups=1))
     assert first is not None
@@ -241,7 +241,7 @@ async def rated(engine: AsyncEngine, *values: float, task: str | None = "{n}", a
 
 
 @pytest.mark.parametrize("task", [None, "once/{n}"])
-async def test_single_episodes_are_ready_at_once_and_count_singly(
+async def test_episodes_of_unrepeated_tasks_are_claimable_at_once_and_count_singly(
     engine: AsyncEngine, task: str | None
 ) -> None:
     await rated(engine, 1.0, 1.0, 1.0, task=task)
@@ -258,7 +258,7 @@ async def test_groups_and_single_episodes_share_an_update(engine: AsyncEngine) -
     assert len(keys(await claimed(engine, rule(groups=2)))) == 4
 
 
-async def test_single_episode_waits_for_its_siblings_only_where_tasks_repeat(
+async def test_single_episode_waits_for_others_of_its_task_only_if_tasks_repeat(
     engine: AsyncEngine,
 ) -> None:
     """Of nineteen named tasks, one episode in ten shares its own with another, or fewer do."""
@@ -273,7 +273,7 @@ async def test_single_episode_waits_for_its_siblings_only_where_tasks_repeat(
     assert tasks(await claimed(engine, of)) == ["again", "twice"]
 
 
-async def test_single_episode_of_repeated_tasks_is_ready_once_it_has_waited(
+async def test_single_episode_among_repeated_tasks_is_claimable_after_max_age(
     engine: AsyncEngine,
 ) -> None:
     await group(engine, "a", 1.0, 0.0)
@@ -281,7 +281,9 @@ async def test_single_episode_of_repeated_tasks_is_ready_once_it_has_waited(
     assert tasks(await claimed(engine, rule(fewest=1, max_age_s=NOW))) == ["a", "b"]
 
 
-async def test_repeats_are_seen_among_consumed_episodes_too(engine: AsyncEngine) -> None:
+async def test_tasks_that_repeat_only_among_consumed_episodes_count_as_repeated(
+    engine: AsyncEngine,
+) -> None:
     for task in ("a", "b"):
         await group(engine, task, 1.0, 0.0)
     first = await claimed(engine, rule())
@@ -347,7 +349,9 @@ async def test_groups_without_a_success_do_not_make_an_update(engine: AsyncEngin
     assert tasks(await claimed(engine, success(least_reward=0.9))) == ["a", "low"]
 
 
-async def test_failures_are_taken_along_or_by_themselves(engine: AsyncEngine) -> None:
+async def test_episodes_without_success_are_claimed_with_successes_or_by_themselves(
+    engine: AsyncEngine,
+) -> None:
     for task in ("low1", "low2"):
         await group(engine, task, 0.0, 0.0)
     await group(engine, "a", 1.0, 0.0)
@@ -395,7 +399,7 @@ async def test_failed_episodes_are_claimed_with_any_failed_reward(
     assert sorted(keys(await claimed(engine, of))) == []
 
 
-async def test_single_successes_are_waited_for(engine: AsyncEngine) -> None:
+async def test_update_waits_for_enough_successes_among_single_episodes(engine: AsyncEngine) -> None:
     of = success(groups=2, **SINGLE)
     await episodes(engine, 1.0, 0.0, None)
     assert await claimed(engine, of) is None
@@ -405,7 +409,9 @@ async def test_single_successes_are_waited_for(engine: AsyncEngine) -> None:
     assert sorted(keys(await claimed(engine, of))) == ["e0-0", "e0-1", "e60-0"]
 
 
-async def test_single_failures_are_consumed_while_successes_wait(engine: AsyncEngine) -> None:
+async def test_single_episodes_without_success_are_consumed_while_successes_wait(
+    engine: AsyncEngine,
+) -> None:
     of = success(groups=2, **SINGLE)
     await episodes(engine, 1.0, 0.0, 0.5, 0.0)
     first = await claimed(engine, of)
@@ -437,7 +443,7 @@ async def test_ready_episodes_count_as_waiting(
         assert await waiting_updates(connection, rule) == updates
 
 
-async def test_without_groups_every_scored_episode_counts(engine: AsyncEngine) -> None:
+async def test_without_groups_every_scored_episode_counts_as_waiting(engine: AsyncEngine) -> None:
     rule = ClaimRule(policy="m", group_size=1, groups=4, max_age_s=1.0)
     async with engine.begin() as connection:
         assert await waiting_updates(connection, rule) == 0

@@ -46,7 +46,9 @@ def counts(found: Live) -> tuple[int, int, int]:
     return found.serving + found.ready, found.held + found.kept, found.coming
 
 
-async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine) -> None:
+async def test_versions_of_all_policies_on_a_model_server_count_for_its_slots(
+    engine: AsyncEngine,
+) -> None:
     await add(engine, "m", ("retired", 9e3), ("rejected", 0.0), ("serving", 5.0), ("written", 5.0))
     await add(engine, "n", ("loaded", 5.0), ("unloaded", 5.0), ("unloaded", 50.0), ("written", 9e3))
     await add(engine, "elsewhere", ("retired", 5.0), ("serving", 5.0), base="another")
@@ -147,7 +149,7 @@ async def test_version_that_lost_the_traffic_first_gives_up_its_slot_first(
     assert (found.serving, found.held, found.kept) == (1, 1, 0)
 
 
-async def test_version_with_episodes_under_way_gives_way_last_and_after_the_bound(
+async def test_version_with_episodes_under_way_gives_up_its_slot_last_and_after_a_time_limit(
     engine: AsyncEngine,
 ) -> None:
     long, short = LONGEST_KEPT_S + 9.0, LONGEST_KEPT_S - 9.0
@@ -184,7 +186,9 @@ async def test_two_trainers_do_not_take_the_last_slot_at_once(engine: AsyncEngin
         await asyncio.wait_for(waiting, 10.0)
 
 
-async def test_trainers_of_other_servers_do_not_wait_for_each_other(engine: AsyncEngine) -> None:
+async def test_trainers_of_different_model_servers_do_not_wait_for_each_others_slots(
+    engine: AsyncEngine,
+) -> None:
     await add(engine, "m")
     await add(engine, "elsewhere", base="another")
     async with engine.connect() as one, engine.connect() as other:
@@ -192,7 +196,7 @@ async def test_trainers_of_other_servers_do_not_wait_for_each_other(engine: Asyn
         await asyncio.wait_for(lock_slots(other, "elsewhere"), 10.0)
 
 
-async def test_only_partners_of_the_policys_set_count_as_ready_partners(
+async def test_only_policies_that_go_live_together_count_as_ready_partners(
     engine: AsyncEngine,
 ) -> None:
     await add(engine, "m", ("serving", 9.0), ("loaded", 5.0))

@@ -102,14 +102,14 @@ async def put(connection: AsyncConnection, state: PolicyState) -> None:
         await set_state(connection, "m", 1, state)
 
 
-def test_each_allowed_change_of_state_has_a_function() -> None:
+def test_each_allowed_change_of_a_versions_state_has_a_function() -> None:
     assert set(MOVES) == {(before, to) for before in ALLOWED for to in ALLOWED[before]}
     assert set(ALLOWED) == set(POLICY_STATES)
     assert len(POLICY_STATES) == 7
 
 
 @pytest.mark.parametrize(("before", "to"), MOVES)
-async def test_each_change_of_state_writes_a_single_event(
+async def test_each_change_of_a_versions_state_writes_a_single_event(
     engine: AsyncEngine, before: PolicyState, to: PolicyState
 ) -> None:
     async with engine.begin() as connection:
@@ -124,7 +124,7 @@ async def test_each_change_of_state_writes_a_single_event(
 
 
 @pytest.mark.parametrize("before", POLICY_STATES)
-async def test_forbidden_change_of_state_is_refused(
+async def test_forbidden_change_of_a_versions_state_is_refused(
     engine: AsyncEngine, before: PolicyState
 ) -> None:
     async with engine.begin() as connection:
@@ -137,7 +137,7 @@ async def test_forbidden_change_of_state_is_refused(
     assert (await states(engine), await told(engine)) == were
 
 
-async def test_event_has_actor_reason_and_evidence(engine: AsyncEngine) -> None:
+async def test_event_of_a_state_change_has_actor_reason_and_evidence(engine: AsyncEngine) -> None:
     proof = {"verdict": "better", "arms": {"canary": {"episodes": 50}}}
     async with engine.begin() as connection:
         await trained(connection, 0)
@@ -174,7 +174,7 @@ async def test_promotion_killed_before_its_commit_changes_nothing(engine: AsyncE
     assert (await states(engine), await told(engine)) == before
 
 
-async def test_failed_event_leaves_the_state_unchanged_even_in_autocommit(
+async def test_event_that_cannot_be_written_leaves_the_state_unchanged_even_in_autocommit(
     engine: AsyncEngine,
 ) -> None:
     async with engine.begin() as connection:
@@ -394,7 +394,9 @@ async def test_training_is_held_until_a_person_lets_another_version_serve(
     await check_told(engine)
 
 
-async def test_share_is_the_canarys_alone_and_ends_with_it(engine: AsyncEngine) -> None:
+async def test_share_of_new_episodes_is_the_canarys_alone_and_ends_with_it(
+    engine: AsyncEngine,
+) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await canary(connection, 1)
@@ -477,7 +479,7 @@ async def test_readers_see_partner_versions_promoted_together(written: AsyncEngi
         assert await serving(looking) == {"checker": 1, "writer": 1}
 
 
-async def test_concurrent_trainers_leave_a_joint_promotion_to_the_next_look(
+async def test_concurrent_trainers_leave_a_joint_promotion_to_a_later_transaction(
     written: AsyncEngine,
 ) -> None:
     async with written.connect() as one, written.connect() as other:
