@@ -139,7 +139,7 @@ async def test_episodes_too_old_after_publishing_are_not_claimed_ahead(
     assert await states(bench) == [("done", 0), ("expired", 1)]
 
 
-async def test_paused_trainer_holds_no_episodes(bench: Bench) -> None:
+async def test_paused_trainer_holds_no_claimed_episodes(bench: Bench) -> None:
     async with bench.working() as loop:
         assert await loop.update_once(looks_ahead=True)
         loop._breaker.doubt("a model server was away, and may be another one now")
@@ -182,7 +182,7 @@ async def test_planned_update_continues_the_moving_baselines(bare: Bench) -> Non
 
 
 @pytest.mark.parametrize(("names", "ahead"), [(["writer"], 8), (["writer", "checker"], 0)])
-async def test_only_a_single_policy_is_claimed_ahead_and_freed_at_the_stop(
+async def test_episodes_are_claimed_ahead_for_a_single_policy_only_and_freed_at_the_stop(
     policies: Policies, monkeypatch: pytest.MonkeyPatch, names: list[str], ahead: int
 ) -> None:
     await policies.fill({"writer": 16})

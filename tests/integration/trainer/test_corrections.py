@@ -151,7 +151,7 @@ async def test_refused_corrections_are_counted_and_explained_by_reason(
     }
 
 
-async def test_recorded_ids_of_another_template_train_no_correction(
+async def test_recorded_token_ids_of_another_chat_template_train_no_correction(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     """Only ids that the policy sampled carry loss, but for a correction at exactly its prompt."""

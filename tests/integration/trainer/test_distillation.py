@@ -74,7 +74,7 @@ async def taught(bare: Bench, teacher: FakeModelServer) -> Bench:
     return bare
 
 
-async def test_any_finished_episode_is_trained_once(taught: Bench) -> None:
+async def test_distillation_trains_any_finished_episode_once(taught: Bench) -> None:
     # Two of three at a time; the one that is going on is left.
     assert await taught.run_once()
     assert not await taught.run_once()
@@ -113,7 +113,7 @@ async def test_training_pauses_with_a_reason_while_the_teacher_is_away(
     await taught.assert_spent_once(2)
 
 
-async def test_trainer_that_starts_before_its_teacher_waits_for_it(
+async def test_trainer_pauses_at_its_start_until_the_teacher_fits(
     taught: Bench, teacher: FakeModelServer
 ) -> None:
     teacher.texts = {8: "words"}
@@ -155,7 +155,7 @@ def probe() -> tuple[str, list[int]]:
         ({"longest": 3}, "m", "maximum context length is 3 tokens"),
     ],
 )
-async def test_teacher_that_cannot_teach_is_refused_by_name(
+async def test_unusable_teacher_is_refused_with_the_reason(
     teacher: FakeModelServer, changes: dict[str, Any], model: str, why: str
 ) -> None:
     for name, value in changes.items():

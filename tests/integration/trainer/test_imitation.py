@@ -72,7 +72,7 @@ async def test_best_episodes_are_trained_and_the_others_are_spent(
     assert not await bench.run_once()
 
 
-async def test_groups_without_spread_are_not_held_back(
+async def test_imitation_trains_groups_without_spread(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 1.0, 1.0)

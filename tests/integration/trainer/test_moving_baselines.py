@@ -50,7 +50,7 @@ async def test_moving_baselines_are_stored_with_the_update_and_continued(bench: 
 
 
 @pytest.mark.parametrize("step", ["before the version exists", "after the version exists"])
-async def test_a_kill_counts_no_return_twice(
+async def test_trainer_killed_in_an_update_counts_no_return_twice_in_the_moving_baselines(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     await bench.run_killed(monkeypatch, STEPS[step])

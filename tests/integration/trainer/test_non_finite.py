@@ -76,7 +76,7 @@ def rule_of(learner: str, steps: int) -> Recipe:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("learner", ["grpo", "ppo"])
 @pytest.mark.parametrize("case", CASES)
-async def test_blamed_episode_is_spent_and_the_others_are_trained(
+async def test_episode_with_a_non_finite_loss_is_spent_and_the_others_are_trained(
     engine: AsyncEngine,
     server: FakeModelServer,
     tmp_path: Path,
@@ -122,7 +122,7 @@ def broken_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> s
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("learner", ["grpo", "ppo", "sft"])
-async def test_failure_without_a_blamed_episode_spends_nothing(
+async def test_non_finite_update_without_a_blamed_episode_spends_no_episode(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, broken_model: str, learner: str
 ) -> None:
     bench = RealBench(engine, server, tmp_path, broken_model, rule_of(learner, 1))

@@ -162,7 +162,9 @@ def test_recomputing_can_be_interrupted(tiny_model: str, tmp_path: Path) -> None
         made.version_logprobs(None, without(rows(), 0))
 
 
-def test_version_of_another_base_is_a_misfit(tiny_model: str, tmp_path: Path) -> None:
+def test_version_of_another_base_model_does_not_fit_the_learner(
+    tiny_model: str, tmp_path: Path
+) -> None:
     one, _ = lineage(tiny_model, tmp_path / "ours")
     made = learner(tiny_model, tmp_path)
     assert made.misfit(one) is None
@@ -192,7 +194,9 @@ async def fill(bench: Bench, name: str, version: int, *, has_logprobs: bool = Fa
     await bench.fill(name, each, policy_version=version)
 
 
-async def test_loop_recomputes_with_the_sampling_version(bench: Bench) -> None:
+async def test_trainer_recomputes_log_probabilities_with_the_version_that_sampled(
+    bench: Bench,
+) -> None:
     await bench.run_once()
     await fill(bench, "u", 1)
     assert await bench.run_once()
@@ -208,7 +212,7 @@ async def test_loop_recomputes_with_the_sampling_version(bench: Bench) -> None:
     assert bench.learner.updates == 4
 
 
-async def test_trained_calls_keep_their_policy_logprobs(bench: Bench) -> None:
+async def test_trained_calls_are_stored_with_the_policys_log_probabilities(bench: Bench) -> None:
     await bench.run_once()
     async with bench.engine.connect() as connection:
         trained = set((await connection.execute(text("SELECT id FROM transitions"))).scalars())
@@ -266,7 +270,7 @@ async def test_a_version_that_cannot_be_read_for_now_is_not_lost(bench: Bench, n
     await bench.assert_spent_once(12)
 
 
-async def test_version_marked_deleted_counts_as_gone(bench: Bench) -> None:
+async def test_version_marked_deleted_counts_as_lost_for_recomputing(bench: Bench) -> None:
     await bench.run_once()
     await fill(bench, "u", 1, has_logprobs=True)
     await bench.run_once()

@@ -20,7 +20,7 @@ from trainer.publishing.model_server import Replicas
 from trainer.scheduler import PolicyWorker
 
 
-async def test_policy_with_the_most_waiting_updates_has_the_turn(
+async def test_policy_with_the_most_waiting_updates_is_trained_next(
     policies: Policies,
 ) -> None:
     # 16 episodes are two updates of the writer's; 6 are three of the checker's.
@@ -41,7 +41,7 @@ async def test_a_policy_that_fails_does_not_stop_the_other(policies: Policies) -
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_trainer_is_ready_once_its_servers_have_passed_their_test(
+async def test_trainer_is_ready_once_its_model_servers_have_passed_the_self_test(
     policies: Policies, fails: bool
 ) -> None:
     begins, is_tested = asyncio.Event(), asyncio.Event()
@@ -113,7 +113,7 @@ async def test_policys_rejected_versions_do_not_stop_another_policy(policies: Po
     ] * 2
 
 
-async def test_policy_held_by_another_trainer_is_passed_over(
+async def test_policy_that_another_trainer_works_on_is_skipped(
     policies: Policies,
 ) -> None:
     await policies.fill({"writer": 8, "checker": 8})
@@ -134,7 +134,7 @@ async def test_failed_policy_can_be_taken_by_another_trainer(policies: Policies)
         await other.invalidate()
 
 
-async def test_slow_start_of_a_policy_lengthens_no_pause(
+async def test_slow_start_of_a_policy_does_not_delay_the_next_look_at_the_store(
     policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may take a minute to come up; the store is looked at as often as before."""
@@ -192,7 +192,9 @@ async def test_a_policy_trains_no_further_while_its_version_waits(together: Poli
     assert await together.updates() == ["writer"]
 
 
-async def test_policy_without_a_version_does_not_hold_another_for_ever(together: Policies) -> None:
+async def test_policy_without_a_version_does_not_keep_its_partner_waiting_for_ever(
+    together: Policies,
+) -> None:
     await together.fill({"writer": 24})
     await together.turns(1)
     together.wait_s = 1e-6
@@ -202,7 +204,7 @@ async def test_policy_without_a_version_does_not_hold_another_for_ever(together:
     assert await together.updates() == ["writer", "writer"]
 
 
-async def test_rejected_version_holds_all_policies_back_until_the_next_version(
+async def test_rejected_version_keeps_partner_policies_waiting_until_the_next_version(
     together: Policies,
 ) -> None:
     await together.fill({"writer": 8, "checker": 2})
@@ -251,7 +253,9 @@ async def test_kill_while_going_live_leaves_no_policy_live_alone(
     assert await together.serving() == {"writer": 1, "checker": 1}
 
 
-async def test_waiting_version_goes_live_by_itself_after_the_group_ends(together: Policies) -> None:
+async def test_waiting_version_goes_live_by_itself_once_policies_need_not_go_live_together(
+    together: Policies,
+) -> None:
     await together.fill({"writer": 8})
     await together.turns(1)
     assert version_folder(together.folder, "writer", 1).exists()

@@ -110,7 +110,7 @@ async def test_tracker_that_fails_stops_no_update_and_is_logged_once(
     assert (await bench.states())[2] == "serving"
 
 
-def test_steps_never_decrease_in_a_run_shared_by_policies(
+def test_tracker_steps_never_decrease_in_a_run_shared_by_policies(
     noted: type[Noted], tmp_path: Path
 ) -> None:
     trackers = Trackers(["noted"], tmp_path, {})

@@ -74,7 +74,7 @@ async def test_three_untrainable_updates_do_not_count_as_without_signal(
 
 
 @pytest.mark.parametrize(("untrainable", "warned"), [(1, []), (2, ["untrained"])])
-async def test_more_than_a_fifth_spent_untrained_is_warned_of(
+async def test_more_than_a_fifth_of_episodes_spent_untrained_is_warned_of(
     engine: AsyncEngine, untrainable: int, warned: list[str]
 ) -> None:
     recipe = Recipe.model_validate(RECIPE | {"claim": {"group_size": 8, "groups": 1}})
@@ -90,7 +90,7 @@ async def test_more_than_a_fifth_spent_untrained_is_warned_of(
 
 
 @pytest.mark.parametrize(("share", "warned"), [(0.1, []), (0.3, ["untrained"])])
-async def test_more_than_a_fifth_without_loss_is_warned_of(
+async def test_more_than_a_fifth_of_calls_without_loss_is_warned_of(
     engine: AsyncEngine, share: float, warned: list[str]
 ) -> None:
     recipe = Recipe.model_validate(RECIPE | {"claim": {"group_size": 8, "groups": 1}})
@@ -163,7 +163,7 @@ def test_collapsing_family_is_named_beside_improving_families() -> None:
     ],
     ids=["none", "too few", "learned", "as wide", "one update"],
 )
-def test_updates_without_lasting_narrowing_and_loss_are_no_collapse(
+def test_updates_without_lasting_narrowing_and_lower_reward_are_no_collapse(
     updates: list[tuple[float, float]],
 ) -> None:
     assert collapse(figures(*updates)) is None
@@ -186,7 +186,9 @@ async def test_collapse_warning_names_the_roll_back_command(engine: AsyncEngine)
     assert ": `pawl policies rollback m` goes back" in found["collapsed"]
 
 
-async def test_a_warning_is_logged_as_it_begins_counted_and_shown(engine: AsyncEngine) -> None:
+async def test_training_warning_is_logged_as_it_begins_counted_and_shown(
+    engine: AsyncEngine,
+) -> None:
     for number in range(3):
         await without_signal(engine, number)
     claiming = Claiming(engine, claim_rule(Recipe.model_validate(RECIPE), "m"), {})
@@ -210,7 +212,7 @@ async def test_a_warning_is_logged_as_it_begins_counted_and_shown(engine: AsyncE
     ],
     ids=["trained", "fixed", "not in the file"],
 )
-async def test_show_warns_of_policies_that_are_trained(
+async def test_policies_show_warns_only_of_trained_policies(
     engine: AsyncEngine, policy: str, shown: str
 ) -> None:
     for number in range(3):

@@ -31,7 +31,7 @@ async def fill(bench: Bench, name: str, held: int, *, has_logprobs: bool = True)
     return [str(made.id) for made in calls[:held]]
 
 
-async def test_loop_checks_the_grammar_of_each_constrained_call(
+async def test_trainer_checks_the_grammar_of_each_constrained_call(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_once()

@@ -13,7 +13,9 @@ BESIDE = 6
 
 
 @pytest.mark.timeout(900)
-def test_random_kills_of_trainer_server_and_controller_break_no_promise(tmp_path: Path) -> None:
+def test_random_kills_of_trainer_model_server_and_controller_change_no_result(
+    tmp_path: Path,
+) -> None:
     found = trainer_kills(tmp_path, KILLS, 3)
     for report in found.values():
         assert broken_promises(report) == []

@@ -11,7 +11,9 @@ UPDATES = 14
 
 
 @pytest.mark.timeout(900)
-def test_trainer_killed_at_every_boundary_makes_the_same_files(tmp_path: Path) -> None:
+def test_trainer_killed_at_every_step_boundary_writes_the_same_version_files(
+    tmp_path: Path,
+) -> None:
     task = Task(tmp_path, UPDATES, 1)
     found = compared(task, lambda run, _: run.kill_at_each_boundary())[BASE]
     for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):

@@ -12,7 +12,9 @@ UPDATES = 4
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shared", [False, True])
-def test_two_policies_killed_at_random_make_the_same_files(tmp_path: Path, shared: bool) -> None:
+def test_trainers_of_two_policies_killed_at_random_write_the_same_version_files(
+    tmp_path: Path, shared: bool
+) -> None:
     """A trainer for each, each killed apart from the other; or one trainer of both."""
     found = trainer_kills(tmp_path, KILLS, 3, policies=2, shared=shared, plain=True)
     for policy in ("writer", "checker"):

@@ -96,7 +96,7 @@ def test_longrope_factors_depend_on_served_context_and_not_on_row_length(
     assert seen[0] != pytest.approx(seen[1], abs=1e-3)
 
 
-def test_weights_that_are_not_stored_are_named(tmp_path: Path) -> None:
+def test_model_folder_that_lacks_weights_is_refused_with_their_names(tmp_path: Path) -> None:
     """A classifier's."""
     folder = write_family(tmp_path, "qwen2")
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(folder)
@@ -141,7 +141,7 @@ def test_truncated_or_misshapen_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "kind"), [("fp8", "qwen2"), ("mxfp4", "gpt_oss")])
-def test_weights_in_few_bits_are_trained_in_the_recipes_precision(
+def test_model_stored_in_few_bits_is_trained_in_the_recipes_precision(
     tmp_path: Path, method: str, kind: str
 ) -> None:
     folder = write_family(tmp_path, kind)

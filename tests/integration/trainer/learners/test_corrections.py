@@ -85,13 +85,17 @@ TRICKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-def test_text_the_server_would_render_differently_is_refused(tokenizer: Any, trick: str) -> None:
+def test_correction_text_that_the_server_would_render_differently_is_refused(
+    tokenizer: Any, trick: str
+) -> None:
     why, text, request = TRICKS[trick]
     assert replied(tokenizer, text, **request) == why
     assert why in get_args(Refusal)
 
 
-def test_prompt_that_differs_from_the_recorded_ids_is_refused(tokenizer: Any) -> None:
+def test_correction_is_refused_if_its_prompt_differs_from_the_recorded_token_ids(
+    tokenizer: Any,
+) -> None:
     """Another template at the server, or a prompt that was cut."""
     ids = prompt_of(tokenizer, ASKED)
     for recorded in (ids[:-1], ids[1:], [*ids, 9], [ids[0] + 1, *ids[1:]], []):

@@ -29,14 +29,14 @@ REHEARSED = [
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_family_is_planned(tmp_path: Path, kind: str) -> None:
+def test_memory_of_each_model_family_is_planned(tmp_path: Path, kind: str) -> None:
     planned = footprint(write_family(tmp_path, kind), FEW)
     way = FAMILIES[kind][1]
     assert (planned.why_no_tree is None, planned.context) == (way == "tree", 4096)
 
 
 @pytest.mark.parametrize("kind", REHEARSED)
-def test_family_is_rehearsed(tmp_path: Path, kind: str) -> None:
+def test_update_of_each_model_family_is_rehearsed(tmp_path: Path, kind: str) -> None:
     """Twenty calls that grow, or drop their thoughts, to 32 times the tokens of a micro-batch."""
     done = rehearse(write_family(tmp_path, kind), FEW, context=2560, turns=20)
     assert done.way == FAMILIES[kind][1]
@@ -58,7 +58,9 @@ def test_updates_gradient_equals_plain_transformers(
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_gradient_equals_whole_rows_in_double_precision(tmp_path: Path, kind: str) -> None:
+def test_gradient_of_each_model_family_equals_whole_rows_in_double_precision(
+    tmp_path: Path, kind: str
+) -> None:
     """In float32 rounding alone comes to 5e-5 of the largest entry with some."""
     made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
     made._model.double()
@@ -68,7 +70,7 @@ def test_gradient_equals_whole_rows_in_double_precision(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1"])
-def test_checkpointed_layers_continue_the_same_states(tmp_path: Path, kind: str) -> None:
+def test_checkpointed_layers_give_the_gradient_of_whole_rows(tmp_path: Path, kind: str) -> None:
     made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
     made._model.double()
     made._model.get_base_model().set_experts_implementation("eager")

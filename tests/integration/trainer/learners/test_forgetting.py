@@ -55,7 +55,7 @@ def test_kl_to_base_is_computed_over_the_whole_vocabulary(
     assert told["kl_to_base"] == pytest.approx(wanted, rel=1e-3)
 
 
-def test_chunked_head_gives_the_same_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kl_by_a_chunked_head_equals_kl_by_the_whole_head(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     own, base, head = torch.randn(7, 5), torch.randn(7, 5), torch.randn(11, 5)
     whole = head_kl(own, base, Head(head))
@@ -76,7 +76,7 @@ def test_unmoved_policy_has_zero_kl_to_base(tiny_model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_training_is_the_same_without_the_meter(
+def test_training_is_the_same_without_measuring_kl_to_the_base(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def train(folder: Path) -> dict[str, bytes]:
@@ -95,7 +95,7 @@ def test_training_is_the_same_without_the_meter(
     assert train(tmp_path / "without") == with_it
 
 
-def test_metered_calls_do_not_depend_on_their_order(
+def test_calls_chosen_to_measure_kl_do_not_depend_on_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = rows(groups=2, members=3)

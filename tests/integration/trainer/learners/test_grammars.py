@@ -50,7 +50,7 @@ def held(grammar: Grammar, stops: tuple[int, ...]) -> Distribution:
 
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_mask_equals_vllms_backend(
+def test_every_grammar_mask_equals_that_of_vllms_backend(
     vllm_own: Any, grammars: Grammars, tokenizer: Any, kind: str
 ) -> None:
     """Of replies that are sampled at random from what the backend allows, to the end and past."""
@@ -108,7 +108,7 @@ def test_grammar_refused_by_xgrammar_is_not_replayed(grammars: Grammars, grammar
     assert grammars.why_not(held(grammar, ()), [5]) == NO_GRAMMAR
 
 
-def test_without_xgrammar_nothing_is_replayed(
+def test_without_xgrammar_no_constrained_reply_is_replayed(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
     real = builtins.__import__
@@ -222,7 +222,7 @@ def test_every_reply_allowed_by_a_schema_is_replayed(
         assert grammars.why_not(asked, changed) == OUTSIDE
 
 
-def test_equal_masks_share_an_object(grammars: Grammars, tokenizer: Any) -> None:
+def test_equal_grammar_masks_share_an_object(grammars: Grammars, tokenizer: Any) -> None:
     reply = tokenizer.encode('{"b": "one two three four five six"}')
     [made] = grammars.with_masks(
         [
@@ -267,7 +267,9 @@ PARTS = st.recursive(
 @given(
     schema=st.dictionaries(st.sampled_from(["type", "allOf", "format", "properties", "x"]), PARTS)
 )
-def test_schemas_for_another_library_are_the_same_as_in_vllm(vllm_own: Any, schema: Any) -> None:
+def test_json_schemas_count_as_unsupported_by_xgrammar_exactly_as_in_vllm(
+    vllm_own: Any, schema: Any
+) -> None:
     try:
         theirs = vllm_own.backend.has_xgrammar_unsupported_json_features(schema)
     except TypeError:
@@ -277,7 +279,7 @@ def test_schemas_for_another_library_are_the_same_as_in_vllm(vllm_own: Any, sche
 
 
 @given(st.lists(st.text(), min_size=1, max_size=3), st.text("ab:=#/\n ", max_size=20))
-def test_choices_become_the_same_grammar_as_in_vllm(
+def test_choice_constraints_become_the_same_grammar_as_in_vllm(
     vllm_own: Any, choices: list[str], text: str
 ) -> None:
     assert ebnf_of(choices) == vllm_own.utils.choice_as_grammar(choices)

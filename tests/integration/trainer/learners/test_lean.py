@@ -71,7 +71,7 @@ def test_adapters_with_dropout_dora_or_bias_keep_their_own_forward() -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_products_are_as_precise_as_their_operands(batch: tuple[int, ...]) -> None:
+def test_matrix_products_are_as_precise_as_their_operands(batch: tuple[int, ...]) -> None:
     settings: Any = torch.backends.mkldnn
     before = settings.matmul.fp32_precision
     left, right = torch.randn(*batch, 192, 64), torch.randn(*batch, 64, 192)

@@ -66,7 +66,7 @@ def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
     assert float(entropy.min()) > 0
 
 
-def test_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
+def test_grpo_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     shake(made)
     batch = rows()
@@ -91,7 +91,7 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Pat
     assert torch.allclose(gradients(made), whole, atol=1e-6)
 
 
-def test_rows_share_of_the_loss_depends_on_weight_and_not_on_length() -> None:
+def test_share_of_a_row_in_the_loss_depends_on_weight_and_not_on_length() -> None:
     tensors = collate(rows(), Accelerator(cpu=True))
     shares = tensors["advantages"].sum(1)
     wanted = torch.tensor([row.advantage * row.weight for row in rows()])
@@ -113,7 +113,7 @@ def test_rewarded_replies_become_likelier(tiny_model: str, tmp_path: Path) -> No
         assert better == (row.advantage > 0.5)
 
 
-def test_update_keeps_the_policys_log_probabilities_before_each_step(
+def test_update_records_the_policys_log_probabilities_before_each_step(
     tiny_model: str, tmp_path: Path
 ) -> None:
     made = learner(tiny_model, tmp_path, steps=2)
@@ -148,7 +148,7 @@ def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -
         assert torch.equal(one, other)
 
 
-def test_going_back_to_the_base_forgets_the_adapter(tiny_model: str, tmp_path: Path) -> None:
+def test_restoring_the_base_model_removes_the_adapter(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     batch = rows()
     base = made.logprobs(batch)
@@ -250,7 +250,7 @@ def test_merged_weights_score_as_the_adapter_does(
     assert torch.allclose(ours, merged, atol=1e-5)
 
 
-def test_weights_are_not_merged_into_another_model(tiny_model: str, tmp_path: Path) -> None:
+def test_adapter_is_not_merged_into_another_base_model(tiny_model: str, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     learner(tiny_model, tmp_path).save(tmp_path / "1")
     other = write_tiny_model(tmp_path / "other", seed=5)
@@ -278,7 +278,9 @@ def common(
     return fmean(math.exp(min(0.0, sum(part))) for part in parts)
 
 
-def test_update_with_too_little_overlap_is_shortened(tiny_model: str, tmp_path: Path) -> None:
+def test_update_step_is_shortened_if_its_overlap_with_the_old_policy_is_too_small(
+    tiny_model: str, tmp_path: Path
+) -> None:
     batch = rows()
     free = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path).update(batch)
     assert free["step_kept"] == 1.0
@@ -292,7 +294,9 @@ def test_update_with_too_little_overlap_is_shortened(tiny_model: str, tmp_path: 
     assert common(after, before) == pytest.approx(metrics["overlap"])
 
 
-def test_overlap_counts_long_replies_in_parts(tiny_model: str, tmp_path: Path) -> None:
+def test_overlap_with_the_old_policy_counts_long_replies_in_parts(
+    tiny_model: str, tmp_path: Path
+) -> None:
     batch = rows()
     made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
     before = made.version_logprobs(None, batch)
@@ -303,7 +307,7 @@ def test_overlap_counts_long_replies_in_parts(tiny_model: str, tmp_path: Path) -
     assert whole < by_part - 1e-3 < by_token - 2e-3
 
 
-def test_overlap_is_measured_on_short_replies_behind_long_prompts(
+def test_overlap_with_the_old_policy_is_measured_on_short_replies_behind_long_prompts(
     tiny_model: str, tmp_path: Path
 ) -> None:
     """Two of these rows have as many tokens as the KL to the base is measured on."""
@@ -318,7 +322,7 @@ def test_overlap_is_measured_on_short_replies_behind_long_prompts(
     assert metrics["overlap"] == pytest.approx(common(made._row_logprobs(batch), before), abs=1e-4)
 
 
-def test_small_update_is_kept_whole(tiny_model: str, tmp_path: Path) -> None:
+def test_update_step_with_enough_overlap_is_not_shortened(tiny_model: str, tmp_path: Path) -> None:
     made = Learner(tiny_model, within(0.98, rate=1e-4), seed=0, scratch=tmp_path)
     metrics = made.update(rows())
     assert metrics["step_kept"] == 1.0

@@ -83,7 +83,7 @@ def test_layers_are_checkpointed_under_any_list_name(
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_attempt_that_ran_out_of_memory_leaves_no_trace(
+def test_update_attempt_that_ran_out_of_memory_leaves_no_trace(
     tiny_model: str, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm, short = (learner(tiny_model, tmp_path, name) for _ in range(2))
@@ -104,7 +104,7 @@ def test_attempt_that_ran_out_of_memory_leaves_no_trace(
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_a_failed_attempt_holds_no_memory_in_the_next(
+def test_failed_update_attempt_holds_no_memory_in_the_next_attempt(
     tiny_model: str, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = learner(tiny_model, tmp_path, name)
@@ -130,7 +130,7 @@ def test_a_failed_attempt_holds_no_memory_in_the_next(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_half_a_step_is_undone(
+def test_half_applied_optimizer_step_is_undone(
     tiny_model: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm, short = (learner(tiny_model, tmp_path, name) for _ in range(2))
@@ -237,7 +237,7 @@ def ten_times(row: Row) -> Row:
     return msgspec.structs.replace(row, prompt_ids=prompt)
 
 
-def test_a_row_ten_times_the_budget_costs_its_own_episode(
+def test_row_ten_times_too_long_is_blamed_on_its_own_episode_alone(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = max(len(row.ids) for row in rows())
@@ -261,7 +261,7 @@ def test_a_row_ten_times_the_budget_costs_its_own_episode(
 
 
 @pytest.mark.parametrize("stage", ["view", "training"])
-def test_a_row_too_long_for_ppo_costs_its_own_episode(
+def test_row_too_long_for_ppo_is_blamed_on_its_own_episode_alone(
     tiny_model: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it could be looked at before: that takes less memory than training on it."""
@@ -283,7 +283,7 @@ def test_a_row_too_long_for_ppo_costs_its_own_episode(
     made.restore(None)
 
 
-def test_a_row_too_long_to_be_scored_costs_its_own_episode(
+def test_row_too_long_to_be_scored_is_blamed_on_its_own_episode_alone(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log-probabilities are not known: it cannot be tried by training on it."""

@@ -64,7 +64,9 @@ def test_packed_base_has_the_same_hash_as_the_whole_base(tiny_model: str, bits: 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_planned_weights_equal_the_packed_base(tiny_model: str, bits: int) -> None:
+def test_planned_memory_of_weights_equals_that_of_the_packed_base(
+    tiny_model: str, bits: int
+) -> None:
     base = load_base(tiny_model, packed(bits))[0]
     kept = [*base.parameters()]
     for weight in base.parameters():
@@ -84,7 +86,7 @@ def test_linear_layers_of_mamba_are_packed_and_the_head_is_not(tmp_path: Path) -
     assert [kinds[name] for name in names] == ["Linear4bit", "Linear4bit", "Linear4bit", "Linear"]
 
 
-def test_impossible_packing_is_refused_with_the_reason(
+def test_packing_of_an_unpackable_base_is_refused_with_the_reason(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_family(tmp_path, "qwen3_moe")

@@ -50,7 +50,7 @@ def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_plan_of_a_model_of_8b_agrees_with_the_hand_calculation(qwen3_8b: Path) -> None:
+def test_memory_plan_of_a_model_of_8b_agrees_with_the_hand_calculation(qwen3_8b: Path) -> None:
     """The figures of docs/howto/plan-memory.md."""
     asked = ["plan", str(qwen3_8b), *ON_A_CARD, "--context", "32768", "--json"]
     done = CliRunner().invoke(app, asked)
@@ -263,11 +263,11 @@ def gpus(count: int, own: str = "") -> str:
         ),
     ],
 )
-def test_each_plan_gets_its_advice(plan: MemoryPlan, advice: list[str]) -> None:
+def test_each_memory_plan_gets_its_advice(plan: MemoryPlan, advice: list[str]) -> None:
     assert list(plan.advice) == advice
 
 
-def test_followed_advice_is_accepted_and_gone_from_the_next_plan() -> None:
+def test_followed_advice_is_accepted_and_gone_from_the_next_memory_plan() -> None:
     """Whoever follows one of the ways, and plans again, has that line no more."""
     followed = set[str]()
     cases = product(
@@ -308,7 +308,7 @@ def test_followed_advice_is_accepted_and_gone_from_the_next_plan() -> None:
     assert followed >= {"lower PAWL_MAX_MODEL_LEN", "2 GPUs"}
 
 
-def test_gpus_of_a_trainer_share_the_layers_alone(qwen3_8b: Path) -> None:
+def test_gpus_of_a_trainer_share_only_the_layers_of_the_model(qwen3_8b: Path) -> None:
     """Embeddings and head are whole in each, and one layer twice while it is computed."""
     plans = []
     for more in ([], ["--gpus", "4"]):
@@ -324,7 +324,7 @@ def test_gpus_of_a_trainer_share_the_layers_alone(qwen3_8b: Path) -> None:
     assert (four["gpus"], longer) == (4, pytest.approx(saved, rel=0.01))
 
 
-def test_gpus_without_their_memory_are_refused(
+def test_plan_for_gpus_without_their_memory_size_is_refused(
     qwen3_8b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -374,7 +374,7 @@ def test_plan_without_a_gpu_uses_this_machines_memory(
     assert made["advice"] == []
 
 
-def test_model_without_a_configuration_is_named(tmp_path: Path) -> None:
+def test_plan_of_a_model_without_a_configuration_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(LearnerError, match=r"cannot be planned: .*config.json"):
         footprint(str(tmp_path), recipe())
 
@@ -417,7 +417,7 @@ def test_only_as_many_layers_are_checkpointed_as_needed(
         assert not decoder.get_input_embeddings()._forward_hooks
 
 
-def test_take_less_halves_micro_batches_and_checkpoints_layers(
+def test_take_less_halves_the_micro_batch_tokens_and_checkpoints_layers(
     tiny_model: str, tmp_path: Path
 ) -> None:
     made = Learner(tiny_model, recipe(micro_batch_tokens=256), seed=0, scratch=tmp_path)
@@ -452,7 +452,7 @@ def test_update_on_a_cpu_is_cut_into_micro_batches_that_fit(
         assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_calls_too_long_for_a_cpu_cost_their_own_episodes(
+def test_calls_too_long_for_a_cpu_are_blamed_on_their_own_episodes_alone(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
@@ -475,7 +475,7 @@ def test_calls_too_long_for_a_cpu_cost_their_own_episodes(
         made.update(batch)
 
 
-def test_free_cpu_memory_is_the_containers_minus_a_tenth(
+def test_free_cpu_memory_is_that_of_the_container_minus_a_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meminfo = tmp_path / "meminfo"
@@ -506,7 +506,7 @@ def test_model_that_cannot_be_planned_is_trained(
     assert said["reason"] == "ValueError: its kernels want a GPU"
 
 
-def test_no_process_uses_a_plan_that_another_lacks(
+def test_no_training_process_uses_a_memory_plan_that_another_lacks(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_another(_: Processes, own: object) -> list[object]:
@@ -575,7 +575,7 @@ def test_rehearsal_of_the_longest_row_corrects_the_plan(
     assert made.update(rows())["loss"] == new.update(rows())["loss"]
 
 
-def test_rehearsal_of_a_bounded_row_may_fail(
+def test_failed_rehearsal_of_a_bounded_row_is_logged_and_training_goes_on(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, new = (Learner(tiny_model, recipe(), seed=0, scratch=tmp_path) for _ in range(2))
@@ -600,7 +600,7 @@ def test_rehearsal_of_a_bounded_row_may_fail(
 
 @pytest.mark.usefixtures("short_plan")
 @pytest.mark.parametrize("kind", sorted(OTHERS.keys() - {"dbrx", "gpt2", "gptj", "longcat_flash"}))
-def test_other_families_are_planned(tmp_path: Path, kind: str) -> None:
+def test_memory_of_other_model_families_is_planned(tmp_path: Path, kind: str) -> None:
     """Among them layers that share keys and values, and masks that go by a name."""
     write_family(tmp_path, kind)
     planned = footprint(str(tmp_path), recipe())

@@ -102,7 +102,7 @@ def plain_ppo_loss(model: Any, batch: list[Row], chosen: Recipe, targets: Any) -
     return total
 
 
-def test_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
+def test_ppo_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
     chosen = ppo_recipe(gae_lambda=1.0)
     made = learner(tiny_model, tmp_path, chosen)
     made._model.double()
@@ -155,7 +155,9 @@ def test_untrained_critic_gives_all_tokens_of_a_success_equal_advantage() -> Non
     assert all(value == pytest.approx(1.0) for own in found[20:] for value in own)
 
 
-def test_the_critic_does_not_move_the_policy(tiny_model: str, tmp_path: Path) -> None:
+def test_critic_loss_has_no_gradient_in_the_policys_weights(
+    tiny_model: str, tmp_path: Path
+) -> None:
     made = learner(tiny_model, tmp_path, ppo_recipe())
     stir(made)
     batch = begin(made, rows())
@@ -187,7 +189,9 @@ def test_critic_learns_to_predict_returns(tiny_model: str, tmp_path: Path) -> No
     assert figures[-1]["value_loss"] < 0.5 * figures[0]["value_loss"]
 
 
-def test_the_scale_of_rewards_changes_nothing(tiny_model: str, tmp_path: Path) -> None:
+def test_scale_of_rewards_with_their_range_does_not_change_ppo_training(
+    tiny_model: str, tmp_path: Path
+) -> None:
     seen = {}
     for scale in (0.05, 1.0, 100.0):
         publish = PublishOptions(reward_range=(0.0, scale), margin=scale / 20)
@@ -241,7 +245,7 @@ def test_grpo_and_ppo_continue_each_others_versions(
     assert math.isfinite(continued.update(rows(1))["loss"])
 
 
-def test_going_back_to_the_base_forgets_the_critic(tiny_model: str, tmp_path: Path) -> None:
+def test_restoring_the_base_model_resets_the_critic(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path, ppo_recipe())
     made.update(rows())
     made.restore(None)
@@ -249,7 +253,9 @@ def test_going_back_to_the_base_forgets_the_critic(tiny_model: str, tmp_path: Pa
     assert "lora_A" not in " ".join(name for name, _ in made._model.value_head.named_modules())
 
 
-def test_the_reference_is_the_base_model(tiny_model: str, tmp_path: Path) -> None:
+def test_reference_log_probabilities_of_kl_are_the_base_models(
+    tiny_model: str, tmp_path: Path
+) -> None:
     made = learner(tiny_model, tmp_path, ppo_recipe(kl=KlOptions(coefficient=0.1)))
     batch = rows()
     base = made.logprobs([msgspec.structs.replace(row, distribution=PLAIN) for row in batch])
@@ -296,7 +302,7 @@ def test_kl_in_the_loss_is_k3_weighted_by_rows_and_ratios(
     )
 
 
-def test_grpo_pays_for_kl_in_its_advantages(tiny_model: str, tmp_path: Path) -> None:
+def test_grpo_subtracts_the_kl_cost_from_its_advantages(tiny_model: str, tmp_path: Path) -> None:
     rule = KlOptions(coefficient=0.3, place="reward")
     made = learner(tiny_model, tmp_path, recipe().model_copy(update={"kl": rule}))
     shake(made)
@@ -315,7 +321,9 @@ def test_grpo_pays_for_kl_in_its_advantages(tiny_model: str, tmp_path: Path) -> 
     assert loss == pytest.approx(float(plain.detach()), abs=1e-5)
 
 
-def test_ppo_pays_for_kl_token_by_token(tiny_model: str, tmp_path: Path) -> None:
+def test_ppo_subtracts_the_kl_cost_from_the_reward_token_by_token(
+    tiny_model: str, tmp_path: Path
+) -> None:
     rule = KlOptions(coefficient=0.3, place="reward")
     chosen = ppo_recipe(kl=rule, gae_lambda=1.0)
     made = learner(tiny_model, tmp_path, chosen)

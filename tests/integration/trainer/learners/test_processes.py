@@ -159,7 +159,7 @@ def test_model_that_cannot_be_trained_ends_all_processes_with_its_reason(tmp_pat
     assert "pawl: the model '/nowhere' cannot be loaded" in done.stderr
 
 
-def test_rank_short_of_memory_raises_instead_of_refusing(
+def test_training_process_short_of_memory_raises_instead_of_refusing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may give some back: all processes begin anew."""

@@ -102,7 +102,7 @@ def made(
     top_k=st.sampled_from([0, 40]),
     version=st.sampled_from([0, 1, 2]),
 )
-def test_any_reply_has_the_log_probabilities_of_a_dense_masked_reference(
+def test_any_reply_under_a_grammar_is_recomputed_as_by_a_dense_masked_reference(
     made: Learner,
     versions: list[Path],
     which: str,
@@ -142,7 +142,7 @@ def test_any_reply_has_the_log_probabilities_of_a_dense_masked_reference(
     assert all(ours[0] > float(one[0]) for ours, one in zip(found, plain, strict=False))
 
 
-def test_recomputing_masked_rows_does_not_change_the_following_update(
+def test_recomputing_rows_under_a_grammar_does_not_change_the_following_update(
     tiny_model: str, tmp_path: Path
 ) -> None:
     one, two = lineage(tiny_model, tmp_path)

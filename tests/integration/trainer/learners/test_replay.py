@@ -223,7 +223,7 @@ def plain_survivors(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", EACH)
-def test_scores_and_gradient_equal_a_plain_loop(
+def test_replayed_scores_and_gradient_equal_a_plain_loop(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     be_deterministic()
@@ -272,7 +272,7 @@ def largest(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize(
     ("settings_", "least"), [({"top_k": 2}, 2), ({"top_p": 0.4}, 1), ({"min_p": 0.9}, 2)]
 )
-def test_a_sampled_token_past_an_edge_joins_the_survivors(
+def test_sampled_token_just_outside_top_k_top_p_or_min_p_keeps_a_probability(
     settings_: dict[str, Any], least: int
 ) -> None:
     """Server and trainer round differently: what was sampled had a probability."""
@@ -286,7 +286,7 @@ def test_a_sampled_token_past_an_edge_joins_the_survivors(
     assert float(found.shares) == pytest.approx(1 - float(found.logprobs.exp()))
 
 
-def test_equal_logits_at_an_edge_all_survive() -> None:
+def test_tokens_with_equal_logits_at_the_cutoff_of_top_k_top_p_or_min_p_all_stay() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     for settings_ in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 1.0}):
         one = row([0], [2], msgspec.structs.replace(PLAIN, **settings_))
@@ -297,7 +297,7 @@ def test_equal_logits_at_an_edge_all_survive() -> None:
         assert float(found.entropies) == pytest.approx(math.log(3))
 
 
-def test_sampled_token_is_certain_if_no_token_survives() -> None:
+def test_sampled_token_has_probability_1_if_the_settings_exclude_all_tokens() -> None:
     """A ledger may say so; nothing becomes infinite or NaN of it."""
     only = msgspec.structs.replace(
         PLAIN, allowed_token_ids=(1,), min_tokens=5, stop_token_ids=(1,), top_p=0.9

@@ -74,7 +74,7 @@ def test_merged_and_separate_rows_are_replayed_alike(merging: Any, plain: Any, s
     assert largest_difference(gradient(merging), gradient(plain)) < 1e-5
 
 
-def test_rows_that_were_sampled_alike_share_their_logits() -> None:
+def test_rows_of_equal_prefix_and_sampling_settings_share_their_logits() -> None:
     card = made("a model's card")
     looking = made("presence_penalty")
     batch = [
@@ -115,7 +115,7 @@ def vllm_ids() -> Callable[..., tuple[Any, Any]]:
     return found
 
 
-def test_words_and_stops_have_the_ids_that_vllm_gives_them(
+def test_banned_words_and_stop_tokens_have_the_token_ids_that_vllm_gives_them(
     vllm_ids: Callable[..., tuple[Any, Any]], tiny_model: str, tmp_path: Path
 ) -> None:
     tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
@@ -140,7 +140,7 @@ def ways() -> list[Distribution]:
     return [made("a model's card"), made("repetition_penalty"), unheld]
 
 
-def test_every_way_of_computing_makes_the_same_update(
+def test_every_way_of_computing_rows_makes_the_same_replayed_update(
     tiny_model: str, tmp_path: Path, ways: list[Distribution]
 ) -> None:
     batch = [
@@ -150,7 +150,9 @@ def test_every_way_of_computing_makes_the_same_update(
     by_every_way(tiny_model, recipe, batch, tmp_path)
 
 
-def test_rows_sampled_from_survivors_do_not_drift(tiny_model: str, tmp_path: Path) -> None:
+def test_rows_sampled_from_truncated_distributions_have_no_drift(
+    tiny_model: str, tmp_path: Path
+) -> None:
     """Log-probabilities of the shaped distribution are the policy's own: no ratio is not 1."""
     tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     card = sampled_as(rows(), made("a model's card"))
@@ -166,7 +168,7 @@ def test_rows_sampled_from_survivors_do_not_drift(tiny_model: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("learner", ["grpo", "ppo"])
-def test_kl_to_the_base_compares_shaped_distributions(
+def test_kl_to_the_base_compares_distributions_under_the_sampling_settings(
     tiny_model: str, tmp_path: Path, learner: str
 ) -> None:
     kl = KlOptions(coefficient=0.1)

@@ -49,7 +49,7 @@ def dense_loss(model: Any, batch: list[Row]) -> torch.Tensor:
     return total
 
 
-def test_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path: Path) -> None:
+def test_sft_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     batch = imitated()
     ours = made._trainer.loss_of(batch)
@@ -62,11 +62,13 @@ def test_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path: Pa
     assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
 
 
-def test_every_way_of_computing_makes_the_same_update(tiny_model: str, tmp_path: Path) -> None:
+def test_every_way_of_computing_rows_makes_the_same_sft_update(
+    tiny_model: str, tmp_path: Path
+) -> None:
     by_every_way(tiny_model, sft_recipe, imitated(), tmp_path)
 
 
-def test_prompt_tokens_have_no_gradient(tiny_model: str, tmp_path: Path) -> None:
+def test_prompt_tokens_carry_no_gradient_of_the_sft_loss(tiny_model: str, tmp_path: Path) -> None:
     """At the LM head, whose input each token's loss goes through."""
     made = learner(tiny_model, tmp_path, ways=("whole",))
     (row,) = batch = [msgspec.structs.replace(imitated()[0], weight=1.0)]
@@ -86,7 +88,7 @@ def test_prompt_tokens_have_no_gradient(tiny_model: str, tmp_path: Path) -> None
     assert moved.tolist() == [False] * prompt + [True] * len(row.sampled_ids)
 
 
-def test_loss_ignores_log_probabilities_and_advantages(tiny_model: str, tmp_path: Path) -> None:
+def test_sft_loss_ignores_log_probabilities_and_advantages(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path)
     batch = imitated()
     other = [

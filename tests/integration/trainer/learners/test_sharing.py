@@ -119,7 +119,7 @@ def test_failed_restore_leaves_no_trace_in_another_policy(
     assert bytes_of(folder / "writer") == by_themselves["writer"]
 
 
-def test_an_update_that_is_stopped_half_way_leaves_no_trace_in_another(
+def test_update_that_is_stopped_half_way_leaves_no_trace_in_another_policy(
     tiny_model: str, tmp_path: Path, by_themselves: dict[str, dict[str, bytes]]
 ) -> None:
     base = Base(tiny_model, RECIPES["writer"])
@@ -136,7 +136,7 @@ def test_an_update_that_is_stopped_half_way_leaves_no_trace_in_another(
     assert bytes_of(folder / "writer") == by_themselves["writer"]
 
 
-def test_learner_without_the_base_keeps_no_adapter_or_moments(
+def test_learner_without_the_shared_base_holds_no_adapter_or_optimizer_moments(
     tiny_model: str, tmp_path: Path
 ) -> None:
     base = Base(tiny_model, RECIPES["writer"])

@@ -90,7 +90,7 @@ def backend(vllm_own: Any, tokenizer: Any) -> Any:
 @pytest.mark.parametrize("one_call", [False, True])
 @pytest.mark.parametrize("choice", ["auto", "required", "forced"])
 @pytest.mark.parametrize("model", sorted(set(TAGS.values())))
-def test_every_mask_of_a_tool_call_equals_vllms_backend(
+def test_every_grammar_mask_of_a_tool_call_equals_that_of_vllms_backend(
     vllm_own: Any,
     backend: Any,
     grammars: Grammars,
@@ -127,7 +127,9 @@ def test_every_mask_of_a_tool_call_equals_vllms_backend(
         assert len(set(masks)) > 3
 
 
-def test_only_replies_allowed_by_the_tool_tag_fit(grammars: Grammars, tokenizer: Any) -> None:
+def test_only_replies_allowed_by_the_tool_tag_are_replayed(
+    grammars: Grammars, tokenizer: Any
+) -> None:
     end = tokenizer.eos_token_id
 
     def why(text: str, said: ToolTag) -> str | None:

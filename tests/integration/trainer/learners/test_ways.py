@@ -63,7 +63,7 @@ def plain() -> Any:
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000), way=st.sampled_from(WAYS))
-def test_gradient_and_scores_equal_whole_rows(
+def test_gradient_and_scores_of_each_way_of_computing_equal_whole_rows(
     merging: Any, plain: Any, seed: int, way: Way
 ) -> None:
     made = random_tree(seed, TINY.vocab_size)
@@ -80,7 +80,9 @@ def test_gradient_and_scores_equal_whole_rows(
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 9), most=st.integers(1, 400))
-def test_every_query_sees_exactly_its_ancestors(seed: int, size: int, most: int) -> None:
+def test_every_token_attends_to_exactly_its_ancestors_in_the_prefix_tree(
+    seed: int, size: int, most: int
+) -> None:
     tree = build_tree([row.inputs for row in random_tree(seed, 3)])
     ancestors = {node: set(path[: i + 1]) for path in tree.paths for i, node in enumerate(path)}
     queries = []
@@ -95,7 +97,9 @@ def test_every_query_sees_exactly_its_ancestors(seed: int, size: int, most: int)
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 9))
-def test_runs_of_a_batch_cover_exactly_the_visible_keys(seed: int, size: int) -> None:
+def test_key_runs_of_an_attention_batch_cover_exactly_the_visible_keys(
+    seed: int, size: int
+) -> None:
     tree = build_tree([row.inputs for row in random_tree(seed, 3)])
     for batch in batch_blocks(blocks_of(tree, size)):
         found: list[list[int]] = [[] for _ in batch.keys]
@@ -109,7 +113,7 @@ def test_runs_of_a_batch_cover_exactly_the_visible_keys(seed: int, size: int) ->
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10_000))
-def test_gpu_mask_equals_the_trees_mask(seed: int) -> None:
+def test_gpu_attention_mask_equals_the_prefix_trees_mask(seed: int) -> None:
     rows = [row.inputs * 12 for row in random_tree(seed, 3)]
     tree = padded(build_tree(rows), 256)
     end, size = torch.tensor(tree.end), len(tree.tokens)
@@ -124,7 +128,7 @@ def test_gpu_mask_equals_the_trees_mask(seed: int) -> None:
         assert torch.equal(getattr(found, name), getattr(wanted, name))
 
 
-def test_padding_nodes_are_visible_only_to_themselves() -> None:
+def test_padding_nodes_of_the_prefix_tree_are_visible_only_to_themselves() -> None:
     tree = build_tree([[1, 2], [1, 3]])
     full = padded(tree, 8)
     assert len(full.tokens) == 8
@@ -143,7 +147,7 @@ def test_padding_nodes_are_visible_only_to_themselves() -> None:
     ],
     ids=["plain", "capped", "scaled", "biased"],
 )
-def test_chunked_head_equals_the_whole_head(
+def test_chunked_lm_head_equals_the_whole_lm_head(
     monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -181,7 +185,7 @@ def adapted(base: Any) -> Any:
     return get_peft_model(base, config).eval()
 
 
-def test_model_with_a_window_is_computed_by_stretches_instead_of_a_tree() -> None:
+def test_model_with_a_sliding_window_is_computed_by_stretches_instead_of_a_tree() -> None:
     shape = TINY.to_dict() | {"model_type": "mistral"}
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
     config = MistralConfig(**{name: shape[name] for name in names}, sliding_window=4)
@@ -203,7 +207,7 @@ def test_model_with_a_window_is_computed_by_stretches_instead_of_a_tree() -> Non
 @pytest.mark.parametrize(
     ("family", "window"), [("gemma3_text", "sliding_window"), ("llama4", "attention_chunk_size")]
 )
-def test_way_that_ignores_a_long_window_is_passed_over(
+def test_way_of_computing_that_ignores_a_long_attention_window_is_not_chosen(
     family: str, window: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(write_family(tmp_path, family))
@@ -223,7 +227,7 @@ def test_way_that_ignores_a_long_window_is_passed_over(
     assert getattr(config, window) == 4096
 
 
-def test_unknown_head_is_computed_by_the_model_itself() -> None:
+def test_unknown_lm_head_is_computed_by_the_model_itself() -> None:
     """A head that is scaled behind the matrix: nothing in the configuration says so."""
     base = LlamaForCausalLM(copy.deepcopy(TINY))
     base.lm_head.register_forward_hook(lambda _, __, logits: logits * 3.0)
@@ -244,7 +248,7 @@ def test_unknown_head_is_computed_by_the_model_itself() -> None:
     ],
     ids=["attention", "memory", "compiler", "chain", "head"],
 )
-def test_failing_way_is_logged_and_the_next_way_trains(
+def test_failing_way_of_computing_is_logged_and_the_next_way_trains(
     tiny_model: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -264,7 +268,7 @@ def test_failing_way_is_logged_and_the_next_way_trains(
     assert all(str(error) in line["reason"] for line in logs if "way" in line)
 
 
-def test_every_way_of_computing_makes_the_same_update(tiny_model: str, tmp_path: Path) -> None:
+def test_every_way_of_computing_rows_makes_the_same_update(tiny_model: str, tmp_path: Path) -> None:
     system = range(2, 72)
     alike = [msgspec.structs.replace(r, prompt_ids=(*system, *r.prompt_ids)) for r in rows()]
     roomy = partial(recipe, micro_batch_tokens=256)

@@ -199,7 +199,7 @@ async def test_versions_that_training_can_continue_from_keep_their_files(bench: 
 # A version that serves at once has a control, if the recipe gives it a share.
 
 
-async def test_each_version_serves_at_once_and_the_base_model_stays_as_its_control(
+async def test_immediate_version_serves_at_once_and_the_base_model_stays_as_its_control(
     bare: Bench,
 ) -> None:
     await bare.update("t", "u")
@@ -234,7 +234,7 @@ async def update_at(bench: Bench, *kls: float | None) -> None:
 
 
 @pytest.mark.parametrize(("mode", "next_state"), [("immediate", "serving"), ("canary", "loaded")])
-async def test_version_too_far_from_the_base_is_rejected_with_the_figures(
+async def test_version_too_far_from_the_base_is_rejected_with_its_kl_and_the_bound(
     bare: Bench, mode: str, next_state: str
 ) -> None:
     bare.change("publish", mode=mode, most_kl_to_base=0.2)

@@ -212,7 +212,7 @@ async def test_disk_keeps_at_most_twenty_of_ten_thousand_versions(disk: Disk) ->
     assert there == {0, *disk.there()}
 
 
-async def test_version_promoted_again_is_kept_as_the_rollback_target(disk: Disk) -> None:
+async def test_files_of_a_version_promoted_again_stay_as_the_rollback_target(disk: Disk) -> None:
     await serve(disk, 1, 2, 3)
     await disk.end(1, good=True)
     await disk.write(1, 4)
@@ -226,7 +226,7 @@ async def test_version_promoted_again_is_kept_as_the_rollback_target(disk: Disk)
         assert (await rollback_target(connection, "m")).version == 1
 
 
-async def test_retired_versions_are_kept_more_sparsely_with_age(disk: Disk) -> None:
+async def test_files_of_retired_versions_are_kept_more_sparsely_with_age(disk: Disk) -> None:
     """A bad release may be found long after it began: there is something to go back to."""
     for number in range(1, 41):
         await disk.write(number - 1, number)
@@ -249,7 +249,9 @@ async def test_retired_versions_are_kept_more_sparsely_with_age(disk: Disk) -> N
     assert versions[40].files_deleted
 
 
-async def test_last_served_version_is_kept_after_the_base_model_serves_again(disk: Disk) -> None:
+async def test_files_of_the_last_served_version_stay_after_the_base_model_serves_again(
+    disk: Disk,
+) -> None:
     await serve(disk, 1, 2, 3, 4)
     await disk.end(0, good=True)
     await disk.unload()
@@ -257,7 +259,7 @@ async def test_last_served_version_is_kept_after_the_base_model_serves_again(dis
     assert disk.there() == [1, 2, 4]
 
 
-async def test_control_is_kept_after_many_later_versions(disk: Disk) -> None:
+async def test_files_of_the_control_stay_after_many_later_versions(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     async with disk.engine.begin() as connection:
         await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 2"))
@@ -267,7 +269,7 @@ async def test_control_is_kept_after_many_later_versions(disk: Disk) -> None:
     assert disk.states() == [2, 4]
 
 
-async def test_version_loaded_on_any_server_is_kept(disk: Disk) -> None:
+async def test_files_of_a_version_loaded_on_any_server_stay(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     disk.server.loaded["m@2"] = "/a/2"
@@ -281,7 +283,7 @@ async def test_version_loaded_on_any_server_is_kept(disk: Disk) -> None:
     assert disk.there() == [1, 3, 4]
 
 
-async def test_recently_unloaded_version_is_kept(disk: Disk) -> None:
+async def test_files_of_a_recently_unloaded_version_stay(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:
@@ -291,7 +293,7 @@ async def test_recently_unloaded_version_is_kept(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("part", [False, True])
-async def test_a_version_stays_while_an_episode_waits_for_its_log_probabilities(
+async def test_files_of_a_version_stay_while_an_episode_waits_for_its_log_probabilities(
     disk: Disk, part: bool
 ) -> None:
     await serve(disk, 1, 2, 3, 4, 5, 6)
@@ -322,7 +324,7 @@ async def test_a_version_stays_while_an_episode_waits_for_its_log_probabilities(
     assert disk.there() == [1, 3, 5, 6]
 
 
-async def test_nothing_is_deleted_under_a_running_update(disk: Disk) -> None:
+async def test_no_version_files_are_deleted_during_a_running_update(disk: Disk) -> None:
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:
@@ -335,7 +337,7 @@ async def test_nothing_is_deleted_under_a_running_update(disk: Disk) -> None:
     assert disk.there() == [1, 3, 4]
 
 
-async def test_files_marked_before_a_kill_are_removed_later(
+async def test_version_files_marked_deleted_before_a_kill_are_removed_later(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await serve(disk, 1, 2, 3, 4)

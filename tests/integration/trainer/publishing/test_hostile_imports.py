@@ -210,7 +210,7 @@ async def test_hostile_adapter_is_refused_in_a_line_and_leaves_nothing(
         },
     ],
 )
-async def test_layer_patterns_in_the_config_are_ignored(
+async def test_layer_patterns_in_an_imported_adapters_config_are_ignored(
     bench: Bench, harmless: dict[str, Any]
 ) -> None:
     before = load_file(bench.adapter / WEIGHTS)

@@ -68,14 +68,18 @@ async def answering(make: Callable[[], web.Response]) -> AsyncIterator[ModelServ
 
 
 @pytest.mark.parametrize("said", OF_PROMPT)
-async def test_a_server_without_log_probabilities_of_prompts_is_named(said: str) -> None:
+async def test_model_server_without_prompt_log_probabilities_is_refused_with_the_fields_name(
+    said: str,
+) -> None:
     async with answering(OF_PROMPT[said]) as server:
         with pytest.raises(PublishError, match="prompt_logprobs"):
             await server.prompt_logprobs("m", IDS)
 
 
 @pytest.mark.parametrize("said", OF_SAMPLE)
-async def test_a_server_without_sampled_token_ids_is_named(said: str) -> None:
+async def test_model_server_without_sampled_token_ids_is_refused_with_the_fields_name(
+    said: str,
+) -> None:
     async with answering(OF_SAMPLE[said]) as server:
         with pytest.raises(PublishError, match="return_token_ids"):
             await server.sample("m", IDS, 2.0, 2)
@@ -87,7 +91,7 @@ async def test_token_texts_are_none_if_the_answer_is_malformed(answer: str) -> N
         assert await server.token_texts("m", IDS) is None
 
 
-async def test_log_probabilities_and_sampled_ids_are_read() -> None:
+async def test_log_probabilities_and_sampled_token_ids_of_a_model_server_are_read() -> None:
     async with answering(lambda: of_prompt(-1.0, -2.0)) as server:
         assert await server.prompt_logprobs("m", IDS) == [-1.0, -2.0]
         tails = [await server.last_logprobs("m", IDS, count) for count in range(3)]

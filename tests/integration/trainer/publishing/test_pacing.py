@@ -185,7 +185,7 @@ async def test_trainer_that_was_killed_at_full_slots_goes_on_at_once(
         assert (await bench.version(4)).state == "serving"
 
 
-async def test_the_server_says_how_many_slots_it_has(bench: Bench) -> None:
+async def test_number_of_adapter_slots_is_read_from_the_model_server(bench: Bench) -> None:
     bench.fake.adapter_slots = 3
     bench.slots = None
     async with bench.working() as loop:

@@ -106,7 +106,7 @@ async def test_unusable_adapter_is_refused_and_nothing_changes(bench: Bench, sai
     assert not (bench.adapters / "m").exists()
 
 
-async def test_an_exported_version_is_known_by_the_hash_of_its_base(
+async def test_base_model_of_an_exported_version_is_recognised_by_its_hash_at_import(
     bench: Bench, tmp_path: Path
 ) -> None:
     await bench.imports()

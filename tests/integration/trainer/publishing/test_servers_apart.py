@@ -55,7 +55,7 @@ async def test_version_is_tested_and_published_on_each_servers_own_disk(
     assert await bench.states() == {0: "retired", 1: "serving"}
 
 
-async def test_server_that_cannot_fetch_counts_as_away(
+async def test_model_server_that_cannot_fetch_adapters_counts_as_away(
     bench: Bench, port: TrainersPort, tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as exits:

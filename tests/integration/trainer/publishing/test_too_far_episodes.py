@@ -58,7 +58,7 @@ def all_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.learner, "version_logprobs", gone)
 
 
-async def test_a_server_that_samples_wrongly_spends_nothing_and_pauses_training(
+async def test_model_server_that_samples_wrongly_pauses_training_and_spends_no_episode(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.slots = 8

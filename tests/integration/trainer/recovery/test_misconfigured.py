@@ -158,7 +158,7 @@ async def scenario(
     await runner.cleanup()
 
 
-async def test_rank_that_the_server_refuses_ends_the_trainer_before_it_claims(
+async def test_lora_rank_that_the_model_server_refuses_ends_the_trainer_before_it_claims(
     scenario: Scenario,
 ) -> None:
     scenario.write_recipe(rank=64)

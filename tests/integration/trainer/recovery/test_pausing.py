@@ -104,7 +104,7 @@ async def learn_to_see(bench: Bench, monkeypatch: pytest.MonkeyPatch, find: Find
 
 
 @pytest.mark.parametrize("found_by", FINDS)
-async def test_episodes_sampled_under_a_fault_are_set_aside_and_not_spent(
+async def test_episodes_sampled_by_a_faulty_model_server_are_set_aside_and_not_spent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     """However many episodes there are, two updates' are spent, and what is good is learned from."""
@@ -134,7 +134,7 @@ async def test_episodes_sampled_under_a_fault_are_set_aside_and_not_spent(
 
 
 @pytest.mark.parametrize("found_by", FINDS)
-async def test_fault_repaired_before_detection_costs_two_updates(
+async def test_server_fault_repaired_before_its_detection_spends_two_updates_of_episodes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, found_by: str
 ) -> None:
     async with bench.working() as loop:

@@ -28,7 +28,7 @@ from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
 
 
-async def test_an_update_goes_live(bench: Bench) -> None:
+async def test_version_of_an_update_goes_live_and_its_episodes_are_spent_once(bench: Bench) -> None:
     assert await bench.run_once()
     assert await bench.states() == {0: "retired", 1: "serving"}
     assert bench.fake.loads == ["m@1"]
@@ -146,7 +146,7 @@ async def test_after_two_kills_in_a_row_the_next_update_takes_less_memory(
     await bench.assert_spent_once(8)
 
 
-async def test_a_version_found_after_a_kill_is_probed_too(
+async def test_version_written_before_a_kill_of_the_trainer_is_probed_too(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_killed(monkeypatch, STEPS["before publishing"])

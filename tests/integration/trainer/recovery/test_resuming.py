@@ -66,7 +66,7 @@ def test_resumed_learner_writes_the_same_files(
     assert same(save(resumed, tmp_path / "again"), straight)
 
 
-def test_step_share_scales_the_rate_of_that_update_only(
+def test_step_share_scales_the_learning_rate_of_that_update_only(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path)
@@ -85,7 +85,9 @@ def not_finite(batch: list[Row]) -> list[Row]:
     return [broken, *batch[1:]]
 
 
-def test_failed_update_leaves_no_trace(tiny_model: str, tmp_path: Path, straight: Path) -> None:
+def test_failed_update_leaves_no_trace_in_the_next_version(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
     made = learner(tiny_model, tmp_path)
     made.restore(tmp_path / "1")
     with pytest.raises(LearnerError, match="was not applied"):
@@ -95,7 +97,7 @@ def test_failed_update_leaves_no_trace(tiny_model: str, tmp_path: Path, straight
     assert same(save(made, tmp_path / "again"), straight)
 
 
-def test_update_stopped_after_its_first_step_leaves_no_trace(
+def test_update_stopped_after_its_first_step_leaves_no_trace_in_the_next_version(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path)
@@ -116,7 +118,7 @@ def test_update_stopped_after_its_first_step_leaves_no_trace(
     assert same(save(made, tmp_path / "again"), straight)
 
 
-def test_a_version_that_was_rejected_leaves_no_trace(
+def test_rejected_version_leaves_no_trace_in_the_next_version(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path)
@@ -129,7 +131,9 @@ def test_a_version_that_was_rejected_leaves_no_trace(
     assert same(save(made, tmp_path / "again"), straight)
 
 
-def test_the_base_model_is_never_touched(tiny_model: str, tmp_path: Path) -> None:
+def test_update_and_restore_change_no_weight_of_the_base_model(
+    tiny_model: str, tmp_path: Path
+) -> None:
     made = learner(tiny_model, tmp_path)
     before = {k: v.clone() for k, v in made._model.get_base_model().state_dict().items()}
     made.update(rows(0))
@@ -151,7 +155,7 @@ def test_fresh_adapter_depends_on_the_seed_alone(
     assert same(save(made, tmp_path / "again"), tmp_path / "1")
 
 
-def test_changed_recipe_sets_the_rate_and_keeps_the_moments(
+def test_changed_recipe_sets_the_learning_rate_and_keeps_the_optimizer_moments(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
     made = learner(tiny_model, tmp_path, 1e-4)
@@ -174,7 +178,9 @@ def test_deleted_optimiser_state_starts_anew_and_is_logged(
     assert not made._trainer.optimizer.state_dict()["state"]
 
 
-def test_a_state_that_is_damaged_is_named(tiny_model: str, tmp_path: Path, straight: Path) -> None:
+def test_damaged_optimizer_state_is_an_error_that_names_the_file(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
     (straight / adapters.STATE / "optimizer.pt").write_bytes(b"half")
     with pytest.raises(AdapterError, match=r"optimizer\.pt cannot be read .* remove it"):
         learner(tiny_model, tmp_path).restore(straight)
@@ -207,7 +213,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 # The adapter does not fit; the adapter does, and the optimiser's state does not.
 @pytest.mark.parametrize("size", [2_000, 40_000])
-def test_full_disk_raises_an_os_error_and_saving_can_be_repeated(
+def test_full_disk_while_saving_a_version_raises_an_os_error_and_saving_can_be_repeated(
     tiny_model: str, tmp_path: Path, straight: Path, size: int
 ) -> None:
     made = learner(tiny_model, tmp_path)

@@ -52,7 +52,7 @@ async def trained_from(bench: Bench) -> dict[int, int]:
         return {row[0]: row[1] for row in await connection.execute(text(query))}
 
 
-async def test_retraining_continues_from_the_start_on_freed_episodes(bench: Bench) -> None:
+async def test_retraining_continues_from_the_start_version_on_freed_episodes(bench: Bench) -> None:
     await trained(bench, "u", "v")
     retrained = await again(bench, 1, "episode=u0-0", "task=v1")
     assert (retrained.freed, retrained.left_out) == ({"trained": 8}, 3)
@@ -64,7 +64,9 @@ async def test_retraining_continues_from_the_start_on_freed_episodes(bench: Benc
     assert (await trained_from(bench)) == {1: 0, 4: 1}
 
 
-async def test_dry_run_reports_the_same_result_and_changes_nothing(bench: Bench) -> None:
+async def test_dry_run_of_retraining_reports_the_same_result_and_changes_nothing(
+    bench: Bench,
+) -> None:
     await trained(bench, "u")
     before = await bench.states()
     expected = await again(bench, 1, "u0-0", dry_run=True)
@@ -73,7 +75,7 @@ async def test_dry_run_reports_the_same_result_and_changes_nothing(bench: Bench)
     assert await again(bench, 1, "u0-0") == expected
 
 
-async def test_line_can_start_again_from_the_base_model(bench: Bench) -> None:
+async def test_retraining_can_start_from_the_base_model(bench: Bench) -> None:
     await trained(bench, "u")
     retrained = await again(bench, 0)
     assert (retrained.serves, retrained.freed) == ("m", {"trained": 8})
@@ -82,7 +84,7 @@ async def test_line_can_start_again_from_the_base_model(bench: Bench) -> None:
     assert bench.learner.restored is None
 
 
-async def test_unloaded_version_is_loaded_before_the_line_restarts(
+async def test_unloaded_start_version_is_loaded_before_retraining_begins(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trained(bench, "u", "v")
@@ -101,7 +103,7 @@ async def test_unloaded_version_is_loaded_before_the_line_restarts(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_line_restarted_during_an_update_trains_only_from_its_start(
+async def test_retraining_begun_during_an_update_trains_only_from_the_start_version(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     await trained(bench, "u")
@@ -135,7 +137,7 @@ async def test_line_restarted_during_an_update_trains_only_from_its_start(
 
 
 @pytest.mark.parametrize("step", STEPS)
-async def test_line_restarted_after_a_kill_trains_only_from_its_start(
+async def test_retraining_begun_after_a_kill_trains_only_from_the_start_version(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     await trained(bench, "u")

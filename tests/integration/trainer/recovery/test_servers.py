@@ -27,7 +27,9 @@ NOBODY = "http://127.0.0.1:9/v1"
 
 
 @pytest.mark.parametrize("fault", ["served wrongly", "refused"])
-async def test_a_version_that_is_not_served_right_is_rejected(bench: Bench, fault: str) -> None:
+async def test_version_that_the_model_server_refuses_or_serves_wrongly_is_rejected(
+    bench: Bench, fault: str
+) -> None:
     if fault == "refused":
         bench.fake.refused = {"m@1"}
     else:
@@ -52,7 +54,7 @@ async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
     assert list(bench.fake.loaded) == ["m@1"]
 
 
-async def test_lost_parent_does_not_keep_a_version_from_going_live(
+async def test_version_goes_live_although_the_server_lost_its_parent_version(
     bench: Bench,
 ) -> None:
     """The probe compares with the base model instead: the version is what repairs the policy."""
@@ -154,7 +156,7 @@ async def test_with_every_replica_away_a_version_waits(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("is_recalled", [False, True])
-async def test_a_version_that_is_recalled_while_servers_answer_stays_loaded(
+async def test_version_recalled_while_servers_list_their_models_stays_loaded(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recalled: bool
 ) -> None:
     await publish(engine, tmp_path, 1, 2)
@@ -293,7 +295,9 @@ async def test_layers_that_the_server_ignores_are_not_trained(bench: Bench) -> N
     assert said == {"a.*.shared": "the model server ignores them"}
 
 
-async def test_server_that_ignores_all_layers_is_a_misfit(bench: Bench) -> None:
+async def test_model_server_that_ignores_all_adapter_layers_fails_the_self_test(
+    bench: Bench,
+) -> None:
     bench.learner.kinds, bench.learner.ignored = ["a.*.q", "a.*.k"], {"a.*.q", "a.*.k"}
     bench.learner.trial_logprob = OWN
     async with bench.working() as loop:
@@ -302,7 +306,9 @@ async def test_server_that_ignores_all_layers_is_a_misfit(bench: Bench) -> None:
     assert bench.learner.kinds == ["a.*.q", "a.*.k"]
 
 
-async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench: Bench) -> None:
+async def test_model_server_that_is_away_does_not_stop_the_self_test_of_the_others(
+    bench: Bench,
+) -> None:
     async with bench.working(NOBODY, bench.fake.url) as loop:
         await loop.check_server()
     async with bench.working(NOBODY) as loop:
@@ -310,7 +316,7 @@ async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench
             await loop.check_server()
 
 
-async def test_replica_back_with_another_base_pauses_training_at_no_cost(
+async def test_replica_back_with_another_base_pauses_training_and_spends_no_episode(
     bench: Bench,
 ) -> None:
     port = free_port()
