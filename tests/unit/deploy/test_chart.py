@@ -150,7 +150,7 @@ def render(helm: Callable[..., tuple[int, str]]) -> Render:
     return rendered
 
 
-def test_there_are_ten_files_of_values() -> None:
+def test_chart_is_tested_with_at_least_ten_values_files() -> None:
     assert len(VALUES) >= 10
 
 
@@ -164,7 +164,9 @@ def test_objects_are_valid_by_kubernetes_own_schemas(render: Render, values: str
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_pods_are_restricted(render: Render, values: str) -> None:
+def test_pods_run_without_root_privileges_host_access_or_service_account_token(
+    render: Render, values: str
+) -> None:
     for pod in pods(render(values)).values():
         user = pod.spec["securityContext"]
         assert user["runAsNonRoot"] is True
@@ -185,7 +187,7 @@ def test_pods_are_restricted(render: Render, values: str) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_images_are_those_of_compose_in_their_versions(render: Render, values: str) -> None:
+def test_chart_uses_the_same_images_and_versions_as_compose(render: Render, values: str) -> None:
     services = compose()["services"]
     images = {name: service["image"] for name, service in services.items()}
     images["migrate"] = images["adapters"] = images["proxy"]
@@ -194,13 +196,15 @@ def test_images_are_those_of_compose_in_their_versions(render: Render, values: s
             assert container["image"] == images[name]
 
 
-def test_chart_is_of_this_version() -> None:
+def test_chart_has_the_current_version_of_pawl() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert {chart["version"], chart["appVersion"]} == {__version__}
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_what_an_object_refers_to_is_there(render: Render, values: str) -> None:
+def test_volumes_config_maps_and_pods_that_chart_objects_refer_to_exist(
+    render: Render, values: str
+) -> None:
     objects = render(values)
     claims = {"adapters", "models"} | of_kind(objects, "PersistentVolumeClaim").keys()
     for pod in pods(objects).values():
@@ -228,7 +232,7 @@ def test_what_an_object_refers_to_is_there(render: Render, values: str) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_settings_are_usable(
+def test_each_process_accepts_the_settings_rendered_by_the_chart(
     render: Render, values: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With Secrets, and files beside the working directory, as in the pod."""
@@ -275,13 +279,17 @@ def test_settings_are_usable(
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_pods_have_no_variables_of_services(render: Render, values: str) -> None:
+def test_pods_get_no_environment_variables_about_kubernetes_services(
+    render: Render, values: str
+) -> None:
     """PAWL_PROXY_PORT, say, of a Service `pawl-proxy`: Pawl refuses settings it does not know."""
     assert all(pod.spec["enableServiceLinks"] is False for pod in pods(render(values)).values())
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_proxy_has_ended_before_kubernetes_kills_it(render: Render, values: str) -> None:
+def test_proxys_drain_delay_and_stop_grace_end_before_kubernetes_kills_its_pod(
+    render: Render, values: str
+) -> None:
     pod = pods(render(values))["proxy"]
     takes_s = [float(pod.environment[f"PAWL_{name}_S"]) for name in ("DRAIN_DELAY", "STOP_GRACE")]
     assert takes_s[0] > 0
@@ -289,7 +297,9 @@ def test_proxy_has_ended_before_kubernetes_kills_it(render: Render, values: str)
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_spool_outlives_its_replica(render: Render, values: str) -> None:
+def test_volume_of_a_spool_is_retained_when_its_proxy_replica_is_deleted(
+    render: Render, values: str
+) -> None:
     proxies = of_kind(render(values), "StatefulSet")["pawl-proxy"]
     [claim] = proxies["spec"]["volumeClaimTemplates"]
     pod = pods(render(values))["proxy"]
@@ -308,7 +318,9 @@ def test_autoscaler_alone_says_how_many_proxies_run(render: Render) -> None:
     assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (3, 20)
 
 
-def test_shared_adapters_have_one_path_and_one_writer(render: Render) -> None:
+def test_shared_adapter_volume_has_a_single_path_and_only_the_trainer_writes_to_it(
+    render: Render,
+) -> None:
     found = pods(render("monitoring"))
     path = found["trainer"].environment["PAWL_ADAPTER_DIR"]
     assert mounts(found["trainer"].container)["adapters"] == (path, True)
@@ -362,7 +374,7 @@ def test_adapters_that_are_not_shared_are_fetched_from_the_trainer(
 @pytest.mark.parametrize(
     ("source", "port"), [("", 8000), ("settings.PAWL_ADAPTER_SOURCE=http://t:8102/adapters", 8104)]
 )
-def test_chart_vllm_fetches_adapters_only_where_there_are_some(
+def test_charts_vllm_without_a_trainer_fetches_adapters_only_with_an_adapter_source(
     render: Render, source: str, port: int
 ) -> None:
     objects = render("vllm", "trainer.enabled=false", *filter(None, [source]))
@@ -385,7 +397,7 @@ def servers(port: int, *numbers: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("adapters", "port"), [("fetched", 8104), ("shared", 8000)])
-def test_each_vllm_server_is_called_by_the_name_of_its_pod(
+def test_each_vllm_server_is_addressed_by_its_pods_host_name(
     render: Render, adapters: str, port: int
 ) -> None:
     shared = ["adapters.existingClaim=adapters"] if adapters == "shared" else []
@@ -404,7 +416,7 @@ def test_each_vllm_server_is_called_by_the_name_of_its_pod(
     assert proxy["PAWL_UPSTREAM_URL"] == servers(8000, 0)[0]
 
 
-def test_vllm_servers_start_anew_one_after_another(render: Render) -> None:
+def test_rolling_update_restarts_a_single_vllm_server_at_a_time(render: Render) -> None:
     objects = render("replicas")
     spec = of_kind(objects, "StatefulSet")["pawl-vllm"]["spec"]
     assert (spec["replicas"], spec.get("updateStrategy")) == (2, None)
@@ -418,7 +430,9 @@ def test_vllm_servers_start_anew_one_after_another(render: Render) -> None:
 
 
 @pytest.mark.parametrize("role", ["proxy", "vllm"])
-def test_drained_nodes_stop_one_server_at_a_time(render: Render, role: str) -> None:
+def test_node_drain_evicts_at_most_a_single_proxy_or_vllm_pod_at_a_time(
+    render: Render, role: str
+) -> None:
     objects = render("replicas")
     budget = of_kind(objects, "PodDisruptionBudget")[f"pawl-{role}"]["spec"]
     assert budget["maxUnavailable"] == 1
@@ -427,14 +441,14 @@ def test_drained_nodes_stop_one_server_at_a_time(render: Render, role: str) -> N
     assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_another_vllm_server_restarts_only_those_who_call_it(render: Render) -> None:
+def test_added_vllm_replica_restarts_only_the_pods_that_call_vllm(render: Render) -> None:
     scaled = render("replicas", "vllm.replicas=3")
     assert restarted(render("replicas"), scaled) == {"proxy", "trainer", "controller"}
     told = pods(scaled)["trainer"].environment
     assert told["PAWL_REPLICA_URLS"].split(",") == servers(8104, 1, 2)
 
 
-def test_upstreams_of_a_user_go_before_those_of_the_chart(render: Render) -> None:
+def test_users_upstreams_file_replaces_the_charts_own(render: Render) -> None:
     objects = render(
         "replicas", "settings.PAWL_UPSTREAMS=config/own.toml", "config.own\\.toml=default = true"
     )
@@ -442,7 +456,7 @@ def test_upstreams_of_a_user_go_before_those_of_the_chart(render: Render) -> Non
     assert [*of_kind(objects, "ConfigMap")["pawl-config"]["data"]] == ["own.toml"]
 
 
-def test_hosts_of_a_user_are_allowed_beside_those_of_the_chart(
+def test_users_allowed_hosts_are_added_to_the_charts_own(
     render: Render, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside = pods(render("replicas"))["vllm"].containers["adapters"]
@@ -455,7 +469,7 @@ def test_hosts_of_a_user_are_allowed_beside_those_of_the_chart(
     assert why_foreign("POST", [(b"host", b"pawl-vllm-0.example.com")], hosts)
 
 
-def test_vllm_is_started_as_in_compose(render: Render) -> None:
+def test_chart_and_compose_start_vllm_with_the_same_arguments(render: Render) -> None:
     settings = {
         "PAWL_MODEL": "Qwen/Qwen3-8B",
         "PAWL_POLICY": "qwen3-8b",
@@ -475,7 +489,7 @@ def test_vllm_is_started_as_in_compose(render: Render) -> None:
     assert found[-1] == "--tensor-parallel-size=2"
 
 
-def test_rules_are_those_of_the_dashboards_in_a_package_too(
+def test_packaged_chart_contains_the_prometheus_rules_of_the_dashboards(
     helm: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     status, text = helm("package", CHART, "--destination", tmp_path)
@@ -525,7 +539,7 @@ def test_service_monitors_set_the_job_labels_that_the_alert_selects(render: Rend
         ("minimal", "monitoring.enabled=true", "networkPolicy.enabled=false"),
     ],
 )
-def test_job_without_a_target_is_down_if_the_chart_runs_it(
+def test_alert_pawl_down_covers_missing_targets_of_each_role_in_the_chart(
     render: Render, options: tuple[str, ...]
 ) -> None:
     objects = render(*options)
@@ -539,7 +553,7 @@ def test_job_without_a_target_is_down_if_the_chart_runs_it(
     assert "{{ $labels.job }}" in missing["rules"][0]["annotations"]["summary"]
 
 
-def test_runbooks_of_all_alerts_are_links_where_their_base_is_named(render: Render) -> None:
+def test_each_alert_links_its_runbook_if_the_runbook_base_url_is_set(render: Render) -> None:
     base = "https://git.example.com/pawl/"
     [rule] = of_kind(
         render("monitoring", f"monitoring.runbookBase={base}"), "PrometheusRule"
@@ -552,7 +566,7 @@ def test_runbooks_of_all_alerts_are_links_where_their_base_is_named(render: Rend
     assert links == {name: f"{base}docs/howto/operate.md#{name.lower()}" for name in links}
 
 
-def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
+def test_strict_network_policy_allows_only_own_pods_named_peers_dns_and_listed_egress(
     render: Render,
 ) -> None:
     [policy] = of_kind(render("network"), "NetworkPolicy").values()
@@ -585,7 +599,7 @@ def test_strict_network_lets_in_agents_and_prometheus_and_out_what_is_listed(
         ("monitoring", ["monitoring.enabled=false"], ["metrics"]),
     ],
 )
-def test_prometheus_reaches_what_it_scrapes_and_only_if_it_is_named(
+def test_network_policy_opens_scraped_ports_only_if_prometheus_is_named(
     render: Render, values: str, more: list[str], ports: list[str | int]
 ) -> None:
     [policy] = of_kind(render(values, *more), "NetworkPolicy").values()
@@ -593,7 +607,7 @@ def test_prometheus_reaches_what_it_scrapes_and_only_if_it_is_named(
     assert [port["port"] for rule in rules for port in rule["ports"]] == ports
 
 
-def test_first_start_may_download_a_model_for_as_long_as_the_guide_waits(render: Render) -> None:
+def test_trainers_progress_deadline_is_longer_than_the_guides_helm_timeout(render: Render) -> None:
     commands = re.findall(
         r"^helm (?:install|upgrade) .*", (ROOT / "docs/howto/kubernetes.md").read_text(), re.M
     )
@@ -628,7 +642,7 @@ def restarted(before: list[Object], after: list[Object]) -> set[str]:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_version_of_the_chart_changes_two_labels_of_objects_and_no_pod(
+def test_new_chart_version_changes_only_two_labels_of_each_object_and_no_pod_template(
     helm: Callable[..., tuple[int, str]], render: Render, values: str, tmp_path: Path
 ) -> None:
     newer = tmp_path / "chart"
@@ -646,7 +660,9 @@ def test_version_of_the_chart_changes_two_labels_of_objects_and_no_pod(
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_new_images_leave_vllm_alone_if_its_own_are_kept(render: Render, values: str) -> None:
+def test_new_proxy_and_trainer_images_restart_every_pod_but_vllm(
+    render: Render, values: str
+) -> None:
     newer = (f"{role}.image=pawl-{role}:0.2.0" for role in ("proxy", "trainer"))
     objects = render(values, "adapters.image=pawl-proxy:0.1.0", *newer)
     assert restarted(render(values), objects) == templates(objects).keys() - {"vllm"}
@@ -689,13 +705,13 @@ def test_setting_restarts_only_the_pods_that_read_it(
         ("providers", "config.other\\.toml=", {"proxy", "trainer", "controller"}),
     ],
 )
-def test_pod_restarts_only_by_what_it_reads(
+def test_changed_chart_value_restarts_only_the_pods_that_read_it(
     render: Render, values: str, change: str, roles: set[str]
 ) -> None:
     assert restarted(render(values), render(values, change)) == roles
 
 
-def test_settings_of_each_role_in_the_chart_are_those_that_it_reads() -> None:
+def test_charts_file_of_settings_by_role_is_up_to_date() -> None:
     assert CHART_SETTINGS.read_text() == chart_settings()
 
 
@@ -754,7 +770,7 @@ def upgrade(helm: Callable[..., tuple[int, str]]) -> Iterator[Callable[..., tupl
 
 
 @pytest.mark.parametrize("change", ["proxy.spool.size=20Gi", "proxy.spool.storageClass=fast"])
-def test_upgrade_that_changes_the_spools_claims_is_refused(
+def test_upgrade_that_changes_the_spools_volume_claims_is_refused(
     render: Render, upgrade: Callable[..., tuple[int, str]], change: str
 ) -> None:
     status, error = upgrade(render("providers"), change)
@@ -769,7 +785,7 @@ def test_upgrade_that_changes_the_spools_claims_is_refused(
 @pytest.mark.parametrize(
     ("live", "given"), [("10Gi", "10Gi"), ("1536Mi", "1.5Gi"), ("2G", "2000M")]
 )
-def test_upgrade_with_the_same_claims_goes_on(
+def test_upgrade_with_the_same_spool_size_in_another_unit_is_accepted(
     render: Render, upgrade: Callable[..., tuple[int, str]], live: str, given: str
 ) -> None:
     # Kubernetes writes sizes in its own way.
@@ -787,7 +803,7 @@ def test_upgrade_with_the_same_claims_goes_on(
         ("adapters.storageClass=standard", None),
     ],
 )
-def test_upgrade_that_shrinks_or_moves_the_adapters_claim_is_refused(
+def test_upgrade_that_shrinks_or_moves_the_adapters_volume_claim_is_refused(
     render: Render, upgrade: Callable[..., tuple[int, str]], change: str, wrong: str | None
 ) -> None:
     # The class is the cluster's default.
@@ -811,7 +827,7 @@ def test_upgrade_that_shrinks_or_moves_the_adapters_claim_is_refused(
 # What a workload is given
 
 
-def test_each_workload_takes_variables_volumes_labels_and_annotations(render: Render) -> None:
+def test_each_pod_gets_the_users_variables_volumes_labels_and_annotations(render: Render) -> None:
     given = yaml.safe_load(VALUES["env"].read_text())
     inherited = ("env", "envFrom", "volumes", "volumeMounts")
     given["migrate"] |= {name: given["proxy"][name] for name in inherited}
@@ -832,7 +848,9 @@ def test_each_workload_takes_variables_volumes_labels_and_annotations(render: Re
 @pytest.mark.parametrize(
     ("role", "container"), [("vllm", "vllm"), ("adapters", "adapters"), ("console", "console")]
 )
-def test_other_workloads_take_them_too(render: Render, role: str, container: str) -> None:
+def test_vllm_adapters_and_console_containers_get_the_users_variables_and_mounts(
+    render: Render, role: str, container: str
+) -> None:
     objects = render(
         "console",
         f"{role}.env[0].name=HTTPS_PROXY",
@@ -856,7 +874,7 @@ def test_other_workloads_take_them_too(render: Render, role: str, container: str
 
 
 @pytest.mark.parametrize("role", ["proxy", "controller", "trainer", "console"])
-def test_doctor_asks_all_roles_from_any_pod(
+def test_doctor_in_any_pod_knows_the_metrics_address_of_every_process(
     render: Render, role: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     objects = render("console", "settings.PAWL_SEED=7")
@@ -899,7 +917,7 @@ def mounted(objects: list[Object], pod: Pod) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("role", "port"), [("proxy", 8100), ("console", 8105)])
-def test_ingress_has_a_certificate_and_its_host_is_allowed(
+def test_ingress_uses_its_tls_secret_and_its_host_is_among_pawls_allowed_hosts(
     render: Render, role: str, port: int
 ) -> None:
     objects = render("console")
@@ -929,7 +947,9 @@ def test_ingress_controller_reaches_proxies_and_console(render: Render) -> None:
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_only_calls_are_open_to_pods_that_are_not_named(render: Render, values: str) -> None:
+def test_network_policy_opens_only_the_proxys_call_port_to_unnamed_pods(
+    render: Render, values: str
+) -> None:
     [policy] = of_kind(render(values), "NetworkPolicy").values()
     spec = policy["spec"]
     assert selects(spec["podSelector"]["matchLabels"], pods(render(values))["proxy"].labels)
@@ -951,7 +971,7 @@ def test_only_calls_are_open_to_pods_that_are_not_named(render: Render, values: 
         ("minimal", "proxy.service.type=LoadBalancer", "clients"),
     ],
 )
-def test_peer_that_the_chart_needs_and_nobody_named_is_refused(
+def test_unset_network_policy_peer_that_the_chart_needs_is_refused(
     helm: Callable[..., tuple[int, str]], values: str, change: str, peer: str
 ) -> None:
     options = ("template", "pawl", CHART, "--values", VALUES[values], "--set", change)
@@ -963,14 +983,18 @@ def test_peer_that_the_chart_needs_and_nobody_named_is_refused(
     assert status == 0, text
 
 
-def test_service_outside_of_the_cluster_takes_named_addresses(render: Render) -> None:
+def test_load_balancer_admits_the_client_addresses_named_in_the_network_policy(
+    render: Render,
+) -> None:
     anybody = "networkPolicy.clients[0].ipBlock.cidr=0.0.0.0/0"
     objects = render("minimal", "proxy.service.type=LoadBalancer", anybody)
     [policy] = of_kind(objects, "NetworkPolicy").values()
     assert policy["spec"]["ingress"][0]["from"] == [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
 
 
-def test_service_outside_of_the_cluster_can_keep_the_callers_addresses(render: Render) -> None:
+def test_external_traffic_policy_is_set_only_on_a_service_outside_the_cluster(
+    render: Render,
+) -> None:
     services = of_kind(render("autoscaling"), "Service")
     assert services["pawl-proxy"]["spec"]["externalTrafficPolicy"] == "Local"
     # Kubernetes refuses it of a Service within the cluster.
@@ -982,7 +1006,7 @@ def test_service_outside_of_the_cluster_can_keep_the_callers_addresses(render: R
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_migration_checks_each_role_that_runs_with_the_files_to_come(
+def test_migration_job_checks_each_enabled_role_with_the_new_config_files(
     render: Render, values: str
 ) -> None:
     objects = render(values)
@@ -1004,7 +1028,7 @@ def test_migration_checks_each_role_that_runs_with_the_files_to_come(
     assert proxy.container.get("envFrom") == pod.container.get("envFrom")
 
 
-def test_helm_test_asks_the_proxy(render: Render) -> None:
+def test_helm_test_requests_the_proxys_healthz(render: Render) -> None:
     [pod] = of_kind(render("minimal"), "Pod").values()
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     [container] = pod["spec"]["containers"]
@@ -1015,7 +1039,7 @@ def test_helm_test_asks_the_proxy(render: Render) -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_more_replicas_at_least_than_at_most_are_refused(
+def test_autoscaling_minimum_above_its_maximum_is_refused(
     helm: Callable[..., tuple[int, str]],
 ) -> None:
     scaled = ("--values", VALUES["autoscaling"], "--set", "proxy.autoscaling.minReplicas=21")
@@ -1026,7 +1050,7 @@ def test_more_replicas_at_least_than_at_most_are_refused(
 
 @pytest.mark.parametrize("values", ["minimal", "providers", "vllm"])
 @pytest.mark.parametrize("source", ["s3://pawl/adapters", "gs://pawl", "az://pawl/adapters"])
-def test_source_that_no_image_can_read_is_refused(
+def test_adapter_source_that_no_pawl_image_can_read_is_refused(
     helm: Callable[..., tuple[int, str]], values: str, source: str
 ) -> None:
     given = ("--values", VALUES[values], "--set", f"settings.PAWL_ADAPTER_SOURCE={source}")
@@ -1035,7 +1059,9 @@ def test_source_that_no_image_can_read_is_refused(
     assert f"settings.PAWL_ADAPTER_SOURCE is {source}, and no image of Pawl has" in error
 
 
-def test_notes_have_the_first_commands(helm: Callable[..., tuple[int, str]]) -> None:
+def test_helms_install_notes_show_the_first_kubectl_commands(
+    helm: Callable[..., tuple[int, str]],
+) -> None:
     options = ("--values", VALUES["minimal"], "--dry-run=client", "--namespace", "agents")
     status, text = helm("install", "pawl", CHART, *options)
     assert status == 0, text
@@ -1050,7 +1076,7 @@ def test_notes_have_the_first_commands(helm: Callable[..., tuple[int, str]]) -> 
     assert commands[2].endswith("-- pawl doctor")
 
 
-def test_values_in_documents_are_taken_together(
+def test_helm_values_of_all_doc_pages_together_render_the_chart(
     helm: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     found = [
@@ -1112,7 +1138,7 @@ def test_values_in_documents_are_taken_together(
         ("vllm.replicas=0", "/vllm/replicas"),
     ],
 )
-def test_wrong_value_is_refused_by_its_name(
+def test_wrong_chart_value_is_refused_by_its_name(
     helm: Callable[..., tuple[int, str]], wrong: str, where: str
 ) -> None:
     minimal = ("template", "pawl", CHART, "--values", VALUES["minimal"])

@@ -168,7 +168,9 @@ def test_the_file_is_valid_by_the_compose_schema() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_profile_has_a_model_server_and_a_trainer_or_what_watches_them(profile: str) -> None:
+def test_each_compose_profile_has_a_model_server_and_a_trainer_or_the_monitoring(
+    profile: str,
+) -> None:
     found = {name for name in SERVICES if service(name).get("profiles") == [profile]}
     assert found == PROFILES[profile]
     # Compose starts no service that needs another profile's, unless it is said to do without.
@@ -177,13 +179,13 @@ def test_a_profile_has_a_model_server_and_a_trainer_or_what_watches_them(profile
             assert needed not in found or how.get("required") is False or profile == "watch"
 
 
-def test_without_a_profile_there_is_what_one_with_a_model_server_of_their_own_needs() -> None:
+def test_compose_without_a_profile_has_no_model_server_trainer_or_monitoring() -> None:
     found = {name for name in SERVICES if "profiles" not in service(name)}
     assert found == {"setup", "postgres", "proxy", "controller", "console"}
     assert ENV_EXAMPLE.read_text().count("\nCOMPOSE_PROFILES=gpu,watch\n") == 1
 
 
-def test_passwords_are_made_up_and_shown_to_those_alone_that_log_in() -> None:
+def test_passwords_are_in_files_mounted_only_into_services_that_need_them() -> None:
     for name in SERVICES:
         shown = {
             found
@@ -215,14 +217,14 @@ def test_images_are_pinned_to_a_version(name: str) -> None:
     assert re.search(r"\d+\.\d+", tag), f"{name}: {tag!r}"
 
 
-def test_one_tag_is_that_of_all_our_images() -> None:
+def test_image_tag_variable_sets_the_tag_of_all_pawl_images() -> None:
     services = compose(IMAGE_TAG="next")["services"].values()
     ours = {found["image"] for found in services if "build" in found}
     assert ours == {"pawl-proxy:next", "pawl-trainer:next", "pawl-cpu:next"}
     assert f"\n#IMAGE_TAG={__version__}\n" in ENV_EXAMPLE.read_text()
 
 
-def test_postgres_is_not_started_beside_ones_own() -> None:
+def test_postgres_is_not_started_if_the_user_sets_a_database_url() -> None:
     def scale(**given: str) -> int:
         extended = compose(**given)["services"]["postgres"]["extends"]
         others = yaml.safe_load((ROOT / extended["file"]).read_text())["services"]
@@ -249,7 +251,7 @@ def test_memory_of_all_that_a_profile_starts_fits_24_gib() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_nothing_runs_as_root_or_can_become_it(name: str) -> None:
+def test_no_compose_service_runs_as_root_or_can_become_root(name: str) -> None:
     user = service(name)["user"].partition(":")[0]
     assert user not in ("", "0", "root")
     assert "no-new-privileges:true" in service(name)["security_opt"]
@@ -282,7 +284,7 @@ def awaited(name: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_dependencies_say_what_they_wait_for() -> None:
+def test_proxy_does_not_wait_for_a_healthy_postgres_and_no_service_for_the_trainer() -> None:
     # Serving never waits for the database, and nothing at all waits for the trainer.
     assert service("proxy")["depends_on"]["postgres"] == {"condition": "service_started"}
     assert service("trainer")["depends_on"]["postgres"] == {"condition": "service_healthy"}
@@ -301,7 +303,7 @@ def test_the_controller_is_the_proxys_image_with_another_command() -> None:
     assert "8103" in line
 
 
-def test_only_what_people_and_agents_ask_is_published_and_only_to_this_machine() -> None:
+def test_only_services_for_people_and_agents_publish_ports_by_default_on_loopback() -> None:
     published = {name: service(name)["ports"] for name in SERVICES if service(name).get("ports")}
     assert set(published) == PUBLISHED
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
@@ -319,7 +321,7 @@ def test_all_named_volumes_and_networks_are_declared_and_used() -> None:
     assert networks == set(compose()["networks"])
 
 
-def test_files_mounted_from_here_are_only_read() -> None:
+def test_files_mounted_from_the_repository_are_read_only() -> None:
     here = [(x, m) for name in SERVICES for x, m in mounts(name).items() if x.startswith(".")]
     assert here
     for source, (_, mode) in here:
@@ -337,7 +339,7 @@ def test_vllm_reads_adapters_where_the_trainer_writes_them(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm-cpu", "trainer-cpu"])
-def test_services_of_the_cpu_profile_are_found_by_the_name_of_the_others(name: str) -> None:
+def test_cpu_services_have_the_network_aliases_of_the_gpu_services(name: str) -> None:
     plain = name.removesuffix("-cpu")
     assert all(one["aliases"] == [plain] for one in service(name)["networks"].values())
     assert set(service(name)["networks"]) == set(service(plain)["networks"])
@@ -359,11 +361,11 @@ def test_postgres_18_keeps_its_data_on_the_volume() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_pawl_reads_every_variable_it_is_given(name: str) -> None:
+def test_pawl_reads_every_environment_variable_that_compose_sets(name: str) -> None:
     refuse_unread(environment(name))
 
 
-def test_pawl_reads_every_variable_a_user_may_set() -> None:
+def test_env_example_offers_exactly_the_variables_that_compose_and_pawl_read() -> None:
     asked = {match["name"] for match in VARIABLE.finditer(COMPOSE.read_text())}
     asked |= {"HF_TOKEN", "DATABASE_URL", "COMPOSE_PROFILES", "PAWL_POLICIES"}
     offered = set(re.findall(r"^#?(\w+)=", ENV_EXAMPLE.read_text(), flags=re.MULTILINE))
@@ -375,7 +377,7 @@ def test_pawl_reads_every_variable_a_user_may_set() -> None:
     ("name", "kind"),
     [("proxy", ProxySettings), ("trainer", TrainerSettings), ("controller", ControllerSettings)],
 )
-def test_each_setting_of_the_env_file_reaches_the_service_that_has_it(
+def test_each_setting_of_the_env_file_reaches_the_service_that_reads_it(
     name: str, kind: type[Settings]
 ) -> None:
     settings = {f"PAWL_{field.upper()}" for field in kind.model_fields} - {"PAWL_DATABASE_URL"}
@@ -389,7 +391,9 @@ def test_each_setting_of_the_env_file_reaches_the_service_that_has_it(
     assert {reached[password] for password in PASSWORDS} == {""}
 
 
-def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_in_compose_are_valid_and_agree_between_services(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_secrets(tmp_path, tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
 
@@ -415,7 +419,7 @@ def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert trainer.policy is None
 
 
-def test_passwords_stay_unless_the_user_has_others(tmp_path: Path) -> None:
+def test_generated_passwords_stay_until_the_user_sets_other_passwords(tmp_path: Path) -> None:
     def now() -> list[str]:
         return [(tmp_path / name).read_text() for name in PASSWORDS]
 
@@ -431,7 +435,7 @@ def test_passwords_stay_unless_the_user_has_others(tmp_path: Path) -> None:
     assert now() == [made[0], "other"]
 
 
-def test_databases_password_is_given_at_the_first_start_or_never(
+def test_changed_database_password_is_refused_after_the_first_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_secrets(tmp_path, tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
@@ -473,7 +477,7 @@ def test_vllm_serves_the_highest_rank_of_the_recipes(tmp_path: Path) -> None:
         ("PAWL_RECIPY", "default", "PAWL_RECIPE"),
     ],
 )
-def test_setup_refuses_what_the_services_could_not_use(
+def test_compose_setup_refuses_settings_that_the_services_could_not_use(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -493,7 +497,9 @@ def test_setup_refuses_what_the_services_could_not_use(
 
 
 @pytest.mark.parametrize("name", ["setup", "proxy", "controller", "trainer", "trainer-cpu"])
-def test_files_that_settings_name_are_in_one_folder(name: str) -> None:
+def test_config_folder_is_mounted_below_the_working_directory_of_each_pawl_service(
+    name: str,
+) -> None:
     assert mounts(name)["./config"] == ("/var/lib/pawl/config", "ro")
     dockerfile = service(name)["build"]["dockerfile"]
     # So that a path in .env means the same beside .env and in the container.
@@ -501,7 +507,7 @@ def test_files_that_settings_name_are_in_one_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
-def test_vllm_is_started_as_the_local_stack_starts_it(
+def test_compose_and_the_local_stack_start_vllm_with_the_same_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     monkeypatch.setattr(vllm, "has_gpu", lambda: name == "vllm")
@@ -539,7 +545,7 @@ def test_vllm_is_started_as_the_local_stack_starts_it(
 
 
 @pytest.mark.parametrize("name", ["vllm", "trainer"])
-def test_gpus_are_reserved(name: str) -> None:
+def test_compose_reserves_all_gpus_for_vllm_and_trainer(name: str) -> None:
     [device] = service(name)["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
@@ -555,14 +561,14 @@ def test_gpus_and_arguments_of_a_user_reach_vllm_and_the_trainer() -> None:
     assert command[-4:] == ["--tensor-parallel-size", "2", "--hf-overrides", '{"a b": 1}']
 
 
-def test_proxy_is_told_the_tool_parser_that_vllm_has() -> None:
+def test_compose_gives_the_proxy_and_vllm_the_same_tool_parser() -> None:
     services = compose(PAWL_TOOL_PARSER="qwen3_json")["services"]
     assert services["proxy"]["environment"]["PAWL_TOOL_PARSER"] == "qwen3_json"
     for name in ("vllm", "vllm-cpu"):
         assert options(shlex.split(services[name]["command"]))["--tool-call-parser"] == "qwen3_json"
 
 
-def test_prometheus_scrapes_what_is_there() -> None:
+def test_prometheus_targets_are_the_metrics_ports_of_the_compose_services() -> None:
     config = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
     targets = {
         target
@@ -580,7 +586,7 @@ def test_prometheus_scrapes_what_is_there() -> None:
     assert all("watch" in service(name)["networks"] for name in [*ports, "prometheus"])
 
 
-def test_prometheus_reads_its_key_where_the_proxy_keeps_it() -> None:
+def test_prometheus_reads_its_metrics_key_from_the_proxys_key_volume() -> None:
     config = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
     [file] = [
         job["authorization"]["credentials_file"]
@@ -598,7 +604,7 @@ def test_prometheus_reads_its_key_where_the_proxy_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
-def test_base_images_are_pinned_and_the_same(dockerfile: str) -> None:
+def test_each_dockerfile_has_a_single_pinned_base_image(dockerfile: str) -> None:
     stages = [rest.split() for name, rest in instructions(dockerfile) if name == "FROM"]
     ours = {words[-1] for words in stages if "AS" in words} | {"scratch"}
     bases = {words[0] for words in stages} - ours
@@ -607,7 +613,7 @@ def test_base_images_are_pinned_and_the_same(dockerfile: str) -> None:
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
-def test_copied_files_are_there_and_reach_the_builder(dockerfile: str) -> None:
+def test_files_that_dockerfiles_copy_exist_and_are_not_docker_ignored(dockerfile: str) -> None:
     ignore = (ROOT / ".dockerignore").read_text().split()
     allowed = {line.removeprefix("!") for line in ignore if line.startswith("!")}
     assert "*" in ignore
@@ -619,7 +625,7 @@ def test_copied_files_are_there_and_reach_the_builder(dockerfile: str) -> None:
             assert {source, source.partition("/")[0]} & allowed, source
 
 
-def test_trainer_image_has_what_triton_compiles_with(
+def test_trainer_image_has_the_compiler_and_headers_that_triton_needs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     packages = {"gcc", "libc6-dev"}
@@ -633,7 +639,9 @@ def test_trainer_image_has_what_triton_compiles_with(
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
-def test_any_user_of_group_0_may_do_what_the_images_own_may(dockerfile: str) -> None:
+def test_any_user_of_group_0_has_the_folder_permissions_of_the_images_own_user(
+    dockerfile: str,
+) -> None:
     steps = [rest for name, rest in last_stage(dockerfile) if name == "RUN" and "install" in rest]
     words = [shlex.split(one) for step in steps for one in step.split("&&")]
     made = [options(line) for line in words if line[0] == "install"]
@@ -647,7 +655,7 @@ def test_any_user_of_group_0_may_do_what_the_images_own_may(dockerfile: str) -> 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
-def test_images_say_what_they_are_and_of_which_version(dockerfile: str) -> None:
+def test_pawls_images_are_labelled_with_title_licence_and_version(dockerfile: str) -> None:
     [labels] = [rest for name, rest in last_stage(dockerfile) if name == "LABEL"]
     prefix = "org.opencontainers.image."
     said = dict(word.removeprefix(prefix).split("=", 1) for word in shlex.split(labels))
@@ -664,7 +672,7 @@ def test_each_package_of_an_image_is_locked_with_hashes(lock: str) -> None:
     assert [line for line in text.splitlines() if "--hash=sha256:" not in line] == []
 
 
-def test_the_cpu_images_lock_has_the_proxys_packages_and_only_the_developers_versions() -> None:
+def test_cpu_images_lock_contains_the_proxys_lock_and_is_within_the_developers_lock() -> None:
     proxy, image, ours = (
         set(re.findall(r"^\S+==\S+", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
         for name in ("proxy.txt", "trainer-cpu.txt", "cpu.txt")
@@ -672,7 +680,7 @@ def test_the_cpu_images_lock_has_the_proxys_packages_and_only_the_developers_ver
     assert proxy <= image <= ours
 
 
-def test_the_two_images_are_built_alike() -> None:
+def test_proxy_and_trainer_images_copy_the_same_files_except_for_the_lora_plugin() -> None:
     def copied(role: str) -> list[str]:
         steps = [rest for name, rest in instructions(f"Dockerfile.{role}") if name == "COPY"]
         return [rest.replace("$LOCK", role).replace(f"{role}.txt", "lock") for rest in steps]
@@ -682,7 +690,9 @@ def test_the_two_images_are_built_alike() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES)
-def test_each_step_that_fetches_packages_takes_pips_configuration(dockerfile: str) -> None:
+def test_each_docker_build_step_that_installs_packages_mounts_pips_configuration(
+    dockerfile: str,
+) -> None:
     steps = [rest for name, rest in instructions(dockerfile) if name == "RUN"]
     fetching = [rest for rest in steps if re.search(r"\bpip .*\binstall\b", rest)]
     assert len(fetching) == 3
@@ -691,7 +701,7 @@ def test_each_step_that_fetches_packages_takes_pips_configuration(dockerfile: st
         assert "--mount=type=secret,id=ca" in step
 
 
-def test_each_image_of_others_has_a_stand_in() -> None:
+def test_each_third_party_image_but_the_gpu_vllm_has_a_stand_in() -> None:
     targets = {
         words[-1]
         for name, rest in instructions("scripts/stand_ins.Dockerfile")

@@ -185,7 +185,7 @@ QUERIES: Final = [*dashboard_queries(), *rule_queries()]
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}: {query.expression}")
-def test_query_asks_for_series_and_labels_that_exist_and_its_legend_for_labels_it_leaves(
+def test_promql_query_uses_existing_series_and_labels_and_its_legend_labels_of_its_result(
     query: Query,
 ) -> None:
     known = registered()
@@ -210,7 +210,7 @@ def aggregates(node: promql.Expr) -> Iterator[promql.AggregateExpr]:
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}: {query.expression}")
-def test_aggregation_keeps_namespaces_apart(query: Query) -> None:
+def test_promql_aggregation_keeps_namespaces_apart(query: Query) -> None:
     for one in aggregates(parsed(query.expression)):
         assert one.modifier is not None
         assert "namespace" in one.modifier.labels
@@ -229,7 +229,7 @@ def test_only_counters_have_rates() -> None:
             assert re.search(r"_(total|bucket|sum|count)$", name), query
 
 
-def test_datasource_is_chosen_and_is_the_provisioned_one_at_first() -> None:
+def test_dashboards_datasource_variable_defaults_to_the_provisioned_prometheus() -> None:
     [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
     first = dashboard()["templating"]["list"][0]
     assert (first["name"], first["type"], first["query"]) == (
@@ -244,13 +244,13 @@ def test_datasource_is_chosen_and_is_the_provisioned_one_at_first() -> None:
     assert all(one["datasource"] == SOURCE for group in asking for one in group)
 
 
-def test_shortest_window_is_the_scrape_interval() -> None:
+def test_grafanas_minimum_interval_is_the_scrape_interval() -> None:
     [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
     config = yaml.safe_load((ROOT / "prometheus.yml").read_text())
     assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
 
 
-def test_dashboard_and_rules_lie_where_they_are_looked_for() -> None:
+def test_dashboards_and_rules_are_mounted_where_grafana_and_prometheus_look() -> None:
     compose = yaml.safe_load((ROOT.parent / "docker-compose.yml").read_text())
     targets = {
         source: target
@@ -267,7 +267,7 @@ def test_dashboard_and_rules_lie_where_they_are_looked_for() -> None:
     assert home == f"{provider['options']['path']}/{DASHBOARD.name}"
 
 
-def test_variables_are_labels_that_exist_and_narrow_those_after_them() -> None:
+def test_each_dashboard_variable_is_a_label_filtered_by_the_variables_before_it() -> None:
     before: list[str] = []
     for name, variable in variables().items():
         assert variable["query"]["query"] == variable["definition"]
@@ -284,7 +284,7 @@ def test_variables_are_labels_that_exist_and_narrow_those_after_them() -> None:
 
 
 @pytest.mark.parametrize("query", dashboard_queries(), ids=lambda query: query.where)
-def test_query_of_the_dashboard_asks_for_what_is_chosen(query: Query) -> None:
+def test_each_dashboard_query_filters_by_every_variable_that_its_series_has(query: Query) -> None:
     for series, _, chosen in selectors(query.expression):
         assert chosen == variables().keys() & (registered()[series] | TARGET_LABELS)
 
@@ -299,13 +299,13 @@ def test_each_alert_has_its_section_in_the_runbook() -> None:
 
 
 @pytest.mark.skipif(not PROMTOOL, reason="promtool is not installed (scripts/install_clients.py)")
-def test_each_rule_fires_in_its_test_and_nowhere_else() -> None:
+def test_alert_rules_pass_their_promtool_tests() -> None:
     command = [str(PROMTOOL), "test", "rules", str(RULE_TESTS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_rule_has_a_test_and_the_healthy_one_has_all_series() -> None:
+def test_each_alert_rule_has_a_test_and_the_test_of_a_healthy_system_has_all_series() -> None:
     healthy, *others = yaml.safe_load(RULE_TESTS.read_text())["tests"]
     assert [one["name"] for one in others] == [rule["alert"] for rule in rules()]
     for one in others:

@@ -45,7 +45,7 @@ def engine(folder: Path, docker: str, podman: str, *words: str) -> tuple[str, st
 
 
 @pytest.mark.parametrize("podman", [False, True])
-def test_users_own_engine_gets_no_image_that_is_not_what_its_name_says(
+def test_users_own_container_engine_pulls_the_image_and_gets_no_stand_in(
     tmp_path: Path, podman: bool
 ) -> None:
     engines = (NONE, ENGINE) if podman else (ENGINE, NONE)
@@ -54,7 +54,7 @@ def test_users_own_engine_gets_no_image_that_is_not_what_its_name_says(
     assert told.endswith("pull postgres:18.6-trixie\n")
 
 
-def test_podman_without_compose_is_said_to_have_none(tmp_path: Path) -> None:
+def test_podman_without_compose_is_reported_with_the_remedy(tmp_path: Path) -> None:
     said, _ = engine(tmp_path, NONE, ENGINE, "compose", "up")
     assert said.startswith("pawl: podman has no Compose: install podman-compose")
 
@@ -66,7 +66,7 @@ def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Containers:
     return Containers(tmp_path)
 
 
-def test_settings_of_whoever_runs_the_compose_test_do_not_reach_it(
+def test_callers_pawl_and_compose_variables_do_not_reach_the_compose_test(
     containers: Containers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert {"BIND", "PROXY_PORT", "POSTGRES_PASSWORD", "DATABASE_URL"} < OFFERED
@@ -77,14 +77,14 @@ def test_settings_of_whoever_runs_the_compose_test_do_not_reach_it(
     assert not shown & {*OFFERED, "PAWL_SEED", "COMPOSE_FILE"}
 
 
-def test_prometheus_that_does_not_answer_yet_has_scraped_nothing(
+def test_compose_test_takes_an_unreachable_prometheus_for_no_scraped_targets(
     containers: Containers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compose_test, "ENGINE", ("false",))
     assert containers.up_since(0) == set()
 
 
-def test_documented_block_is_run_again_as_often_as_is_said(
+def test_documented_shell_block_is_retried_up_to_the_given_attempts(
     containers: Containers, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.md"
@@ -94,7 +94,7 @@ def test_documented_block_is_run_again_as_often_as_is_said(
     containers.run_documented(str(page), "echo")
 
 
-def test_every_published_port_is_a_free_one_of_its_own(containers: Containers) -> None:
+def test_each_published_port_of_the_compose_test_is_free_and_unique(containers: Containers) -> None:
     published = re.findall(r"^    ports: (.+)$", compose_test.COMPOSE, re.MULTILINE)
     assert len(PORTS) == "".join(published).count('"') / 2 > 0
     ports = free_ports(map(str, range(200)))
@@ -114,7 +114,7 @@ def test_each_block_that_the_compose_test_runs_is_on_its_page() -> None:
         assert len([block for block in blocks if f"\n{line}" in f"\n{block}"]) == 1, line
 
 
-def test_reason_names_the_step_the_command_and_its_last_line() -> None:
+def test_reason_of_a_failed_compose_test_names_step_command_and_last_output_line() -> None:
     said = "`docker compose up`:\n Container a  Waiting\naddress already in use\n"
     with pytest.raises(Failed) as failed, step("up"):
         raise Failed(said)
@@ -134,7 +134,7 @@ esac
 """
 
 
-def test_failed_compose_test_ends_with_its_reason_and_removes_only_what_it_made(
+def test_failed_compose_test_prints_its_reason_and_removes_only_images_that_it_made(
     tmp_path: Path,
 ) -> None:
     # pip, which is asked for its configuration, takes seconds.

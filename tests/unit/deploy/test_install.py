@@ -55,14 +55,14 @@ def found(path: Path, **more: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["python3", "the first that runs and fits", "of pyenv", "of uv", "the user's own"],
 )
-def test_python_is_found(
+def test_installer_finds_a_suitable_python_or_uses_the_named_python(
     tmp_path: Path, programs: dict[str, str], python: str, named: dict[str, str]
 ) -> None:
     path = written(tmp_path, programs)
     assert found(path, **named).stdout.strip() == str(tmp_path / python)
 
 
-def test_version_that_the_user_names_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_named_python_version_is_found_in_pyenv_or_reported_as_missing(tmp_path: Path) -> None:
     this = "python{}.{}".format(*sys.version_info)
     other = "python3.12" if this != "python3.12" else "python3.13"
     version = tmp_path / "pyenv" / "versions" / f"{this[6:]}.9" / "bin"
@@ -81,7 +81,7 @@ def test_version_that_the_user_names_is_found_wherever_it_is(tmp_path: Path) -> 
     [({}, "make install PYTHON="), ({"PYTHON": "missing"}, "no missing here")],
     ids=["none fits", "the named one is missing"],
 )
-def test_search_without_a_find_says_what_to_do(
+def test_installer_without_a_suitable_python_prints_the_remedy(
     tmp_path: Path, named: dict[str, str], said: str
 ) -> None:
     done = found(written(tmp_path, {"bin/python3": UNFIT}), **named)
@@ -154,7 +154,7 @@ def installer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     ],
     ids=["a second run does nothing", "examples need no Node", "only what failed is tried again"],
 )
-def test_clients_are_installed_once(
+def test_installed_client_programs_are_not_installed_again(
     installer: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     runs: list[tuple[tuple[str, ...], bool, list[str]]],

@@ -32,7 +32,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "log"
 
 
-def test_images_are_saved_as_they_were_built(engine: Path, tmp_path: Path) -> None:
+def test_release_saves_each_built_image_to_a_tar_file(engine: Path, tmp_path: Path) -> None:
     release.build_images(tmp_path)
     calls = [line.split() for line in engine.read_text().splitlines()]
     built = [call[call.index("--tag") + 1] for call in calls if call[0] == "build"]
@@ -44,7 +44,7 @@ def test_images_are_saved_as_they_were_built(engine: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fails", "said"), [("build", "without-images.* failed"), ("save", "saving pawl-proxy failed")]
 )
-def test_release_ends_with_the_step_that_failed(
+def test_release_stops_at_the_build_or_save_step_that_failed(
     engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, said: str
 ) -> None:
     monkeypatch.setenv("FAILS", fails)
@@ -53,7 +53,7 @@ def test_release_ends_with_the_step_that_failed(
     assert engine.read_text().splitlines()[-1].startswith(fails)
 
 
-def test_checksums_are_those_that_sha256sum_checks(tmp_path: Path) -> None:
+def test_release_checksums_pass_sha256sum(tmp_path: Path) -> None:
     for name in ("pawl-0.1.0.tgz", "pawl_rl-0.1.0.tar.gz", ".gitignore"):
         (tmp_path / name).write_text(name)
     release.write_checksums(tmp_path)
@@ -63,7 +63,7 @@ def test_checksums_are_those_that_sha256sum_checks(tmp_path: Path) -> None:
     assert checked == "pawl-0.1.0.tgz: OK\npawl_rl-0.1.0.tar.gz: OK\n"
 
 
-def test_release_is_built_from_a_commit_alone(
+def test_release_from_a_checkout_with_uncommitted_files_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)

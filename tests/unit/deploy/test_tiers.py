@@ -28,7 +28,9 @@ def test_slow_test_is_known_by_its_folder_its_file_or_its_name(listed: str) -> N
         (["slow", "ARGS=-x"], "--maxprocesses 2 -m slow -x"),
     ],
 )
-def test_makefile_selects_the_tests(target: list[str], selected: str) -> None:
+def test_make_test_and_make_slow_select_tests_by_the_slow_mark_or_the_given_args(
+    target: list[str], selected: str
+) -> None:
     command = ["make", "--dry-run", "--no-print-directory", *target]
     # Not what the make that runs these tests was told.
     apart = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
@@ -39,7 +41,7 @@ def test_makefile_selects_the_tests(target: list[str], selected: str) -> None:
     assert last.rstrip().endswith(f"--numprocesses auto {selected}")
 
 
-def test_ci_runs_both_kinds_of_tests_and_the_compose_file() -> None:
+def test_ci_runs_make_test_make_slow_and_make_compose_test() -> None:
     wanted = ["make test", "make slow", "make compose-test"]
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [one for one in lines if one in wanted] == wanted
