@@ -44,27 +44,27 @@ def where(block: Block) -> str:
     return f"{block.page.relative_to(ROOT)}:{block.line}"
 
 
-def test_every_block_is_of_a_language_that_is_checked() -> None:
+def test_every_code_block_of_the_docs_is_in_a_checked_language() -> None:
     assert {block.language for block in BLOCKS} <= LANGUAGES
 
 
 @pytest.mark.parametrize("block", blocks("sh"), ids=where)
-def test_shell_blocks_name_what_exists(block: Block) -> None:
+def test_shell_blocks_of_the_docs_use_existing_commands_and_files(block: Block) -> None:
     folder = block.page.parent if "examples" in block.page.parts else ROOT
     assert why_wrong(block.text, folder) == ""
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=where)
-def test_python_blocks_compile(block: Block) -> None:
+def test_python_blocks_of_the_docs_compile(block: Block) -> None:
     assert ast.parse(block.text).body
 
 
-def test_js_blocks_are_on_pages_that_are_run() -> None:
+def test_js_blocks_are_only_on_doc_pages_that_a_test_runs() -> None:
     assert {block.page for block in blocks("js")} <= set(client_pages())
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=where)
-def test_json_blocks_are_json_or_a_line_of_it_each(block: Block) -> None:
+def test_json_blocks_of_the_docs_are_json_or_json_lines(block: Block) -> None:
     try:
         told = json.loads(block.text)
     except json.JSONDecodeError:
@@ -73,7 +73,9 @@ def test_json_blocks_are_json_or_a_line_of_it_each(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=where)
-def test_toml_blocks_are_upstreams_policies_rules_or_recipes(block: Block) -> None:
+def test_toml_blocks_of_the_docs_are_valid_upstreams_policies_rules_or_recipes(
+    block: Block,
+) -> None:
     keys = tomllib.loads(block.text).keys()
     if "upstream" in keys:
         assert parse_upstreams(block.text, where(block))
@@ -85,7 +87,7 @@ def test_toml_blocks_are_upstreams_policies_rules_or_recipes(block: Block) -> No
         assert Recipe.model_validate(tomllib.loads(block.text))
 
 
-def test_the_statements_of_the_reward_guide_are_taken() -> None:
+def test_feedback_example_of_the_reward_guide_is_accepted() -> None:
     [example] = [block for block in blocks("json") if block.page.name == "rewards.md"]
     assert len(parse_feedback(example.text.encode(), datetime.now(UTC), None).items) == 3
 
@@ -95,7 +97,7 @@ def test_the_statements_of_the_reward_guide_are_taken() -> None:
     [page for page in PAGES if page.name != "cli.md"],  # typer wrote that
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_commands_in_the_text_exist(page: Path) -> None:
+def test_pawl_commands_named_in_the_text_of_the_docs_exist(page: Path) -> None:
     said = [found[1] for found in COMMAND.finditer(split_blocks(page, page.read_text())[0])]
     wrong = {command: why_wrong(command) for command in said if not PLACEHOLDER.search(command)}
     # A text may name an option without its value.

@@ -30,13 +30,13 @@ OTHER_PAGES = sorted(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_names_only_settings_that_something_reads(page: Path) -> None:
+def test_doc_page_names_only_existing_settings(page: Path) -> None:
     named = set(re.findall(r"PAWL_[A-Z0-9_]*[A-Z0-9]\b(?!\*|…|_\*)", page.read_text()))
     assert named <= known_variables()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_names_only_recipe_keys_that_exist(page: Path) -> None:
+def test_doc_page_names_only_existing_recipe_keys(page: Path) -> None:
     text = page.read_text()
     named = re.findall(rf"`(?:\[)?({'|'.join(RECIPE_TABLES)})\.([a-z_]+)\b(?!\()", text)
     assert [key for table, key in named if key not in RECIPE_TABLES[table]] == []
@@ -45,12 +45,12 @@ def test_a_page_names_only_recipe_keys_that_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_every_link_resolves(page: Path) -> None:
+def test_every_link_of_the_docs_resolves(page: Path) -> None:
     assert [target for target in links(page.read_text()) if not resolves(page, target)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_names_wheel_and_images_of_this_version(page: Path) -> None:
+def test_doc_page_names_only_the_current_version_of_wheel_and_images(page: Path) -> None:
     named = re.findall(r"(?:pawl_rl-|pawl-(?:proxy|trainer|cpu):)(\d+\.\d+\.\d+)", page.read_text())
     assert set(named) <= {__version__}
 
@@ -74,7 +74,7 @@ DECISION = re.compile(r"\bdecisions?[ /](\d{3})\b|\b(\d{3})-[a-z][a-z-]+\.md\b",
 
 
 @pytest.mark.parametrize("kind", ["md", "py", "toml"])
-def test_every_cited_file_and_decision_exists(kind: str) -> None:
+def test_every_file_and_decision_cited_in_the_repository_exists(kind: str) -> None:
     tracked = ["git", "ls-files", f"*.{kind}"]
     files = subprocess.run(tracked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     decisions = {path.name[:3] for path in (DOCS / "decisions").glob("[0-9]*.md")}

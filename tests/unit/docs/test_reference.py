@@ -49,7 +49,7 @@ def cells(heading: str) -> list[list[str]]:
 # Routes
 
 
-def test_recorded_paths_are_those_of_the_code() -> None:
+def test_http_reference_lists_exactly_the_routes_of_recorded_calls() -> None:
     calls = {path for (_, path), route in routes._EXACT.items() if route.wire_format}
     documented = set(DOCUMENT["paths"]) - {"/feedback", "/healthz", "/readyz", "/metrics"}
     assert documented == calls == {row[0].split()[1] for row in cells("## Recorded calls")}
@@ -67,12 +67,12 @@ def forwarded() -> list[tuple[str, str]]:
     ]
 
 
-def test_every_route_that_is_listed_as_forwarded_is_let_through() -> None:
+def test_every_route_documented_as_forwarded_is_forwarded() -> None:
     for method, path in forwarded():
         assert find_route(method, path).wire_format is None, (method, path)
 
 
-def test_every_route_that_is_let_through_is_listed() -> None:
+def test_every_forwarded_route_is_documented() -> None:
     listed = forwarded()
     for methods, pattern, rule in RULES:
         matching = [
@@ -87,7 +87,7 @@ def test_every_route_that_is_let_through_is_listed() -> None:
     assert exact - {("POST", "/feedback")} <= set(listed)
 
 
-def test_number_of_segments_that_is_listed_is_the_largest() -> None:
+def test_documented_number_of_path_segments_is_the_largest_accepted() -> None:
     for route in DOCUMENT["x-pawl-forwarded"]["routes"]:
         for path in route["paths"]:
             if most := re.search(r"\[/\{id\}\] \(0 to (\d+) times\)", path):
@@ -97,7 +97,7 @@ def test_number_of_segments_that_is_listed_is_the_largest() -> None:
                     find_route("GET", start + "/x" * (count + 1))
 
 
-def test_prefix_is_the_one_that_routes_take() -> None:
+def test_documented_path_prefix_has_the_parts_that_routes_accept() -> None:
     prefix = "".join(f"/{part}/x" for part in routes.PREFIX_NAMES)
     route = find_route("POST", f"{prefix}/v1/chat/completions")
     assert {getattr(route, part) for part in routes.PREFIX_NAMES} == {"x"}
@@ -107,7 +107,7 @@ def test_prefix_is_the_one_that_routes_take() -> None:
         assert f"`/{part}/{{{part}}}`" in PAGE
 
 
-def test_admin_routes_are_those_of_the_application() -> None:
+def test_documented_admin_routes_are_exactly_the_served_admin_routes() -> None:
     nothing: Any = None
     served = {
         resource.canonical
@@ -119,7 +119,7 @@ def test_admin_routes_are_those_of_the_application() -> None:
 # Headers
 
 
-def test_every_header_in_the_sources_is_described() -> None:
+def test_documented_headers_are_exactly_the_x_pawl_headers_of_the_sources() -> None:
     named = {
         name for text in SOURCES.values() for name in re.findall(r"x-pawl-[a-z]+[a-z-]*", text)
     }
@@ -132,7 +132,7 @@ def test_every_header_in_the_sources_is_described() -> None:
     } - {"Idempotency-Key"}
 
 
-def test_foreign_names_of_an_episode_are_in_the_order_that_counts() -> None:
+def test_documented_sources_of_an_episodes_name_are_in_order_of_precedence() -> None:
     sources = cells("NAMESPACE:VALUE")
     fields: dict[str, Any] = {"metadata": {}}
     sent: dict[str, str] = {}
@@ -168,7 +168,7 @@ def test_every_error_that_a_client_can_get_is_described() -> None:
     assert answered == {tuple(row[:4]) for row in cells("## Errors")}
 
 
-def test_every_code_in_the_sources_is_described() -> None:
+def test_every_error_code_in_the_sources_is_documented() -> None:
     nodes = [node for text in SOURCES.values() for node in ast.walk(ast.parse(text))]
     keywords = [node for node in nodes if isinstance(node, ast.keyword) and node.arg == "code"]
     constants = [one for keyword in keywords for one in ast.walk(keyword.value)]
@@ -176,7 +176,7 @@ def test_every_code_in_the_sources_is_described() -> None:
     assert codes == {code for row in cells("## Errors") for code in re.findall(r"\w+", row[4])}
 
 
-def test_every_status_of_an_unreadable_request_is_described() -> None:
+def test_every_http_status_for_an_unreadable_request_is_documented() -> None:
     modules = [ROOT / "proxy" / "http" / name for name in ("server.py", "parsing.py")]
     nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
     numbers = {node.value for node in nodes if isinstance(node, ast.Constant)}
@@ -198,7 +198,7 @@ def references(value: object) -> list[str]:
     return [*below, *([value["$ref"]] if "$ref" in value else [])]
 
 
-def test_every_component_is_used_and_every_schema_is_one() -> None:
+def test_every_openapi_component_is_used_and_every_openapi_schema_is_valid() -> None:
     components = DOCUMENT["components"]
     for schema in components["schemas"].values():
         Draft202012Validator.check_schema(schema)
@@ -255,7 +255,9 @@ STATEMENTS: list[tuple[bool, Any]] = [
 
 
 @pytest.mark.parametrize(("good", "body"), STATEMENTS)
-def test_the_schema_of_feedback_takes_what_feedback_takes(good: bool, body: Any) -> None:
+def test_openapi_feedback_schema_accepts_exactly_the_feedback_that_the_parser_accepts(
+    good: bool, body: Any
+) -> None:
     content = DOCUMENT["paths"]["/feedback"]["post"]["requestBody"]["content"]
     schema = content["application/json"]["schema"] | {"components": DOCUMENT["components"]}
     assert Draft202012Validator(schema).is_valid(body) is good
@@ -271,7 +273,9 @@ def test_the_schema_of_feedback_takes_what_feedback_takes(good: bool, body: Any)
     ("good", "key"),
     [(True, "k"), (True, "run 7"), (True, "k" * 256), (False, ""), (False, "k" * 257)],
 )
-def test_the_schema_of_an_idempotency_key_takes_what_feedback_takes(good: bool, key: str) -> None:
+def test_openapi_schema_accepts_exactly_the_idempotency_keys_that_the_parser_accepts(
+    good: bool, key: str
+) -> None:
     parameter = DOCUMENT["components"]["parameters"]["Idempotency-Key"]
     assert Draft202012Validator(parameter["schema"]).is_valid(key) is good
     try:
@@ -282,7 +286,7 @@ def test_the_schema_of_an_idempotency_key_takes_what_feedback_takes(good: bool, 
         assert good
 
 
-def test_the_schema_of_readiness_has_the_fields_that_are_told() -> None:
+def test_openapi_readiness_schema_has_the_fields_of_the_readiness_reply() -> None:
     schema = DOCUMENT["components"]["schemas"]["Readiness"]["properties"]
     state = get_args(State)[0]
     workers = readiness([ProcessState(name="w", state=state, since=0.0, restarts=0)])[1]
@@ -294,20 +298,20 @@ def test_the_schema_of_readiness_has_the_fields_that_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GENERATED))
-def test_page_is_what_the_code_says(name: str) -> None:
+def test_generated_reference_page_is_up_to_date(name: str) -> None:
     assert (FOLDER / name).read_text() == GENERATED[name], f"{name} is out of date: run `make docs`"
 
 
-def test_reference_has_no_other_files() -> None:
+def test_reference_folder_has_only_generated_pages_and_the_http_reference() -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(GENERATED) | {"http.md", "openapi.json"}
 
 
-def test_every_setting_has_a_row() -> None:
+def test_every_setting_has_a_row_in_the_reference() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", GENERATED["settings.md"], re.MULTILINE))
     assert named == known_variables() | {"DATABASE_URL"}
 
 
-def test_every_settings_class_that_a_command_reads_has_a_section() -> None:
+def test_every_settings_class_that_a_command_reads_has_a_section_in_the_reference() -> None:
     sources = [path.read_text() for path in (ROOT / "pawl").rglob("*.py")]
     read = {name for text in sources for name in re.findall(r"read_settings\(([A-Z]\w+)\)", text)}
     # It has the settings of all processes, and none of its own.
@@ -316,12 +320,12 @@ def test_every_settings_class_that_a_command_reads_has_a_section() -> None:
     assert read <= {kind.__name__ for kind in (*SETTINGS.values(), DoctorSettings)}
 
 
-def test_every_packaged_recipe_is_listed() -> None:
+def test_every_packaged_recipe_is_listed_in_the_reference() -> None:
     names = {path.stem for path in (ROOT / "trainer/recipes").glob("*.toml")}
     assert set(re.findall(r"^- \[`([\w-]+)`\]", GENERATED["recipe.md"], re.MULTILINE)) == names
 
 
-def test_every_metric_has_a_row() -> None:
+def test_every_metric_has_a_row_in_the_reference() -> None:
     metrics = [metric for module in METRICS.values() for metric in metrics_of(module)]
     assert CALLS in metrics
     assert all(f"| `{name_of(metric)}` |" in GENERATED["metrics.md"] for metric in metrics)
