@@ -62,7 +62,7 @@ def filled(value: Any) -> Any:
     return [filled(one) for one in value] if isinstance(value, list) else value
 
 
-def test_no_entry_is_in_training_and_held_out(files: SimpleNamespace) -> None:
+def test_no_bfcl_entry_is_in_both_training_and_held_out_tasks(files: SimpleNamespace) -> None:
     kinds = ("simple_python", "parallel", "irrelevance")
     train = tasks_of(files.tasks, 900, "train", *kinds)
     held_out = tasks_of(files.tasks, 900, "held-out", *kinds)
@@ -110,7 +110,9 @@ def test_irrelevance_task_rewards_only_making_no_call(
 
 
 @pytest.mark.parametrize("arguments", [{}, {"artist": {"a": [1]}}, {"artist": [[["x"]]]}])
-def test_arguments_of_any_shape_are_judged(files: SimpleNamespace, arguments: Any) -> None:
+def test_bfcl_judge_scores_tool_call_arguments_of_any_shape(
+    files: SimpleNamespace, arguments: Any
+) -> None:
     for category in WANT_A_CALL:
         for task in tasks_of(files.tasks, 10, "train", category):
             calls = [dict.fromkeys(call, arguments) for call in right_calls(task)]
@@ -181,7 +183,9 @@ def test_right_calls_in_each_turn_earn_the_reward(files: SimpleNamespace, catego
     assert not [name for name in kept if name.startswith(("run_", "judged_"))]
 
 
-def test_calls_are_read_from_tags_and_from_text(files: SimpleNamespace) -> None:
+def test_bfcl_agent_reads_tool_calls_from_reply_text_and_from_tool_call_fields(
+    files: SimpleNamespace,
+) -> None:
     text = (
         'Here they are:\n```json\n{"name": "a", "arguments": {"x": 1}}\n'
         '{"name": "b", "parameters": {"y": {"name": "c", "arguments": {}}}}\n```\n{"name": 3} {'
@@ -208,7 +212,7 @@ def test_calls_are_read_from_tags_and_from_text(files: SimpleNamespace) -> None:
         ("cd.__class__", {}),
     ],
 )
-def test_nothing_but_calls_of_known_functions_is_run(
+def test_bfcl_agent_replaces_calls_of_unknown_functions_and_escapes_arguments(
     files: SimpleNamespace, name: str, arguments: dict[str, Any]
 ) -> None:
     """The leaderboard runs what it is given as Python."""
@@ -223,7 +227,7 @@ def test_nothing_but_calls_of_known_functions_is_run(
 @pytest.mark.parametrize(
     ("gib", "fit"), [(24, "0.5B-Instruct, Qwen/Qwen2.5-Coder-1.5B"), (4, "none")]
 )
-def test_missing_model_is_refused_with_the_models_that_fit(
+def test_missing_model_option_is_refused_naming_the_models_that_fit_into_memory(
     monkeypatch: pytest.MonkeyPatch, gib: int, fit: str
 ) -> None:
     pytest.importorskip("torch")

@@ -49,7 +49,7 @@ questions = load("questions")
 # --- the prompt ---------------------------------------------------------------------------------
 
 
-def test_worked_examples_are_right() -> None:
+def test_worked_examples_of_the_prompt_have_the_calculators_results() -> None:
     for _, expression, result in agent.EXAMPLES:
         assert calculator.calculator(expression) == result
 
@@ -89,14 +89,14 @@ def test_questions_depend_on_the_seed_and_fewer_are_a_prefix_of_more() -> None:
     assert questions.questions(20, 7, "train")[:5] == questions.questions(5, 7, "train")
 
 
-def test_the_agent_sees_no_answer() -> None:
+def test_task_record_for_the_agent_has_no_answer() -> None:
     for question in questions.questions(50, 1, "train"):
         shown = questions.record(question, with_answer=False)
         assert set(shown) == {"id", "question"}
         assert questions.record(question, with_answer=True)["answer"] == question.answer
 
 
-def test_answers_agree_with_the_calculator() -> None:
+def test_answers_of_generated_questions_agree_with_the_calculator() -> None:
     checked = 0
     for question in questions.questions(200, 3, "train"):
         stated = re.search(r"\d+( [-+*] \d+)+", question.question)
@@ -110,7 +110,7 @@ def test_answers_agree_with_the_calculator() -> None:
 
 
 @given(st.text(max_size=150) | st.text(alphabet="0123456789+-*/(). ", max_size=120))
-def test_any_text_is_a_number_or_an_error(text: str) -> None:
+def test_calculator_turns_any_text_into_a_number_or_an_error(text: str) -> None:
     try:
         result = calculator.calculator(text)
     except (calculator.MalformedExpression, calculator.CalculationError):
@@ -161,7 +161,9 @@ def test_expression_without_a_result_is_an_error(expression: str) -> None:
     ("expression", "shown"),
     [("6 / 3", "2"), ("1 / 3", "0.333333"), ("0.1 + 0.2", "0.3"), ("-5 + 2", "-3")],
 )
-def test_results_are_shown_as_people_write_them(expression: str, shown: str) -> None:
+def test_calculator_results_are_formatted_as_people_write_numbers(
+    expression: str, shown: str
+) -> None:
     assert calculator.calculator(expression) == shown
 
 
@@ -185,11 +187,11 @@ def test_results_are_shown_as_people_write_them(expression: str, shown: str) -> 
         ('{"expression": "12 *', "malformed"),
     ],
 )
-def test_arguments_decide_the_status(arguments: str, status: str) -> None:
+def test_arguments_of_a_calculator_call_decide_its_tool_status(arguments: str, status: str) -> None:
     assert attempts.run_call(attempts.Call("c1", "calculator", arguments)).status == status
 
 
-def test_unknown_tool_is_malformed() -> None:
+def test_call_of_an_unknown_tool_has_the_tool_status_malformed() -> None:
     call = attempts.Call("c1", "search", '{"expression": "1"}')
     assert attempts.run_call(call).status == "malformed"
 
@@ -207,13 +209,15 @@ def test_unknown_tool_is_malformed() -> None:
         ('<tool_call>{"name": "calculator"', "malformed"),
     ],
 )
-def test_text_that_looks_like_a_call_is_malformed(text: str, status: str | None) -> None:
+def test_reply_text_that_looks_like_a_tool_call_has_the_tool_status_malformed(
+    text: str, status: str | None
+) -> None:
     attempt = attempts.conclude(attempts.Question("q", "?"), 0, attempts.Reply("r", text, None))
     assert (attempt.tool.status if attempt.tool else None) == status
     assert attempt.answer == text
 
 
-def test_the_result_of_the_tool_is_the_answer() -> None:
+def test_result_of_the_calculator_call_is_the_answer_of_the_attempt() -> None:
     call = attempts.Call("c1", "calculator", '{"expression": "12 * 7"}')
     attempt = attempts.conclude(attempts.Question("q", "?"), 3, attempts.Reply("r", "", call))
     assert (attempt.answer, attempt.sample, attempt.response_id) == ("84", 3, "r")
@@ -256,7 +260,7 @@ class Lines:
         return self.flushed == count
 
 
-def test_line_is_worked_on_as_it_arrives_and_fails_alone() -> None:
+def test_question_is_run_as_soon_as_its_line_arrives_and_its_failure_stops_no_other() -> None:
     async def scenario() -> None:
         reading, writing = os.pipe()
         out, model = Lines(), FakeModel(failing="b")
@@ -390,7 +394,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.usefixtures("clock")
-def test_delivery_tries_the_same_bytes_again() -> None:
+def test_feedback_delivery_retries_with_the_same_bytes() -> None:
     sent: list[bytes] = []
 
     def send(body: bytes) -> None:
@@ -403,7 +407,9 @@ def test_delivery_tries_the_same_bytes_again() -> None:
     assert len(set(sent)) == 1
 
 
-def test_delivery_retries_errors_within_patience_and_never_a_refusal(clock: Clock) -> None:
+def test_feedback_delivery_retries_server_errors_within_patience_and_never_a_refusal(
+    clock: Clock,
+) -> None:
     tried: list[int] = []
 
     def send(code: int) -> None:
@@ -419,7 +425,7 @@ def test_delivery_retries_errors_within_patience_and_never_a_refusal(clock: Cloc
     assert clock.now <= 0.02
 
 
-def test_growing_file_is_read_to_its_end(tmp_path: Path) -> None:
+def test_growing_file_of_results_is_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "results"
     path.write_bytes(b"one\ntw")
     source = os.open(path, os.O_RDONLY)
@@ -435,7 +441,7 @@ def test_growing_file_is_read_to_its_end(tmp_path: Path) -> None:
     os.close(source)
 
 
-def test_summary_counts_the_verdicts() -> None:
+def test_summary_has_the_success_rate_well_formed_rate_and_spread_of_the_verdicts() -> None:
     tally = judge.Tally()
     tally.verdicts["a"] = [judge.Verdict(True, 1.0, "ok"), judge.Verdict(False, 0.0, None)]
     tally.verdicts["b"] = [judge.Verdict(False, 0.0, "malformed")] * 2

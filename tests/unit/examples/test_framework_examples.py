@@ -59,7 +59,7 @@ def test_files_of_an_agent_do_not_name_pawl(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_task_is_in_training_and_held_out(load: Load, name: str) -> None:
+def test_no_task_is_in_both_training_and_held_out_tasks(load: Load, name: str) -> None:
     tasks = load(name, "tasks").tasks
     for seed in range(3):
         train, held_out = tasks(320, seed, "train"), tasks(96, seed, "held-out")
@@ -98,7 +98,9 @@ def test_the_right_answer_earns_the_full_reward(load: Load, name: str) -> None:
         ("", 0.0),
     ],
 )
-def test_the_last_number_is_the_answer(load: Load, output: str, reward: float) -> None:
+def test_math_judge_takes_the_last_number_of_the_output_as_the_answer(
+    load: Load, output: str, reward: float
+) -> None:
     assert judged(load, "math", output, answer=1081) == {"reward": reward}
 
 
@@ -120,7 +122,7 @@ COUNT = "SELECT COUNT(*) FROM employee WHERE age > 30"
         ("SELECT '\ud800'", 0.0, 0.0),
     ],
 )
-def test_query_is_right_if_its_result_is_the_same(
+def test_sql_query_is_right_if_its_result_equals_the_expected_result(
     load: Load, query: str, reward: float, well_formed: float
 ) -> None:
     told = judged(load, "sql", query, answer=COUNT)
@@ -128,7 +130,7 @@ def test_query_is_right_if_its_result_is_the_same(
 
 
 @pytest.mark.parametrize("split", ["train", "held-out"])
-def test_answer_to_a_question_about_many_databases_earns_the_reward(load: Load, split: str) -> None:
+def test_expected_query_earns_the_reward_in_each_generated_database(load: Load, split: str) -> None:
     verdict, databases = load("sql", "judge").verdict, load("sql", "databases")
     asked = load("sql", "tasks").many_databases(300, 1, split)
     assert len({task["question"] for task in asked}) == 300
@@ -140,14 +142,14 @@ def test_answer_to_a_question_about_many_databases_earns_the_reward(load: Load, 
         assert len(databases.tables(task["schema"])) == 10
 
 
-def test_no_database_is_trained_on_and_held_out(load: Load) -> None:
+def test_no_database_is_in_both_training_and_held_out_tasks(load: Load) -> None:
     make = load("sql", "tasks").many_databases
     train, held_out = ({task["schema"] for task in make(60, 0, s)} for s in ("train", "held-out"))
     assert (len(train), len(held_out)) == (4, 2)
     assert not train & held_out
 
 
-def test_a_database_is_the_same_each_time_and_can_only_be_read(load: Load) -> None:
+def test_example_database_has_the_same_rows_each_time_and_is_read_only(load: Load) -> None:
     databases = load("sql", "databases")
     for schema in databases.SCHEMAS:
         first, second = (databases.database(schema) for _ in range(2))
@@ -158,7 +160,7 @@ def test_a_database_is_the_same_each_time_and_can_only_be_read(load: Load) -> No
                 first.execute(f"DELETE FROM {name}")
 
 
-def test_empty_result_is_never_right(load: Load) -> None:
+def test_empty_query_result_is_never_right(load: Load) -> None:
     nobody = "SELECT name FROM employee WHERE age > 900"
     assert judged(load, "sql", nobody, answer=nobody)["reward"] == 0.0
 
@@ -173,7 +175,9 @@ def test_empty_result_is_never_right(load: Load) -> None:
         ("<answer></answer>", 0.0),
     ],
 )
-def test_words_in_the_tag_are_compared(load: Load, output: str, reward: float) -> None:
+def test_rag_judge_compares_the_words_in_the_answer_tag(
+    load: Load, output: str, reward: float
+) -> None:
     told = judged(load, "rag", output, answer="Lena Marsh")
     assert told["reward"] == pytest.approx(reward)
     assert told["well_formed"] == float("<answer>" in output)
