@@ -35,7 +35,7 @@ def text_of(setup: AgentSetup) -> str:
 
 
 @pytest.mark.parametrize("name", CODING_AGENTS)
-def test_agent_is_told_address_model_and_key(name: str) -> None:
+def test_coding_agent_is_configured_with_address_model_and_api_key(name: str) -> None:
     text = text_of(CODING_AGENTS[name].setup(SESSION))
     # Anthropic's client adds /v1 itself.
     assert (f"{URL}/v1" in text) == (name != "claude")
@@ -43,7 +43,7 @@ def test_agent_is_told_address_model_and_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODING_AGENTS)
-def test_files_stay_in_the_sessions_folder(name: str) -> None:
+def test_config_files_of_a_coding_agent_stay_in_the_sessions_folder(name: str) -> None:
     setup = CODING_AGENTS[name].setup(SESSION)
     paths = [PurePosixPath(file) for file in setup.files]
     assert not any(path.is_absolute() or ".." in path.parts for path in paths)

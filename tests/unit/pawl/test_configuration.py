@@ -171,7 +171,9 @@ def message_of(file: File, text: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "key"), CASES)
-def test_wrong_value_of_a_key_is_used_or_refused_by_the_keys_name(kind: str, key: str) -> None:
+def test_wrong_value_in_a_config_file_is_used_or_refused_by_its_keys_name(
+    kind: str, key: str
+) -> None:
     file, refused = FILES[kind], 0
     for values in WRONG.values():
         for value in values:
@@ -185,7 +187,7 @@ def test_wrong_value_of_a_key_is_used_or_refused_by_the_keys_name(kind: str, key
 
 
 @pytest.mark.parametrize(("kind", "key"), CASES)
-def test_unknown_key_is_refused_with_the_file_named(kind: str, key: str) -> None:
+def test_unknown_key_in_a_config_file_is_refused_with_the_file_named(kind: str, key: str) -> None:
     file, (holder, _, name) = FILES[kind], key.rpartition(".")
     for wrong in (f"{name}_", name.upper(), "x" * 5000, '""', '"\\u0000"'):
         path = f"{holder}.{wrong}" if holder else wrong
@@ -253,7 +255,7 @@ def refusal_of(kind: type[Any]) -> str:
 
 
 @pytest.mark.parametrize(("variable", "kind"), VARIABLES)
-def test_wrong_setting_is_used_or_refused_by_its_name(
+def test_wrong_value_of_a_setting_is_used_or_refused_by_the_settings_name(
     variable: str, kind: type[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -311,7 +313,7 @@ def test_env_file_that_cannot_be_used_is_refused(content: bytes, message: str) -
         ("PAWL_REPLICA_URLS", "http://b:8000/v1, c:8000", "PAWL_REPLICA_URLS"),
     ],
 )
-def test_unusable_value_is_explained(
+def test_unusable_value_of_a_setting_is_refused_with_an_explanation(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -391,12 +393,12 @@ def test_secret_that_cannot_be_used_is_refused_by_name(
 @pytest.mark.parametrize(
     ("text", "read"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:80", ("::1", 80))]
 )
-def test_address_is_host_and_port(text: str, read: tuple[str, int]) -> None:
+def test_listen_address_is_read_as_host_and_port(text: str, read: tuple[str, int]) -> None:
     assert address(text) == read
 
 
 @pytest.mark.usefixtures("_elsewhere")
-def test_replicas_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_urls_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAWL_REPLICA_URLS", "http://b:8000/v1, http://c:8000/v1")
     urls = read_settings(TrainerSettings).replica_urls
     assert [str(url) for url in urls] == ["http://b:8000/v1", "http://c:8000/v1"]

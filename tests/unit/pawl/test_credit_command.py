@@ -35,7 +35,7 @@ def good() -> list[dict[str, Any]]:
     return [episode("won", 1.0, calls=won, aliases=[]), episode("lost", 0.0, calls=lost)]
 
 
-def test_each_transition_has_a_line(tmp_path: Path) -> None:
+def test_pawl_credit_prints_a_json_line_for_each_transition(tmp_path: Path) -> None:
     file = tmp_path / "episodes.jsonl"
     file.write_text("\n" + text(*good()) + "\n")
     found = run(str(file))
@@ -64,7 +64,7 @@ def test_credit_is_computed_with_the_named_recipe(tmp_path: Path) -> None:
     assert [json.loads(line)["advantage"] for line in found.stdout.splitlines()] == [0.5, 0.5, -0.5]
 
 
-def test_empty_input_has_no_transitions() -> None:
+def test_pawl_credit_prints_nothing_for_empty_input() -> None:
     assert (run("-", given="").exit_code, run("-", given="\n").stdout) == (0, "")
 
 
@@ -86,7 +86,9 @@ def test_empty_input_has_no_transitions() -> None:
         ({"episode": "won"}, "line 3: episode 'won' is on line 1 already"),
     ],
 )
-def test_wrong_field_is_named_and_nothing_is_printed(changes: Any, named: str) -> None:
+def test_wrong_field_of_an_episode_is_named_and_no_credit_is_printed(
+    changes: Any, named: str
+) -> None:
     bad = {name: value for name, value in (episode("bad") | changes).items() if value is not None}
     found = run("-", given=text(*good(), bad))
     assert (found.exit_code, found.stdout) == (2, "")
@@ -94,7 +96,7 @@ def test_wrong_field_is_named_and_nothing_is_printed(changes: Any, named: str) -
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "null", '{"episode": NaN}', '{"x": ' + "[" * 100_000])
-def test_line_that_is_no_episode_is_named(line: str) -> None:
+def test_input_line_that_is_no_episode_is_refused_by_its_number(line: str) -> None:
     found = run("-", given=text(*good()) + line + "\n")
     assert (found.exit_code, found.stdout) == (2, "")
     assert "standard input, line 3" in found.stderr
@@ -111,7 +113,7 @@ def test_line_that_is_no_episode_is_named(line: str) -> None:
         (["--update", "three"], "a version's number or an update's id"),
     ],
 )
-def test_impossible_options_are_refused(arguments: list[str], said: str) -> None:
+def test_impossible_options_of_pawl_credit_are_refused(arguments: list[str], said: str) -> None:
     found = run(*arguments, given="")
     assert (found.exit_code, found.stdout) == (2, "")
     assert said in found.stderr
@@ -127,7 +129,7 @@ except SystemExit as end:
 """
 
 
-def test_command_in_a_pipe_needs_no_torch() -> None:
+def test_pawl_credit_in_a_pipe_needs_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE, "credit", "-"],
         input=text(*good()).encode(),
@@ -139,7 +141,7 @@ def test_command_in_a_pipe_needs_no_torch() -> None:
     assert done.stderr == b"0 False\n"
 
 
-def test_table_reads_no_markup() -> None:
+def test_credit_table_shows_markup_in_names_as_plain_text() -> None:
     line = CreditLine(
         episode="[red]e", call="c", agent="a", r_final=None, r_air=0.1, r_total=None,
         advantage=None, weight=0.0, reason="unscored",
@@ -150,7 +152,7 @@ def test_table_reads_no_markup() -> None:
     ]  # fmt: skip
 
 
-def test_example_of_the_documents_holds() -> None:
+def test_pawl_credit_reproduces_the_example_of_the_docs() -> None:
     page = (ROOT / "docs/explanation/credit.md").read_text()
     given, told = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     assert run("-", given=given).stdout == told

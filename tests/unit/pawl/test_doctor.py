@@ -424,7 +424,7 @@ def troubles(known: Facts) -> list[Finding]:
     return [one for one in findings(known) if not one.is_outlook]
 
 
-def test_working_system_has_only_an_outlook() -> None:
+def test_doctor_reports_only_an_outlook_for_a_working_system() -> None:
     [outlook] = findings(facts())
     assert not outlook.needs_person
     assert outlook.title == (
@@ -492,7 +492,9 @@ def test_there_is_no_outlook_where_nothing_can_be_trained() -> None:
         (timedelta(days=1.6), "about 2 days"),
     ],
 )
-def test_forecast_is_told_in_the_largest_unit_that_fits(time: timedelta, words: str) -> None:
+def test_doctors_forecast_is_given_in_the_largest_fitting_unit_of_time(
+    time: timedelta, words: str
+) -> None:
     assert about(time) == words
 
 
@@ -517,7 +519,7 @@ def test_random_judge_and_unmeasured_judge_are_findings() -> None:
     assert "20 episodes" in found.remedy
 
 
-def test_side_calls_are_left_out_of_all_counts() -> None:
+def test_doctor_leaves_side_calls_out_of_all_counts() -> None:
     side = kind(reason="side", calls=1000)
     assert troubles(facts(calls=(kind(), side))) == []
     greedy = kind(reason="greedy", calls=20)
@@ -532,12 +534,12 @@ def test_greedy_calls_are_no_trouble_for_a_learner_that_imitates() -> None:
     assert "temperature 0" in found.title
 
 
-def test_remedy_for_calls_without_ids_names_inexpressible_messages() -> None:
+def test_remedy_for_calls_without_token_ids_names_messages_that_chat_cannot_express() -> None:
     [found] = troubles(facts(calls=(kind(reason="no_token_ids"),)))
     assert "messages that chat completions cannot express" in found.remedy
 
 
-def test_every_reason_has_a_remedy() -> None:
+def test_doctor_has_a_remedy_for_every_untrainable_reason_and_pause_reason() -> None:
     assert set(REASONS) == set(get_args(Reason))
     assert set(PAUSES) == set(get_args(PauseReason))
 
@@ -551,7 +553,9 @@ def test_findings_of_another_tenants_policy_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize("away", [{"database": AWAY}, {"is_late": True, "calls": ()}])
-def test_tenant_is_told_that_the_database_did_not_say_all(away: dict[str, Any]) -> None:
+def test_doctor_tells_a_tenant_that_the_database_did_not_answer_completely(
+    away: dict[str, Any],
+) -> None:
     found = findings(replace(facts(tenant="a", **away), policies=()), of_parts=False)
     assert ["The database" in one.title for one in found] == [True]
     assert AWAY not in repr(found)

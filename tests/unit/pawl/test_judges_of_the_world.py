@@ -91,17 +91,19 @@ AGENTS = {
 
 @pytest.mark.parametrize("agent", AGENTS)
 @pytest.mark.parametrize("code", [0, 1])
-def test_exit_code_of_the_agents_is_read(agent: str, code: int) -> None:
+def test_exit_code_of_a_test_command_is_read_from_each_coding_agents_output(
+    agent: str, code: int
+) -> None:
     api, asked, result = AGENTS[agent]
     assert passed((asked, result.format(code)), api=api) == 1 - code
 
 
-def test_timed_out_command_has_no_result_despite_its_output() -> None:
+def test_timed_out_test_command_has_no_verdict_despite_its_output() -> None:
     late = "Command timed out after 1500ms before it could complete. Below is the output before it"
     assert passed(({"command": "pytest"}, f"{late} timed out:\nexit code: 0"), api="chat") is None
 
 
-def test_last_test_command_counts() -> None:
+def test_last_test_command_of_an_episode_decides_its_verdict() -> None:
     bad, good = ({"command": "npm test"}, "Exit code 1"), ({"command": "npm test"}, "Exit code 0")
     other = ({"command": "ls"}, "Exit code 2")
     assert passed(bad, good, other) == 1
@@ -111,12 +113,14 @@ def test_last_test_command_counts() -> None:
 
 
 @pytest.mark.parametrize(("status", "expected"), [("ok", 1), ("error", 0), ("timeout", None)])
-def test_tool_status_counts_where_no_exit_code_is_told(status: str, expected: int | None) -> None:
+def test_tool_status_decides_if_the_output_has_no_exit_code(
+    status: str, expected: int | None
+) -> None:
     assert passed(({"command": "pytest"}, "."), statuses={"call_1": status}) == expected
 
 
 @pytest.mark.parametrize("status", ["denied", "malformed"])
-def test_command_that_was_not_executed_is_not_the_last(status: str) -> None:
+def test_test_command_that_was_not_executed_is_not_the_last(status: str) -> None:
     steps = ({"command": "pytest"}, "Exit code 0"), ({"command": "pytest"}, "no")
     assert passed(*steps, statuses={"call_2": status}) == 1
 
@@ -139,7 +143,7 @@ def test_command_that_was_not_executed_is_not_the_last(status: str) -> None:
         ("collecting ...", None),
     ],
 )
-def test_summary_of_tests_counts_if_the_exit_status_is_of_another_command(
+def test_printed_summary_of_tests_decides_if_the_exit_status_is_of_another_command(
     text: str, expected: int | None
 ) -> None:
     piped = {"command": "pytest 2>&1 | tail -20"}
@@ -147,12 +151,12 @@ def test_summary_of_tests_counts_if_the_exit_status_is_of_another_command(
     assert passed(({"command": "pytest"}, text)) == expected
 
 
-def test_command_in_the_background_has_not_ended() -> None:
+def test_test_command_in_the_background_has_no_verdict() -> None:
     started = {"command": "pytest", "run_in_background": True}
     assert passed((started, "running in background"), statuses={"call_1": "ok"}) is None
 
 
-def test_long_command_of_codex_ends_in_its_session() -> None:
+def test_exit_code_of_codexs_long_test_command_is_read_from_a_later_call() -> None:
     running = "Chunk ID: 1\nWall time: 10 seconds\nProcess running with session ID 7\nOutput:\n"
     waits = {"session_id": 7, "chars": ""}
     steps = ({"cmd": "pytest"}, running), (waits, CODEX.format(1))
@@ -196,7 +200,7 @@ def test_exit_status_is_trusted_only_if_it_is_the_tests_own(
     assert has_tests_status(script, ExitStatusJudge().pattern) is is_own
 
 
-def test_another_command_is_found_by_an_expression() -> None:
+def test_users_test_command_is_found_by_a_regular_expression() -> None:
     judge = ExitStatusJudge(r"scripts/check\b")
     shown = line(({"command": "sh scripts/check"}, "Exit code 1"), ({"command": "pytest"}, "OK"))
     assert value(judge, shown) == 0
@@ -246,7 +250,9 @@ def edit(path: Any, old: str = "two", new: str = "two\nthree\nfour") -> Step:
     return {"file_path": str(path), "old_string": old, "new_string": new}, "ok"
 
 
-def test_value_is_the_share_of_lines_kept_by_the_next_commit(repository: Repository) -> None:
+def test_git_judges_value_is_the_share_of_edited_lines_kept_by_the_next_commit(
+    repository: Repository,
+) -> None:
     step = edit(repository.folder / "a.py")
     with pytest.raises(NotYet):
         repository.value(step)
@@ -315,12 +321,14 @@ def test_line_that_the_episode_took_out_again_is_not_counted(repository: Reposit
     assert repository.value(*steps) == 1.0
 
 
-def test_edit_that_failed_wrote_nothing(repository: Repository) -> None:
+def test_failed_edit_is_not_counted_as_an_edit(repository: Repository) -> None:
     repository.commit(20, a="1\n")
     assert repository.value(edit("a.py"), statuses={"call_1": "error"}) is None
 
 
-def test_files_elsewhere_are_not_counted(repository: Repository, tmp_path: Path) -> None:
+def test_edits_outside_the_repository_and_of_uncommitted_new_files_are_not_counted(
+    repository: Repository, tmp_path: Path
+) -> None:
     repository.commit(20, a="one\ntwo\nthree\nfour\n")
     elsewhere = edit(tmp_path / "a.py", new="x"), edit("../b.py", new="x"), edit("/", new="x")
     assert repository.value(*elsewhere) is None
@@ -328,13 +336,15 @@ def test_files_elsewhere_are_not_counted(repository: Repository, tmp_path: Path)
     assert repository.value(edit("a.py"), edit("scratch.py", new="x"), *elsewhere) == 1.0
 
 
-def test_file_left_out_of_the_commit_has_lost_its_edits(repository: Repository) -> None:
+def test_edits_of_a_tracked_file_left_out_of_the_commit_count_as_not_kept(
+    repository: Repository,
+) -> None:
     repository.commit(-50, b="one\n")
     repository.commit(20, a="one\ntwo\nthree\nfour\n")
     assert repository.value(edit("a.py"), edit("b.py", new="five\nsix")) == 0.5
 
 
-def test_deleted_file_keeps_nothing(repository: Repository) -> None:
+def test_edits_of_a_deleted_file_count_as_not_kept(repository: Repository) -> None:
     (repository.folder / "a.py").unlink()
     repository.commit(20)
     assert repository.value(edit("a.py")) == 0.0
@@ -355,11 +365,13 @@ def test_edits_are_valued_at_the_first_commit_of_a_repository(tmp_path: Path) ->
     assert fresh.value(edit("a.py")) == 1.0
 
 
-def test_episode_without_edits_is_not_waited_for(repository: Repository) -> None:
+def test_git_judge_does_not_wait_for_a_commit_after_an_episode_without_edits(
+    repository: Repository,
+) -> None:
     assert repository.value(({"command": "ls"}, "a.py")) is None
 
 
-def test_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+def test_git_judge_refuses_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(JudgeError, match=re.escape(str(folder))):
             GitJudge(folder)

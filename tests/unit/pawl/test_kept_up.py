@@ -84,7 +84,7 @@ async def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await made.child.stop()
 
 
-async def test_child_that_was_up_once_is_started_again_for_ever_with_growing_pauses(
+async def test_child_process_that_was_up_once_is_restarted_for_ever_with_growing_pauses(
     one: Kept,
 ) -> None:
     await one.up()
@@ -101,7 +101,7 @@ async def test_child_that_was_up_once_is_started_again_for_ever_with_growing_pau
     assert one.child.state.state == "stopping"
 
 
-async def test_healthy_life_makes_the_pauses_short_again(
+async def test_healthy_time_of_a_child_process_shortens_its_restart_pauses(
     one: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept, "HEALTHY_S", 0.0)
@@ -116,7 +116,7 @@ async def test_healthy_life_makes_the_pauses_short_again(
     assert one.pauses[-1] < 5
 
 
-async def test_child_that_never_comes_up_is_given_up_at_the_first_start(one: Kept) -> None:
+async def test_child_process_that_never_comes_up_is_given_up_at_its_first_start(one: Kept) -> None:
     one.broken(True)
     await one.child.start()
     with pytest.raises(
@@ -125,7 +125,7 @@ async def test_child_that_never_comes_up_is_given_up_at_the_first_start(one: Kep
         await asyncio.wait_for(one.gave_up, 30)
 
 
-async def test_failed_replacement_leaves_the_old_child_up(one: Kept) -> None:
+async def test_failed_replacement_leaves_the_old_child_process_up(one: Kept) -> None:
     await one.up()
     old = one.pid()
     one.broken(True)
@@ -141,7 +141,9 @@ async def test_failed_replacement_leaves_the_old_child_up(one: Kept) -> None:
         os.kill(old, 0)
 
 
-async def test_old_child_that_ends_during_a_failed_replacement_is_restarted(one: Kept) -> None:
+async def test_old_child_process_that_ends_during_a_failed_replacement_is_restarted(
+    one: Kept,
+) -> None:
     await one.up()
     one.broken(True)
     replacing = asyncio.create_task(one.child.replace())
@@ -152,7 +154,9 @@ async def test_old_child_that_ends_during_a_failed_replacement_is_restarted(one:
     await one.until(lambda s: s.state == "up" and s.restarts > 0)
 
 
-async def test_failed_spawn_is_tried_again(one: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_spawn_of_a_child_process_is_tried_again(
+    one: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await one.up()
     good = one.child._command
     one.child._command = [str(one.folder / "nothing")]
@@ -172,7 +176,7 @@ async def test_failed_spawn_is_tried_again(one: Kept, monkeypatch: pytest.Monkey
     await one.up(1)
 
 
-async def test_stop_ends_a_pause_at_once(one: Kept) -> None:
+async def test_stop_ends_the_pause_before_a_restart_at_once(one: Kept) -> None:
     await one.up()
     one.child._pause_s = 60.0
     one.end()

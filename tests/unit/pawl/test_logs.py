@@ -35,7 +35,7 @@ def logged(script: str, how: str, level: str = "debug") -> list[bytes]:
 
 
 @pytest.mark.parametrize("how", ["gather", "plain"])
-def test_long_texts_of_clients_are_cut_in_every_line(how: str) -> None:
+def test_long_texts_of_clients_are_cut_in_every_log_line(how: str) -> None:
     lines = logged(SCRIPT, how)
     assert len(lines) == 3
     assert max(map(len, lines[::2])) < 30_000
@@ -52,7 +52,7 @@ def test_long_texts_of_clients_are_cut_in_every_line(how: str) -> None:
     assert failed["exception"].endswith("the end")
 
 
-def test_long_field_names_and_deep_values_are_cut() -> None:
+def test_long_field_names_and_deep_values_of_log_lines_are_cut() -> None:
     nested: object = "x"
     for _ in range(3000):
         nested = [nested]
@@ -76,7 +76,7 @@ def test_log_on_a_full_disk_ends_no_process(how: str) -> None:
     assert (done.returncode, done.stdout) == (0, b"still here\n")
 
 
-def test_lost_lines_are_counted_once_there_is_room_again() -> None:
+def test_number_of_lost_log_lines_is_logged_once_there_is_room_again() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     file = SureFile(writing)
@@ -95,7 +95,7 @@ def test_lost_lines_are_counted_once_there_is_room_again() -> None:
     assert rest == [b"after", b"and on"]
 
 
-def test_line_of_a_worker_has_the_fields_of_any_line() -> None:
+def test_log_line_gathered_from_a_worker_has_the_fields_of_any_log_line() -> None:
     script = """
 import sys, structlog
 from pawl.logs import configure_logging
@@ -134,7 +134,7 @@ for level in ("debug", "info", "warning", "error"):
         ("error", ["error"]),
     ],
 )
-def test_lines_below_the_level_are_left_out(how: str, level: str, kept: list[str]) -> None:
+def test_log_lines_below_the_level_are_left_out(how: str, level: str, kept: list[str]) -> None:
     lines = [json.loads(line) for line in logged(LEVELS, how, level)]
     assert [(line["level"], line["event"]) for line in lines] == [
         (one, f"a line of {one}") for one in kept
@@ -156,7 +156,7 @@ except ValueError:
 
 
 @pytest.mark.parametrize("how", ["gather", "plain"])
-def test_library_logs_a_line_like_any_other(how: str) -> None:
+def test_log_record_of_a_library_becomes_a_log_line_like_any_other(how: str) -> None:
     warned, failed = map(json.loads, logged(LIBRARY, how))
     assert (warned["event"], warned["library"]) == ("library", "aiohttp.server")
     assert (warned["level"], failed["level"]) == ("warning", "error")

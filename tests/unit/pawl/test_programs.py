@@ -68,20 +68,20 @@ async def test_program_ends_with_its_own_status_despite_background_children(held
     assert time.monotonic() - started < 30
 
 
-async def test_flood_is_ended_at_once() -> None:
+async def test_program_with_too_much_output_is_ended_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(TooMuchOutput, match="more than 1000 bytes"):
         await run("yes")
     assert time.monotonic() - started < 30
 
 
-async def test_input_and_output_are_whole() -> None:
+async def test_program_gets_its_whole_input_and_its_whole_output_is_read() -> None:
     given = bytes(range(256)) * 3
     ended = await run("sh", "-c", "cat; echo no idea >&2; exit 3", given=given)
     assert ended == EndedProgram(status=3, output=given, errors=b"no idea\n")
 
 
-async def test_end_of_a_flood_of_errors_is_kept() -> None:
+async def test_end_of_a_programs_long_error_output_is_kept() -> None:
     ended = await run("sh", "-c", "seq 100000 >&2")
     assert ended.errors.endswith(b"\n99999\n100000\n")
     assert len(ended.errors) == 2**16
@@ -91,7 +91,9 @@ async def test_program_need_not_read_its_input() -> None:
     assert (await run("true", given=b"x" * 2**20)).status == 0
 
 
-async def test_pawls_settings_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pawls_settings_are_not_passed_to_programs_of_judges_and_agents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither to a judge, which gets no environment of its own, nor to an agent."""
     for name in ("DATABASE_URL", "PAWL_DATA_DIR", "MY_KEY"):
         monkeypatch.setenv(name, "secret")
@@ -105,7 +107,7 @@ async def test_pawls_settings_are_not_handed_on(monkeypatch: pytest.MonkeyPatch)
         assert "PAWL_" not in said
 
 
-def test_garbage_collector_rests_during_large_imports_and_leaves_them_out() -> None:
+def test_garbage_collector_pauses_during_large_imports_and_freezes_their_objects() -> None:
     before = gc.get_freeze_count()
     with large_imports():
         assert not gc.isenabled()
@@ -130,7 +132,7 @@ with large_imports():
 """
 
 
-def test_garbage_collector_leaves_nothing_out_when_the_process_ends() -> None:
+def test_garbage_collector_has_no_frozen_objects_when_the_process_ends() -> None:
     """Bindings such as triton's report what is never collected as leaked, on standard error."""
     done = subprocess.run(
         [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True

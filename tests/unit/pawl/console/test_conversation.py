@@ -173,7 +173,7 @@ def test_request_is_shown_message_by_message(fields: Any, expected: Words) -> No
         ),
     ],
 )
-def test_reply_is_shown_in_every_format(reply: Any, expected: Words) -> None:
+def test_reply_of_every_wire_format_is_shown(reply: Any, expected: Words) -> None:
     assert words(reply_in(json.dumps(reply).encode())) == expected
 
 
@@ -200,7 +200,7 @@ def test_call_is_shown_as_its_additions_to_the_previous_call() -> None:
     assert (summary.same, summary.left_out) == (1, 1)
 
 
-def test_first_and_last_of_many_messages_are_shown() -> None:
+def test_only_the_first_and_last_messages_of_a_long_request_are_shown() -> None:
     many = [{"role": "user", "content": str(number)} for number in range(1000)]
     shown = asking({"messages": many})
     assert (len(shown.messages), shown.more) == (MOST_MESSAGES, 1000 - MOST_MESSAGES)
@@ -221,27 +221,27 @@ def test_page_limits_characters_in_total_and_for_each_text() -> None:
         {"role": "assistant", "tool_calls": [CALL] * 50_000},
     ],
 )
-def test_first_of_many_parts_of_a_message_are_shown(message: Any) -> None:
+def test_only_the_first_parts_of_a_long_message_are_shown(message: Any) -> None:
     [said] = asking({"messages": [message]}).messages
     assert len(said.parts) == MOST_PARTS + 1
     assert (said.parts[-1].kind, said.parts[-1].title) == ("more", "what follows is not shown")
 
 
 @pytest.mark.parametrize("reply", [{"choices": [{"text": "a"}] * 1000}, {"output": [{}] * 1000}])
-def test_first_of_many_messages_of_a_reply_are_shown(reply: Any) -> None:
+def test_only_the_first_messages_of_a_long_reply_are_shown(reply: Any) -> None:
     said = reply_in(json.dumps(reply).encode())
     assert len(said) == MOST_MESSAGES + 1
     assert said[-1].parts[0].title == "what follows is not shown"
 
 
-def test_nested_parts_are_limited_like_a_flat_list() -> None:
+def test_nested_message_parts_are_limited_like_a_flat_list() -> None:
     nested: list[Any] = [{"content": [{"content": [{}] * 100}] * 100}] * 10
     [said] = asking({"messages": [{"role": "user", "content": nested}]}).messages
     assert len(said.parts) == MOST_PARTS + 1
     assert said.parts[-1].title == "what follows is not shown"
 
 
-def test_page_limits_the_number_of_parts() -> None:
+def test_page_limits_the_number_of_shown_message_parts() -> None:
     said = asking({"messages": [{"role": "user", "content": [{}] * 10}]}).messages
     space = Space(5000, 3000, parts=15)
     fitted = [list(space.fit(said[0].parts)) for _ in range(3)]

@@ -76,7 +76,9 @@ def test_agents_have_lanes_on_a_shared_time_axis() -> None:
         ({}, {}, "waits for the next update"),
     ],
 )
-def test_episode_says_why_it_waits(fate: dict[str, Any], episode: dict[str, Any], why: str) -> None:
+def test_episode_page_says_why_its_episode_is_not_trained(
+    fate: dict[str, Any], episode: dict[str, Any], why: str
+) -> None:
     facts = ("trained", "update_id", "lacks", "rolled_back", "set_aside")
     known: dict[str, Any] = dict.fromkeys(facts) | {"scored": True} | fate
     said: Any = waits_for(SimpleNamespace(**known), recorded([], **episode))
@@ -84,7 +86,7 @@ def test_episode_says_why_it_waits(fate: dict[str, Any], episode: dict[str, Any]
     assert bool(said) is bool(why)
 
 
-def test_requests_are_rebuilt_in_any_order_of_storage() -> None:
+def test_requests_stored_as_deltas_are_rebuilt_in_any_order_of_storage() -> None:
     bodies = {UUID(int=n): b"the same beginning " * n + b"%d" % n for n in (1, 2, 3, 4)}
     # The third was stored first: the others are additions to each other, and a fifth is lost.
     parents = {2: 3, 1: 2, 4: 1}
@@ -108,11 +110,11 @@ def test_requests_are_rebuilt_in_any_order_of_storage() -> None:
     assert list(lost) == [wanted[1]]
 
 
-def test_numbers_that_follow_each_other_are_a_range() -> None:
+def test_consecutive_call_numbers_are_shown_as_a_range() -> None:
     assert [ranges_of(numbers) for numbers in ((1, 2, 3, 7), (9,), ())] == ["1 to 3, 7", "9", ""]
 
 
-def test_repeated_call_does_not_count() -> None:
+def test_call_and_its_repetition_have_the_same_number() -> None:
     tools = Told({}, {}, {UUID(int=1): UUID(int=2)})
     episode = recorded([head(number) for number in range(4)], tools=tools, earlier_calls=10)
     assert [*numbers_of(episode).values()] == [11, 12, 12, 13]

@@ -9,7 +9,7 @@ from pawl.console.episodes import Filter
 from pawl.console.pages import Refusal
 
 
-def test_filter_is_read_back_from_its_address() -> None:
+def test_episode_filter_is_read_back_from_its_url_query() -> None:
     chosen = Filter(
         policy="m",
         version=3,
@@ -49,7 +49,7 @@ def test_filter_is_read_back_from_its_address() -> None:
         ({"text": "a\0b"}, "text: write at most 512 characters, without U+0000"),
     ],
 )
-def test_field_that_cannot_be_used_is_named_with_the_remedy(
+def test_unusable_field_of_an_episode_filter_is_refused_with_the_remedy(
     given: dict[str, str], said: str
 ) -> None:
     with pytest.raises(Refusal) as refused:
@@ -57,5 +57,5 @@ def test_field_that_cannot_be_used_is_named_with_the_remedy(
     assert (refused.value.status_code, refused.value.detail[: len(said)]) == (400, said)
 
 
-def test_time_without_a_zone_is_of_utc() -> None:
+def test_filter_time_without_a_zone_is_utc() -> None:
     assert Filter.of({"since": "2026-11-26T12:00"}).since == datetime(2026, 11, 26, 12, tzinfo=UTC)

@@ -10,7 +10,7 @@ REWARD = Scale(metric="reward", low=-1.0, high=1.0, texts={})
 VERDICT = Scale(metric="verdict", low=0.0, high=1.0, texts={"good": 1.0, "bad": 0.0})
 
 
-def test_number_keys_stand_for_places_from_the_lowest_reward_to_the_highest() -> None:
+def test_number_keys_stand_for_evenly_spaced_rewards_from_lowest_to_highest() -> None:
     assert steps_of(REWARD) == [-1, -0.5, 0, 0.5, 1]
 
 
@@ -22,7 +22,7 @@ def test_number_keys_stand_for_places_from_the_lowest_reward_to_the_highest() ->
         ({"value:reward": "", "value:verdict": "0.25"}, {"verdict": 0.25}),
     ],
 )
-def test_form_states_the_metrics_that_were_chosen(
+def test_review_form_states_only_the_metrics_that_were_filled_in(
     given: dict[str, str], values: dict[str, float | str]
 ) -> None:
     stated = statements_of(given, [REWARD, VERDICT], "e1")
@@ -30,7 +30,7 @@ def test_form_states_the_metrics_that_were_chosen(
     assert {one["episode"] for one in stated} == {"e1"}
 
 
-def test_correction_goes_to_its_call_beside_the_first_value() -> None:
+def test_review_forms_correction_is_sent_with_the_first_metrics_value_for_its_call() -> None:
     given = {
         "value:reward": "0",
         "value:verdict": "bad",
@@ -46,6 +46,6 @@ def test_correction_goes_to_its_call_beside_the_first_value() -> None:
 
 
 @pytest.mark.parametrize("value", ["1.5", "nan", "inf", "good", "", "1e999"])
-def test_form_with_no_value_of_the_metric_is_refused(value: str) -> None:
+def test_review_form_with_an_invalid_metric_value_is_refused(value: str) -> None:
     with pytest.raises(Refusal):
         statements_of({"value:reward": value}, [REWARD], "e1")

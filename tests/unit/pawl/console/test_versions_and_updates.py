@@ -32,7 +32,7 @@ def test_words_describe_the_state_of_a_version(
     assert words_of(row) == words
 
 
-def test_confirmation_depends_on_the_effects_of_a_change() -> None:
+def test_confirmation_of_a_change_depends_on_its_effects_and_not_on_its_reason() -> None:
     def seen(now: str = "serving", **of: Any) -> str:
         changed = {"action": "promote", "policy": "m", "number": 1} | of
         return Change(**changed, moved=((1, ["retired"], [now]),)).digest
@@ -52,7 +52,7 @@ def update(at: int = 0, state: str = "done", took: float | None = 30, **metrics:
     )
 
 
-def test_plots_show_recorded_figures_oldest_first() -> None:
+def test_plots_show_recorded_figures_of_updates_oldest_first() -> None:
     newest = update(60, loss=0.2, entropy=0.3)
     plots = plots_of([newest, update(30, state="abandoned"), update(0, loss=0.4, entropy=2.1)])
     assert list(plots) == ["Entropy, nats a token", "Loss", "Seconds"]

@@ -80,7 +80,9 @@ def compared(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("watches", [False, True])
-def test_live_episodes_come_to_a_verdict_with_its_reason(case: Case, watches: bool) -> None:
+def test_comparison_of_live_episodes_reaches_the_expected_verdict_and_reason(
+    case: Case, watches: bool
+) -> None:
     """A watch calls nothing better: its control moves on."""
     verdict = compared(case.new, watches=watches).verdict
     kind, reason = (None, "") if watches and case.kind == "better" else (case.kind, case.reason)
@@ -89,7 +91,7 @@ def test_live_episodes_come_to_a_verdict_with_its_reason(case: Case, watches: bo
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_pairs_of_tasks_come_to_the_same_verdicts(case: Case) -> None:
+def test_comparison_of_paired_tasks_reaches_the_same_verdicts(case: Case) -> None:
     random, comparison = Random(3), Comparison(RULE)
     for _ in range(400):
         comparison.add_pair(*[[draw(random) for _ in range(4)] for draw in (case.new, OLD)])
@@ -97,7 +99,7 @@ def test_pairs_of_tasks_come_to_the_same_verdicts(case: Case) -> None:
 
 
 @pytest.mark.parametrize("effect", [0.0, -RULE.margin])
-def test_wrong_verdicts_stay_within_the_rule_despite_continuous_looks(
+def test_rate_of_wrong_verdicts_stays_within_its_limit_despite_continuous_checks(
     effect: float,
 ) -> None:
     wrong = {0.0: "worse", -RULE.margin: "better"}[effect]
@@ -148,7 +150,7 @@ def test_control_moves_on_to_a_version_with_half_of_the_evidence_after_it(
     assert comparison.next_control == moves_to
 
 
-def test_fall_below_its_own_past_is_seen_before_a_verdict() -> None:
+def test_fall_of_rewards_below_their_own_past_is_detected_before_a_verdict() -> None:
     assert followed((1_000, 1, 0.8, 0.8)).fall is None
     comparison = followed((1_000, 1, 0.8, 0.8), (150, 2, 0.5, 0.8))
     assert comparison.fall == pytest.approx(0.3, abs=0.12)
@@ -156,7 +158,7 @@ def test_fall_below_its_own_past_is_seen_before_a_verdict() -> None:
     assert not comparison.is_in_line
 
 
-def test_outage_is_no_fall() -> None:
+def test_failed_episodes_of_an_outage_are_no_fall_of_rewards() -> None:
     comparison, failed = followed((1_000, 1, 0.8, 0.8)), ComparedEpisode("one", None, failed=True)
     for _ in range(500):
         comparison.add(True, failed)
@@ -172,7 +174,7 @@ def test_outage_is_no_fall() -> None:
     ],
 )
 @pytest.mark.parametrize("watches", [False, True])
-def test_trade_between_families_is_found_and_judged(
+def test_trade_off_between_task_families_is_found_and_judged(
     undecided: Literal["promote", "keep"],
     means: Mapping[str, float],
     trade: str | None,
@@ -192,7 +194,7 @@ def test_trade_between_families_is_found_and_judged(
     assert {one.name for one in comparison.figures().families} == {"a", "b"}
 
 
-def test_fall_of_both_arms_is_not_held_against_the_serving_version() -> None:
+def test_simultaneous_fall_of_both_arms_does_not_make_the_serving_version_worse() -> None:
     random, comparison = Random(2), Comparison(RULE, watches=True)
     for episode in range(4_000):
         is_new = random.random() < 0.9
@@ -210,7 +212,7 @@ def test_verdict_of_a_trial_is_final() -> None:
     assert comparison.verdict == verdict
 
 
-def test_promotion_is_put_off_while_a_guard_speaks_against_it() -> None:
+def test_promotion_waits_while_a_guards_evidence_is_against_the_canary() -> None:
     """Rewards suffice long before failures of a fifth are shown to be more than of a tenth."""
     random, comparison = Random(5), Comparison(RULE)
     while comparison.figures().better < comparison.figures().better_needed:
@@ -230,7 +232,7 @@ def test_promotion_is_put_off_while_a_guard_speaks_against_it() -> None:
         ("canary", 0.47, True),
     ],
 )
-def test_expected_difference_points_to_harm_of_a_canary_only_from_half_the_margin_on(
+def test_reward_deficit_of_a_canary_points_to_harm_only_from_half_the_margin_on(
     mode: PublishMode, new: float, harmful: bool
 ) -> None:
     comparison = Comparison(PublishOptions(mode=mode))
@@ -257,7 +259,7 @@ def test_failed_episode_counts_as_lowest_reward_and_unscored_is_ignored() -> Non
     assert comparison.figures().new.unscored == 1
 
 
-def test_outage_in_which_everything_fails_proves_nothing() -> None:
+def test_outage_in_which_all_episodes_fail_gives_no_verdict() -> None:
     live, pairs, failed = (
         Comparison(RULE),
         Comparison(RULE),
@@ -271,7 +273,7 @@ def test_outage_in_which_everything_fails_proves_nothing() -> None:
     assert [one.blocks for one in (live, pairs)] == [0, 0]
 
 
-def test_bounds_close_in_on_the_difference() -> None:
+def test_confidence_bounds_enclose_the_difference_of_the_arms_rewards() -> None:
     figures = compared(scored(0.8, malformed=False)).figures()
     assert figures.difference is not None
     assert -RULE.margin < figures.lower < 0.3 < figures.upper

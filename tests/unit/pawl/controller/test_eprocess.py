@@ -68,7 +68,9 @@ def last_block(stream: list[tuple[bool, str, float]]) -> Block | None:
 
 @pytest.mark.parametrize("count", [SIZE, SIZE - 2])
 @pytest.mark.parametrize("tested", range(1, SIZE - 2))
-def test_mean_difference_over_all_assignments_is_the_effect(tested: int, count: int) -> None:
+def test_mean_block_difference_over_all_arm_assignments_is_the_true_effect(
+    tested: int, count: int
+) -> None:
     # Families, a drift and an effect of their own for each episode; the blocks before it
     # taught the families' means. A block that is closed early shows the effect, too.
     before = [(number % 3 == 0, "abc"[number % 3], (number % 5) / 4) for number in range(2 * SIZE)]
@@ -86,7 +88,9 @@ def test_mean_difference_over_all_assignments_is_the_effect(tested: int, count: 
 
 
 @given(STREAM)
-def test_difference_is_within_its_reach(stream: list[tuple[bool, str, float]]) -> None:
+def test_difference_of_a_block_is_within_the_blocks_reach(
+    stream: list[tuple[bool, str, float]],
+) -> None:
     blocks = Blocks(SIZE)
     for episode in stream:
         block = closed(blocks, *episode)
@@ -96,7 +100,9 @@ def test_difference_is_within_its_reach(stream: list[tuple[bool, str, float]]) -
 
 
 @given(STREAM)
-def test_arms_that_change_places_turn_the_sign(stream: list[tuple[bool, str, float]]) -> None:
+def test_swapped_arms_reverse_the_sign_of_the_block_difference(
+    stream: list[tuple[bool, str, float]],
+) -> None:
     one = last_block(stream)
     other = last_block([(not tested, family, value) for tested, family, value in stream])
     if one is None or other is None:
@@ -106,7 +112,7 @@ def test_arms_that_change_places_turn_the_sign(stream: list[tuple[bool, str, flo
         assert (one.weight, one.reach) == (other.weight, other.reach)
 
 
-def test_block_waits_for_the_other_arm_and_not_for_ever() -> None:
+def test_block_waits_for_an_episode_of_the_other_arm_up_to_a_longest_block() -> None:
     blocks = Blocks(SIZE)
     assert [closed(blocks, False, "a", 0.5) for _ in range(SIZE + 2)] == [None] * (SIZE + 2)
     found = closed(blocks, True, "a", 0.5)
@@ -116,7 +122,7 @@ def test_block_waits_for_the_other_arm_and_not_for_ever() -> None:
     assert blocks.close() is None
 
 
-def test_families_that_differ_do_not_spread_the_differences() -> None:
+def test_different_mean_rewards_of_task_families_hardly_show_in_block_differences() -> None:
     stream = [(number % 4 == 1, "ab"[number % 2], float(number % 2)) for number in range(40 * SIZE)]
     block = last_block(stream)
     assert block is not None
@@ -131,7 +137,7 @@ def test_blocks_are_larger_the_rarer_an_arm_is(tested: float, other: float, size
     assert block_size(tested, other) == size
 
 
-def test_new_and_surplus_families_are_centred_by_the_overall_mean() -> None:
+def test_rewards_of_new_and_surplus_task_families_are_centred_by_the_overall_mean() -> None:
     centres = Centres()
     assert centres.mean_of("new") == 0.5
     for number in range(MOST_CENTRES):
@@ -145,7 +151,7 @@ def test_new_and_surplus_families_are_centred_by_the_overall_mean() -> None:
 @pytest.mark.parametrize(("kind", "average"), [(EProcess, 1.0), (ChangeDetector, 4.0)])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("null", [-0.5, -0.02, 0.0, 0.3])
-def test_mean_wealth_is_the_stake_where_the_claim_just_holds(
+def test_expected_wealth_of_an_e_process_is_its_stake_if_the_null_just_holds(
     kind: type[EProcess], average: float, side: Side, null: float
 ) -> None:
     # Each block shows one of three differences, whose mean is the null; weights and reaches vary.
@@ -162,7 +168,7 @@ def test_mean_wealth_is_the_stake_where_the_claim_just_holds(
 
 
 @given(BLOCKS, NULLS, st.sampled_from(SIDES))
-def test_wealth_is_never_negative_and_can_be_recomputed_from_blocks(
+def test_wealth_of_an_e_process_is_never_negative_and_can_be_recomputed_from_blocks(
     blocks: list[Block], null: float, side: Side
 ) -> None:
     wealth, late = EProcess(null, side), ChangeDetector(null, side)
@@ -176,14 +182,16 @@ def test_wealth_is_never_negative_and_can_be_recomputed_from_blocks(
 
 
 @given(BLOCKS, NULLS, NULLS)
-def test_bolder_claim_is_refuted_no_later(blocks: list[Block], one: float, other: float) -> None:
+def test_bolder_null_claim_is_refuted_no_later_than_a_weaker_claim(
+    blocks: list[Block], one: float, other: float
+) -> None:
     low, high = sorted([one, other])
     assert log_wealth(blocks, low, ABOVE) >= log_wealth(blocks, high, ABOVE) - 1e-9
     assert log_wealth(blocks, high, BELOW) >= log_wealth(blocks, low, BELOW) - 1e-9
 
 
 @pytest.mark.parametrize("kind", [EProcess, ChangeDetector])
-def test_wealth_stays_a_number_however_much_is_won(kind: type[EProcess]) -> None:
+def test_wealth_of_an_e_process_stays_finite_however_much_is_won(kind: type[EProcess]) -> None:
     wealth = kind(0.0, ABOVE)
     for _ in range(5_000):
         wealth.update(Block(1.0, 4.0, 1.0))
@@ -201,7 +209,7 @@ def test_change_detector_finds_a_late_change_that_the_e_process_misses() -> None
 
 
 @given(FULL_REACH, MISTAKES)
-def test_bounds_are_where_the_wealth_refutes_the_claim(
+def test_confidence_bounds_are_where_the_e_process_refutes_the_null(
     blocks: list[Block], mistakes: float
 ) -> None:
     lower, upper = bound(blocks, mistakes, ABOVE), bound(blocks, mistakes, BELOW)
@@ -217,7 +225,7 @@ def test_bounds_are_where_the_wealth_refutes_the_claim(
     assert bound(turned, mistakes, ABOVE) == -upper
 
 
-def test_bounds_close_in_on_the_difference() -> None:
+def test_confidence_bounds_close_in_on_the_mean_block_difference() -> None:
     blocks = [Block(difference, 1.0, 1.0) for difference in (0.6, -0.2)] * 1000
     lower, upper = bound(blocks, 0.05, ABOVE), bound(blocks, 0.05, BELOW)
     assert 0.15 <= lower < 0.2 < upper <= 0.25

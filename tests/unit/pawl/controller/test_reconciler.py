@@ -40,7 +40,7 @@ def adapter(name: str, number: int, root: str | None = None) -> dict[str, dict[s
 BASE: Final[dict[str, dict[str, str | None]]] = {"base": {"root": "/m", "parent": None}}
 
 
-def test_serving_version_comes_first_then_shares_then_the_newest() -> None:
+def test_versions_to_load_are_ordered_serving_then_with_a_share_then_newest() -> None:
     versions = [
         version("a", 0, "retired"),
         version("a", 1, "retired", share=0.05),
@@ -55,14 +55,14 @@ def test_serving_version_comes_first_then_shares_then_the_newest() -> None:
     assert [one.version for one in belonging(versions, BASE)] == [2, 1, 8, 6]
 
 
-def test_an_adapter_of_another_base_belongs_elsewhere() -> None:
+def test_adapter_of_another_base_model_does_not_belong_on_the_server() -> None:
     versions = [version("a", 0), version("a", 1), version("c", 0), version("c", 1)]
     assert [one.name for one in belonging(versions, BASE)] == ["a"]
     # A policy whose name is an adapter's here has no base here.
     assert belonging(versions, adapter("base", 1)) == []
 
 
-def test_files_are_told_apart_by_their_folder() -> None:
+def test_version_loaded_from_another_folder_is_to_be_loaded_again() -> None:
     versions = [version("a", 1), version("a", 2), version("a", 3)]
     listed = BASE | adapter("a", 1) | adapter("a", 2, "/elsewhere")
     assert [one.version for one in to_load(versions, listed)] == [3, 2]
@@ -76,7 +76,7 @@ versions_of = st.lists(
 
 
 @given(versions_of, st.sets(st.sampled_from(BASES)), st.sets(st.integers(1, 4)))
-def test_nothing_is_lacking_after_loading(
+def test_no_version_is_missing_from_the_server_after_loading(
     versions: list[PolicyVersion], bases: set[str], there: set[int]
 ) -> None:
     listed: dict[str, dict[str, str | None]] = {

@@ -129,7 +129,7 @@ async def test_terminal_follows_the_progress_and_trouble_of_a_rollout(shown: Sho
 
 
 @pytest.mark.parametrize("shown", [False], indirect=True)
-async def test_lines_are_written_where_there_is_no_terminal(shown: Shown) -> None:
+async def test_rollouts_progress_is_written_as_plain_lines_without_a_terminal(shown: Shown) -> None:
     async with shown.showing():
         shown.progress()
         await until(lambda: "\n" in shown.written.getvalue())

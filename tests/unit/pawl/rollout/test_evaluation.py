@@ -64,14 +64,16 @@ def evaluated(count: int, new: Ended, old: Ended, **options: Any) -> EvaluationR
         (UNJUDGED, scored(1.0), "undecided", "no task has a scored run of both versions"),
     ],
 )
-def test_outcome_follows_from_the_runs(new: Ended, old: Ended, outcome: str, reason: str) -> None:
+def test_outcome_of_an_evaluation_follows_from_the_rewards_of_its_runs(
+    new: Ended, old: Ended, outcome: str, reason: str
+) -> None:
     found = evaluated(120, new, old)
     assert found.outcome == outcome
     assert reason in found.reason
     assert (found.tasks < found.planned) == (outcome != "undecided")
 
 
-def test_reward_is_the_sum_that_the_recipe_makes_of_the_judges_metrics() -> None:
+def test_reward_in_an_evaluation_is_the_recipes_sum_of_the_judges_metrics() -> None:
     good = RewardTerm(metric="answer", texts={"good": 1.0, "bad": 0.0})
     rule = RewardRule(terms=(good, RewardTerm(metric="cost", weight=-0.5)))
 
@@ -84,7 +86,7 @@ def test_reward_is_the_sum_that_the_recipe_makes_of_the_judges_metrics() -> None
     assert found.figures.difference == 0.75
 
 
-def test_used_up_budget_is_undecided_and_says_where_evidence_points() -> None:
+def test_evaluation_that_uses_up_its_runs_is_undecided_and_says_if_evidence_shows_harm() -> None:
     found = evaluated(100, scored(0.46), scored(0.5), tries=1, most_runs=20)
     assert (found.outcome, found.planned, found.tasks) == ("undecided", 10, 10)
     assert found.points_to_harm
@@ -168,7 +170,7 @@ LISTED = Models(frozenset({"m", "m@2", "m@5", "m@10", "n@11"}), ("m@5", "n@11"))
         ("m@5", "@x", "--against @x: write a version of m"),
     ],
 )
-def test_named_versions_are_compared_or_else_newest_and_serving(
+def test_evaluation_compares_named_versions_or_by_default_newest_and_serving(
     policy: str | None, against: str | None, expected: tuple[str, str] | str
 ) -> None:
     if isinstance(expected, str):
@@ -185,7 +187,7 @@ def shown(evaluation: EvaluationReport) -> str:
     return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
 
 
-def test_report_names_families_and_crashes() -> None:
+def test_evaluation_report_names_task_families_and_crashed_tasks() -> None:
     job = a_job(tries=1)
     runs = job.runs(tasks(8))
     pairs = Pairs(job, runs)
@@ -205,7 +207,7 @@ def test_report_names_families_and_crashes() -> None:
     assert "m@2: undecided (every planned task was run; what was seen" in text
 
 
-def test_picture_is_drawn_and_result_is_json(tmp_path: Path) -> None:
+def test_evaluation_report_is_drawn_as_png_and_survives_json(tmp_path: Path) -> None:
     found = evaluated(120, scored(1.0), scored(0.0))
     assert msgspec.json.decode(msgspec.json.encode(found), type=EvaluationReport) == found
     assert [look.tasks for look in found.looks][-1] == found.tasks

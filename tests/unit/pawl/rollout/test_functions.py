@@ -155,7 +155,9 @@ async def test_hung_function_costs_its_own_run_alone(start: Start) -> None:
     ("do", "output"),
     [("object", '{"a": ["ä", null]}'), ("nothing", ""), ("own loop", "well")],
 )
-async def test_returned_value_is_the_output(start: Start, do: str, output: str) -> None:
+async def test_return_value_of_the_agent_function_is_the_output_of_the_run(
+    start: Start, do: str, output: str
+) -> None:
     result = await call(await start(), do=do)
     assert result.output == output
 
@@ -168,13 +170,13 @@ async def test_idle_process_is_used_before_another_is_started(start: Start) -> N
     assert len({result.output for result in at_once}) == 4
 
 
-async def test_coroutines_of_a_process_share_its_event_loop(start: Start) -> None:
+async def test_coroutine_functions_of_an_agent_process_share_its_event_loop(start: Start) -> None:
     agent = await start("agent:later")
     for _ in range(3):
         assert (await call(agent)).output == "well"
 
 
-async def test_run_gets_only_its_own_variables(
+async def test_agent_function_gets_only_the_environment_variables_of_its_own_run(
     start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", "postgresql://secret")

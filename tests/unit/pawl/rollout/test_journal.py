@@ -129,12 +129,14 @@ def settled_runs(data: bytes) -> dict[RunKey, str]:
         (b'{"line":"plank', "j is no journal of a rollout; name another"),
     ],
 )
-def test_file_that_is_no_journal_is_refused(data: bytes, message: str) -> None:
+def test_content_that_is_no_rollout_journal_is_refused_with_the_reason(
+    data: bytes, message: str
+) -> None:
     with pytest.raises(RolloutError, match=message):
         read(data)
 
 
-def test_torn_line_is_written_over(tmp_path: Path) -> None:
+def test_torn_last_line_of_a_rollout_journal_is_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_bytes(encoded([PLAN, Begun(episode="e1", key=KEYS[0])]) + b'{"line":"en')
     journal = Journal(path)
@@ -146,7 +148,7 @@ def test_torn_line_is_written_over(tmp_path: Path) -> None:
     assert read(path.read_bytes()).under_way == []
 
 
-def test_foreign_file_is_refused_and_left_unchanged(tmp_path: Path) -> None:
+def test_file_that_is_no_rollout_journal_is_refused_and_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("to do")
     with pytest.raises(RolloutError, match="is no journal"):
@@ -155,7 +157,7 @@ def test_foreign_file_is_refused_and_left_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 10, 50])
-def test_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, size: int) -> None:
+def test_rollout_journal_torn_in_its_first_line_begins_anew(tmp_path: Path, size: int) -> None:
     path = tmp_path / "j"
     path.write_bytes(encoded([PLAN])[:size])
     journal = Journal(path)
@@ -165,12 +167,12 @@ def test_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, s
     assert path.read_bytes() == encoded([PLAN])
 
 
-def test_only_its_owner_reads_a_journal(tmp_path: Path) -> None:
+def test_rollout_journal_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     Journal(tmp_path / "j").close()
     assert (tmp_path / "j").stat().st_mode & 0o777 == 0o600
 
 
-def test_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+def test_full_disk_leaves_no_torn_line_in_a_rollout_journal(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal = Journal(path)
     journal.begin(PLAN)
@@ -197,7 +199,7 @@ def test_second_writer_of_a_journal_is_refused(tmp_path: Path) -> None:
     Journal(path).close()
 
 
-def test_outputs_of_a_long_journal_are_not_kept(tmp_path: Path) -> None:
+def test_run_outputs_of_a_long_rollout_journal_are_not_kept_in_memory(tmp_path: Path) -> None:
     path, runs = tmp_path / "j", 2000
     with path.open("wb") as file:
         file.write(encoded([PLAN]))

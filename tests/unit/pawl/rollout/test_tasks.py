@@ -24,14 +24,14 @@ def lines(*tasks: Any) -> bytes:
 
 
 @given(st.lists(FIELDS, min_size=1, unique_by=lambda fields: json.dumps(fields, sort_keys=True)))
-def test_tasks_come_in_order_with_all_their_fields(tasks: list[dict[str, Any]]) -> None:
+def test_tasks_are_read_in_file_order_with_all_their_fields(tasks: list[dict[str, Any]]) -> None:
     found = parse_tasks(lines(*tasks), "tasks.jsonl")
     assert [task.fields for task in found] == tasks
     assert len({task.name for task in found}) == len(tasks)
 
 
 @given(FIELDS)
-def test_name_depends_on_the_tasks_content_alone(fields: dict[str, Any]) -> None:
+def test_name_of_a_task_depends_on_its_content_alone(fields: dict[str, Any]) -> None:
     turned = dict(reversed(fields.items()))
     [one] = parse_tasks(lines(fields), "a.jsonl")
     [other] = parse_tasks(b"\n\n" + lines(turned), "b.jsonl")
@@ -39,12 +39,12 @@ def test_name_depends_on_the_tasks_content_alone(fields: dict[str, Any]) -> None
     assert digest((one,)) == digest((other,))
 
 
-def test_id_is_the_name() -> None:
+def test_id_field_of_a_task_is_its_name() -> None:
     tasks = parse_tasks(lines({"id": "t1"}, {"id": 2}), "tasks.jsonl")
     assert [task.name for task in tasks] == ["t1", "2"]
 
 
-def test_byte_order_mark_is_no_part_of_the_first_line() -> None:
+def test_byte_order_mark_of_a_task_file_is_ignored() -> None:
     told = lines({"id": "t1"}, {"q": 2})
     assert parse_tasks(b"\xef\xbb\xbf" + told, "a.jsonl") == parse_tasks(told, "a.jsonl")
 
@@ -65,7 +65,9 @@ def test_byte_order_mark_is_no_part_of_the_first_line() -> None:
         (json.dumps({"id": "x" * 257}).encode(), "at most 256 printable"),
     ],
 )
-def test_line_that_is_no_task_is_refused_by_its_number(text: bytes, message: str) -> None:
+def test_line_of_a_task_file_that_is_no_task_is_refused_by_its_number(
+    text: bytes, message: str
+) -> None:
     with pytest.raises(RolloutError, match=message):
         parse_tasks(text, "tasks.jsonl")
 
@@ -93,17 +95,19 @@ NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infini
         ("", [], False),
     ],
 )
-def test_last_line_is_compared_with_the_answer(output: str, expected: Any, right: bool) -> None:
+def test_last_line_of_the_output_is_compared_with_the_tasks_answer(
+    output: str, expected: Any, right: bool
+) -> None:
     assert compare(output, expected) == float(right)
 
 
 @given(st.text(), st.text() | NUMBERS | st.none() | st.booleans())
-def test_any_output_can_be_compared(output: str, expected: Any) -> None:
+def test_any_output_can_be_compared_with_any_answer(output: str, expected: Any) -> None:
     assert compare(output, expected) in (0.0, 1.0)
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
-def test_text_is_its_own_answer(text: str) -> None:
+def test_output_that_ends_with_the_answers_text_is_right(text: str) -> None:
     assert compare(f"so:\n{text}\n", text) == 1.0
 
 
@@ -111,7 +115,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min
 
 
 @given(NAMES, NAMES, st.sampled_from([None, "train", "eval"]))
-def test_the_proxy_reads_the_names_of_an_address(
+def test_proxy_reads_task_episode_and_split_from_a_runs_base_url(
     task: str, episode: str, split: str | None
 ) -> None:
     url = named_url("http://h:1", task=task, episode=episode, split=split)  # type: ignore[arg-type]
@@ -126,7 +130,7 @@ def variables(
     return environment("http://h/task/t1", model=model, given=given, names=names, task=task)
 
 
-def test_both_sdks_are_pointed_at_the_run() -> None:
+def test_openais_and_anthropics_sdks_get_the_base_url_of_the_run() -> None:
     assert variables({}) == {
         "OPENAI_BASE_URL": "http://h/task/t1/v1",
         "ANTHROPIC_BASE_URL": "http://h/task/t1",
@@ -139,10 +143,10 @@ def test_both_sdks_are_pointed_at_the_run() -> None:
     assert named["OPENAI_MODEL"] == named["ANTHROPIC_MODEL"] == "m@3"
 
 
-def test_api_keys_of_the_environment_stay() -> None:
+def test_api_keys_in_the_users_environment_are_not_replaced() -> None:
     kept = variables({"OPENAI_API_KEY": "sk", "ANTHROPIC_AUTH_TOKEN": "t"})
     assert not {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"} & kept.keys()
 
 
-def test_task_that_no_variable_can_hold_is_left_out() -> None:
+def test_task_too_long_for_an_environment_variable_is_left_out_of_the_environment() -> None:
     assert "ROLLOUT_TASK" not in variables({}, task=b"x" * 200_000)

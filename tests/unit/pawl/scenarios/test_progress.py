@@ -120,7 +120,7 @@ def test_side_calls_do_not_count_as_untrainable() -> None:
     assert trainable_share(SPECS, [counted("writer", 4, 0, side=4)]) is None
 
 
-def test_policy_without_a_call_has_its_line() -> None:
+def test_policy_without_a_call_has_an_entry_in_the_summary() -> None:
     facts = policy_facts(SPECS, [counted("writer", 10, 9)])
     assert facts == {
         "writer": {"trained": True, "versions": 3, "trained_episodes": 10},
@@ -166,7 +166,7 @@ def point(policy: str, version: int, mean: float | None, scored: int = 4) -> Eva
     return Evaluation(policy=policy, version=version, episodes=5, scored=scored, mean=mean)
 
 
-def test_each_policy_has_a_curve_of_its_own() -> None:
+def test_each_policy_has_its_own_curve_of_rewards_by_version() -> None:
     worked = [point("writer", 0, 0.25), point("rewriter", 1, 0.5), point("checker", 0, 0.3)]
     asked = [point("writer", 2, 0.75, 8), point("writer", 0, None, 0)]
     assert curves_of(["writer", "rewriter", "third"], worked, asked) == {
@@ -189,7 +189,9 @@ def test_each_policy_has_a_curve_of_its_own() -> None:
         ([0.5, 0.2, 0.6], 0.3),
     ],
 )
-def test_fall_is_measured_from_the_best_earlier_score(scores: list[float], fall: float) -> None:
+def test_fall_of_held_out_scores_is_measured_from_the_best_earlier_score(
+    scores: list[float], fall: float
+) -> None:
     assert largest_fall(scores) == pytest.approx(fall)
 
 
@@ -244,13 +246,13 @@ def test_limit_of_waves_grows_with_the_updates_asked_for() -> None:
 # What is shown and reported
 
 
-def test_report_is_the_summary_and_a_picture(tmp_path: Path) -> None:
+def test_scenarios_report_is_a_json_summary_and_a_png(tmp_path: Path) -> None:
     write_report("reward", tmp_path, SUMMARY, progress(0.5, updates=updated(1)), {"m": []})
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_waves_reward_is_that_of_the_leading_policys_update() -> None:
+def test_shown_reward_of_a_wave_is_the_mean_of_the_leading_policys_update() -> None:
     updates = (update("rewriter", 1, reward_mean=0.1), update("writer", 1, reward_mean=0.4))
     console = Console(width=160)
     with console.capture() as shown:
@@ -261,12 +263,12 @@ def test_waves_reward_is_that_of_the_leading_policys_update() -> None:
 
 
 @pytest.mark.parametrize(("best", "said"), [(0.75, "75%[/] in 2"), (0.8, "75%[/] (best 80%) in 2")])
-def test_closing_words_name_the_best_score_unless_it_is_the_last(best: float, said: str) -> None:
+def test_closing_message_names_the_best_score_unless_it_is_the_last(best: float, said: str) -> None:
     words = closing_words("reward", SUMMARY | {"best": best}, Path("x"), Path("x/data"), "writer")
     assert f"Held-out reward went from [bold]25%[/] to [bold]{said} updates" in words
 
 
-def test_last_words_say_how_each_family_of_tasks_changed() -> None:
+def test_closing_message_says_how_the_score_of_each_task_family_changed() -> None:
     looks = [{"families": {"a": 0.5, "b": 0.25}}, {}, {"families": {"a": 1.0, "b": 0.0}}]
     words = closing_words("reward", SUMMARY | {"held_out": looks}, Path("x"), Path("y"), "m")
     assert "By family of tasks: a 50% to 100%, b 25% to 0%.\n" in words
@@ -277,7 +279,7 @@ def size(picture: Path) -> tuple[int, int]:
     return int.from_bytes(header[:4]), int.from_bytes(header[4:])
 
 
-def test_several_policies_have_each_a_curve_in_the_picture(tmp_path: Path) -> None:
+def test_picture_of_several_policies_is_taller_than_of_a_single_policy(tmp_path: Path) -> None:
     seen = progress(0.5, updates=updated(1))
     writer = [
         VersionRewards(version=0, reward=0.3, episodes=8, held_out=0.25, held_out_episodes=8),
@@ -290,7 +292,7 @@ def test_several_policies_have_each_a_curve_in_the_picture(tmp_path: Path) -> No
     assert one[1] < two[1]
 
 
-def test_picture_labels_the_first_best_and_last_look() -> None:
+def test_picture_labels_the_first_best_and_last_held_out_score() -> None:
     seen = progress()
     seen.held_out = [
         HeldOut(waves=wave, updates=wave, score=score)

@@ -32,7 +32,7 @@ LEAST = 'title = "A title"\nmodel = "m"\n'
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/example.toml"))
 
 
-def test_keys_that_a_file_leaves_out_have_defaults() -> None:
+def test_keys_missing_from_a_scenario_file_have_defaults() -> None:
     scenario = parse_scenario(LEAST, Path("/somewhere/sums"))
     assert (scenario.name, scenario.folder) == ("sums", Path("/somewhere/sums"))
     assert (scenario.agent, scenario.judge, scenario.tasks) == (
@@ -48,7 +48,7 @@ def test_scenario_of_several_policies_names_no_policy_to_its_agents() -> None:
     assert parse_scenario(LEAST + 'policies = "policies.toml"', Path("x")).asks_for == ""
 
 
-def test_missing_key_is_named() -> None:
+def test_missing_required_key_of_a_scenario_file_is_named() -> None:
     with pytest.raises(ScenarioFailed, match=r"sums/example\.toml: model: Field required"):
         parse_scenario('title = "A"', Path("sums"))
 
@@ -94,12 +94,12 @@ async def test_time_limit_starts_once_the_stack_is_up(
     assert set(shown) == {0.0}
 
 
-def test_without_a_checkout_there_are_no_examples(tmp_path: Path) -> None:
+def test_example_outside_a_checkout_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ScenarioFailed, match="run this from a checkout"):
         find_scenario("math", tmp_path)
 
 
-async def test_tasks_that_take_too_long_say_so(
+async def test_program_that_makes_tasks_for_too_long_is_reported_with_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pawl.scenarios.scenario.TASKS_S", 0.2)
@@ -122,14 +122,14 @@ async def test_too_few_tasks_are_accepted_only_if_held_out(
         await make_tasks(scenario, 2, 0, "train", tmp_path)
 
 
-def test_missing_template_is_named() -> None:
+def test_missing_chat_template_of_a_scenario_is_named() -> None:
     scenario = find_scenario("math").model_copy(update={"chat_template": "nope"})
     with pytest.raises(ScenarioFailed, match="chat_template: there is no 'nope'"):
         chat_template(scenario)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_example_is_complete(name: str) -> None:
+def test_each_example_has_all_files_and_a_policy_to_train(name: str) -> None:
     scenario = find_scenario(name)
     template = chat_template(scenario)
     assert template is None or template.is_file()
@@ -170,7 +170,7 @@ def test_missing_or_unknown_example_name_is_refused(said: Said) -> None:
     assert "there is no example 'nope': name one of bfcl, calculator, math" in said("nope")
 
 
-def test_missing_framework_has_a_remedy(
+def test_missing_agent_framework_is_reported_with_the_remedy(
     said: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pawl.scenarios.scenario.CLIENTS", tmp_path / "python")
@@ -184,7 +184,9 @@ def test_missing_library_for_the_picture_is_named(
     assert "matplotlib, which draws the picture" in said("calculator")
 
 
-def test_taken_port_is_named(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_of_a_scenario_is_named_with_its_setting(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN"):
         monkeypatch.setenv(name, f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("PAWL_VLLM_PORT", str(free_port()))
