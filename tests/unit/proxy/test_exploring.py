@@ -42,7 +42,7 @@ def test_larger_share_explores_every_episode_of_a_smaller_share(
     assert is_chosen(episode, one) == is_chosen(episode, one)
 
 
-def test_name_that_is_no_unicode_text_can_be_chosen() -> None:
+def test_episode_name_that_is_no_unicode_text_can_be_chosen_to_explore() -> None:
     assert is_chosen("\ud800", 1.0)
 
 
@@ -78,7 +78,7 @@ def changes(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_only_a_temperature_below_the_minimum_is_raised(name: str) -> None:
+def test_exploration_raises_only_a_temperature_below_the_minimum(name: str) -> None:
     assert changes(name, temperature=0) == {"temperature": 0.7}
     assert changes(name, temperature=0.3) == {"temperature": 0.7}
     assert changes(name, temperature=0.7) is None
@@ -88,20 +88,20 @@ def test_only_a_temperature_below_the_minimum_is_raised(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_servers_own_temperature_counts_where_the_request_names_none(name: str) -> None:
+def test_servers_default_temperature_counts_if_the_request_has_none(name: str) -> None:
     greedy = SamplingDefaults(temperature=0.0)
     assert changes(name, WARMER, greedy) == {"temperature": 0.7}
     assert changes(name, WARMER, greedy, temperature=None) == {"temperature": 0.7}
     assert changes(name, WARMER, greedy, temperature=0.9) is None
 
 
-def test_seed_is_removed_if_the_temperature_is_raised() -> None:
+def test_exploration_removes_the_seed_if_it_raises_the_temperature() -> None:
     assert changes("chat", temperature=0, seed=7) == {"temperature": 0.7, "seed": None}
     assert changes("chat", temperature=1, seed=7) is None
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_strict_is_dropped_only_where_the_server_enforces_grammars(name: str) -> None:
+def test_exploration_drops_strict_tools_only_if_the_server_enforces_grammars(name: str) -> None:
     tools = [STRICT[name]]
     assert changes(name, tools=tools) == {"strict": None}
     assert changes(name, tools=tools, temperature=0) == {"temperature": 0.7, "strict": None}
@@ -145,7 +145,7 @@ def test_call_that_exploring_cannot_make_trainable_is_left_alone(
     assert changes("chat", **{"temperature": 0} | fields) is None
 
 
-def test_single_change_that_does_not_suffice_is_not_made() -> None:
+def test_exploration_makes_no_change_that_alone_leaves_a_call_untrainable() -> None:
     """A strict tool's call stays constrained, a cold one greedy."""
     tools = [STRICT["chat"]]
     assert changes("chat", WARMER, tools=tools, temperature=0) is None
@@ -158,7 +158,7 @@ def test_servers_top_k_of_1_prevents_exploring_unless_overridden() -> None:
     assert changes("chat", BOTH, one, temperature=0, top_k=20) == {"temperature": 0.7}
 
 
-def test_response_format_and_strictness_of_forced_calls_stay() -> None:
+def test_exploration_keeps_response_format_and_strictness_of_forced_tool_calls() -> None:
     form = {
         "type": "json_schema",
         "json_schema": {"name": "f", "schema": SCHEMA, "strict": True},
@@ -168,14 +168,14 @@ def test_response_format_and_strictness_of_forced_calls_stay() -> None:
     assert changes("chat", temperature=0, **forced) == {"temperature": 0.7}
 
 
-def test_a_body_that_is_no_object_is_left_alone() -> None:
+def test_exploration_leaves_a_request_body_alone_that_is_no_json_object() -> None:
     for body in (b"", b"[1]", b'"x"', b"\xff"):
         exploring = Exploring(BOTH, SamplingDefaults(temperature=0.0))
         assert explored(read_request(body), FORMATS["chat"], exploring) is None
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_unchanged_bytes_of_the_request_stay_the_clients(name: str) -> None:
+def test_exploration_leaves_all_other_bytes_of_the_request_unchanged(name: str) -> None:
     body = json.dumps(PLAIN[name])[:-1].encode()
     odd = b',"x": 1.50,"temperature" : 0e0, "user":"\\u00e9\\ud83d\\ude00 ", "seed":1,"y":[ 1e2 ]}'
     request = read_request(body + odd)
@@ -194,7 +194,7 @@ def test_unchanged_bytes_of_the_request_stay_the_clients(name: str) -> None:
     assert request.fields["temperature"] == 0
 
 
-def test_missing_temperature_is_added() -> None:
+def test_exploration_adds_a_missing_temperature() -> None:
     made = with_explored(read_request(b'{"model":"m"}'), {"temperature": 0.5})
     assert made.body == b'{"model":"m","temperature":0.5}'
 

@@ -30,7 +30,7 @@ def parse(value: Any, key: str | None = None) -> Any:
         ({"value": 1, "withdrawn": False}, 1.0),
     ],
 )
-def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
+def test_feedback_value_is_a_number_a_truth_value_a_text_or_withdrawn(
     said: dict[str, Any], kept: float | str | None
 ) -> None:
     [item] = parse(said | {"episode": "e"}).items
@@ -95,13 +95,13 @@ def test_correction_beside_a_value_is_kept_unchanged(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [1e15, -1e15, 5e-324])
-def test_largest_values_are_taken_as_they_are(value: float) -> None:
+def test_extreme_feedback_values_are_accepted_unchanged(value: float) -> None:
     assert [item.value for item in parse({"value": value, "episode": "e"}).items] == [value]
     duration = {"metric": "tool_status", "value": "ok", "ms": 1e16, "episode": "e"}
     assert parse(duration).items[0].tool is not None
 
 
-def test_infinite_numbers_and_bad_json_are_refused() -> None:
+def test_feedback_with_infinite_numbers_or_bad_json_is_refused() -> None:
     huge = b'{"value": 1' + b"0" * 400 + b', "episode": "e"}'
     for body in (b'{"value": 1e999, "episode": "e"}', huge, b'{"value": NaN}', b"{", b"\xff"):
         with pytest.raises(BadRequest):

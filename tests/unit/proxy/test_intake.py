@@ -30,7 +30,9 @@ SIZES = st.integers(0, SMALL // 2) | st.integers(SMALL - 2, SMALL + 2) | st.inte
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["ask", "add", "new", "end"]), st.integers(0, 5), SIZES)))
-def test_budget_used_is_the_sum_of_the_claims(steps: list[tuple[str, int, int]]) -> None:
+def test_used_memory_budget_is_the_sum_of_the_requests_shares(
+    steps: list[tuple[str, int, int]],
+) -> None:
     budget = Budget(LIMIT)
     claims: list[BudgetShare] = []
     for what, which, size in steps:
@@ -70,7 +72,7 @@ def test_lone_request_is_let_in_with_any_budget(limit: int, size: int) -> None:
         assert alone.held == size
 
 
-def test_large_request_is_let_in_alone_and_small_requests_beside_it() -> None:
+def test_large_request_is_let_in_without_other_large_but_with_small_requests() -> None:
     budget = Budget(LIMIT)
     with budget.claim() as large, budget.claim() as other, budget.claim() as small:
         large.ask(3 * LIMIT)
@@ -83,7 +85,7 @@ def test_large_request_is_let_in_alone_and_small_requests_beside_it() -> None:
     assert budget.used == 0
 
 
-def test_failing_block_gives_back_its_claim() -> None:
+def test_failing_request_gives_back_its_share_of_the_memory_budget() -> None:
     budget = Budget(LIMIT)
 
     def fail() -> None:
@@ -109,7 +111,9 @@ def test_failing_block_gives_back_its_claim() -> None:
         (b"not JSON [[[", None),
     ],
 )
-def test_body_is_parsed_within_its_limits(body: bytes, refusal: Any) -> None:
+def test_json_body_with_too_many_containers_values_or_levels_is_refused(
+    body: bytes, refusal: Any
+) -> None:
     if refusal is None:
         assert cost_of(body, check_shape(body)) >= COPIES * len(body)
     else:
@@ -117,12 +121,12 @@ def test_body_is_parsed_within_its_limits(body: bytes, refusal: Any) -> None:
             check_shape(body)
 
 
-def test_only_bodies_that_take_long_are_parsed_beside_the_loop() -> None:
+def test_only_bodies_that_take_long_are_parsed_beside_the_event_loop() -> None:
     for body, long in ((b"[]", False), (b"[" + b"{}," * 4000, True), (b" " * LONG_BYTES, False)):
         assert takes_long(body, check_shape(body)) is long
 
 
-async def test_switch_interval_is_shorter_only_during_work_beside_the_loop() -> None:
+async def test_thread_switch_interval_is_shorter_only_during_work_beside_the_event_loop() -> None:
     usual = sys.getswitchinterval()
     intake = Intake(budget=LIMIT, max_body=LIMIT, max_feedback=LIMIT)
     assert await intake.beside(sys.getswitchinterval) == pytest.approx(SWITCH_S)

@@ -126,7 +126,7 @@ def test_known_keys_stay_valid_when_they_cannot_be_read_any_more() -> None:
 @pytest.mark.parametrize(
     ("access", "refusal"), [("loopback", None), ("anyone", KeysUnknown), ("keys", KeysUnknown)]
 )
-def test_replica_that_has_not_seen_the_keys_is_open_to_its_machine_at_most(
+def test_proxy_that_has_not_seen_the_keys_is_open_to_its_own_machine_at_most(
     access: Access, refusal: object
 ) -> None:
     gate = gate_with(UNSEEN, access)
@@ -135,7 +135,7 @@ def test_replica_that_has_not_seen_the_keys_is_open_to_its_machine_at_most(
 
 
 @pytest.mark.parametrize("access", get_args(Access))
-def test_removed_file_of_keys_opens_no_port(access: Access) -> None:
+def test_removed_key_file_does_not_admit_calls_without_a_key(access: Access) -> None:
     grant, shown = made("infer")
     gate = gate_with(ring(grant), access)
     for removed in (NO_KEYS, UNSEEN):
@@ -175,7 +175,7 @@ def test_unreadable_file_of_keys_is_not_taken_as_empty(tmp_path: Path, content: 
     assert KeyFile(tmp_path).read() is None
 
 
-def test_written_or_removed_file_of_keys_has_changed(tmp_path: Path) -> None:
+def test_written_or_removed_key_file_is_noticed_as_changed_once(tmp_path: Path) -> None:
     file = KeyFile(tmp_path)
     assert file.changed()
     assert not file.changed()
@@ -214,7 +214,7 @@ def test_key_is_found_in_each_header_that_clients_use(headers: list[tuple[bytes,
     assert without_credentials([other, *headers], shown) == [other]
 
 
-def test_headers_without_credentials_show_nothing() -> None:
+def test_headers_without_credentials_show_no_key() -> None:
     assert shown_in([(b"Host", b"a"), (b"x-my-key", KEY)]) is NOTHING
 
 
@@ -262,7 +262,7 @@ def usage(workers: int = 1, **limits: int) -> Usage:
     st.integers(1, 5),
     st.lists(st.floats(0, 30), min_size=1, max_size=60),
 )
-def test_no_minute_has_more_requests_than_the_limit_and_the_wait_suffices(
+def test_no_minute_has_more_requests_than_the_keys_limit_and_the_stated_wait_suffices(
     limit: int, pauses: list[float]
 ) -> None:
     held, now = usage(per_minute=limit), 1000.0
@@ -284,7 +284,7 @@ def test_no_minute_has_more_requests_than_the_limit_and_the_wait_suffices(
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 6)), max_size=40))
-def test_no_minute_has_more_statements_than_the_limit_and_the_wait_suffices(
+def test_no_minute_has_more_statements_than_the_keys_limit_and_the_stated_wait_suffices(
     limit: int, lists: list[tuple[float, int]]
 ) -> None:
     held, now = usage(per_minute=limit), 1000.0
@@ -309,7 +309,7 @@ def test_no_minute_has_more_statements_than_the_limit_and_the_wait_suffices(
         assert sum(at - WINDOW_S < other <= at for other in stated) <= limit
 
 
-def test_list_longer_than_a_workers_share_is_taken_in_an_empty_minute() -> None:
+def test_feedback_list_above_a_workers_share_is_accepted_in_an_empty_minute() -> None:
     held = usage(workers=8, per_minute=10)
     assert held.begin(0.0) is None
     held.count_statements(0.0, 10)
@@ -323,7 +323,9 @@ def test_list_longer_than_a_workers_share_is_taken_in_an_empty_minute() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=60))
-def test_no_more_requests_run_than_the_limit(limit: int, steps: list[bool]) -> None:
+def test_no_more_requests_of_a_key_run_at_once_than_its_limit(
+    limit: int, steps: list[bool]
+) -> None:
     held, running = usage(at_once=limit), 0
     for begins in steps:
         if begins:
@@ -343,13 +345,13 @@ def test_key_without_limits_is_never_refused() -> None:
 @pytest.mark.parametrize(
     ("limit", "workers", "share"), [(None, 4, None), (1, 4, 1), (8, 4, 2), (9, 4, 3), (5, 1, 5)]
 )
-def test_worker_has_its_share_of_a_limit_rounded_up(
+def test_worker_has_its_share_of_a_keys_limit_rounded_up(
     limit: int | None, workers: int, share: int | None
 ) -> None:
     assert share_of(limit, workers) == share
 
 
-def test_changed_limit_counts_at_once() -> None:
+def test_changed_rate_limit_of_a_key_counts_at_once() -> None:
     held = usage(per_minute=3)
     assert [held.begin(now) for now in (0.0, 1.0, 2.0)] == [None] * 3
     held.hold_to(Grant(id="a", hash=b"", scopes=(), per_minute=1), 1)
@@ -384,7 +386,7 @@ def test_no_call_begins_while_a_minute_has_used_up_the_tokens(
         held.end()
 
 
-def test_tokens_count_by_worker_and_only_where_they_are_limited() -> None:
+def test_used_tokens_of_a_key_are_counted_only_if_limited_and_against_a_workers_share() -> None:
     held = usage(workers=4, tokens_per_minute=10)
     held.spend(0.0, 3)
     assert held.begin(0.0) == 60
@@ -456,7 +458,7 @@ def test_deflated_reply_is_inflated_for_its_usage() -> None:
     assert tokens_of(REQUEST, zlib.compress(reply), deflated=True) == 12
 
 
-def test_very_long_reply_counts_by_its_length() -> None:
+def test_tokens_of_a_very_long_reply_are_estimated_from_its_length() -> None:
     reply = zlib.compress(b" " * (33 * 2**20))
     assert tokens_of(b"", reply, deflated=True) == 8 * 2**20
 
@@ -468,12 +470,12 @@ def test_error_costs_only_the_tokens_of_its_usage() -> None:
     assert tokens_of(REQUEST, b'{"error":{},"usage":{"total_tokens":3}}', refused=True) == 3
 
 
-def test_usage_may_hold_costs_and_times() -> None:
+def test_tokens_are_counted_by_a_usage_that_also_has_costs_and_times() -> None:
     usage = b'{"usage":{"prompt_tokens":5,"completion_tokens":2,"queue_time":0.037,"cost":1e-5}}'
     assert tokens_of(REQUEST, usage) == 7
 
 
-def test_refusals_fill_no_disk() -> None:
+def test_log_lines_about_refused_requests_are_limited_in_number() -> None:
     now = 100.0
     refusals = RefusalLog(lambda: now)
     with capture_logs() as lines:

@@ -120,7 +120,7 @@ def test_successive_processes_reuse_a_metrics_file(folder: Path) -> None:
     assert len(list(folder.glob("counter_*.db"))) == 1
 
 
-def test_histogram_is_shown_as_in_a_single_process(folder: Path) -> None:
+def test_histogram_over_processes_is_exposed_as_in_a_single_process(folder: Path) -> None:
     alone = CollectorRegistry()
     seconds = Histogram("seconds", "Seconds.", ["stream"], buckets=(0.1, 1, 10), registry=alone)
     process = Process(folder)
@@ -135,7 +135,9 @@ def test_histogram_is_shown_as_in_a_single_process(folder: Path) -> None:
                 assert samples[f"{sample.name}{json.dumps(sample.labels)}"] == sample.value
 
 
-def test_process_without_room_counts_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_shared_memory_keeps_its_metrics_to_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -147,7 +149,7 @@ def test_process_without_room_counts_alone(folder: Path, monkeypatch: pytest.Mon
     assert values.ValueClass is before
 
 
-def test_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> None:
+def test_metrics_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> None:
     in_use = SharedFolder()
     (abandoned := tmp_path / f"{shared_memory.PREFIX}killed").mkdir()
     (abandoned / shared_memory.OWNER).touch()
@@ -160,7 +162,9 @@ def test_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> None:
     new.remove()
 
 
-def test_folder_of_a_supervisor_that_starts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_folder_of_a_supervisor_that_starts_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, others = shared_memory.hold, list[SharedFolder]()
     with monkeypatch.context() as patch:
 
@@ -178,7 +182,7 @@ def test_folder_of_a_supervisor_that_starts_is_left(monkeypatch: pytest.MonkeyPa
         folder.remove()
 
 
-def test_room_is_set_aside_for_every_kind_of_metric() -> None:
+def test_shared_memory_is_set_aside_for_every_kind_of_gauge() -> None:
     gauges = [metric for metric in vars(metrics).values() if isinstance(metric, Gauge)]
     assert {f"gauge_{gauge._multiprocess_mode}" for gauge in gauges} <= ROOM.keys()
 

@@ -62,13 +62,15 @@ REDACTOR = Redactor(parse_rules(PATTERN, "r"), ProxySettings())
         ),
     ],
 )
-def test_unusable_rule_is_an_error_that_names_it_and_the_remedy(text: str, says: str) -> None:
+def test_unusable_redaction_rule_is_an_error_that_names_it_and_the_remedy(
+    text: str, says: str
+) -> None:
     with pytest.raises(BadRedaction, match=r"^r\.toml") as raised:
         parse_rules(text, "r.toml")
     assert says in str(raised.value)
 
 
-def test_missing_rules_are_an_error_only_if_a_file_is_named(tmp_path: Path) -> None:
+def test_missing_redaction_rules_are_an_error_only_if_a_file_is_configured(tmp_path: Path) -> None:
     assert open_redactor(ProxySettings(redaction=None)) is None
     with pytest.raises(BadRedaction, match=r"PAWL_REDACTION names .*Unset it to store calls as"):
         open_redactor(ProxySettings(redaction=tmp_path / "none.toml"))
@@ -100,7 +102,9 @@ def redacted(document: str, rules: str = SHORT) -> tuple[str, set[str]]:
         ('{"a": "{\\"b\\": \\"canary-4711"}', '{"a": "{\\"b\\": \\"[c]"}'),
     ],
 )
-def test_pattern_is_found_in_every_string_of_a_document(document: str, expected: str) -> None:
+def test_redaction_pattern_is_found_in_every_string_of_a_document(
+    document: str, expected: str
+) -> None:
     assert redacted(document) == (expected, {"canary"})
 
 
@@ -112,7 +116,7 @@ def test_pattern_is_found_in_every_string_of_a_document(document: str, expected:
         "[]",
     ],
 )
-def test_document_without_a_match_stays_byte_for_byte(document: str) -> None:
+def test_document_without_a_redaction_match_stays_byte_for_byte(document: str) -> None:
     assert redacted(document) == (document, set())
 
 
@@ -127,7 +131,7 @@ values = st.recursive(
 
 
 @given(values, st.booleans())
-def test_no_document_keeps_a_match(value: Any, ascii_only: bool) -> None:
+def test_redacted_document_keeps_no_match_of_a_pattern(value: Any, ascii_only: bool) -> None:
     document = (
         json.dumps(value, ensure_ascii=ascii_only)
         .encode(errors="surrogatepass")
@@ -141,12 +145,12 @@ def test_no_document_keeps_a_match(value: Any, ascii_only: bool) -> None:
         assert left == document
 
 
-def test_patterns_apply_in_order_and_every_match_is_named() -> None:
+def test_redaction_patterns_apply_in_order_and_every_matching_rule_is_named() -> None:
     second = "[[rule]]\nname = 'mark'\npattern = '\\[c\\]'\nreplacement = 'd'\n"
     assert redacted('["canary-4711"]', SHORT + second) == ('["d"]', {"canary", "mark"})
 
 
-def test_no_text_makes_a_pattern_slow() -> None:
+def test_no_text_makes_a_redaction_pattern_slow() -> None:
     evil = "[[rule]]\nname = 'evil'\npattern = '(a+)+$'\n"
     before = process_time()
     redacted(json.dumps("a" * 200_000 + "b"), evil)
@@ -166,14 +170,16 @@ def test_no_text_makes_a_pattern_slow() -> None:
         (b'{"a": {"x": 1, "y": "2"}}', "a.*", b'{"a":{"x":"[redacted]","y":"[redacted]"}}'),
     ],
 )
-def test_field_with_any_value_is_replaced(document: bytes, path: str, expected: bytes) -> None:
+def test_field_to_redact_is_replaced_with_any_value_or_nesting(
+    document: bytes, path: str, expected: bytes
+) -> None:
     assert with_field(document, path.split("."), GONE) == expected
 
 
 @pytest.mark.parametrize(
     "document", [b'{"b": 1}', b'{"a": null}', b'{"a": "[redacted]"}', b'"a"', b"[1, 2]", b"{}"]
 )
-def test_document_without_the_field_stays_the_same_object(document: bytes) -> None:
+def test_document_without_the_field_to_redact_is_returned_unchanged(document: bytes) -> None:
     assert with_field(document, ["a"], GONE) is document
 
 
@@ -188,7 +194,7 @@ def test_document_without_the_field_stays_the_same_object(document: bytes) -> No
         (b'{"prompt":["a","b"]}', b'{"prompt":["a","b"]}'),
     ],
 )
-def test_ids_and_log_probabilities_go_and_requests_for_them_stay(
+def test_redaction_removes_token_ids_and_logprobs_but_not_the_requests_for_them(
     document: bytes, expected: bytes
 ) -> None:
     assert without_ids(document) == expected
@@ -240,7 +246,7 @@ def test_copies_of_a_redacted_field_are_removed(rule: str, name: str) -> None:
     assert record.sampling == b'{"temperature":1.0,"stop":null,"explored":{"temperature":0.2}}'
 
 
-def test_call_without_a_hit_is_the_same_object() -> None:
+def test_call_without_a_redaction_match_is_returned_unchanged() -> None:
     record = call(request=b'{"model": "m"}')
     assert by_rules(record, PATTERN + FIELD + REPLY).record is record
 
@@ -252,7 +258,7 @@ def test_call_without_a_hit_is_the_same_object() -> None:
         b'{"model": "m", "us\\u0065r": "canary-4711", "user": "u"}',
     ],
 )
-def test_body_that_repeats_a_name_is_withheld_under_a_rule_for_a_field(body: bytes) -> None:
+def test_body_that_repeats_a_json_name_is_withheld_under_a_field_rule(body: bytes) -> None:
     record, _, withheld = by_rules(call(request=body), FIELD)
     assert withheld
     assert CANARY.encode() not in msgspec.json.encode(record)
@@ -260,7 +266,7 @@ def test_body_that_repeats_a_name_is_withheld_under_a_rule_for_a_field(body: byt
     assert not by_rules(call(request=body)).withheld
 
 
-def test_names_of_tools_are_searched() -> None:
+def test_names_of_tools_are_redacted() -> None:
     asked = ToolCall(id="t1", name=CANARY, arguments="{}")
     event = ToolEvent(id=new_id(), tool_id="t", name=CANARY, status="ok")
     record = by_rules(call(tool_calls=(asked,), tool_events=(event,))).record
@@ -280,7 +286,7 @@ def of_a_tool(stated: FeedbackRecord) -> FeedbackRecord:
         of_a_tool(statement("reward", 1.0, episode="e1")),
     ],
 )
-def test_values_in_words_and_tool_details_of_feedback_are_searched(stated: FeedbackRecord) -> None:
+def test_text_values_and_tool_details_of_feedback_are_redacted(stated: FeedbackRecord) -> None:
     assert CANARY.encode() not in msgspec.json.encode(REDACTOR.feedback(stated))
 
 

@@ -49,7 +49,7 @@ def test_admin_endpoints_are_refused_in_any_spelling(method: str, path: str) -> 
 
 
 @given(st.text(alphabet="/.%2eflorad_apter1vmdslc", max_size=60))
-def test_nothing_but_the_listed_paths_gets_through(path: str) -> None:
+def test_no_path_that_names_lora_adapters_gets_through(path: str) -> None:
     try:
         route = find_route("POST", "/" + path)
     except NotAllowed:
@@ -64,13 +64,13 @@ def test_a_chat_call_is_recorded_and_models_are_forwarded() -> None:
     assert find_route("POST", "/feedback").scope == "feedback"
 
 
-def test_prefix_parts_stand_alone_but_in_order() -> None:
+def test_parts_of_the_path_prefix_may_stand_alone_but_only_in_order() -> None:
     assert find_route("POST", "/agent/a/v1/chat/completions").agent == "a"
     with pytest.raises(NotAllowed):
         find_route("POST", "/agent/a/episode/e/v1/chat/completions")
 
 
-def test_missing_v1_needless_v1_and_wrong_method_get_a_hint() -> None:
+def test_path_with_missing_or_needless_v1_or_wrong_method_is_refused_with_a_hint() -> None:
     with pytest.raises(NotAllowed, match="missing its /v1"):
         find_route("POST", "/chat/completions")
     with pytest.raises(NotAllowed, match="It is /feedback, without /v1"):

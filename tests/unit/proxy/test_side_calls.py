@@ -45,7 +45,7 @@ def test_side_calls_of_real_clients_are_told_from_their_work(sent: Any, as_sent:
 
 
 @pytest.mark.parametrize("kind", [*sorted(CODEX_KINDS), "turn", "review", "", None, 7])
-def test_codex_states_the_kind(kind: Any) -> None:
+def test_kind_of_a_side_call_is_read_from_codexs_metadata(kind: Any) -> None:
     metadata = {CODEX: json.dumps({"request_kind": kind, "agent_name": "/root"})}
     request = {"model": "m", "input": "q", "client_metadata": metadata}
     assert kind_of("responses", request) == (kind if kind in CODEX_KINDS else None)
@@ -54,7 +54,7 @@ def test_codex_states_the_kind(kind: Any) -> None:
 @pytest.mark.parametrize(
     "metadata", [None, "compaction", [], {}, {CODEX: None}, {CODEX: "{"}, {CODEX: "[1]"}]
 )
-def test_metadata_of_another_shape_states_nothing(metadata: Any) -> None:
+def test_malformed_codex_metadata_states_no_kind_of_side_call(metadata: Any) -> None:
     request = {"model": "m", "input": f"what is {CODEX}?", "client_metadata": metadata}
     assert kind_of("responses", request) is None
 
@@ -62,7 +62,7 @@ def test_metadata_of_another_shape_states_nothing(metadata: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "beginning"), sorted({(one.kind, one.beginning) for one in PROMPTS})
 )
-def test_prompt_counts_in_its_own_place_alone(kind: str, beginning: str) -> None:
+def test_side_calls_prompt_is_recognised_only_in_its_own_message(kind: str, beginning: str) -> None:
     text = f"{beginning} and so on"
     said, system = {"role": "user", "content": text}, {"role": "system", "content": text}
     done = {"role": "assistant", "content": "done"}
@@ -97,11 +97,11 @@ def test_prompt_counts_in_its_own_place_alone(kind: str, beginning: str) -> None
     ],
     ids=["classifier", "short limit", "agent that finds titles", "question for a summary"],
 )
-def test_call_without_tools_is_an_agents_work(request_: dict[str, Any]) -> None:
+def test_call_without_tools_is_no_side_call(request_: dict[str, Any]) -> None:
     assert kind_of("chat", {"model": "m"} | request_) is None
 
 
-def test_calls_of_recorded_frameworks_are_all_work() -> None:
+def test_recorded_calls_of_agent_frameworks_are_no_side_calls() -> None:
     recorded = json.loads((ROOT / "benchmarks" / "recordings" / "stitching.json").read_text())
     exchanges = [
         exchange

@@ -71,7 +71,7 @@ def test_form_written_by_aiohttp_is_read(fields: list[tuple[str, str]], file: by
         b'Content-Disposition: form-data; name="model"; filename=""',
     ],
 )
-def test_a_part_is_read_as_clients_write_it(head: bytes) -> None:
+def test_part_of_a_form_is_read_as_real_clients_write_it(head: bytes) -> None:
     form = read_form(
         'multipart/form-data; charset=UTF-8; boundary="x"',
         b"--x\r\n" + head + b"\r\n\r\nm@1\r\n--x--",
@@ -98,7 +98,7 @@ def test_a_part_is_read_as_clients_write_it(head: bytes) -> None:
         ([(b"model", b"")], {"model": ""}),
     ],
 )
-def test_fields_are_nested_as_their_names_say(
+def test_form_fields_are_nested_as_their_names_say(
     pairs: list[tuple[bytes, bytes]], fields: Mapping[str, Any]
 ) -> None:
     form = said(*pairs)
@@ -106,7 +106,7 @@ def test_fields_are_nested_as_their_names_say(
     assert len(form.texts) == len(pairs)
 
 
-def test_files_are_skipped_with_any_content() -> None:
+def test_files_in_a_form_are_skipped_with_any_content() -> None:
     body = FILE % b'{"file_id": "f"}\r\n\r\nm@1\r\n-x--' + PART % (b"model", b"m") + END
     assert read_form(TYPE, body) == Form(("m",), {"model": "m"})
     assert read_form(TYPE, b"--x--") == Form((), {})
@@ -192,7 +192,7 @@ bodies = st.lists(PIECES, max_size=14).map(b"".join)
 
 
 @given(bodies | bodies.map(lambda inner: ONE + inner + b"\r\n" + END) | st.binary())
-def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+def test_any_bytes_as_a_form_are_read_or_refused(body: bytes) -> None:
     try:
         form = read_form(TYPE, body)
     except ValueError:
@@ -227,7 +227,7 @@ class Reader:
 @given(
     bodies.map(lambda inner: ONE + inner) | bodies.map(lambda inner: ONE + inner + b"\r\n" + END)
 )
-def test_vllms_reader_reads_the_same(body: bytes) -> None:
+def test_form_is_read_as_vllms_form_parser_reads_it(body: bytes) -> None:
     from python_multipart.multipart import MultipartParser, parse_options_header
 
     try:
@@ -268,7 +268,7 @@ def test_vllms_reader_reads_the_same(body: bytes) -> None:
         max_leaves=8,
     )
 )
-def test_a_structure_is_read_as_json(value: Any) -> None:
+def test_form_field_with_a_json_structure_is_read_as_json(value: Any) -> None:
     text = json.dumps(value).encode()
     meant = value if isinstance(value, (list, dict)) else text.decode()
     assert said((b"a", text)).fields == {"a": meant}
@@ -289,7 +289,7 @@ def test_a_structure_is_read_as_json(value: Any) -> None:
         ("application/json; charset", False),
     ],
 )
-def test_charset_of_a_content_type_decides_whether_it_is_plain(
+def test_content_type_without_a_charset_or_with_an_ascii_superset_is_plain(
     content_type: str, plain: bool
 ) -> None:
     assert is_plain(content_type) is plain
@@ -320,12 +320,12 @@ ONCE = [
 
 
 @pytest.mark.parametrize(("body", "name"), TWICE)
-def test_repeated_name_is_found(body: bytes, name: str) -> None:
+def test_repeated_json_name_in_a_request_is_found(body: bytes, name: str) -> None:
     assert repeated_name(read_request(body)) == name
 
 
 @pytest.mark.parametrize("body", ONCE)
-def test_unrepeated_names_are_not_reported(body: bytes) -> None:
+def test_unrepeated_json_names_in_a_request_are_not_reported(body: bytes) -> None:
     assert repeated_name(read_request(body)) is None
 
 

@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), REFUSED)
-def test_field_that_is_not_on_the_list_is_refused_by_its_name(
+def test_tenants_request_field_off_the_allow_list_is_refused_by_its_name(
     path: str, fields: dict[str, Any], param: str
 ) -> None:
     called(DEFAULT, path, fields)
@@ -227,7 +227,7 @@ LEFT_OUT: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "warned"), LEFT_OUT)
-def test_unknown_field_is_left_out_with_a_warning(
+def test_unknown_field_of_a_tenants_request_is_left_out_with_a_warning(
     path: str, fields: dict[str, Any], warned: str
 ) -> None:
     passed, warning = called("a", path, {"temperature": 0.25, **fields})
@@ -304,7 +304,7 @@ INSIDE = [
 
 
 @pytest.mark.parametrize("url", INSIDE)
-def test_address_within_the_servers_network_is_refused(url: str) -> None:
+def test_media_url_within_the_servers_network_is_refused(url: str) -> None:
     for path, fields, param in (
         (CHAT, user({"type": "image_url", "image_url": {"url": url}}), "image_url.url"),
         (CHAT, user({"type": "video_url", "video_url": {"url": url}}), "video_url.url"),
@@ -320,7 +320,7 @@ def test_address_within_the_servers_network_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "s3://bucket/x", "http://10.0.0.1/x"])
-def test_address_in_place_of_data_is_refused(url: str) -> None:
+def test_media_url_in_place_of_inline_data_is_refused(url: str) -> None:
     # LiteLLM fetches both for some providers.
     for part in ({"file": {"file_data": url}}, {"input_audio": {"data": url}}):
         with pytest.raises(BadRequest, match="public address"):
@@ -331,7 +331,7 @@ def test_address_in_place_of_data_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["https://example.com/a.png?u=http://127.0.0.1", "HTTP://8.8.8.8:80/x", "data:,file:x"]
 )
-def test_public_address_is_let_through(url: str) -> None:
+def test_public_media_url_is_let_through(url: str) -> None:
     # It raises for what is refused.
     called("a", CHAT, user({"type": "image_url", "image_url": {"url": url}}))
 
@@ -460,7 +460,7 @@ def nested(value: Any, depth: int) -> Any:
         {"tools": nested({f"new{number}": 1 for number in range(100_000)}, depth=40)},
     ],
 )
-def test_time_to_check_is_linear_in_the_body(fields: dict[str, Any]) -> None:
+def test_check_of_a_tenants_request_takes_time_linear_in_its_body(fields: dict[str, Any]) -> None:
     begun = perf_counter()
     called("a", CHAT, fields)
     assert perf_counter() - begun < 10
@@ -484,7 +484,7 @@ def test_file_id_is_passed_on_at_no_depth(path: list[str | None]) -> None:
         assert b"file-1" not in passed.body
 
 
-def test_nothing_hides_behind_a_number_that_is_hard_to_read() -> None:
+def test_forbidden_field_behind_a_number_that_python_cannot_hold_is_refused() -> None:
     for body in (
         b'{"messages": [1e400, {"role": "user", "content": [{"file_id": "f"}]}]}',
         b'{"messages": [1e400], "fallbacks": [1e400, "pb@1"]}',
@@ -512,7 +512,9 @@ NAMING: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), NAMING)
-def test_version_of_another_tenant_is_named_in_no_field(path: str, fields: dict[str, Any]) -> None:
+def test_no_request_field_can_name_another_tenants_version(
+    path: str, fields: dict[str, Any]
+) -> None:
     body = msgspec.json.encode(fields)
     for said in (body, body.replace(b"1e308", b"1e400")):
         with pytest.raises(NotServed, match="no version 'pb@1'"):
@@ -525,7 +527,7 @@ def test_version_of_another_tenant_is_named_in_no_field(path: str, fields: dict[
         called("a", path, own)
 
 
-def test_words_and_ids_name_no_version() -> None:
+def test_texts_and_ids_in_a_request_are_not_taken_for_version_names() -> None:
     fields = {"user": "me@1", "metadata": {"a": "x@1"}, "stop": ["x@1"], "messages": ["x@1"]}
     tools = [{"type": "function", "function": {"name": "f", "description": "x@1"}}]
     called("a", CHAT, fields | {"tools": tools, "n": 1})
@@ -554,7 +556,7 @@ def forwarded(
 
 @pytest.mark.parametrize("model", ["pb@1", " pb@1", "pb@1\r\n", "pb@999", "nobody@1"])
 @pytest.mark.parametrize("name", ["model", "prompt", "svg[model]", "anything"])
-def test_form_names_no_version_of_another_tenant(model: str, name: str) -> None:
+def test_no_form_field_can_name_another_tenants_version(model: str, name: str) -> None:
     forwarded("a", form(("model", "pa@1"), ("prompt", "write to me@home")), FORM)
     for tenant in ("a", DEFAULT):
         with pytest.raises(NotServed, match="no version"):
@@ -577,7 +579,7 @@ def test_form_names_no_version_of_another_tenant(model: str, name: str) -> None:
         ("vllm_xargs", '{"kv_transfer_params": {"do_remote_prefill": true}}'),
     ],
 )
-def test_form_has_fields_of_the_list_alone(name: str, value: str) -> None:
+def test_tenants_form_field_off_the_allow_list_is_refused(name: str, value: str) -> None:
     body = form(("model", "m"), (name, value))
     forwarded(DEFAULT, body, FORM)
     with pytest.raises(BadRequest, match="tenants may send"):
@@ -614,7 +616,7 @@ UNCLEAR: dict[str, tuple[bytes, tuple[bytes, ...], dict[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("kind", UNCLEAR)
-def test_ambiguous_body_is_refused(kind: str) -> None:
+def test_ambiguous_request_body_is_refused(kind: str) -> None:
     body, types, headers = UNCLEAR[kind]
     for tenant in ("a", DEFAULT):
         with pytest.raises(BadRequest, match=r"not known (what it names|which model it names): "):
@@ -625,13 +627,13 @@ def test_ambiguous_body_is_refused(kind: str) -> None:
     "types",
     [(), (b"application/json",), (b"application/json; charset=utf-8",), (b"text/plain",)],
 )
-def test_json_is_let_through_with_any_content_type(types: tuple[bytes, ...]) -> None:
+def test_json_body_is_let_through_with_any_content_type(types: tuple[bytes, ...]) -> None:
     forwarded("a", SAID, *types, content_encoding=b"identity")
     forwarded("a", b'{"model":"m"}', b"application/x-www-form-urlencoded")
     forwarded("a", b"", *types)
 
 
-def test_ambiguous_call_is_refused_where_names_are_hidden() -> None:
+def test_call_with_an_ambiguous_body_is_refused_if_versions_are_hidden() -> None:
     called("a", CHAT, {"model": "pa@1", "user": "&"}, kind=b"application/json")
     for unclear in (b"application/x-www-form-urlencoded", b"application/json; charset=utf-7"):
         sneaked = {"model": "m", "user": "&model=pb@1&"}
@@ -651,7 +653,7 @@ def test_ambiguous_call_is_refused_where_names_are_hidden() -> None:
         b'{"model": "m", "messages": [1e400, {"x": {"file_id": "f", "file_id": null}}]}',
     ],
 )
-def test_repeated_name_is_refused_where_names_are_hidden(said: bytes) -> None:
+def test_request_with_a_repeated_json_name_is_refused_if_versions_are_hidden(said: bytes) -> None:
     request = read_request(said)
     for tenant in ("a", DEFAULT):
         with pytest.raises(BadRequest, match=r"has '(model|file_id)' twice"):
@@ -664,7 +666,7 @@ def test_repeated_name_is_refused_where_names_are_hidden(said: bytes) -> None:
         forwarded("a", mask, FORM)
 
 
-def test_query_has_names_of_the_list_alone_and_no_version_of_another_tenant() -> None:
+def test_url_query_may_have_only_listed_names_and_no_version_of_another_tenant() -> None:
     for target in ("/v1/embeddings", "/v1/embeddings?", "/v1/messages?beta=true&model=pa%401"):
         check_query(OWNERS, "a", target)
     for tenant in ("a", DEFAULT):
@@ -675,7 +677,7 @@ def test_query_has_names_of_the_list_alone_and_no_version_of_another_tenant() ->
     check_query(OWNERS, DEFAULT, "/v1/chat/completions?beta=true&priority=-1")
 
 
-def test_header_that_is_passed_on_names_no_version_of_another_tenant() -> None:
+def test_no_forwarded_header_can_name_another_tenants_version() -> None:
     steering: Headers = [(b"X-Gateway-Model-Name-Rewrite", b"pb@1"), (b"Cookie", b"a=b")]
     check_headers(OWNERS, "a", steering)
     check_headers(OWNERS, DEFAULT, [(b"User-Agent", b"agent@1")])

@@ -20,7 +20,7 @@ from proxy.tool_events import (
 from store.records import TOOL_STATUSES
 
 
-def test_the_contract_example_is_read() -> None:
+def test_tool_status_header_with_ids_detail_and_duration_is_read() -> None:
     events = parse_tool_status('ok;id="call_1", error;id="call_2";detail="exit 2";ms=12.5')
     assert [(e.status, e.tool_id, e.detail, e.ms) for e in events] == [
         ("ok", "call_1", None, None),
@@ -70,12 +70,14 @@ def read(rules: str, text: object, name: str | None = "t") -> tuple[str, str | N
         ({"error": "a\x00b" + "c" * 500}, "error", ("ab" + "c" * 500)[:200]),
     ],
 )
-def test_a_json_object_fails_by_its_error(result: Any, status: str, detail: str | None) -> None:
+def test_json_tool_result_fails_by_its_error_field(
+    result: Any, status: str, detail: str | None
+) -> None:
     assert read("json_error", result) == (status, detail)
 
 
 @pytest.mark.parametrize("result", ["", "error", "42", "[1]", '"error"', "null", "{", "1e999"])
-def test_result_that_is_no_json_object_states_no_error(result: str) -> None:
+def test_tool_result_that_is_no_json_object_states_no_error(result: str) -> None:
     assert read("json_error", result) is None
 
 
@@ -100,7 +102,7 @@ def test_result_that_is_no_json_object_states_no_error(result: str) -> None:
         ("exit code: 0\nfake\nExit code: 1", 1),
     ],
 )
-def test_a_process_fails_by_its_exit_code(result: Any, code: int) -> None:
+def test_tool_result_fails_by_its_exit_code(result: Any, code: int) -> None:
     assert read("exit_code", result) == ("ok" if code == 0 else "error", f"exit code {code}")
 
 
@@ -119,7 +121,7 @@ def test_a_process_fails_by_its_exit_code(result: Any, code: int) -> None:
         [1],
     ],
 )
-def test_result_without_an_exit_code_has_no_status(result: Any) -> None:
+def test_tool_result_without_an_exit_code_has_no_status(result: Any) -> None:
     assert read("exit_code", result) is None
 
 
@@ -132,7 +134,7 @@ def test_result_without_an_exit_code_has_no_status(result: Any) -> None:
         {"timeout": True},
     ],
 )
-def test_json_states_a_timeout(result: Any) -> None:
+def test_json_tool_result_states_a_timeout_in_its_field(result: Any) -> None:
     for rule in ("json_error", "exit_code", "timeout"):
         reading = read(rule, result)
         assert reading is not None
@@ -159,11 +161,11 @@ def test_text_states_a_timeout_in_its_first_or_last_line(text: str) -> None:
     "result",
     ["", "ok", "the timeout is 30", "a\nit timed out\nb", {"timeout": 30}, {"timed_out": False}],
 )
-def test_result_without_a_timeout_has_no_status(result: Any) -> None:
+def test_tool_result_without_a_timeout_has_no_status(result: Any) -> None:
     assert read("timeout", result) is None
 
 
-def test_of_several_rules_the_worst_counts() -> None:
+def test_worst_status_by_several_tool_result_rules_counts() -> None:
     assert read("exit_code+timeout", "Exit code 0\nx\ncommand timed out") is not None
     assert read("exit_code+timeout", "Exit code 2\nx\ntimed out") == ("timeout", "timed out")
     assert read("json_error+exit_code", {"exit_code": 1}) == ("error", "exit code 1")
@@ -182,7 +184,7 @@ def test_tool_rule_overrides_wildcard() -> None:
     assert [readers.ignores(name) for name in ("a", "b", "c", None)] == [False, True, False, False]
 
 
-def test_no_result_is_read_without_rules() -> None:
+def test_no_tool_result_is_read_without_rules() -> None:
     assert not parse_readers("").give_verdicts
     assert not parse_readers(" , ").give_verdicts
     assert not parse_readers("a=ignore").give_verdicts
@@ -191,7 +193,7 @@ def test_no_result_is_read_without_rules() -> None:
     assert parse_readers("").rules == ResultReaders().rules
 
 
-def test_a_name_may_hold_an_equals_sign() -> None:
+def test_tool_name_in_a_rule_may_contain_an_equals_sign() -> None:
     assert parse_readers("a=b=json_error").rules == {"a=b": ("json_error",)}
 
 
@@ -210,12 +212,14 @@ def test_a_name_may_hold_an_equals_sign() -> None:
         ("a=ignore+json_error", "cannot be combined with other rules"),
     ],
 )
-def test_invalid_rule_is_named(value: str, named: str) -> None:
+def test_invalid_tool_result_rule_is_named(value: str, named: str) -> None:
     with pytest.raises(BadReaders, match=named):
         parse_readers(value)
 
 
-def test_invalid_rule_stops_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_invalid_tool_result_rule_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PAWL_TOOL_RESULTS", "search=jsn_error")
     with pytest.raises(UnreadSettings, match=r"PAWL_TOOL_RESULTS.*jsn_error.*json_error"):
@@ -236,7 +240,7 @@ KEYS = st.sampled_from(["error", "exit_code", "returncode", "timed_out", "metada
 
 
 @given(st.sampled_from(list(RULES)), st.dictionaries(KEYS, JSON) | st.text())
-def test_any_result_can_be_read(rule: str, result: dict[str, Any] | str) -> None:
+def test_any_tool_result_can_be_read(rule: str, result: dict[str, Any] | str) -> None:
     reading = read(rule, result)
     if reading is not None:
         assert reading[0] in TOOL_STATUSES

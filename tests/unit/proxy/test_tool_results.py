@@ -120,7 +120,7 @@ def test_tool_results_are_found_before_a_trailing_text_message(api: str, role: s
 
 
 @every_format
-def test_results_before_the_newest_reply_are_not_read(api: str) -> None:
+def test_tool_results_before_the_newest_reply_are_not_read(api: str) -> None:
     later = ({"role": "assistant", "content": "done"}, {"role": "user", "content": "thanks"})
     assert results(api, WRITERS[api]([FIRST], *later)) == []
 
@@ -137,7 +137,7 @@ def test_tool_call_without_a_result_is_no_event(api: str) -> None:
 
 
 @every_format
-def test_readers_read_tool_by_tool(api: str) -> None:
+def test_results_of_each_tool_are_read_by_that_tools_rule(api: str) -> None:
     assert events(api, WRITERS[api]([FIRST]), "search=json_error,shell=exit_code") == [
         ("a", "error", "reader", "search"),
         ("b", "error", "reader", "shell"),
@@ -145,7 +145,7 @@ def test_readers_read_tool_by_tool(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_results_are_read_only_with_a_rule(api: str) -> None:
+def test_tool_results_are_read_only_with_a_rule_for_their_tool(api: str) -> None:
     assert events(api, WRITERS[api]([FIRST])) == []
     assert events(api, WRITERS[api]([FIRST]), "shell=exit_code") == [
         ("b", "error", "reader", "shell")
@@ -182,7 +182,7 @@ def test_result_of_an_unnamed_tool_takes_the_wildcard_rules() -> None:
     ("api", "request_"),
     [("responses", custom("ls", "Exit code 1")), ("chat", custom_in_a_chat("ls", "Exit code 1"))],
 )
-def test_custom_tools_are_read_too(api: str, request_: Said) -> None:
+def test_results_of_custom_tools_are_read_too(api: str, request_: Said) -> None:
     assert events(api, request_, "sh=exit_code") == [("a", "error", "reader", "sh")]
 
 
@@ -194,29 +194,29 @@ def test_custom_tools_are_read_too(api: str, request_: Said) -> None:
         ("responses", [{"type": "input_text", "text": '{"error":1}'}, {"type": "input_image"}]),
     ],
 )
-def test_content_in_parts_is_put_together(api: str, content: Any) -> None:
+def test_content_parts_of_a_tool_result_are_put_together(api: str, content: Any) -> None:
     request = WRITERS[api]([[("a", "t", content)]])
     assert [e[1] for e in events(api, request, "t=json_error")] == ["error"]
 
 
-def test_the_last_result_of_a_call_counts() -> None:
+def test_last_result_of_a_tool_call_counts() -> None:
     request = chat([SECOND], {"role": "tool", "tool_call_id": "c", "content": '{"error": 1}'})
     assert [e[1] for e in events("chat", request, "*=json_error")] == ["error"]
 
 
 @pytest.mark.parametrize("tool_id", [None, "", 3, "a\x00", "x" * 1025])
-def test_result_without_a_usable_id_is_no_event(tool_id: Any) -> None:
+def test_tool_result_without_a_usable_id_is_no_tool_event(tool_id: Any) -> None:
     request = chat([], {"role": "tool", "tool_call_id": tool_id, "content": '{"error": 1}'})
     assert events("chat", request, "*=json_error") == []
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"messages": 3}', b'{"input": "q"}'])
-def test_request_without_results_has_no_events(api: str, body: bytes) -> None:
+def test_request_without_tool_results_has_no_tool_events(api: str, body: bytes) -> None:
     assert result_events(CALL, api, parse_object(body), ON) == ()
 
 
-def test_completions_have_no_tools() -> None:
+def test_request_to_completions_has_no_tool_events() -> None:
     assert result_events(CALL, "completions", parsed(chat([FIRST])), ON) == ()
 
 
@@ -225,7 +225,7 @@ def test_request_with_an_unreadable_number_has_no_events() -> None:
     assert result_events(CALL, "chat", parse_object(body), ON) == ()
 
 
-def test_the_same_call_gives_the_same_ids_and_another_call_others() -> None:
+def test_tool_event_ids_are_the_same_for_a_call_read_twice_and_differ_between_calls() -> None:
     request = parsed(chat([FIRST]))
     once, again = (result_events(CALL, "chat", request, ON) for _ in range(2))
     assert once == again
@@ -245,12 +245,12 @@ def sources(record: CallRecord) -> list[tuple[str | None, str, str]]:
     return [(event.tool_id, event.status, event.source) for event in record.tool_events]
 
 
-def test_ingester_keeps_header_events_beside_results() -> None:
+def test_ingester_keeps_tool_events_of_the_header_beside_tool_results() -> None:
     found = recorded("messages", messages([SECOND]), tool_events=(tool_event("denied", "a"),))
     assert sources(found) == [("a", "denied", "header"), ("c", "ok", "assumed")]
 
 
-def test_results_are_recorded_from_a_call_without_a_reply() -> None:
+def test_tool_results_are_recorded_from_a_call_without_a_reply() -> None:
     request = messages([SECOND], is_error=True)
     found = recorded("messages", request, status="upstream_error", http_status=None)
     assert sources(found) == [("c", "error", "is_error")]
@@ -317,7 +317,7 @@ def test_tool_calls_with_the_same_id_have_a_single_event() -> None:
     assert sources(found) == [("a", "malformed", "not_offered")]
 
 
-def test_tool_call_of_a_reply_that_was_cut_off_is_not_judged() -> None:
+def test_tool_call_of_a_reply_that_was_cut_off_makes_no_tool_event() -> None:
     call = {"index": 0, "id": "a", "function": {"name": "sear", "arguments": ""}}
     event = {"id": "r", "choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}
     cut_off = {"reply": f"data: {json.dumps(event)}\n\n".encode(), "streamed": True}
@@ -340,7 +340,7 @@ TURNS = st.lists(
 
 
 @given(st.sampled_from(list(WRITERS)), TURNS)
-def test_each_result_of_a_thread_is_read_once(api: str, turns: list[Turn]) -> None:
+def test_each_tool_result_of_a_conversation_is_read_once(api: str, turns: list[Turn]) -> None:
     told = [
         result
         for length in range(len(turns) + 1)
@@ -371,7 +371,9 @@ FIELDS = {
     st.sampled_from(list(FORMATS)),
     st.lists(st.fixed_dictionaries({}, optional=FIELDS) | JSON, max_size=6),
 )
-def test_any_request_is_read(api: str, members: list[Any]) -> None:
+def test_any_request_is_read_for_tool_results_without_an_error(
+    api: str, members: list[Any]
+) -> None:
     request = parsed({"messages": members, "input": members})
     for event in result_events(CALL, api, request, parse_readers("*=json_error+exit_code")):
         assert event.tool_id
@@ -483,7 +485,9 @@ def test_result_without_an_exit_code_is_no_success_with_any_output(
 
 @pytest.mark.parametrize("client", ["codex", "qwen code", "qwen code, long", "qwen code, slow"])
 @pytest.mark.parametrize("code", [0, 3])
-def test_exit_code_in_the_frame_of_a_coding_agent_is_read(client: str, code: int) -> None:
+def test_exit_code_in_a_coding_agents_frame_around_the_output_is_read(
+    client: str, code: int
+) -> None:
     text = RESULTS_OF[client]("exit code 7", code)
     reading = parse_readers("*=exit_code").read("t", text)
     assert reading is not None
@@ -499,14 +503,14 @@ def test_exit_code_in_the_frame_of_a_coding_agent_is_read(client: str, code: int
     ],
     ids=["a command", "runs", "killed"],
 )
-def test_exit_code_is_not_read_where_a_frame_states_none(text: str) -> None:
+def test_exit_code_in_the_output_is_not_read_if_the_agents_frame_states_none(text: str) -> None:
     assert verdict("exit_code", text) is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "[1]", '{"success": true}', '[{"query": "q", "success": true}]']
 )
-def test_text_that_cline_does_not_write_has_no_status(text: str) -> None:
+def test_tool_result_that_cline_does_not_write_has_no_status(text: str) -> None:
     assert verdict("cline", text) is None
 
 
@@ -521,7 +525,9 @@ TEXTS = (
 
 
 @given(TEXTS, st.sampled_from(["", " ", "\n", "\t\n"]))
-def test_blanks_around_a_text_and_a_fence_make_no_difference(text: str, blanks: str) -> None:
+def test_blanks_and_a_code_fence_around_a_text_do_not_change_its_digest(
+    text: str, blanks: str
+) -> None:
     assert text_digest(f"{blanks}{text}{blanks}") == text_digest(text) is not None
     assert text_digest(f"```sql\n{text}\n```{blanks}") == text_digest(text)
 
@@ -534,15 +540,15 @@ def test_only_equal_whole_texts_have_the_same_digest(text: str, other: str) -> N
 
 
 @pytest.mark.parametrize("text", ["", " \n", "`", "```sql\n```", "``````"])
-def test_reply_without_words_has_no_digest(text: str) -> None:
+def test_text_without_words_has_no_digest(text: str) -> None:
     assert text_digest(text) is None
 
 
-def test_words_that_utf8_cannot_write_have_a_digest() -> None:
+def test_text_that_utf8_cannot_encode_has_a_digest() -> None:
     assert text_digest("\ud800") != text_digest("\ud801")
 
 
-def test_quoted_texts_are_distinct_and_limited_in_number() -> None:
+def test_digests_of_quoted_texts_are_distinct_and_limited_in_number() -> None:
     assert quoted_digests(("a", " a ", "", "b")) == (text_digest("a"), text_digest("b"))
     assert len(quoted_digests([str(number) for number in range(99)])) == MOST_QUOTES
 
@@ -563,13 +569,15 @@ def test_quoted_texts_are_distinct_and_limited_in_number() -> None:
         ("chat", custom_in_a_chat(SQL, "{}")),
     ],
 )
-def test_a_result_names_the_texts_that_its_call_was_made_of(api: str, request_: Said) -> None:
+def test_tool_event_has_the_digests_of_the_texts_in_its_calls_arguments(
+    api: str, request_: Said
+) -> None:
     [event] = recorded(api, request_, ANY).tool_events
     assert event.quotes == (text_digest(SQL),)
 
 
 @pytest.mark.parametrize("arguments", [3, None, [], {}, {"a": 1}, [SQL], "", {"": ""}])
-def test_arguments_without_a_text_quote_nothing(arguments: Any) -> None:
+def test_tool_arguments_without_a_text_give_no_quoted_digest(arguments: Any) -> None:
     [event] = recorded("chat", chat([SECOND], arguments=arguments), ANY).tool_events
     assert event.quotes == ()
 
@@ -594,12 +602,14 @@ COMPLETION = {"id": "c", "choices": [{"index": 0, "text": SQL}]}
         ("completions", {"prompt": "q"}, json.dumps(COMPLETION).encode()),
     ],
 )
-def test_a_replys_whole_text_can_be_named(dialect: str, request_body: Any, told: bytes) -> None:
+def test_recorded_call_has_the_digest_of_its_replys_whole_text(
+    dialect: str, request_body: Any, told: bytes
+) -> None:
     made = recorded(dialect, request_body, ANY, reply=told)
     assert made.text_digest == text_digest(SQL)
 
 
-def test_streamed_replys_whole_text_can_be_named() -> None:
+def test_recorded_call_has_the_digest_of_its_streamed_replys_whole_text() -> None:
     chunks = [
         {"id": "r", "choices": [{"index": 0, "delta": {"content": piece}}]}
         for piece in (SQL[:5], SQL[5:])
@@ -615,12 +625,12 @@ def test_streamed_replys_whole_text_can_be_named() -> None:
     assert made.text_digest == text_digest(SQL)
 
 
-def test_reply_that_asks_for_tools_is_not_named_by_its_words() -> None:
+def test_reply_with_tool_calls_has_no_text_digest() -> None:
     call = {"id": "t1", "type": "function", "function": {"name": "sql", "arguments": "{}"}}
     told = reply({"content": SQL, "tool_calls": [call]})
     assert recorded("chat", {"messages": []}, ANY, reply=told).text_digest is None
 
 
-def test_where_no_result_is_read_no_text_is_digested() -> None:
+def test_reply_has_no_text_digest_if_no_tool_result_is_read() -> None:
     told = reply({"content": SQL})
     assert recorded("chat", {"messages": []}, reply=told).text_digest is None

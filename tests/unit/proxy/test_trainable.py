@@ -33,7 +33,7 @@ def why(request: dict[str, Any] | None = None, api: str = "chat", **changes: Any
     return judged("complete", 200, 3, found, sampled, rules)
 
 
-def test_a_whole_call_is_trainable() -> None:
+def test_complete_call_with_consistent_tokens_is_trainable() -> None:
     assert why() is None
     assert why({"temperature": 0.7, "top_p": 1.0, "top_k": -1, "tool_choice": "auto"}) is None
 
@@ -48,7 +48,7 @@ def test_call_that_is_not_text_is_untrainable_with_any_tokens() -> None:
     assert failed == "error_reply"
 
 
-def test_ids_are_enough_where_the_version_that_sampled_them_is_known() -> None:
+def test_call_with_token_ids_alone_is_trainable_if_its_policy_version_is_known() -> None:
     assert why(sampled_logprobs=None) is None
     assert why(sampled_logprobs=None, completion_tokens=None) is None
     rules = FORMATS["chat"].sampling
@@ -176,7 +176,7 @@ def test_unknown_field_makes_the_sampling_unreadable(api: str) -> None:
     assert found == {"temperature": 1.0, "unreadable": ["mirostat"]}
 
 
-def test_of_many_unknown_fields_only_some_are_named() -> None:
+def test_only_some_of_many_unknown_request_fields_are_recorded_by_name() -> None:
     found = sampling_settings({f"x{n}": 1 for n in range(50)}, 1.0, FORMATS["chat"].sampling)
     assert len(found["unreadable"]) == 8
 
@@ -186,7 +186,7 @@ def test_a_field_is_known_to_its_own_api_only() -> None:
     assert why({"prompt": "q"}, "messages") == "unreadable_sampling"
 
 
-def test_incomplete_failed_and_unknown_calls_are_not_trained() -> None:
+def test_incomplete_or_failed_call_or_call_of_unknown_policy_is_untrainable() -> None:
     rules = FORMATS["chat"].sampling
     settings = sampling_settings({}, 1.0, rules)
     assert judged("truncated", 200, 1, settings, WHOLE, rules) == "incomplete"
@@ -210,7 +210,7 @@ def test_thoughtless_call_with_an_unreadable_grammar_stays_untrained(
     assert found == "constrained_sampling"
 
 
-def test_call_with_a_grammar_needs_log_probabilities_or_no_thought() -> None:
+def test_call_with_a_grammar_is_trainable_with_log_probabilities_or_without_a_thought() -> None:
     asked = {"response_format": {"type": "json_object"}}
     assert why(asked) is None
     assert why(asked, sampled_logprobs=None) == "constrained_sampling"
@@ -238,7 +238,7 @@ FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
     st.sampled_from([{}, {"top_p": 0.9}, {"top_k": 3.0, "top_p": 1.0}]),
     st.sampled_from([(False, None), (True, None), (True, "hermes")]),
 )
-def test_settings_are_judged_by_the_calls_own_fields(
+def test_sampling_settings_are_judged_by_the_calls_own_fields(
     dialect: str,
     fields: dict[str, Any],
     defaults: dict[str, float],
@@ -256,7 +256,7 @@ def test_settings_are_judged_by_the_calls_own_fields(
             assert found.why_not(sure) == why_not_replayed(settings, rules, sure=sure)
 
 
-def test_a_request_that_cannot_be_read_has_no_settings() -> None:
+def test_unreadable_request_has_unreadable_sampling_settings() -> None:
     found = judged_settings(captured(), read_request(b"["))
     assert found.recorded == b'{"unreadable":["request"]}'
     assert found.why_not(True) == found.why_not(False) == "unreadable_sampling"

@@ -73,14 +73,16 @@ async def call(
     return Seen(json.loads(server.asked[0]), head, answer, transcribe(captured))
 
 
-def test_paths_of_the_format_are_routes() -> None:
+def test_paths_of_a_new_wire_format_are_routes() -> None:
     found = find_route("POST", "/task/t/v1/toys")
     assert (found.path, found.task) == ("/v1/toys", "t")
     assert found.wire_format is TOY
     assert find_route("POST", "/v1/toys/count").wire_format is None
 
 
-async def test_a_call_is_rewritten_filtered_and_recorded(intake: Intake, tmp_path: Path) -> None:
+async def test_call_in_a_new_wire_format_is_rewritten_filtered_and_recorded(
+    intake: Intake, tmp_path: Path
+) -> None:
     body = json.dumps(ANSWER).encode()
     seen = await call(intake, tmp_path, SaidReply(200, JSON, [body], torn=False))
     assert seen.asked == ASKED | {"model": "m@1", "tokens": True}
@@ -93,7 +95,9 @@ async def test_a_call_is_rewritten_filtered_and_recorded(intake: Intake, tmp_pat
     assert (record.trainable, record.reason) == (True, None)
 
 
-async def test_a_stream_is_filtered_event_by_event(intake: Intake, tmp_path: Path) -> None:
+async def test_stream_in_a_new_wire_format_is_filtered_event_by_event(
+    intake: Intake, tmp_path: Path
+) -> None:
     events = [ANSWER | {"words": "Hi", "tokens": [[1], [3], [-0.5]]}]
     events += [ANSWER | {"words": ".", "tokens": [[1], [4], [-1.0]]}]
     pieces = [b"data: %b\n\n" % json.dumps(event).encode() for event in events]
@@ -107,7 +111,7 @@ async def test_a_stream_is_filtered_event_by_event(intake: Intake, tmp_path: Pat
     assert seen.record.trainable
 
 
-async def test_errors_have_the_form_of_the_format(intake: Intake, tmp_path: Path) -> None:
+async def test_errors_have_the_shape_of_the_wire_format(intake: Intake, tmp_path: Path) -> None:
     seen = await call(intake, tmp_path, None)
     assert json.loads(seen.answer).keys() == {"oops"}
     torn = await call(intake, tmp_path, SaidReply(200, EVENTS, [b"data: {}\n\n"], torn=True))
@@ -123,7 +127,7 @@ async def test_errors_have_the_form_of_the_format(intake: Intake, tmp_path: Path
         ({"taste": "sour"}, "unreadable_sampling"),
     ],
 )
-async def test_fields_of_the_format_decide_the_reason_not_to_train(
+async def test_request_fields_of_a_new_wire_format_decide_why_a_call_is_untrainable(
     intake: Intake, tmp_path: Path, fields: dict[str, Any], reason: str | None
 ) -> None:
     reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
@@ -137,7 +141,9 @@ async def test_call_with_a_picture_is_recorded_as_not_text(intake: Intake, tmp_p
     assert (record.trainable, record.reason) == (False, "not_text")
 
 
-async def test_tool_results_of_the_format_are_events(intake: Intake, tmp_path: Path) -> None:
+async def test_tool_results_in_a_new_wire_format_become_tool_events(
+    intake: Intake, tmp_path: Path
+) -> None:
     reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
     turns = [*ASKED["said"], {"by": "toy", "words": "Hm.", "tool": "add", "call": "c1"}]
     turns += [{"by": "tool", "call": "c1", "words": "no", "failed": True}]

@@ -42,7 +42,7 @@ def run(*pieces: bytes, request: ModelRequest = REQUEST) -> Followed:
     return follow("chat", request, pieces, VERSION, streamed=True)
 
 
-def test_rewritten_request_keeps_its_bytes_except_name_and_additions() -> None:
+def test_rewritten_request_keeps_its_bytes_except_model_name_and_added_fields() -> None:
     assert REQUEST.body == ASKED.replace(b'"agent"', b'"agent@3"')[:-1] + (
         b',"logprobs":true,"return_token_ids":true}'
     )
@@ -59,7 +59,7 @@ def test_request_that_is_no_json_object_is_not_changed(body: bytes) -> None:
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 @example(list(range(len(STREAM))))
-def test_any_way_of_cutting_a_stream_gives_the_same(cuts: list[int]) -> None:
+def test_chat_stream_is_read_the_same_however_its_bytes_are_cut(cuts: list[int]) -> None:
     reply = run(*cut(STREAM, cuts))
     assert (reply.seen, reply.ended, reply.facts.finish) == (SEEN, True, "stop")
     sampled = reply.facts.sampled
@@ -84,7 +84,7 @@ def test_any_way_of_cutting_a_stream_gives_the_same(cuts: list[int]) -> None:
     assert (reply.summary.response_id, reply.summary.text) == ("r1", "h\u00e9llo\u2028")
 
 
-def test_line_is_passed_once_complete_and_the_end_is_held_back() -> None:
+def test_stream_line_is_passed_on_once_complete_and_the_final_event_is_held_back() -> None:
     parser = CHAT.reply(REQUEST, VERSION, streamed=True)
     assert parser.feed(sse(HEAD)[:-2]) == b""
     assert parser.feed(b"\n").startswith(b"data: ")
@@ -93,7 +93,7 @@ def test_line_is_passed_once_complete_and_the_end_is_held_back() -> None:
     assert parser.finish() == DONE
 
 
-def test_comment_after_the_end_leaves_after_it() -> None:
+def test_stream_comment_after_the_final_event_is_sent_after_it() -> None:
     assert run(STREAM + COMMENT).seen == SEEN + COMMENT
 
 
@@ -101,7 +101,7 @@ def test_torn_stream_has_not_ended() -> None:
     assert not run(STREAM[:200]).ended
 
 
-def test_stream_ends_with_the_finish_reason_of_every_choice() -> None:
+def test_stream_has_ended_only_with_a_finish_reason_for_every_choice() -> None:
     stopped = chunk({"content": "a"}, finish_reason="stop")
     assert run(sse(stopped)).ended
     assert not run(sse(stopped, chunk({"content": "b"}, index=1))).ended
@@ -113,7 +113,7 @@ def test_choice_with_an_invalid_index_does_not_stop_the_ingester() -> None:
     assert (reply.facts.text, reply.facts.sampled.sampled_ids) == ("h\u00e9llo\u2028", None)
 
 
-def test_requested_ids_and_log_probabilities_reach_the_client() -> None:
+def test_token_ids_and_logprobs_that_the_chat_client_requested_reach_it() -> None:
     request = rewritten("chat", return_token_ids=True, logprobs=True)
     reply = run(sse(chunk({"content": "x"}, {4: -0.5})), request=request)
     assert b'"token_ids":[4]' in reply.seen
@@ -135,7 +135,7 @@ def test_streamed_tool_calls_are_put_together() -> None:
         assert (call.id, call.name, call.arguments) == ("call_1", "calc", '{"a":1}')
 
 
-def test_several_choices_are_counted() -> None:
+def test_choices_of_a_reply_are_counted_and_the_text_of_the_first_is_recorded() -> None:
     first = chunk({"content": "a"}, {8: -1.0})
     reply = run(sse(first, chunk({"content": "b"}, {9: -1.0}, index=1)))
     assert (reply.facts.sampled.choices, reply.facts.text) == (2, "a")
@@ -159,7 +159,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def test_whole_reply_is_restored_and_recorded() -> None:
+def test_unstreamed_chat_reply_loses_the_added_fields_and_is_recorded() -> None:
     reply = follow("chat", REQUEST, [json.dumps(WHOLE).encode()], VERSION)
     choice = WHOLE["choices"][0] | NULLS
     restored = WHOLE | {"model": "agent", "choices": [choice], "prompt_token_ids": None}
@@ -169,7 +169,7 @@ def test_whole_reply_is_restored_and_recorded() -> None:
     assert reply.summary.text == "hé"
 
 
-def test_text_completion_is_restored_and_recorded() -> None:
+def test_text_completion_loses_the_added_fields_and_is_recorded() -> None:
     request = rewritten("completions")
     assert b'"logprobs":0,"return_token_ids":true' in request.body
     ids = {"token_ids": [4, 5], "prompt_token_ids": [1, 2]}

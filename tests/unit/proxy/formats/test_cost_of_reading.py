@@ -63,7 +63,7 @@ def merged_blocks(count: int) -> None:
 
 
 @pytest.mark.parametrize("merge", [merged_calls, merged_arguments, merged_blocks])
-def test_merging_twice_as_many_pieces_takes_twice_the_work(merge: Any) -> None:
+def test_merging_twice_as_many_pieces_of_a_stream_takes_twice_the_work(merge: Any) -> None:
     work = []
     for count in (200, 400):
         WORK.update(compared=0, copied=0)
@@ -72,7 +72,7 @@ def test_merging_twice_as_many_pieces_takes_twice_the_work(merge: Any) -> None:
     assert work[1] <= 2.2 * work[0]
 
 
-def test_arguments_are_parsed_once_however_often_the_usage_comes(
+def test_tool_arguments_are_parsed_once_however_many_usage_events_a_stream_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed: list[str] = []
@@ -115,7 +115,7 @@ def test_comments_and_blank_lines_are_passed_in_bulk(
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_reading_comments_takes_a_few_times_their_length(api: str) -> None:
+def test_reading_stream_comments_takes_less_memory_than_their_length(api: str) -> None:
     request = json.dumps({"model": "m", "stream": True, "max_tokens": 4, "messages": []}).encode()
     size = 4 * 2**20
     call = captured(dialect=api, streamed=True, request=request, reply=b": ping\n" * (size // 7))
@@ -127,7 +127,9 @@ def test_reading_comments_takes_a_few_times_their_length(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_abandoned_line_passes_unchanged_and_parsing_resumes_after_it(api: str) -> None:
+def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_it(
+    api: str,
+) -> None:
     parser = FORMATS[api].reply(read_request(b"{}"), None, streamed=True)
     begin, rest = b'data: {"odd": "' + b"x" * 100, b'y"}\r\n\r\n'
     assert parser.feed(begin) == b""
@@ -138,7 +140,7 @@ def test_abandoned_line_passes_unchanged_and_parsing_resumes_after_it(api: str) 
     assert (parser.waiting, parser.feed(b": next\n")) == (0, parser._quiet(b": next\n"))
 
 
-def test_abandoned_translated_line_becomes_a_single_error() -> None:
+def test_abandoned_line_of_a_translated_stream_becomes_a_single_error_event() -> None:
     parser = parser_of("messages")
     parser.feed(b'data: {"choices": "' + b"x" * 100)
     passed = parser.pass_line() + parser.feed(b"xxx") + parser.feed(b'"}\n\n')
@@ -146,7 +148,7 @@ def test_abandoned_translated_line_becomes_a_single_error() -> None:
     assert b"xxx" not in passed
 
 
-def test_abandoned_final_event_is_held_until_the_record() -> None:
+def test_abandoned_final_event_of_a_stream_is_held_back_until_its_release() -> None:
     parser = parser_of("responses")
     name, data = b"event: response.completed\n", b'data: {"type": "' + b"x" * 100
     assert parser.feed(name + data) == b""
@@ -156,7 +158,7 @@ def test_abandoned_final_event_is_held_until_the_record() -> None:
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"data: x\n"])
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_line_of_byte_order_marks_is_read_at_once(api: str, end: bytes) -> None:
+def test_stream_line_of_10000_byte_order_marks_is_passed_on_unchanged(api: str, end: bytes) -> None:
     line = BOM * 10_000 + end
     parser = FORMATS[api].reply(read_request(b"{}"), None, streamed=True)
     seen = parser.feed(line) + parser.finish()

@@ -36,7 +36,7 @@ def whole(body: bytes, status: int | None = None) -> bytes:
     return follow("messages", REQUEST, [body], VERSION, streamed=False, status=status).seen
 
 
-def test_text_between_and_after_tool_calls_waits_for_their_end() -> None:
+def test_streamed_text_between_and_after_tool_calls_is_sent_after_the_tool_calls() -> None:
     events, reply = streamed(
         sse(
             HEAD,
@@ -77,7 +77,7 @@ def test_text_between_and_after_tool_calls_waits_for_their_end() -> None:
         ("abort", None, None, (None, None)),
     ],
 )
-def test_stop_reason_follows_from_finish_reason_and_tool_calls(
+def test_anthropics_stop_reason_follows_from_vllms_finish_reason_and_tool_calls(
     finish: str, stop: Any, arguments: str | None, reason: Any
 ) -> None:
     function = {"name": "c", "arguments": arguments}
@@ -87,7 +87,7 @@ def test_stop_reason_follows_from_finish_reason_and_tool_calls(
     assert tuple(events[-1]["delta"].values()) == reason
 
 
-def test_last_event_is_held_back_and_comments_pass() -> None:
+def test_final_event_of_a_message_stream_is_held_back_and_comments_pass() -> None:
     parser = MESSAGES.reply(REQUEST, VERSION, streamed=True)
     sent = parser.feed(sse(HEAD, USAGE) + b": still here\r\n\r\ndata: [DONE]\n\n")
     assert b"message_delta" in sent
@@ -108,7 +108,9 @@ def test_last_event_is_held_back_and_comments_pass() -> None:
         ),
     ],
 )
-def test_error_in_a_stream_is_anthropics_and_ends_it(data: bytes, message: str) -> None:
+def test_error_in_a_message_stream_has_anthropics_shape_and_is_its_last_event(
+    data: bytes, message: str
+) -> None:
     events, reply = streamed(sse(HEAD) + data + sse(USAGE) + DONE)
     assert events[-1]["type"] == "error"
     assert message in events[-1]["error"]["message"]
@@ -128,7 +130,7 @@ def error(message: str, kind: str) -> dict[str, Any]:
         ({"error": {"message": "no"}}, "api_error"),
     ],
 )
-def test_error_takes_anthropics_shape(body: Any, kind: str) -> None:
+def test_vllms_error_is_translated_to_anthropics_shape(body: Any, kind: str) -> None:
     assert json.loads(whole(json.dumps(body).encode())) == error("no", kind)
 
 
@@ -147,7 +149,9 @@ def test_error_takes_anthropics_shape(body: Any, kind: str) -> None:
         ((503, 529), "overloaded_error"),
     ],
 )
-def test_errors_type_is_that_of_its_status(statuses: tuple[int, ...], kind: str) -> None:
+def test_anthropics_error_type_follows_from_the_http_status(
+    statuses: tuple[int, ...], kind: str
+) -> None:
     """Whole, by the reply's own status; in a stream, where there is none, by vLLM's code."""
     for status in statuses:
         said = {"message": "no", "type": "SomeError", "param": None, "code": status}
@@ -172,7 +176,9 @@ def test_errors_type_is_that_of_its_status(statuses: tuple[int, ...], kind: str)
         ("[" * 100_000, "{}"),
     ],
 )
-def test_arguments_reach_the_client_as_vllm_writes_them(arguments: str, seen: str) -> None:
+def test_tool_arguments_reach_a_messages_client_as_vllm_writes_them(
+    arguments: str, seen: str
+) -> None:
     function = {"name": "calc", "arguments": arguments}
     message = {"content": None, "tool_calls": [{"id": "t", "function": function}]}
     choices = [{"message": message, "finish_reason": "stop"}]
@@ -223,7 +229,7 @@ def forwarded(name: str, served: str | None, pieces: list[bytes]) -> Followed:
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_stream_is_unchanged_if_no_name_is_swapped(name: str) -> None:
+def test_stream_is_unchanged_if_its_model_name_is_not_swapped(name: str) -> None:
     request = read_request(b'{"model": "m",  "x": 1}')
     assert FORMATS[name].rewrite(request, "m", want_ids=False) is request
     stream = sse(*STREAMS[name])
@@ -236,7 +242,9 @@ def test_stream_is_unchanged_if_no_name_is_swapped(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 @given(cuts=st.lists(st.integers(0, 2000), max_size=10))
-def test_name_is_put_back_however_the_stream_is_cut(name: str, cuts: list[int]) -> None:
+def test_clients_model_name_is_put_back_however_the_stream_is_cut(
+    name: str, cuts: list[int]
+) -> None:
     reply = forwarded(name, "m@2", cut(sse(*STREAMS[name]), cuts))
     assert b"m@2" not in reply.seen
     assert (reply.ended, reply.facts.sampled.prompt_ids) == (True, None)
@@ -253,20 +261,20 @@ def test_streamed_message_is_put_together() -> None:
     assert (made.id, made.name, made.arguments) == ("t1", "calc", '{"a":1}')
 
 
-def test_streamed_response_is_its_last_state() -> None:
+def test_streamed_response_is_recorded_as_its_final_state() -> None:
     facts = forwarded("responses", None, [sse(*RESPONSE_EVENTS)]).facts
     assert json.loads(facts.reply or b"") == RESPONSE
     assert (facts.finish, facts.tool_calls[0].id) == ("completed", "c1")
 
 
 @pytest.mark.parametrize("content", [7, "text", [7], [None], {"0": {}}])
-def test_event_of_another_shape_stops_no_message(content: Any) -> None:
+def test_malformed_event_does_not_stop_a_message_stream(content: Any) -> None:
     odd = {"type": "message_delta", "delta": {"content": content}}
     stream = sse(MESSAGE_EVENTS[0], odd, *MESSAGE_EVENTS[1:])
     assert forwarded("messages", None, [stream]).seen == stream
 
 
-def test_whole_message_gets_its_name_back() -> None:
+def test_unstreamed_message_gets_the_clients_model_name_back() -> None:
     request = MESSAGES.rewrite(read_request(b'{"model":"m","z":1e400}'), "m@2", want_ids=False)
     assert request.body == b'{"model":"m@2","z":1e400}'
     reply = follow("messages", request, [json.dumps(MESSAGE).encode()], "m@2", streamed=False)

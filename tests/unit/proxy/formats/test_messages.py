@@ -31,7 +31,7 @@ def messages_of(*messages: Any, **fields: Any) -> Any:
     return json.loads(request.body)["messages"]
 
 
-def test_the_request_goes_to_chat_completions_and_asks_for_ids() -> None:
+def test_messages_request_goes_to_chat_completions_and_asks_for_token_ids() -> None:
     asked = {"stream": True, "metadata": {"user_id": "u"}, "temperature": 0.5}
     request = rewritten("messages", **asked)
     assert request.path == "/v1/chat/completions"
@@ -48,7 +48,7 @@ def test_the_request_goes_to_chat_completions_and_asks_for_ids() -> None:
     }
 
 
-def test_request_keeps_its_path_and_fields_if_no_ids_are_wanted() -> None:
+def test_messages_request_keeps_its_path_and_fields_if_no_token_ids_are_wanted() -> None:
     request = rewritten("messages", want_ids=False)
     assert request.path is None
     assert json.loads(request.body) == HI | {"model": VERSION}
@@ -70,7 +70,7 @@ def test_system_field_becomes_system_messages(system: Any, said: list[str]) -> N
     assert first == said
 
 
-def test_a_turn_with_tools_thoughts_and_images() -> None:
+def test_turn_with_tools_thoughts_and_images_is_translated_to_chat_messages() -> None:
     said = messages_of(
         {"role": "user", "content": [{"type": "text", "text": "see"}, IMAGE]},
         {
@@ -226,7 +226,7 @@ CHANGES: list[tuple[list[Any], list[Any], list[Any] | None]] = [
 
 
 @pytest.mark.parametrize(("tools", "changes", "left"), CHANGES)
-def test_system_messages_change_the_tools(
+def test_tool_changes_in_system_messages_change_the_requests_tools(
     tools: list[Any], changes: list[Any], left: list[Any] | None
 ) -> None:
     messages = [ASKS, *({"role": "system", "content": blocks} for blocks in changes)]
@@ -239,7 +239,7 @@ def test_system_messages_change_the_tools(
     assert texts == ["Hi.", "q", *(block["text"] for block in changes[0] if "text" in block)]
 
 
-def test_strict_tool_that_was_added_holds_replies() -> None:
+def test_strict_tool_added_by_a_system_message_is_in_the_sampling_settings() -> None:
     strict = change("tool_addition", type="tool_definition", definition=OTHER | {"strict": True})
     messages = [ASKS, {"role": "system", "content": [strict]}]
     settings = sampling_settings(HI | {"messages": messages}, 1.0, MESSAGES.sampling)
@@ -293,7 +293,9 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), CHOICES)
-def test_fields_are_translated_to_chat_fields(fields: dict[str, Any], said: dict[str, Any]) -> None:
+def test_fields_of_a_messages_request_are_translated_to_chat_fields(
+    fields: dict[str, Any], said: dict[str, Any]
+) -> None:
     assert chat_request(HI | fields) == HI | said
 
 
@@ -376,7 +378,7 @@ JSON = st.recursive(
 @given(
     st.dictionaries(st.sampled_from(sorted(HI | {"tools": 0, "system": 0, "thinking": 0})), JSON)
 )
-def test_no_request_breaks_the_rewriting(fields: dict[str, Any]) -> None:
+def test_any_messages_request_is_translated_validly_or_not_at_all(fields: dict[str, Any]) -> None:
     asked = HI | fields
     request = chat_request(asked)
     # What cannot be expressed is forwarded as it is; what is translated loses no field unseen.

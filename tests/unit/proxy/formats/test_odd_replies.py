@@ -50,7 +50,7 @@ ODD = {
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
 @pytest.mark.parametrize("name", ODD)
-def test_odd_reply_loses_only_the_added_fields(name: str, api: str) -> None:
+def test_odd_reply_loses_only_the_fields_that_the_proxy_asked_for(name: str, api: str) -> None:
     body, wanted = ODD[name].replace(b"X", TAKEN), ODD[name].replace(b"X", LEFT)
     assert whole(api, body) == wanted
     event = b"data: %b\n\n"
@@ -102,7 +102,7 @@ def test_added_field_of_an_unexpected_type_is_left_in() -> None:
     assert whole("chat", read) == read
 
 
-def test_versions_name_does_not_show_in_an_odd_reply() -> None:
+def test_odd_reply_shows_the_clients_model_name_and_not_the_versions() -> None:
     body = b'{"model": "agent@3", "x": NaN, "y": {"model": "agent@3"}}'
     wanted = body.replace(b"agent@3", b"agent")
     assert whole("chat", body) == wanted
@@ -157,7 +157,9 @@ WHOLE = (
     st.lists(st.tuples(st.integers(0, len(WHOLE)), st.binary(max_size=3)), max_size=4),
     st.integers(0, 2 * len(WHOLE)),
 )
-def test_damaged_reply_never_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> None:
+def test_damaged_reply_never_shows_a_token_id_that_the_proxy_asked_for(
+    damage: list[tuple[int, bytes]], cut: int
+) -> None:
     """Bytes put in anywhere but into what was added itself, and the end cut off anywhere."""
     body = WHOLE
     for at, more in damage:
@@ -192,7 +194,7 @@ def test_event_on_several_lines_is_read_as_a_single_event() -> None:
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_event_of_another_kind_goes_through_as_it_came(api: str) -> None:
+def test_stream_event_of_an_unknown_kind_is_passed_on_unchanged(api: str) -> None:
     stream = (
         b"data: one\ndata:two\n: c\nid: 7\n\ndata\n\ndata:\n\nretry: 1\n\ndata: [1,\ndata: 2]\n\n"
     )
@@ -207,7 +209,9 @@ SENT = b"\xef\xbb\xbfdata: C\n\nid: 1\ndata:C\nevent: e\n\ndata: C".replace(b"C"
 
 
 @given(st.sampled_from([b"\n", b"\r\n", b"\r"]), st.lists(st.integers(0, len(SENT)), max_size=6))
-def test_stream_is_restored_with_any_line_end_and_any_cut(end: bytes, cuts: list[int]) -> None:
+def test_stream_loses_the_added_fields_with_any_line_end_and_any_cut(
+    end: bytes, cuts: list[int]
+) -> None:
     data = SENT.replace(b"\n", end).replace(b"X", TAKEN)
     wanted = SENT.replace(b"\n", end).replace(b"X", LEFT).replace(b"agent@3", b"agent")
     assert streamed("chat", cut(data, cuts)) == wanted
@@ -218,7 +222,7 @@ def test_truncated_line_is_sent_without_its_token_ids() -> None:
     assert streamed("chat", [data]) == b'data: {"choices":[{"index":0,"token_ids":null'
 
 
-def test_a_message_takes_a_chunk_from_several_lines() -> None:
+def test_chat_chunk_on_several_data_lines_is_translated_to_a_message() -> None:
     head = b'data: {"id":"c","choices":[{"index":0,\ndata: "delta":{"role":"assistant"}}]}\n\n'
     said = b'data: {"id":"c","choices":[{"index":0,\rdata: "delta":{"content":"h"},X}]}\r\r'
     seen = streamed("messages", [head, said.replace(b"X", TAKEN), DONE])
@@ -267,13 +271,15 @@ def test_client_sees_the_same_chunks_as_without_added_fields(
         ("responses", {"enable_response_messages": "perhaps", "include": "x"}),
     ],
 )
-def test_nothing_is_added_that_would_change_the_answer(api: str, fields: dict[str, Any]) -> None:
+def test_no_field_is_added_to_a_request_if_it_would_change_the_reply(
+    api: str, fields: dict[str, Any]
+) -> None:
     request = rewritten(api, **fields)
     assert request.injected == frozenset()
     assert json.loads(request.body).items() >= fields.items()
 
 
-def test_invalid_ids_are_removed_and_not_recorded() -> None:
+def test_invalid_token_ids_are_removed_from_the_reply_and_not_recorded() -> None:
     body = b'{"choices":[{"index":0,"text":"a","token_ids":[-1,1.5,"x"]}],"prompt_token_ids":[1]}'
     reply = follow("completions", rewritten("completions"), [body], VERSION, streamed=False)
     assert json.loads(reply.seen) == {

@@ -96,14 +96,14 @@ def places(api: str, part: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("api", MEDIA)
-def test_images_sounds_and_files_are_found_wherever_they_stand(api: str) -> None:
+def test_request_with_an_image_sound_or_file_anywhere_is_not_text(api: str) -> None:
     for part in MEDIA[api]:
         for request in places(api, part):
             assert not only_text(api, request), request
 
 
 @pytest.mark.parametrize("api", TEXTS)
-def test_texts_are_text_wherever_they_stand(api: str) -> None:
+def test_request_with_text_parts_anywhere_is_text(api: str) -> None:
     for part in TEXTS[api]:
         for request in places(api, part):
             assert only_text(api, request), request
@@ -158,7 +158,7 @@ def test_call_with_media_is_recorded_as_not_text(api: str, field: str) -> None:
     assert record.reason != "not_text"
 
 
-def test_a_number_that_python_cannot_hold_is_no_text() -> None:
+def test_request_with_a_number_that_python_cannot_hold_is_not_text() -> None:
     content = b'{"messages": [{"role": "user", "content": [{"type": "text", "x": 1e400}]}]}'
     parsed = parse_object(content)
     assert parsed is not None

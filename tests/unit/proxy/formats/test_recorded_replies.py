@@ -50,7 +50,7 @@ def test_client_sees_the_same_reply_as_without_a_proxy(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BOTH))
-def test_every_id_has_its_log_probability_or_is_known_to_lack_it(name: str) -> None:
+def test_every_token_id_has_its_log_probability_or_is_known_to_lack_it(name: str) -> None:
     facts = answer(name).facts
     expected = COUNTS.get(name) or COUNTS[name.rpartition("_")[0]]
     sampled = facts.sampled
@@ -63,7 +63,7 @@ def test_every_id_has_its_log_probability_or_is_known_to_lack_it(name: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["text", "tool", "thinking", "stop", "cut_tool"])
-def test_streamed_and_whole_are_the_same_tokens(kind: str) -> None:
+def test_streamed_and_unstreamed_replies_are_recorded_with_the_same_tokens(kind: str) -> None:
     whole, streamed = (answer(f"messages_{kind}_{how}").facts for how in ("whole", "streamed"))
     assert whole.sampled == streamed.sampled
 
@@ -73,7 +73,7 @@ def test_streamed_and_whole_are_the_same_tokens(kind: str) -> None:
 @settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 20_000), max_size=10))
 @example(cuts=list(range(20_000)))
-def test_any_way_of_cutting_a_stream_gives_the_same(
+def test_recorded_stream_is_read_the_same_however_its_bytes_are_cut(
     name: str, ending: bytes, cuts: list[int]
 ) -> None:
     stream = BOTH[name][1]["upstream"].encode().replace(b"\n", ending)
@@ -91,7 +91,7 @@ def test_stream_cut_off_anywhere_has_not_ended(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BOTH))
-def test_summary_agrees_with_the_reply(name: str) -> None:
+def test_summary_of_a_reply_has_its_text_id_and_tool_calls(name: str) -> None:
     _, facts, summary, _ = answer(name)
     reply = json.loads(facts.reply or b"")
     blocks = reply.get("content") or [

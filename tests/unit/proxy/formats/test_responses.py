@@ -48,7 +48,7 @@ def answered(request: ModelRequest, body: Any) -> tuple[dict[str, Any], ReplyFac
         ({"background": True}, {}),
     ],
 )
-def test_request_asks_for_ids_and_log_probabilities(
+def test_responses_request_asks_for_token_ids_and_log_probabilities(
     fields: dict[str, Any], added: dict[str, Any]
 ) -> None:
     request = rewritten("responses", **fields)
@@ -57,12 +57,12 @@ def test_request_asks_for_ids_and_log_probabilities(
     assert request.injected == frozenset(added)
 
 
-def test_nothing_is_added_where_no_ids_are_wanted() -> None:
+def test_no_field_is_added_to_a_responses_request_if_no_token_ids_are_wanted() -> None:
     request = rewritten("responses", want_ids=False)
     assert json.loads(request.body) == PLAIN["responses"] | {"model": VERSION}
 
 
-def test_whole_reply_is_restored_and_recorded() -> None:
+def test_unstreamed_responses_reply_loses_the_added_fields_and_is_recorded() -> None:
     seen, facts = answered(REQUEST, RESPONSE)
     bare = MESSAGE | {"content": [TEXT | {"logprobs": None}]}
     nothing = dict.fromkeys(("top_logprobs", "input_messages", "output_messages"))
@@ -73,7 +73,7 @@ def test_whole_reply_is_restored_and_recorded() -> None:
     assert sampled.completion_tokens == 2
 
 
-def test_requested_ids_and_log_probabilities_reach_the_client() -> None:
+def test_token_ids_and_logprobs_that_the_responses_client_requested_reach_it() -> None:
     own: dict[str, Any] = {IDS: True, "include": [LOGPROBS]}
     seen, facts = answered(rewritten("responses", **own), RESPONSE)
     assert seen == RESPONSE | {"model": "agent"}
@@ -94,7 +94,7 @@ ODD = [{"author": {"role": "user"}, "type": "message"}]
         {"output": [MESSAGE, {"type": "web_search_call"}]},
     ],
 )
-def test_response_sampled_from_several_prompts_has_no_ids(change: Any) -> None:
+def test_response_sampled_from_several_prompts_is_recorded_without_token_ids(change: Any) -> None:
     sampled = answered(REQUEST, RESPONSE | change)[1].sampled
     assert (sampled.prompt_ids, sampled.sampled_ids) == (None, None)
 
@@ -103,7 +103,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": "
 THOUGHT = {"type": "reasoning", "id": "rs_1", "content": [], "summary": []}
 
 
-def test_tool_calls_alone_have_no_log_probabilities() -> None:
+def test_response_of_tool_calls_alone_is_recorded_without_log_probabilities() -> None:
     _, facts = answered(REQUEST, RESPONSE | {"output": [CALL]})
     assert facts.sampled.sampled_ids == (3, 4)
     assert facts.sampled.sampled_logprobs is None
@@ -148,7 +148,7 @@ def test_response_is_thoughtless_only_if_no_thought_is_possible(
         ({"text": {"format": {"type": "json_object"}}}, "json"),
     ],
 )
-def test_call_held_by_a_grammar_is_trainable_unless_it_may_have_a_thought(
+def test_call_constrained_by_a_grammar_is_trainable_unless_it_may_have_a_thought(
     asked: dict[str, Any], kind: str, thoughts: int
 ) -> None:
     request = json.dumps(PLAIN["responses"] | asked).encode()
@@ -170,7 +170,7 @@ def test_call_held_by_a_grammar_is_trainable_unless_it_may_have_a_thought(
 
 
 @pytest.mark.parametrize("told", range(4))
-def test_log_probabilities_count_only_if_every_id_has_a_value(told: int) -> None:
+def test_log_probabilities_are_recorded_only_if_every_token_id_has_a_value(told: int) -> None:
     text = TEXT | {"logprobs": [LOGPROB] * told}
     seen, facts = answered(REQUEST, RESPONSE | {"output": [MESSAGE | {"content": [text]}]})
     assert facts.sampled.sampled_ids == (3, 4)
@@ -178,7 +178,7 @@ def test_log_probabilities_count_only_if_every_id_has_a_value(told: int) -> None
     assert seen["output"][0]["content"][0]["logprobs"] == (None if told else [])
 
 
-def test_several_replies_have_no_ids() -> None:
+def test_response_of_several_replies_is_recorded_without_sampled_token_ids() -> None:
     """Turns of the server's own: between two replies stands what the second one saw."""
     turns = RESPONSE["output_messages"] * 3
     sampled = answered(REQUEST, RESPONSE | {"output_messages": turns})[1].sampled
@@ -186,7 +186,7 @@ def test_several_replies_have_no_ids() -> None:
     assert sampled.sampled_logprobs is None
 
 
-def test_torn_streams_summary_is_the_text_so_far() -> None:
+def test_summary_of_a_torn_response_stream_is_its_text_so_far() -> None:
     events = [
         {"type": "response.created", "response": {"id": "resp_1", "output": []}},
         {"type": "response.output_text.delta", "delta": "h\u00e9", "logprobs": [LOGPROB]},

@@ -27,7 +27,9 @@ class Source:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3 * SLICE), st.booleans()), max_size=8))
-def test_every_byte_is_seen_once_and_in_order(arriving: list[tuple[int, bool]]) -> None:
+def test_parser_gets_every_received_byte_once_and_in_order(
+    arriving: list[tuple[int, bool]],
+) -> None:
     async def run() -> None:
         seen, source, turns = bytearray(), Source(), SlowWork()
 
@@ -50,7 +52,7 @@ def test_every_byte_is_seen_once_and_in_order(arriving: list[tuple[int, bool]]) 
     asyncio.run(run())
 
 
-async def test_long_work_waits_for_its_turn_and_other_work_goes_on(
+async def test_long_parsing_waits_for_its_turn_and_other_tasks_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, rests = [0.0], []
@@ -106,7 +108,7 @@ async def test_pieces_of_two_long_bodies_are_fed_in_turns() -> None:
     assert order == ["one", "two"] * 3
 
 
-async def test_work_that_fails_does_not_keep_others_from_their_turn() -> None:
+async def test_failed_parsing_does_not_keep_other_parsing_from_its_turn() -> None:
     turns, done = SlowWork(), []
 
     def fail() -> None:
@@ -147,7 +149,7 @@ async def test_a_request_in_tiny_chunks_is_read_whole_beside_another() -> None:
     assert not wire.paused
 
 
-async def test_bytes_of_a_client_that_left_are_parsed_no_further() -> None:
+async def test_bytes_of_a_disconnected_client_are_parsed_no_further() -> None:
     async def handle(exchange: Exchange) -> None:
         await exchange.read(2**24)
 

@@ -28,7 +28,7 @@ async def _asked(pieces: list[bytes]) -> tuple[Reply, bytes, bool, Wire]:
 
 
 @given(st.sampled_from([SIZED, CHUNKED, TRAILED, ANNOUNCED]).flatmap(cuts))
-def test_reply_is_the_same_however_it_is_cut(pieces: list[bytes]) -> None:
+def test_servers_reply_is_read_the_same_however_its_bytes_are_cut(pieces: list[bytes]) -> None:
     reply, body, kept, _ = asyncio.run(_asked(pieces))
     assert (reply.status, reply.reason, body) == (200, b"Fine", b"hello")
     assert reply.headers[:2] == [(b"X-Case", b"Kept"), (b"x-case", b"again")]
@@ -102,7 +102,7 @@ async def test_connection_that_the_server_closes_is_not_reused() -> None:
 
 
 @given(st.sampled_from([SIZED, b"HTTP/1.1 408 Request Timeout\r\n", b"junk"]).flatmap(cuts))
-def test_unasked_bytes_close_the_connection(pieces: list[bytes]) -> None:
+def test_unrequested_bytes_from_the_server_close_the_connection(pieces: list[bytes]) -> None:
     """It must not become the answer to the next request."""
 
     async def unasked() -> None:
@@ -117,7 +117,7 @@ def test_unasked_bytes_close_the_connection(pieces: list[bytes]) -> None:
     asyncio.run(unasked())
 
 
-async def test_an_idle_connection_is_reused_while_it_is_young(
+async def test_idle_connection_to_the_server_is_reused_only_within_its_keepalive_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool, connection, transport = upstream()
@@ -147,7 +147,7 @@ async def test_a_server_that_is_silent_for_too_long_is_given_up() -> None:
         await answer
 
 
-async def test_server_is_paused_while_its_bytes_are_unread() -> None:
+async def test_reading_from_the_server_is_paused_while_its_bytes_are_unread() -> None:
     _, connection, transport = upstream()
     answer = connection.ask(b"")
     size = HIGH_WATER + 1
@@ -180,7 +180,7 @@ async def test_reply_to_head_has_no_body_despite_its_framing(framing: bytes) -> 
         [b"HTTP/1.1 103 Early Hints\r\nLink: " + b"y" * 60_000 + b"\r\n\r\n"] * 5,
     ],
 )
-async def test_a_head_without_end_is_no_reply(endless: list[bytes]) -> None:
+async def test_endless_head_of_a_reply_aborts_the_connection(endless: list[bytes]) -> None:
     _, connection, transport = upstream()
     answer = connection.ask(b"")
     await feed(connection, endless)
@@ -190,7 +190,7 @@ async def test_a_head_without_end_is_no_reply(endless: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("trailer", [b"a: b\r\n" * 10_000, b"a: " + b"b" * 60_000])
-async def test_trailers_without_end_tear_the_reply(trailer: bytes) -> None:
+async def test_endless_trailers_of_a_reply_abort_the_connection(trailer: bytes) -> None:
     _, connection, transport = upstream()
     answer = connection.ask(b"")
     await feed(connection, [CHUNKED[:-2], trailer, *[trailer] * 5])
@@ -201,7 +201,7 @@ async def test_trailers_without_end_tear_the_reply(trailer: bytes) -> None:
     assert connection._headers == []
 
 
-async def test_a_long_reply_is_not_taken_for_a_head() -> None:
+async def test_limit_of_a_replys_head_does_not_apply_to_its_body() -> None:
     _, connection, transport = upstream()
     answer = connection.ask(b"")
     await feed(connection, [HEAD + b"Transfer-Encoding: chunked\r\n\r\n"])

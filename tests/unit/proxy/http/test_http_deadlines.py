@@ -30,7 +30,7 @@ def noting(late: list[str]) -> OnLate:
 
 
 @given(st.builds(ClientDeadlines, *[st.floats(1e-3, 1e6)] * 4))
-def test_sweeps_are_as_frequent_as_the_deadlines_need_within_bounds(
+def test_deadlines_are_checked_as_often_as_the_shortest_deadline_needs_within_bounds(
     patience: ClientDeadlines,
 ) -> None:
     shortest = min(patience.head_s, patience.body_s, patience.write_s, patience.idle_s)
@@ -71,7 +71,7 @@ async def test_client_is_late_once_its_deadline_is_over_and_not_before(
     assert late == [what]
 
 
-async def test_a_large_file_over_a_poor_line_is_taken_however_long_it_takes() -> None:
+async def test_slow_upload_that_makes_progress_is_accepted_however_long_it_takes() -> None:
     connection, wire = client(refusing)
     await feed(connection, [HEAD % (100 * STEP // 8)])
     now = asyncio.get_running_loop().time()
@@ -81,7 +81,7 @@ async def test_a_large_file_over_a_poor_line_is_taken_however_long_it_takes() ->
     assert wire.sent.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_slow_body_within_a_reply_tears_it() -> None:
+async def test_late_request_body_tears_a_reply_that_has_begun() -> None:
     async def early(exchange: Exchange) -> None:
         exchange.begin(200, b"OK", [])
         await exchange.body.more()
@@ -146,7 +146,7 @@ async def test_paused_reader_without_unsent_bytes_is_not_late() -> None:
     connection.connection_lost(None)
 
 
-async def test_idle_connection_is_closed() -> None:
+async def test_idle_client_connection_is_closed_after_its_deadline() -> None:
     connection, wire = client(Seen())
     await feed(connection, [HEAD % 0])
     await swept(connection, 0.5, idle_s=1.0)

@@ -47,7 +47,9 @@ async def _exchanged(pieces: list[bytes]) -> tuple[Seen, bytes, bool]:
 
 
 @given(st.sampled_from([SIZED, CHUNKED]).flatmap(cuts))
-def test_exchange_is_the_same_however_the_request_is_cut(pieces: list[bytes]) -> None:
+def test_request_is_read_and_answered_the_same_however_its_bytes_are_cut(
+    pieces: list[bytes],
+) -> None:
     seen, sent, closing = asyncio.run(_exchanged(pieces))
     [(method, target, headers, body)] = seen.requests
     assert (method, target, body) == ("POST", "/v1/x?y=%2F", b"hello")
@@ -76,7 +78,9 @@ def test_an_offer_to_upgrade_is_ignored_and_its_body_read(pieces: list[bytes]) -
 
 
 @pytest.mark.parametrize("offer", [b"", UPGRADE])
-async def test_a_broken_body_is_refused_in_the_words_of_its_own_target(offer: bytes) -> None:
+async def test_broken_request_body_is_refused_in_the_error_format_of_its_own_path(
+    offer: bytes,
+) -> None:
     explained: list[str] = []
 
     def explain(target: str, _status: int, why: str) -> bytes:
@@ -120,7 +124,9 @@ async def test_many_pipelined_requests_wait_in_the_socket(at_once: bool) -> None
         (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", False),
     ],
 )
-async def test_a_connection_is_kept_or_closed_as_was_asked(head: bytes, kept: bool) -> None:
+async def test_connection_is_kept_open_or_closed_as_the_request_asks(
+    head: bytes, kept: bool
+) -> None:
     _, sent, closing = await _exchanged([head])
     assert closing is not kept
     assert (b"Connection: close" in sent) is not kept
@@ -139,7 +145,7 @@ async def test_a_reply_in_pieces_is_chunked_and_for_http_1_0_ends_with_the_conne
 
 
 @pytest.mark.parametrize("status", [204, 304])
-async def test_a_reply_that_has_no_body_says_no_length(status: int) -> None:
+async def test_reply_with_a_status_without_body_has_no_length_header(status: int) -> None:
     async def whole(exchange: Exchange) -> None:
         exchange.reply(status, b"", [], b"")
 
@@ -249,7 +255,7 @@ async def test_request_before_a_broken_request_is_answered() -> None:
     assert closing
 
 
-async def test_a_reply_that_has_begun_when_the_request_breaks_is_torn() -> None:
+async def test_reply_that_has_begun_is_torn_if_the_request_body_breaks() -> None:
     async def early(exchange: Exchange) -> None:
         exchange.begin(200, b"OK", [])
         exchange.write(b"ab")
@@ -262,7 +268,7 @@ async def test_a_reply_that_has_begun_when_the_request_breaks_is_torn() -> None:
     assert not wire.sent.endswith(b"0\r\n\r\n")
 
 
-async def test_trailers_are_no_headers() -> None:
+async def test_trailers_of_a_request_do_not_become_its_headers() -> None:
     trailed = CHUNKED[:-2] + b"X-Pawl-Episode: other\r\n\r\n"
     seen, _, _ = await _exchanged([trailed])
     assert b"X-Pawl-Episode" not in dict(seen.requests[0][2])
@@ -279,7 +285,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("part", ENDLESS)
-async def test_part_of_a_request_without_end_is_refused(part: str) -> None:
+async def test_request_with_an_endless_part_is_refused_with_431(part: str) -> None:
     begin, more = ENDLESS[part]
     seen, sent, closing = await _exchanged([begin, *[more] * (MAX_HEAD_BYTES // 60_000 + 1)])
     assert sent.startswith(b"HTTP/1.1 431 ")
@@ -287,7 +293,7 @@ async def test_part_of_a_request_without_end_is_refused(part: str) -> None:
     assert seen.requests == []
 
 
-async def test_client_is_paused_while_its_body_is_unread() -> None:
+async def test_reading_from_the_client_is_paused_while_its_body_is_unread() -> None:
     taken: list[bytes] = []
     go_on = asyncio.Event()
 
@@ -308,7 +314,7 @@ async def test_client_is_paused_while_its_body_is_unread() -> None:
 
 
 @pytest.mark.parametrize("handle", [whole, sized, chunks])
-async def test_head_is_answered_with_the_head_of_get_and_no_body(handle: object) -> None:
+async def test_head_request_gets_the_headers_of_get_and_no_body(handle: object) -> None:
     said: dict[bytes, bytes] = {}
     for request in (GET, HEAD_REQUEST):
         connection, wire = client(handle)  # type: ignore[arg-type]
@@ -319,7 +325,7 @@ async def test_head_is_answered_with_the_head_of_get_and_no_body(handle: object)
     assert said[HEAD_REQUEST] == head * 2
 
 
-async def test_a_refused_head_has_no_body_either() -> None:
+async def test_refused_head_request_gets_no_body() -> None:
     for request in (b"HEAD / HTTP/1.1\r\n\r\n", b"HEAD / HTTP/2.0\r\nHost: a\r\n\r\n"):
         connection, wire = client(Seen(), explain=lambda *_: b"why")
         await feed(connection, [request])
@@ -360,7 +366,7 @@ async def test_request_needs_a_single_valid_host_and_a_served_version(
         assert b"x-pawl-fault: client" in wire.sent
 
 
-async def test_refusal_has_the_body_that_explain_returns() -> None:
+async def test_body_of_a_refusal_is_made_by_the_explain_callback() -> None:
     asked: list[tuple[str, int, str]] = []
 
     def explain(target: str, status: int, why: str) -> bytes:
@@ -389,7 +395,7 @@ async def test_small_chunks_take_memory_in_proportion_to_their_bytes() -> None:
     assert await body.whole() == b"".join(b"%02d" % n for n in range(100)) * (chunks // 100)
 
 
-async def test_body_is_taken_in_parts_at_a_cost_linear_in_its_size() -> None:
+async def test_request_body_is_read_in_parts_at_a_cost_linear_in_its_size() -> None:
     size, turn, copied = 16 * 2**20, 2**14, 0
     body, piece = inflow(), b"x" * 2**18
     reading = asyncio.create_task(body.whole(size - 1))
@@ -411,7 +417,9 @@ async def test_body_is_taken_in_parts_at_a_cost_linear_in_its_size() -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=2 * SMALL), max_size=20), st.data())
-def test_joined_pieces_are_the_same_bytes(pieces: list[bytes], data: st.DataObject) -> None:
+def test_request_body_read_in_any_parts_has_the_received_bytes(
+    pieces: list[bytes], data: st.DataObject
+) -> None:
     async def through() -> None:
         body, taken = inflow(), b""
         for piece in pieces:
@@ -470,7 +478,7 @@ async def test_a_handler_that_fails_within_a_reply_tears_it() -> None:
     assert not wire.sent.endswith(b"0\r\n\r\n")
 
 
-async def test_a_handler_that_fails_after_its_reply_costs_the_next_request_nothing() -> None:
+async def test_handler_that_fails_after_its_reply_does_not_affect_the_next_request() -> None:
     async def late(exchange: Exchange) -> None:
         exchange.reply(200, b"OK", [], b"")
         raise Unforeseen
@@ -481,7 +489,7 @@ async def test_a_handler_that_fails_after_its_reply_costs_the_next_request_nothi
     assert not wire.is_closing()
 
 
-async def test_a_callback_that_fails_is_answered_with_500(
+async def test_failure_while_received_bytes_are_handled_is_answered_with_500(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connection, wire = client(Seen())
@@ -496,7 +504,7 @@ async def test_a_callback_that_fails_is_answered_with_500(
     assert wire.ended
 
 
-async def test_reply_before_the_end_of_the_body_announces_closing() -> None:
+async def test_reply_before_the_end_of_the_request_body_has_connection_close() -> None:
     connection, wire = client(whole)
     connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nab")
     await settle()
@@ -508,7 +516,9 @@ async def test_reply_before_the_end_of_the_body_announces_closing() -> None:
     assert b"Connection: close" not in wire.sent
 
 
-async def test_a_bad_request_after_an_offer_to_upgrade_is_no_failure_of_the_proxys() -> None:
+async def test_bad_request_after_an_offer_to_upgrade_closes_the_connection_and_logs_nothing() -> (
+    None
+):
     offer = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
     connection, wire = client(whole)
     with capture_logs() as lines:

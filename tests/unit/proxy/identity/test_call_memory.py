@@ -69,7 +69,7 @@ WORDS, FEWER_WORDS = fingerprint(PREFIX, 1), fingerprint(PREFIX, 2)
         "a shorter prefix is left to the ledger",
     ],
 )
-def test_call_joins_the_only_episode_that_provided_its_needs(
+def test_call_joins_the_only_episode_that_provided_its_needed_fingerprints(
     provided: list[tuple[bytes, str]], needs: list[bytes], found: Joined | Doubt | None
 ) -> None:
     memory = CallMemory()
@@ -78,7 +78,7 @@ def test_call_joins_the_only_episode_that_provided_its_needs(
     assert memory.find(needs) == found
 
 
-def test_shared_words_hint_at_an_episode_and_never_join_it() -> None:
+def test_fingerprint_of_repeated_words_hints_at_an_episode_and_never_joins_it() -> None:
     memory = CallMemory()
     memory.provide([WORDS], "e1")
     assert memory.find([WORDS]) is None
@@ -92,7 +92,7 @@ def test_shared_words_hint_at_an_episode_and_never_join_it() -> None:
     assert memory.find([WORDS]) is None
 
 
-def test_failed_attempts_of_a_body_are_bounded() -> None:
+def test_remembered_failed_attempts_of_a_request_body_are_bounded() -> None:
     """However often it fails: a call's cost must not grow with the failures before it."""
     memory = CallMemory()
     for number in range(10 * MOST_ATTEMPTS):
@@ -106,7 +106,7 @@ def test_failed_attempts_of_a_body_are_bounded() -> None:
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["e1", "e2"])), max_size=200),
     st.integers(0, 40),
 )
-def test_bounded_memory_names_only_episodes_that_provided_it(
+def test_bounded_memory_finds_only_episodes_that_provided_the_fingerprint(
     calls: list[tuple[int, str]], needed: int
 ) -> None:
     """What was forgotten is not found, or found of one of two: the ledger looks again."""
@@ -123,7 +123,7 @@ def test_bounded_memory_names_only_episodes_that_provided_it(
 
 
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 8))
-def test_entries_used_last_are_kept(keys: list[int], size: int) -> None:
+def test_most_recently_used_entries_of_the_call_memory_are_kept(keys: list[int], size: int) -> None:
     memory: Generations[int, int] = Generations(size)
     for key in keys:
         if memory.get(key) is None:
@@ -135,7 +135,7 @@ def test_entries_used_last_are_kept(keys: list[int], size: int) -> None:
 
 @pytest.mark.parametrize("proxies", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_calls_of_real_clients_are_joined(proxies: int, seed: int) -> None:
+def test_calls_of_real_clients_are_joined_to_their_own_episodes(proxies: int, seed: int) -> None:
     plans = make_plans(150, seed)
     seen = replay(recorded_runs(plans, seed), proxies, seed)
     result = score(seen, join_in_ledger(seen))

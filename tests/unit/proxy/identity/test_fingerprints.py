@@ -92,13 +92,15 @@ REBUILT: dict[str, Callable[[tuple[str, str, str]], Message]] = {
 
 @pytest.mark.parametrize("call", [ADD, COUNTER], ids=["unique", "counter"])
 @pytest.mark.parametrize("form", REBUILT)
-def test_a_reply_is_the_same_however_it_is_sent_back(form: str, call: tuple[str, str, str]) -> None:
+def test_reply_has_the_same_fingerprint_however_a_later_call_repeats_it(
+    form: str, call: tuple[str, str, str]
+) -> None:
     provides = provided_fingerprints("chat", chat(user("2 + 1?")), summary("Let me see.", call))
     again = chat(user("2 + 1?"), REBUILT[form](call), result(call[0], "3"))
     assert prefixes(needed_fingerprints("chat", again)) == prefixes(provides)
 
 
-def test_conversation_that_was_read_already_stays_as_it_is() -> None:
+def test_fingerprints_are_the_same_from_a_conversation_that_was_read_already() -> None:
     turns, asked = FORMATS["chat"].turns, chat(user("q"))
     read, said = turns.read(asked), summary("Let me see.", ADD)
     provides = [call_memory.provided_fingerprints(turns, asked, said, read) for _ in range(2)]
@@ -106,7 +108,7 @@ def test_conversation_that_was_read_already_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", []])
-def test_a_call_without_words_is_the_same_with_null_or_nothing(content: Any) -> None:
+def test_tool_call_has_the_same_fingerprint_with_null_empty_or_missing_text(content: Any) -> None:
     provides = provided_fingerprints("chat", chat(user("q")), summary("", ADD))
     again = chat(user("q"), assistant(content, ADD), result(ID, "3"))
     missing = chat(
@@ -116,7 +118,7 @@ def test_a_call_without_words_is_the_same_with_null_or_nothing(content: Any) -> 
     assert prefixes(needed_fingerprints("chat", missing)) == prefixes(provides)
 
 
-def test_a_system_prompt_is_no_part_of_a_conversation() -> None:
+def test_system_prompt_is_no_part_of_a_conversations_fingerprint() -> None:
     provides = provided_fingerprints(
         "chat", chat({"role": "system", "content": "It is noon."}, user("q")), summary("a")
     )
@@ -126,7 +128,7 @@ def test_a_system_prompt_is_no_part_of_a_conversation() -> None:
     assert prefixes(needed_fingerprints("chat", later)) == prefixes(provides)
 
 
-def test_a_response_echoed_as_bare_items_is_the_reply() -> None:
+def test_response_repeated_as_bare_items_has_the_replys_fingerprints() -> None:
     said = summary("Let me see.", ADD, response_id="resp_1")
     provides = provided_fingerprints("responses", {"input": "q"}, said)
     assert kinds(provides) == [TOOL_CALL, RESPONSE, UNIQUE_PREFIX]
@@ -140,7 +142,7 @@ def test_a_response_echoed_as_bare_items_is_the_reply() -> None:
 
 
 @pytest.mark.parametrize("api", ["messages", "chat"])
-def test_anthropics_blocks_are_the_reply(api: str) -> None:
+def test_reply_repeated_as_anthropics_blocks_has_the_replys_fingerprints(api: str) -> None:
     """Some clients send them in a chat, too."""
     marked = [{"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}]
     provides = provided_fingerprints(api, chat(user(marked)), summary("Let me see.", ADD))
@@ -154,13 +156,13 @@ def test_anthropics_blocks_are_the_reply(api: str) -> None:
     assert set(needed_fingerprints(api, again)) == set(provides)
 
 
-def test_a_tools_message_in_a_response_is_its_result() -> None:
+def test_tool_message_in_a_responses_request_is_a_tool_result() -> None:
     told = {"role": "tool", "tool_call_id": ID, "content": "3"}
     calls = {"type": "function_call", "call_id": ID, "name": "add", "arguments": "{}"}
     assert TOOL_CALL in kinds(needed_fingerprints("responses", {"input": [user("q"), calls, told]}))
 
 
-def test_response_needs_its_previous_response_id() -> None:
+def test_responses_request_needs_the_fingerprint_of_its_previous_response_id() -> None:
     provides = provided_fingerprints(
         "responses", {"input": "q"}, summary("a", response_id="resp_1")
     )
@@ -177,7 +179,7 @@ def test_only_responses_provide_their_id() -> None:
     assert kinds(provided_fingerprints("chat", chat(user("q")), said)) == [PREFIX]
 
 
-def test_needs_name_the_newest_replies_first() -> None:
+def test_needed_fingerprints_name_the_newest_replies_first() -> None:
     needs: list[bytes] = []
     messages: list[Message] = []
     for turn in range(7):
@@ -196,7 +198,7 @@ def test_continued_reply_counts_as_a_single_reply() -> None:
     assert prefixes(needed_fingerprints("chat", whole)) == prefixes(provides)
 
 
-def test_a_reply_that_said_nothing_provides_nothing() -> None:
+def test_empty_reply_provides_no_fingerprint() -> None:
     assert provided_fingerprints("chat", chat(user("q")), summary()) == ()
     assert needed_fingerprints("chat", chat(user("q"), assistant(""), user("r"))) == ()
 
@@ -219,7 +221,7 @@ def test_a_reply_that_said_nothing_provides_nothing() -> None:
         ("", False),
     ],
 )
-def test_counters_are_no_fingerprint(tool_id: str, unique: bool) -> None:
+def test_tool_call_ids_that_are_counters_are_no_fingerprint(tool_id: str, unique: bool) -> None:
     assert is_unique(tool_id) is unique
     call = (tool_id, "add", "{}")
     provides = provided_fingerprints("chat", chat(user("q")), summary("", call))
@@ -245,7 +247,7 @@ def test_tool_call_is_found_by_the_letters_and_digits_of_its_id(tool_id: str) ->
     assert set(provides).isdisjoint(provided_to_other)
 
 
-def test_an_image_tells_conversations_apart() -> None:
+def test_conversations_with_different_images_have_different_fingerprints() -> None:
     one, other = (
         chat(user([{"type": "image_url", "image_url": {"url": url}}]), assistant("a"), user("r"))
         for url in "xy"
@@ -253,7 +255,7 @@ def test_an_image_tells_conversations_apart() -> None:
     assert set(needed_fingerprints("chat", one)).isdisjoint(needed_fingerprints("chat", other))
 
 
-def test_a_conversation_is_unique_from_its_first_unique_id_on() -> None:
+def test_conversation_prefix_is_unique_from_its_first_unique_tool_call_id_on() -> None:
     talk = [user("q"), assistant("a"), user("r")]
     tools = [assistant("", ADD), result(ID, "3"), assistant("It is 3."), user("s")]
     counted = [assistant("", COUNTER), result("call_1", "3"), assistant("It is 3."), user("s")]
@@ -295,7 +297,7 @@ def as_sent(
 
 
 @given(st.lists(STEPS, max_size=8))
-def test_every_conversation_survives_being_rebuilt(steps: list[tuple[str, Any]]) -> None:
+def test_rebuilt_conversation_has_the_same_fingerprints(steps: list[tuple[str, Any]]) -> None:
     plain = as_sent(steps, lambda text: text, json.dumps)
     parts = as_sent(
         steps,
@@ -309,7 +311,7 @@ def test_every_conversation_survives_being_rebuilt(steps: list[tuple[str, Any]])
 
 
 @given(st.lists(STEPS, max_size=6), st.lists(STEPS, max_size=6))
-def test_different_conversations_differ(
+def test_different_conversations_have_different_fingerprints(
     one: list[tuple[str, Any]], other: list[tuple[str, Any]]
 ) -> None:
     fingerprints = [
@@ -365,5 +367,5 @@ def test_next_call_needs_the_prefix_that_a_call_provides(
         ("[" * 100_000, "[" * 100_000),
     ],
 )
-def test_arguments_are_compared_parsed(one: Any, other: Any) -> None:
+def test_tool_arguments_are_compared_as_parsed_json(one: Any, other: Any) -> None:
     assert canonical_arguments(one) == canonical_arguments(other)

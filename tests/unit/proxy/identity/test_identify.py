@@ -78,7 +78,7 @@ def test_without_any_fingerprint_a_call_is_an_episode_of_its_own() -> None:
     assert (found.task, found.confidence, found.needs) == (None, "certain", ())
 
 
-def test_headers_win_over_the_url_and_the_url_over_the_rest() -> None:
+def test_episode_name_in_a_header_wins_over_the_url_and_the_url_over_other_sources() -> None:
     others = {"x-session-id": "s", "baggage": "pawl.agent=b,pawl.task=c"}
     found = who(others | {"x-pawl-episode": "h"}, NAMED)
     assert (found.episode, found.method) == ("h", "header")
@@ -87,7 +87,7 @@ def test_headers_win_over_the_url_and_the_url_over_the_rest() -> None:
     assert (found.episode, found.method, found.confidence) == ("u", "url", "certain")
 
 
-def test_session_of_a_tool_wins_over_the_content() -> None:
+def test_session_header_wins_over_fingerprints_of_the_content() -> None:
     found = who({"x-session-id": "s"}, fields=NEXT, memory=remembering(SAID, "e1"))
     assert (found.episode, found.method, found.needs) == ("session:s", "session", ())
 
@@ -96,14 +96,16 @@ def test_session_of_a_tool_wins_over_the_content() -> None:
     ("value", "wrong"), [("", "empty"), ("x" * 257, "longer"), ("a\x00b", "unprintable")]
 )
 @pytest.mark.parametrize("header", ["x-pawl-episode", "x-session-id"])
-def test_an_unusable_name_is_a_warning_not_an_error(header: str, value: str, wrong: str) -> None:
+def test_unusable_episode_name_gives_a_warning_and_no_error(
+    header: str, value: str, wrong: str
+) -> None:
     found = who({header: value})
     assert found.method == "own"
     assert wrong in found.warnings[0]
     assert header in found.warnings[0]
 
 
-def test_unusable_name_gives_way_to_the_next_source() -> None:
+def test_unusable_episode_name_gives_way_to_the_next_source_of_a_name() -> None:
     found = who({"x-pawl-episode": "", "x-session-id": "s"})
     assert (found.episode, len(found.warnings)) == ("session:s", 1)
 
@@ -133,7 +135,7 @@ def test_task_is_named_by_metadata_and_baggage() -> None:
     assert who({"baggage": "pawl.task=t2"}).task == "t2"
 
 
-def test_continued_words_are_left_to_the_ledger_and_keep_their_version() -> None:
+def test_call_that_repeats_words_is_left_to_the_ledger_and_follows_their_episode() -> None:
     found = who({"traceparent": TRACEPARENT}, fields=NEXT, memory=remembering(SAID, "e1"))
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "likely")
     assert found.needs == SAID
@@ -141,13 +143,15 @@ def test_continued_words_are_left_to_the_ledger_and_keep_their_version() -> None
 
 
 @pytest.mark.parametrize("episodes", [(), ("e1", "e2")])
-def test_words_of_no_or_several_episodes_follow_no_episode(episodes: tuple[str]) -> None:
+def test_call_that_repeats_words_of_no_or_several_episodes_follows_no_episode(
+    episodes: tuple[str],
+) -> None:
     found = who(fields=NEXT, memory=remembering(SAID, *episodes))
     assert (found.method, found.confidence, len(found.needs)) == ("own", "likely", 1)
     assert found.follows == found.episode == str(CALL)
 
 
-def test_answered_tool_call_joins_its_episode() -> None:
+def test_call_that_answers_a_tool_call_joins_the_tool_calls_episode() -> None:
     memory = CallMemory()
     memory.provide(ASKED_FOR_A_TOOL, "e1", "e0")
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, memory=memory)
@@ -155,14 +159,14 @@ def test_answered_tool_call_joins_its_episode() -> None:
     assert (found.follows, found.needs) == ("e0", ())
 
 
-def test_tool_call_given_to_two_episodes_is_in_doubt() -> None:
+def test_call_that_answers_a_tool_call_of_two_episodes_is_doubtful() -> None:
     memory = remembering(ASKED_FOR_A_TOOL, "e1", "e2")
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, memory=memory)
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "doubtful")
     assert found.needs
 
 
-def test_trace_joins_a_call_that_repeats_nothing() -> None:
+def test_call_that_repeats_nothing_joins_the_episode_of_its_trace() -> None:
     found = who({"traceparent": TRACEPARENT})
     assert found.episode == f"trace:{TRACEPARENT[3:35]}"
     assert (found.method, found.confidence) == ("trace", "likely")
@@ -170,7 +174,9 @@ def test_trace_joins_a_call_that_repeats_nothing() -> None:
 
 
 @pytest.mark.parametrize("fields", [NEXT, ANSWER], ids=["words", "tool call"])
-def test_begun_trace_joins_a_call_that_repeats_nothing_known(fields: dict[str, Any]) -> None:
+def test_call_that_repeats_nothing_known_joins_the_episode_of_a_begun_trace(
+    fields: dict[str, Any],
+) -> None:
     traced, memory = {"traceparent": TRACEPARENT}, CallMemory()
     # Another proxy may have begun it: the ledger knows.
     found = who(traced, fields=fields, memory=memory)
@@ -183,7 +189,7 @@ def test_begun_trace_joins_a_call_that_repeats_nothing_known(fields: dict[str, A
     assert who(fields=fields, memory=memory).method == "own"
 
 
-def test_words_of_another_episode_are_left_to_the_ledger_despite_a_trace() -> None:
+def test_call_that_repeats_another_episodes_words_is_left_to_the_ledger_despite_a_trace() -> None:
     traced, memory = {"traceparent": TRACEPARENT}, remembering(SAID, "e1")
     who(traced, memory=memory)
     found = who(traced, fields=NEXT, memory=memory)
@@ -230,7 +236,7 @@ def test_a_retry_joins_the_attempt_that_failed() -> None:
     assert (again.method, again.retry_of) == ("own", None)
 
 
-def test_a_named_retry_repeats_its_own_attempt() -> None:
+def test_retried_call_in_a_named_episode_repeats_only_an_attempt_of_that_episode() -> None:
     memory = CallMemory()
     memory.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
     headers = {"x-stainless-retry-count": "1"}
@@ -259,7 +265,7 @@ def test_episode_and_task_names_are_scoped_to_the_tenant() -> None:
     assert (found.split, found.task) == ("eval", scoped("a", "eval/t"))
 
 
-def test_client_cannot_name_things_of_another_tenant() -> None:
+def test_client_cannot_name_episodes_or_tasks_of_another_tenant() -> None:
     for name in ("b\x1fu", "\x1fu", "default\x1fu"):
         found = who({"x-pawl-episode": name, "x-pawl-task": name})
         assert (tenant_of(found.episode), found.task) == (DEFAULT, None)
@@ -278,7 +284,7 @@ def names_of(
 
 
 @pytest.mark.parametrize(("header", "namespace"), SESSION_HEADERS)
-def test_a_tools_session_header_names_an_episode(header: str, namespace: str) -> None:
+def test_session_header_of_a_coding_tool_names_an_episode(header: str, namespace: str) -> None:
     assert names_of({header: SESSION}) == [(f"{namespace}:{SESSION}", "session")]
 
 
@@ -316,7 +322,7 @@ def test_claude_codes_session_is_read_from_the_user_id(user_id: str) -> None:
         {"conversation": None},
     ],
 )
-def test_person_and_odd_shape_name_no_episode(fields: dict[str, Any]) -> None:
+def test_user_id_of_a_person_and_malformed_metadata_name_no_episode(fields: dict[str, Any]) -> None:
     assert names_of({}, fields) == []
 
 
@@ -352,7 +358,7 @@ def test_baggage_names_an_episode(baggage: str, key: str) -> None:
     assert names_of({"baggage": baggage}) == [(key, "baggage")]
 
 
-def test_name_nearer_to_the_call_counts_first() -> None:
+def test_episode_names_are_ordered_by_header_metadata_field_and_baggage() -> None:
     fields = {"metadata": {"session_id": "m"}, "conversation": "c"}
     headers = {"baggage": "session.id=b", "x-session-id": "h"}
     assert [key for key, _ in names_of(headers, fields)] == [
@@ -469,7 +475,7 @@ def test_split_of_an_unreadable_body_is_read_from_headers_and_url() -> None:
     assert split_outside({}, PLAIN, EVAL_TASKS) == "train"
 
 
-def test_a_retry_repeats_an_attempt_of_its_own_split() -> None:
+def test_retried_call_joins_only_a_failed_attempt_of_its_own_split() -> None:
     again = {"x-stainless-retry-count": "1"}
     memory = CallMemory()
     memory.failed(b'{"messages": []}', "e", UUID(int=1), "eval")
@@ -478,7 +484,7 @@ def test_a_retry_repeats_an_attempt_of_its_own_split() -> None:
 
 
 @given(st.text(), st.text())
-def test_evaluation_is_named_by_the_first_known_split(header: str, metadata: str) -> None:
+def test_split_is_the_first_known_value_of_header_and_metadata(header: str, metadata: str) -> None:
     found = split_of({"x-pawl-split": header}, metadata={"pawl_split": metadata})
     first, second = (value.strip().lower() for value in (header, metadata))
     assert found.split == ("eval" if "eval" in (first, second) and first != "train" else "train")

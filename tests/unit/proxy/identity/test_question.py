@@ -82,7 +82,7 @@ def test_another_question_is_another_digest() -> None:
 
 
 @pytest.mark.parametrize("text", ["What is 2 + 2?", 'a "b" \\ c', "\u00fcber\n", "\U0001f600", ""])
-def test_how_a_text_is_escaped_changes_nothing(text: str) -> None:
+def test_escaping_of_a_questions_text_does_not_change_its_digest(text: str) -> None:
     escaped = "".join(rf"\u{unit:04x}" for unit in _utf16(text))
     written = [json.dumps(text), f'"{escaped}"', json.dumps([{"type": "text", "text": text}])]
     bodies = [
@@ -108,7 +108,7 @@ def test_question_is_made_of_user_messages_alone() -> None:
     assert question_digest("chat", chat({"role": "user", "content": [image]})) not in (found, None)
 
 
-def test_boundaries_between_messages_change_the_question() -> None:
+def test_boundaries_between_messages_change_the_question_digest() -> None:
     one, other = ("ab", "c"), ("a", "bc")
     found = [
         question_digest("chat", chat(*({"role": "user", "content": text} for text in texts)))
@@ -136,11 +136,11 @@ def test_boundaries_between_messages_change_the_question() -> None:
         b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}",
     ],
 )
-def test_where_nothing_is_asked_there_is_no_question(request_: bytes | None) -> None:
+def test_request_without_a_question_has_no_question_digest(request_: bytes | None) -> None:
     assert question_digest("chat", request_) is None
 
 
-def test_a_plain_prompt_has_no_instructions_apart() -> None:
+def test_plain_prompt_of_a_completion_has_no_question_digest() -> None:
     assert question_digest("completions", b'{"prompt": "2 + 2"}') is None
 
 

@@ -59,7 +59,7 @@ def test_each_arm_gets_its_share_of_new_episodes(
 
 
 @given(st.integers(min_value=1, max_value=9), SHARES, SHARES, NAMES)
-def test_version_of_an_episode_tells_its_arm(
+def test_arm_of_an_episode_follows_from_its_version(
     serving: int, share: float, control_share: float, episode: str
 ) -> None:
     arms = Arms("m", serving, 10, share, 0, control_share)
@@ -92,7 +92,7 @@ def test_all_episodes_get_the_serving_version_without_shares() -> None:
     assert arms["m"].of_version(0) == "serving"
 
 
-def test_control_of_another_state_or_unloaded_is_no_arm() -> None:
+def test_version_in_another_state_or_unloaded_serves_no_episodes_as_control() -> None:
     for state in ("unloaded", "rolled_back", "loaded", "written"):
         arms = arms_of([version(0, "serving"), version(1, state, share=0.5)])["m"]
         assert {arms.of_new(one) for one in EPISODES[:100]} == {"serving"}

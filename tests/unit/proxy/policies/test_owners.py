@@ -55,19 +55,19 @@ def test_a_tenant_sees_its_own_versions_and_base_models(tenant: str) -> None:
     owners.check(tenant, "m")
 
 
-def test_long_name_is_checked_in_linear_time() -> None:
+def test_long_model_name_is_checked_in_linear_time() -> None:
     for name in (" " * 2_000_000 + "x", "@" * 2_000_000, "x@" + "1" * 2_000_000 + "x"):
         assert not Owners(TABLE).hides("a", name)
 
 
-def test_a_policy_without_a_file_may_have_an_at_in_its_name() -> None:
+def test_policy_name_may_contain_an_at_sign_without_a_policies_file() -> None:
     owners = Owners(None)
     owners.learn([version(1, "serving", "me@home")])
     assert owners.hides("a", "me@home@1")
     assert not owners.hides(DEFAULT, "me@home@1")
 
 
-def test_sole_tenant_sees_all_names_and_others_no_versions() -> None:
+def test_sole_tenant_sees_all_model_names_and_other_tenants_no_versions() -> None:
     for owners in (Owners(None), Owners(parse_policies('[[policy]]\nname = "p"\nbase = "m"', "p"))):
         assert owners.sole == DEFAULT
         assert not owners.hides(DEFAULT, "x@1")
@@ -101,7 +101,7 @@ def test_no_call_is_served_by_another_tenants_policy(
 
 
 @pytest.mark.parametrize("tenant", TENANTS)
-def test_policy_given_to_another_tenant_is_served_to_no_tenant(tenant: str) -> None:
+def test_policy_that_changed_its_tenant_is_served_to_no_tenant(tenant: str) -> None:
     given = [of("pa", number, "b") for number in (0, 1)]
     versions = Versions([*given, of("pb", 0)], TABLE)
     assert versions.owners.hides(tenant, "pa@1")
@@ -109,7 +109,7 @@ def test_policy_given_to_another_tenant_is_served_to_no_tenant(tenant: str) -> N
     assert versions.trained_policy("pa", "default", tenant) is None
 
 
-def test_policy_keeps_its_first_tenant_without_a_file() -> None:
+def test_policy_keeps_its_first_tenant_without_a_policies_file() -> None:
     versions = Versions(VERSIONS)
     assert versions.resolve("pa", "e", "default", "a").policy == "pa"
     assert versions.resolve("pa", "e", "default", DEFAULT) == Serving(None, None, "pa")
@@ -155,7 +155,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_owner_is_read_from_the_store_without_a_file() -> None:
+def test_policys_tenant_is_read_from_the_store_without_a_policies_file() -> None:
     began = version(0, "serving", "p", "m", tenant="b")
     file = OwnersFile(None)
     assert whose(file.now([])) == DEFAULT
@@ -164,7 +164,9 @@ def test_owner_is_read_from_the_store_without_a_file() -> None:
 
 
 @pytest.mark.parametrize("how", [replace, Path.write_text])
-def test_changed_file_is_read_again(path: Path, how: Callable[[Path, str], object]) -> None:
+def test_changed_policies_file_is_read_again(
+    path: Path, how: Callable[[Path, str], object]
+) -> None:
     file = OwnersFile(path)
     assert whose(file.now([])) == "a"
     how(path, text_of(p="b", q="a"))
@@ -172,7 +174,7 @@ def test_changed_file_is_read_again(path: Path, how: Callable[[Path, str], objec
     assert (whose(owners), whose(owners, "q")) == ("b", "a")
 
 
-def test_file_written_in_place_within_a_clock_tick_is_read_again(
+def test_policies_file_written_in_place_within_a_clock_tick_is_read_again(
     path: Path,
 ) -> None:
     file = OwnersFile(path)
@@ -185,7 +187,9 @@ def test_file_written_in_place_within_a_clock_tick_is_read_again(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_unusable_file_keeps_the_last_owners_and_is_logged_once(path: Path, damage: str) -> None:
+def test_unusable_policies_file_keeps_the_last_tenants_and_is_logged_once(
+    path: Path, damage: str
+) -> None:
     file = OwnersFile(path)
     assert whose(file.now([])) == "a"
     DAMAGES[damage](path)
@@ -200,7 +204,7 @@ def test_unusable_file_keeps_the_last_owners_and_is_logged_once(path: Path, dama
     assert whose(file.now([])) == "b"
 
 
-def test_file_that_is_missing_at_first_is_read_once_it_is_there(tmp_path: Path) -> None:
+def test_policies_file_that_is_missing_at_first_is_read_once_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "policies.toml"
     file = OwnersFile(path)
     with capture_logs() as logs:
@@ -210,7 +214,7 @@ def test_file_that_is_missing_at_first_is_read_once_it_is_there(tmp_path: Path) 
     assert whose(file.now([])) == "a"
 
 
-def test_file_that_the_disk_refused_is_tried_again(
+def test_policies_file_is_read_again_after_a_disk_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(_: Path | None) -> None:
@@ -223,7 +227,7 @@ def test_file_that_the_disk_refused_is_tried_again(
     assert whose(file.now([])) == "a"
 
 
-def test_file_replaced_while_it_is_read_is_read_again(
+def test_policies_file_replaced_while_it_is_read_is_read_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(given: Path | None) -> object:

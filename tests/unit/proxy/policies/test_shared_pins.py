@@ -60,7 +60,9 @@ Step = tuple[int, int, int, int]
         max_size=60,
     )
 )
-def test_all_workers_get_the_first_servable_proposal(steps: list[Step]) -> None:
+def test_all_workers_pin_an_episode_to_the_first_servable_version_proposed(
+    steps: list[Step],
+) -> None:
     one = SharedPins(os.memfd_create("pins"))
     workers = [one, SharedPins(one.page), SharedPins(one.page)]
     kept: dict[tuple[str, str], int] = {}
@@ -75,7 +77,7 @@ def test_all_workers_get_the_first_servable_proposal(steps: list[Step]) -> None:
     assert workers[1].kept("p9", "e") is None
 
 
-def test_a_full_set_loses_its_oldest_entry_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_set_of_shared_pins_loses_only_its_oldest_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pins, "SETS", 1)
     pins = SharedPins(os.memfd_create("pins"))
     for number in range(WAYS + 1):
@@ -118,7 +120,7 @@ time.sleep(600)
 """
 
 
-def test_a_worker_that_was_stopped_with_a_lock_stops_no_other() -> None:
+def test_worker_stopped_while_it_holds_the_lock_of_the_pins_blocks_no_other_worker() -> None:
     pins = SharedPins(os.memfd_create("pins"))
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(pins.page)], pass_fds=[pins.page], stdout=subprocess.PIPE
@@ -137,7 +139,9 @@ def test_a_worker_that_was_stopped_with_a_lock_stops_no_other() -> None:
     assert SharedPins(pins.page).agree("m", "e", 1, any_version) == 2
 
 
-def test_without_memory_a_worker_decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_cannot_write_shared_pins_decides_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

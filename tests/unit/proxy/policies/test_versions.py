@@ -14,7 +14,7 @@ from store.versions import PolicyVersion
 from tests.support.proxy.versions import State, numbered, version
 
 
-def test_an_unknown_name_goes_through_as_it_is() -> None:
+def test_unknown_model_name_is_passed_on_unchanged() -> None:
     assert Versions().resolve("gpt-x", "e") == Serving(None, None, "gpt-x")
     assert Versions().resolve(None, "e") == Serving(None, None, None)
 
@@ -58,17 +58,17 @@ def test_unserved_version_is_explained_with_loaded_alternatives(asked: str, why:
 
 
 @pytest.mark.parametrize("asked", [None, "m", "other@1", "m@", "m@x", "m@-1", "m@" + "9" * 50])
-def test_other_names_have_no_reason(asked: str | None) -> None:
+def test_name_that_is_no_unserved_version_has_no_explanation(asked: str | None) -> None:
     assert Versions(numbered("serving")).why_not_served(asked) is None
 
 
-def test_a_pin_from_an_earlier_process_stands() -> None:
+def test_episodes_pin_from_an_earlier_process_stands() -> None:
     versions = Versions(numbered("retired", "serving"))
     versions.pin("m", "e", 0)
     assert versions.resolve("m", "e").version == 0
 
 
-def test_a_pin_that_can_be_served_is_not_replaced() -> None:
+def test_episodes_pin_that_can_be_served_is_not_replaced() -> None:
     versions = Versions(numbered("retired", "retired", "serving"))
     assert versions.resolve("m", "e").version == 2
     versions.pin("m", "e", 1)
@@ -144,7 +144,7 @@ def test_policy_without_versions_is_served_as_its_base() -> None:
     assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1", arm="serving")
 
 
-def test_name_missing_from_the_file_is_no_policy() -> None:
+def test_model_name_missing_from_the_policies_file_is_no_policy() -> None:
     stored = [*numbered("retired", "serving"), version(1, "retired", "rest")]
     versions = Versions([*stored, version(1, "retired", "writes")], TABLE)
     for model in ("m", "m@1", "rest@1", "gpt-x"):
@@ -152,7 +152,7 @@ def test_name_missing_from_the_file_is_no_policy() -> None:
     assert versions.resolve("writes@1", "e") == Serving("writes", 1, "writes@1")
 
 
-def test_policy_without_a_file_is_served_under_its_base() -> None:
+def test_version_0_of_a_policy_without_a_policies_file_is_served_as_its_base_model() -> None:
     versions = Versions(of("writes", "serving"))
     assert versions.resolve("writes", "e") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.base_of("writes") == "qwen"
@@ -228,7 +228,7 @@ def test_version_that_waits_to_go_live_is_served_only_by_its_name() -> None:
 BASE = version(0, "serving")
 
 
-async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:
+async def test_damaged_versions_file_is_read_once_it_is_whole(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('[{"name":')
     taken: asyncio.Queue[list[PolicyVersion]] = asyncio.Queue()
     watching = asyncio.create_task(VersionFile(tmp_path).watch(taken.put_nowait))
@@ -238,7 +238,7 @@ async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:
     watching.cancel()
 
 
-async def test_disk_error_is_waited_out(tmp_path: Path) -> None:
+async def test_versions_file_is_read_again_after_a_disk_error(tmp_path: Path) -> None:
     file = VersionFile(tmp_path)
     file.write([BASE])
     whole = (tmp_path / NAME).read_bytes()
@@ -251,7 +251,7 @@ async def test_disk_error_is_waited_out(tmp_path: Path) -> None:
     assert file.read() == [BASE]
 
 
-async def test_unchanged_file_is_not_read_again(tmp_path: Path) -> None:
+async def test_unchanged_versions_file_is_not_read_again(tmp_path: Path) -> None:
     file = VersionFile(tmp_path)
     assert file.read() is None
     file.write([BASE])

@@ -32,7 +32,7 @@ def span(outage: Any) -> tuple[float, float | None]:
     return outage.since, outage.until
 
 
-def test_outage_begins_once_and_ends(tmp_path: Path) -> None:
+def test_recording_outage_begins_once_and_ends(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     assert read_outage(tmp_path / OUTAGE).not_stored is None
     assert file.begin(10.0)
@@ -46,7 +46,7 @@ def test_outage_begins_once_and_ends(tmp_path: Path) -> None:
     assert size(tmp_path) == PAGE * PAGES
 
 
-def test_outage_with_only_named_episodes_is_discarded(tmp_path: Path) -> None:
+def test_recording_outage_that_lost_only_named_episodes_is_discarded(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     assert file.end(12.0, named=True) is None
@@ -92,7 +92,7 @@ def test_clock_that_is_set_back_makes_the_outage_longer(tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(0, 60), ending=st.booleans())
-def test_torn_write_leaves_the_state_before(
+def test_torn_write_of_the_outage_file_leaves_its_previous_state(
     tmp_path_factory: pytest.TempPathFactory, cut: int, ending: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
@@ -112,11 +112,13 @@ def test_torn_write_leaves_the_state_before(
 
 
 @given(st.binary(max_size=3 * PAGE))
-def test_foreign_bytes_are_no_outage(data: bytes) -> None:
+def test_foreign_bytes_in_the_outage_file_are_no_outage(data: bytes) -> None:
     assert parse_state(data) == (0, None, None)
 
 
-def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_of_the_outage_file_changes_no_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = OutageFile(tmp_path)
     file.begin(10.0)
     lasting = read_outage(tmp_path / OUTAGE).outage
@@ -132,7 +134,7 @@ def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert span(file.end(13.0, named=False)) == (10.0, 13.0)
 
 
-def test_truncated_file_is_made_whole(tmp_path: Path) -> None:
+def test_truncated_outage_file_is_extended_and_keeps_its_outage(tmp_path: Path) -> None:
     OutageFile(tmp_path).begin(10.0)
     os.truncate(tmp_path / OUTAGE, 2 * PAGE)
     assert OutageFile(tmp_path).lasts
@@ -184,14 +186,16 @@ def unmarked(writer: SegmentWriter, clock: Clock, tmp_path: Path) -> SegmentWrit
     return writer
 
 
-def test_outage_begins_with_earlier_unmarked_losses(
+def test_recording_outage_begins_with_earlier_unmarked_losses_of_records(
     unmarked: SegmentWriter, tmp_path: Path
 ) -> None:
     unmarked.begin_outage()
     assert outage_in(tmp_path) == (100.0, None)
 
 
-def test_named_losses_are_in_no_later_outage(unmarked: SegmentWriter, tmp_path: Path) -> None:
+def test_losses_of_named_episodes_are_in_no_later_outage(
+    unmarked: SegmentWriter, tmp_path: Path
+) -> None:
     assert unmarked.append(b"x")
     unmarked.end_outage(named=True)
     assert outage_in(tmp_path) is None
@@ -199,7 +203,7 @@ def test_named_losses_are_in_no_later_outage(unmarked: SegmentWriter, tmp_path: 
     assert outage_in(tmp_path) == (200.0, None)
 
 
-def test_losses_without_a_mark_or_a_name_become_an_outage(
+def test_lost_records_without_a_mark_or_a_named_episode_become_an_outage(
     unmarked: SegmentWriter, tmp_path: Path
 ) -> None:
     assert unmarked.append(b"x")
@@ -208,7 +212,7 @@ def test_losses_without_a_mark_or_a_name_become_an_outage(
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_removed_folder_is_made_and_taken_again(tmp_path: Path, replaced: bool) -> None:
+def test_removed_spool_folder_is_made_and_locked_again(tmp_path: Path, replaced: bool) -> None:
     folder = tmp_path / "spool" / "0"
     writer = SegmentWriter(lambda: take_home(tmp_path / "spool"), Home(folder), segment_bytes=64)
     assert writer.append(b"x")
@@ -228,7 +232,9 @@ def test_removed_folder_is_made_and_taken_again(tmp_path: Path, replaced: bool) 
     Home(folder).release()
 
 
-def test_outage_lasts_on_when_its_folder_is_removed(clock: Clock, tmp_path: Path) -> None:
+def test_recording_outage_lasts_on_when_its_spool_folder_is_removed(
+    clock: Clock, tmp_path: Path
+) -> None:
     folder = tmp_path / "0"
     writer = SegmentWriter(lambda: Home(folder), Home(folder), segment_bytes=64)
     writer.begin_outage()

@@ -32,7 +32,7 @@ from store.values.packing import pack_ids, pack_logprobs, unpack_ids, unpack_log
 from tests.support.records import captured, reward
 
 
-def test_records_come_back_as_they_were() -> None:
+def test_spooled_records_are_read_back_as_they_were_written() -> None:
     gap = GapRecord(id=new_id(), episodes=("e1", "e2"))
     records = [captured(), reward(0.5, episode="e", key="k"), gap]
     data = b"".join(encode_frame(record) for record in records)
@@ -43,7 +43,9 @@ def test_records_come_back_as_they_were() -> None:
     st.lists(st.integers(0, 2**31 - 1)),
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)),
 )
-def test_ids_and_logprobs_are_exact(ids: list[int], logprobs: list[float]) -> None:
+def test_packed_token_ids_and_logprobs_are_read_back_exactly(
+    ids: list[int], logprobs: list[float]
+) -> None:
     assert unpack_ids(pack_ids(ids)) == ids
     assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
 
@@ -91,7 +93,9 @@ def adjoin(found: list[Piece], data: bytes) -> None:
 
 @pytest.mark.parametrize("mark", [MARK, None], ids=["marked", "unmarked"])
 @given(bits=st.sets(st.integers(0, 8 * len(SEGMENT) - 1), min_size=1, max_size=6))
-def test_flipped_bits_cost_the_records_they_are_in(mark: bytes | None, bits: set[int]) -> None:
+def test_flipped_bits_of_a_segment_cost_only_the_records_they_are_in(
+    mark: bytes | None, bits: set[int]
+) -> None:
     data = bytearray(SEGMENT)
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
@@ -105,7 +109,9 @@ def test_flipped_bits_cost_the_records_they_are_in(mark: bytes | None, bits: set
 
 
 @given(st.integers(0, len(SEGMENT)), st.binary(min_size=1, max_size=200))
-def test_junk_in_between_costs_at_most_the_record_it_is_in(position: int, junk: bytes) -> None:
+def test_junk_bytes_in_a_segment_cost_at_most_the_record_they_are_in(
+    position: int, junk: bytes
+) -> None:
     data = SEGMENT[:position] + junk + SEGMENT[position:]
     found = pieces(data)
     adjoin(found, data)
@@ -118,7 +124,9 @@ def test_junk_in_between_costs_at_most_the_record_it_is_in(position: int, junk: 
 
 
 @given(st.integers(0, len(SEGMENT)), st.integers(0, len(SEGMENT)))
-def test_missing_stretch_costs_at_most_the_records_it_touches(one: int, other: int) -> None:
+def test_missing_bytes_of_a_segment_cost_at_most_the_records_they_touch(
+    one: int, other: int
+) -> None:
     begin, end = sorted((one, other))
     data = SEGMENT[:begin] + SEGMENT[end:]
     found = pieces(data)
@@ -152,7 +160,7 @@ def test_growing_segment_reads_the_same_as_a_finished_segment(
     assert early + rest == at_its_end
 
 
-def test_a_tail_that_is_just_being_written_is_not_damage() -> None:
+def test_tail_of_a_segment_that_is_still_being_written_is_not_damage() -> None:
     for cut in range(len(SEGMENT)):
         found = pieces(SEGMENT[:cut], ended=False)
         assert [piece.end for piece in found] == [end for end in STARTS[1:] if end <= cut]
@@ -196,7 +204,7 @@ def test_gap_with_its_id_as_bytes_is_read() -> None:
     assert decode_payload(msgspec.msgpack.encode(old)) == gap
 
 
-def test_a_spool_from_before_the_last_fields_is_read() -> None:
+def test_spooled_call_without_the_latest_fields_is_read() -> None:
     """Its tools' syntax, its episode's arm, its key and its trace are then unknown, as before."""
     last = ["hermes", "canary", "0123456789abcdef", "00-1-2-01", 9]
     call = captured(tool_tag="hermes", arm="canary", api_key=last[2], trace=last[3], reply_bytes=9)
@@ -295,7 +303,7 @@ def test_reading_in_batches_is_linear_in_the_segment(path: Path) -> None:
     assert sum(read) < 6 * sum(map(len, frames))
 
 
-def test_drain_is_stuck_until_all_records_move_also_through_an_outage() -> None:
+def test_spool_drain_stays_stuck_through_a_database_outage_until_records_move() -> None:
     now = 100.0
     progress = DrainState(lambda: now)
     assert (progress.state, progress.stuck_s) == ("moving", 0.0)

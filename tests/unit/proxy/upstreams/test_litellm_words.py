@@ -27,13 +27,13 @@ def body(**more: Any) -> bytes:
     return json.dumps({"model": "m", "messages": MESSAGES} | more).encode()
 
 
-def test_fields_of_openais_api_become_arguments() -> None:
+def test_fields_of_openais_api_become_arguments_of_litellm() -> None:
     asked = read_litellm_request(CHAT, body(temperature=0.5, stream=True, seed=None), "u")
     assert (asked.model, asked.stream) == ("m", True)
     assert asked.arguments == {"messages": MESSAGES, "temperature": 0.5, "stream": True}
 
 
-def test_the_clients_notes_are_its_own() -> None:
+def test_clients_metadata_is_not_passed_to_litellm() -> None:
     assert "metadata" not in read_litellm_request(CHAT, body(metadata={"run": "1"}), "u").arguments
 
 
@@ -44,7 +44,7 @@ def test_the_clients_notes_are_its_own() -> None:
         *("extra_headers", "callbacks", "vertex_credentials", "aws_role_name", "num_retries"),
     ],
 )
-def test_a_client_chooses_no_server_and_no_credentials(field: str) -> None:
+def test_client_cannot_choose_litellms_server_or_credentials(field: str) -> None:
     with pytest.raises(BadRequest, match=f"{field} is not a field that upstream 'u'") as caught:
         read_litellm_request(CHAT, body(**{field: "http://evil"}), "u")
     assert caught.value.param == field
@@ -68,7 +68,7 @@ def test_request_that_litellm_cannot_express_is_refused(path: str, sent: bytes, 
         read_litellm_request(path, sent, "u")
 
 
-def test_a_reply_has_openais_nulls_and_the_name_that_was_asked_for() -> None:
+def test_litellm_reply_has_openais_null_fields_and_the_requested_model_name() -> None:
     call = {"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     reply = {"id": "c", "model": "x", "choices": [{"index": 0, "message": {"tool_calls": [call]}}]}
     told = json.loads(whole_reply(reply, "m"))
@@ -79,7 +79,7 @@ def test_a_reply_has_openais_nulls_and_the_name_that_was_asked_for() -> None:
     assert choice["logprobs"] is None
 
 
-def test_the_usage_comes_without_a_choice() -> None:
+def test_usage_chunk_of_a_litellm_stream_has_no_choice() -> None:
     choice = {"index": 0, "delta": {}}
     event = chunk_event({"id": "c", "choices": [choice], "usage": {"total_tokens": 1}}, "m")
     assert event.endswith(b"\n\n")
@@ -93,7 +93,7 @@ def test_the_usage_comes_without_a_choice() -> None:
     assert json.loads(last[6:])["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_providers_error_is_told_in_openais_shape() -> None:
+def test_providers_error_is_answered_in_openais_shape() -> None:
     said = {"message": "slow down", "type": "rate_limit", "code": "rl", "param": None}
     headers = {"retry-after": "7", "date": "now"}
     error: Any = SimpleNamespace(status_code=429, body=said, litellm_response_headers=headers)
@@ -102,7 +102,7 @@ def test_a_providers_error_is_told_in_openais_shape() -> None:
     assert retry_headers(error) == [(b"retry-after", b"7")]
 
 
-def test_an_error_that_says_little_is_told_too() -> None:
+def test_litellm_error_without_details_is_answered_with_502_and_its_first_line() -> None:
     error = ValueError('no route\nTraceback (most recent call last):\n  File "/secret/place.py"')
     assert (status_of(error), retry_headers(error)) == (502, [])
     assert json.loads(refusal(error))["error"] == {
@@ -125,7 +125,9 @@ def test_an_error_that_says_little_is_told_too() -> None:
         ("see https://other.example/", "see https://other.example/"),
     ],
 )
-def test_clients_are_told_no_key_and_no_address_of_a_provider(told: str, shown: str) -> None:
+def test_error_message_shows_clients_no_key_and_no_address_of_a_provider(
+    told: str, shown: str
+) -> None:
     spec = UpstreamSpec(
         name="far", kind="litellm", urls=("https://inner.example:8443/v1",), models=("m",)
     )

@@ -43,7 +43,7 @@ TWO = ONE + '[[upstream]]\nname = "b"\nurls = ["http://b/v1"]\n'
 GEMINI = '[[upstream]]\nname = "g"\nkind = "litellm"\nmodels = ["m"]\n'
 
 
-def test_a_file_is_read_whole() -> None:
+def test_upstreams_file_is_read_with_all_its_fields() -> None:
     local, openai, claude, gemini = parse_upstreams(WHOLE, "u.toml")
     assert local.urls == ("http://a:8000/v1", "http://b:8000/v1")
     assert (local.models, local.default, local.kind) == (("calculator", "qwen*"), True, "openai")
@@ -95,14 +95,14 @@ def test_a_file_is_read_whole() -> None:
         (ONE + "default = true\n" + TWO[len(ONE) :] + "default = true", "'a' and 'b' are both"),
     ],
 )
-def test_invalid_file_is_refused_with_the_reason(text: str, named: str) -> None:
+def test_invalid_upstreams_file_is_refused_with_the_reason(text: str, named: str) -> None:
     with pytest.raises(BadUpstreams, match=named) as caught:
         parse_upstreams(text, "u.toml")
     assert caught.value.message.startswith("u.toml")
     assert "s3cret" not in str(caught.value)
 
 
-def test_keys_come_from_the_environment(tmp_path: Path) -> None:
+def test_api_keys_of_upstreams_come_from_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "u.toml"
     path.write_text(WHOLE)
     with pytest.raises(BadUpstreams, match="'openai': api_key_env: the variable OPENAI_API_KEY"):
@@ -112,7 +112,7 @@ def test_keys_come_from_the_environment(tmp_path: Path) -> None:
     assert len(load_upstreams(path, {"OPENAI_API_KEY": "sk"})) == 4
 
 
-def test_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_missing_upstreams_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadUpstreams, match=r"PAWL_UPSTREAMS names .*nope\.toml.*Unset it"):
         load_upstreams(tmp_path / "nope.toml", {})
 
@@ -143,7 +143,7 @@ TABLE = ModelTable(
         (None, 0),
     ],
 )
-def test_a_name_finds_its_upstream(model: str | None, number: int) -> None:
+def test_model_name_finds_its_upstream(model: str | None, number: int) -> None:
     assert TABLE.find(model) == number
 
 
@@ -207,18 +207,18 @@ PLAIN = (b"x-api-key", b"ours")
         ("anthropic", "/v1/models", [VERSION, PLAIN]),
     ],
 )
-def test_the_key_is_shown_as_the_server_wants_it(
+def test_upstreams_api_key_is_sent_in_the_header_that_the_server_wants(
     style: Style, target: str, shown: list[tuple[bytes, bytes]]
 ) -> None:
     assert Key("ours", style).shown(CLIENT, target) == [(b"User-Agent", b"x"), *shown]
 
 
-def test_the_version_that_a_client_speaks_is_kept() -> None:
+def test_clients_anthropic_version_header_is_kept() -> None:
     spoken = (b"Anthropic-Version", b"2099-01-01")
     assert Key("ours", "anthropic").shown([spoken], "/v1/messages") == [spoken, PLAIN]
 
 
-def test_a_key_does_not_show_in_logs() -> None:
+def test_upstreams_api_key_does_not_show_in_its_repr() -> None:
     assert "ours" not in repr(Key("ours", "authorization"))
 
 
@@ -242,7 +242,7 @@ def is_refused(location: bytes, status: int = 307, key: str | None = KEY) -> boo
         *(b"\x01https://evil", b"evil.example/x", b"\xff", b"\x0chttps://evil"),
     ],
 )
-def test_no_redirect_leads_a_key_elsewhere(location: bytes) -> None:
+def test_redirect_that_would_take_an_api_key_elsewhere_is_refused(location: bytes) -> None:
     for status in (300, 301, 302, 303, 307, 308, 399):
         assert is_refused(location, status)
     assert not is_refused(location, key=None)
@@ -255,7 +255,7 @@ def test_redirect_within_the_proxy_is_passed_on(location: bytes) -> None:
     assert not is_refused(location)
 
 
-def test_each_location_of_several_is_checked() -> None:
+def test_each_of_several_location_headers_of_a_redirect_is_checked() -> None:
     reply = LitellmReply(302, [(b"Location", b"/x"), (b"location", b"https://evil")], b"")
     with pytest.raises(Redirected, match="answered 302"):
         check_redirect(reply, KEY)
