@@ -49,7 +49,7 @@ print(column.type, column.nullable, column.doc)
 """
 
 
-def test_a_field_that_is_added_in_two_places_is_written_and_read_back(tmp_path: Path) -> None:
+def test_call_field_added_in_two_places_is_written_and_read_back(tmp_path: Path) -> None:
     for package in ("store", "proxy"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=NOT_SOURCES)
     for path, before, line in (DEFINITION, VALUE):
@@ -69,7 +69,7 @@ def test_a_field_that_is_added_in_two_places_is_written_and_read_back(tmp_path: 
     assert said.stdout == "13 13 13\nINTEGER True Length of the request's body.\n", said.stderr
 
 
-def test_every_column_is_written_and_every_field_has_a_column() -> None:
+def test_every_transition_column_is_written_and_every_call_field_has_a_column() -> None:
     by_updates = {"policy_logprobs"}
     columns = {column.name for column in transitions.c}
     assert sorted(TRANSITION_COLUMNS) == sorted(columns - by_updates)
@@ -90,6 +90,6 @@ class Odd(Record, frozen=True, kw_only=True):
     parts: Annotated[complex, Kept("A type that no column is known for.")]
 
 
-def test_a_field_of_a_type_without_a_column_says_so() -> None:
+def test_call_field_of_a_type_without_a_column_type_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"Odd\.parts .*complex.*TYPES"):
         call_columns(Odd)

@@ -20,7 +20,7 @@ def measured(right: float, *, facts: int = 200, success: float = 0.4, seed: int 
     return Agreement(source="j", statements=facts, compared=facts, share=share, error=error)
 
 
-def test_agreement_is_the_share_of_pairs_in_the_same_order() -> None:
+def test_judges_agreement_is_the_share_of_pairs_in_the_order_of_the_facts() -> None:
     # Of six pairs that differ, the opinions order three alike, one the other way, and two not.
     facts, opinions = (0.0, 0.5, 1.0, 2.0), (0.1, 0.1, 0.9, 0.1)
     pairs = [("reward", own, fact) for own, fact in zip(opinions, facts, strict=True)]
@@ -30,7 +30,7 @@ def test_agreement_is_the_share_of_pairs_in_the_same_order() -> None:
     assert agreement([*other, ("style", 0.0, 9.0)]) == agreement(pairs)
 
 
-def test_equal_facts_measure_nothing() -> None:
+def test_equal_facts_measure_no_agreement_of_a_judge() -> None:
     assert agreement([("reward", 0.1, 1.0), ("reward", 0.9, 1.0)]) == (None, None)
     assert Agreement(source="j", statements=9, compared=2).trust == 1.0
 
@@ -60,7 +60,7 @@ def test_error_of_agreement_equals_the_spread_of_many_draws() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), *[st.sampled_from((0.0, 0.5, 1.0))] * 2)))
-def test_agreement_equals_the_comparison_of_each_pair(
+def test_judges_agreement_equals_a_comparison_pair_by_pair(
     pairs: list[tuple[str, float, float]],
 ) -> None:
     compared = [

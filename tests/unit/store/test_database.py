@@ -64,7 +64,7 @@ def test_accepted_url_is_read_by_the_driver(url: str) -> None:
         ("postgresql://u:p@/d?host=/run/pg", ["/run/pg/.s.PGSQL.5432"], ("u", "p"), "d"),
     ],
 )
-def test_hosts_login_and_database_are_read_as_libpq_does(
+def test_hosts_login_and_database_of_a_url_are_read_as_libpq_does(
     url: str, hosts: list[Any], login: tuple[str, str], database: str
 ) -> None:
     read = driver_reads(url)
@@ -119,7 +119,7 @@ def test_process_does_not_import_unused_database_libraries(modules: str, without
         ("http://name:p%40ss@[::1]:8000/v1", "http://[::1]:8000/v1"),
     ],
 )
-def test_a_url_is_told_without_its_login(url: str, told: str) -> None:
+def test_url_is_shown_without_its_login(url: str, told: str) -> None:
     assert without_login(url) == told
 
 

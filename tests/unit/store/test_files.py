@@ -31,7 +31,7 @@ def test_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> No
     assert path.read_bytes() == b"x"
 
 
-def test_pipe_is_written_as_it_is(tmp_path: Path) -> None:
+def test_pipe_is_written_to_directly_and_not_replaced(tmp_path: Path) -> None:
     pipe, found = tmp_path / "pipe", list[bytes]()
     os.mkfifo(pipe)
     reader = Thread(target=lambda: found.append(pipe.read_bytes()))

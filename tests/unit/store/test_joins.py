@@ -39,13 +39,13 @@ def parts(*numbers: int) -> list[EpisodePart]:
     return [part(number) for number in numbers]
 
 
-def test_need_provided_by_two_joined_episodes_is_no_doubt() -> None:
+def test_fingerprint_provided_by_two_joined_episodes_gives_no_doubt() -> None:
     joins = resolve(parts(1, 2, 3), [*link(3, 1, 2), *link(2, 1)])
     assert joins.places[uid(3)].root == joins.places[uid(2)].root == uid(1)
     assert all(place.quarantined_reason is None for place in joins.places.values())
 
 
-def test_need_of_the_surest_level_counts_alone() -> None:
+def test_only_needed_fingerprints_of_the_surest_level_count() -> None:
     joins = resolve(parts(1, 2, 3), [*link(3, 1, level=0), *link(3, 1, 2, level=2)])
     assert joins.places[uid(3)].root == uid(1)
     assert joins.places[uid(2)].root is None
@@ -59,7 +59,7 @@ def test_joined_episode_takes_the_task_that_a_part_names() -> None:
     assert named_first.places[uid(1)].joined_task is None
 
 
-def test_levels_put_ids_before_prefixes() -> None:
+def test_levels_of_needed_fingerprints_put_ids_before_prefixes() -> None:
     def digest(kind: int, number: int) -> bytes:
         return bytes([kind]) + bytes([number]) * 15
 

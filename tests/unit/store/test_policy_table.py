@@ -32,7 +32,7 @@ trained = false
 ONE = '[[policy]]\nname = "a"\nbase = "m"\n'
 
 
-def test_a_file_is_read_whole() -> None:
+def test_policies_file_is_read_with_all_its_fields() -> None:
     writes, checks, rest = parse_policies(WHOLE, "p.toml").specs
     assert (writes.base, writes.agents, writes.recipe) == ("qwen", ("writer", "planner"), "ppo")
     assert (checks.models, checks.trained, checks.recipe) == (("my-checker",), True, None)
@@ -116,7 +116,7 @@ EXPLORES = [
         ),
     ],
 )
-def test_a_message_names_file_key_and_remedy(text: str, named: str) -> None:
+def test_error_in_a_policies_file_names_file_key_and_remedy(text: str, named: str) -> None:
     with pytest.raises(BadPolicies) as caught:
         parse_policies(text, "p.toml")
     assert str(caught.value).startswith("p.toml")
@@ -124,7 +124,7 @@ def test_a_message_names_file_key_and_remedy(text: str, named: str) -> None:
     assert ("there is no table" in str(caught.value)) == ("there is no table" in named)
 
 
-def test_a_policy_explores_in_the_share_that_it_names() -> None:
+def test_exploration_of_each_policy_is_read_from_the_policies_file() -> None:
     table = "[policy.explore]\nshare = 1\ntemperature = 0.7\ndrop_strict = true\n"
     first, second, third = parse_policies(
         ONE
@@ -148,7 +148,7 @@ def test_agent_may_have_a_policy_for_each_base() -> None:
     assert [getattr(table.answering(base, "x"), "name", None) for base in ("m", "n")] == ["a", "b"]
 
 
-def test_unreadable_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_unreadable_policies_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
     with pytest.raises(BadPolicies, match=r"PAWL_POLICIES names .*none\.toml.*Unset it"):
         open_policies(missing)
@@ -170,7 +170,7 @@ KEYS = st.sampled_from(["name", "base", "agents", "models", "trained", "recipe",
 
 
 @given(st.lists(st.dictionaries(KEYS, VALUES), max_size=3))
-def test_any_file_is_refused_or_answers_each_call_unambiguously(
+def test_any_policies_file_is_refused_or_answers_each_call_unambiguously(
     tables: list[dict[str, str]],
 ) -> None:
     text = "".join(
@@ -252,6 +252,8 @@ def test_each_tenants_policies_answer_its_own_calls_alone() -> None:
         ('tenant = "b"', "agents: 'writer' with base 'm' is claimed twice"),
     ],
 )
-def test_policies_of_two_tenants_have_nothing_in_common(change: str, named: str) -> None:
+def test_policies_file_with_conflicting_or_invalid_tenants_is_refused(
+    change: str, named: str
+) -> None:
     with pytest.raises(BadPolicies, match=named):
         parse_policies(TWO.replace('tenant = "a"', change), "p.toml")

@@ -12,7 +12,7 @@ SLOTS = st.integers(min_value=1, max_value=16)
 
 
 @given(LIVE, SLOTS)
-def test_a_slot_is_free_only_below_the_limit(live: Live, slots: int) -> None:
+def test_adapter_slots_are_free_only_below_the_limit(live: Live, slots: int) -> None:
     limit = max(slots, live.serving + live.held + 1)
     assert free_slots(live, slots) == limit - live.total
 
@@ -35,7 +35,7 @@ def test_live_versions_never_exceed_the_slots(events: list[str], slots: int) -> 
 
 
 @given(SLOTS)
-def test_serving_and_gated_versions_leave_a_slot_for_the_next(slots: int) -> None:
+def test_serving_and_gated_versions_leave_an_adapter_slot_for_the_next_version(slots: int) -> None:
     """Else no version would be made for as long as a trial, or a person, takes."""
     for serving in range(20):
         alone = Live(serving=serving, held=serving, gated=2 * serving, kept=0, coming=0)
@@ -43,7 +43,7 @@ def test_serving_and_gated_versions_leave_a_slot_for_the_next(slots: int) -> Non
 
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
-def test_first_version_of_a_set_needs_slots_for_all_as_far_as_possible(
+def test_first_version_to_go_live_in_a_set_needs_slots_for_the_set_as_far_as_possible(
     live: Live, slots: int, together: int
 ) -> None:
     alone = Live(serving=live.serving, held=live.held, kept=0, coming=0)
@@ -54,7 +54,7 @@ def test_first_version_of_a_set_needs_slots_for_all_as_far_as_possible(
 
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
-def test_version_that_others_wait_for_needs_a_single_slot(
+def test_version_that_others_of_its_set_wait_for_needs_a_single_slot(
     live: Live, slots: int, together: int
 ) -> None:
     asked = msgspec.structs.replace(live, ready=1, partners_ready=1)

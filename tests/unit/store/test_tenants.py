@@ -72,7 +72,7 @@ def test_fingerprints_of_two_tenants_never_match(
     assert own_digests(DEFAULT, digests) == tuple(digests)
 
 
-def test_keys_hold_their_ids_and_differ() -> None:
+def test_api_keys_contain_their_ids_and_differ() -> None:
     made = [new_secret() for _ in range(50)]
     begin, end = len(MARK), len(MARK) + 2 * ID_BYTES
     assert all(key[begin:end] == key_id for key_id, key in made)
@@ -80,7 +80,7 @@ def test_keys_hold_their_ids_and_differ() -> None:
     assert len({hash_of(key.encode()) for _, key in made}) == len(made)
 
 
-def test_scopes_are_read_in_their_order_each_once() -> None:
+def test_key_scopes_are_read_once_each_in_a_fixed_order() -> None:
     assert read_scopes("read, infer,read") == ("infer", "read")
     for text in ("", " , ", "infer,all", "INFER"):
         with pytest.raises(BadKey, match="infer, feedback, read, train, admin"):
@@ -94,7 +94,7 @@ def test_name_of_a_key_is_plain_and_does_not_look_like_an_id() -> None:
             check_name(name)
 
 
-def test_tenant_has_a_plain_name_and_no_key_for_admin() -> None:
+def test_tenant_needs_a_plain_name_and_only_the_default_tenant_gets_an_admin_key() -> None:
     for tenant in ("a", "team-1", "x" * 64, "default"):
         assert check_tenant(tenant, ("infer", "read")) == tenant
     for tenant in ("", "a b", "a/b", "-a", "x" * 65, "a\x1fb", "a\n", "ä"):

@@ -56,38 +56,38 @@ def owners(events: list[Event], calls: list[Call], requested: Any = ()) -> list[
     return [found[event.id].call_id if event.id in found else None for event in events]
 
 
-def test_sole_earlier_reply_with_the_quoted_text_owns_the_event() -> None:
+def test_sole_earlier_reply_with_the_quoted_text_owns_the_tool_event() -> None:
     writer, other = Call(A), Call(B)
     assert owners([Event(quotes=[A])], [writer, other]) == [writer.id]
 
 
-def test_event_quoting_two_equal_replies_has_no_owner() -> None:
+def test_tool_event_quoting_two_equal_replies_has_no_owner() -> None:
     assert owners([Event(quotes=[A])], [Call(A), Call(A, number=1)]) == [None]
 
 
-def test_event_quoting_the_texts_of_two_replies_has_no_owner() -> None:
+def test_tool_event_quoting_the_texts_of_two_replies_has_no_owner() -> None:
     assert owners([Event(quotes=[A, B])], [Call(A), Call(B)]) == [None]
     only = Call(A)
     assert owners([Event(quotes=[A, B])], [only]) == [only.id]
 
 
-def test_reply_that_is_not_earlier_owns_no_event() -> None:
+def test_reply_that_is_not_earlier_owns_no_tool_event() -> None:
     first = Call(A)
     assert owners([Event(quotes=[A], second=10)], [Call(A, second=10)]) == [None]
     assert owners([Event(quotes=[A], second=10)], [first, Call(A, second=11)]) == [first.id]
 
 
-def test_event_of_a_requested_tool_call_has_no_quoted_owner() -> None:
+def test_tool_event_of_a_requested_tool_call_has_no_quoted_owner() -> None:
     assert owners([Event(quotes=[A])], [Call(A)], requested=["made_up"]) == [None]
     assert owners([Event(quotes=[A], asked_by=uuid4())], [Call(A)]) == [None]
     assert owners([Event(tool_id=None, quotes=[A])], [Call(A)]) == [None]
 
 
-def test_reply_without_text_owns_no_event() -> None:
+def test_reply_without_text_owns_no_tool_event() -> None:
     assert owners([Event(quotes=None), Event(quotes=[A])], [Call(None)]) == [None, None]
 
 
-def test_header_event_of_a_tool_call_has_the_owner_of_its_result() -> None:
+def test_header_tool_event_has_the_owner_of_the_tool_calls_result() -> None:
     writer = Call(A)
     events = [Event(quotes=[A]), Event(name=None)]
     assert owners(events, [writer]) == [writer.id, writer.id]
@@ -112,7 +112,7 @@ CALLS = st.builds(Call, st.sampled_from([A, B, C, None]), second=st.integers(0, 
 
 
 @given(st.lists(EVENTS, max_size=5), st.lists(CALLS, max_size=4), st.randoms())
-def test_owner_is_an_earlier_quoted_reply_in_any_order(
+def test_owner_of_a_tool_event_is_an_earlier_quoted_reply_in_any_order(
     events: list[Event], calls: list[Call], rng: Any
 ) -> None:
     for number, call in enumerate(calls):
@@ -141,13 +141,13 @@ def asked(event: ToolEvent, *calls: ToolCall) -> list[str | None]:
     return [found.arguments for found in matched_events(made)]
 
 
-def test_an_event_that_no_call_asked_for_does_not_count() -> None:
+def test_tool_event_that_no_call_asked_for_does_not_count() -> None:
     assert asked(tool_event("ok", "t1"), CALC, SEARCH) == ["{}"]
     assert asked(tool_event("ok", "t9"), CALC, SEARCH) == []
     assert asked(tool_event("ok", "t1")) == []
 
 
-def test_malformed_event_of_an_unreadable_call_counts() -> None:
+def test_malformed_tool_event_of_an_unreadable_tool_call_counts() -> None:
     unread = msgspec.structs.replace(tool_event("malformed", None), name="calc")
     assert asked(unread) == [None]
     assert asked(unread, SEARCH) == [None]
@@ -155,7 +155,7 @@ def test_malformed_event_of_an_unreadable_call_counts() -> None:
     assert asked(tool_event("malformed", "t9")) == []
 
 
-def test_event_without_an_id_counts_only_if_its_tool_call_is_unambiguous() -> None:
+def test_tool_event_without_an_id_counts_only_if_its_tool_call_is_unambiguous() -> None:
     nameless = msgspec.structs.replace(tool_event("ok", None), name=None)
     named = msgspec.structs.replace(nameless, name="search")
     assert asked(nameless, CALC) == ["{}"]

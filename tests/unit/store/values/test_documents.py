@@ -69,7 +69,7 @@ def tokens(text: str) -> list[str]:
 
 
 @given(DOCUMENTS)
-def test_only_insignificant_whitespace_goes(document: str) -> None:
+def test_compacting_json_removes_only_insignificant_whitespace(document: str) -> None:
     found = compact(document.encode())
     assert found.decode() == "".join(tokens(document))
     assert not any(byte < 32 for byte in found)
@@ -89,7 +89,7 @@ def test_any_text_is_compacted_to_a_single_line_or_refused(text: bytes) -> None:
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"\\"[":'])
 @pytest.mark.parametrize("deep", [MAX_DEPTH, MAX_DEPTH + 1, 979, 100_000])
-def test_depth_is_bounded(opening: str, deep: int) -> None:
+def test_nesting_depth_of_json_is_bounded(opening: str, deep: int) -> None:
     closing = {"[": "]", '{"a":': "}", '[{"\\"[":': "}]"}[opening]
     each = opening.count("[") - ('"[' in opening) + opening.count("{")
     times = deep // each
@@ -109,7 +109,7 @@ def test_brackets_in_strings_and_beside_each_other_are_no_depth() -> None:
 
 
 @given(st.binary())
-def test_any_bytes_are_parsed_or_refused(text: bytes) -> None:
+def test_any_bytes_are_parsed_as_json_or_refused(text: bytes) -> None:
     with suppress(ValueError):
         assert isinstance(parse(text, dict[str, int]), dict)
 
@@ -155,7 +155,7 @@ def test_many_siblings_are_not_deep() -> None:
     assert nests_too_deep(b"[" + b",".join([nested(MAX_DEPTH)] * 500) + b"]")
 
 
-def test_strings_across_windows_are_kept_apart() -> None:
+def test_json_strings_across_read_windows_are_not_counted_as_structure() -> None:
     """More than one window of strings that hold what looks like structure."""
     text = json.dumps(["[", "],", '"'] * 60_000).encode()
     assert size_of(text).containers == 1
@@ -168,7 +168,7 @@ def test_counting_stops_once_a_document_is_too_large() -> None:
 
 
 @pytest.mark.parametrize("piece", range(1, 12))
-def test_counts_are_the_same_however_a_document_is_cut(
+def test_counts_of_json_containers_and_values_are_the_same_however_it_is_cut(
     piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "_PIECE", piece)
@@ -219,7 +219,7 @@ def without_stray_backslashes(data: bytes) -> bool:
 @given(st.lists(PARTS, max_size=40).map(b"".join).filter(without_stray_backslashes))
 @example(b'"\\\\"' + b"[" * 101)
 @example(b'"\\\\\\""' + b"[" * 101)
-def test_any_bytes_are_counted_as_a_parser_would(data: bytes) -> None:
+def test_containers_values_and_depth_of_any_bytes_are_counted_as_by_a_parser(data: bytes) -> None:
     deepest, containers, commas = reference(data)
     assert nests_too_deep(data) == (deepest > MAX_DEPTH)
     assert size_of(data) == (containers, containers + commas)
@@ -230,7 +230,7 @@ def test_any_bytes_are_counted_as_a_parser_would(data: bytes) -> None:
 
 @settings(max_examples=200)
 @given(VALUES, st.integers(0, 130))
-def test_json_is_counted_exactly(value: Any, around: int) -> None:
+def test_containers_values_and_depth_of_json_are_counted_exactly(value: Any, around: int) -> None:
     for _ in range(around):
         value = [value, "]"]
     data = json.dumps(value).encode()

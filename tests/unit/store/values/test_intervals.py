@@ -20,7 +20,7 @@ from store.values.intervals import NORMAL, Interval, mean_interval, student, t_q
         *((31, 2.040), (60, 2.000), (99, 1.984), (100, 1.984)),
     ],
 )
-def test_students_quantiles_are_the_published_ones(freedom: int, quantile: float) -> None:
+def test_students_quantiles_equal_published_figures(freedom: int, quantile: float) -> None:
     assert round(t_quantile(freedom), 3) == quantile
 
 

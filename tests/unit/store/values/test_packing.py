@@ -44,7 +44,7 @@ def test_delta_finds_the_shared_head_and_tail(
 
 
 @given(Text, Text)
-def test_a_shared_prefix_is_the_longest(one: bytes, other: bytes) -> None:
+def test_shared_prefix_of_two_texts_is_the_longest(one: bytes, other: bytes) -> None:
     length = shared_prefix(one, other)
     assert one[:length] == other[:length]
     assert one[length : length + 1] != other[length : length + 1] or length == len(one)
@@ -75,7 +75,7 @@ def assert_whole(rows: list[Any], calls: list[CallRecord]) -> None:
 
 
 @given(st.lists(st.integers(min_value=1, max_value=5), min_size=1, max_size=5), st.randoms())
-def test_any_batches_in_any_order_are_read_back(sizes: list[int], dice: Any) -> None:
+def test_calls_stored_in_any_batches_and_order_are_read_back(sizes: list[int], dice: Any) -> None:
     calls = thread(4, agent="writer") + thread(5, agent="checker") + [call("e", request=None)]
     dice.shuffle(calls)
     bases, rows, rest = Bases(capacity=dice.choice([0, 5000, 10**6])), [], list(calls)
@@ -94,7 +94,9 @@ def test_call_of_a_thread_stores_only_its_additions() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_unnamed_call_adds_to_the_call_that_provided_its_needs(at_once: bool) -> None:
+def test_unnamed_call_is_stored_as_additions_to_the_call_that_provided_its_needs(
+    at_once: bool,
+) -> None:
     """Each has an episode of its own until the store joins them."""
     said = [bytes([3]) + bytes([turn]) * 15 for turn in range(6)]
     calls = [
@@ -109,7 +111,7 @@ def test_unnamed_call_adds_to_the_call_that_provided_its_needs(at_once: bool) ->
     assert_whole(rows, calls)
 
 
-def test_agents_that_take_turns_add_to_their_own_calls() -> None:
+def test_calls_of_agents_that_take_turns_are_stored_as_additions_to_their_own_calls() -> None:
     writer, checker = thread(3, agent="writer"), thread(3, agent="checker")
     turns = [c for pair in zip(writer, checker, strict=True) for c in pair]
     rows = {row.id: row for row in stored(Bases(), turns)}
@@ -117,7 +119,7 @@ def test_agents_that_take_turns_add_to_their_own_calls() -> None:
     assert rows[checker[2].id].parent_id == checker[1].id
 
 
-def test_call_never_adds_to_a_call_of_another_day() -> None:
+def test_call_is_never_stored_as_additions_to_a_call_of_another_day() -> None:
     midnight = datetime(2026, 3, 1, tzinfo=UTC)
     ids = [lowest_id_at(midnight + timedelta(milliseconds=ms)) for ms in (-1, 1)]
     request = b"same" * 100
@@ -125,7 +127,7 @@ def test_call_never_adds_to_a_call_of_another_day() -> None:
     assert [row.parent_id for row in rows] == [None, None]
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_of_calls_that_later_calls_add_to_is_bounded() -> None:
     bases = Bases(capacity=10_000)
     for number in range(50):
         stored(bases, [call(f"e{number}", request=b"x" * 1000)])

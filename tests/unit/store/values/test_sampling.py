@@ -50,7 +50,7 @@ def test_temperature_is_read_as_vllm_uses_it(asked: object, used: float | None) 
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.from_regex(r"[ +\-.0-9eE_]{0,8}")))
-def test_anything_is_a_finite_number_or_none(value: object) -> None:
+def test_any_setting_is_read_as_a_finite_number_or_none(value: object) -> None:
     found = number_of(value)
     assert found is None or math.isfinite(found)
     used = used_temperature(value)
@@ -91,7 +91,9 @@ def test_row_has_the_temperature_that_was_used(recorded: object, used: float) ->
 
 
 @given(st.lists(st.floats() | st.floats(-10001, -9998) | st.floats(-1, 1.5e-3), max_size=6))
-def test_a_list_may_be_sampled_if_each_of_its_values_may(values: list[float]) -> None:
+def test_list_is_accepted_as_log_probabilities_if_each_of_its_values_is(
+    values: list[float],
+) -> None:
     each = all(-9999.0 < value <= 1e-3 for value in values)
     assert may_be_sampled(values) is each
 
@@ -110,7 +112,9 @@ def read(**settings: Any) -> Distribution:
         *({"max_tokens": 5}, {"seed": 3}, {"stop_token_ids": "odd"}, {"grammar": None}),
     ],
 )
-def test_settings_without_effect_give_a_plain_distribution(settings: dict[str, Any]) -> None:
+def test_sampling_settings_without_effect_give_a_plain_distribution(
+    settings: dict[str, Any],
+) -> None:
     found = read(**settings)
     assert found == Distribution(temperature=1.0)
     assert found.is_plain
@@ -133,7 +137,7 @@ def test_settings_without_effect_give_a_plain_distribution(settings: dict[str, A
         ),
     ],
 )
-def test_settings_with_effect_are_in_the_distribution(
+def test_sampling_settings_with_effect_are_in_the_distribution(
     settings: dict[str, Any], found: dict[str, Any]
 ) -> None:
     wanted = msgspec.structs.replace(Distribution(temperature=1.0), **found)
@@ -155,7 +159,7 @@ def test_settings_with_effect_are_in_the_distribution(
         *(("bad_words", ["a", ""]), ("bad_words", "a"), ("min_tokens", -1), ("min_tokens", 1.5)),
     ],
 )
-def test_impossible_setting_is_refused_by_name(name: str, value: Any) -> None:
+def test_impossible_sampling_setting_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} = "):
         read(**{name: value})
 
@@ -196,7 +200,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(REPLAYED)), JSON))
-def test_any_settings_are_read_or_refused(settings: dict[str, Any]) -> None:
+def test_any_sampling_settings_are_read_or_refused(settings: dict[str, Any]) -> None:
     try:
         found = distribution_of(settings)
     except ValueError:
@@ -206,7 +210,7 @@ def test_any_settings_are_read_or_refused(settings: dict[str, Any]) -> None:
     assert hash(found) == hash(distribution_of(settings))
 
 
-def test_servers_defaults_are_read_or_refused_by_name() -> None:
+def test_servers_sampling_defaults_are_read_or_refused_by_name() -> None:
     card = {"temperature": 0.6, "top_p": "0.95", "top_k": 20}
     assert parse_server_defaults(card) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert parse_server_defaults({"temperature": 0}) == {"temperature": 0.0}
