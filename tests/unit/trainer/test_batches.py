@@ -42,7 +42,7 @@ def row(ids: list[int], weight: float = 1.0) -> Row:
 
 
 @given(ROWS)
-def test_every_path_spells_its_row(rows: list[list[int]]) -> None:
+def test_path_of_every_row_in_the_prefix_tree_spells_its_tokens(rows: list[list[int]]) -> None:
     tree = build_tree(rows)
     for ids, path in zip(rows, tree.paths, strict=True):
         assert [tree.tokens[node] for node in path] == ids
@@ -50,20 +50,24 @@ def test_every_path_spells_its_row(rows: list[list[int]]) -> None:
 
 
 @given(ROWS)
-def test_nodes_are_the_distinct_prefixes(rows: list[list[int]]) -> None:
+def test_nodes_of_the_prefix_tree_are_the_distinct_prefixes_of_the_rows(
+    rows: list[list[int]],
+) -> None:
     prefixes = {tuple(ids[: n + 1]) for ids in rows for n in range(len(ids))}
     assert len(build_tree(rows).tokens) == len(prefixes)
 
 
 @given(ROWS)
-def test_size_of_a_tree_is_that_of_its_nodes_and_their_ancestors(rows: list[list[int]]) -> None:
+def test_size_of_a_prefix_tree_counts_its_nodes_and_their_ancestors(rows: list[list[int]]) -> None:
     made = [row([9, *ids]) for ids in rows]
     tree = build_tree([r.inputs for r in made])
     assert tree_size(made) == (len(tree.tokens), sum(tree.depth) + len(tree.depth))
 
 
 @given(ROWS)
-def test_the_interval_test_finds_exactly_the_ancestors(rows: list[list[int]]) -> None:
+def test_interval_test_on_the_prefix_tree_finds_exactly_the_ancestors_of_a_node(
+    rows: list[list[int]],
+) -> None:
     tree = build_tree(rows)
     ancestors = {node: set(path[: i + 1]) for path in tree.paths for i, node in enumerate(path)}
     for node, known in ancestors.items():
@@ -72,7 +76,7 @@ def test_the_interval_test_finds_exactly_the_ancestors(rows: list[list[int]]) ->
 
 
 @given(ROWS, st.integers(1, 20))
-def test_batches_keep_all_rows_within_the_budget_or_their_longest_row(
+def test_micro_batches_hold_all_rows_within_the_token_budget_or_their_longest_row(
     rows: list[list[int]], budget: int
 ) -> None:
     made = [row([9, *ids]) for ids in rows]
@@ -84,7 +88,9 @@ def test_batches_keep_all_rows_within_the_budget_or_their_longest_row(
 
 
 @given(ROWS, st.integers(1, 5))
-def test_steps_deal_out_whole_episodes(rows: list[list[int]], steps: int) -> None:
+def test_optimizer_steps_get_whole_episodes_in_nearly_equal_numbers(
+    rows: list[list[int]], steps: int
+) -> None:
     made = [
         msgspec.structs.replace(row([9, *ids]), episode_id=UUID(int=number // 2))
         for number, ids in enumerate(rows)
@@ -110,7 +116,7 @@ def test_processes_get_equal_numbers_of_batches_and_no_row_is_lost(
     ]
 
 
-def test_chain_is_never_cut_and_the_cut_repeats_the_fewest_tokens() -> None:
+def test_micro_batches_cut_no_chain_of_growing_calls_and_repeat_the_fewest_tokens() -> None:
     """Two episodes of three growing calls: a cut inside one would compute its beginning twice."""
     first = [row([9, *range(1, length)]) for length in (6, 11, 16)]
     second = [row([9, *range(20, 20 + length)]) for length in (3, 8, 18)]
@@ -147,7 +153,9 @@ def test_episode_that_drops_its_thoughts_is_computed_once_where_memory_has_room(
 @pytest.mark.parametrize(
     ("way", "tokens"), [("tree", 112), ("stretches", 151), ("chain", 215), ("whole", 320)]
 )
-def test_number_of_computed_tokens_depends_on_the_way(way: Way, tokens: int) -> None:
+def test_number_of_computed_tokens_depends_on_the_way_of_sharing_prefixes(
+    way: Way, tokens: int
+) -> None:
     """Three rows share 103 tokens: a stretch continues the first 64 of them."""
     shared = list(range(1, 104))
     made = [
@@ -159,7 +167,9 @@ def test_number_of_computed_tokens_depends_on_the_way(way: Way, tokens: int) -> 
 
 
 @given(ROWS)
-def test_stretches_spell_their_rows_and_repeat_less_than_a_stretch(rows: list[list[int]]) -> None:
+def test_stretches_of_shared_prefixes_spell_their_rows_and_repeat_less_than_a_stretch(
+    rows: list[list[int]],
+) -> None:
     made = [
         msgspec.structs.replace(row([9, *(one for one in ids for _ in range(40))]), position=number)
         for number, ids in enumerate(rows)

@@ -90,7 +90,7 @@ def test_past_faults_pause_training_only_once_there_are_many() -> None:
     assert breaker.is_open
 
 
-def test_doubt_is_settled_by_a_test_and_leaves_the_count_as_it_was() -> None:
+def test_doubt_is_settled_by_a_server_test_and_keeps_the_count_of_failures() -> None:
     breaker = CircuitBreaker(Clock())
     breaker.doubt("the server was away")
     assert (breaker.is_open, breaker.test_is_due) == (True, True)
@@ -125,7 +125,7 @@ def test_failure_of_half_of_several_episodes_looks_like_a_fault() -> None:
     assert not looks_like_a_fault(0, 0)
 
 
-def test_reason_of_a_pause_is_shown_in_a_word() -> None:
+def test_reason_of_a_training_pause_is_shown_as_a_single_word() -> None:
     breaker = CircuitBreaker(Clock())
     breaker.note_failure("its files differ", "rejected")
     assert breaker.reason is None

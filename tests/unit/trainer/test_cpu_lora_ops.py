@@ -148,7 +148,7 @@ def check_operation(name: str, option: float, slots: list[int], dtype: torch.dty
 @batches
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "option"), OPERATIONS)
-def test_operation_matches_the_loop(
+def test_cpu_lora_operation_matches_a_plain_loop(
     name: str, option: float, slots: list[int], dtype: torch.dtype
 ) -> None:
     check_operation(name, option, slots, dtype)
@@ -159,7 +159,7 @@ def test_operation_matches_the_loop(
     dtype=st.sampled_from(DTYPES),
     operation=st.sampled_from(OPERATIONS),
 )
-def test_any_batch_matches_the_loop(
+def test_cpu_lora_operation_matches_a_plain_loop_for_any_batch(
     slots: list[int], dtype: torch.dtype, operation: tuple[str, float]
 ) -> None:
     check_operation(*operation, slots, dtype)
@@ -174,7 +174,7 @@ def test_expand_stops_at_the_narrower_of_adapter_and_model() -> None:
 
 
 @batches
-def test_content_of_other_slots_and_of_an_overwritten_output_never_leaks(
+def test_content_of_other_adapter_slots_and_of_an_overwritten_output_never_leaks(
     slots: list[int],
 ) -> None:
     """An unset slot may hold anything, and a fresh buffer too."""
@@ -197,7 +197,7 @@ def test_weights_of_three_and_four_dimensions_give_the_same_output() -> None:
     assert torch.equal(first.output, second.output)
 
 
-def test_indices_rewritten_in_place_are_read_anew() -> None:
+def test_adapter_indices_rewritten_in_place_are_read_again() -> None:
     """vLLM keeps one index tensor and overwrites it at every step."""
     case, indices = shrink_case([0, 0, 0], torch.float32), torch.tensor([0, 0, 0])
     ops.bgmv_shrink(case.inputs, case.weights, case.output, indices)
@@ -240,7 +240,7 @@ def _same_parameters(function: Callable[..., None]) -> Callable[..., None]:
     return stock
 
 
-def test_every_name_in_every_module_is_replaced_once() -> None:
+def test_each_lora_operation_of_each_vllm_module_is_replaced_once() -> None:
     modules = [stock_module("one"), stock_module("two")]
     assert replace_operations(modules, "0.32.0")
     for module in modules:
@@ -248,7 +248,7 @@ def test_every_name_in_every_module_is_replaced_once() -> None:
     assert not replace_operations(modules, "0.32.0")
 
 
-def test_a_missing_name_fails_before_anything_is_replaced() -> None:
+def test_missing_lora_operation_of_vllm_fails_before_any_operation_is_replaced() -> None:
     complete, lacking = stock_module("complete"), stock_module("lacking")
     stock = complete.bgmv_shrink
     del lacking.sgmv_expand
@@ -260,7 +260,7 @@ def test_a_missing_name_fails_before_anything_is_replaced() -> None:
     assert complete.bgmv_shrink is stock
 
 
-def test_a_changed_signature_fails() -> None:
+def test_changed_signature_of_a_vllm_lora_operation_is_refused() -> None:
     module = stock_module()
     module.bgmv_shrink = lambda inputs, weights: None  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedVLLMError, match=r"bgmv_shrink takes \(inputs, weights\)"):
@@ -268,7 +268,7 @@ def test_a_changed_signature_fails() -> None:
 
 
 @pytest.mark.parametrize("replacements", OF_EXPERTS.values(), ids=OF_EXPERTS.keys())
-def test_replacements_for_experts_are_checked_alike(
+def test_replacements_of_operations_on_experts_are_checked_alike(
     replacements: dict[str, Callable[..., object]],
 ) -> None:
     module = ModuleType("stock")

@@ -74,7 +74,7 @@ def test_each_episode_is_accounted_for_once() -> None:
     assert found.metrics["dropped"] == {"unscored": 1, "no_trainable_call": 1}
 
 
-def test_rewards_are_told_by_family_of_tasks() -> None:
+def test_mean_reward_of_an_update_is_reported_by_task_family() -> None:
     claim = claimed(rewarded(1.0, 0.0), rewarded(0.5), rewarded(0.0, None), rewarded(None))
     tasks = ("shipping/1", "own\x1fshipping/2", "account-3", "billing/4")
     groups = tuple(
@@ -88,7 +88,7 @@ def test_rewards_are_told_by_family_of_tasks() -> None:
     }
 
 
-def test_means_are_over_episodes() -> None:
+def test_mean_reward_and_air_of_an_update_are_means_over_episodes() -> None:
     found = plan_update(claimed((episode(1.0, 5), episode(0.0, 1))), DEFAULT).metrics
     assert (found["reward_mean"], found["air_mean"]) == (0.5, 0.0)
     assert found["trained_episodes"] == 2
@@ -166,7 +166,7 @@ OF_ONE = {"group_size": 1, "groups": 8}
         ),
     ],
 )
-def test_step_is_the_root_of_the_share_of_episodes_with_a_signal(
+def test_step_of_an_update_is_the_root_of_the_share_of_episodes_with_a_signal(
     groups: list[tuple[Episode, ...]], tables: dict[str, Any], share: float
 ) -> None:
     found = plan_update(claimed(*groups), recipe(**tables))
@@ -212,7 +212,7 @@ TAUGHT = {
 }
 
 
-def test_taught_episodes_need_no_reward() -> None:
+def test_episodes_of_a_recipe_with_a_teacher_need_no_reward() -> None:
     stale = of_calls(1.0, transition(policy_version=1))
     greedy = of_calls(None, transition(trainable=False, reason="greedy"))
     fresh = [of_calls(reward, transition(policy_version=4)) for reward in (None, 0.25, 1.0)]
@@ -227,7 +227,7 @@ def test_taught_episodes_need_no_reward() -> None:
     assert found.step_share == pytest.approx((3 / 4) ** 0.5)
 
 
-def test_advantage_of_a_token_is_teacher_less_sampled_log_probability() -> None:
+def test_advantage_of_a_token_is_the_teachers_less_the_sampled_log_probability() -> None:
     calls = [transition(tokens=tokens([1, 2], [3, 4], -1.0)), transition()]
     plan = plan_update(claimed((of_calls(None, *calls),)), recipe(**TAUGHT))
     first, second = plan.rows
@@ -237,7 +237,7 @@ def test_advantage_of_a_token_is_teacher_less_sampled_log_probability() -> None:
     assert found.metrics["teacher_kl"] == pytest.approx((2.0 - 0.5 + 0.0 + 1.5) / 4)
 
 
-def test_a_taught_update_waits_for_silence_alone() -> None:
+def test_update_with_a_teacher_waits_only_until_episodes_are_silent() -> None:
     credit = TAUGHT["credit"] | {"assignment": "call"}  # type: ignore[operator]
     rule = claim_rule(recipe(**TAUGHT | {"credit": credit}), "m")
     assert (rule.finished_after_s, rule.group_size) == (5.0, 1)
@@ -264,14 +264,14 @@ def test_each_episode_is_imitated_or_says_why_not() -> None:
     assert [row.weight for row in found.rows] == [1.0]
 
 
-def test_a_group_of_successes_alone_is_imitated() -> None:
+def test_group_of_only_successes_is_imitated() -> None:
     """No episode is compared with another: there is no spread to wait for."""
     found = imitated(rewarded(1.0, 1.0), rewarded(1.0))
     assert [one.trained for one in found.outcomes] == [True] * 3
     assert sum(row.weight for row in found.rows) == pytest.approx(1.0)
 
 
-def test_an_update_without_a_success_makes_no_version() -> None:
+def test_update_that_imitates_has_no_rows_without_a_success() -> None:
     found = imitated(rewarded(0.0, 0.9))
     assert found.rows == ()
     assert found.metrics["dropped"] == {"low_reward": 2}
@@ -369,7 +369,7 @@ def test_calls_outside_their_grammar_are_not_trained_and_all_others_are() -> Non
 
 
 @pytest.mark.parametrize("call", [silent(1), held()])
-def test_plan_records_nothing_where_nothing_is_left_out(call: TransitionRow) -> None:
+def test_update_records_no_left_out_calls_if_none_is_left_out(call: TransitionRow) -> None:
     asked = beside_a_failure(call)
     found = plan_update(asked, DEFAULT)
     assert not found.metrics.keys() & set(LeftOut.__struct_fields__)
@@ -378,7 +378,7 @@ def test_plan_records_nothing_where_nothing_is_left_out(call: TransitionRow) -> 
     assert plan_update(asked, DEFAULT, other).rows == found.rows
 
 
-def test_rows_are_computed_by_version_the_newest_first_and_get_their_own_values() -> None:
+def test_missing_logprobs_are_computed_by_version_newest_first_and_given_to_their_rows() -> None:
     rows = plan_update(beside_a_failure(silent(1), silent(2), silent(1)), DEFAULT).rows
     waiting = rows_to_compute(rows)
     assert [(version, len(own)) for version, own in waiting.items()] == [(2, 1), (1, 2)]
@@ -396,7 +396,7 @@ LOG_RATIOS = st.lists(st.floats(min_value=-500.0, max_value=1e6), min_size=1, ma
 
 
 @given(LOG_RATIOS, st.sampled_from([CAP, 1e308]))
-def test_effective_sample_is_a_share_in_any_order_and_length(
+def test_effective_sample_size_is_the_same_share_in_any_order_and_length(
     log_ratios: list[float], cap: float
 ) -> None:
     share = effective_share(log_ratios, cap)
@@ -406,7 +406,7 @@ def test_effective_sample_is_a_share_in_any_order_and_length(
 
 
 @given(st.lists(st.floats(min_value=-5.0, max_value=5.0), min_size=1, max_size=50))
-def test_effective_sample_is_kishs_of_the_ratios_that_the_loss_takes(
+def test_effective_sample_size_is_kishs_of_the_capped_ratios_of_the_loss(
     log_ratios: list[float],
 ) -> None:
     weights = [min(CAP, math.exp(one)) for one in log_ratios]
@@ -414,16 +414,16 @@ def test_effective_sample_is_kishs_of_the_ratios_that_the_loss_takes(
     assert effective_share(log_ratios, CAP) == pytest.approx(wanted)
 
 
-def test_single_token_of_a_long_episode_does_not_decide_about_the_others() -> None:
+def test_single_token_of_a_long_episode_does_not_decide_its_effective_sample_size() -> None:
     assert effective_share([0.0] * 999 + [50.0], CAP) > 0.99
     assert effective_share([0.0, -50.0, -50.0], CAP) == pytest.approx(1 / 3)
 
 
-def test_tokens_that_the_policy_never_gives_are_worth_nothing() -> None:
+def test_effective_sample_size_of_tokens_that_the_policy_never_gives_is_0() -> None:
     assert effective_share([-math.inf, -2000.0], CAP) == 0.0
 
 
-def test_share_that_is_no_number_is_left_to_the_learner() -> None:
+def test_effective_share_that_is_nan_is_left_to_the_learner() -> None:
     share = effective_share([0.0, math.nan], CAP)
     assert math.isnan(share)
     assert too_far({UUID(int=1): share}, 0.5) == {}
@@ -444,7 +444,7 @@ def test_effective_share_is_measured_over_a_whole_episode() -> None:
     assert smallest_in(found) == {"smallest_effective_sample": pytest.approx(1 / 3)}
 
 
-def test_off_policy_episode_counts_in_the_mean_and_is_not_trained() -> None:
+def test_off_policy_episode_counts_in_the_baseline_and_is_not_trained() -> None:
     gone = of_calls(1.0, transition(), transition(trainable=False, reason="greedy"))
     held = claimed((gone, episode(1.0), episode(0.0)), parent_version=3)
     found = plan_update(held, DEFAULT, LeftOut(off_policy_episodes={gone.id: 0.25}))
@@ -512,7 +512,7 @@ def test_corrections_of_an_episode_share_the_weight_of_an_added_episode(equal: s
     assert math.isclose(math.fsum(row.weight for row in found.rows), 1.0)
 
 
-def test_episode_trained_only_by_its_correction_counts_whole() -> None:
+def test_episode_trained_only_by_its_correction_counts_fully_in_the_signal() -> None:
     lone = corrected(0.5, transition(trainable=False, reason="greedy"))
     [call] = lone.calls
     found = plan_update(claimed((lone, episode(0.5))), DEFAULT, replies={str(call.id): (3,)})
@@ -523,7 +523,7 @@ def test_episode_trained_only_by_its_correction_counts_whole() -> None:
 
 
 @pytest.mark.parametrize(("earlier", "is_alike"), [((), True), ((0.0,), True), ((1.0,), False)])
-def test_members_with_equal_rewards_count_by_their_advantage(
+def test_group_members_with_equal_rewards_count_in_the_signal_by_their_advantage(
     earlier: tuple[float, ...], is_alike: bool
 ) -> None:
     others = rewarded(0.3, 0.0, 0.3, 0.0)

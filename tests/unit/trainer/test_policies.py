@@ -22,7 +22,7 @@ def settings(**values: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({"policies": Path("p.toml")} | values)
 
 
-def test_settings_name_the_policy_without_a_file() -> None:
+def test_settings_name_the_policy_to_train_without_a_policies_file() -> None:
     chosen = chosen_policies(settings(policies=None, policy="m", recipe="r"), None)
     assert chosen == (Chosen(policy="m", base=None, recipe="r"),)
     [chosen_by_server] = chosen_policies(settings(policies=None), None)
@@ -127,7 +127,7 @@ def test_adapter_goes_only_to_a_policy_of_the_named_tenant() -> None:
     "options",
     ["mode = 'canary'\ncontrol_share = 0", "approve = true\ncontrol_share = 0", "tolerance = 0.1"],
 )
-def test_policies_that_go_live_together_have_no_decision_and_no_control(
+def test_recipe_with_a_decision_or_control_is_refused_for_policies_that_go_live_together(
     tmp_path: Path, options: str
 ) -> None:
     recipe = tmp_path / "r.toml"

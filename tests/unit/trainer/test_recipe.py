@@ -58,7 +58,7 @@ def test_a_failed_episode_is_an_outcome_in_every_recipe_that_comes_with_pawl(pat
         ({"credit": {"failed_reward": "unscored"}}, None),
     ],
 )
-def test_failed_episode_is_claimed_as_the_lowest_unless_the_recipe_says_otherwise(
+def test_failed_episode_gets_the_lowest_reward_unless_the_recipe_says_otherwise(
     section: dict[str, Any], low: float | None
 ) -> None:
     assert Recipe.model_validate(section).failed_reward == low
@@ -69,9 +69,7 @@ def test_failed_episode_is_claimed_as_the_lowest_unless_the_recipe_says_otherwis
     # SmolLM2-135M, for which the demo was measured at 2e-4; 8B and 70B models.
     [(576, 2.3e-4), (4096, 5e-5), (8192, 2.9e-5)],
 )
-def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
-    hidden_size: int, rate: float
-) -> None:
+def test_default_learning_rate_falls_with_the_models_width(hidden_size: int, rate: float) -> None:
     assert Recipe().optimizer.rate_for(hidden_size) == pytest.approx(rate, rel=0.02)
     assert parse_recipe("[optimizer]\nlearning_rate = 1e-3", "r").optimizer.rate_for(64) == 1e-3
 
@@ -161,7 +159,7 @@ def test_learning_rate_that_no_recipe_names_falls_with_the_models_width(
         ("[reward]\nrange = [0, 1]\n", "reward.range"),
     ],
 )
-def test_wrong_key_or_value_is_named(text: str, named: str) -> None:
+def test_wrong_key_or_value_of_a_recipe_is_named(text: str, named: str) -> None:
     with pytest.raises(RecipeError, match=named):
         parse_recipe(text, "r.toml")
 
@@ -206,7 +204,7 @@ def test_empty_recipe_has_float32_and_no_bound_on_the_kl() -> None:
     assert empty.publish.most_kl_to_base is None
 
 
-def test_versions_are_judged_by_the_range_of_the_sum_and_by_the_evaluation() -> None:
+def test_versions_are_judged_by_the_reward_range_of_the_sum_and_by_the_evaluation() -> None:
     recipe = parse_recipe(f"{SUM}{EVALUATED}tasks = 't'\npython = 'a:b'\nanswer = 'f'", "test")
     assert recipe.judged_by["reward_range"] == [-2.0, 2.0]
     assert recipe.judged_by["evaluation"]["tasks"] == "t"
@@ -217,7 +215,7 @@ def test_versions_are_judged_by_the_range_of_the_sum_and_by_the_evaluation() -> 
     assert PublishOptions.model_validate(plain) == Recipe().publish
 
 
-def test_sum_is_recorded_and_read_back() -> None:
+def test_recipes_sum_of_metrics_is_recorded_and_read_back() -> None:
     recipe = parse_recipe(SUM, "test")
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
     assert list(recipe.reward) == ["right", "cost in €"]

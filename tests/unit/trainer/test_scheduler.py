@@ -18,11 +18,11 @@ def waiting(signals: Mapping[str, float], turns: Mapping[str, int] | None = None
     ]
 
 
-def test_most_signal_comes_first() -> None:
+def test_policy_with_the_most_signal_is_trained_first() -> None:
     assert in_turn(waiting({"a": 1.0, "b": 3.0, "c": 2.0})) == ["b", "c", "a"]
 
 
-def test_policy_that_waited_longer_comes_first_among_equals() -> None:
+def test_policy_that_waited_longer_comes_first_among_policies_of_equal_signal() -> None:
     assert in_turn(waiting({"a": 1.0, "b": 1.0}, {"b": 1})) == ["b", "a"]
 
 
@@ -31,7 +31,9 @@ def test_policy_without_a_signal_has_its_turn_after_waiting() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), SIGNALS), st.data())
-def test_each_policy_is_named_once(signals: dict[str, float], data: st.DataObject) -> None:
+def test_order_of_policies_to_train_names_each_policy_once(
+    signals: dict[str, float], data: st.DataObject
+) -> None:
     turns = {name: data.draw(st.integers(0, 100)) for name in signals}
     assert sorted(in_turn(waiting(signals, turns))) == sorted(signals)
 
@@ -57,7 +59,7 @@ def test_every_ready_policy_gets_a_turn_in_time(history: list[tuple[float, ...]]
 
 
 @given(st.integers(2, 4), st.integers(1, 10))
-def test_small_updates_are_not_behind_large_ones(count: int, rounds: int) -> None:
+def test_policies_of_equal_signal_are_trained_equally_often(count: int, rounds: int) -> None:
     """Equal signal for all, in updates: they take turns."""
     names = NAMES[:count]
     turns = dict.fromkeys(names, 0)

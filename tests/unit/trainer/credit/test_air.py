@@ -38,7 +38,7 @@ def usual(*events: MatchedEvent) -> UsualScores:
     return usual_scores(scored_events(events, RULE))
 
 
-def test_the_mean_of_the_scores_times_lambda() -> None:
+def test_air_is_lambda_times_the_mean_score_of_the_tool_events() -> None:
     assert air(
         [ended("ok", "1"), ended("timeout", "2")], [ended("malformed", "3")]
     ) == pytest.approx(0.2 * (1 - 0.5 - 1) / 3, abs=1e-12)
@@ -56,25 +56,27 @@ def test_error_of_a_tool_that_ran_is_left_out_of_the_mean() -> None:
     ("finals", "weight"),
     [([0.0, 0.0], 1.0), ([1.0, 0.0, 0.0, 0.0], 0.75), ([1.0] * 3, 0.0), ([-3.0, 7.0], 0.5)],
 )
-def test_weight_falls_to_nothing_as_episodes_succeed(finals: list[float], weight: float) -> None:
+def test_weight_of_air_falls_to_0_as_more_episodes_succeed(
+    finals: list[float], weight: float
+) -> None:
     assert air_weight(finals, (0.0, 1.0)) == weight
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 0.05), (-1.0, 0.0), (0.0, 100.0)])
-def test_weight_depends_on_rewards_relative_to_their_range(low: float, high: float) -> None:
+def test_weight_of_air_depends_on_rewards_relative_to_their_range(low: float, high: float) -> None:
     worst, best = [low] * 4, [high] * 4
     assert air_weight(worst, (low, high)) == 1.0
     assert air_weight(best, (low, high)) == 0.0
     assert air_weight([*worst, *best], (low, high)) == pytest.approx(0.5)
 
 
-def test_tool_that_always_works_is_worth_nothing_however_often_it_is_called() -> None:
+def test_tool_that_always_works_earns_no_air_however_often_it_is_called() -> None:
     heap = [ended("ok", str(number), "note") for number in range(1000)]
     assert air(heap, usual=usual(*heap)) == 0.0
     assert air(heap[:1], usual=usual(*heap)) == 0.0
 
 
-def test_event_counts_by_its_difference_from_its_tools_usual_score() -> None:
+def test_tool_event_counts_by_its_difference_from_its_tools_usual_score() -> None:
     # calc: 1, 1, -1 and -0.5, usually 0.125.
     claim = [ended("ok", "1"), ended("ok", "2"), ended("malformed", "3"), ended("timeout", "4")]
     assert air([ended("ok")], usual=usual(*claim)) == pytest.approx(0.2 * 0.875)
@@ -95,7 +97,7 @@ def test_many_easy_calls_are_worth_no_more_than_a_single_call() -> None:
     assert air(heap) == air(heap[:1]) == 0.2
 
 
-def test_the_same_tool_with_the_same_arguments_counts_once() -> None:
+def test_calls_of_the_same_tool_with_the_same_arguments_count_once() -> None:
     repeated = [ended("ok", '{"a": 1, "b": [2.0, true]}') for _ in range(9)]
     again = ended("ok", '{"b":[2,true],"a":1.0}')
     assert air([*repeated, ended("error", "{}")], [again]) == air([again], [ended("error", "{}")])
@@ -113,7 +115,7 @@ def test_another_tool_or_other_arguments_are_another_execution() -> None:
     assert air([ended("ok", "[1]"), ended("timeout", "[true]")]) == 0.05
 
 
-def test_each_execution_counts_where_arguments_are_not_known() -> None:
+def test_each_tool_execution_counts_if_its_arguments_are_not_known() -> None:
     unknown = [ended("ok", None), ended("ok", None), ended("timeout", None)]
     assert air(unknown) == 0.2 * 0.5
     same = [msgspec.structs.replace(one, id="t1") for one in unknown]
@@ -121,7 +123,7 @@ def test_each_execution_counts_where_arguments_are_not_known() -> None:
 
 
 @pytest.mark.parametrize("text", ["{not json", "[" * 10_000, "1" * 5000, "", '"\\ud800"'])
-def test_arguments_that_are_not_json_stand_as_they_are(text: str) -> None:
+def test_tool_arguments_that_are_not_json_are_compared_as_text(text: str) -> None:
     assert canonical(f" {text} ").strip('"') == text.strip('"')
 
 

@@ -88,7 +88,7 @@ WITH_FAILED = {
         ({"failed_reward": -1}, WITH_FAILED),
     ],
 )
-def test_every_order_of_arrival_gives_the_table(
+def test_credit_is_the_table_by_hand_in_every_order_of_arrival(
     rule: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     first = credited(table(), **rule)
@@ -110,7 +110,7 @@ def with_tools(*statuses: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_failures_with_different_tools_get_small_advantages() -> None:
+def test_failures_with_different_tool_statuses_get_small_advantages() -> None:
     """The tool scores 1 and -1, usually 0; AIR is ±0.2, and its mean 0: ±0.2 / 0.5."""
     found = credited(with_tools(*["ok"] * 4, *["malformed"] * 4))
     assert [line.advantage for line in found.values()] == pytest.approx(
@@ -124,7 +124,7 @@ def test_failures_with_different_tools_get_small_advantages() -> None:
     st.sampled_from(["group", "leave_one_out"]),
     st.sampled_from(sorted(NORMALISATIONS)),
 )
-def test_air_alone_never_weighs_more_than_its_bound(
+def test_advantage_from_air_alone_never_exceeds_its_bound(
     tools: list[list[str]], baseline: str, normalisation: str
 ) -> None:
     """Two ends of AIR's range, 0.4 apart, and 0.5 for a spread: 0.8."""
@@ -159,7 +159,7 @@ def test_beside_a_success_air_is_divided_by_the_spread_of_the_final_rewards() ->
     )
 
 
-def test_group_of_successes_teaches_nothing_by_its_tools() -> None:
+def test_group_of_successes_gets_no_advantage_from_its_tools() -> None:
     lines = [
         episode(f"e{number}", 1.0, calls=[call(tool_events=[event(status)])])
         for number, status in enumerate(STATUSES_OF_TOOLS)
@@ -204,7 +204,7 @@ def test_blind_edit_is_never_preferred_to_a_tested_edit(others: list[tuple[float
             assert tested >= blind
 
 
-def test_a_group_without_spread_in_either_part_is_not_trained() -> None:
+def test_group_without_spread_in_final_rewards_and_air_is_not_trained() -> None:
     assert {line.reason for line in credited(with_tools("ok", "ok")).values()} == {"no_spread"}
     # 0.2 for a tool or as a reward: the sums are equal, the parts are not.
     lines = [*with_tools("ok", "malformed"), episode("other", 0.2)]
@@ -291,7 +291,7 @@ def test_single_episode_of_a_family_that_comes_once_is_compared_with_all() -> No
     assert (only.reason, only.advantage) == ("alone", 0.0)
 
 
-def test_advantages_are_computed_before_any_drop() -> None:
+def test_advantages_are_computed_before_untrainable_episodes_are_dropped() -> None:
     untrainable = [call(trainable=False, reason="greedy")]
     found = credited([episode("a", 1.0), episode("b", 0.5), episode("c", 0.0, calls=untrainable)])
     assert found["c", "1"].reason == "no_trainable_call"
@@ -299,7 +299,7 @@ def test_advantages_are_computed_before_any_drop() -> None:
     assert [found[name, "1"].weight for name in "abc"] == [0.5, 0.5, 0.0]
 
 
-def test_quarantined_episode_counts_nowhere() -> None:
+def test_quarantined_episode_is_not_trained_and_changes_no_other_advantage() -> None:
     found = credited([episode("a", 1.0), episode("b", 0.0), episode("q", 5.0, quarantined="doubt")])
     assert found["q", "1"].reason == "quarantined"
     assert found["a", "1"].advantage == pytest.approx(2**-0.5, abs=1e-12)
@@ -449,13 +449,13 @@ def two_agents() -> list[dict[str, Any]]:
     ]
 
 
-def test_identical_is_the_default_and_ignores_rewards_of_single_calls() -> None:
+def test_assignment_identical_is_the_default_and_ignores_rewards_of_single_calls() -> None:
     found = credited(two_agents(), air_lambda=0.0)
     assert found == credited(two_agents(), air_lambda=0.0, assignment="identical")
     assert {(line.episode, line.r_final) for line in found.values()} == {("a", 0.0), ("b", 1.0)}
 
 
-def test_per_agent_compares_each_agent_by_its_own_returns() -> None:
+def test_assignment_per_agent_compares_each_agent_by_its_own_returns() -> None:
     found = credited(two_agents(), assignment="per_agent")
     # writer: 1 + 0.2 against -0.2 - 0.2, means 0.4 and 0, AIR's weight ½, s = 1.2·√½; checker: 0
     # against 1.
@@ -466,7 +466,7 @@ def test_per_agent_compares_each_agent_by_its_own_returns() -> None:
     assert {line.weight for line in found.values()} == {0.25}
 
 
-def test_per_agent_takes_the_mean_of_the_rewards_of_an_agents_calls() -> None:
+def test_assignment_per_agent_takes_the_mean_of_the_rewards_of_an_agents_calls() -> None:
     own = [call("1", feedback=[reward(1.0)]), call("2", feedback=[reward(0.5)]), call("3")]
     found = credited([episode("a", calls=own)], assignment="per_agent")
     assert [line.r_final for line in found.values()] == [0.75] * 3
@@ -484,7 +484,7 @@ def test_reward_of_a_single_call_is_its_own_return() -> None:
 
 
 @pytest.mark.parametrize("assignment", ["call", "per_agent"])
-def test_an_opinion_about_a_call_counts_for_nothing_beside_a_fact(assignment: str) -> None:
+def test_judges_opinion_about_a_call_counts_for_nothing_beside_a_fact(assignment: str) -> None:
     opinion = reward(0.0) | {"source": "judge"}
     lines = [
         episode("fact", 1.0, calls=[call(feedback=[opinion])]),
@@ -554,7 +554,7 @@ def paid_and_tooled() -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_each_baseline_and_normalisation_gives_its_advantages(
+def test_advantages_of_each_baseline_and_normalisation_are_as_calculated_by_hand(
     baseline: str,
     normalisation: str,
     finals: tuple[float, float],
@@ -566,7 +566,7 @@ def test_each_baseline_and_normalisation_gives_its_advantages(
         assert {line.reason for line in found.values()} == {None}
 
 
-def test_focal_weighs_by_the_failure_rate_in_a_range_that_the_rewards_widen() -> None:
+def test_normalisation_focal_weighs_by_the_failure_rate_in_a_range_that_rewards_widen() -> None:
     lines = [episode(name, reward) for name, reward in (("a", 4.0), ("b", 4.0), ("c", 1.0))]
     plain, focal = credited(lines), credited(lines, normalisation="focal")
     # Of 0 to 4, the widest of the range and the rewards, they earn three quarters.
@@ -582,7 +582,7 @@ def test_episodes_alone_or_alike_are_trained_without_a_baseline() -> None:
     ]  # fmt: skip
 
 
-def test_batch_divides_by_the_updates_spread() -> None:
+def test_normalisation_batch_divides_advantages_by_the_updates_spread() -> None:
     lines = [*three(), episode("d", 0.5, task="u"), episode("e", 0.5, task="u")]
     lines += [episode("f", 0.0, task="v"), episode("g", 4.0, task="v")]
     found = credited(lines, normalisation="batch")
@@ -602,7 +602,7 @@ def test_equal_returns_are_a_signal_without_a_baseline() -> None:
     assert {(line.advantage, line.reason) for line in found.values()} == {(0.0, None)}
 
 
-def test_small_spread_is_not_blown_up() -> None:
+def test_advantages_of_a_group_with_a_small_spread_are_not_blown_up() -> None:
     lines = [episode("a", 0.0), episode("b", 0.01)]
     assert advantages(credited(lines), ("a", "1"), ("b", "1")) == near(-0.05, 0.05)
 
@@ -640,7 +640,7 @@ def test_equal_weight_shares_the_loss_by_episode_call_or_token() -> None:
     assert shares("token") == near(6 / 12, 2 / 12, 4 / 12)
 
 
-def test_tokens_of_a_policy_that_thinks_weigh_the_same_in_any_recipe() -> None:
+def test_default_weight_is_by_token_if_replies_are_long_and_else_by_episode() -> None:
     def weights(*lengths: int) -> list[float]:
         lines = [
             episode(f"e{n}", float(n % 2), calls=[call(sampled_ids=[1] * length)])
@@ -655,7 +655,7 @@ def test_tokens_of_a_policy_that_thinks_weigh_the_same_in_any_recipe() -> None:
 # AIR
 
 
-def test_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:
+def test_normalisation_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:
     lines = [*paid_and_tooled(), episode("f", 0.0, task="v"), episode("g", 4.0, task="v")]
     found = credited(lines, normalisation="batch")
     s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 4)
@@ -666,7 +666,7 @@ def test_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:
     )
 
 
-def test_air_scores_by_status() -> None:
+def test_air_uses_the_recipes_scores_of_tool_statuses() -> None:
     line = episode("a", 0.0, calls=[call(tool_events=[event("ok"), event("error", "search")])])
     scores = {"ok": 0.8, "error": -0.1, "timeout": 0.0, "denied": 0.0, "malformed": -1.0}
     found = credited([line], air_lambda=0.1, air_scores=scores)
@@ -691,7 +691,9 @@ def in_range(low: float, high: float) -> dict[tuple[str, str], CreditLine]:
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 0.05), (-1.0, 0.0), (0.0, 100.0)])
-def test_declared_range_changes_no_advantage(low: float, high: float) -> None:
+def test_rewards_scaled_to_another_declared_range_give_the_same_advantages(
+    low: float, high: float
+) -> None:
     found = in_range(low, high).values()
     assert [line.advantage for line in found] == pytest.approx(
         [line.advantage for line in in_range(0.0, 1.0).values()], rel=1e-9
@@ -759,7 +761,7 @@ def test_stale_episode_counts_in_the_baseline_and_is_not_trained() -> None:
     assert found[1].advantage == pytest.approx(2**-0.5, abs=1e-12)
 
 
-def test_late_members_are_compared_with_members_spent_earlier() -> None:
+def test_late_members_of_a_group_are_compared_with_members_consumed_earlier() -> None:
     [found] = in_group(stored.episode(1.0), earlier=(stored.episode(0.0), stored.episode(0.0)))
     # mean ⅓, s = √⅓
     assert found.advantage == pytest.approx(2 * 3**-0.5, abs=1e-12)
@@ -795,7 +797,7 @@ def test_unknown_baseline_is_refused_with_the_known_names() -> None:
 
 
 @pytest.mark.usefixtures("_toy")
-def test_a_recipe_names_the_toy_and_credit_is_computed_with_it() -> None:
+def test_recipe_names_a_new_baseline_and_credit_is_computed_with_it() -> None:
     rule = parse_recipe(RECIPE, "r.toml").credit
     found = credited([episode("a", 1.0), episode("b", 0.25), episode("c", 0.0)], **dict(rule))
     assert [line.advantage for line in found.values()] == [0.0, -0.75, -1.0]
@@ -803,13 +805,13 @@ def test_a_recipe_names_the_toy_and_credit_is_computed_with_it() -> None:
 
 
 @pytest.mark.usefixtures("_toy")
-def test_traits_of_a_new_baseline_are_checked() -> None:
+def test_recipe_with_a_new_baseline_is_refused_for_a_learner_with_a_critic() -> None:
     with pytest.raises(RecipeError, match='learner "ppo" has its critic as the baseline'):
         parse_recipe(f'learner = "ppo"\n{RECIPE}', "r.toml")
 
 
 @pytest.mark.usefixtures("_toy")
-def test_schema_lists_a_new_baseline() -> None:
+def test_schema_of_the_recipe_lists_a_new_baseline() -> None:
     schema = CreditOptions.model_json_schema()
     assert "best" in schema["properties"]["baseline"]["enum"]
 

@@ -74,7 +74,7 @@ def test_new_family_is_compared_with_its_own_mean() -> None:
     assert found.baselines.of_finals("t", "").mean == 0.5
 
 
-def test_members_of_groups_move_the_averages_too() -> None:
+def test_members_of_groups_move_the_moving_baseline_too() -> None:
     group = Group(task="t/1", episodes=(episode(1.0), episode(0.0)))
     found = assign_credit([group], RULE, policy="m", oldest_version=0)
     after = found.baselines.of_finals("t", "")
@@ -111,7 +111,7 @@ def test_each_agent_has_its_own_moving_baseline() -> None:
     assert mean == pytest.approx(0.25 + 0.05 * 0.75, abs=1e-12)
 
 
-def test_unscored_episodes_and_baseline_none_move_no_average() -> None:
+def test_unscored_episodes_and_baseline_none_move_no_moving_baseline() -> None:
     assert credit(episode(None)).baselines == NO_MOVING_BASELINES
     assert (
         credit(episode(1.0), before=KNOWN, rule=CreditOptions(baseline="none")).baselines == KNOWN
@@ -126,7 +126,7 @@ def tooled(reward: float, status: str, task: str) -> Episode:
     return msgspec.structs.replace(episode(reward, task=task), calls=(call,))
 
 
-def test_air_has_an_average_of_its_own() -> None:
+def test_air_has_its_own_moving_average() -> None:
     before = msgspec.structs.replace(
         KNOWN, airs={"t": {"": MovingAverage(mean=0.1, variance=0.01, count=100)}}
     )
@@ -140,7 +140,7 @@ def test_air_has_an_average_of_its_own() -> None:
     assert found.baselines.of_airs("t", "").mean == pytest.approx(mean, abs=1e-12)
 
 
-def test_earlier_members_are_not_counted_again() -> None:
+def test_earlier_members_of_a_group_do_not_move_the_moving_baseline_again() -> None:
     group = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
     found = assign_credit([group], RULE, policy="m", oldest_version=0, baselines=KNOWN)
     assert len(found.transitions) == 1
@@ -155,7 +155,7 @@ def test_average_of_few_returns_is_their_plain_mean() -> None:
     assert (found.mean, found.variance) == pytest.approx((0.5, 1 / 5), abs=1e-12)
 
 
-def test_batch_moves_the_baseline_by_the_mean_over_all_orders() -> None:
+def test_update_moves_the_moving_baseline_by_the_mean_over_all_orders_of_its_returns() -> None:
     values = [1.0, 0.0, 0.25]
     one_by_one = []
     for order in itertools.permutations(values):
@@ -179,7 +179,7 @@ def test_order_within_an_update_does_not_change_the_averages(
         assert msgspec.json.encode(first.pruned()) == msgspec.json.encode(again.pruned())
 
 
-def test_names_that_never_come_again_are_forgotten_first() -> None:
+def test_task_families_that_never_come_again_are_forgotten_first() -> None:
     """They are compared with all of the policy's episodes."""
     often = credit(episode(1.0, task="often/1"), episode(0.0, task="often/2")).baselines
     once = [episode(1.0, task=f"once{number}x") for number in range(MAX_FAMILIES)]

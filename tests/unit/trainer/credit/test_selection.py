@@ -85,7 +85,7 @@ def total(one: EpisodeReturns) -> float:
 
 
 @given(some_groups, rules)
-def test_best_episodes_of_each_task_are_kept(
+def test_best_episodes_of_each_task_are_imitated(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
@@ -102,7 +102,7 @@ def test_best_episodes_of_each_task_are_kept(
 
 
 @given(some_groups, rules)
-def test_other_episodes_stay_as_they_are(
+def test_selection_for_imitation_changes_only_the_episodes_that_it_withholds(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
@@ -117,7 +117,7 @@ def test_other_episodes_stay_as_they_are(
 
 
 @given(some_groups, rules)
-def test_episode_that_cannot_be_kept_displaces_no_other(
+def test_episode_that_cannot_be_imitated_displaces_no_other(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
@@ -129,7 +129,9 @@ def test_episode_that_cannot_be_kept_displaces_no_other(
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6))
-def test_lower_bar_and_more_room_keep_every_kept_episode(rewards: list[float]) -> None:
+def test_lower_min_reward_and_more_per_task_withhold_no_episode_imitated_before(
+    rewards: list[float],
+) -> None:
     made = of_groups([account(reward) for reward in rewards])
     for least, less in pairwise([1.0, 0.5, 0.0]):
         for most in (1, 2, None):
@@ -138,16 +140,16 @@ def test_lower_bar_and_more_room_keep_every_kept_episode(rewards: list[float]) -
             assert not [1 for n, w in zip(narrow, wide, strict=True) if n is None and w is not None]
 
 
-def test_later_episodes_of_equal_returns_are_kept() -> None:
+def test_later_episodes_of_equal_returns_are_imitated() -> None:
     made = of_groups([account(1.0), account(1.0), account(1.0)], [account(1.0)])
     assert reasons(made, most_per_task=2) == [NOT_BEST, None, None, None]
 
 
-def test_reward_just_below_the_bar_is_not_kept() -> None:
+def test_episode_with_a_reward_just_below_min_reward_is_not_imitated() -> None:
     assert reasons(of_groups([account(0.99), account(1.0)])) == [LOW_REWARD, None]
 
 
-def test_pawl_credit_shows_the_kept_episodes() -> None:
+def test_pawl_credit_gives_weight_only_to_the_episodes_to_imitate() -> None:
     lines = [episode("bad", 0.0), episode("good", 1.0), episode("nobody")]
     found = credited(lines, SftOptions(), baseline="none", normalisation="none")
     assert {key: (line.weight, line.reason) for (key, _), line in found.items()} == {

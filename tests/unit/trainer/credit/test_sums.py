@@ -71,7 +71,7 @@ TABLE: dict[str, tuple[list[dict[str, Any]], float | None, Any]] = {
 }
 
 
-def test_each_reward_is_the_sum_of_its_parts_in_any_order() -> None:
+def test_reward_is_the_sum_of_its_metrics_in_any_order_of_statements() -> None:
     lines = [episode(name, *said) for name, (said, *_) in TABLE.items()]
     found = credited(lines, earns=SUM)
     for (name, _), line in found.items():
@@ -87,7 +87,7 @@ def test_each_reward_is_the_sum_of_its_parts_in_any_order() -> None:
             assert credited([*others, episode(name, *order)], earns=SUM) == found
 
 
-def test_at_the_same_time_withdrawal_beats_number_and_number_beats_text() -> None:
+def test_withdrawal_beats_a_number_and_a_number_beats_a_text_stated_at_the_same_time() -> None:
     said = [reward(1, 5, "right"), reward(0.5, 5, "right"), reward("x", 5, "right")]
     for order in itertools.permutations(said):
         [line] = credited([episode("e", *order)], earns=SUM).values()
@@ -96,7 +96,7 @@ def test_at_the_same_time_withdrawal_beats_number_and_number_beats_text() -> Non
         assert line.reason == "unscored"
 
 
-def test_parts_are_summed_for_each_call_or_averaged_for_each_agent() -> None:
+def test_reward_parts_are_summed_for_each_call_or_averaged_for_each_agent() -> None:
     said = [reward(1, 0, "right"), reward(4, 0, "cost")]
     calls = [call("1", feedback=said), call("2", feedback=[reward(0, 0, "right")]), call("3")]
     by_call = credited([episode("e", calls=calls)], earns=SUM, assignment="call")
@@ -106,7 +106,7 @@ def test_parts_are_summed_for_each_call_or_averaged_for_each_agent() -> None:
     assert by_agent["e", "3"].parts == pytest.approx({"right": 0.5, "cost": -0.2, "verdict": 0.0})
 
 
-def test_lines_have_no_parts_without_a_sum() -> None:
+def test_credit_lines_have_no_reward_parts_without_a_sum_of_metrics() -> None:
     lines = [episode("a", 1.0, reward(2, 0, "cost")), episode("b", 0.0)]
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
     found = credit_lines(read, CreditOptions(), None, Recipe().reward_rule)
@@ -115,7 +115,7 @@ def test_lines_have_no_parts_without_a_sum() -> None:
     assert Recipe().reward_rule == REWARD_ALONE
 
 
-def test_the_table_for_people_shows_the_parts() -> None:
+def test_credit_table_shows_the_parts_of_a_summed_reward() -> None:
     shown = table(list(credited([episode("e", *TABLE["all"][0])], earns=SUM).values()))
     assert [column.header for column in shown.columns][-1] == "parts"
     assert str(next(iter(shown.columns[-1].cells))) == "right +1, cost -0.2, verdict -0.5"

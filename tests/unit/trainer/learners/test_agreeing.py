@@ -28,14 +28,14 @@ class OtherProcesses:
         self.has_let_go = True
 
 
-def test_processes_go_on_where_all_succeeded() -> None:
+def test_trainer_processes_go_on_if_all_succeeded() -> None:
     learner: Any = OtherProcesses(None, None)
     agree(learner, None)
     assert (learner.said, learner.has_let_go) == (None, False)
 
 
 @pytest.mark.parametrize(("is_short", "kind"), [(True, ShortOfMemory), (False, LearnerError)])
-def test_failure_of_another_process_is_raised_here(
+def test_failure_of_another_trainer_process_is_raised_in_this_process(
     is_short: bool, kind: type[LearnerError]
 ) -> None:
     learner: Any = OtherProcesses(None, ("no room", is_short))
@@ -45,13 +45,13 @@ def test_failure_of_another_process_is_raised_here(
     assert learner.has_let_go
 
 
-def test_own_failure_is_passed_on_to_the_others() -> None:
+def test_own_failure_of_a_trainer_process_is_passed_on_to_the_others() -> None:
     learner: Any = OtherProcesses(("no room", True))
     agree(learner, ShortOfMemory("no room here"))
     assert (learner.said, learner.has_let_go) == (("no room here", True), False)
 
 
-def test_disk_error_of_a_process_does_not_fail_the_others() -> None:
+def test_disk_error_of_a_trainer_process_does_not_fail_the_others() -> None:
     """What was trained is written again, and goes on from there."""
     learner: Any = OtherProcesses(None)
     agree(learner, OSError("No space left on device"))

@@ -50,7 +50,9 @@ def budget() -> TokenBudget:
 
 
 @given(lengths=st.lists(st.integers(5, 3000), min_size=2, max_size=12), most=st.integers(70, 3000))
-def test_a_row_is_named_exactly_if_it_alone_has_no_room(lengths: list[int], most: int) -> None:
+def test_training_rows_are_named_unusable_exactly_if_they_alone_do_not_fit_into_memory(
+    lengths: list[int], most: int
+) -> None:
     rows = [row(number, tokens) for number, tokens in enumerate(lengths)]
     long = {one.episode_id for one in rows if len(one.ids) > most}
     if not long:
@@ -70,7 +72,7 @@ def test_a_row_is_named_exactly_if_it_alone_has_no_room(lengths: list[int], most
     assert {one.episode_id for one in rows if len(one.ids) >= shortest} == named
 
 
-def test_a_row_that_had_room_before_is_not_to_blame() -> None:
+def test_training_row_that_fitted_before_is_not_blamed_for_a_lack_of_memory() -> None:
     made = budget()
     rows = [row(0, 900), row(1, 100)]
     fit(made, rows, 2000)
@@ -91,7 +93,7 @@ def test_next_update_tries_the_recipes_micro_batch_size_again() -> None:
     assert fit(made, rows, FULL) == calm
 
 
-def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
+def test_attempts_at_larger_micro_batches_become_rare_while_memory_stays_short() -> None:
     made = budget()
     rows = [row(number, 100) for number in range(30)]
     attempts = []
@@ -110,7 +112,7 @@ def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
     assert made.tokens == FULL
 
 
-def test_layers_that_are_planned_to_be_checkpointed_do_not_keep_attempts_rare() -> None:
+def test_planned_checkpointing_of_layers_does_not_keep_larger_micro_batches_rare() -> None:
     made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=lambda _: None)
     rows = [row(number, 100) for number in range(30)]
     for most in [300] * 100 + [FULL] * (LONGEST_WAIT + 1) + [300]:
@@ -129,7 +131,7 @@ def test_only_memory_errors_count_as_out_of_memory() -> None:
         raise RuntimeError("shapes differ")
 
 
-def test_process_that_ends_its_part_learns_that_another_has_no_memory() -> None:
+def test_trainer_process_that_ends_its_part_learns_that_another_has_no_memory() -> None:
     class Met(Processes):
         def meet(self, own: int = FINE) -> None:
             raise CompanionFailed(is_memory=True)
@@ -139,7 +141,7 @@ def test_process_that_ends_its_part_learns_that_another_has_no_memory() -> None:
     assert raised.value.rows == []
 
 
-def test_cudas_error_outside_the_allocator_counts() -> None:
+def test_cudas_error_outside_the_allocator_counts_as_out_of_memory() -> None:
     said = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
     assert is_out_of_memory(torch.AcceleratorError(said))
     assert not is_out_of_memory(torch.AcceleratorError("CUDA error: device-side assert triggered"))

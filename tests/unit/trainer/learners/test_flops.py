@@ -24,7 +24,7 @@ TOKENS = 16
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen3", "qwen3_moe", "mixtral", "phi3", "mistral3", "deepseek_v3"]
 )
-def test_operations_on_a_frozen_base_equal_the_count_of_torch(kind: str) -> None:
+def test_estimated_operations_of_training_on_a_frozen_base_equal_torchs_count(kind: str) -> None:
     extra, _ = FAMILIES[kind]
     given = extra if "text_config" in extra else TEXT | extra
     config = AutoConfig.for_model(kind, **given)
@@ -42,7 +42,7 @@ def test_operations_on_a_frozen_base_equal_the_count_of_torch(kind: str) -> None
     assert flops.trained(TOKENS, TOKENS**2, 1) == counted.get_total_flops()
 
 
-def test_layers_with_a_window_attend_to_no_more_than_it_holds() -> None:
+def test_attention_layers_with_a_window_are_counted_within_their_window() -> None:
     flops = model_flops(outline(AutoConfig.for_model("gemma2", **TEXT | FAMILIES["gemma2"][0])))
     assert flops.windows == (6, None)
     alone = 4.0 * (flops.matrices * 100 + flops.head * 10)
@@ -50,7 +50,7 @@ def test_layers_with_a_window_attend_to_no_more_than_it_holds() -> None:
     assert seen == 6.0 * flops.attention * (600 + 5050)
 
 
-def test_figures_cover_the_update_and_the_idle_time_before(
+def test_throughput_figures_cover_the_update_and_the_idle_time_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flops = ModelFlops(matrices=100, head=10, attention=0, windows=())
@@ -94,5 +94,7 @@ def test_model_of_unknown_operations_has_no_mfu(
         ("Tesla T4", None),
     ],
 )
-def test_peak_is_known_by_the_name_of_the_gpu(name: str, peak: float | None) -> None:
+def test_peak_operations_a_second_are_known_by_the_name_of_the_gpu(
+    name: str, peak: float | None
+) -> None:
     assert peak_flops(name) == peak

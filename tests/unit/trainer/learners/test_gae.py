@@ -91,7 +91,7 @@ def test_advantage_with_lambda_0_is_the_temporal_difference(
 
 
 @given(st.lists(figures, min_size=1, max_size=12), shares, st.data())
-def test_recursion_equals_the_explicit_sum(
+def test_recursion_of_gae_equals_the_explicit_sum(
     rewards: list[float], trace: float, data: st.DataObject
 ) -> None:
     size = len(rewards)
@@ -105,12 +105,12 @@ def test_recursion_equals_the_explicit_sum(
     assert estimate(rewards, values, trace) == pytest.approx(wanted, abs=1e-9)
 
 
-def test_an_episode_weighs_the_same_however_many_tokens_it_has() -> None:
+def test_episode_weighs_the_same_in_normalised_advantages_with_any_number_of_tokens() -> None:
     # Weighted mean 1, deviations ±1 each with half of the weight.
     assert normalised([[2.0], [0.0] * 9], [0.5, 0.5], 0.1) == [[1.0], [-1.0] * 9]
 
 
-def test_small_spread_is_not_blown_up() -> None:
+def test_normalised_advantages_of_a_small_spread_are_not_blown_up() -> None:
     assert normalised([[0.51], [0.49]], [0.5, 0.5], 0.1) == [
         [pytest.approx(0.1)],
         [pytest.approx(-0.1)],

@@ -242,7 +242,7 @@ def test_adapter_loaded_with_peft_gives_the_same_model(kind: str, tmp_path: Path
 
 # PEFT's own, of the rank that it gives experts.
 @pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
-def test_named_layers_keep_their_meaning() -> None:
+def test_target_modules_of_the_recipe_keep_pefts_meaning() -> None:
     """PEFT's own: names as before transformers 5 are the experts of today."""
     model = attach_adapter(
         tiny_model("mixtral"), LoraOptions(target_modules=["q_proj", "w1", "w2", "w3"]), None, 0

@@ -114,7 +114,7 @@ def test_mean_drift_is_of_the_newest_version_and_bounded(
     assert mean_drift(made, policy, 3, 0.1) == pytest.approx(drift)
 
 
-def test_each_sequence_has_the_bounds_of_its_length() -> None:
+def test_each_sequence_is_masked_by_the_bounds_of_its_length() -> None:
     d, mask = padded([[1.0], [1.0] * 40, [0.1] * 40])
     kept = kept_within(0.5, 2.0, d, mask)
     assert kept == [1.0, 0.0, 1.0]
@@ -127,7 +127,7 @@ def test_sequence_of_any_length_is_kept_without_bounds() -> None:
 
 
 @given(LOG_RATIOS)
-def test_sums_of_a_row_equal_the_sums_over_its_tokens(rows: list[list[float]]) -> None:
+def test_off_policy_sums_of_a_row_equal_the_sums_over_its_tokens(rows: list[list[float]]) -> None:
     for row, found in zip(rows, compared(rows, [0] * len(rows)), strict=True):
         assert found.tokens == len(row)
         assert found.divergence == pytest.approx(sum(math.exp(d) - 1 - d for d in row))

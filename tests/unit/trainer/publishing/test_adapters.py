@@ -100,7 +100,7 @@ def test_a_save_that_breaks_off_leaves_no_version(tmp_path: Path) -> None:
     assert list((tmp_path / "m").iterdir()) == []
 
 
-def test_sweeping_keeps_every_version_whole(tmp_path: Path) -> None:
+def test_sweep_of_the_adapter_folder_keeps_every_version_whole(tmp_path: Path) -> None:
     for version in range(1, 12):
         write(tmp_path, version)
     (tmp_path / "org--m" / ".3-removed").mkdir()
@@ -124,7 +124,7 @@ def test_a_removed_version_is_not_seen_half_removed(tmp_path: Path) -> None:
 # Files that are not those that the update wrote
 
 
-def test_files_as_they_were_written_are_not_altered(tmp_path: Path) -> None:
+def test_version_with_its_files_as_written_is_not_altered(tmp_path: Path) -> None:
     version = recorded(tmp_path, 1)
     assert why_altered(version) is None
     # Of earlier versions of Pawl the database has no hash.
@@ -132,7 +132,7 @@ def test_files_as_they_were_written_are_not_altered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_changed_byte_is_found(tmp_path: Path, name: str) -> None:
+def test_changed_byte_of_a_versions_file_is_found(tmp_path: Path, name: str) -> None:
     version = recorded(tmp_path, 1)
     file = Path(version.adapter_path or "") / name
     data = bytearray(file.read_bytes())
@@ -162,7 +162,9 @@ def test_forged_files_with_a_matching_manifest_count_as_altered(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SERVED[0]])
-async def test_missing_files_are_told_with_the_version(tmp_path: Path, name: str) -> None:
+async def test_missing_files_are_reported_with_the_version_and_the_remedy(
+    tmp_path: Path, name: str
+) -> None:
     version = recorded(tmp_path, 1)
     (Path(version.adapter_path or "") / name).unlink()
     with pytest.raises(FilesAltered, match=r"m@1 is not loaded: .*restore it from a backup"):
@@ -199,7 +201,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_adapter_is_copied_and_the_trainers_own_files_are_not(
+def test_export_copies_the_adapter_and_not_the_trainers_own_files(
     version: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "out"
@@ -231,7 +233,7 @@ def test_files_that_changed_or_are_gone_are_not_exported(version: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_copy_that_breaks_off_leaves_nothing(
+def test_export_that_breaks_off_leaves_no_files(
     version: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(source: Path, target: Path) -> None:

@@ -16,11 +16,11 @@ def version(number: int, state: PolicyState, *, deleted: bool = False) -> Policy
     )
 
 
-def test_unrecorded_folder_is_removed_once_a_newer_version_exists() -> None:
+def test_unrecorded_version_folder_is_removed_once_a_newer_version_exists() -> None:
     versions = [version(0, "retired"), version(3, "serving")]
     assert leftovers(versions, [1, 2, 3, 4]) == [1, 2]
 
 
-def test_folder_that_is_marked_as_deleted_goes() -> None:
+def test_folder_of_a_version_marked_as_deleted_is_removed() -> None:
     versions = [version(1, "retired", deleted=True), version(2, "serving")]
     assert leftovers(versions, [1, 2]) == [1]

@@ -34,7 +34,7 @@ LAYERS = {"model.q_proj": (32, 16, 1)}
 SHAPES = {"model.q_proj.lora_A.weight": (8, 32), "model.q_proj.lora_B.weight": (16, 8)}
 
 
-def test_plain_lora_up_to_the_recipes_rank_is_taken() -> None:
+def test_imported_adapter_of_plain_lora_up_to_the_recipes_rank_is_accepted() -> None:
     assert why_not_plain(CONFIG, LoraOptions(rank=8)) is None
     assert why_not_plain(CONFIG | {"task_type": None, "use_rslora": True}, LoraOptions()) is None
     assert why_not_plain(CONFIG | {"init_lora_weights": "gaussian"}, LoraOptions()) is None
@@ -65,7 +65,7 @@ def test_adapter_that_is_not_plain_lora_is_refused_with_the_reason(
     assert re.search(said, why)
 
 
-def test_the_base_is_told_by_its_name_or_its_folder(tmp_path: Path) -> None:
+def test_base_model_of_an_imported_adapter_is_recognised_by_name_or_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert why_another_base(CONFIG, "org/base") is None
     named = {"base_model_name_or_path": str(tmp_path / "link")}
@@ -78,7 +78,7 @@ def test_the_base_is_told_by_its_name_or_its_folder(tmp_path: Path) -> None:
     assert why_another_base({}, "org/base") is not None
 
 
-def test_shapes_of_the_layers_fit() -> None:
+def test_imported_adapter_with_the_base_models_layer_shapes_is_accepted() -> None:
     assert why_other_layers(SHAPES, 8, LAYERS) is None
     assert why_other_layers(SHAPES, 8, LAYERS | {"model.k_proj": (1, 1, 1)}) is None
     stacked = {"model.q_proj.lora_A.weight": (32, 32), "model.q_proj.lora_B.weight": (16, 32)}
@@ -96,13 +96,15 @@ def test_shapes_of_the_layers_fit() -> None:
         (SHAPES | {"model.lm_head.lora_A.weight": (8, 32)}, "lora.target_modules does not train"),
     ],
 )
-def test_other_shapes_are_refused_by_name(shapes: dict[str, tuple[int, ...]], said: str) -> None:
+def test_imported_adapter_with_other_layer_shapes_is_refused_by_name(
+    shapes: dict[str, tuple[int, ...]], said: str
+) -> None:
     why = why_other_layers(shapes, 8, LAYERS)
     assert why is not None
     assert said in why
 
 
-def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+def test_folder_without_a_readable_peft_adapter_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"no PEFT adapter: it has no adapter_config\.json"):
         read_config(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")

@@ -14,18 +14,18 @@ TRAINED = [[-1.0, -2.0], [-3.0]]
 BEFORE = [[-1.5, -2.5], [-3.5]]
 
 
-def test_the_right_adapter_passes() -> None:
+def test_right_adapter_passes_the_probe() -> None:
     probe = compare(TRAINED, TRAINED, BEFORE)
     assert (probe.mean_difference, probe.moved, probe.tokens) == (0.0, 0.5, 3)
     assert rejection_reason(probe, 0.01) is None
 
 
-def test_the_old_version_under_the_new_name_is_found() -> None:
+def test_probe_finds_the_old_version_served_under_the_new_name() -> None:
     assert rejection_reason(compare(BEFORE, TRAINED, BEFORE), 0.01) is not None
     assert rejection_reason(compare(TRAINED, TRAINED, TRAINED), 0.01) is not None
 
 
-def test_nan_is_rejected() -> None:
+def test_probe_rejects_log_probabilities_that_are_nan() -> None:
     nan = [[float("nan"), -2.0], [-3.0]]
     assert rejection_reason(compare(nan, TRAINED, BEFORE), 0.01) is not None
 
@@ -49,12 +49,12 @@ CASES = {
 }
 
 
-def test_matching_log_probabilities_pass() -> None:
+def test_matching_log_probabilities_pass_the_self_test() -> None:
     assert why_misfit(FITS, 0.05) is None
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_mismatch_is_named_with_its_remedy(case: str) -> None:
+def test_self_test_names_a_mismatch_with_its_remedy(case: str) -> None:
     changes, said = CASES[case]
     why = why_misfit(msgspec.structs.replace(FITS, **changes), 0.05)
     assert why is not None
@@ -66,7 +66,7 @@ def test_mismatch_is_named_with_its_remedy(case: str) -> None:
     st.lists(st.floats(-0.4, 0.4), min_size=2, max_size=2),
     st.floats(0.01, 1.0),
 )
-def test_a_larger_tolerance_never_refuses_more(
+def test_larger_tolerance_of_the_self_test_never_refuses_more(
     base: list[float], adapter: list[float], tolerance: float
 ) -> None:
     compared = msgspec.structs.replace(
@@ -101,12 +101,12 @@ METRICS = (
 )
 
 
-def test_slots_are_read_from_vllms_lora_requests_metric() -> None:
+def test_adapter_slots_are_read_from_vllms_lora_requests_metric() -> None:
     assert slots_named_in(METRICS) == 4
     assert slots_named_in('vllm:lora_requests_info{a="",max_lora="12",b=""} 1.0') == 12
 
 
-def test_slots_are_unknown_before_the_first_request() -> None:
+def test_adapter_slots_are_unknown_before_vllms_first_request() -> None:
     assert slots_named_in("") is None
     assert slots_named_in(METRICS.splitlines()[0]) is None
     assert slots_named_in('vllm:cache_config_info{max_lora="4"} 1.0\n') is None

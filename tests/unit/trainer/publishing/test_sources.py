@@ -119,12 +119,14 @@ async def test_fetched_version_equals_the_trainers_files(
             assert await files.fetch(written, None) == place
 
 
-async def test_without_a_source_files_are_where_the_trainer_has_them(trainer: Path) -> None:
+async def test_version_files_are_in_the_trainers_folder_without_an_adapter_source(
+    trainer: Path,
+) -> None:
     files = others_files(SourceSettings(adapter_dir=trainer))
     assert await files.fetch(trainer / "m" / "1", "0" * 64) == trainer / "m" / "1"
 
 
-async def test_half_fetched_version_goes_on_where_it_ended(
+async def test_fetch_of_a_version_goes_on_where_it_was_interrupted(
     trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "CHUNK", CHUNK)
@@ -143,7 +145,7 @@ async def test_half_fetched_version_goes_on_where_it_ended(
     assert kept(tmp_path / "own") == ["1"]
 
 
-async def test_long_fetch_goes_on_and_the_next_caller_learns_its_end(
+async def test_long_fetch_of_a_version_goes_on_and_the_next_caller_learns_its_result(
     trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = write(trainer)
@@ -175,7 +177,9 @@ async def test_fetched_version_does_not_wait_for_the_fetch_of_another(
         assert same(await long, other)
 
 
-async def test_folder_is_held_by_a_single_process(trainer: Path, tmp_path: Path) -> None:
+async def test_folder_of_fetched_versions_is_locked_by_a_single_process(
+    trainer: Path, tmp_path: Path
+) -> None:
     written, own = write(trainer), tmp_path / "own"
     async with fetching(f"file://{trainer}", own) as one, fetching(f"file://{trainer}", own) as two:
         one.hold()
@@ -188,7 +192,9 @@ async def test_folder_is_held_by_a_single_process(trainer: Path, tmp_path: Path)
         assert await two.fetch(written, None) == place
 
 
-async def test_copied_files_are_known_by_the_trainers_path(trainer: Path, tmp_path: Path) -> None:
+async def test_path_of_fetched_files_is_mapped_to_the_trainers_path(
+    trainer: Path, tmp_path: Path
+) -> None:
     written, own = write(trainer), tmp_path / "own"
     shutil.copytree(trainer, own)
     async with fetching(f"file://{trainer}", own) as files:
@@ -206,7 +212,7 @@ async def test_copied_files_are_known_by_the_trainers_path(trainer: Path, tmp_pa
         (lambda folder: (folder / MANIFEST).unlink(), "has no org--m #1/1"),
     ],
 )
-async def test_version_that_is_not_as_it_was_written_is_not_kept(
+async def test_fetched_version_that_is_not_as_it_was_written_is_not_kept(
     trainer: Path, tmp_path: Path, damage: Any, why: str
 ) -> None:
     written = write(trainer)
@@ -223,7 +229,9 @@ async def test_version_that_is_not_as_it_was_written_is_not_kept(
         assert same(await files.fetch(written, digest), written)
 
 
-async def test_source_that_is_away_is_named_and_tried_again(trainer: Path, tmp_path: Path) -> None:
+async def test_unreachable_adapter_source_is_named_and_tried_again(
+    trainer: Path, tmp_path: Path
+) -> None:
     written = write(trainer)
     async with serving(trainer) as (served, url), fetching(url, tmp_path / "own") as files:
         served.is_away = True
@@ -237,7 +245,7 @@ async def test_source_that_is_away_is_named_and_tried_again(trainer: Path, tmp_p
             await files.fetch(written, None)
 
 
-async def test_altered_copy_is_fetched_anew(trainer: Path, tmp_path: Path) -> None:
+async def test_altered_copy_of_a_version_is_fetched_again(trainer: Path, tmp_path: Path) -> None:
     written = write(trainer)
     async with fetching(f"file://{trainer}", tmp_path / "own") as files:
         place = await files.fetch(written, None)
@@ -251,7 +259,7 @@ async def test_altered_copy_is_fetched_anew(trainer: Path, tmp_path: Path) -> No
     assert (written / WEIGHTS).read_bytes() == b"altered"
 
 
-async def test_full_disk_leaves_nothing_behind(
+async def test_fetch_to_a_full_disk_leaves_no_files(
     trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path) -> None:
@@ -267,7 +275,9 @@ async def test_full_disk_leaves_nothing_behind(
         assert same(await files.fetch(written, None), written)
 
 
-async def test_versions_asked_for_longest_ago_make_room(trainer: Path, tmp_path: Path) -> None:
+async def test_fetched_versions_requested_longest_ago_are_removed_to_make_room(
+    trainer: Path, tmp_path: Path
+) -> None:
     own, loaded = tmp_path / "own", set[Path]()
     written = [write(trainer, number, "m") for number in (1, 2, 3, 4)]
 
@@ -371,18 +381,18 @@ async def test_uploaded_version_is_fetched_and_withdrawn(trainer: Path, tmp_path
         assert kept(store) == ["1"]
 
 
-def test_http_source_is_the_trainers_own_folder() -> None:
+def test_trainer_with_an_http_adapter_source_keeps_versions_in_its_own_folder() -> None:
     settings = SourceSettings(adapter_source="http://trainer:8102/adapters/")
     assert type(sources.trainers_files(settings)) is AdapterFiles
     assert settings.adapter_source == "http://trainer:8102/adapters"
 
 
 @pytest.mark.parametrize("source", ["nosuch://bucket/folder", "adlx://bucket"])
-def test_unknown_kind_of_source_is_an_error_at_the_start(source: str) -> None:
+def test_unknown_kind_of_adapter_source_is_an_error_at_the_start(source: str) -> None:
     with pytest.raises(TrainerError, match="PAWL_ADAPTER_SOURCE"):
         others_files(SourceSettings(adapter_source=source))
 
 
-def test_source_that_is_no_url_is_refused() -> None:
+def test_adapter_source_that_is_no_url_is_refused() -> None:
     with pytest.raises(ValueError, match="write http://HOST:PORT/adapters"):
         SourceSettings(adapter_source="trainer:8102")
