@@ -24,7 +24,7 @@ from pawl.controller.eprocess import (
     block_size,
     bound,
 )
-from pawl.controller.own_past import OwnPast
+from pawl.controller.own_past import OwnPast, Scored
 
 if TYPE_CHECKING:
     from trainer.recipes.recipe import PublishOptions
@@ -66,6 +66,7 @@ class ComparedEpisode(msgspec.Struct, frozen=True):
         malformed: whether one of its tool calls was malformed; None if it called no tool.
         seconds: how long its calls took, in a unit that both versions share; None if unknown.
         version: the version that it was given; an arm of a watch has several.
+        task: its task; None if it is unknown.
     """
 
     family: str
@@ -74,6 +75,7 @@ class ComparedEpisode(msgspec.Struct, frozen=True):
     malformed: bool | None = None
     seconds: float | None = None
     version: int = 0
+    task: str | None = None
 
 
 class ArmFigures(msgspec.Struct, frozen=True):
@@ -264,7 +266,7 @@ class Comparison:
         """Add an episode that was served before the control lost the traffic."""
         value = self._value(episode)
         if value is not None and not episode.failed:
-            self._own_past.add((episode.family, value), is_past=True)
+            self._own_past.add(Scored(episode.family, episode.task, value), is_past=True)
 
     def add(self, is_new: bool, episode: ComparedEpisode) -> None:
         """Add a live episode; episodes must come in the order in which they count."""
@@ -407,7 +409,7 @@ class Comparison:
             family.add(is_new, episode.family, value)
         # In an outage every version fails: failed episodes are no sign of a fall.
         if is_new and self.is_watch and not episode.failed and self.fall is None:
-            self._own_past.add((episode.family, value))
+            self._own_past.add(Scored(episode.family, episode.task, value))
             if self.fall is not None:
                 self._blocks.clear()
                 self._total = self._weight = 0.0

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from math import sqrt
 from statistics import fmean
-from typing import Final
+from typing import Final, NamedTuple
 
 # The newest WINDOWS episodes are compared with those before them. PAST bounds how many are kept
 # before the longest window.
@@ -22,22 +22,28 @@ STEP: Final = 16
 LEAST_FALL: Final = 0.15
 ERRORS: Final = 4.25
 
-Value = tuple[str, float]
+
+class Scored(NamedTuple):
+    """A reward as a `value` of 0 to 1, with its task (None: unknown) and the task's family."""
+
+    family: str
+    task: str | None
+    value: float
 
 
 class OwnPast:
-    """A sequence of rewards, as values of 0 to 1 with the family of their task.
+    """A sequence of rewards.
 
     Attributes:
         fall: how far they fell, when that was first seen; None before.
     """
 
     def __init__(self) -> None:
-        self._values: deque[Value] = deque(maxlen=PAST + WINDOWS[-1])
+        self._values: deque[Scored] = deque(maxlen=PAST + WINDOWS[-1])
         self._count = 0
         self.fall: float | None = None
 
-    def add(self, value: Value, *, is_past: bool = False) -> None:
+    def add(self, value: Scored, *, is_past: bool = False) -> None:
         """Add a value; a past value is only compared with, never tested."""
         self._values.append(value)
         self._count += not is_past
@@ -47,7 +53,7 @@ class OwnPast:
             self.fall = max((fall for fall in falls if fall is not None), default=None)
 
 
-def fall_of(values: Sequence[Value], new: int) -> float | None:
+def fall_of(values: Sequence[Scored], new: int) -> float | None:
     """Return how far the last `new` values are below earlier values of their families.
 
     None if that is too little to count, or if there are too few values.
@@ -62,16 +68,37 @@ def fall_of(values: Sequence[Value], new: int) -> float | None:
     fall = variance = squares = 0.0
     for family in both:
         old, own = before[family], after[family]
-        share, mean = len(own) / count, fmean(old + own)
-        fall += share * (fmean(old) - fmean(own))
+        share, mean = len(own) / count, _mean(old + own)
+        fall += share * (_mean(old) - _mean(own))
         variance += share**2 * (1 / len(own) + 1 / len(old))
-        squares += sum((value - mean) ** 2 for value in old + own)
+        squares += sum((one.value - mean) ** 2 for one in old + own)
     squares /= count + sum(len(before[family]) for family in both)
-    return fall if fall >= max(LEAST_FALL, ERRORS * sqrt(squares * variance)) else None
+    variance *= squares * _likeness(side[family] for side in (before, after) for family in both)
+    return fall if fall >= max(LEAST_FALL, ERRORS * sqrt(variance)) else None
 
 
-def _by_family(values: Iterable[Value]) -> dict[str, list[float]]:
+def _likeness(samples: Iterable[Sequence[Scored]]) -> float:
+    """Return by what factor a mean varies more than that of as many independent values, at least 1.
+
+    Tries of one task often end alike (https://en.wikipedia.org/wiki/Design_effect). The tasks of a
+    sample are compared with its mean; unknown tasks count as different.
+    """
+    of_tasks = of_values = 0.0
+    for sample in samples:
+        mean, gaps = _mean(sample), defaultdict[object, float](float)
+        for place, one in enumerate(sample):
+            gaps[place if one.task is None else one.task] += one.value - mean
+            of_values += (one.value - mean) ** 2
+        of_tasks += sum(gap**2 for gap in gaps.values())
+    return max(1.0, of_tasks / of_values) if of_values else 1.0
+
+
+def _by_family(values: Iterable[Scored]) -> dict[str, list[Scored]]:
     families = defaultdict(list)
-    for family, value in values:
-        families[family].append(value)
+    for one in values:
+        families[one.family].append(one)
     return families
+
+
+def _mean(values: Iterable[Scored]) -> float:
+    return fmean(one.value for one in values)

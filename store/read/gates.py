@@ -248,7 +248,8 @@ SKEW: Final = timedelta(seconds=1)
 class ArmEpisode(Record, frozen=True, kw_only=True):
     """The result of one episode for its arm.
 
-    `version` is the version that it was given. `reward` is None if it has none. `failed`: a request
+    `version` is the version that it was given; `task` and its `family` are without the tenant.
+    `reward` is None if it has none. `failed`: a request
     ended in an error or a truncated reply, or the first had not ended. `malformed`: a tool call was
     malformed; None without tool events. `seconds` is the mean duration of its calls until then.
     """
@@ -257,6 +258,7 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     began: datetime
     arm: Arm | None
     version: int | None
+    task: str | None
     family: str
     reward: float | None
     failed: bool | None
@@ -314,8 +316,9 @@ async def arm_episodes(
         "latest": lowest_id_at(max(counted.values()) + _APART),
     }
     rows = await connection.execute(_CAME_TO, values(counted) | bounds)
-    families = {one: task_family(row.task and bare(row.task)) for one, row in known.items()}
-    episodes = [
-        ArmEpisode(began=began[row.id], family=families[row.id], **row._mapping) for row in rows
-    ]
+    episodes = []
+    for row in rows:
+        task = (named := known[row.id].task) and bare(named)
+        of_task = {"task": task, "family": task_family(task)}
+        episodes.append(ArmEpisode(began=began[row.id], **of_task, **row._mapping))
     return sorted(episodes, key=lambda one: (at[one.id], known[one.id].first_call_id))

@@ -158,6 +158,16 @@ def test_fall_of_rewards_below_their_own_past_is_detected_before_a_verdict() -> 
     assert not comparison.is_in_line
 
 
+@pytest.mark.parametrize(("tries", "falls"), [(1, True), (8, False)])
+def test_unlucky_tasks_are_no_fall_however_often_each_is_tried(tries: int, falls: bool) -> None:
+    """The rewards fall from 0.6 to 0.25 in 64 episodes: a fall for 64 tasks, chance for eight."""
+    tasks = [number % 5 < 3 for number in range(50)] + [number % 4 == 0 for number in range(8)]
+    comparison = Comparison(RULE, watches=True)
+    for episode, reward in enumerate(reward for reward in tasks for _ in range(8)):
+        comparison.add(True, ComparedEpisode("one", float(reward), task=f"one/{episode // tries}"))
+    assert (comparison.fall is not None) is falls
+
+
 def test_failed_episodes_of_an_outage_are_no_fall_of_rewards() -> None:
     comparison, failed = followed((1_000, 1, 0.8, 0.8)), ComparedEpisode("one", None, failed=True)
     for _ in range(500):
