@@ -249,9 +249,9 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
     """The result of one episode for its arm.
 
     `version` is the version that it was given; `task` and its `family` are without the tenant.
-    `reward` is None if it has none. `failed`: a request
-    ended in an error or a truncated reply, or the first had not ended. `malformed`: a tool call was
-    malformed; None without tool events. `seconds` is the mean duration of its calls until then.
+    `reward` is None if it has none. `failed`: a request ended in an error or a truncated reply, or
+    the first had not ended. `malformed`: a tool call was malformed; None without tool events.
+    `seconds` is the mean duration of its calls until then.
     """
 
     id: UUID
