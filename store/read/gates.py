@@ -316,9 +316,14 @@ async def arm_episodes(
         "latest": lowest_id_at(max(counted.values()) + _APART),
     }
     rows = await connection.execute(_CAME_TO, values(counted) | bounds)
-    episodes = []
-    for row in rows:
-        task = (named := known[row.id].task) and bare(named)
-        of_task = {"task": task, "family": task_family(task)}
-        episodes.append(ArmEpisode(began=began[row.id], **of_task, **row._mapping))
+    tasks = {one: row.task and bare(row.task) for one, row in known.items()}
+    episodes = [
+        ArmEpisode(
+            began=began[row.id],
+            task=tasks[row.id],
+            family=task_family(tasks[row.id]),
+            **row._mapping,
+        )
+        for row in rows
+    ]
     return sorted(episodes, key=lambda one: (at[one.id], known[one.id].first_call_id))
