@@ -236,6 +236,8 @@ STATEMENTS: list[tuple[bool, Any]] = [
     (False, {"value": 0, "correction": " \n", "episode": "e"}),
     (False, {"value": 0, "correction": "s" * 65_537, "episode": "e"}),
     (False, {"withdrawn": True, "correction": "So it is.", "episode": "e"}),
+    (True, {"value": 0, "correction": "So it is.", "source": None, "episode": "e"}),
+    (False, {"value": 0, "correction": "So it is.", "source": "judge", "episode": "e"}),
     (False, {"metric": "tool_status", "value": "ok", "correction": "So.", "episode": "e"}),
     (False, {"value": "0.5", "episode": "e"}),
     (False, {"value": "True", "episode": "e"}),
