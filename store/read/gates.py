@@ -151,9 +151,10 @@ async def served_since(connection: AsyncConnection, name: str, at: datetime) -> 
 async def next_control(
     connection: AsyncConnection, name: str, newest: int, served: Collection[int], before: datetime
 ) -> int | None:
-    """Return the newest of the versions `served` up to `newest`, or else the next after it.
+    """Return the version that becomes the next control; None if there is none.
 
-    Only retired versions that are still loaded, and had the traffic before `before`, count.
+    It is the newest of the versions `served` that is no newer than `newest`; if all are
+    newer, the oldest. It must be retired, still loaded, and have had the traffic before `before`.
     """
     values = {"name": name, "newest": newest, "served": list(served), "before": before}
     version: int | None = await connection.scalar(_NEXT_CONTROL, values)

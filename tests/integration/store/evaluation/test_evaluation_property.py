@@ -70,7 +70,7 @@ def record(step: Sequence[Any]) -> SpoolRecord:
         key,
         method="own",
         split=split,
-        task=TASKS[key],
+        task=TASKS.get(key),
         policy=policy,
         provides=fingerprint(told),
         needs=fingerprint(repeats),
@@ -103,6 +103,13 @@ JOINED_AND_CLAIMED = [
 ]
 DOUBTED_LAST = [*JOINED_AND_CLAIMED, EVALUATION_CALL, SECOND_PROVIDER, ("finish", "m")]
 DOUBTED_FIRST = [*JOINED_AND_CLAIMED, SECOND_PROVIDER, EVALUATION_CALL, ("finish", "m")]
+# Nine providers more: the fingerprint is too common, so no link leads from one part to the other.
+TOO_COMMON = [
+    *JOINED_AND_CLAIMED,
+    *(("call", f"more{number}", "train", "n", (1, 2), None) for number in range(9)),
+    EVALUATION_CALL,
+    ("finish", "m"),
+]
 
 
 class Ledger:
@@ -301,6 +308,7 @@ def marked(database_url: str) -> Iterator[SharedDatabase]:
 @example(steps=LATE, rule=GROUPS)
 @example(steps=DOUBTED_LAST, rule=SINGLES)
 @example(steps=DOUBTED_FIRST, rule=SINGLES)
+@example(steps=TOO_COMMON, rule=SINGLES)
 def test_all_training_and_no_evaluation_episodes_are_consumed(
     marked: SharedDatabase, steps: list[Sequence[Any]], rule: ClaimRule
 ) -> None:
