@@ -37,8 +37,8 @@ from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
 from store.read.episodes import read_episodes
 from store.records import Episode
-from store.selecting import Selection, selected
-from store.settings import address
+from store.selecting import Selection, select_episodes
+from store.settings import parse_address
 from tests.support.faults.ledger import Scrapes, drained
 
 # Each row's key names its calls in the ledger; then come its title, and its program's arguments.
@@ -139,14 +139,14 @@ async def measure_row(stack: Stack, key: str) -> Result:
         failures = json.loads(await run_client(base_url, *command, within_s=CLIENT_S))
     except ClientFailed as error:
         failures = {str(error): 1}
-    admin = address(stack.plan.admin_listen)[1]
+    admin = parse_address(stack.plan.admin_listen)[1]
     if await drained(admin, Scrapes(), within_s=DRAIN_S) is None:
         raise RuntimeError(f"the calls were not stored in {DRAIN_S:g} s")
     engine = make_engine(stack.database_url)
     try:
         async with engine.connect() as connection:
             episodes = await read_episodes(
-                connection, await selected(connection, Selection(agent=key))
+                connection, await select_episodes(connection, Selection(agent=key))
             )
     finally:
         await engine.dispose()

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from pawl.processes import stop_event
 from pawl.settings import AdaptersSettings
-from store.admin_port import listen_on
+from store.admin_port import serve_app
 from store.limited_bodies import LimitedResponse
 from store.schema.tables import MANIFEST_SHA256
 from store.settings import without_login
@@ -53,7 +53,7 @@ async def run(settings: AdaptersSettings) -> None:
         )
         server = AdapterServer(settings, session)
         server.files.hold()
-        port = await listen_on(
+        port = await serve_app(
             server.app(),
             settings.adapters_listen,
             "PAWL_ADAPTERS_LISTEN",

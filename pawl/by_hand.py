@@ -17,9 +17,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.settings import ControllerSettings, read_settings
 from store import retraining, version_states
-from store.errors import NotGated, StateChanged, StoreError, UnknownNames, UnknownPolicy
+from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy, WrongVersionState
 from store.retraining import Retrained
-from store.selecting import Selection, named, selected
+from store.selecting import Selection, find_named_episodes, select_episodes
 from store.tenants import scoped
 from store.version_queries import list_events, list_versions, numbered_version
 from store.version_states import lock_policies
@@ -131,7 +131,7 @@ async def find_to_promote(
 
     Raises:
         UnknownPolicy: there is no such version, or none is named and none can be promoted.
-        NotGated: the version cannot serve, or serves already.
+        WrongVersionState: the version cannot serve, or serves already.
     """
     name, number = split_name(named)
     versions = await policy_versions(connection, name, tenant)
@@ -155,7 +155,7 @@ async def promote_by_hand(
     """Give a version the traffic, and return it; an unloaded version is loaded first.
 
     Raises:
-        NotGated: the version is not loaded in time.
+        WrongVersionState: the version is not loaded in time.
         StateChanged, RolledBack: its state was changed meanwhile.
     """
     if version.unloaded:
@@ -198,11 +198,11 @@ async def promote_as_seen(
 
 def _check_can_serve(version: PolicyVersion) -> None:
     if version.state == "serving":
-        raise NotGated(f"{version.name}@{version.version} serves already")
+        raise WrongVersionState(f"{version.name}@{version.version} serves already")
     if version.state not in PROMOTABLE or version.ended or version.files_deleted:
         why = "its files were deleted" if version.files_deleted else f"it is {version.state!r}"
         why = "it ended when the policy's line started again" if version.ended else why
-        raise NotGated(
+        raise WrongVersionState(
             f"{version.name}@{version.version} cannot be promoted: {why}, and only versions that"
             f" are {', '.join(PROMOTABLE)} can be; an adapter that was exported can be imported,"
             " which makes it a version of its own"
@@ -213,7 +213,7 @@ async def wait_until_loaded(version: PolicyVersion) -> None:
     """Wait until every replica that answers lists a recalled version.
 
     Raises:
-        NotGated: the version is not listed within `LOADED_WITHIN_S` seconds.
+        WrongVersionState: the version is not listed within `LOADED_WITHIN_S` seconds.
     """
     name = version.served_name
     print(f"{name} was unloaded: waiting for the model servers to load it", file=sys.stderr)
@@ -231,7 +231,7 @@ async def wait_until_loaded(version: PolicyVersion) -> None:
                     return
                 why = f"{', '.join(lacking)} has not loaded it"
             await asyncio.sleep(ASKED_EVERY_S)
-    raise NotGated(
+    raise WrongVersionState(
         f"{name} was not loaded within {LOADED_WITHIN_S:g} s, so it does not serve: {why}; let a"
         " `pawl controller` run, which loads it, see its log, and run this again"
     )
@@ -247,7 +247,7 @@ async def roll_back_by_hand(
 
     Raises:
         UnknownPolicy: there is no such version.
-        NotGated: the version gets no new episodes, or is the base model.
+        WrongVersionState: the version gets no new episodes, or is the base model.
     """
     name, number = split_name(named)
     await policy_versions(connection, name, tenant)
@@ -339,8 +339,8 @@ async def retrain_by_hand(
 
     Raises:
         UnknownPolicy, UnknownNames: there is no such version, episode or API key.
-        NotGated, StateChanged, RolledBack: the line cannot start there, or the version is not
-            loaded in time; the message says why.
+        WrongVersionState, StateChanged, RolledBack: the line cannot start there, or the version is
+            not loaded in time; the message says why.
     """
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
@@ -371,7 +371,7 @@ async def _episodes(
     connection: AsyncConnection, tenant: str, without: Sequence[str | Selection]
 ) -> set[UUID]:
     names = [scoped(tenant, one) for one in without if isinstance(one, str)]
-    chosen = await named(connection, names)
+    chosen = await find_named_episodes(connection, names)
     if chosen.unknown:
         raise UnknownNames(
             f"these episodes are not recorded, and nothing was changed: {list(chosen.unknown)[:5]};"
@@ -379,7 +379,9 @@ async def _episodes(
         )
     ids = set(chosen.wholes)
     for selection in (one for one in without if isinstance(one, Selection)):
-        ids |= set(await selected(connection, msgspec.structs.replace(selection, tenant=tenant)))
+        ids |= set(
+            await select_episodes(connection, msgspec.structs.replace(selection, tenant=tenant))
+        )
     return ids
 
 

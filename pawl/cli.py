@@ -115,7 +115,7 @@ def main() -> None:
     except (UnreadSettings, StoreError, ProxyError) as error:
         fail(str(error))
     except Exception as error:
-        from store.database import explain, is_no_records_fault
+        from store.database import explain_error, prevents_all_storing
 
         # An OSError from a connection to PostgreSQL has a built-in type and names no file.
         if isinstance(error, OSError) and error.filename is not None:
@@ -123,9 +123,9 @@ def main() -> None:
         is_other = isinstance(error, OSError) and (
             type(error).__module__ not in ("builtins", "socket", "ssl")
         )
-        if is_other or not is_no_records_fault(error):
+        if is_other or not prevents_all_storing(error):
             raise
-        fail(f"the database cannot be used: {explain(error)}")
+        fail(f"the database cannot be used: {explain_error(error)}")
 
 
 if __name__ == "__main__":

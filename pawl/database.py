@@ -37,7 +37,7 @@ async def open_database(settings: StoreSettings, *, makes: bool) -> AsyncIterato
         return
     postgres = EmbeddedPostgres(settings.data_dir)
     if not makes:
-        postgres.check_made()
+        postgres.check_initialised()
     try:
         yield await asyncio.to_thread(postgres.ensure_running)
     finally:

@@ -13,7 +13,7 @@ from store.read.browsing import fates_of
 from store.read.episodes import read_in_batches
 from store.read.lines import encoded_line
 from store.records import Episode
-from store.selecting import Selection, keep_for_evaluation, selected, untrained_tasks
+from store.selecting import Selection, keep_for_evaluation, select_episodes, untrained_tasks
 from store.tenants import DEFAULT, bare
 
 
@@ -28,7 +28,7 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     count = 0
     damaged: dict[UUID, str] = {}
     async with engine.connect() as connection:
-        ids = await selected(connection, selection)
+        ids = await select_episodes(connection, selection)
         async for batch in read_in_batches(connection, ids):
             damaged |= batch.damaged
             fates = await fates_of(connection, [episode.id for episode in batch.episodes])
@@ -58,7 +58,7 @@ async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], mo
     """
     selection = msgspec.structs.replace(selection, tenant=selection.tenant or DEFAULT)
     async with engine.begin() as connection:
-        of_task = await untrained_tasks(connection, await selected(connection, selection))
+        of_task = await untrained_tasks(connection, await select_episodes(connection, selection))
         order = sorted(of_task, key=lambda task: sha256(task.encode()).digest())
         questions: dict[str, str] = {}
         async for batch in read_in_batches(connection, [of_task[task][0] for task in order]):

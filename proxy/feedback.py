@@ -39,7 +39,7 @@ from proxy.spool.segments import CapturedCall
 from store.questions import known_targets, stored_bodies
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
-from store.tenants import bare, same_tenant
+from store.tenants import bare, name_in_same_tenant
 
 log = structlog.get_logger()
 
@@ -219,12 +219,12 @@ class RecentTargets:
         They are targets of the call's tenant, under their stored names.
         """
         earner = (record.policy or "", str(record.policy_version or 0))
-        call = same_tenant(record.episode, call)
+        call = name_in_same_tenant(record.episode, call)
         self._earners["call", call] = earner
         if record.episode != call:
             self._earners["episode", record.episode] = earner
         if response_id:
-            self._earners["response", same_tenant(record.episode, response_id)] = earner
+            self._earners["response", name_in_same_tenant(record.episode, response_id)] = earner
         while len(self._earners) > CAPACITY:
             self._earners.popitem(last=False)
 

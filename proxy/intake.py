@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from proxy.errors import BadRequest, Overloaded, ProxyError, TooLarge
 from proxy.http.exchange import Exchange
-from store.values.documents import MAX_DEPTH, Size, most_of, nests_too_deep, size_of
+from store.values.documents import MAX_DEPTH, Size, nests_too_deep, size_bound, size_of
 
 # Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
 SMALL: Final = 4 * 2**20
@@ -152,7 +152,7 @@ def check_shape(body: bytes) -> Size:
 
 def size_within(body: bytes, most: Size) -> Size | None:
     """Return an upper bound of a body's containers and values, or None if it holds too many."""
-    size = most_of(body)
+    size = size_bound(body)
     if _exceeds(size, most):
         # That count includes brackets and commas inside strings; count exactly before refusing.
         size = size_of(body, most)

@@ -36,8 +36,8 @@ from proxy.http.wire import CREDENTIALS, Headers
 from proxy.settings import Access
 from proxy.spool.folders import PRIVATE
 from store.browsers import why_foreign
-from store.files import sync, whole_folder, write_private
-from store.grants import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of
+from store.files import atomic_folder, sync, write_private
+from store.grants import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of_key
 
 log = structlog.get_logger()
 
@@ -432,7 +432,7 @@ class Gate:
         known = self._grants.get(key[_ID])
         other = self._grants.get(_ALWAYS if known is None else _NEVER)
         grant = known or other or _NOBODY
-        return grant if compare_digest(hash_of(key), grant.hash) else None
+        return grant if compare_digest(hash_of_key(key), grant.hash) else None
 
 
 def _too_many(grant: Grant, wait_s: int) -> TooMany:
@@ -527,7 +527,7 @@ class KeyFile:
         else:
             # The folder must never exist without the file.
             partial = folder.with_suffix(".part")
-            with whole_folder(folder, partial):
+            with atomic_folder(folder, partial):
                 partial.chmod(PRIVATE)
                 write_private(partial / NAME, content)
 

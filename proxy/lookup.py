@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 import structlog
 
 from proxy.settings import ProxySettings
-from store.driver import Connect, Driver, connector, is_away
+from store.driver import Connect, Driver, connector, is_temporary_failure
 from store.embedded import EmbeddedPostgres
 
 log = structlog.get_logger()
@@ -69,7 +69,7 @@ class Lookup:
             if self._embedded is not None and isinstance(error, FileNotFoundError):
                 # The server has no socket: it has not been started yet, or was stopped.
                 return None
-            tell = log.warning if is_away(error) else log.exception
+            tell = log.warning if is_temporary_failure(error) else log.exception
             tell("lookup_failed", reason=type(error).__name__)
             return None
 

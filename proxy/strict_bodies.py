@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from proxy.formats.base import ModelRequest
-from store.values.documents import members_in, nests_too_deep
+from store.values.documents import count_members, nests_too_deep
 
 FORM: Final = "multipart/form-data"
 # vLLM's parser (Starlette) accepts so many fields, and so many files.
@@ -230,7 +230,7 @@ def repeated_name(request: ModelRequest) -> str | None:
     Raises:
         ValueError: a value of the body cannot be read.
     """
-    if request.parsed is None or members_in(request.body) == _members_of(request.fields):
+    if request.parsed is None or count_members(request.body) == _members_of(request.fields):
         return None
     # Unparsed values have members too, so the names themselves are compared now.
     try:

@@ -39,7 +39,7 @@ from proxy.strict_bodies import FORM, is_plain, read_form, repeated_name
 from proxy.upstreams.upstreams import shown
 from store.driver import Driver
 from store.questions import known_responses
-from store.tenants import DEFAULT, own_digests, scoped
+from store.tenants import DEFAULT, keyed_digests, scoped
 
 
 def _words(text: str) -> frozenset[str]:
@@ -593,7 +593,7 @@ async def check_continued(
     """
     others = owners.other_tenants if tenant == DEFAULT else frozenset()
     fingerprint = response_fingerprint(named)
-    digests = {name: own_digests(name, [fingerprint])[0] for name in (tenant, *others)}
+    digests = {name: keyed_digests(name, [fingerprint])[0] for name in (tenant, *others)}
     names = {scoped(name, named): name for name in (tenant, *others)}
 
     async def ask(driver: Driver) -> set[str]:

@@ -131,7 +131,7 @@ _KEPT: Final = text(
 )
 
 
-class Live(Record, frozen=True, kw_only=True):
+class LiveCounts(Record, frozen=True, kw_only=True):
     """Numbers of the trained versions of one model server that need an adapter slot.
 
     `serving` have the traffic. `ready` wait until other policies go live with them. `gated` are
@@ -167,12 +167,12 @@ class KeptVersion(Record, frozen=True, kw_only=True):
     at_most_s: float
 
     @property
-    def gives_way(self) -> bool:
+    def may_be_unloaded(self) -> bool:
         """Return whether another version may have its slot."""
         return not self.is_under_way or self.at_most_s <= 0.0
 
 
-def free_slots(live: Live, slots: int) -> int:
+def free_slots(live: LiveCounts, slots: int) -> int:
     """Return how many more versions may be made for a server with `slots` adapter slots.
 
     Below 0 there are too many. A server needs a slot for each serving, ready, held and gated
@@ -183,7 +183,7 @@ def free_slots(live: Live, slots: int) -> int:
     return max(slots, never_free + 1) - live.total
 
 
-def needed_slots(live: Live, slots: int, together: int) -> int:
+def needed_slots(live: LiveCounts, slots: int, together: int) -> int:
     """Return how many slots must be free for a version, if `together` policies go live together.
 
     The first of their versions needs room for all: else it would wait for the others in vain. The
@@ -199,12 +199,12 @@ async def lock_slots(connection: AsyncConnection, policy: str) -> None:
     await connection.execute(_LOCK, {"policy": policy})
 
 
-async def live_versions(
+async def count_live_versions(
     connection: AsyncConnection,
     policy: str,
     together: Sequence[str] = (),
     known: Sequence[str] | None = None,
-) -> Live:
+) -> LiveCounts:
     """Count the versions that need a slot of the model server of `policy`.
 
     `together` are the policies that go live with this one. `known` are the configured policies
@@ -215,7 +215,7 @@ async def live_versions(
         "together": list(together),
         "known": None if known is None else list(known),
     }
-    return Live(**(await connection.execute(_LIVE, values)).one()._mapping)
+    return LiveCounts(**(await connection.execute(_LIVE, values)).one()._mapping)
 
 
 async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[KeptVersion]:
@@ -238,7 +238,9 @@ async def unload_kept(
         await mark_unloaded(connection, one.name, [one.version], why + used, actor)
 
 
-async def unload_ended(connection: AsyncConnection, policy: str | None, actor: Actor) -> None:
+async def unload_unused_versions(
+    connection: AsyncConnection, policy: str | None, actor: Actor
+) -> None:
     """Unload versions without an episode under way from the server of `policy` (None: any)."""
     ended = [one for one in await kept_versions(connection, policy) if not one.is_under_way]
     await unload_kept(connection, ended, "no episode that uses it is under way", actor)

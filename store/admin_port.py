@@ -13,14 +13,14 @@ from aiohttp.typedefs import Handler, Middleware
 
 from store.browsers import why_foreign
 from store.errors import NotListening
-from store.settings import address
+from store.settings import parse_address
 
 # aiohttp's errors for an unreadable head or body, which it answers with 400 where it still can, and
 # for a client that disconnected before its answer.
 _CLIENTS_FAULT: Final = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
-async def listen_on(
+async def serve_app(
     app: web.Application, listen: str, setting: str, hosts: tuple[str, ...] | None
 ) -> web.AppRunner:
     """Serve `app` on the address `listen`, the value of `setting`, until the runner's `cleanup`.
@@ -30,14 +30,14 @@ async def listen_on(
     Raises:
         NotListening: the port is taken, or the machine has no such address.
     """
-    server_logger.addFilter(is_a_failure)
+    server_logger.addFilter(is_server_failure)
     if hosts is not None:
-        app.middlewares.append(_without_foreign_pages(hosts))
+        app.middlewares.append(_refuse_foreign_pages(hosts))
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    host, port = address(listen)
+    host, port = parse_address(listen)
     try:
-        with listening_on(listen, setting):
+        with explain_listen_failure(listen, setting):
             await web.TCPSite(runner, host, port).start()
     except BaseException:
         await runner.cleanup()
@@ -45,7 +45,7 @@ async def listen_on(
     return runner
 
 
-def _without_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
+def _refuse_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
     @web.middleware
     async def refuse(request: web.Request, handler: Handler) -> web.StreamResponse:
         why = why_foreign(request.method, request.raw_headers, hosts)
@@ -58,7 +58,7 @@ def _without_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
 
 
 @contextmanager
-def listening_on(listen: str, setting: str) -> Iterator[None]:
+def explain_listen_failure(listen: str, setting: str) -> Iterator[None]:
     """Raise NotListening if the block fails to listen on `listen`, the value of `setting`."""
     try:
         yield
@@ -72,7 +72,7 @@ def listening_on(listen: str, setting: str) -> Iterator[None]:
         ) from error
 
 
-def is_a_failure(record: LogRecord) -> bool:
+def is_server_failure(record: LogRecord) -> bool:
     """Return whether a log record of aiohttp's is about more than a client's fault.
 
     Clients must not be able to fill the log with tracebacks.

@@ -36,8 +36,8 @@ def why_foreign(
             said[lower] = value.decode("latin-1").lower()
     host, origin, site = said.get(b"host"), said.get(b"origin"), said.get(b"sec-fetch-site")
     # HTTP/1.0 needs no host, and no browser speaks it.
-    if hosts is not None and host is not None and not _is_ours(host, hosts, loopback):
-        return _why("Host", host)
+    if hosts is not None and host is not None and not _is_own_host(host, hosts, loopback):
+        return _foreign_page_message("Host", host)
     if origin is None and site is None:
         return None
     page = (origin or "").rpartition("://")[2]
@@ -45,10 +45,14 @@ def why_foreign(
     is_same = site in ("same-origin", "none") or (site is None and page == host)
     if is_link or is_same or any(one and one in (hosts or ()) for one in (page, origin)):
         return None
-    return _why("Sec-Fetch-Site", site or "") if origin is None else _why("Origin", origin)
+    return (
+        _foreign_page_message("Sec-Fetch-Site", site or "")
+        if origin is None
+        else _foreign_page_message("Origin", origin)
+    )
 
 
-def _why(header: str, value: str) -> str:
+def _foreign_page_message(header: str, value: str) -> str:
     return (
         f"{header} is {value[:80]!r}, so another site's page may have sent this: if it is yours, "
         "add its host to PAWL_ALLOWED_HOSTS"
@@ -56,7 +60,7 @@ def _why(header: str, value: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _is_ours(host: str, hosts: tuple[str, ...], loopback: bool) -> bool:
+def _is_own_host(host: str, hosts: tuple[str, ...], loopback: bool) -> bool:
     """Return whether `host`, with or without a port, cannot be another site's name."""
     named = _HOST.fullmatch(host)
     name = named[1] if named else ""

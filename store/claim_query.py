@@ -83,14 +83,14 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     finished_after_s: float | None = None
 
     @property
-    def whole(self) -> int:
+    def full_update_size(self) -> int:
         """Return how many episodes a whole update has."""
         return self.groups * self.group_size
 
     @property
-    def needed(self) -> int:
+    def episodes_needed(self) -> int:
         """Return how many episodes with a signal an update needs."""
-        return min(self.fewest, self.whole)
+        return min(self.fewest, self.full_update_size)
 
 
 _SCORED = f"""
@@ -210,7 +210,7 @@ _FREE = text(
 )
 
 
-async def find_ready(
+async def lock_ready_episodes(
     connection: AsyncConnection, rule: ClaimRule, oldest: int, *, takes_most: bool = False
 ) -> list[UUID]:
     """Select and lock the episodes of the next update; return none while there are too few.
@@ -221,16 +221,16 @@ async def find_ready(
     groups = (takes_most and rule.most_groups) or rule.groups
     ready = await _ready_groups(connection, rule, oldest, groups * rule.group_size)
     ids = [one for group in chosen_groups(ready, rule) for one in group.ids]
-    free = await lock_free(connection, rule.policy, ids) if ids else set[UUID]()
+    free = await lock_free_episodes(connection, rule.policy, ids) if ids else set[UUID]()
     return [one for one in ids if one in free]
 
 
 def chosen_groups(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
     """Return the groups to take, in their order: none while there are too few."""
-    if sum(row.members for row in rows if row.has_signal) >= rule.needed:
+    if sum(row.members for row in rows if row.has_signal) >= rule.episodes_needed:
         return rows
     without = [row for row in rows if not row.has_signal]
-    return without if sum(row.members for row in without) >= rule.whole else []
+    return without if sum(row.members for row in without) >= rule.full_update_size else []
 
 
 async def _ready_groups(
@@ -254,7 +254,7 @@ async def _ready_groups(
         (_FAILED, rule.failed_after_s is not None),
         (_FINISHED, rule.finished_after_s is not None),
     )
-    but = await _not_left(connection, rule.policy, untrusted)
+    but = await _claimable_conditions(connection, rule.policy, untrusted)
     signal = _SPREAD if rule.needs_spread else _ANY_SIGNAL
     query = _GROUPS.format(
         ready="".join(part + but for part, counts in members if counts),
@@ -266,14 +266,16 @@ async def _ready_groups(
     return (await connection.execute(text(query), values)).all()
 
 
-async def lock(connection: AsyncConnection, ids: Sequence[UUID]) -> None:
+async def lock_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> None:
     """Lock these episodes, and so their claims by any policy, until the transaction ends."""
     await connection.execute(_LOCK, {"ids": list(ids)})
 
 
-async def lock_free(connection: AsyncConnection, policy: str, ids: Sequence[UUID]) -> set[UUID]:
+async def lock_free_episodes(
+    connection: AsyncConnection, policy: str, ids: Sequence[UUID]
+) -> set[UUID]:
     """Lock these episodes, and return those that no update of `policy` has claimed."""
-    await lock(connection, ids)
+    await lock_episodes(connection, ids)
     values = {"policy": policy, "ids": list(ids)}
     return set((await connection.execute(_FREE, values)).scalars())
 
@@ -354,7 +356,9 @@ _WERE_ROLLED_BACK: Final = text(
 )
 
 
-async def _not_left(connection: AsyncConnection, policy: str, untrusted: Sequence[str]) -> str:
+async def _claimable_conditions(
+    connection: AsyncConnection, policy: str, untrusted: Sequence[str]
+) -> str:
     """Return the conditions on rows of `episode_policies` for episodes that may be selected.
 
     They are empty, and cost nothing, if no server was ever at fault, no version was rolled back,
@@ -367,7 +371,7 @@ async def _not_left(connection: AsyncConnection, policy: str, untrusted: Sequenc
     return (f" AND {NOT_ASIDE}" if faults else "") + "".join(f" AND NOT {one}" for one in left)
 
 
-async def note_fault(connection: AsyncConnection, policy: str) -> int:
+async def set_aside_after_fault(connection: AsyncConnection, policy: str) -> int:
     """Set aside episodes that a past fault may have affected; return the number of free ones.
 
     The fault is assumed to have begun after the claim of the last update whose version went live.
@@ -391,7 +395,7 @@ async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: i
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
     """Return how many updates of the least size the waiting groups with a signal would make."""
     ready = await _ready_groups(connection, rule, 0, MOST)
-    return float(sum(row.members for row in ready if row.has_signal)) / rule.needed
+    return float(sum(row.members for row in ready if row.has_signal)) / rule.episodes_needed
 
 
 # One count for each of two partial indexes, which hold little more than the counted rows.

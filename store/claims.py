@@ -22,14 +22,14 @@ from store.claim_query import (
     EARLIER_MEMBERS,
     HAS_ROLLED_BACK,
     ClaimRule,
-    find_ready,
-    lock,
-    lock_free,
+    lock_episodes,
+    lock_free_episodes,
+    lock_ready_episodes,
     rolled_back_episodes,
 )
 from store.errors import ClaimLost, ClaimSpoilt
 from store.ids import new_id
-from store.link.claimable import refresh
+from store.link.claimable import refresh_policy_rows
 from store.read.agreement import trust_in_judges
 from store.read.episodes import read_episodes
 from store.records import EVAL, TRAIN, Episode, Group, Record, UpdateRow
@@ -105,10 +105,10 @@ async def claim(
     Raises:
         ClaimLost: another update of the policy is running.
     """
-    oldest = await oldest_version(
+    oldest = await oldest_trainable_version(
         connection, rule.policy, parent_version, rule.max_staleness, parent_serves=parent_serves
     )
-    taken = await find_ready(connection, rule, oldest, takes_most=takes_most)
+    taken = await lock_ready_episodes(connection, rule, oldest, takes_most=takes_most)
     if not taken:
         return None
     trust = await trust_in_judges(connection, rule.policy)
@@ -186,7 +186,7 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     )
 
 
-async def members_of(connection: AsyncConnection, update_id: UUID) -> list[UUID]:
+async def episodes_of_update(connection: AsyncConnection, update_id: UUID) -> list[UUID]:
     """Return the episodes that `load_claim` reads; none if there is no such update."""
     head = (await connection.execute(select(updates).where(updates.c.id == update_id))).first()
     task_of, earlier_of = await _members(connection, head) if head else ({}, {})
@@ -196,11 +196,11 @@ async def members_of(connection: AsyncConnection, update_id: UUID) -> list[UUID]
 async def _members(
     connection: AsyncConnection, head: Any
 ) -> tuple[dict[UUID, str], dict[str, list[UUID]]]:
-    task_of = await _held(connection, head.id)
-    return task_of, await _earlier(connection, head, Counter(task_of.values()))
+    task_of = await _tasks_of_claimed(connection, head.id)
+    return task_of, await _earlier_members(connection, head, Counter(task_of.values()))
 
 
-async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
+async def _tasks_of_claimed(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
     """Map the episodes of an update to their tasks; "" where an episode has none."""
     task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
     query = (
@@ -212,7 +212,7 @@ async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]
     return {row[0]: row[1] for row in await connection.execute(query)}
 
 
-async def _earlier(
+async def _earlier_members(
     connection: AsyncConnection, head: Any, sizes: Mapping[str, int]
 ) -> dict[str, list[UUID]]:
     """Return the newest consumed episodes of each task that is short of members, to fill it up."""
@@ -260,7 +260,7 @@ async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int
         await end_update(connection, update_id, "abandoned", {"abandoned": why})
     except ClaimLost:
         return 0
-    await lock(connection, list(await _held(connection, update_id)))
+    await lock_episodes(connection, list(await _tasks_of_claimed(connection, update_id)))
     freed = await connection.execute(
         update(episode_policies)
         .where(episode_policies.c.claimed_by == update_id)
@@ -285,7 +285,7 @@ _CONSUME: Final = text(
 )
 
 
-async def consume(
+async def record_update(
     connection: AsyncConnection,
     update_id: UUID,
     outcomes: Sequence[Outcome],
@@ -478,7 +478,7 @@ _STALE = text(
 )
 
 
-async def oldest_version(
+async def oldest_trainable_version(
     connection: AsyncConnection,
     policy: str,
     parent: int,
@@ -502,14 +502,14 @@ async def oldest_version(
     return int(await connection.scalar(_OLDEST, values) or 0)
 
 
-async def expire(
+async def expire_episodes(
     connection: AsyncConnection, rule: ClaimRule, parent: int, recipe: Mapping[str, Any]
 ) -> dict[str, int]:
     """Consume up to `MOST_EXPIRED` episodes past `rule`'s limits; return their number by reason.
 
     A stale episode that may fill a group is left for as long as a group waits for its members.
     """
-    oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
+    oldest = await oldest_trainable_version(connection, rule.policy, parent, rule.max_staleness)
     lost = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
     values = {
         "policy": rule.policy,
@@ -520,7 +520,7 @@ async def expire(
     }
     stale = (await connection.execute(_STALE, values)).scalars()
     past_limits = dict.fromkeys(stale, "stale") | dict.fromkeys(lost, ROLLED_BACK)
-    free = await lock_free(connection, rule.policy, list(past_limits))
+    free = await lock_free_episodes(connection, rule.policy, list(past_limits))
     reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
     return await consume_unclaimed(connection, rule.policy, parent, recipe, reasons, oldest=oldest)
 
@@ -569,7 +569,7 @@ NON_FINITE: Final = "non_finite"
 CANNOT_BE_READ: Final = "a call of this episode cannot be read back"
 
 
-async def set_aside(
+async def end_unusable_claim(
     connection: AsyncConnection,
     update_id: UUID,
     damaged: Mapping[UUID, str],
@@ -584,9 +584,9 @@ async def set_aside(
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
     """
-    claimed = await _held(connection, update_id)
+    claimed = await _tasks_of_claimed(connection, update_id)
     # All rows that change below.
-    await lock(connection, [*claimed, *damaged])
+    await lock_episodes(connection, [*claimed, *damaged])
     # Episodes that became evaluation meanwhile are not consumed.
     training = select(episodes.c.id).where(
         episodes.c.id.in_(claimed.keys() & damaged.keys()), literal_column(SPLIT) == TRAIN
@@ -609,7 +609,7 @@ async def set_aside(
             .where(episodes.c.id.in_(damaged))
             .values(quarantined_reason=CANNOT_BE_READ)
         )
-        await refresh(connection, damaged)
+        await refresh_policy_rows(connection, damaged)
     await connection.execute(
         update(episode_policies)
         .where(
@@ -679,14 +679,14 @@ async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
     return bool(held)
 
 
-async def leave_policy(connection: AsyncConnection, policy: str) -> None:
+async def release_policy(connection: AsyncConnection, policy: str) -> None:
     """Give up a hold on a policy (`hold_policy`): another trainer may have it now."""
     query = text("SELECT pg_advisory_unlock(hashtext(:name))")
     await connection.execute(query, {"name": f"pawl-trainer:{policy}"})
     await connection.commit()
 
 
-async def still_connected(connection: AsyncConnection) -> None:
+async def check_connected(connection: AsyncConnection) -> None:
     """Check that the connection still works; the hold on the policy ends with it.
 
     Raises:

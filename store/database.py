@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from store.driver import STATEMENT_TIMEOUT_S, Driver, connector, is_away
+from store.driver import STATEMENT_TIMEOUT_S, Driver, connector, is_temporary_failure
 from store.errors import NewerSchema
 from store.settings import read_url
 
@@ -76,13 +76,13 @@ async def database_time(engine: AsyncEngine) -> datetime:
     return now.astimezone(UTC)
 
 
-async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:
+async def is_answering(engine: AsyncEngine, within_s: float = 5.0) -> bool:
     """Return whether the database answers `SELECT 1` within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s), engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
     except Exception as error:
-        if not is_no_records_fault(error):
+        if not prevents_all_storing(error):
             raise
         return False
     return True
@@ -123,17 +123,17 @@ def is_unavailable(error: BaseException) -> bool:
     """Return whether `error` means that PostgreSQL is unavailable now and may come back."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
-    return isinstance(error, _AWAY) or is_away(_driver_error(error))
+    return isinstance(error, _AWAY) or is_temporary_failure(_driver_error(error))
 
 
-def is_refusal(error: BaseException) -> bool:
+def is_lasting_refusal(error: BaseException) -> bool:
     """Return whether PostgreSQL answers with `error` until a person removes the cause."""
     return isinstance(_driver_error(error), _REFUSES)
 
 
-def is_no_records_fault(error: BaseException) -> bool:
+def prevents_all_storing(error: BaseException) -> bool:
     """Return whether no record can be stored now, whatever it contains."""
-    return is_unavailable(error) or is_refusal(error)
+    return is_unavailable(error) or is_lasting_refusal(error)
 
 
 def is_deadlock(error: BaseException) -> bool:
@@ -141,7 +141,7 @@ def is_deadlock(error: BaseException) -> bool:
     return isinstance(_driver_error(error), asyncpg.DeadlockDetectedError)
 
 
-def explain(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
     """Return the message of PostgreSQL or its driver, with a remedy, in one line."""
     error = _driver_error(error)
     silence = "it does not answer in time" if isinstance(error, TimeoutError) else ""

@@ -14,14 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.claims import release
 from store.database import driver_of
 from store.driver import Driver
-from store.link.claimable import refresh
+from store.link.claimable import refresh_policy_rows
 from store.link.settle import SETTLE_LOCK
 from store.read.episodes import whole_calls
 from store.records import Record
-from store.tenants import same_tenant
+from store.tenants import name_in_same_tenant
 from store.tombstones import (
     Named,
-    add,
+    add_tombstones,
     begin_deletion,
     forget_matched,
     forget_unmatched,
@@ -87,7 +87,7 @@ _LINKED: Final = """
 """
 
 
-async def adapters_of(driver: Driver, ids: Sequence[UUID]) -> dict[str, Any]:
+async def versions_trained_on(driver: Driver, ids: Sequence[UUID]) -> dict[str, Any]:
     """Return the versions `trained` on these episodes, and with their descendants `carried_by`."""
     trained = await driver.fetch(_TRAINED, list(ids))
     carried = await driver.fetch(_CARRIED, list(ids)) if trained else []
@@ -159,18 +159,18 @@ async def delete_episode(connection: AsyncConnection, whole: UUID) -> Receipt | 
     if not parts:
         return None
     ids, keys = [part["id"] for part in parts], [part["key"] for part in parts]
-    abandoned = await end_updates(connection, driver, ids, WHY)
-    adapters = await adapters_of(driver, ids)
+    abandoned = await abandon_updates(connection, driver, ids, WHY)
+    adapters = await versions_trained_on(driver, ids)
     calls = await driver.fetch(_CALLS, ids)
-    rewritten = await rewrite(connection, driver, ids, [row["id"] for row in calls])
-    names = _names(keys, calls)
-    removed = _added(await forget_matched(driver, ids), await forget_unmatched(driver, names))
+    rewritten = await store_additions_whole(connection, driver, ids, [row["id"] for row in calls])
+    names = _tombstone_names(keys, calls)
+    removed = _sum_counts(await forget_matched(driver, ids), await forget_unmatched(driver, names))
     for table in ("transitions", *BY_EPISODE):
         done = await driver.execute(f"DELETE FROM {table} WHERE episode_id = ANY($1)", ids)
         removed[table] = int(done.rpartition(" ")[2])
-    await add(driver, names, deletion)
+    await add_tombstones(driver, names, deletion)
     await driver.execute(STRIP, ids, [key_once_deleted(key) for key in keys])
-    await refresh(connection, ids)
+    await refresh_policy_rows(connection, ids)
     return Receipt(
         episode=next((part["key"] for part in parts if part["is_whole"]), keys[0]),
         id=whole,
@@ -194,19 +194,19 @@ async def mark_deleted(connection: AsyncConnection, key: str) -> Receipt:
         assert receipt is not None
         return receipt
     names: list[Named] = [("episode", key)]
-    await add(driver, names, deletion)
+    await add_tombstones(driver, names, deletion)
     return Receipt(episode=key, state="marked", removed=await forget_unmatched(driver, names))
 
 
-async def deleted_before(connection: AsyncConnection, name: str, whole: UUID) -> Receipt:
+async def receipt_of_deleted(connection: AsyncConnection, name: str, whole: UUID) -> Receipt:
     """Return the receipt of an episode that was deleted before: what is still known of it."""
     driver = await driver_of(connection)
     parts = await driver.fetch("SELECT id FROM episodes WHERE id = $1 OR root = $1", whole)
-    adapters = await adapters_of(driver, [row[0] for row in parts])
+    adapters = await versions_trained_on(driver, [row[0] for row in parts])
     return Receipt(episode=name, id=whole, state="deleted_before", **adapters)
 
 
-async def end_updates(
+async def abandon_updates(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], why: str
 ) -> tuple[UUID, ...]:
     """Lock the episodes, and abandon the running updates that hold one; return their ids."""
@@ -219,16 +219,16 @@ async def end_updates(
     return tuple(held)
 
 
-def _names(keys: Sequence[str], calls: Sequence[Any]) -> list[Named]:
+def _tombstone_names(keys: Sequence[str], calls: Sequence[Any]) -> list[Named]:
     return [
         *(("episode", key) for key in keys),
         # All parts of an episode are one tenant's.
-        *(("call", same_tenant(keys[0], str(call["id"]))) for call in calls),
+        *(("call", name_in_same_tenant(keys[0], str(call["id"]))) for call in calls),
         *(("response", call["response_id"]) for call in calls if call["response_id"] is not None),
     ]
 
 
-async def rewrite(
+async def store_additions_whole(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], calls: Sequence[UUID]
 ) -> int:
     """Store other episodes' additions to these calls whole; return how many there were."""
@@ -241,5 +241,5 @@ async def rewrite(
     return len(whole)
 
 
-def _added(*counts: dict[str, int]) -> dict[str, int]:
+def _sum_counts(*counts: dict[str, int]) -> dict[str, int]:
     return {table: sum(one[table] for one in counts) for table in counts[0]}

@@ -37,7 +37,7 @@ def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) ->
             try:
                 return await asyncpg.connect(dsn, timeout=connect_s, command_timeout=limit_s)
             except Exception as error:
-                if not is_away(error):
+                if not is_temporary_failure(error):
                     raise
         return await asyncpg.connect(dsns[-1], timeout=connect_s, command_timeout=limit_s)
 
@@ -63,14 +63,16 @@ _AWAY: Final = (
 )
 
 
-def is_away(error: BaseException) -> bool:
+def is_temporary_failure(error: BaseException) -> bool:
     """Return whether the driver's `error` means that PostgreSQL may come back by itself."""
     # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
     # then the record is at fault, and waiting would not help.
-    return (isinstance(error, _AWAY) or _was_ended(error)) and not isinstance(error, ValueError)
+    return (isinstance(error, _AWAY) or _session_was_ended(error)) and not isinstance(
+        error, ValueError
+    )
 
 
-def _was_ended(error: BaseException) -> bool:
+def _session_was_ended(error: BaseException) -> bool:
     """Return whether the server ended the session while asyncpg was still reading why.
 
     Until it has seen the end of the connection, asyncpg counts the message as an operation that is

@@ -79,7 +79,7 @@ class EmbeddedPostgres:
         self.log = self.folder / "log"
         self._socket_dir = self.folder
         if len(os.fsencode(self.folder / SOCKET)) > MAX_SOCKET_PATH:
-            self._socket_dir = _in_tmp(self.folder)
+            self._socket_dir = _path_in_tmp(self.folder)
         self.url = f"postgresql://postgres:@/{DATABASE}?host={self._socket_dir}"
         self._owner_file = self.folder.with_name(OWNER)
         self._mutex = threading.Lock()
@@ -92,9 +92,9 @@ class EmbeddedPostgres:
     @property
     def pid(self) -> int | None:
         """Return the process id of the server, of any owner, or None if it does not run."""
-        return self._postmaster()[0]
+        return self._postmaster_state()[0]
 
-    def check_made(self) -> None:
+    def check_initialised(self) -> None:
         """Check that the folder holds a server's files, for commands that only read or change them.
 
         Raises:
@@ -150,7 +150,7 @@ class EmbeddedPostgres:
             self.programs  # noqa: B018
             deadline = time.monotonic() + within_s
             try:
-                while not self._advance():
+                while not self._advance_startup():
                     if self._stopping.is_set() or time.monotonic() > deadline:
                         raise StoreError(f"PostgreSQL is not ready yet; its log: {self.log}")
                     time.sleep(POLL_S)
@@ -179,11 +179,11 @@ class EmbeddedPostgres:
             finally:
                 self._release_lock()
 
-    def _advance(self) -> bool:
+    def _advance_startup(self) -> bool:
         """Take the next step towards a running server, and return whether it is ready."""
-        pid, is_ready = self._postmaster()
+        pid, is_ready = self._postmaster_state()
         if self._lock is None and not self._acquire_lock():
-            return is_ready and self._announced() == str(pid)
+            return is_ready and self._announced_pid() == str(pid)
         if self._server is None and pid is None:
             self._start()
         elif self._server is None and pid is not None:
@@ -193,7 +193,7 @@ class EmbeddedPostgres:
         elif self._server is not None and self._server.poll() is not None:
             self._release_ended_server()
         elif self._server is not None and is_ready and pid == self._server.pid:
-            if not self._announced():
+            if not self._announced_pid():
                 print(pid, self.url, f"owner {os.getpid()}", sep="\n", file=self._lock, flush=True)
             return True
         return False
@@ -224,7 +224,7 @@ class EmbeddedPostgres:
                 lock.truncate(0)
             self._lock = None
 
-    def _announced(self) -> str:
+    def _announced_pid(self) -> str:
         """Return the process id of the server once its owner has seen it ready, else ""."""
         return self._owner_file.read_text().partition("\n")[0]
 
@@ -258,7 +258,7 @@ class EmbeddedPostgres:
             tried = [str(self.programs / "postgres"), "-V"]
             subprocess.run(tried, user=uid, group=gid, cwd="/", capture_output=True, check=True)
         except (PermissionError, subprocess.CalledProcessError):
-            copied = _in_tmp(self.folder, "-programs")
+            copied = _path_in_tmp(self.folder, "-programs")
             shutil.rmtree(copied, ignore_errors=True)
             installed = self.programs.parents[2]
             # Programs find the wheel's libraries by their place beside the package.
@@ -316,7 +316,7 @@ class EmbeddedPostgres:
         Raises:
             OSError: the server never became ready; the message is its log.
         """
-        was_up = bool(self._announced())
+        was_up = bool(self._announced_pid())
         self._release_lock()
         with self.log.open("rb") as file:
             file.seek(self._log_start)
@@ -324,7 +324,7 @@ class EmbeddedPostgres:
         if not was_up and STILL_IN_USE not in logged:
             raise OSError(f"{logged} (its log: {self.log})")
 
-    def _postmaster(self) -> tuple[int | None, bool]:
+    def _postmaster_state(self) -> tuple[int | None, bool]:
         """Return the id of the folder's server, and whether it is ready and not stopping."""
         try:
             lines = (self.folder / "postmaster.pid").read_text().splitlines()
@@ -355,7 +355,7 @@ def running_servers() -> list[Path]:
     return sorted(folders)
 
 
-def _in_tmp(folder: Path, kind: str = "") -> Path:
+def _path_in_tmp(folder: Path, kind: str = "") -> Path:
     """Return a path in /tmp for the server of `folder`."""
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()
     return Path("/tmp", f"pawl-{digest[:16]}{kind}")

@@ -19,7 +19,7 @@ class NewerSchema(StoreError):
     """
 
 
-class Refused(StoreError):
+class RecordRefused(StoreError):
     """Report that the database refuses a record; the rest of the batch may be stored."""
 
 
@@ -61,7 +61,7 @@ class RolledBack(StoreError):
     """Report that a version was rolled back, or has ended, and so cannot change to a state."""
 
 
-class NotGated(StoreError):
+class WrongVersionState(StoreError):
     """Report that a version is in no state to be promoted, rolled back or retrained from."""
 
 

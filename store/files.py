@@ -29,12 +29,12 @@ def write_private(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk failed or is full; an earlier file of that name is unchanged.
     """
-    with whole_file(path, 0o600) as file:
+    with atomic_file(path, 0o600) as file:
         file.write(data)
 
 
 @contextmanager
-def whole_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
     """Yield a new file to write to; after the block, sync it and rename it to `path`.
 
     Its permissions are `mode`, by default those of the earlier file or of any new file. If the
@@ -68,7 +68,7 @@ def whole_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def whole_folder(place: Path, partial: Path) -> Iterator[None]:
+def atomic_folder(place: Path, partial: Path) -> Iterator[None]:
     """Make the folder `partial` to write to; after the block, sync it and rename it to `place`.
 
     So `place` exists with all its files, or not at all; before, it may be an empty folder. If

@@ -51,6 +51,6 @@ class KeyRing(Record, frozen=True, kw_only=True):
     tenants: tuple[str, ...] = ()
 
 
-def hash_of(key: bytes) -> bytes:
+def hash_of_key(key: bytes) -> bytes:
     """Return the hash by which a key is stored, 32 bytes."""
     return sha256(key).digest()

@@ -17,11 +17,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.ids import lowest_id_at, time_of
-from store.read.episodes import is_of
+from store.read.episodes import is_of_tenant
 from store.read.lines import QUIET
 from store.records import Record
 from store.schema.tables import episode_policies, episodes, feedback, judgements
-from store.selecting import Selection, matching
+from store.selecting import Selection, selection_query
 from store.tenants import bare, scoped, tenant_of
 from store.values.rewards import LARGEST, TERMS_OF_POLICY
 
@@ -29,7 +29,7 @@ Outcome = Literal["judged", "cannot_tell", "failed"]
 COMPARED_WITHIN: Final = timedelta(days=1)
 
 
-class Awaiting(Record, frozen=True, kw_only=True):
+class AwaitingEpisode(Record, frozen=True, kw_only=True):
     """An episode that waits for a judge: its last outcome, and the tries since its last call."""
 
     episode_id: UUID
@@ -53,7 +53,7 @@ class Judgement(Record, frozen=True, kw_only=True):
     due_at: datetime | None = None
 
 
-async def awaiting(
+async def episodes_awaiting_judge(
     connection: AsyncConnection,
     judge: str,
     selection: Selection,
@@ -62,7 +62,7 @@ async def awaiting(
     quiet_since: datetime,
     compared: float = 0.0,
     limit: int,
-) -> list[Awaiting]:
+) -> list[AwaitingEpisode]:
     """Return at most `limit` episodes of a selection that wait for `judge`, oldest first.
 
     An episode waits if a policy may still claim it and it has no score, or only opinions, or if it
@@ -93,7 +93,7 @@ async def awaiting(
     earlier = judgements.alias("asked")
     news = earlier.c.last_call_at < last_call
     query = (
-        matching(selection)
+        selection_query(selection)
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
         .add_columns(earlier.c.attempts, earlier.c.outcome, news.label("news"))
         .where(
@@ -110,7 +110,9 @@ async def awaiting(
     )
     rows = await connection.execute(query)
     return [
-        Awaiting(episode_id=row.id, times=0 if row.news else row.attempts or 0, outcome=row.outcome)
+        AwaitingEpisode(
+            episode_id=row.id, times=0 if row.news else row.attempts or 0, outcome=row.outcome
+        )
         for row in rows
     ]
 
@@ -142,7 +144,7 @@ async def attempts_at_task(
     return list((await connection.execute(query)).scalars())
 
 
-async def note(connection: AsyncConnection, judgement: Judgement) -> None:
+async def store_judgement(connection: AsyncConnection, judgement: Judgement) -> None:
     """Store a judgement in place of the judge's earlier one, unless the episode was deleted."""
     # A deletion locks the episode's row before it looks for judgements (`store.deleting`).
     alive = select(episodes.c.id).where(
@@ -160,12 +162,12 @@ async def note(connection: AsyncConnection, judgement: Judgement) -> None:
     )
 
 
-async def forget_unjudged(connection: AsyncConnection, judge: str, tenant: str) -> int:
+async def forget_unscored_judgements(connection: AsyncConnection, judge: str, tenant: str) -> int:
     """Delete a judge's judgements without a score, so that it is asked again; return how many."""
     query = delete(judgements).where(
         judgements.c.judge == judge,
         judgements.c.outcome != "judged",
-        judgements.c.episode_id.in_(select(episodes.c.id).where(is_of(tenant))),
+        judgements.c.episode_id.in_(select(episodes.c.id).where(is_of_tenant(tenant))),
     )
     return (await connection.execute(query)).rowcount
 
@@ -174,7 +176,7 @@ _LOCK = "hashtextextended(:what, 0)"
 
 
 @asynccontextmanager
-async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
+async def hold_judge(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
     """Hold the lock of a judge, so that one process runs it; yield False if another process does.
 
     `judge` is the stored name (`store.tenants`): two tenants may have judges of one name.

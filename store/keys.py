@@ -24,7 +24,7 @@ from store.grants import (
     KeyRing,
     Limits,
     Scope,
-    hash_of,
+    hash_of_key,
 )
 from store.records import Record
 from store.schema.tables import STANDING, api_keys
@@ -67,7 +67,7 @@ def new_secret() -> tuple[str, str]:
     return key_id, f"{MARK.decode()}{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
 
 
-def id_of(key: str) -> str:
+def id_in_key(key: str) -> str:
     """Return the public id in a key."""
     return key[len(MARK) : len(MARK) + 2 * ID_BYTES]
 
@@ -105,7 +105,7 @@ def check_tenant(tenant: str, scopes: tuple[Scope, ...]) -> str:
     return tenant
 
 
-def read_scopes(listed: str) -> tuple[Scope, ...]:
+def parse_scopes(listed: str) -> tuple[Scope, ...]:
     """Return the scopes in a comma-separated list, each once, in the order of `SCOPES`.
 
     Raises:
@@ -133,7 +133,7 @@ async def create_key(
             key.
     """
     key_id, key = new_secret()
-    row = {"id": key_id, "name": check_name(name), "hash": hash_of(key.encode())}
+    row = {"id": key_id, "name": check_name(name), "hash": hash_of_key(key.encode())}
     row["tenant"] = check_tenant(tenant, scopes)
     inserted = await connection.execute(
         insert(api_keys)
@@ -144,14 +144,14 @@ async def create_key(
     first = inserted.first()
     if first is None:
         raise BadKey(f"there is a key {name} already: revoke it first, or choose another name")
-    return NewKey(about=_shown(first), key=key)
+    return NewKey(about=_as_api_key(first), key=key)
 
 
 async def list_keys(connection: AsyncConnection, tenant: str | None = None) -> list[ApiKey]:
     """Return all keys, or a tenant's, revoked ones too, oldest first."""
-    query = select(*_SHOWN).where(_is_of(tenant))
+    query = select(*_SHOWN).where(_is_of_tenant(tenant))
     rows = await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))
-    return [_shown(row) for row in rows]
+    return [_as_api_key(row) for row in rows]
 
 
 async def revoke_key(
@@ -165,7 +165,7 @@ async def revoke_key(
     revoked = await connection.execute(
         update(api_keys)
         .where((api_keys.c.name == name_or_id) | (api_keys.c.id == name_or_id))
-        .where(api_keys.c.revoked_at.is_(None), _is_of(tenant))
+        .where(api_keys.c.revoked_at.is_(None), _is_of_tenant(tenant))
         .values(revoked_at=text("now()"))
         .returning(*_SHOWN)
     )
@@ -175,7 +175,7 @@ async def revoke_key(
             f"no key has the name or id {name_or_id!r:.80}, or it was revoked before; "
             "`pawl keys list` shows the keys"
         )
-    return _shown(row)
+    return _as_api_key(row)
 
 
 async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
@@ -187,7 +187,9 @@ async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
     if key is None or not key.startswith(MARK.decode()):
         return DEFAULT
     query = select(api_keys.c.tenant).where(
-        api_keys.c.id == id_of(key), api_keys.c.hash == hash_of(key.encode()), text(STANDING)
+        api_keys.c.id == id_in_key(key),
+        api_keys.c.hash == hash_of_key(key.encode()),
+        text(STANDING),
     )
     tenant: str | None = await connection.scalar(query)
     if tenant is None:
@@ -214,9 +216,9 @@ async def key_ring(connection: AsyncConnection, hash_: bytes | None = None) -> K
     return KeyRing(made=bool(rows), grants=tuple(grants), tenants=tenants)
 
 
-def _is_of(tenant: str | None) -> ColumnElement[bool]:
+def _is_of_tenant(tenant: str | None) -> ColumnElement[bool]:
     return true() if tenant is None else api_keys.c.tenant == tenant
 
 
-def _shown(row: object) -> ApiKey:
+def _as_api_key(row: object) -> ApiKey:
     return msgspec.convert(row, ApiKey, from_attributes=True)

@@ -17,7 +17,7 @@ BUILD: Final = Gauge(
 )
 
 
-def count_build() -> None:
+def show_version() -> None:
     """Show this process's version in its metrics."""
     BUILD.labels(__version__).set(1)
 

@@ -95,7 +95,7 @@ class PolicyTable:
         self._by_agent = {
             (spec.tenant, spec.base, agent): spec for spec in self.specs for agent in spec.agents
         }
-        self._sets = _sets_of(self.specs)
+        self._sets = _companion_sets(self.specs)
 
     @property
     def specs(self) -> tuple[PolicySpec, ...]:
@@ -121,7 +121,7 @@ class PolicyTable:
         return self._sets.get(name, (name,))
 
 
-def _sets_of(specs: Iterable[PolicySpec]) -> dict[str, tuple[str, ...]]:
+def _companion_sets(specs: Iterable[PolicySpec]) -> dict[str, tuple[str, ...]]:
     """Map each policy's name to the sorted names that go live together with it, itself included."""
     sets: dict[str, set[str]] = {}
     for spec in specs:
@@ -159,13 +159,13 @@ def parse_policies(text: str, where: str) -> PolicyTable:
         BadPolicies: the text is not TOML, or a value in it is invalid.
     """
     specs = FILE.tables(text, where)
-    problem = _clash(specs)
+    problem = _conflict(specs)
     if problem is not None:
         raise BadPolicies(f"{where}: {problem}")
     return PolicyTable(specs)
 
 
-def _clash(specs: Sequence[PolicySpec]) -> str | None:
+def _conflict(specs: Sequence[PolicySpec]) -> str | None:
     """Return an error message if two tables contradict each other, else None."""
     answered: dict[tuple[str, str, str], str] = {}
     for spec in specs:
@@ -180,10 +180,10 @@ def _clash(specs: Sequence[PolicySpec]) -> str | None:
         owner = answered.get((spec.tenant, "models", repr(spec.name)))
         if owner is not None and owner != spec.name:
             return f"models: {spec.name!r} of policy {owner!r} is another policy's name; rename one"
-    return _odd_companion(specs)
+    return _companion_error(specs)
 
 
-def _odd_companion(specs: Sequence[PolicySpec]) -> str | None:
+def _companion_error(specs: Sequence[PolicySpec]) -> str | None:
     """Return an error message if `publish_with` names no other trained policy of the tenant."""
     for spec in specs:
         near = [

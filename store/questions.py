@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from store.driver import Driver
-from store.tenants import bare, same_tenant
+from store.tenants import bare, name_in_same_tenant
 
 # Targets of feedback
 
 # By kind of target: name, episode, call, and a name with the tenant, for the names in $1. A call's
-# id is stored without its tenant, whom the episode's key tells (`_kept_names`).
+# id is stored without its tenant, whom the episode's key tells (`_stored_names`).
 _STORED: Final[Mapping[str, str]] = {
     "episode": "SELECT key, id, NULL::uuid, key FROM episodes WHERE key = ANY($1)",
     "response": """SELECT response_id, episode_id, id, response_id FROM transitions
@@ -39,8 +39,10 @@ async def stored_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> l
     asked = set(wanted)
     return [
         Target(kind, name, episode_id, call_id)
-        for kind, names in _by_kind(asked).items()
-        for name, episode_id, call_id in _kept_names(kind, await driver.fetch(_STORED[kind], names))
+        for kind, names in _names_by_kind(asked).items()
+        for name, episode_id, call_id in _stored_names(
+            kind, await driver.fetch(_STORED[kind], names)
+        )
         if (kind, name) in asked
     ]
 
@@ -50,17 +52,17 @@ async def known_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> se
     return {(target.kind, target.name) for target in await stored_targets(driver, wanted)}
 
 
-def _by_kind(wanted: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def _names_by_kind(wanted: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     by_kind: dict[str, list[str]] = {}
     for kind, name in wanted:
         by_kind.setdefault(kind, []).append(bare(name) if kind == "call" else name)
     return by_kind
 
 
-def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUID | None]]:
+def _stored_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUID | None]]:
     """Yield name, episode and call of stored targets; the name of a call gets its tenant."""
     for name, episode_id, call_id, of_tenant in rows:
-        yield same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
+        yield name_in_same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
 
 
 # Bodies of feedback that came with an idempotency key

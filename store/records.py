@@ -98,7 +98,7 @@ class Tokens(Record, frozen=True, kw_only=True):
     sampled_logprobs: bytes = b""
 
 
-class Kept(NamedTuple):
+class StoredColumn(NamedTuple):
     """Marks a field of a call that is a column of the same name in `transitions`.
 
     `about` describes the column. With `json` the value is stored as JSON: bytes have to be JSON,
@@ -117,28 +117,32 @@ class CallFacts(Record, frozen=True, kw_only=True):
     call. `reply` is JSON as text, so that numbers of any size are kept.
     """
 
-    id: Annotated[UUID, Kept("Id of the call, as in `x-pawl-call`.")]
+    id: Annotated[UUID, StoredColumn("Id of the call, as in `x-pawl-call`.")]
     method: Annotated[
         str,
-        Kept("How the call was assigned to its episode, such as `header`, `session` or `prefix`."),
+        StoredColumn(
+            "How the call was assigned to its episode, such as `header`, `session` or `prefix`."
+        ),
     ]
     # A doubtful call excludes its episode from training.
-    confidence: Annotated[Confidence, Kept("How sure that assignment is.")] = "certain"
-    agent: Annotated[str, Kept("Agent that made the call.")]
-    policy: Annotated[str | None, Kept("Policy that served it; null: none.")]
-    policy_version: Annotated[int | None, Kept("Policy version that served it.")]
-    status: Annotated[CallStatus, Kept("How the call ended.")]
+    confidence: Annotated[Confidence, StoredColumn("How sure that assignment is.")] = "certain"
+    agent: Annotated[str, StoredColumn("Agent that made the call.")]
+    policy: Annotated[str | None, StoredColumn("Policy that served it; null: none.")]
+    policy_version: Annotated[int | None, StoredColumn("Policy version that served it.")]
+    status: Annotated[CallStatus, StoredColumn("How the call ended.")]
     http_status: Annotated[
-        int | None, Kept("Status of the upstream's reply; null: there was none.")
+        int | None, StoredColumn("Status of the upstream's reply; null: there was none.")
     ]
-    reply: Annotated[bytes | None, Kept("Reply (JSON); a stream's events put together.")]
-    trainable: Annotated[bool, Kept("Whether the call can carry loss.")]
+    reply: Annotated[bytes | None, StoredColumn("Reply (JSON); a stream's events put together.")]
+    trainable: Annotated[bool, StoredColumn("Whether the call can carry loss.")]
     reason: Annotated[
-        str | None, Kept("Why it cannot carry loss (`proxy.trainable`); null: it can.")
+        str | None, StoredColumn("Why it cannot carry loss (`proxy.trainable`); null: it can.")
     ]
     side: Annotated[
         str | None,
-        Kept("Kind of a side call, such as `title` or `compaction`; null: it is the agent's work."),
+        StoredColumn(
+            "Kind of a side call, such as `title` or `compaction`; null: it is the agent's work."
+        ),
     ] = None
 
 
@@ -146,64 +150,68 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     """Describe one request to a model and its single outcome, as the proxy saw them.
 
     `request`, `reply`, `sampling` and `usage` are JSON as text, so that numbers of any size are
-    kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. Fields without `Kept`
-    are in other tables, or shared with earlier calls (`store.write.bases.Stored`).
+    kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. Fields without
+    `StoredColumn` are in other tables, or shared with earlier calls
+    (`store.write.bases.StoredTexts`).
     """
 
     episode: str
     task: str | None
-    dialect: Annotated[str, Kept("Wire format.")]
-    served_model: Annotated[str | None, Kept("Model name sent to the upstream.")]
-    stream: Annotated[bool, Kept("Whether the reply was streamed.")]
+    dialect: Annotated[str, StoredColumn("Wire format.")]
+    served_model: Annotated[str | None, StoredColumn("Model name sent to the upstream.")]
+    stream: Annotated[bool, StoredColumn("Whether the reply was streamed.")]
     request: bytes | None
-    request_raw: Annotated[bytes | None, Kept("Request body that is not JSON.")]
-    reply_raw: Annotated[bytes | None, Kept("Reply that is not JSON.")]
+    request_raw: Annotated[bytes | None, StoredColumn("Request body that is not JSON.")]
+    reply_raw: Annotated[bytes | None, StoredColumn("Reply that is not JSON.")]
     response_id: Annotated[
-        str | None, Kept("Id in the reply, for feedback that names a `response`.")
+        str | None, StoredColumn("Id in the reply, for feedback that names a `response`.")
     ]
     tokens: Tokens
     sampling: Annotated[
         bytes,
-        Kept(
+        StoredColumn(
             "Sampling settings that the call was sampled with; `explored` has those that "
             "exploration changed, null where it left one out.",
             json=True,
         ),
     ]
     tool_calls: Annotated[
-        tuple[ToolCall, ...], Kept("Tool executions that the reply asks for.", json=True)
+        tuple[ToolCall, ...], StoredColumn("Tool executions that the reply asks for.", json=True)
     ]
     tool_events: tuple[ToolEvent, ...]
-    usage: Annotated[bytes | None, Kept("Token counts as the upstream reported them.", json=True)]
-    finish: Annotated[str | None, Kept("Finish reason as the upstream reported it.")]
-    started_at: Annotated[datetime, Kept("Time of the request's arrival.")]
-    first_chunk_ms: Annotated[
-        float | None, Kept("Milliseconds from arrival to the first byte passed on.")
+    usage: Annotated[
+        bytes | None, StoredColumn("Token counts as the upstream reported them.", json=True)
     ]
-    total_ms: Annotated[float, Kept("Milliseconds from arrival to the end of the reply.")]
-    retry: Annotated[int, Kept("How often the SDK said it had sent this request before.")]
+    finish: Annotated[str | None, StoredColumn("Finish reason as the upstream reported it.")]
+    started_at: Annotated[datetime, StoredColumn("Time of the request's arrival.")]
+    first_chunk_ms: Annotated[
+        float | None, StoredColumn("Milliseconds from arrival to the first byte passed on.")
+    ]
+    total_ms: Annotated[float, StoredColumn("Milliseconds from arrival to the end of the reply.")]
+    retry: Annotated[int, StoredColumn("How often the SDK said it had sent this request before.")]
     # Fingerprints (16 bytes each) that later calls may repeat, and those that this call repeats,
     # the surest first. By these the store joins episodes that the proxy could not join.
     provides: tuple[bytes, ...] = ()
     needs: tuple[bytes, ...] = ()
     # The earlier attempt that this call repeats: sent by the same client, and without a reply.
-    retry_of: Annotated[UUID | None, Kept("Failed attempt that this call repeats.")] = None
+    retry_of: Annotated[UUID | None, StoredColumn("Failed attempt that this call repeats.")] = None
     # An episode of which any call says `eval` is evaluation: it is never trained on.
-    split: Annotated[Split, Kept("`train`, or `eval` for a call of an evaluation.")] = TRAIN
+    split: Annotated[Split, StoredColumn("`train`, or `eval` for a call of an evaluation.")] = TRAIN
     # An episode's arm is that of its first call: a version's arm may change while episodes keep it.
     arm: Annotated[
         Arm | None,
-        Kept(
+        StoredColumn(
             "Arm of its episode, by its version then; null for a call that names its "
             "version, for evaluation, and where nothing is trained."
         ),
     ] = None
     api_key: Annotated[
-        str | None, Kept("Id of the API key that it came with; null: it was let in without one.")
+        str | None,
+        StoredColumn("Id of the API key that it came with; null: it was let in without one."),
     ] = None
     text_digest: Annotated[
         UUID | None,
-        Kept(
+        StoredColumn(
             "Digest of the reply's text, which `tool_events.quotes` may have; null: it has none, "
             "or asks for tools, or results of tools are not read."
         ),
@@ -348,32 +356,32 @@ FAILED: Final = (400, 413, 422)
 # that are written and read back (docs/howto/add-a-field-of-a-call.md).
 
 
-class KeptField(NamedTuple):
+class ColumnField(NamedTuple):
     """A field that is a column: its type without None, and whether it may be null."""
 
     name: str
     type: Any
     null: bool
-    kept: Kept
+    column: StoredColumn
 
 
-def kept_fields(record: type[Record]) -> tuple[KeptField, ...]:
+def column_fields(record: type[Record]) -> tuple[ColumnField, ...]:
     """Return the fields of a record type that are columns, in the order of their definition."""
     hints = get_type_hints(record, include_extras=True)
-    marked = ((name, _mark(hints[name])) for name in record.__struct_fields__)
+    marked = ((name, _column_of_hint(hints[name])) for name in record.__struct_fields__)
     return tuple(
-        KeptField(name, *_plain(get_args(hints[name])[0]), mark)
+        ColumnField(name, *_without_none(get_args(hints[name])[0]), mark)
         for name, mark in marked
         if mark is not None
     )
 
 
-def _mark(hint: Any) -> Kept | None:
+def _column_of_hint(hint: Any) -> StoredColumn | None:
     marks = getattr(hint, "__metadata__", ())
-    return next((mark for mark in marks if isinstance(mark, Kept)), None)
+    return next((mark for mark in marks if isinstance(mark, StoredColumn)), None)
 
 
-def _plain(hint: Any) -> tuple[Any, bool]:
+def _without_none(hint: Any) -> tuple[Any, bool]:
     """Return a type without None, and whether None was in it; a `Literal` becomes `str`."""
     choices = [one for one in get_args(hint) if one is not NoneType]
     null = NoneType in get_args(hint)

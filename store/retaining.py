@@ -16,10 +16,10 @@ from uuid import UUID
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.database import driver_of
-from store.deleting import BY_EPISODE, STRIP, end_updates, keep_writers_out
+from store.deleting import BY_EPISODE, STRIP, abandon_updates, keep_writers_out
 from store.driver import Driver
 from store.ids import lowest_id_at
-from store.link.claimable import refresh, refresh_wholes
+from store.link.claimable import refresh_policy_rows, refresh_with_wholes
 from store.records import Record
 from store.schema.partitions import partition_name
 from store.tenants import DEFAULT
@@ -39,7 +39,7 @@ LOST_CALLS: Final = (
 NOWHERE: Final = UUID(int=0)
 
 
-def tenant_in(column: str) -> str:
+def tenant_sql(column: str) -> str:
     """Return SQL for the tenant of the stored name in a column, like `store.tenants.tenant_of`."""
     separator = "E'\\x1f'"
     return (
@@ -95,7 +95,7 @@ _PENDING: Final = f"""
     DELETE FROM {{table}} WHERE episode_id IS NULL AND id IN (
         SELECT id FROM (
             SELECT id, at, row_number() OVER (
-                PARTITION BY {tenant_in("target")} ORDER BY id DESC) AS place
+                PARTITION BY {tenant_sql("target")} ORDER BY id DESC) AS place
             FROM {{table}} WHERE episode_id IS NULL AND target IS NOT NULL) pending
         WHERE place > $1 OR at < $2 LIMIT $3)
     RETURNING {{key}}
@@ -171,7 +171,12 @@ async def remove_some(engine: AsyncEngine, before: date, after: UUID = NOWHERE) 
         if not await driver.fetchval(f"SELECT pg_try_advisory_xact_lock({RETAIN_LOCK})"):
             return None
         step = _Step(connection, driver, before, lowest_id_at(_midnight(before)), after)
-        for remove in (_note_days, _remove_outdated, _end_a_day, _remove_strays):
+        for remove in (
+            _record_last_removed_day,
+            _remove_outdated,
+            _set_aside_or_drop_day,
+            _remove_unmatched,
+        ):
             if (removed := await remove(step)) is not None:
                 return removed
     return None
@@ -181,7 +186,7 @@ def _midnight(day: date) -> datetime:
     return datetime.combine(day, time(), UTC)
 
 
-async def _note_days(step: _Step) -> Removed | None:
+async def _record_last_removed_day(step: _Step) -> Removed | None:
     """Note once the last day that is not kept: no call up to it is stored any more."""
     last = step.before - timedelta(days=1)
     if await step.driver.fetchval(_IS_NOTED, last):
@@ -201,7 +206,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     # An outdated episode may have got a call since.
     still = [row[0] for row in await driver.fetch(_STILL_OUTDATED, step.first_id, outdated)]
     ids = [row[0] for row in await driver.fetch(_PARTS, still)]
-    await end_updates(step.connection, driver, ids, WHY)
+    await abandon_updates(step.connection, driver, ids, WHY)
     spent = await driver.fetchval(_SPENT, ids)
     statements = await forget_matched(driver, ids)
     for table in BY_EPISODE:
@@ -212,7 +217,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     await driver.execute("DELETE FROM episode_policies WHERE episode_id = ANY($1)", removed)
     await driver.execute("DELETE FROM episodes WHERE id = ANY($1)", removed)
     await driver.execute(STRIP, stripped, [f"{PREFIX}{one.hex}" for one in stripped])
-    await refresh(step.connection, stripped)
+    await refresh_policy_rows(step.connection, stripped)
     return Removed(
         episodes=len(still),
         unspent=len(still) - spent,
@@ -221,7 +226,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     )
 
 
-async def _end_a_day(step: _Step) -> Removed | None:
+async def _set_aside_or_drop_day(step: _Step) -> Removed | None:
     """Set aside episodes that go on after the oldest outdated day, or drop that day if none do."""
     driver = step.driver
     partition = await driver.fetchval(_DAYS, partition_name(step.before))
@@ -231,9 +236,9 @@ async def _end_a_day(step: _Step) -> Removed | None:
     if not going_on:
         return await _drop_day(step, partition)
     await keep_writers_out(driver)
-    await end_updates(step.connection, driver, going_on, WHY)
+    await abandon_updates(step.connection, driver, going_on, WHY)
     await driver.execute(_MARK, going_on, LOST_CALLS)
-    await refresh_wholes(driver, going_on)
+    await refresh_with_wholes(driver, going_on)
     return Removed(last=step.after)
 
 
@@ -252,7 +257,7 @@ async def _drop_day(step: _Step, partition: str) -> Removed:
     return Removed(calls=calls, day=day.isoformat(), last=step.after)
 
 
-async def _remove_strays(step: _Step) -> Removed | None:
+async def _remove_unmatched(step: _Step) -> Removed | None:
     """Remove outdated statements whose target never came, and requests without statements."""
     driver, at = step.driver, _midnight(step.before)
     done = [

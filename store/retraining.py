@@ -15,9 +15,9 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.claim_query import lock
+from store.claim_query import lock_episodes
 from store.claims import consume_unclaimed, release, running_update
-from store.errors import NotGated
+from store.errors import WrongVersionState
 from store.records import Record
 from store.version_queries import list_live
 from store.version_states import (
@@ -27,7 +27,7 @@ from store.version_states import (
     lock_policies,
     lock_version,
     promote,
-    watch_anew,
+    restart_watch,
 )
 from store.versions import Actor
 
@@ -122,7 +122,7 @@ async def retrain(
 
     Raises:
         UnknownPolicy: there is no such version.
-        NotGated: nothing was trained for the policy yet.
+        WrongVersionState: nothing was trained for the policy yet.
         StateChanged, RolledBack: `version` cannot serve.
     """
     values: dict[str, Any] = {"policy": policy, "version": version, "ids": list(left_out)}
@@ -133,9 +133,11 @@ async def retrain(
     await lock_policies(connection, [policy])
     start = await lock_version(connection, policy, version)
     if not (recipes := await run(_LAST_RECIPE)):
-        raise NotGated(f"nothing was trained for policy {policy!r} yet: there is no line to end")
+        raise WrongVersionState(
+            f"nothing was trained for policy {policy!r} yet: there is no line to end"
+        )
     why = f"the line starts again at {policy}@{version}: {reason}"
-    await lock(connection, await run(_TO_LOCK))
+    await lock_episodes(connection, await run(_TO_LOCK))
     if (running := await running_update(connection, policy)) is not None:
         await release(connection, running, why)
     freed = Counter(await run(_FREE))
@@ -163,5 +165,5 @@ async def retrain(
         await add_event(connection, policy, version, "serving", **moves)
     else:
         await promote(connection, policy, version, **moves)
-    await watch_anew(connection, policy)
+    await restart_watch(connection, policy)
     return retrained

@@ -11,11 +11,11 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Row, Select, and_, exists, func, literal, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.claim_query import lock
+from store.claim_query import lock_episodes
 from store.errors import UnknownNames
 from store.ids import lowest_id_at
-from store.link.claimable import refresh
-from store.read.episodes import is_of
+from store.link.claimable import refresh_policy_rows
+from store.read.episodes import is_of_tenant
 from store.records import EVAL, TRAIN, Record
 from store.schema.tables import SPLIT, api_keys, episodes, feedback, feedback_requests, transitions
 from store.tenants import DEFAULT, bare, scoped, tenant_of
@@ -66,7 +66,7 @@ _WHOLE = func.coalesce(episodes.c.root, episodes.c.id)
 _PART = episodes.alias("part")
 
 
-async def named(connection: AsyncConnection, names: Sequence[str]) -> FoundEpisodes:
+async def find_named_episodes(connection: AsyncConnection, names: Sequence[str]) -> FoundEpisodes:
     """Look names up: each is an episode's key, or its id as a name of its tenant."""
     wholes: dict[UUID, None] = {}
     before: dict[str, UUID] = {}
@@ -90,7 +90,7 @@ async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:
     # The tenant of a deleted episode is no longer known.
     by_id = and_(
         episodes.c.id == as_id,
-        or_(is_of(tenant_of(name)), episodes.c.deleted_at.is_not(None)),
+        or_(is_of_tenant(tenant_of(name)), episodes.c.deleted_at.is_not(None)),
     )
     query = select(_WHOLE.label("whole"), episodes.c.deleted_at).where(
         or_(episodes.c.key.in_([name, key_once_deleted(name)]), by_id)
@@ -99,13 +99,13 @@ async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:
     return (await connection.execute(query.order_by(episodes.c.key != literal(name)))).first()
 
 
-async def selected(connection: AsyncConnection, selection: Selection = ALL) -> list[UUID]:
+async def select_episodes(connection: AsyncConnection, selection: Selection = ALL) -> list[UUID]:
     """Return the episodes of a selection, oldest first; none is deleted.
 
     Raises:
         UnknownNames: no API key of the tenant has, or had, the name or id of the selection.
     """
-    query = matching(selection)
+    query = selection_query(selection)
     if selection.key is not None:
         keys = await _key_ids(connection, selection.tenant or DEFAULT, selection.key)
         called = (transitions.c.episode_id == _PART.c.id, transitions.c.api_key.in_(keys))
@@ -118,16 +118,16 @@ async def selected(connection: AsyncConnection, selection: Selection = ALL) -> l
     return list((await connection.execute(query)).scalars())
 
 
-def matching(selection: Selection) -> Select[tuple[UUID]]:
-    """Build the query for `selected`, without the selection's `key`, which has to be looked up."""
+def selection_query(selection: Selection) -> Select[tuple[UUID]]:
+    """Build the query for `select_episodes`, without its `key`, which has to be looked up."""
     query = select(episodes.c.id).where(episodes.c.root.is_(None), episodes.c.deleted_at.is_(None))
-    query = query.where(*_of_episode(selection), *_of_feedback(selection))
+    query = query.where(*_episode_conditions(selection), *_feedback_conditions(selection))
     return query.order_by(episodes.c.first_call_id)
 
 
-def _of_episode(selection: Selection) -> list[ColumnElement[bool]]:
+def _episode_conditions(selection: Selection) -> list[ColumnElement[bool]]:
     tenant = selection.tenant or DEFAULT
-    conditions = [] if selection.tenant is None else [is_of(tenant)]
+    conditions = [] if selection.tenant is None else [is_of_tenant(tenant)]
     if selection.task is not None:
         task = func.coalesce(episodes.c.joined_task, episodes.c.task)
         conditions.append(task == scoped(tenant, selection.task))
@@ -137,9 +137,9 @@ def _of_episode(selection: Selection) -> list[ColumnElement[bool]]:
     for column in ("agent", "policy"):
         if (wanted := getattr(selection, column)) is not None:
             own = select(transitions.c.episode_id).where(transitions.c[column] == wanted)
-            conditions.append(_is_whole_of(episodes.c.id.in_(own)))
+            conditions.append(_any_part_by_index(episodes.c.id.in_(own)))
     if selection.since is not None:
-        conditions.append(_is_whole_of(episodes.c.last_call_at >= selection.since))
+        conditions.append(_any_part_by_index(episodes.c.last_call_at >= selection.since))
     if selection.before is not None:
         last_of_parts = select(func.max(_PART.c.last_call_at)).where(_PART.c.root == episodes.c.id)
         last_call = func.greatest(episodes.c.last_call_at, last_of_parts.scalar_subquery())
@@ -150,7 +150,7 @@ def _of_episode(selection: Selection) -> list[ColumnElement[bool]]:
     return conditions
 
 
-def _of_feedback(selection: Selection) -> list[ColumnElement[bool]]:
+def _feedback_conditions(selection: Selection) -> list[ColumnElement[bool]]:
     within: list[ColumnElement[bool]] = []
     if selection.scored_since is not None:
         within.append(feedback.c.at >= selection.scored_since)
@@ -159,7 +159,7 @@ def _of_feedback(selection: Selection) -> list[ColumnElement[bool]]:
     return [_any_part(feedback.c.episode_id == _PART.c.id, *within)] if within else []
 
 
-def _is_whole_of(part: ColumnElement[bool]) -> ColumnElement[bool]:
+def _any_part_by_index(part: ColumnElement[bool]) -> ColumnElement[bool]:
     """Return the condition of `_any_part` for a condition that an index serves."""
     return episodes.c.id.in_(select(_WHOLE).where(part))
 
@@ -220,6 +220,6 @@ async def untrained_tasks(
 
 async def keep_for_evaluation(connection: AsyncConnection, ids: Sequence[UUID]) -> None:
     """Make these episodes evaluation, for good; an update that has claimed one gives it up."""
-    await lock(connection, ids)
+    await lock_episodes(connection, ids)
     await connection.execute(_HOLD_OUT, {"ids": list(ids)})
-    await refresh(connection, ids)
+    await refresh_policy_rows(connection, ids)

@@ -49,16 +49,16 @@ PoliciesFile = Annotated[
 Listen = Annotated[str, AfterValidator(_host_and_port)]
 
 
-def separated(value: object) -> object:
+def split_commas(value: object) -> object:
     """Return the parts of a comma-separated text; another value stays as it is."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(separated)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)]
 HostNames = Annotated[Names, AfterValidator(lambda names: tuple(map(str.lower, names)))]
 
 
-def address(listen: str) -> tuple[str, int]:
+def parse_address(listen: str) -> tuple[str, int]:
     """Return `HOST:PORT` as a pair; the brackets of an IPv6 host are removed."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)

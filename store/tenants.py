@@ -41,12 +41,12 @@ def bare(kept: str) -> str:
     return kept.partition(SEPARATOR)[2] if SEPARATOR in kept else kept
 
 
-def same_tenant(kept: str, name: str) -> str:
+def name_in_same_tenant(kept: str, name: str) -> str:
     """Return `name` as stored for the tenant of the stored name `kept`."""
     return scoped(tenant_of(kept), name)
 
 
-def beginning(tenant: str) -> str | None:
+def stored_prefix(tenant: str) -> str | None:
     """Return the prefix of a tenant's stored names; None for the default tenant, which has none."""
     return None if tenant == DEFAULT else tenant + SEPARATOR
 
@@ -56,7 +56,7 @@ def digest_key(tenant: str) -> bytes:
     return b"" if tenant == DEFAULT else tenant.encode()
 
 
-def own_digests(tenant: str, digests: Sequence[bytes]) -> tuple[bytes, ...]:
+def keyed_digests(tenant: str, digests: Sequence[bytes]) -> tuple[bytes, ...]:
     """Return fingerprints (16 bytes) keyed with the tenant; the first byte, the kind, stays."""
     if tenant == DEFAULT:
         return tuple(digests)

@@ -23,7 +23,7 @@ from store.driver import Driver
 from store.ids import lowest_id_at, time_of
 from store.records import CallRecord, FeedbackRecord, GapRecord, SpoolRecord, TargetKind
 from store.schema.tables import deleted_names
-from store.tenants import same_tenant
+from store.tenants import name_in_same_tenant
 
 # A kind of target, and a name of that kind.
 Named = tuple[TargetKind, str]
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=SpoolRecord)
 PREFIX: Final = "\x1fdeleted:"
 
 
-def digest_of(kind: TargetKind, name: str) -> UUID:
+def tombstone_of(kind: TargetKind, name: str) -> UUID:
     """Return the tombstone of a name: the first 16 bytes of a SHA-256."""
     hashed = f"{kind}\0{name}".encode(errors="surrogatepass")
     return UUID(bytes=sha256(hashed).digest()[:16])
@@ -41,7 +41,7 @@ def digest_of(kind: TargetKind, name: str) -> UUID:
 
 def key_once_deleted(key: str) -> str:
     """Return the replacement for the key of a deleted episode."""
-    return f"{PREFIX}{digest_of('episode', key).hex}"
+    return f"{PREFIX}{tombstone_of('episode', key).hex}"
 
 
 def names_in(record: SpoolRecord) -> Iterator[Named]:
@@ -56,20 +56,20 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
 
 def names_of(call: CallRecord) -> list[Named]:
     """Return the names by which later records may refer to a single call."""
-    names: list[Named] = [("call", same_tenant(call.episode, str(call.id)))]
+    names: list[Named] = [("call", name_in_same_tenant(call.episode, str(call.id)))]
     if call.response_id is not None:
         names.append(("response", call.response_id))
     return names
 
 
-def digests(names: Iterable[Named]) -> set[UUID]:
+def tombstones_of(names: Iterable[Named]) -> set[UUID]:
     """Return the tombstones of names."""
-    return {digest_of(kind, name) for kind, name in names}
+    return {tombstone_of(kind, name) for kind, name in names}
 
 
-def keys_left(keys: Sequence[str], deleted: Set[UUID]) -> tuple[str, ...]:
+def undeleted_keys(keys: Sequence[str], deleted: Set[UUID]) -> tuple[str, ...]:
     """Return the keys of episodes that are not deleted."""
-    return tuple(key for key in keys if digest_of("episode", key) not in deleted)
+    return tuple(key for key in keys if tombstone_of("episode", key) not in deleted)
 
 
 def without_deleted(record: R, deleted: Set[UUID]) -> R | None:
@@ -78,13 +78,15 @@ def without_deleted(record: R, deleted: Set[UUID]) -> R | None:
     A feedback request, and a gap, may be about several episodes.
     """
     if isinstance(record, CallRecord):
-        return record if keys_left([record.episode], deleted) else None
+        return record if undeleted_keys([record.episode], deleted) else None
     if isinstance(record, GapRecord):
-        keys = keys_left(record.episodes, deleted)
+        keys = undeleted_keys(record.episodes, deleted)
         return msgspec.structs.replace(record, episodes=keys) if keys else None
     if isinstance(record, FeedbackRecord):
         items = tuple(
-            item for item in record.items if digest_of(item.target_kind, item.target) not in deleted
+            item
+            for item in record.items
+            if tombstone_of(item.target_kind, item.target) not in deleted
         )
         return msgspec.structs.replace(record, items=items) if items else None
     return record
@@ -163,7 +165,7 @@ _ADD: Final = """
 """
 
 
-class Admitted(NamedTuple):
+class AdmittedRecords(NamedTuple):
     """The records of a batch to store, the ids of the others, and the last deletion's number."""
 
     records: list[SpoolRecord]
@@ -171,7 +173,7 @@ class Admitted(NamedTuple):
     deletion: int
 
 
-async def admit(driver: Driver, records: Sequence[SpoolRecord]) -> Admitted:
+async def admit_records(driver: Driver, records: Sequence[SpoolRecord]) -> AdmittedRecords:
     """Leave deleted records out of a batch, and block deletions until the transaction ends.
 
     Calls of dropped days are left out, too, and leave a gap. The names by which feedback may refer
@@ -184,10 +186,10 @@ async def admit(driver: Driver, records: Sequence[SpoolRecord]) -> Admitted:
     # Where nothing was ever deleted, no record's names need a digest.
     deleted = set[UUID]()
     if deletion:
-        names = digests(name for record in records for name in names_in(record))
+        names = tombstones_of(name for record in records for name in names_in(record))
         deleted = {row[0] for row in await driver.fetch(_DELETED, list(names))}
     if not deleted and dropped is None:
-        return Admitted(list(records), frozenset(), deletion)
+        return AdmittedRecords(list(records), frozenset(), deletion)
     # Calls of deleted episodes.
     names_of_late = [
         name
@@ -195,10 +197,10 @@ async def admit(driver: Driver, records: Sequence[SpoolRecord]) -> Admitted:
         if isinstance(record, CallRecord) and without_deleted(record, deleted) is None
         for name in names_of(record)
     ]
-    await add(driver, names_of_late, deletion)
+    await add_tombstones(driver, names_of_late, deletion)
     await forget_unmatched(driver, names_of_late)
     # Feedback about such a call may be in the same batch.
-    deleted |= digests(names_of_late)
+    deleted |= tombstones_of(names_of_late)
     late = {
         record.id: record
         for record in records
@@ -208,13 +210,13 @@ async def admit(driver: Driver, records: Sequence[SpoolRecord]) -> Admitted:
     gaps = [
         GapRecord(id=call.id, episodes=keys)
         for call in late.values()
-        if (keys := keys_left([call.episode], deleted))
+        if (keys := undeleted_keys([call.episode], deleted))
     ]
     left = {
         record.id: None if record.id in late else without_deleted(record, deleted)
         for record in records
     }
-    return Admitted(
+    return AdmittedRecords(
         [*gaps, *(record for record in left.values() if record is not None)],
         frozenset(one for one, record in left.items() if record is None),
         deletion,
@@ -229,13 +231,13 @@ async def begin_deletion(driver: Driver) -> int:
     return int(await driver.fetchval(_NEXT))
 
 
-async def add(driver: Driver, names: Iterable[Named], deletion: int) -> None:
+async def add_tombstones(driver: Driver, names: Iterable[Named], deletion: int) -> None:
     """Add tombstones in the driver's transaction."""
-    if tombstones := digests(names):
+    if tombstones := tombstones_of(names):
         await driver.execute(_ADD, list(tombstones), deletion)
 
 
-async def known(connection: AsyncConnection, wanted: Collection[UUID]) -> set[UUID]:
+async def known_tombstones(connection: AsyncConnection, wanted: Collection[UUID]) -> set[UUID]:
     """Return those digests that are tombstones."""
     rows = await connection.execute(_KNOWN, {"wanted": list(wanted)})
     return set(rows.scalars())

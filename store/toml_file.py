@@ -81,7 +81,7 @@ class TomlFile(Generic[Model]):
             is_number = isinstance(error, ValueError)
             reason = "a number has too many digits" if is_number else "it nests too deep"
             raise self._error(f"{where} cannot be read: {reason}; write it shorter") from error
-        problems = list(_unusable(values))
+        problems = list(_unstorable_values(values))
         if problems:
             raise self._error(f"{where}: {'; '.join(map(_clipped, problems))}")
         try:
@@ -98,7 +98,7 @@ class TomlFile(Generic[Model]):
         path = [str(part) for part in detail["loc"]]
         key = ".".join(path)
         if detail["type"] == "extra_forbidden":
-            return f"unknown key {key!r:.80}: {_meant(self._model, path)}"
+            return f"unknown key {key!r:.80}: {_suggest_key(self._model, path)}"
         return self._message(detail, key, _field_at(self._model, path))
 
     def _message(self, detail: Any, key: str, field: FieldInfo | None) -> str:
@@ -178,18 +178,18 @@ class TableFile(TomlFile[BaseModel], Generic[Model]):
 
     def _problem(self, detail: Any, values: Mapping[str, Any]) -> str:
         path = [part for part in detail["loc"] if not isinstance(part, int)]
-        table, key = self._named(detail["loc"], values), ".".join(path[1:])
+        table, key = self._table_label(detail["loc"], values), ".".join(path[1:])
         if detail["type"] == "extra_forbidden":
             if not path[1:]:
                 return (
                     f"unknown key {path[0]!r:.80}: every {self._thing} is a table [[{self._table}]]"
                 )
-            return f"{table}: unknown key {key!r:.80}: {_meant(self._spec, path[1:])}"
+            return f"{table}: unknown key {key!r:.80}: {_suggest_key(self._spec, path[1:])}"
         if not table:
             return f"there is no table [[{self._table}]]; write one for each {self._thing}"
         return f"{table}: {self._message(detail, key, _field_at(self._spec, path[1:]))}"
 
-    def _named(self, loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
+    def _table_label(self, loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
         """Return a table's name for a message, or its number if it has none."""
         if len(loc) < 2 or not isinstance(loc[1], int):
             return ""
@@ -199,16 +199,16 @@ class TableFile(TomlFile[BaseModel], Generic[Model]):
         return f"{self._table} {name!r:.80}" if is_named else f"{self._table} number {loc[1] + 1}"
 
 
-def _unusable(value: object, key: str = "") -> Iterator[str]:
+def _unstorable_values(value: object, key: str = "") -> Iterator[str]:
     """Yield a message for each text or number that PostgreSQL cannot store."""
     if isinstance(value, dict):
         for name, member in value.items():
             inner = f"{key}.{name}" if key else name
-            yield from _unusable(name, f"the name {inner!r:.80}")
-            yield from _unusable(member, inner)
+            yield from _unstorable_values(name, f"the name {inner!r:.80}")
+            yield from _unstorable_values(member, inner)
     elif isinstance(value, list):
         for member in value:
-            yield from _unusable(member, key)
+            yield from _unstorable_values(member, key)
     elif isinstance(value, str) and ("\x00" in value or len(value) > _LONGEST_TEXT):
         yield f"{key} has U+0000, or more than {_LONGEST_TEXT} characters; write a shorter text"
     elif isinstance(value, int) and value not in _INTEGERS:
@@ -231,7 +231,7 @@ def _default_of(field: FieldInfo) -> str:
     return f"; or leave it out for {msgspec.json.encode(default).decode()}"
 
 
-def _meant(model: type[BaseModel], path: Sequence[str]) -> str:
+def _suggest_key(model: type[BaseModel], path: Sequence[str]) -> str:
     """Return a suggestion for the unknown key at `path` within `model`."""
     holder = _model_at(model, path[:-1])
     known = [] if holder is None else list(holder.model_fields)

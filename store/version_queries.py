@@ -157,7 +157,7 @@ async def list_live(connection: AsyncConnection, name: str) -> list[PolicyVersio
     return await _versions(connection, name, text(LIVE))
 
 
-async def in_states(
+async def versions_in_states(
     connection: AsyncConnection, name: str, *states: PolicyState
 ) -> list[PolicyVersion]:
     """Return the versions of a policy in these states, oldest first."""
@@ -180,7 +180,7 @@ async def numbered_version(
     return next(iter(await _versions(connection, name, policies.c.version == version)), None)
 
 
-async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
+async def tenants_of_policy(connection: AsyncConnection, name: str) -> set[str]:
     """Return the tenant of policy `name`; before it begins, tenants whose episodes called it."""
     began = select(policies.c.tenant).where(policies.c.name == name, policies.c.version == 0)
     tenant = await connection.scalar(began)
@@ -190,7 +190,7 @@ async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
     return {tenant_of(row.tenant) for row in rows}
 
 
-async def head_of(connection: AsyncConnection, name: str) -> PolicyVersion:
+async def version_to_train_from(connection: AsyncConnection, name: str) -> PolicyVersion:
     """Return the version that a policy is trained from: the newest that serves or may, or 0."""
     return version_of((await connection.execute(_HEAD, {"name": name})).one())
 
@@ -207,7 +207,7 @@ async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersi
     return target
 
 
-async def unserved_versions(
+async def idle_versions(
     connection: AsyncConnection, name: str, idle_s: float
 ) -> list[PolicyVersion]:
     """Return the rejected and unloaded versions that have files and are idle, oldest first.
@@ -233,24 +233,24 @@ async def deleted_versions(
     return set((await connection.execute(query)).scalars())
 
 
-async def unasked_versions(
+async def versions_with_unneeded_files(
     connection: AsyncConnection, name: str, idle_s: float
 ) -> list[PolicyVersion]:
     """Return the versions of a policy whose files nothing needs any more.
 
-    They are those of `unserved_versions` that are not kept for a person to promote again, and whose
+    They are those of `idle_versions` that are not kept for a person to promote again, and whose
     log-probabilities no free episode needs. There are none while an update of the policy runs.
     """
     if await connection.scalar(_RUNNING, {"policy": name}):
         return []
-    unserved = await unserved_versions(connection, name, idle_s)
+    unserved = await idle_versions(connection, name, idle_s)
     values = {"policy": name, "versions": [one.version for one in unserved]}
     waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
     once_served = set((await connection.execute(_ONCE_SERVED, {"name": name})).scalars())
     return [one for one in unserved if one.version not in waited_for | once_served]
 
 
-async def mark_deleted(
+async def mark_files_deleted(
     connection: AsyncConnection, name: str, numbers: Collection[int]
 ) -> set[int]:
     """Mark the files of these versions as deleted; return those that could be marked.
@@ -293,11 +293,11 @@ async def why_held(connection: AsyncConnection, name: str) -> str | None:
     """Return why training on the serving version is held; None if training goes on."""
     held = policies.c.frozen_at.is_not(None) & (policies.c.version > 0)
     versions = await _versions(connection, name, policies.c.state == "serving", held)
-    reasons = [await why_stays(connection, name, one.version) for one in versions]
+    reasons = [await why_state_stayed(connection, name, one.version) for one in versions]
     return next((reason or "rewards fell" for reason in reasons), None)
 
 
-async def why_stays(connection: AsyncConnection, name: str, version: int) -> str | None:
+async def why_state_stayed(connection: AsyncConnection, name: str, version: int) -> str | None:
     """Return the reason of a version's newest event if the event kept its state; else None."""
     newest = await list_events(connection, name, version, most=1)
     return next((one.reason for one in newest if one.from_state == one.to_state), None)

@@ -16,11 +16,11 @@ from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
+from store.errors import RolledBack, StateChanged, UnknownPolicy, WrongVersionState
 from store.ids import new_id
 from store.schema.tables import AT_ONCE, BACK_TO, CONTROL, policies
 from store.tenants import DEFAULT
-from store.version_queries import in_states, numbered_version, rollback_target, why_held
+from store.version_queries import numbered_version, rollback_target, versions_in_states, why_held
 from store.versions import (
     VERSION_COLUMNS,
     Actor,
@@ -218,7 +218,7 @@ async def change_state(
         return
     _check_allowed(version, to, why["reason"])
     of_version = {"name": version.name, "version": version.version, "from": version.state}
-    values = {**of_version, "to": to, "share": share, **_values(why)}
+    values = {**of_version, "to": to, "share": share, **_event_values(why)}
     if (await connection.execute(_CHANGE, values)).first() is None:
         raise StateChanged(
             f"{version.name}@{version.version} is not {version.state!r} any more, so it was not "
@@ -271,10 +271,10 @@ async def add_event(
     """Record why a version stays in `state`, or begins in it (`is_first`)."""
     before = None if is_first else state
     values = {"name": name, "version": version, "from": before, "to": state}
-    await connection.execute(_STAYS, values | _values(why))
+    await connection.execute(_STAYS, values | _event_values(why))
 
 
-def _values(why: Why) -> dict[str, Any]:
+def _event_values(why: Why) -> dict[str, Any]:
     evidence = why.get("evidence")
     as_json = None if evidence is None else json.dumps(dict(evidence))
     return {"id": new_id().hex, "evidence": as_json, "reason": why["reason"], "actor": why["actor"]}
@@ -301,7 +301,7 @@ async def lock_version(connection: AsyncConnection, name: str, version: int) -> 
     return version_of(row)
 
 
-async def _set(connection: AsyncConnection, name: str, version: int, **values: Any) -> None:
+async def _set_columns(connection: AsyncConnection, name: str, version: int, **values: Any) -> None:
     """Set columns of a version other than its state."""
     of_version = (policies.c.name == name, policies.c.version == version)
     await connection.execute(update(policies).where(*of_version).values(**values))
@@ -385,11 +385,11 @@ async def make_loaded(
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
     decided_about = await connection.scalar(_DECIDED_ABOUT, {"name": name})
-    for older in await in_states(connection, name, *WITHOUT_TRAFFIC):
+    for older in await versions_in_states(connection, name, *WITHOUT_TRAFFIC):
         if older.version < version and older.version != decided_about:
             newer = f"{name}@{version} is newer, and waits instead"
             await change_state(connection, older, "retired", reason=newer, actor=why["actor"])
-    await _set(connection, name, version, gate=dict(rule))
+    await _set_columns(connection, name, version, gate=dict(rule))
     await change_state(connection, new, "loaded", **why)
 
 
@@ -438,7 +438,7 @@ async def promote(
         share = control.now
     if control.version == version:
         share = None
-    for serving in await in_states(connection, name, "serving"):
+    for serving in await versions_in_states(connection, name, "serving"):
         was_tried = control.was_tried and why["actor"] == "controller"
         is_control = control.version is None or was_tried
         if is_control:
@@ -451,10 +451,10 @@ async def promote(
     await _set_control(connection, name, share=share)
     await change_state(connection, new, "serving", **why)
     if held is not None:
-        await _set(connection, name, version, frozen_at=func.clock_timestamp())
+        await _set_columns(connection, name, version, frozen_at=func.clock_timestamp())
         await add_event(connection, name, version, "serving", **why | {"reason": held})
     overtaken = f"{new.served_name} serves, and is newer"
-    for older in await in_states(connection, name, *WITHOUT_TRAFFIC, "canary"):
+    for older in await versions_in_states(connection, name, *WITHOUT_TRAFFIC, "canary"):
         if older.version < version:
             await change_state(connection, older, "retired", reason=overtaken, actor=why["actor"])
     if why["actor"] == "operator":
@@ -473,7 +473,7 @@ async def move_control(
 ) -> None:
     """Make a retired version the control, with this share of new episodes."""
     await _set_control(connection, name, share=None)
-    await _set(connection, name, version, share=share or None)
+    await _set_columns(connection, name, version, share=share or None)
     await add_event(connection, name, version, "retired", **why)
 
 
@@ -481,7 +481,9 @@ async def await_approval(
     connection: AsyncConnection, tried: PolicyVersion, **why: Unpack[Why]
 ) -> None:
     """Let a version wait in its state until a person promotes or rejects it."""
-    await _set(connection, tried.name, tried.version, awaits_approval_at=func.clock_timestamp())
+    await _set_columns(
+        connection, tried.name, tried.version, awaits_approval_at=func.clock_timestamp()
+    )
     await add_event(connection, tried.name, tried.version, tried.state, **why)
 
 
@@ -492,19 +494,19 @@ async def hold_training(
 
     The hold ends as soon as another version serves, unless a trainer was already making that one.
     """
-    await _set(connection, serving.name, serving.version, frozen_at=func.clock_timestamp())
+    await _set_columns(connection, serving.name, serving.version, frozen_at=func.clock_timestamp())
     await _set_control(connection, serving.name, share=share)
     await add_event(connection, serving.name, serving.version, serving.state, **why)
 
 
-async def let_train(connection: AsyncConnection, name: str, **why: Unpack[Why]) -> None:
+async def resume_training(connection: AsyncConnection, name: str, **why: Unpack[Why]) -> None:
     """End a hold of training, and compare the serving version with its control anew."""
     for row in (await connection.execute(_LET_TRAIN, {"name": name})).all():
         await add_event(connection, name, row.version, row.state, **why)
-        await watch_anew(connection, name)
+        await restart_watch(connection, name)
 
 
-async def watch_anew(connection: AsyncConnection, name: str) -> None:
+async def restart_watch(connection: AsyncConnection, name: str) -> None:
     """Compare the serving version with its control from now on, as its rule says.
 
     Without a control, the version that a roll-back would return to becomes the control.
@@ -542,7 +544,7 @@ async def promote_together(
 # Judging
 
 
-async def judge_anew(
+async def rejudge_versions(
     connection: AsyncConnection, name: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
     """Judge a policy's versions by other rewards: replace `units` in rules, restart comparisons."""
@@ -565,10 +567,10 @@ async def freeze(
         UnknownPolicy: there is no such policy.
     """
     base = await lock_version(connection, name, 0)
-    await _set(connection, name, 0, frozen_at=text("now()") if frozen else None)
+    await _set_columns(connection, name, 0, frozen_at=text("now()") if frozen else None)
     why = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
     if not frozen:
-        await let_train(connection, name, reason=why, actor=actor)
+        await resume_training(connection, name, reason=why, actor=actor)
     await add_event(connection, name, 0, base.state, reason=why, actor=actor)
 
 
@@ -617,7 +619,9 @@ async def recall(connection: AsyncConnection, name: str, version: int, **why: Un
             " makes it a version of its own"
         )
     if old.unloaded:
-        await _set(connection, name, version, unloaded_at=None, changed_at=func.clock_timestamp())
+        await _set_columns(
+            connection, name, version, unloaded_at=None, changed_at=func.clock_timestamp()
+        )
         await add_event(connection, name, version, old.state, **why)
 
 
@@ -634,11 +638,11 @@ async def roll_back(
 
     Raises:
         StateChanged: the version has another state by now; nothing was written.
-        NotGated: the version is in none of these states, or is the base model.
+        WrongVersionState: the version is in none of these states, or is the base model.
     """
     name, number = version.name, version.version
     if version.state not in ("loaded", "canary", "serving") or not number:
-        raise NotGated(
+        raise WrongVersionState(
             f"{name}@{number} is {version.state!r}: only a trained version in state 'loaded',"
             " 'canary' or 'serving' can be rolled back"
         )
@@ -653,7 +657,7 @@ async def roll_back(
     served = f"it served since the control did, as {name}@{number}, which was rolled back"
     because = {"served": served, "descends": f"it was trained on from {name}@"}
     values = {"name": name, "version": number, "serves": serves, **because}
-    await connection.execute(_ROLL_BACK, values | _values(why))
+    await connection.execute(_ROLL_BACK, values | _event_values(why))
     if not serves:
         return None
     target = await rollback_target(connection, name)

@@ -72,7 +72,7 @@ async def import_adapter(
                 Learner, model, recipe, settings.seed, settings.scratch
             )
             await asyncio.to_thread(learner.adopt, directory)
-            await claims.still_connected(guard)
+            await claims.check_connected(guard)
             await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
             imported = Import(settings, recipe, engine, learner, name)
             number = await imported.write(directory)

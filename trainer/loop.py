@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claim_query, claims
-from store.claim_query import note_fault
+from store.claim_query import set_aside_after_fault
 from store.claims import Claim
 from store.errors import ClaimSpoilt
 from store.read.evaluations import Evaluation, evaluations
@@ -409,7 +409,7 @@ class Loop:
         """
         if self._breaker.sampled_wrongly:
             async with self._engine.begin() as connection:
-                episodes = await note_fault(connection, self._policy)
+                episodes = await set_aside_after_fault(connection, self._policy)
             log.warning("episodes_set_aside", policy=self._policy, episodes=episodes)
 
     def _log_pause(self) -> None:

@@ -12,10 +12,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.admin_port import listen_on
+from store.admin_port import serve_app
 from store.database import is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
-from store.metrics import count_build
+from store.metrics import show_version
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from trainer.errors import NotFetched, ShortOfMemory, TrainerError, UpstreamAway
@@ -89,13 +89,13 @@ async def _work(
         by_policy = {n: r.model_dump(mode="json") for n, r in zip(policies, recipes, strict=True)}
         trackers = Trackers(settings.trackers, settings.tracking_dir, by_policy)
         stack.callback(trackers.close)
-        count_build()
+        show_version()
         # Model servers may want versions while the model is loaded, which takes minutes.
         is_up, is_ready = asyncio.Event(), asyncio.Event()
         # Processes that fetch versions use the host of PAWL_ADAPTER_SOURCE.
         hosts = (*settings.allowed_hosts, str(urlsplit(settings.adapter_source or "").hostname))
         app = port_app(settings, is_up, is_ready)
-        port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
+        port = await serve_app(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
         stack.push_async_callback(port.cleanup)
         leader = Leader(await _learners(settings, policies, recipes, model))
         stack.callback(leader.stop)

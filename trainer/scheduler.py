@@ -131,7 +131,7 @@ class PolicyWorker:
 
     async def _release_policy(self, guard: AsyncConnection, why: Exception) -> None:
         self._loop = None
-        await claims.leave_policy(guard, self.policy)
+        await claims.release_policy(guard, self.policy)
         reason = f"{type(why).__name__}: {why}"
         if isinstance(why, ClaimLost):
             self._wait(reason)
@@ -179,7 +179,7 @@ class PolicyScheduler:
         """
         try:
             while True:
-                await claims.still_connected(self._guard)
+                await claims.check_connected(self._guard)
                 held = await self._take_up()
                 self._check_failures()
                 self._is_ready.set()

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BeforeValidator, Field, HttpUrl, SecretStr
 from pydantic_settings import NoDecode
 
-from store.settings import Listen, Names, PoliciesFile, Settings, StoreSettings, separated
+from store.settings import Listen, Names, PoliciesFile, Settings, StoreSettings, split_commas
 
 # Adapter slots of a server that reports none: those that `pawl up` and Compose give their vLLM.
 USUAL_SLOTS: Final = 8
@@ -23,7 +23,7 @@ def _numbered(value: object) -> object:
     return cards or value
 
 
-Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(separated)]
+Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(split_commas)]
 Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_numbered)]
 
 

@@ -23,7 +23,7 @@ from store.database import make_engine
 from store.link.claimable import set_reward_rule
 from store.read.episodes import read_episodes
 from store.records import Feedback
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.values.rewards import RewardRule, RewardTerm, reward_of
 from store.version_states import ensure_base
 from tests.support.faults.ledger import Scrapes, drained
@@ -203,7 +203,7 @@ async def _compared(url: str, policy: str, stated: Mapping[str, list[Feedback]])
         )
         rows = await connection.execute(scores, {"policy": policy})
         rewards = {row.key: row.reward for row in rows}
-        episodes = await read_episodes(connection, await selected(connection))
+        episodes = await read_episodes(connection, await select_episodes(connection))
     await engine.dispose()
     by_credit = {one.key: reward_of(one.feedback, SUM).value for one in episodes}
     wanted = {name: reward_of(own, SUM).value for name, own in stated.items()}

@@ -29,11 +29,11 @@ from pawl.commands.common import (
 from pawl.settings import read_settings
 from proxy.ingester.removing import letters_of, remove_letters, waiting
 from proxy.settings import ProxySettings
-from store.deleting import Receipt, delete_episode, deleted_before, mark_deleted
+from store.deleting import Receipt, delete_episode, mark_deleted, receipt_of_deleted
 from store.errors import Damaged, StoreError
-from store.files import whole_file
+from store.files import atomic_file
 from store.records import Record
-from store.selecting import FoundEpisodes, Selection, named, selected
+from store.selecting import FoundEpisodes, Selection, find_named_episodes, select_episodes
 from store.tenants import DEFAULT, bare, scoped
 
 LOOK_S: Final = 0.5
@@ -85,7 +85,7 @@ def export(
         with_engine(lambda engine: write(engine, selection, sys.stdout.buffer))
         return
     damaged = None
-    with whole_file(out) as file:
+    with atomic_file(out) as file:
         try:
             count = with_engine(lambda engine: write(engine, selection, file))
         except Damaged as error:
@@ -218,7 +218,7 @@ async def choose(
         UnknownEpisodes: a name is not recorded, and `marking` is false.
     """
     async with engine.connect() as connection:
-        chosen = await named(connection, names)
+        chosen = await find_named_episodes(connection, names)
         if chosen.unknown and not marking:
             shown = ", ".join(repr(bare(name)) for name in chosen.unknown[:SHOWN])
             raise UnknownEpisodes(
@@ -226,7 +226,7 @@ async def choose(
                 "deleted: correct them, or add --unrecorded if their calls may still wait in the "
                 "spool of a proxy"
             )
-        matching = [] if selection is None else await selected(connection, selection)
+        matching = [] if selection is None else await select_episodes(connection, selection)
     return msgspec.structs.replace(chosen, wholes=(*chosen.wholes, *matching))
 
 
@@ -240,7 +240,7 @@ async def delete_episodes(
     """
     for name, whole in chosen.deleted_before.items():
         async with engine.connect() as connection:
-            receipt = await deleted_before(connection, name, whole)
+            receipt = await receipt_of_deleted(connection, name, whole)
         yield await _with_letters(engine, spool_dir, receipt, dry=dry)
     ones: list[UUID | str] = [*chosen.wholes, *chosen.unknown]
     for one in ones:

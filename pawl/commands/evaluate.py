@@ -30,7 +30,7 @@ from pawl.rollout.evaluation import (
 from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.running import Rollout
 from pawl.rollout.tasks import RolloutError
-from store.files import whole_file
+from store.files import atomic_file
 from store.limited_bodies import LimitedResponse
 from trainer.recipes.recipe import PublishOptions
 
@@ -119,7 +119,7 @@ def evaluate_command(flags: EvaluateFlags) -> None:
         fail(str(error))
     Console().print(report(evaluation))
     if flags.json is not None:
-        with whole_file(flags.json) as file:
+        with atomic_file(flags.json) as file:
             file.write(msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n")
     if flags.picture is not None:
         draw(flags.picture, evaluation)
@@ -328,7 +328,7 @@ def draw(path: Path, evaluation: EvaluationReport) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.tight_layout()
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix(".") or None)
     plt.close(figure)
 

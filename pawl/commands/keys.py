@@ -80,9 +80,9 @@ def create(flags: KeyFlags) -> None:
     than the default one was to have a key with the scope admin.
     """
     from store.grants import Limits
-    from store.keys import create_key, read_scopes
+    from store.keys import create_key, parse_scopes
 
-    scopes = read_scopes(flags.scope)
+    scopes = parse_scopes(flags.scope)
     limits = Limits(
         per_minute=flags.per_minute,
         at_once=flags.at_once,

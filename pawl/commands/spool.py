@@ -23,7 +23,7 @@ from proxy.settings import ProxySettings
 from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import MOST_INFLATED, CapturedCall, Frame, decode_payload, read_pieces
 from proxy.tool_events import ResultReaders
-from store.database import is_no_records_fault
+from store.database import prevents_all_storing
 from store.records import CallRecord, GapRecord, Record, SpoolRecord
 from store.tenants import bare, tenant_of
 from store.write.ingest import Ingester
@@ -188,7 +188,7 @@ async def replay_letters(
     """Try to store each dead letter again; delete stored letters, and keep the others.
 
     Return the number of stored letters, and a line with the reason for each other letter. If the
-    database does not answer (`is_no_records_fault`), its error is raised, and the rest are kept.
+    database does not answer (`prevents_all_storing`), its error is raised, and the rest are kept.
     `send_spans` is called with each stored record.
     """
     ingester = Ingester(question_of=question_of)
@@ -202,7 +202,7 @@ async def replay_letters(
                 record = redactor.record(record)
             left_out = await ingester.store(engine, [record])
         except Exception as error:
-            if is_no_records_fault(error):
+            if prevents_all_storing(error):
                 raise
             # An error of one letter must not stop the next.
             refused.append(f"{path.name}: {_first(str(error)) or type(error).__name__}")

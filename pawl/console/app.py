@@ -40,12 +40,12 @@ from proxy.error_replies import REFUSALS
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
 from proxy.keys import Gate, Shown, shown_in
-from store.admin_port import listening_on
+from store.admin_port import explain_listen_failure
 from store.browsers import why_foreign
-from store.database import explain, is_bad_value, is_no_records_fault, is_too_slow
-from store.grants import MARK, SCOPES, hash_of
+from store.database import explain_error, is_bad_value, is_too_slow, prevents_all_storing
+from store.grants import MARK, SCOPES, hash_of_key
 from store.keys import key_ring
-from store.settings import address
+from store.settings import parse_address
 from store.tenants import DEFAULT
 
 log = structlog.get_logger()
@@ -101,10 +101,10 @@ async def serving(settings: ConsoleSettings, database_url: str) -> AsyncIterator
     Raises:
         NotListening: the console's port cannot be listened on.
     """
-    host, port = address(settings.console_listen)
+    host, port = parse_address(settings.console_listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     app = app_of(settings, database_url)
-    with listening_on(settings.console_listen, "PAWL_CONSOLE_LISTEN"):
+    with explain_listen_failure(settings.console_listen, "PAWL_CONSOLE_LISTEN"):
         listener = socket.create_server((host, port), family=family, backlog=128)
     with listener:
         config = uvicorn.Config(
@@ -255,7 +255,7 @@ class Guard:
         local = is_loopback(request.scope.get("client")) and not relayed
         gate = Gate(self._settings.access, hosts=self._settings.allowed_hosts)
         async with console_of(request).unqueued.connect() as connection:
-            gate.take(await key_ring(connection, hash_of(key or b"")))
+            gate.take(await key_ring(connection, hash_of_key(key or b"")))
         asked = request.method, headers
         grant = gate.check(Shown(key, relayed), "read", asked, local=local)
         # The viewer's feedback is posted to the proxy with the viewer's own key.
@@ -339,7 +339,7 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
         "This address cannot be used",
         "It has a number that is too large, or the character U+0000.",
     ),
-    is_no_records_fault: Refusal(
+    prevents_all_storing: Refusal(
         503,
         "The database is away, or cannot be used",
         "The console goes on as soon as it can. Its log has what PostgreSQL says. A new database "
@@ -376,7 +376,7 @@ def failure(request: Request, error: Exception) -> Response:
         refusal = Refusal(error.status, "You may not see this", error.message)
     elif refusal is not None:
         # Not shown: PostgreSQL's messages name hosts and users.
-        log.warning("page_refused", reason=explain(error))
+        log.warning("page_refused", reason=explain_error(error))
     else:
         name = secrets.token_hex(4)
         log.error("page_failed", id=name, path=request.url.path, exc_info=error)

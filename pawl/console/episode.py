@@ -28,7 +28,7 @@ from store.read.detail import (
     is_explainable,
     raw_body,
 )
-from store.read.lineage import one_update
+from store.read.lineage import read_update
 from store.read.past import past_update
 from store.records import EVAL
 from store.tenants import tenant_of
@@ -259,7 +259,7 @@ async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpd
 
 async def _explained(request: Request, update_id: UUID, tenant: str | None) -> ExplainedUpdate:
     async with reading(request) as connection:
-        if await one_update(connection, update_id, tenant, ()) is None:
+        if await read_update(connection, update_id, tenant, ()) is None:
             raise UnknownUpdate(f"there is no update {update_id}")
         if not await is_explainable(connection, update_id):
             raise UnknownUpdate(

@@ -24,7 +24,7 @@ from store.read.browsing import (
     browse,
     count_episodes,
 )
-from store.read.detail import CallTexts, call_texts, ends_of
+from store.read.detail import CallTexts, call_texts, first_and_last_calls
 from store.records import SPLITS
 
 # How long to search for episodes that match a filter; longer on request.
@@ -92,7 +92,7 @@ async def said_in(
     connection: AsyncConnection, episodes: Collection[UUID]
 ) -> dict[UUID, tuple[str, str]]:
     """Return the ends of each episode's first question and last answer."""
-    ends = await ends_of(connection, episodes)
+    ends = await first_and_last_calls(connection, episodes)
     firsts, lasts = [row.first for row in ends], [row.last for row in ends]
     texts = await call_texts(connection, firsts, lasts, LARGEST_LISTED)
 

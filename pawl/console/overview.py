@@ -11,10 +11,10 @@ from starlette.routing import Route
 
 from pawl.console.pages import console_of, page, part, reading, viewer
 from pawl.doctor.examine import examine
-from store.read.browsing import MOST_COUNTED, Rows, outcomes, promotions
-from store.read.evaluations import Rewards, rewards_in
+from store.read.browsing import MOST_COUNTED, Rows, count_outcomes, promotions
+from store.read.evaluations import Rewards, rewards_from_row
 from store.read.health import newest_calls
-from store.read.lineage import since_base
+from store.read.lineage import rewards_since_base
 from store.records import EVAL, SIDE, TRAIN
 
 # The periods to choose from, in days.
@@ -54,9 +54,9 @@ async def figures(request: Request) -> Response:
     begun = datetime.now(UTC) - timedelta(days=int(_days(request)))
     async with reading(request) as connection:
         kinds = await newest_calls(connection, datetime.now(UTC), tenant)
-        rows, since = await outcomes(connection, tenant, begun)
+        rows, since = await count_outcomes(connection, tenant, begun)
         promoted = await promotions(connection, tenant, begun)
-        lifts = await since_base(connection, tenant)
+        lifts = await rewards_since_base(connection, tenant)
     reasons: Counter[str | None] = Counter()
     for kind in kinds:
         reasons[kind.reason] += kind.calls
@@ -88,11 +88,11 @@ def verdict(new: Rewards, old: Rewards) -> dict[str, Any]:
 
 
 def _card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
-    """Return a policy's card, from its rows of `outcomes` and of `promotions`."""
+    """Return a policy's card, from its rows of `count_outcomes` and of `promotions`."""
     times: dict[Any, dict[str, Rewards]] = {}
     for row in rows:
         if row.scored:
-            times.setdefault(row.part, {})[row.split] = rewards_in(row)
+            times.setdefault(row.part, {})[row.split] = rewards_from_row(row)
     fates = [row for row in rows if row.state is not None]
 
     def series(split: str, **more: Any) -> dict[str, Any]:

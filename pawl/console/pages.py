@@ -31,7 +31,7 @@ from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
 from store.database import make_engine
 from store.grants import Scope
-from store.read.browsing import begin
+from store.read.browsing import set_up_transaction
 from store.records import Record
 from store.tenants import bare
 
@@ -156,7 +156,7 @@ async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
     """Open a read-only transaction; a statement takes at most `LIMIT_S`."""
     async with console_of(request).engine.connect() as connection:
         await connection.execution_options(postgresql_readonly=True)
-        await begin(connection, LIMIT_S)
+        await set_up_transaction(connection, LIMIT_S)
         yield connection
 
 
@@ -164,7 +164,7 @@ async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
 async def writing(request: Request) -> AsyncIterator[AsyncConnection]:
     """Open a transaction for a change that `require` allowed; it is committed after the block."""
     async with console_of(request).engine.begin() as connection:
-        await begin(connection, LIMIT_S)
+        await set_up_transaction(connection, LIMIT_S)
         yield connection
 
 

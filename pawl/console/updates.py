@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
 from pawl.console.versions import chosen_policy
-from store.read.lineage import MOST_MEMBERS, members_of, one_update, updates_of
+from store.read.lineage import MOST_MEMBERS, episodes_of_update, read_update, updates_of
 from trainer.metrics import FIGURES
 from trainer.trackers import BY_ID, flat
 
@@ -94,10 +94,10 @@ async def update(request: Request) -> Response:
     """
     of, tenant = request.path_params["id"], viewer(request).tenant
     async with reading(request) as connection:
-        row = await one_update(connection, of, tenant, BY_ID)
+        row = await read_update(connection, of, tenant, BY_ID)
         if row is None:
             raise Refusal(404, "There is no such update")
-        members = await members_of(connection, row.id)
+        members = await episodes_of_update(connection, row.id)
     return page(
         request,
         "update.html",

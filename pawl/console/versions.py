@@ -34,9 +34,15 @@ from pawl.console.pages import (
     viewer,
     writing,
 )
-from store.errors import NotGated, StateChanged, StoreError, UnknownNames, UnknownPolicy
-from store.read.gates import gated
-from store.read.lineage import line_of, newest_events, places_of, policies_of, rewards_of
+from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy, WrongVersionState
+from store.read.gates import read_gated_policy
+from store.read.lineage import (
+    live_and_given_versions,
+    newest_events,
+    policies_of,
+    rewards_of,
+    versions_in_line,
+)
 from store.records import Record
 from store.version_queries import list_events
 from store.version_states import lock_policies
@@ -111,14 +117,16 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
     """
     await own_version(connection, change.policy, change.number, tenant)
     await lock_policies(connection, [change.policy])
-    places = await places_of(connection, change.policy, [change.number])
+    places = await live_and_given_versions(connection, change.policy, [change.number])
     before = {number: words_of(version) for number, version in places.items()}
     match change.action:
         case "promote":
             start, waits = await find_to_promote(connection, change.named, tenant)
             if start.unloaded:
                 command = f"`pawl policies promote {change.named}`"
-                raise NotGated(f"{change.named} is on no model server: {command} loads it first")
+                raise WrongVersionState(
+                    f"{change.named} is on no model server: {command} loads it first"
+                )
             evidence = None if waits is None else waits.evidence
             await promote_as_seen(connection, start, change.reason, evidence)
             change = replace(change, waits=waits)
@@ -129,7 +137,7 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
             await freeze_by_hand(connection, change.policy, change.reason, tenant, frozen=frozen)
         case _:
             raise Refusal(404, "There is no such action", change.action)
-    places = await places_of(connection, change.policy, before)
+    places = await live_and_given_versions(connection, change.policy, before)
     after = {number: words_of(version) for number, version in places.items()}
     moved = tuple(
         (number, before[number], now)
@@ -152,7 +160,7 @@ async def own_version(
     Raises:
         Refusal: there is no such version, or it is another tenant's.
     """
-    version = (await places_of(connection, policy, [number])).get(number)
+    version = (await live_and_given_versions(connection, policy, [number])).get(number)
     if version is None or tenant not in (None, version.tenant):
         raise Refusal(404, "There is no such version", f"{policy}@{number}")
     return version
@@ -180,10 +188,10 @@ async def versions(request: Request) -> Response:
     before = int(given) if given.isascii() and given.isdigit() and len(given) < 10 else None
     async with reading(request) as connection:
         policy, known = await chosen_policy(request, connection, viewer(request).tenant)
-        standing = None if policy is None else await gated(connection, policy.name)
+        standing = None if policy is None else await read_gated_policy(connection, policy.name)
         if policy is None or standing is None:
             return page(request, "versions.html", policy=None, policies=known)
-        line = await line_of(connection, policy.name, before, MOST)
+        line = await versions_in_line(connection, policy.name, before, MOST)
         numbers = [version.version for version in line]
         # A version's episodes began after it was made, except for the base model's.
         since = None if 0 in numbers else min((row.created_at for row in line), default=None)

@@ -30,17 +30,17 @@ from pawl.controller.metrics import (
 )
 from store.metrics import begin_at_zero
 from store.read.gates import (
-    Gated,
-    Standing,
+    GatedPolicy,
+    VersionInRole,
     episodes_per_hour,
-    gated,
     gated_policies,
-    last_given,
+    last_traffic_gain,
     next_control,
+    read_gated_policy,
     served_since,
 )
 from store.records import Arm
-from store.version_queries import why_stays
+from store.version_queries import why_state_stayed
 from store.version_states import (
     Why,
     add_event,
@@ -48,10 +48,10 @@ from store.version_states import (
     begin_canary,
     change_state,
     hold_training,
-    let_train,
     lock_policies,
     move_control,
     promote,
+    resume_training,
     roll_back,
 )
 from store.versions import Actor, PolicyState, PolicyVersion
@@ -129,7 +129,7 @@ class PolicyGate:
 
     async def _make_due_moves(self, connection: AsyncConnection) -> list[Move]:
         """Make the changes that are due, and return them; a frozen policy has none."""
-        stands = await gated(connection, self._name)
+        stands = await read_gated_policy(connection, self._name)
         if stands is None:
             return []
         GATE_FROZEN.labels(self._name).set(stands.frozen)
@@ -144,11 +144,11 @@ class PolicyGate:
             return []
         # An operator, or another controller, may have moved the traffic in the meantime.
         await lock_policies(connection, [self._name])
-        now = await gated(connection, self._name)
+        now = await read_gated_policy(connection, self._name)
         is_same = now is not None and msgspec.structs.replace(now, now=stands.now) == stands
         return (await act() if is_same else None) or []
 
-    async def _watch(self, connection: AsyncConnection, stands: Gated) -> Act | None:
+    async def _watch(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
         """Compare the serving arm with its control: has it fallen behind, may the control move on?
 
         All versions that served since the control are one arm. In the modes that try a version
@@ -158,12 +158,12 @@ class PolicyGate:
         rule, number = _rule_of(serving), serving.version.version
         if control is None or not number:
             # A version that serves again after a roll-back was already compared with its control.
-            given = await last_given(connection, self._name, number)
+            given = await last_traffic_gain(connection, self._name, number)
             is_back = given.from_state == "retired" and given.actor == CONTROLLER
             GATE_WATCHED.labels(self._name).set(is_back or not (number and rule.control_share))
             self._hide("watch")
             alone = _because("there is no control to tell why rewards fell: training goes on")
-            go_on = partial(let_train, connection, self._name, **alone)
+            go_on = partial(resume_training, connection, self._name, **alone)
             return go_on if stands.is_held else None
         GATE_WATCHED.labels(self._name).set(1)
         old = control.version.version
@@ -182,7 +182,7 @@ class PolicyGate:
         return None
 
     async def _follow(
-        self, connection: AsyncConnection, stands: Gated, served: set[int], evidence: Evidence
+        self, connection: AsyncConnection, stands: GatedPolicy, served: set[int], evidence: Evidence
     ) -> Act | None:
         """Return the next action on the serving arm, whose complete evidence proves no harm."""
         serving, control, comparison = stands.serving, stands.control, evidence.comparison
@@ -195,7 +195,7 @@ class PolicyGate:
             evidence.is_said = True
             return partial(self._record_finding, connection, serving, why(comparison.trade))
         # A canary that was promoted without a verdict has the trial's share until it is compared.
-        given = await last_given(connection, self._name, serving.version.version)
+        given = await last_traffic_gain(connection, self._name, serving.version.version)
         is_tried = given.verdict == UNDECIDED and _share_of(control) > rule.control_share
         if is_tried and comparison.tells_against:
             lower = why(f"{serving.version.served_name} scores lower so far")
@@ -217,7 +217,7 @@ class PolicyGate:
     def _hold_or_go_on(
         self,
         connection: AsyncConnection,
-        stands: Gated,
+        stands: GatedPolicy,
         comparison: Comparison,
         because: Callable[[str], Why],
     ) -> Act | None:
@@ -230,11 +230,11 @@ class PolicyGate:
             log.error("training_held", version=serving.version.served_name, reason=why["reason"])
             return partial(hold_training, connection, serving.version, share, **why)
         why = because("it does no worse than its control: training goes on")
-        go_on = partial(let_train, connection, self._name, **why)
+        go_on = partial(resume_training, connection, self._name, **why)
         return go_on if comparison.is_in_line else None
 
     async def _give_back(
-        self, connection: AsyncConnection, serving: Standing, control: Standing, why: Why
+        self, connection: AsyncConnection, serving: VersionInRole, control: VersionInRole, why: Why
     ) -> list[Move]:
         """Let the control serve again; the version without proof is retired, not rolled back."""
         version = control.version
@@ -245,7 +245,7 @@ class PolicyGate:
             Move(version, "serving", why["reason"]),
         ]
 
-    async def _try(self, connection: AsyncConnection, stands: Gated) -> Act | None:
+    async def _try(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
         """Compare the canary with the serving version: do its episodes suffice, or is time over?
 
         The trial outlasts its time while there is no evidence at all, unless a newer version waits.
@@ -273,7 +273,7 @@ class PolicyGate:
             return None
         return partial(self._end, connection, canary, rule, comparison)
 
-    async def _begin(self, connection: AsyncConnection, stands: Gated) -> Act | None:
+    async def _begin(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
         """Begin the trial of a loaded version, or act on its evaluation."""
         candidate = stands.candidate
         if candidate is None or stands.canary is not None:
@@ -295,8 +295,8 @@ class PolicyGate:
     async def _begin_trial(
         self,
         connection: AsyncConnection,
-        stands: Gated,
-        candidate: Standing,
+        stands: GatedPolicy,
+        candidate: VersionInRole,
         rule: PublishOptions,
     ) -> list[Move]:
         """Give a version the share of new episodes with which a decision is expected in time."""
@@ -309,7 +309,7 @@ class PolicyGate:
     async def _end(
         self,
         connection: AsyncConnection,
-        tried: Standing,
+        tried: VersionInRole,
         rule: PublishOptions,
         comparison: Comparison,
     ) -> list[Move]:
@@ -336,7 +336,7 @@ class PolicyGate:
         return [Move(version, "serving", why["reason"])]
 
     async def _roll_back(
-        self, connection: AsyncConnection, fallen: Standing, why: Why
+        self, connection: AsyncConnection, fallen: VersionInRole, why: Why
     ) -> list[Move]:
         """Roll back a version and all trained from it; the version compared with it then serves."""
         version = fallen.version
@@ -348,11 +348,11 @@ class PolicyGate:
         return moves
 
     async def _record_finding(
-        self, connection: AsyncConnection, serving: Standing, why: Why
+        self, connection: AsyncConnection, serving: VersionInRole, why: Why
     ) -> None:
         """Record a finding about the serving version once; it goes on serving."""
         version = serving.version
-        if await why_stays(connection, self._name, version.version) != why["reason"]:
+        if await why_state_stayed(connection, self._name, version.version) != why["reason"]:
             await add_event(connection, self._name, version.version, version.state, **why)
 
     def _evidence_of(
@@ -362,7 +362,7 @@ class PolicyGate:
         rule: PublishOptions,
         shares: tuple[float, float],
         since: datetime,
-        *of: Standing,
+        *of: VersionInRole,
     ) -> Evidence:
         """Return the evidence about versions; other versions, or another rule, start it again.
 
@@ -401,7 +401,7 @@ class PolicyGate:
             gauge.remove(self._name)
 
 
-def _rule_of(version: Standing) -> PublishOptions:
+def _rule_of(version: VersionInRole) -> PublishOptions:
     """Return the rule that a version was loaded with.
 
     Raises:
@@ -416,7 +416,7 @@ def _rule_of(version: Standing) -> PublishOptions:
         ) from error
 
 
-def _share_of(control: Standing | None) -> float:
+def _share_of(control: VersionInRole | None) -> float:
     return 0.0 if control is None else control.version.share or 0.0
 
 

@@ -15,7 +15,7 @@ from pawl.rollout.evaluation import EvaluationJob, evaluate
 from pawl.rollout.setup import Setup
 from pawl.settings import ClientSettings, read_settings
 from proxy.settings import ProxySettings
-from store.read.gates import Standing
+from store.read.gates import VersionInRole
 from store.values.rewards import REWARD_ALONE, RewardRule
 from trainer.recipes.recipe import EvaluationOptions, PublishOptions
 
@@ -24,7 +24,7 @@ AGAIN_S: Final = 60.0
 # Concurrent runs. Few, as live traffic comes first.
 AT_ONCE: Final = 2
 
-Evaluate = Callable[[Standing, Standing, PublishOptions], Awaitable[Comparison]]
+Evaluate = Callable[[VersionInRole, VersionInRole, PublishOptions], Awaitable[Comparison]]
 
 
 class Evaluations:
@@ -43,7 +43,7 @@ class Evaluations:
         self._tasks: dict[str, tuple[object, asyncio.Task[Comparison]]] = {}
 
     async def outcome(
-        self, candidate: Standing, serving: Standing, rule: PublishOptions
+        self, candidate: VersionInRole, serving: VersionInRole, rule: PublishOptions
     ) -> Comparison | None:
         """Return the result of evaluating these two versions, or None while it runs.
 
@@ -72,7 +72,7 @@ class Evaluations:
             await self.forget(name)
 
     async def _until_done(
-        self, candidate: Standing, serving: Standing, rule: PublishOptions
+        self, candidate: VersionInRole, serving: VersionInRole, rule: PublishOptions
     ) -> Comparison:
         """Evaluate, and retry failures.
 
@@ -94,7 +94,7 @@ class Evaluations:
 
 
 async def evaluate_candidate(
-    candidate: Standing, serving: Standing, rule: PublishOptions
+    candidate: VersionInRole, serving: VersionInRole, rule: PublishOptions
 ) -> Comparison:
     """Run the tasks of the candidate's recipe with both versions, and compare the results.
 

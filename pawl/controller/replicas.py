@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
 from pawl.controller.reconciler import OUTCOMES, Reconciler
-from store.adapter_slots import unload_ended
+from store.adapter_slots import unload_unused_versions
 from store.metrics import begin_at_zero
-from store.version_queries import list_servable, unserved_versions
+from store.version_queries import idle_versions, list_servable
 from store.version_states import mark_unloaded
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
@@ -71,7 +71,7 @@ class ServableVersions:
             return [
                 version
                 for name in sorted({one.name for one in self.versions or ()})
-                for version in await unserved_versions(connection, name, PROXY_REFRESH_S)
+                for version in await idle_versions(connection, name, PROXY_REFRESH_S)
             ]
 
     async def look(self, engine: AsyncEngine) -> None:
@@ -86,7 +86,7 @@ class ServableVersions:
         try:
             async with asyncio.timeout(READ_S), engine.begin() as connection:
                 if not all(each.is_checked for each in self.reconcilers):
-                    await unload_ended(connection, None, "controller")
+                    await unload_unused_versions(connection, None, "controller")
                 self.versions = await list_servable(connection)
             self._engine, self._read_at, is_up = engine, read_at, True
         finally:

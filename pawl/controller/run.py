@@ -16,9 +16,9 @@ from pawl.controller.replicas import ReplicaController, ServableVersions, show_t
 from pawl.database import open_engine
 from pawl.processes import stop_event
 from pawl.settings import ControllerSettings
-from store.admin_port import listen_on
-from store.database import explain, is_no_records_fault
-from store.metrics import count_build
+from store.admin_port import serve_app
+from store.database import explain_error, prevents_all_storing
+from store.metrics import show_version
 from store.settings import StoreSettings
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.sources import others_files
@@ -41,10 +41,10 @@ async def controller(settings: ControllerSettings) -> None:
         )
         servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
-        count_build()
+        show_version()
         app, hosts = app_of(servable, controllers), settings.allowed_hosts
         listen = settings.controller_listen
-        port = await listen_on(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
+        port = await serve_app(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
         looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
@@ -91,11 +91,11 @@ async def follow(
                     trouble = None
                     await asyncio.sleep(poll_s)
         except Exception as error:
-            is_away, before = is_no_records_fault(error), trouble
+            is_away, before = prevents_all_storing(error), trouble
             trouble = f"{name}_waits_for_database" if is_away else f"{name}_fails"
             if trouble != before:
                 write = log.warning if is_away else log.exception
-                write(trouble, reason=f"{type(error).__name__}: {explain(error)}")
+                write(trouble, reason=f"{type(error).__name__}: {explain_error(error)}")
         await asyncio.sleep(poll_s)
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.stack.preflight import DISK_GIB
 from store.adapter_slots import LONGEST_KEPT_S, free_slots
-from store.read.health import CallKind
+from store.read.health import CallCount
 from store.records import EVAL, SIDE, TRAIN, Record
 from store.tenants import bare
 from trainer.publishing.pacing import more_slots
@@ -394,7 +394,7 @@ def untrainable(facts: Facts) -> Iterator[Finding]:
         yield from _too_many(name, own, [one for one in own if one.reason not in expected])
 
 
-def _too_many(name: str, kinds: list[CallKind], bad: list[CallKind]) -> Iterator[Finding]:
+def _too_many(name: str, kinds: list[CallCount], bad: list[CallCount]) -> Iterator[Finding]:
     """Find that more than a fifth of a policy's newest calls are bad."""
     every, calls = sum(one.calls for one in kinds), sum(one.calls for one in bad)
     if calls <= MOST_UNTRAINED * every:
@@ -506,7 +506,7 @@ def no_slot(facts: Facts) -> Iterator[Finding]:
     """Find that all adapter slots of the model server are taken, so that no update begins."""
     slots = min((one.slots for one in facts.servers if one.slots is not None), default=USUAL_SLOTS)
     for policy in facts.policies:
-        held = [one.at_most_s for one in policy.kept if not one.gives_way]
+        held = [one.at_most_s for one in policy.kept if not one.may_be_unloaded]
         if policy.live is None or not held:
             continue
         live = replace(policy.live, kept=len(held))

@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
-from store.adapter_slots import KeptVersion, Live
+from store.adapter_slots import KeptVersion, LiveCounts
 from store.claim_query import ClaimRule
 from store.read.agreement import Agreement
-from store.read.gates import Gated
-from store.read.health import CallKind, EpisodeCounts, Tended, Unmatched
+from store.read.gates import GatedPolicy
+from store.read.health import CallCount, EpisodeCounts, TendedPolicy, UnmatchedFeedback
 from store.records import Record
 from store.versions import PolicyEvent, PolicyVersion
 from trainer.recipes.recipe import Recipe
@@ -96,7 +96,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     made a version wait for a person. `judges` are those whose opinions are rewards.
     """
 
-    about: Tended
+    about: TendedPolicy
     recipe: Recipe | None = None
     rule: ClaimRule | None = None
     counts: EpisodeCounts = EpisodeCounts()
@@ -104,11 +104,11 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     updates: float = 0.0
     lacks: Mapping[str, int] = NOTHING
     problems: Mapping[TrainingWarning, TrainingProblem] = {}
-    standing: Gated | None = None
+    standing: GatedPolicy | None = None
     waits: PolicyEvent | None = None
     judges: tuple[Agreement, ...] = ()
     servable: tuple[PolicyVersion, ...] = ()
-    live: Live | None = None
+    live: LiveCounts | None = None
     kept: tuple[KeptVersion, ...] = ()
 
     @property
@@ -139,8 +139,8 @@ class Facts(Record, frozen=True, kw_only=True):
     disks: tuple[Disk, ...] = ()
     letters: int = 0
     spinning: Mapping[str, str] = NOTHING
-    calls: tuple[CallKind, ...] = ()
-    unmatched: Unmatched = Unmatched()
+    calls: tuple[CallCount, ...] = ()
+    unmatched: UnmatchedFeedback = UnmatchedFeedback()
     policies: tuple[PolicyFacts, ...] = ()
     unbegun: tuple[str, ...] = ()
 

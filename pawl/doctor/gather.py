@@ -27,22 +27,22 @@ from pawl.stack.preflight import GIB
 from proxy.errors import BadUpstreams
 from proxy.ingester.removing import FOLDER, LETTER
 from proxy.upstreams.upstreams import check_upstreams
-from store.adapter_slots import kept_versions, live_versions
+from store.adapter_slots import count_live_versions, kept_versions
 from store.claim_query import waiting_episodes, waiting_updates
-from store.database import database_time, explain, is_too_slow, make_engine
+from store.database import database_time, explain_error, is_too_slow, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import BadPolicies, StoreError
 from store.limited_bodies import LimitedResponse
-from store.link.claimable import lacking
+from store.link.claimable import count_missing_rewards
 from store.policy_table import PolicyTable, open_policies
 from store.read.agreement import agreements
-from store.read.gates import gated
+from store.read.gates import read_gated_policy
 from store.read.health import (
-    CallKind,
-    Tended,
-    changed_lately,
+    CallCount,
+    TendedPolicy,
     episode_counts,
     newest_calls,
+    recently_changed_versions,
     tended_policies,
     unmatched_feedback,
 )
@@ -206,7 +206,7 @@ async def _stored(
         if is_late or (is_out and facts is not nothing):
             return replace(facts, is_late=True)
         # Any failure is a fact to report.
-        why_not = f"no answer within {STORE_S:g} s" if is_out else explain(error)
+        why_not = f"no answer within {STORE_S:g} s" if is_out else explain_error(error)
         return replace(nothing, database=why_not)
     return facts
 
@@ -227,7 +227,7 @@ async def _engine(
         url = settings.database_url.get_secret_value()
     else:
         embedded = await asyncio.to_thread(EmbeddedPostgres, settings.data_dir)
-        embedded.check_made()
+        embedded.check_initialised()
         if embedded.pid is None:
             raise StoreError(f"the embedded PostgreSQL in {settings.data_dir} does not run")
         url = embedded.url
@@ -277,11 +277,11 @@ async def _read(
 
 
 def _to_train(
-    begun: Sequence[Tended],
+    begun: Sequence[TendedPolicy],
     known: Sequence[str] | None,
     chosen: str | None,
-    calls: Sequence[CallKind],
-) -> list[Tended]:
+    calls: Sequence[CallCount],
+) -> list[TendedPolicy]:
     """Return the policies to train: those of the file, or else those in use.
 
     Without a file, every model that was ever trained is a policy: those that are no longer called,
@@ -303,9 +303,9 @@ async def _policy(
     """Add the database's facts to a policy's; `known` are the policies of the file."""
     name, recipe = policy.name, policy.recipe
     rule = None if recipe is None else claim_rule(recipe, name)
-    standing = await gated(connection, name)
+    standing = await read_gated_policy(connection, name)
     tried = standing and (standing.canary or standing.candidate)
-    unsettled = await changed_lately(connection, name, SETTLED)
+    unsettled = await recently_changed_versions(connection, name, SETTLED)
     servable = [
         version
         for version in await list_servable(connection, name)
@@ -320,11 +320,11 @@ async def _policy(
             now,
             calls_are_paid=rule is not None and rule.call_rewards_after_s is not None,
         ),
-        lacks=await lacking(connection, name),
+        lacks=await count_missing_rewards(connection, name),
         judges=tuple(await agreements(connection, name)),
         standing=standing,
         waits=None if not tried else await why_waits(connection, tried.version),
-        live=await live_versions(connection, name, known=known),
+        live=await count_live_versions(connection, name, known=known),
         kept=tuple(await kept_versions(connection, name)),
         # Fetched versions are in another folder on each machine.
         servable=tuple(

@@ -84,7 +84,7 @@ def outlook_of(
         QUARANTINED: counts.quarantined,
     }
     time = max(now - counts.first_at, SHORTEST)
-    missing = max(0.0, 1 - updates) * rule.needed
+    missing = max(0.0, 1 - updates) * rule.episodes_needed
     return Outlook(
         recorded=counts.episodes + counts.quarantined,
         usable=usable,

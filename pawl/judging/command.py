@@ -27,14 +27,14 @@ from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import ClientSettings, StackSettings, read_settings
 from proxy.settings import ProxySettings
-from store.judging import attempts_at_task, forget_unjudged, scales_of
+from store.judging import attempts_at_task, forget_unscored_judgements, scales_of
 from store.keys import tenant_of_key
 from store.limited_bodies import LimitedResponse
 from store.read.episodes import read_episodes
 from store.read.lines import encoded_line
 from store.records import REWARD
 from store.selecting import Selection
-from store.settings import address
+from store.settings import parse_address
 from store.tenants import bare, scoped
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
             raise JudgeError(f"a judge's name has at most {MAX_NAME} characters: give it a --name")
         if flags.again:
             async with engine.begin() as connection:
-                await forget_unjudged(connection, judge.name, tenant)
+                await forget_unscored_judgements(connection, judge.name, tenant)
         judging = Judging(engine, judge, feedback, _plan(flags, tenant))
         await _run_until_stopped(judging, once=flags.once)
         return {outcome: judging.tally[outcome] for outcome in OUTCOMES}
@@ -197,7 +197,7 @@ def is_proxy(base_url: str, listen: str) -> bool:
 
     A URL that reaches the proxy by another host name is not recognised.
     """
-    url, (host, port) = urlsplit(base_url), address(listen)
+    url, (host, port) = urlsplit(base_url), parse_address(listen)
     same_host = url.hostname == host or (url.hostname in HERE and host in HERE)
     return same_host and (url.port or {"http": 80, "https": 443}.get(url.scheme)) == port
 

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from pawl.judging.answers import Away, JudgeFailed, Statement
-from store.settings import address
+from store.settings import parse_address
 
 TAKEN: Final = (200, 202)
 # The key was used with another body: the judge's earlier answer about the episode counts.
@@ -107,6 +107,6 @@ async def post_once(
 
 def feedback_url(listen: str) -> str:
     """Return the feedback URL of a proxy that listens on `listen`, for clients on its machine."""
-    host, port = address(listen)
+    host, port = parse_address(listen)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/feedback"

@@ -29,7 +29,14 @@ from pawl.judging.answers import (
 from pawl.judging.feedback import FeedbackClient
 from store.database import is_unavailable
 from store.errors import Damaged
-from store.judging import Awaiting, Judgement, Outcome, awaiting, holding, note
+from store.judging import (
+    AwaitingEpisode,
+    Judgement,
+    Outcome,
+    episodes_awaiting_judge,
+    hold_judge,
+    store_judgement,
+)
 from store.read.episodes import read_episodes
 from store.read.lines import encoded_line
 from store.records import Episode, Record
@@ -115,7 +122,7 @@ class Judging:
             Away: with `once`, a server does not answer.
         """
         tenant = self._plan.selection.tenant or DEFAULT
-        async with holding(self._engine, scoped(tenant, self._judge.name)) as held:
+        async with hold_judge(self._engine, scoped(tenant, self._judge.name)) as held:
             if not held:
                 raise JudgeError(
                     f"judge {self._judge.name!r} is at work already in another process: stop "
@@ -155,11 +162,11 @@ class Judging:
             return 0
         return len(waiting)
 
-    async def _awaiting(self) -> list[Awaiting]:
+    async def _awaiting(self) -> list[AwaitingEpisode]:
         now = datetime.now(UTC)
         begun = time.monotonic()
         async with self._engine.connect() as connection:
-            waiting = await awaiting(
+            waiting = await episodes_awaiting_judge(
                 connection,
                 self._judge.name,
                 self._plan.selection,
@@ -171,7 +178,7 @@ class Judging:
         self._looked_s = time.monotonic() - begun
         return waiting
 
-    async def _judge_episode(self, one: Awaiting, limit: asyncio.Semaphore) -> None:
+    async def _judge_episode(self, one: AwaitingEpisode, limit: asyncio.Semaphore) -> None:
         """Judge an episode, and store and log the outcome."""
         async with limit:
             if self._away is not None:
@@ -210,7 +217,7 @@ class Judging:
                 due_at=retry_at(times, attempts, datetime.now(UTC)) if reason else None,
             )
             async with self._engine.begin() as connection:
-                await note(connection, judgement)
+                await store_judgement(connection, judgement)
             self.tally[outcome] += 1
             (log.warning if is_failed else log.info)(
                 "episode_judged",

@@ -25,10 +25,10 @@ from proxy.shared_memory import SharedFolder, write_states
 from proxy.spool.folders import PASSING
 from proxy.upstreams.upstreams import check_upstreams
 from store import install_command
-from store.admin_port import listening_on
+from store.admin_port import explain_listen_failure
 from store.errors import BadPolicies
 from store.policy_table import open_policies
-from store.settings import address
+from store.settings import parse_address
 
 log = structlog.get_logger()
 
@@ -45,8 +45,8 @@ def listening(listen: str, count: int) -> list[socket.socket]:
     Raises:
         NotListening: the port is taken, or the machine has no such address.
     """
-    host, port = address(listen)
-    with listening_on(listen, "PAWL_LISTEN"):
+    host, port = parse_address(listen)
+    with explain_listen_failure(listen, "PAWL_LISTEN"):
         # With SO_REUSEPORT, binding succeeds on a port that another program shares: check first.
         _bound(host, port, shared=False).close()
         listeners = [_bound(host, port, shared=True) for _ in range(count)]

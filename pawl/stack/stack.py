@@ -34,7 +34,7 @@ from pawl.stack.vllm import (
 from proxy.settings import ProxySettings
 from store.embedded import EmbeddedPostgres
 from store.records import Record
-from store.settings import address
+from store.settings import parse_address
 from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 # Without these nothing is served.
@@ -217,7 +217,7 @@ def preflight(plan: StackPlan) -> None:
     Raises:
         NotReady: something is missing; the message names it and the remedy.
     """
-    ports = {setting: address(stated)[1] for setting, stated in plan.addresses.items()}
+    ports = {setting: parse_address(stated)[1] for setting, stated in plan.addresses.items()}
     if plan.upstream_url is None:
         ports["PAWL_VLLM_PORT"] = plan.vllm.port
         check_vllm()

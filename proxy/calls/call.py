@@ -43,7 +43,7 @@ from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_events import ToolStatusError, parse_tool_status
 from proxy.upstreams.server import Reply, check_redirect, comes_in_events, readable
 from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
-from store.ids import new_name
+from store.ids import new_id_with_text
 from store.questions import pinned_version
 from store.records import EVAL, CallStatus, ToolEvent
 from store.tenants import DEFAULT, scoped
@@ -194,7 +194,7 @@ class Call:
                 self.request = read_request(body, checked=True)
         except Exception as error:
             self.request, self._failure = ModelRequest(body=body), error
-        self.id, self.name = new_name()
+        self.id, self.name = new_id_with_text()
         exchange.call = self.name
         self.own = scoped(exchange.tenant, self.name)
         self.started_at = time()

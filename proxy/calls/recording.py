@@ -19,7 +19,7 @@ from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled, status_class
 from proxy.spool.segments import CapturedCall
 from proxy.upstreams.server import comes_in_events
 from store.records import CallStatus
-from store.tenants import DEFAULT, own_digests
+from store.tenants import DEFAULT, keyed_digests
 
 if TYPE_CHECKING:
     from proxy.calls.call import Call
@@ -75,7 +75,7 @@ def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
             summary, provided = reading.result()
         identity, memory, tenant = call.identity, call.parts.memory, call.exchange.tenant
         if tenant != DEFAULT:
-            provided = own_digests(tenant, provided)
+            provided = keyed_digests(tenant, provided)
         memory.provide(provided, identity.episode, identity.follows)
         got_reply = call.reply is not None and call.reply.status < ERRORS
         if not got_reply or status != "complete":

@@ -44,7 +44,7 @@ from proxy.formats.raw_json import (
     string_or_none,
 )
 from store.records import ToolCall
-from store.values.documents import MAX_DEPTH, most_of, nests_too_deep
+from store.values.documents import MAX_DEPTH, nests_too_deep, size_bound
 
 _encode: Final = msgspec.json.Encoder().encode
 Message = dict[str, Any]
@@ -291,7 +291,7 @@ class TranslatedReply(MessagesReply):
 
     def _is_too_deep(self) -> bool:
         """Return whether a tool call's arguments, which a chat has as text, nest too deep."""
-        if most_of(self._body).containers <= MAX_DEPTH:
+        if size_bound(self._body).containers <= MAX_DEPTH:
             return False
         reply = _read_chat(self._body)
         messages = [choice.message for choice in (reply.choices or ())] if reply is not None else []

@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from store.values.grammars import Choice, OfferedTool, ToolTag, text_of
+from store.values.grammars import Choice, OfferedTool, ToolTag, text_of_tag
 
 Fields = Mapping[str, Any]
 # A grammar as it is recorded (`store.values.grammars`).
@@ -229,7 +229,7 @@ def _of_tag(
         for function in functions
     )
     tag = ToolTag(model=model, choice=choice, tools=tools, one_call=one_call)
-    return {"kind": "tools", "text": text_of(tag)}
+    return {"kind": "tools", "text": text_of_tag(tag)}
 
 
 def forced_by(choice: Any, named: Any) -> Recorded:

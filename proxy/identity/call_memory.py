@@ -8,7 +8,7 @@ neither: a join is never guessed (docs/decisions/012-identity.md). Mere words ma
 conversations, also at other proxies: they join nothing here, and the database decides. A request
 that an SDK sends again after a failure joins the failed attempt.
 
-Fingerprints and failed attempts are kept apart by tenant (`store.tenants.own_digests`): those of
+Fingerprints and failed attempts are kept apart by tenant (`store.tenants.keyed_digests`): those of
 another tenant are never found.
 
 Fingerprints are stored with the record. The database knows what the calls of all proxies provide,

@@ -28,7 +28,7 @@ from proxy.formats.conversation import Conversation
 from proxy.identity.call_memory import CallMemory, Doubt, Joined, needed_fingerprints
 from proxy.routing import Route
 from store.records import EVAL, EVAL_TASKS, OWN_EPISODE, SPLITS, TRAIN, Confidence, Split
-from store.tenants import bare, own_digests, same_tenant, tenant_of
+from store.tenants import bare, keyed_digests, name_in_same_tenant, tenant_of
 
 # Platforms must pass on baggage of up to this many bytes (W3C Baggage §3.3.2).
 MAX_BAGGAGE: Final = 8192
@@ -324,7 +324,7 @@ def identify(
         name=bare(episode.key),
         method=episode.method,
         agent=agent or DEFAULT_AGENT,
-        task=None if task is None else same_tenant(own, task),
+        task=None if task is None else name_in_same_tenant(own, task),
         split=split,
         follows=episode.follows or episode.key,
         warnings=tuple(warnings),
@@ -349,7 +349,7 @@ def identity_alone(
     `own` is the episode's stored name, and `name` its name as the client knows it. `headers`, by
     lower-case name, are given if the split and the trace context are to be read from them.
     """
-    task = None if route.task is None else same_tenant(own, route.task)
+    task = None if route.task is None else name_in_same_tenant(own, route.task)
     split = TRAIN if headers is None else split_outside(headers, route, eval_tasks)
     trace = None if headers is None else trace_context(headers)
     return CallIdentity(own, name, OWN_EPISODE, DEFAULT_AGENT, task, split=split, trace=trace)
@@ -394,7 +394,7 @@ def _named(
     name: Name, repeated: bytes | None, own: str, split: Split, memory: CallMemory
 ) -> _Episode:
     """Return the episode that a call names."""
-    key = same_tenant(own, name.key)
+    key = name_in_same_tenant(own, name.key)
     attempt = None if repeated is None else memory.retried(repeated, key, split, tenant_of(key))
     return _Episode(key, name.method, retry_of=attempt.call_id if attempt else None)
 
@@ -409,7 +409,7 @@ def _unnamed(
 ) -> _Episode:
     """Return the episode of a call that names none, from what the call repeats."""
     tenant = tenant_of(own)
-    needs = own_digests(tenant, fingerprints)
+    needs = keyed_digests(tenant, fingerprints)
     joined = memory.find(needs)
     follows = joined.follows if isinstance(joined, Joined) else memory.followed(needs)
     attempt = None if repeated is None else memory.retried(repeated, None, split, tenant)
@@ -421,7 +421,7 @@ def _unnamed(
         return _Episode(own, OWN_EPISODE, "doubtful", needs)
     context = trace_context(headers)
     if context is not None:
-        trace = same_tenant(own, f"trace:{context[_TRACE]}")
+        trace = name_in_same_tenant(own, f"trace:{context[_TRACE]}")
         if not needs:
             memory.begin_trace(trace)
         # A trace that began at another proxy is left to the database, which joins by certain needs.

@@ -33,8 +33,8 @@ from proxy.metrics import (
 from proxy.redaction import Redactor
 from proxy.spool.segments import Piece
 from proxy.tool_events import ResultReaders
-from store.database import answers, is_no_records_fault, is_read_only, is_refusal
-from store.errors import Refused
+from store.database import is_answering, is_lasting_refusal, is_read_only, prevents_all_storing
+from store.errors import RecordRefused
 from store.records import CallRecord, SpoolRecord
 from store.values.packing import ITEM_BYTES
 from store.write.ingest import Ingester
@@ -139,7 +139,7 @@ class BatchWriter:
 
         An outage is not counted, however long it is: no record is its cause.
         """
-        if not (is_refusal(error) or await answers(engine)):
+        if not (is_lasting_refusal(error) or await is_answering(engine)):
             return False
         self.failures += 1
         patience = READ_ONLY_PATIENCE if is_read_only(error) else PATIENCE
@@ -171,14 +171,14 @@ class BatchWriter:
         If the database goes away in the middle, settled entries stay settled.
 
         Raises:
-            Exception: the database is away (`store.database.is_no_records_fault`).
+            Exception: the database is away (`store.database.prevents_all_storing`).
         """
         try:
             stored = await self._store(engine, entries)
         except Exception as error:
             if len(entries) == 1:
                 await self._fail(engine, segment, entries[0], error)
-            elif is_no_records_fault(error):
+            elif prevents_all_storing(error):
                 raise
             else:
                 middle = len(entries) // 2
@@ -224,17 +224,17 @@ class BatchWriter:
         Raises:
             Exception: the database is away; the record itself may be sound.
         """
-        if isinstance(error, Refused):
+        if isinstance(error, RecordRefused):
             await self._write_letters(segment, [entry._replace(reason=str(error))])
             if entry.piece.start not in segment.held:
                 segment.advance(entry.piece, entry.piece.records)
-        elif not is_no_records_fault(error):
+        elif not prevents_all_storing(error):
             # The error's text is left out: it may quote the record.
             log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
             self._hold(segment, entry, "suspect", _reason(error))
         else:
             blamed = self.one_by_one and not is_read_only(error)
-            if blamed and await answers(engine):
+            if blamed and await is_answering(engine):
                 log.error("record_held", error=type(error).__name__)
                 self._hold(segment, entry, "unanswered", _reason(error))
             raise error
@@ -348,8 +348,8 @@ class BatchWriter:
             try:
                 self._count(await self._store(engine, [entry]))
             except Exception as error:
-                if is_no_records_fault(error):
-                    if held.why == "suspect" or not await answers(engine):
+                if prevents_all_storing(error):
+                    if held.why == "suspect" or not await is_answering(engine):
                         raise
                     self._hold(segment, entry, held.why, held.reason)
                     return False
@@ -361,7 +361,7 @@ class BatchWriter:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, Refused):
+    if isinstance(error, RecordRefused):
         return str(error)
     return f"{type(error).__name__} at {raised_at(error)}: {error}"
 

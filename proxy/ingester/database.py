@@ -18,7 +18,7 @@ from proxy.keys import KeyFile
 from proxy.metrics import DATABASE_UP, REWARD, REWARD_SUM, SERVING
 from proxy.policies.version_file import VersionFile, serving_of
 from proxy.settings import ProxySettings
-from store.database import explain, is_refusal, is_unavailable, make_engine
+from store.database import explain_error, is_lasting_refusal, is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
 from store.grants import KeyRing
@@ -127,7 +127,7 @@ class Database:
             except Exception as error:
                 # This task must outlive every failure of the database; serving goes on without it.
                 self.refusal = _refusal(error)
-                self._set_up(False, f"{type(error).__name__}: {explain(error)}")
+                self._set_up(False, f"{type(error).__name__}: {explain_error(error)}")
                 pause = RETRY_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
@@ -218,4 +218,4 @@ def _refusal(error: Exception) -> str:
     """Return the error's type if somebody must fix it; empty for an outage, which passes."""
     # An embedded server that does not start, or not yet, is a StoreError.
     away = isinstance(error, StoreError) or is_unavailable(error)
-    return type(error).__name__ if is_refusal(error) or not away else ""
+    return type(error).__name__ if is_lasting_refusal(error) or not away else ""

@@ -52,7 +52,7 @@ from proxy.spool.folders import hold
 from proxy.spool.outages import OUTAGE, OutageFile, RecordingOutage, note_stored, read_outage
 from proxy.spool.segments import MOST_INFLATED, Piece
 from proxy.tool_events import ResultReaders
-from store.database import answers, is_no_records_fault
+from store.database import is_answering, prevents_all_storing
 from store.records import OutageRecord, SpoolRecord
 from store.write.ingest import Ingester
 
@@ -84,7 +84,7 @@ class RecordingOutages:
         """Store the outages that are not stored yet, unless that was tried within the last second.
 
         Raises:
-            Exception: the database is away (`store.database.is_no_records_fault`).
+            Exception: the database is away (`store.database.prevents_all_storing`).
         """
         if monotonic() < self._not_before:
             return
@@ -135,7 +135,7 @@ class RecordingOutages:
         try:
             await self._ingester.store(engine, [record])
         except Exception as error:
-            if is_no_records_fault(error) and not await answers(engine):
+            if prevents_all_storing(error) and not await is_answering(engine):
                 raise
             # The fault may be this outage's: records do not wait for it.
             self._fail(path, error)
@@ -315,7 +315,7 @@ class Drainer:
 
     async def _note_failure(self, error: Exception) -> None:
         reason = type(error).__name__
-        if not is_no_records_fault(error):
+        if not prevents_all_storing(error):
             log.exception("drain_failed")
             self.progress.note("stuck", reason)
         elif await self._takes_nothing(error):
@@ -393,7 +393,7 @@ class Drainer:
             try:
                 moved = await self.drain_once()
             except Exception as error:
-                if not is_no_records_fault(error):
+                if not prevents_all_storing(error):
                     raise
                 moved = None
                 await self.count()

@@ -26,9 +26,9 @@ from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
 from proxy.spool.folders import PRIVATE, Lock, hold
-from store.admin_port import listen_on
-from store.database import is_no_records_fault, is_unavailable
-from store.metrics import begin_at_zero, count_build
+from store.admin_port import serve_app
+from store.database import is_unavailable, prevents_all_storing
+from store.metrics import begin_at_zero, show_version
 from store.read.evaluations import evaluations
 
 log = structlog.get_logger()
@@ -115,9 +115,9 @@ async def _working(
     gate.take(key_file.read())
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
-    count_build()
+    show_version()
     begin_at_zero(KNOWN)
-    admin = await listen_on(app, settings.admin_listen, "PAWL_ADMIN_LISTEN", None)
+    admin = await serve_app(app, settings.admin_listen, "PAWL_ADMIN_LISTEN", None)
     keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
@@ -213,7 +213,7 @@ async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: 
             await drainer.drain_rest()
     except Exception as error:
         # The rest of the ingester must still shut down in order.
-        if not is_no_records_fault(error):
+        if not prevents_all_storing(error):
             log.exception("drain_failed")
     if drainer.waiting:
         log.warning("spool_left", records=drainer.waiting)

@@ -36,7 +36,7 @@ from store.files import sync, write_private
 from store.ids import time_of
 from store.records import FeedbackRecord
 from store.retaining import NOWHERE, Removed, remove_some
-from store.tombstones import Named, digests, keys_left, known, last_deletion
+from store.tombstones import Named, known_tombstones, last_deletion, tombstones_of, undeleted_keys
 
 log = structlog.get_logger()
 
@@ -82,7 +82,7 @@ def names_in(frame: Frame) -> Iterable[Named]:
 def without_deleted(frame: Frame, deleted: Set[UUID]) -> Frame | None:
     """Return a record without its parts about deleted names; None: nothing is left."""
     if isinstance(frame, CapturedCall):
-        return frame if keys_left([frame.episode], deleted) else None
+        return frame if undeleted_keys([frame.episode], deleted) else None
     return tombstones.without_deleted(frame, deleted)
 
 
@@ -146,7 +146,9 @@ async def remove_letters(
             if not any(name in payload for name in encoded):
                 continue
         else:
-            left = without_deleted(frame, await known(connection, digests(names_in(frame))))
+            left = without_deleted(
+                frame, await known_tombstones(connection, tombstones_of(names_in(frame)))
+            )
             if left == frame:
                 continue
         await asyncio.to_thread(replace_letter, path, left)
@@ -178,8 +180,8 @@ async def waiting(connection: AsyncConnection, root: Path) -> int:
     records = 0
     for _, path in segment_files(root):
         frames = await asyncio.to_thread(_frames_in, path)
-        deleted = await known(
-            connection, {one for frame in frames for one in digests(names_in(frame))}
+        deleted = await known_tombstones(
+            connection, {one for frame in frames for one in tombstones_of(names_in(frame))}
         )
         records += sum(without_deleted(frame, deleted) != frame for frame in frames)
     return records

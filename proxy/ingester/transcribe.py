@@ -33,7 +33,7 @@ from proxy.spool.segments import MOST_INFLATED, CapturedCall, Piece, decode_payl
 from proxy.tool_events import ResultReaders, not_offered_events, result_events, text_digest
 from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
 from store.records import EXPLORED, CallRecord, SpoolRecord, Tokens, ToolEvent
-from store.tenants import same_tenant
+from store.tenants import name_in_same_tenant
 from store.values.documents import MAX_DEPTH, nests_too_deep
 from store.values.packing import pack_ids, pack_logprobs
 
@@ -254,7 +254,7 @@ def _record(
         request_raw=request.body if request.parsed is None else None,
         reply=facts.reply,
         reply_raw=raw or None if facts.reply is None else None,
-        response_id=response_id and same_tenant(captured.episode, response_id),
+        response_id=response_id and name_in_same_tenant(captured.episode, response_id),
         tokens=Tokens(
             prompt_ids=pack_ids(sampled.prompt_ids or ()),
             sampled_ids=pack_ids(sampled.sampled_ids or ()),

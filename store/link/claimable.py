@@ -30,8 +30,8 @@ from store.values.rewards import (
     TERM_ALONE,
     RewardRule,
     RewardTerm,
-    rule_of,
-    sums,
+    metric_sums_sql,
+    rule_policy_sql,
 )
 
 # Number of episodes that are scored at once after a change of the rule.
@@ -53,7 +53,7 @@ _SCORE_EPISODES: Final = f"""
         UNION SELECT unnest($1)),
     {_PARTS},
     terms AS ({TERM_ALONE}),
-    {sums()},
+    {metric_sums_sql()},
     scores AS (
         SELECT w.id, {_TIMES} FROM wholes w LEFT JOIN sums s ON s.whole = w.id GROUP BY w.id)
     UPDATE episodes e
@@ -69,7 +69,7 @@ _SCORE_SUMS: Final = f"""
     wholes AS (SELECT DISTINCT id FROM wanted),
     {_PARTS},
     terms AS (SELECT {COLUMNS} FROM reward_terms),
-    {sums()},
+    {metric_sums_sql()},
     scores AS (
         SELECT w.id, w.policy, {_TIMES},
             CASE WHEN count(s.value) = 0 THEN COALESCE(
@@ -90,7 +90,7 @@ _LATE: Final = f"""
     FROM feedback f JOIN episodes e ON e.id = f.episode_id
         JOIN consumptions c ON c.episode_id = COALESCE(e.root, e.id) AND c.trained
         JOIN updates u ON u.id = c.update_id AND u.claimed_at < f.at
-    WHERE f.id = ANY($1) AND ({rule_of("c.policy")}, f.metric) IN (
+    WHERE f.id = ANY($1) AND ({rule_policy_sql("c.policy")}, f.metric) IN (
         SELECT policy, metric FROM ({ALL_TERMS}) terms)
     GROUP BY c.policy
 """
@@ -131,13 +131,13 @@ async def score_episodes(driver: Driver, ids: Iterable[UUID]) -> None:
     await driver.execute(_SCORE_EPISODES, list(ids))
 
 
-async def score_sums(driver: Driver, ids: Iterable[UUID]) -> None:
+async def score_metric_sums(driver: Driver, ids: Iterable[UUID]) -> None:
     """Recompute rewards defined as metric sums."""
     if await driver.fetchval(_ARE_SUMS):
         await driver.execute(_SCORE_SUMS, list(ids))
 
 
-async def count_late(driver: Driver, feedback: list[UUID]) -> dict[str, int]:
+async def count_late_feedback(driver: Driver, feedback: list[UUID]) -> dict[str, int]:
     """Return by policy how much of this feedback came too late for an update of its episode."""
     return {row[0]: row[1] for row in await driver.fetch(_LATE, feedback)}
 
@@ -155,12 +155,12 @@ async def set_reward_rule(connection: AsyncConnection, policy: str, rule: Reward
     if rule == REWARD_ALONE:
         await connection.execute(_AS_EPISODES, {"policy": policy})
         return True
-    await connection.execute(insert(reward_terms), _rows(policy, rule))
+    await connection.execute(insert(reward_terms), _term_rows(policy, rule))
     await _score_all(connection, policy)
     return True
 
 
-def _rows(policy: str, rule: RewardRule) -> list[dict[str, Any]]:
+def _term_rows(policy: str, rule: RewardRule) -> list[dict[str, Any]]:
     return [
         {
             "policy": policy,
@@ -211,7 +211,7 @@ async def reward_rule(connection: AsyncConnection, policy: str) -> RewardRule:
     )
 
 
-async def lacking(connection: AsyncConnection, policy: str) -> dict[str, int]:
+async def count_missing_rewards(connection: AsyncConnection, policy: str) -> dict[str, int]:
     """Return how many free episodes have feedback but no reward for `policy`, by reason."""
     rows = await connection.execute(_LACKING, {"policy": policy})
     return {row.lacks: row.episodes for row in rows}
@@ -232,7 +232,7 @@ _COPIED: Final = ", ".join(_NAMES)
 _OF_ROW: Final = ", ".join(f"p.{name}" for name in _NAMES)
 
 
-def _copied(policy: str, own: str) -> str:
+def _score_columns(policy: str, own: str) -> str:
     """Return SQL for the values of `_NAMES`: the episode's (`f`), or the policy's own scores."""
     return ", ".join(
         f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {own.format(name=name)}"
@@ -243,7 +243,7 @@ def _copied(policy: str, own: str) -> str:
     )
 
 
-_KEPT: Final = _copied("p.policy", "p.{name}")
+_KEPT: Final = _score_columns("p.policy", "p.{name}")
 # The last part of a joined episode decides whether the episode failed, and it is silent once all
 # its parts are.
 _FACTS: Final = f"""
@@ -261,7 +261,7 @@ _FACTS: Final = f"""
 _ADD: Final = f"""
     INSERT INTO episode_policies (episode_id, policy, own_version, own_latest, version, latest,
         {_COPIED})
-    SELECT episode_id, policy, lowest, highest, lowest, highest, {_copied("policy", "NULL")}
+    SELECT episode_id, policy, lowest, highest, lowest, highest, {_score_columns("policy", "NULL")}
     FROM unnest($1::uuid[], $2::text[], $3::integer[], $4::integer[])
             AS said (episode_id, policy, lowest, highest)
         JOIN ({_FACTS}) f ON f.id = said.episode_id
@@ -283,7 +283,7 @@ _WHOLES: Final = "SELECT DISTINCT COALESCE(root, id) FROM episodes WHERE id = AN
 # A joined episode has a row for each policy of its parts.
 _SHARE: Final = f"""
     INSERT INTO episode_policies (episode_id, policy, version, latest, {_COPIED})
-    SELECT sampled.id, policy, version, latest, {_copied("policy", "NULL")}
+    SELECT sampled.id, policy, version, latest, {_score_columns("policy", "NULL")}
     FROM (SELECT COALESCE(e.root, e.id) AS id, p.policy, min(p.own_version) AS version,
               max(p.own_latest) AS latest
           FROM episodes e JOIN episode_policies p ON p.episode_id = e.id
@@ -305,7 +305,7 @@ _UNSHARE: Final = """
 """
 
 
-async def add_policies(
+async def add_policy_rows(
     driver: Driver, calls: Iterable[tuple[CallRecord, UUID]], changed: list[UUID]
 ) -> None:
     """Add a row for each policy that served one of `calls`, and refresh those of `changed`.
@@ -322,7 +322,7 @@ async def add_policies(
     added = await driver.fetch(_ADD, *map(list, zip(*rows, strict=True))) if rows else []
     if earning := [row[0] for row in added if row[1]]:
         # Their episodes may have been scored before the policy served a call.
-        await score_sums(driver, earning)
+        await score_metric_sums(driver, earning)
     if changed:
         await driver.execute(_REFRESH, changed)
 
@@ -331,23 +331,23 @@ async def share_policies(driver: Driver, linked: Iterable[UUID]) -> None:
     """Give each joined episode among these linked ones the policies of all its parts."""
     ids = list(linked)
     await driver.execute(_UNSHARE, ids)
-    await driver.execute(_SHARE, await _wholes(driver, ids))
+    await driver.execute(_SHARE, await _wholes_of_parts(driver, ids))
 
 
-async def refresh_wholes(driver: Driver, ids: Iterable[UUID]) -> None:
+async def refresh_with_wholes(driver: Driver, ids: Iterable[UUID]) -> None:
     """Refresh the rows of these episodes, and of the episodes that they are parts of."""
     wanted = list(ids)
-    ids = [*wanted, *await _wholes(driver, wanted)]
+    ids = [*wanted, *await _wholes_of_parts(driver, wanted)]
     await driver.execute(_REFRESH, ids)
-    await score_sums(driver, ids)
+    await score_metric_sums(driver, ids)
 
 
-async def _wholes(driver: Driver, ids: list[UUID]) -> list[UUID]:
+async def _wholes_of_parts(driver: Driver, ids: list[UUID]) -> list[UUID]:
     return [row[0] for row in await driver.fetch(_WHOLES, ids)]
 
 
-async def refresh(connection: AsyncConnection, ids: Iterable[UUID]) -> None:
+async def refresh_policy_rows(connection: AsyncConnection, ids: Iterable[UUID]) -> None:
     """Refresh the rows of these episodes in `episode_policies`."""
     driver, wanted = await driver_of(connection), list(ids)
     await driver.execute(_REFRESH, wanted)
-    await score_sums(driver, wanted)
+    await score_metric_sums(driver, wanted)

@@ -28,7 +28,7 @@ DOUBTFUL_NEED = "a call matches several episodes"
 TOLD_MORE_THAN_ONE = "a call that matches this episode may belong to another"
 TOO_LATE = "the episode that this one continues was claimed before it was known"
 
-# Method and confidence of a join, by the level of the need (`store.values.digests.levels`).
+# Method and confidence of a join, by the level of the need (`store.values.digests.digest_levels`).
 _JOINED_BY: tuple[tuple[str, Confidence], ...] = (("tool_call", "certain"), ("response", "certain"))
 _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 
@@ -60,7 +60,7 @@ class Link(Record, frozen=True, kw_only=True):
     provided_by: UUID
 
 
-class Place(Record, frozen=True, kw_only=True):
+class PartPlace(Record, frozen=True, kw_only=True):
     """Tell where a part belongs. `root` is None if the part itself stands for the whole episode."""
 
     root: UUID | None = None
@@ -74,12 +74,12 @@ class Joins(Record, frozen=True, kw_only=True):
     `evaluation` are the parts, held ones too, of episodes with a part in the `eval` split.
     """
 
-    places: Mapping[UUID, Place]
+    places: Mapping[UUID, PartPlace]
     calls: Mapping[UUID, tuple[str, Confidence] | None]
     evaluation: frozenset[UUID] = frozenset()
 
 
-def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
+def resolve_joins(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
     """Join the parts that are one episode. Parts that are held get no place: they stay as is."""
     needs = _needs_by_call(links)
     roots = {part.id: part.id for part in parts}
@@ -99,7 +99,7 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
     by_root: dict[UUID, list[EpisodePart]] = {}
     for part in parts:
         by_root.setdefault(_root(roots, part.id), []).append(part)
-    places: dict[UUID, Place] = {}
+    places: dict[UUID, PartPlace] = {}
     for joined_parts in by_root.values():
         places |= _places(joined_parts, doubts)
     late = {part for part, place in places.items() if place.quarantined_reason == TOO_LATE}
@@ -109,10 +109,10 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
             joined[call_id] = None
         elif needed_by in held:
             del joined[call_id]
-    return Joins(places=places, calls=joined, evaluation=_evaluation(parts, roots))
+    return Joins(places=places, calls=joined, evaluation=_evaluation_parts(parts, roots))
 
 
-def _evaluation(parts: Sequence[EpisodePart], roots: dict[UUID, UUID]) -> frozenset[UUID]:
+def _evaluation_parts(parts: Sequence[EpisodePart], roots: dict[UUID, UUID]) -> frozenset[UUID]:
     """Return the parts of episodes with a part in `eval`; held parts are still of their episode."""
     for part in parts:
         if part.held and part.root is not None:
@@ -152,20 +152,20 @@ def _root(roots: dict[UUID, UUID], part: UUID) -> UUID:
     return part
 
 
-def _places(parts: list[EpisodePart], doubts: Mapping[UUID, str]) -> dict[UUID, Place]:
+def _places(parts: list[EpisodePart], doubts: Mapping[UUID, str]) -> dict[UUID, PartPlace]:
     """Return the places of one episode's parts; the earliest part stands for the episode."""
     if any(part.held for part in parts):
-        return {part.id: Place(quarantined_reason=TOO_LATE) for part in parts if not part.held}
+        return {part.id: PartPlace(quarantined_reason=TOO_LATE) for part in parts if not part.held}
     ordered = sorted(parts, key=lambda part: (part.first_call_id, part.id))
     first, *others = ordered
     reason = next((doubts[part.id] for part in ordered if part.id in doubts), None)
-    places = {part.id: Place(root=first.id, quarantined_reason=reason) for part in others}
-    task = _task(parts)
+    places = {part.id: PartPlace(root=first.id, quarantined_reason=reason) for part in others}
+    task = _choose_task(parts)
     task = None if task == first.task else task
-    return places | {first.id: Place(joined_task=task, quarantined_reason=reason)}
+    return places | {first.id: PartPlace(joined_task=task, quarantined_reason=reason)}
 
 
-def _task(parts: list[EpisodePart]) -> str | None:
+def _choose_task(parts: list[EpisodePart]) -> str | None:
     """Choose the task as within a part: named before derived, then the earliest."""
     having = [(not part.task_named, part.task_from, part) for part in parts if part.task_from]
     return min(having, key=lambda one: one[:2])[2].task if having else None

@@ -19,7 +19,7 @@ from uuid import UUID
 
 from store.driver import Driver
 from store.ids import lowest_id_at, new_id, time_of
-from store.link.claimable import refresh_wholes
+from store.link.claimable import refresh_with_wholes
 from store.records import OWN_EPISODE, GapRecord, OutageRecord
 
 # The assumed longest time between two calls of an episode: how long tools and people may take, and
@@ -96,7 +96,7 @@ async def find_under_way(driver: Driver, outages: Sequence[UUID]) -> dict[UUID, 
     return {row[0]: row[1] for row in await driver.fetch(_SOME, outages, MOST)}
 
 
-async def set_aside(driver: Driver, episodes: Sequence[UUID]) -> None:
+async def mark_doubtful(driver: Driver, episodes: Sequence[UUID]) -> None:
     """Mark these episodes as doubtful; the caller holds the locks on their rows."""
     await driver.execute(_SET_ASIDE, episodes)
 
@@ -127,5 +127,5 @@ async def mark_gaps(driver: Driver, gaps: Sequence[GapRecord]) -> list[UUID]:
     if not rows:
         return []
     marked = await driver.fetch(_MARK, *map(list, zip(*rows, strict=True)))
-    await refresh_wholes(driver, [row[0] for row in marked])
+    await refresh_with_wholes(driver, [row[0] for row in marked])
     return [row[0] for row in marked if row[1]]

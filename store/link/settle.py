@@ -1,9 +1,9 @@
 """Resolve references: feedback to its target, and calls to the calls that they repeat.
 
 An advisory lock allows one transaction at a time. Most batches refer to nothing and nothing refers
-to them: for these `meets_others` returns False, and no transaction is needed. Every result is
-computed from all that is stored, so that neither the order of arrival nor a repetition changes it
-(docs/decisions/012-identity.md).
+to them: for these `may_have_references` returns False, and no transaction is needed. Every result
+is computed from all that is stored, so that neither the order of arrival nor a repetition changes
+it (docs/decisions/012-identity.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,27 @@ from uuid import UUID
 import msgspec
 
 from store.driver import Driver
-from store.link.claimable import count_late, refresh_wholes, score_episodes, share_policies
-from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
-from store.link.outages import AMONG, Span, find_in_outage, find_under_way, set_aside
+from store.link.claimable import (
+    count_late_feedback,
+    refresh_with_wholes,
+    score_episodes,
+    share_policies,
+)
+from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve_joins
+from store.link.outages import AMONG, Span, find_in_outage, find_under_way, mark_doubtful
 from store.questions import Target, stored_targets
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
-from store.tenants import same_tenant
+from store.tenants import name_in_same_tenant
 from store.values.digests import MATCHES
 
-# Key of the advisory lock that `settle` holds until its transaction ends.
+# Key of the advisory lock that `resolve_references` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
 # All statements here look single rows up. If most calls are equal, statistics say that a digest has
 # most rows, and PostgreSQL would otherwise read the whole table.
 _BY_INDEX: Final = "SET LOCAL enable_seqscan = off"
 
 
-class Written(msgspec.Struct):
+class WrittenBatch(msgspec.Struct):
     """The parts of a written batch that refer to other records, or may be referred to.
 
     `calls` are pairs of a call and its episode's id; `provided` are the fingerprints that they
@@ -53,7 +58,7 @@ class Written(msgspec.Struct):
         """Return the episodes of the batch's calls."""
         return list({episode_id for _, episode_id in self.calls})
 
-    def needing(self) -> list[UUID]:
+    def calls_with_needs(self) -> list[UUID]:
         """Return the ids of the batch's calls that need fingerprints."""
         return [call.id for call, _ in self.calls if call.needs]
 
@@ -62,7 +67,7 @@ class Written(msgspec.Struct):
         targets = []
         for call, episode_id in self.calls:
             targets.append(Target("episode", call.episode, episode_id, None))
-            name = same_tenant(call.episode, str(call.id))
+            name = name_in_same_tenant(call.episode, str(call.id))
             targets.append(Target("call", name, episode_id, call.id))
             if call.response_id is not None:
                 targets.append(Target("response", call.response_id, episode_id, call.id))
@@ -77,9 +82,9 @@ _MEETS = f"""
 """
 
 
-async def meets_others(driver: Driver, written: Written) -> bool:
+async def may_have_references(driver: Driver, written: WrittenBatch) -> bool:
     """Return whether the batch may refer to stored records, or be referred to by them."""
-    if written.statements or written.linked or written.rescored or written.needing():
+    if written.statements or written.linked or written.rescored or written.calls_with_needs():
         return True
     if written.span is None:
         return False
@@ -89,7 +94,7 @@ async def meets_others(driver: Driver, written: Written) -> bool:
         return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, provided))
 
 
-async def settle(driver: Driver, written: Written) -> dict[str, int]:
+async def resolve_references(driver: Driver, written: WrittenBatch) -> dict[str, int]:
     """Resolve references between the batch and all stored records, in the current transaction.
 
     It links feedback to targets, joins episodes, sets aside those with a call in an outage, and
@@ -99,23 +104,23 @@ async def settle(driver: Driver, written: Written) -> dict[str, int]:
     Raises:
         asyncpg.PostgresError: the database is unavailable.
     """
-    await _begin(driver)
-    matched = await _match(driver, written)
+    await _wait_for_turn(driver)
+    matched = await _match_feedback(driver, written)
     rescored = {*written.rescored, *matched.values()}
     in_outage = await find_in_outage(driver, written.episodes(), written.span)
-    await _recompute(driver, rescored, await _link(driver, written), in_outage)
-    return await count_late(driver, list(matched)) if matched else {}
+    await _recompute(driver, rescored, await _store_links(driver, written), in_outage)
+    return await count_late_feedback(driver, list(matched)) if matched else {}
 
 
-async def settle_outages(driver: Driver, outages: Sequence[UUID]) -> bool:
+async def set_aside_in_outages(driver: Driver, outages: Sequence[UUID]) -> bool:
     """Set aside some of the episodes under way in these outages; return whether there were any."""
-    await _begin(driver)
+    await _wait_for_turn(driver)
     in_outage = await find_under_way(driver, outages)
     await _recompute(driver, set(), set(), in_outage)
     return bool(in_outage)
 
 
-async def _begin(driver: Driver) -> None:
+async def _wait_for_turn(driver: Driver) -> None:
     """Wait until no other transaction settles."""
     await driver.execute(_BY_INDEX)
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
@@ -130,15 +135,15 @@ async def _recompute(
     touched = {*rescored, *linked, *in_outage}
     if not touched:
         return
-    await _lock(driver, touched)
+    await _lock_episodes(driver, touched)
     if in_outage:
-        await set_aside(driver, list(in_outage))
+        await mark_doubtful(driver, list(in_outage))
     if linked:
-        await _join(driver, linked)
+        await _update_joins(driver, linked)
     await score_episodes(driver, [*rescored, *linked])
     if linked:
         await share_policies(driver, linked)
-    await refresh_wholes(driver, touched)
+    await refresh_with_wholes(driver, touched)
 
 
 # Feedback
@@ -153,7 +158,7 @@ _MATCH = """
 """
 
 
-async def _match(driver: Driver, written: Written) -> dict[UUID, UUID]:
+async def _match_feedback(driver: Driver, written: WrittenBatch) -> dict[UUID, UUID]:
     """Link feedback and tool events to stored targets; return the feedback and its episodes."""
     wanted = {
         (item.target_kind, item.target) for record in written.statements for item in record.items
@@ -221,7 +226,7 @@ _REACHED = """
 """
 
 
-async def _link(driver: Driver, written: Written) -> set[UUID]:
+async def _store_links(driver: Driver, written: WrittenBatch) -> set[UUID]:
     """Store links for the needs that the batch has or meets; return the affected episodes.
 
     Needs of a common digest are looked up only once, so that a call is stored as fast after half a
@@ -231,7 +236,7 @@ async def _link(driver: Driver, written: Written) -> set[UUID]:
     common = {row[0] for row in await driver.fetch(_COMMON, stored)} if stored else set[UUID]()
     noted = {row[0] for row in await driver.fetch(_NOTED, list(common))} if common else common
     provided = {*chain.from_iterable(pair for pair in written.provided if pair[0] not in noted)}
-    rows = await driver.fetch(_LINK, list(provided), written.needing())
+    rows = await driver.fetch(_LINK, list(provided), written.calls_with_needs())
     if common - noted:
         await driver.execute(_NOTE, list(common - noted))
     if not rows:
@@ -248,7 +253,7 @@ async def _link(driver: Driver, written: Written) -> set[UUID]:
     return ends
 
 
-async def _lock(driver: Driver, episodes: set[UUID]) -> None:
+async def _lock_episodes(driver: Driver, episodes: set[UUID]) -> None:
     """Lock these episodes and their roots in the order of keys, as `store.write.ingest` does."""
     await driver.execute(
         "SELECT FROM episodes WHERE id = ANY (ARRAY("
@@ -274,7 +279,7 @@ _PLACE = """
     WHERE e.id = p.id AND (e.linked, e.root, e.joined_task, e.quarantined_reason)
         IS DISTINCT FROM (true, p.root, p.joined_task, p.quarantined_reason)
 """
-# Held episodes too: an update that holds one may still give it up (`store.claims.consume`).
+# Held episodes too: an update that holds one may still give it up (`store.claims.record_update`).
 _SPLIT = f"""
     UPDATE episodes e SET joined_split = s.split
     FROM (SELECT id, CASE WHEN id = ANY($2) THEN '{EVAL}' END AS split FROM unnest($1::uuid[]) id) s
@@ -287,12 +292,12 @@ _UPDATE_CALLS = """
 """
 
 
-async def _join(driver: Driver, linked: set[UUID]) -> None:
-    """Update these episodes and their calls to the result of `store.link.joins.resolve`."""
+async def _update_joins(driver: Driver, linked: set[UUID]) -> None:
+    """Update these episodes and their calls to the result of `store.link.joins.resolve_joins`."""
     ids = list(linked)
     parts = [EpisodePart(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
     links = [Link(**dict(row)) for row in await driver.fetch(_LINKS, ids)]
-    joins = resolve(parts, links)
+    joins = resolve_joins(parts, links)
     places = [(part, *msgspec.structs.astuple(place)) for part, place in joins.places.items()]
     if places:
         await driver.execute(_PLACE, *map(list, zip(*places, strict=True)))

@@ -67,15 +67,15 @@ def quoted_calls(
             made_up.setdefault(event.tool_id, []).append(event)
     quoted: dict[UUID, QuotedCall] = {}
     for tool_id, own in made_up.items():
-        quoted |= _of_one_id(tool_id, own, by_digest)
+        quoted |= _quoted_by_tool_id(tool_id, own, by_digest)
     return quoted
 
 
-def _of_one_id(
+def _quoted_by_tool_id(
     tool_id: str, events: Sequence[Any], by_digest: Mapping[UUID, Sequence[Any]]
 ) -> dict[UUID, QuotedCall]:
     """Map the id of each event of one tool call id to the reply that it is about."""
-    owners = {event.id: _owner(event, by_digest) for event in events if event.quotes}
+    owners = {event.id: _quoted_call(event, by_digest) for event in events if event.quotes}
     known = {owner.id: owner for owner in owners.values() if owner is not None}
     only = next(iter(known.values())) if len(known) == 1 else None
     quoted = {}
@@ -92,7 +92,7 @@ def _of_one_id(
     return quoted
 
 
-def _owner(event: Any, by_digest: Mapping[UUID, Sequence[Any]]) -> Any:
+def _quoted_call(event: Any, by_digest: Mapping[UUID, Sequence[Any]]) -> Any:
     """Return the only earlier call with a text that the event quotes, or None."""
     spoken = [
         call
@@ -122,7 +122,7 @@ _Settings = dict[str, Any]
 _ToolCalls = tuple[ToolCall, ...]
 
 
-class Readable(NamedTuple):
+class ReadableParts(NamedTuple):
     """The columns of a call that are rebuilt or parsed when they are read."""
 
     request: bytes | None
@@ -189,7 +189,7 @@ def assemble(
 def _events_by_call(
     events: Sequence[Any],
     calls: Sequence[Any],
-    readable: dict[UUID, Readable],
+    readable: dict[UUID, ReadableParts],
     repeated_by: Mapping[UUID, UUID],
 ) -> dict[UUID | None, list[Any]]:
     """Group the events that count by call; None has the events that are about no call.
@@ -205,13 +205,13 @@ def _events_by_call(
     def owner(event: Any) -> UUID | None:
         if event.id in quoted:
             return quoted[event.id].call_id
-        asked_by = _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
+        asked_by = _last_attempt(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
         return asked_by if asked_by in readable else None
 
-    return grouped(_newest_events(events, quoted), owner)
+    return group_rows(_newest_events(events, quoted), owner)
 
 
-class Told(NamedTuple):
+class ToolsByCall(NamedTuple):
     """Tool calls and events by call, and for each repeated attempt the call that repeats it.
 
     In `events`, None has the events that are about no call.
@@ -222,7 +222,7 @@ class Told(NamedTuple):
     repeated_by: Mapping[UUID, UUID]
 
 
-def tools_of(rows: Sequence[Any], events: Iterable[Any]) -> Told:
+def assign_tools(rows: Sequence[Any], events: Iterable[Any]) -> ToolsByCall:
     """Assign tool events to calls, as `assemble` does, without the calls' texts.
 
     Raises:
@@ -231,10 +231,11 @@ def tools_of(rows: Sequence[Any], events: Iterable[Any]) -> Told:
     repeated_by = _repeated_by(rows)
     calls = [row for row in rows if row.id not in repeated_by]
     readable = {
-        row.id: Readable(None, b"", {}, _parsed(row, "tool_calls", _ToolCalls)) for row in calls
+        row.id: ReadableParts(None, b"", {}, _parsed(row, "tool_calls", _ToolCalls))
+        for row in calls
     }
     of_calls = _events_by_call(list(events), calls, readable, repeated_by)
-    return Told(
+    return ToolsByCall(
         tool_calls={call: read.tool_calls for call, read in readable.items()},
         events={call: tuple(map(_event, own)) for call, own in of_calls.items()},
         repeated_by=repeated_by,
@@ -246,12 +247,13 @@ def _by_call(
 ) -> dict[UUID | None, list[Any]]:
     """Group statements by the call that they are about; None has those about the episode."""
     own = {part.id for part in parts if part.method == OWN_EPISODE}
-    return grouped(
-        feedback, lambda one: None if one.episode_id in own else _last(repeated_by, one.call_id)
+    return group_rows(
+        feedback,
+        lambda one: None if one.episode_id in own else _last_attempt(repeated_by, one.call_id),
     )
 
 
-def grouped(rows: Iterable[Any], about: Callable[[Any], Id]) -> dict[Id, list[Any]]:
+def group_rows(rows: Iterable[Any], about: Callable[[Any], Id]) -> dict[Id, list[Any]]:
     """Group rows by what they are about, in their order."""
     groups: dict[Id, list[Any]] = {}
     for row in rows:
@@ -262,7 +264,7 @@ def grouped(rows: Iterable[Any], about: Callable[[Any], Id]) -> dict[Id, list[An
 Whole = TypeVar("Whole")
 
 
-def rebuilt(
+def rebuild_calls(
     rows: Iterable[Any],
     wanted: Iterable[UUID],
     make: Callable[[Any, Any, Whole | None], Whole | None],
@@ -300,10 +302,10 @@ def rebuilt(
 
 def whole_texts(rows: Sequence[Any]) -> WholeTexts:
     """Rebuild each call's request and prompt ids from its row and the calls that it adds to."""
-    return WholeTexts(*rebuilt(rows, [row.id for row in rows], _texts))
+    return WholeTexts(*rebuild_calls(rows, [row.id for row in rows], _rebuild_texts))
 
 
-def _texts(row: Any, base: Any, whole: Texts | None) -> Texts:
+def _rebuild_texts(row: Any, base: Any, whole: Texts | None) -> Texts:
     if any(len(values) % ITEM_BYTES for values in (row.sampled_ids, row.sampled_logprobs)):
         raise ValueError(
             f"its sampled ids or log-probabilities are not a multiple of {ITEM_BYTES} bytes"
@@ -330,7 +332,7 @@ def whole_request(row: Any, _: Any, base: bytes | None) -> bytes | None:
     return rebuild(base or b"", row.request_prefix, row.request_suffix, row.request)
 
 
-def _readable(row: Any, whole: WholeTexts) -> Readable:
+def _readable(row: Any, whole: WholeTexts) -> ReadableParts:
     """Return a call's rebuilt and parsed parts, after checking that they are consistent."""
     if row.id in whole.damaged:
         raise Damaged(whole.damaged[row.id])
@@ -341,7 +343,7 @@ def _readable(row: Any, whole: WholeTexts) -> Readable:
     tool_calls: _ToolCalls = _parsed(row, "tool_calls", _ToolCalls)
     if row.trainable:
         _check_trainable(row, prompt_ids, sampling)
-    return Readable(request, prompt_ids, sampling, tool_calls)
+    return ReadableParts(request, prompt_ids, sampling, tool_calls)
 
 
 def _check_trainable(row: Any, prompt_ids: bytes, sampling: _Settings) -> None:
@@ -380,7 +382,7 @@ def _repeated_by(rows: Iterable[Any]) -> dict[UUID, UUID]:
     return repeats
 
 
-def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
+def _last_attempt(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
     """Return the last attempt of a call that may have been repeated: the one that counts."""
     while call_id is not None and call_id in repeated_by:
         call_id = repeated_by[call_id]
@@ -400,7 +402,7 @@ def _newest_events(rows: Iterable[Any], quoted: Mapping[UUID, QuotedCall]) -> li
 
 
 def _transition(
-    row: Any, read: Readable, events: Sequence[Any], statements: tuple[Feedback, ...]
+    row: Any, read: ReadableParts, events: Sequence[Any], statements: tuple[Feedback, ...]
 ) -> TransitionRow:
     return TransitionRow(
         **dict(zip(_FACTS, _facts_of(row), strict=True)),

@@ -21,7 +21,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, time_of
-from store.read.evaluations import means
+from store.read.evaluations import mean_rewards_sql
 from store.read.lines import QUIET
 from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
@@ -50,7 +50,7 @@ _BEGIN: Final = text(
 )
 
 
-async def begin(connection: AsyncConnection, limit_s: float) -> None:
+async def set_up_transaction(connection: AsyncConnection, limit_s: float) -> None:
     """Limit each statement of this transaction to `limit_s` seconds, and set its planner up."""
     await connection.execute(_BEGIN, {"limit_ms": str(round(1000 * limit_s))})
 
@@ -109,7 +109,7 @@ _FATES: Final = text(
     WHERE e.id = ANY(:ids) ORDER BY p.policy
     """
 )
-# Whether an episode is of `:tenant`, as `store.read.episodes.is_of` says; null: of any.
+# Whether an episode is of `:tenant`, as `store.read.episodes.is_of_tenant` says; null: of any.
 OWN: Final = f"""(CAST(:tenant AS text) IS NULL OR CASE :tenant
     WHEN '{DEFAULT}' THEN strpos(e.key, chr({ord(SEPARATOR)})) <= 1
     ELSE starts_with(e.key, :tenant || chr({ord(SEPARATOR)})) END)"""
@@ -159,16 +159,16 @@ _NEWEST: Final = UUID(int=2**128 - 1)
 APART: Final = 86_400_000 << 80
 
 
-def _fewer(most: int, chosen: EpisodeFilter) -> int:
+def _affordable_episodes(most: int, chosen: EpisodeFilter) -> int:
     """Return how many episodes a filter reads in the time of `most` without reading calls."""
     given = [name for name in _SLOWER if getattr(chosen, name) is not None]
     return most // max([1, *(_SLOWER[name] for name in given)])
 
 
-def _query(chosen: EpisodeFilter, tenant: str | None) -> tuple[str, dict[str, Any]]:
+def _filter_query(chosen: EpisodeFilter, tenant: str | None) -> tuple[str, dict[str, Any]]:
     """Return the SQL of a filter for a viewer of `tenant` (None: of all), and its values.
 
-    The SQL selects episodes `e` with ids from `:last` (`_down_to`) to below `:before`.
+    The SQL selects episodes `e` with ids from `:last` (`_values_down_to`) to below `:before`.
     """
     given = {k: v for k, v in msgspec.structs.asdict(chosen).items() if v is not None}
     sql = _FROM + "".join(f" AND {_CONDITIONS[name]}" for name in given if name in _CONDITIONS)
@@ -186,13 +186,13 @@ def _query(chosen: EpisodeFilter, tenant: str | None) -> tuple[str, dict[str, An
     return sql, given | bounds
 
 
-def _down_to(last: UUID | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `_query` for the episodes from `last` on; None: for all."""
+def _values_down_to(last: UUID | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `_filter_query` for the episodes from `last` on; None: for all."""
     last = last or values["since"]
     return {**values, "last": last, "calls_since": UUID(int=max(0, last.int - APART))}
 
 
-async def _last_of(
+async def _last_of_newest(
     connection: AsyncConnection, values: Mapping[str, Any], most: int
 ) -> UUID | None:
     """Return the last of the newest `most` episodes of `:tenant`; None: there are fewer."""
@@ -245,18 +245,18 @@ async def browse(
     """Return the newest episodes that a filter chooses, of a tenant or of all.
 
     There are at most `most` lines, of episodes before the id `before`. After `within_s` seconds no
-    further chunk is read. The caller has called `begin`.
+    further chunk is read. The caller has called `set_up_transaction`.
     """
-    sql, values = _query(chosen, tenant)
+    sql, values = _filter_query(chosen, tenant)
     query = text(_LINES.format(chosen=sql))
     last: UUID | None = min(before or _NEWEST, values["before"])
     lines: list[Row[Any]] = []
     chunk, until = 0, monotonic() + within_s
     while last and len(lines) <= most:
         values["before"] = last
-        chunk += _fewer(_FIRST, chosen)
-        last = await _last_of(connection, values | {"tenant": None}, chunk)
-        asked = _down_to(last, values) | {"most": most + 1 - len(lines)}
+        chunk += _affordable_episodes(_FIRST, chosen)
+        last = await _last_of_newest(connection, values | {"tenant": None}, chunk)
+        asked = _values_down_to(last, values) | {"most": most + 1 - len(lines)}
         lines += await connection.execute(query, asked)
         if monotonic() > until:
             break
@@ -298,11 +298,11 @@ async def count_episodes(
     connection: AsyncConnection, chosen: EpisodeFilter, tenant: str | None
 ) -> FilteredCounts:
     """Count the newest episodes of a filter, of a tenant or of all, without its reward limits."""
-    sql, values = _query(msgspec.structs.replace(chosen, low=None, high=None), tenant)
-    most = _fewer(MOST_COUNTED, chosen)
-    last = await _last_of(connection, values, most)
+    sql, values = _filter_query(msgspec.structs.replace(chosen, low=None, high=None), tenant)
+    most = _affordable_episodes(MOST_COUNTED, chosen)
+    last = await _last_of_newest(connection, values, most)
     rows = (
-        await connection.execute(text(_COUNTED.format(chosen=sql)), _down_to(last, values))
+        await connection.execute(text(_COUNTED.format(chosen=sql)), _values_down_to(last, values))
     ).all()
     states: dict[State, int] = {}
     bars = [0] * BARS
@@ -333,7 +333,8 @@ _OUTCOMES: Final = f"""
         SELECT began, (ended - began) / {PARTS} + interval '1 second' AS width FROM (
             SELECT min(at) AS began, GREATEST(max(at), now()) AS ended FROM newest) bounds),
     placed AS (SELECT newest.*, date_bin(width, at, began) AS part FROM newest, time)
-    SELECT m.*, NULL AS state, NULL AS reason FROM ({means("placed", "policy, split, part")}) m
+    SELECT m.*, NULL AS state, NULL AS reason
+    FROM ({mean_rewards_sql("placed", "policy, split, part")}) m
     UNION ALL SELECT policy, NULL, NULL, count(*), 0, 0, NULL, NULL, false, state, reason
     FROM newest WHERE split <> '{EVAL}' GROUP BY policy, state, reason
     ORDER BY policy, part, episodes DESC
@@ -349,18 +350,20 @@ _PROMOTIONS: Final = text(
 )
 
 
-async def outcomes(
+async def count_outcomes(
     connection: AsyncConnection, tenant: str | None, since: datetime
 ) -> tuple[Rows, datetime | None]:
     """Count the newest episodes since then; also return the time of the first if not all are read.
 
     A row counts the `episodes` of a policy: by `split` and `part` of the time, or, without
     evaluation, by `state` and `reason`; the other columns of these are None. Means are those of
-    `store.read.evaluations.means`, without quarantined episodes, as gates read them.
+    `store.read.evaluations.mean_rewards_sql`, without quarantined episodes, as gates read them.
     """
-    sql, values = _query(EpisodeFilter(since=since), tenant)
-    last = await _last_of(connection, values, MOST_COUNTED)
-    rows = await connection.execute(text(_OUTCOMES.format(chosen=sql)), _down_to(last, values))
+    sql, values = _filter_query(EpisodeFilter(since=since), tenant)
+    last = await _last_of_newest(connection, values, MOST_COUNTED)
+    rows = await connection.execute(
+        text(_OUTCOMES.format(chosen=sql)), _values_down_to(last, values)
+    )
     return rows.all(), time_of(last) if last else None
 
 

@@ -14,8 +14,8 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claim_query import HAS_ROLLED_BACK, NOT_ASIDE
-from store.claims import members_of
-from store.read.assembly import Told, rebuilt, tools_of, whole_request
+from store.claims import episodes_of_update
+from store.read.assembly import ToolsByCall, assign_tools, rebuild_calls, whole_request
 from store.records import OWN_EPISODE, Record
 from store.tenants import tenant_of
 from store.values.packing import ITEM_BYTES
@@ -48,7 +48,7 @@ class EpisodeDetail(Record, frozen=True, kw_only=True):
     calls: Sequence[Row[Any]]
     goes_on_from: UUID | None
     earlier_calls: int
-    tools: Told
+    tools: ToolsByCall
     statements: Sequence[Row[Any]]
     fates: Sequence[Row[Any]]
 
@@ -166,7 +166,7 @@ async def episode_detail(
         calls=calls,
         goes_on_from=rows[MOST_CALLS].id if len(rows) > MOST_CALLS else None,
         earlier_calls=await connection.scalar(_BEFORE, spans) or 0 if since else 0,
-        tools=tools_of(calls, events),
+        tools=assign_tools(calls, events),
         statements=statements.all(),
         fates=fates,
     )
@@ -222,7 +222,7 @@ async def _requests(
 ) -> dict[UUID, bytes]:
     """Return the whole requests of these calls, without damaged ones and those above `most`."""
     rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
-    made, _ = rebuilt(rows.all(), wanted, whole_request)
+    made, _ = rebuild_calls(rows.all(), wanted, whole_request)
     return made
 
 
@@ -237,7 +237,9 @@ _ENDS: Final = text(
 )
 
 
-async def ends_of(connection: AsyncConnection, episodes: Collection[UUID]) -> Sequence[Row[Any]]:
+async def first_and_last_calls(
+    connection: AsyncConnection, episodes: Collection[UUID]
+) -> Sequence[Row[Any]]:
     """Return the `first` and the `last` call of each `episode`."""
     return (await connection.execute(_ENDS, {"ids": list(episodes)})).all()
 
@@ -308,5 +310,5 @@ _BYTES: Final = text(
 
 async def is_explainable(connection: AsyncConnection, update: UUID) -> bool:
     """Return whether an update is small enough to recompute its credit for a waiting person."""
-    size = await connection.scalar(_BYTES, {"ids": await members_of(connection, update)})
+    size = await connection.scalar(_BYTES, {"ids": await episodes_of_update(connection, update)})
     return (size or 0) <= LARGEST_EXPLAINED

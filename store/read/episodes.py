@@ -8,18 +8,18 @@ from sqlalchemy import ColumnElement, Row, Text, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import Damaged
-from store.read.assembly import Texts, WholeTexts, assemble, grouped, whole_texts
+from store.read.assembly import Texts, WholeTexts, assemble, group_rows, whole_texts
 from store.records import Episode
 from store.schema.tables import consumptions, episodes, feedback, tool_events, transitions, updates
-from store.tenants import SEPARATOR, bare, beginning
+from store.tenants import SEPARATOR, bare, stored_prefix
 
 BATCH = 200
 # Most unreadable episodes that a message names.
 TOLD = 5
 
 
-def is_of(tenant: str) -> ColumnElement[bool]:
-    begins = beginning(tenant)
+def is_of_tenant(tenant: str) -> ColumnElement[bool]:
+    begins = stored_prefix(tenant)
     if begins is None:
         # A key with no tenant before a separator, or without a separator, is the default tenant's.
         return func.strpos(episodes.c.key, SEPARATOR) <= 1
@@ -41,7 +41,7 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
     Raises:
         Damaged: at least one episode cannot be read back.
     """
-    reading = await read(connection, ids)
+    reading = await read_undamaged(connection, ids)
     if reading.damaged:
         named = "; ".join(list(reading.damaged.values())[:TOLD])
         more = len(reading.damaged) - TOLD
@@ -54,16 +54,16 @@ async def read_in_batches(
 ) -> AsyncIterator[ReadEpisodes]:
     """Yield the episodes of `ids`, in that order, `BATCH` at a time."""
     for start in range(0, len(ids), BATCH):
-        yield await read(connection, ids[start : start + BATCH])
+        yield await read_undamaged(connection, ids[start : start + BATCH])
 
 
-async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> ReadEpisodes:
+async def read_undamaged(connection: AsyncConnection, ids: Sequence[UUID]) -> ReadEpisodes:
     """Read the episodes of `ids` that can be read back, and say why the others cannot.
 
     Ids that are not stored are left out.
     """
     wanted = list(ids)
-    parts = await _rows(
+    parts = await _fetch_rows(
         connection,
         select(episodes)
         .where(or_(episodes.c.id.in_(wanted), episodes.c.root.in_(wanted)))
@@ -71,12 +71,12 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> ReadEpisodes
     )
     whole_of = {part.id: part.root if part.root in wanted else part.id for part in parts}
     all_parts = list(whole_of)
-    calls = await _rows(connection, _CALLS.where(transitions.c.episode_id.in_(all_parts)))
-    events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
-    items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
-    texts = await _whole(connection, calls)
+    calls = await _fetch_rows(connection, _CALLS.where(transitions.c.episode_id.in_(all_parts)))
+    events = await _fetch_rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
+    items = await _fetch_rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
+    texts = await _rebuild_texts(connection, calls)
     # The claim time of the first update that trained on each episode.
-    trained = await _rows(
+    trained = await _fetch_rows(
         connection,
         select(consumptions.c.episode_id, func.min(updates.c.claimed_at).label("at"))
         .join(updates, updates.c.id == consumptions.c.update_id)
@@ -84,9 +84,9 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> ReadEpisodes
         .group_by(consumptions.c.episode_id),
     )
     trained_at = {row.episode_id: row.at for row in trained}
-    parts_of = grouped(parts, lambda part: whole_of[part.id])
+    parts_of = group_rows(parts, lambda part: whole_of[part.id])
     calls_of, events_of, items_of = (
-        grouped(rows, lambda row: whole_of[row.episode_id]) for rows in (calls, events, items)
+        group_rows(rows, lambda row: whole_of[row.episode_id]) for rows in (calls, events, items)
     )
     reading = ReadEpisodes([], {})
     for whole in wanted:
@@ -117,18 +117,18 @@ _EVENTS = select(tool_events).order_by(tool_events.c.at, tool_events.c.id)
 _FEEDBACK = select(feedback).order_by(feedback.c.at, feedback.c.id)
 
 
-async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
+async def _fetch_rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
     return (await connection.execute(query)).all()
 
 
 async def whole_calls(connection: AsyncConnection, ids: Sequence[UUID]) -> dict[UUID, Texts]:
     """Return the whole request and prompt ids of these calls, without damaged calls."""
-    calls = await _rows(connection, _CALLS.where(transitions.c.id.in_(list(ids))))
-    texts = await _whole(connection, calls)
+    calls = await _fetch_rows(connection, _CALLS.where(transitions.c.id.in_(list(ids))))
+    texts = await _rebuild_texts(connection, calls)
     return {row.id: texts.of[row.id] for row in calls if row.id in texts.of}
 
 
-async def _whole(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> WholeTexts:
+async def _rebuild_texts(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> WholeTexts:
     """Rebuild the texts of calls, after reading the calls that they add to, directly or not.
 
     Such calls belong to other episodes only if a join by conversation prefix is in doubt.
@@ -137,7 +137,7 @@ async def _whole(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> Whol
     known = {row.id for row in calls}
     missing = {row.parent_id for row in calls if row.parent_id is not None} - known
     while missing:
-        rows = await _rows(connection, _CALLS.where(transitions.c.id.in_(missing)))
+        rows = await _fetch_rows(connection, _CALLS.where(transitions.c.id.in_(missing)))
         all_calls += rows
         known |= missing
         missing = {row.parent_id for row in rows if row.parent_id is not None} - known

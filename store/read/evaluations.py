@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.records import EVAL, TRAIN, Record, Split
 from store.schema.tables import SPLIT
 from store.values.intervals import Interval, mean_interval
-from store.values.rewards import ALL_TERMS, rewards, rule_of
+from store.values.rewards import ALL_TERMS, rewards_sql, rule_policy_sql
 
 
 class Rewards(Record, frozen=True, kw_only=True):
@@ -54,8 +54,8 @@ class Evaluation(Rewards, frozen=True, kw_only=True):
     version: int
 
 
-def means(rows: str, by: str) -> str:
-    """Return SQL of the mean rewards of `rows`, grouped by the columns `by`, for `rewards_in`.
+def mean_rewards_sql(rows: str, by: str) -> str:
+    """Return SQL of the mean rewards of `rows`, grouped by columns `by`, for `rewards_from_row`.
 
     A row is an episode: its `id`, `task` and `reward`. `error` is that of `mean_interval`, and at
     least that of independent episodes; an episode without a task has a task of its own.
@@ -93,12 +93,12 @@ _CURVE: Final = f"""
             {{and_not}}
         ORDER BY p.whole, t.policy, t.id),
     terms AS ({ALL_TERMS}),
-    {rewards()},
+    {rewards_sql()},
     rewarded AS (
         SELECT s.policy, s.version, w.id, w.task, r.value AS reward
         FROM sampled s JOIN wholes w ON w.id = s.whole
-            LEFT JOIN rewards r ON (r.whole, r.policy) = (s.whole, {rule_of("s.policy")}))
-    {means("rewarded", "policy, version")} ORDER BY policy, version
+            LEFT JOIN rewards r ON (r.whole, r.policy) = (s.whole, {rule_policy_sql("s.policy")}))
+    {mean_rewards_sql("rewarded", "policy, version")} ORDER BY policy, version
     """
 _CLAIMED: Final = """
     AND NOT EXISTS (SELECT FROM episode_policies c WHERE c.episode_id = p.whole
@@ -117,14 +117,14 @@ async def evaluations(
     rows = await connection.execute(_CURVES[split], {"policy": policy})
     return [
         Evaluation(
-            policy=row.policy, version=row.version, **msgspec.structs.asdict(rewards_in(row))
+            policy=row.policy, version=row.version, **msgspec.structs.asdict(rewards_from_row(row))
         )
         for row in rows
     ]
 
 
-def rewards_in(row: Row[Any]) -> Rewards:
-    """Return the counts and the mean of rewards in a row of `means`, with their interval."""
+def rewards_from_row(row: Row[Any]) -> Rewards:
+    """Return counts and mean of the rewards in a row of `mean_rewards_sql`, with their interval."""
     interval = None
     if row.scored:
         interval = mean_interval(

@@ -22,7 +22,7 @@ from store.ids import lowest_id_at, time_of
 from store.records import Arm, Record
 from store.schema.tables import CLAIMABLE, CONTROL, LIVE
 from store.tenants import bare, task_family
-from store.values.rewards import TERMS_OF_POLICY, rewards, sums
+from store.values.rewards import TERMS_OF_POLICY, metric_sums_sql, rewards_sql
 from store.versions import VERSION_COLUMNS, PolicyState, PolicyVersion, version_of
 
 _GATED: Final = text(
@@ -83,7 +83,7 @@ _NEW_EPISODES: Final = text(
 )
 
 
-class Standing(Record, frozen=True, kw_only=True):
+class VersionInRole(Record, frozen=True, kw_only=True):
     """A version that has a role in a comparison.
 
     `gate` is the rule of the recipe that made it, None if it has none; `since` is when it got its
@@ -95,7 +95,7 @@ class Standing(Record, frozen=True, kw_only=True):
     since: datetime
 
 
-class Gated(Record, frozen=True, kw_only=True):
+class GatedPolicy(Record, frozen=True, kw_only=True):
     """A policy at the time `now` of the database, with at most one version for each role.
 
     `candidate` is the oldest version that is loaded and waits. `control` is the version that later
@@ -106,10 +106,10 @@ class Gated(Record, frozen=True, kw_only=True):
     now: datetime
     frozen: bool
     is_held: bool
-    serving: Standing
-    canary: Standing | None = None
-    candidate: Standing | None = None
-    control: Standing | None = None
+    serving: VersionInRole
+    canary: VersionInRole | None = None
+    candidate: VersionInRole | None = None
+    control: VersionInRole | None = None
 
 
 async def gated_policies(connection: AsyncConnection) -> list[str]:
@@ -117,16 +117,16 @@ async def gated_policies(connection: AsyncConnection) -> list[str]:
     return list((await connection.execute(_GATED)).scalars())
 
 
-async def gated(connection: AsyncConnection, name: str) -> Gated | None:
+async def read_gated_policy(connection: AsyncConnection, name: str) -> GatedPolicy | None:
     """Return a policy's versions by role; None: no version serves, so there is no such policy."""
     rows = (await connection.execute(_STANDING, {"name": name})).all()
-    by_state: dict[PolicyState, Standing] = {
-        row.state: Standing(version=version_of(row), gate=row.gate, since=row.changed_at)
+    by_state: dict[PolicyState, VersionInRole] = {
+        row.state: VersionInRole(version=version_of(row), gate=row.gate, since=row.changed_at)
         for row in rows
     }
     if "serving" not in by_state:
         return None
-    return Gated(
+    return GatedPolicy(
         now=rows[0].now,
         frozen=rows[0].frozen,
         is_held=any(row.is_held and row.state == "serving" and row.version for row in rows),
@@ -161,7 +161,7 @@ async def next_control(
     return version
 
 
-async def last_given(connection: AsyncConnection, name: str, version: int) -> Row[Any]:
+async def last_traffic_gain(connection: AsyncConnection, name: str, version: int) -> Row[Any]:
     """Return from which state, by whom and with which verdict a version got the traffic last."""
     return (await connection.execute(_LAST_GIVEN, {"name": name, "version": version})).one()
 
@@ -206,7 +206,7 @@ _REWARDED: Final = text(
     f"""
     WITH {_PARTS},
     terms AS ({TERMS_OF_POLICY}),
-    {sums("f.at < p.until")}
+    {metric_sums_sql("f.at < p.until")}
     SELECT whole, first_at FROM sums WHERE call_id IS NULL AND value IS NOT NULL
     """
 )
@@ -234,7 +234,7 @@ _CAME_TO: Final = text(
         FROM parts p JOIN tool_events v ON v.episode_id = p.id AND v.at < p.until
         GROUP BY p.whole),
     terms AS ({TERMS_OF_POLICY}),
-    {rewards("f.at < p.until")}
+    {rewards_sql("f.at < p.until")}
     SELECT b.id, c.arm, c.version, c.seconds, c.failed, t.malformed, r.value AS reward
     FROM given b LEFT JOIN called c ON c.whole = b.id
     LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id

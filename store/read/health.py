@@ -119,7 +119,7 @@ _UNMATCHED: Final = text(
 )
 
 
-class Unmatched(Record, frozen=True, kw_only=True):
+class UnmatchedFeedback(Record, frozen=True, kw_only=True):
     """Feedback about targets that never came: its number, and the newest target as stored."""
 
     statements: int = 0
@@ -128,7 +128,7 @@ class Unmatched(Record, frozen=True, kw_only=True):
     target: str | None = None
 
 
-class CallKind(Record, frozen=True, kw_only=True):
+class CallCount(Record, frozen=True, kw_only=True):
     """A number of the newest calls with the same result; `reason` is None if they can be trained.
 
     `model` is the model name sent to the upstream if no policy answered.
@@ -144,7 +144,7 @@ class CallKind(Record, frozen=True, kw_only=True):
     last_at: datetime
 
 
-class Tended(Record, frozen=True, kw_only=True):
+class TendedPolicy(Record, frozen=True, kw_only=True):
     """A policy, and the state of its training.
 
     `is_held`: a trainer works on it now. `trained_at` is when the last update that made a version
@@ -191,7 +191,7 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
 
 async def newest_calls(
     connection: AsyncConnection, now: datetime, tenant: str | None = None
-) -> list[CallKind]:
+) -> list[CallCount]:
     """Return the newest calls of the last `WINDOW` by how they ended, the most frequent first.
 
     With `tenant` they are those of this tenant's newest episodes.
@@ -202,19 +202,23 @@ async def newest_calls(
     rows = await connection.execute(
         text(_CALLS.format(calls=sql)), {**values, "most": MOST_CALLS, "own": MOST_OWN}
     )
-    return [CallKind(**row._mapping) for row in rows]
+    return [CallCount(**row._mapping) for row in rows]
 
 
-async def unmatched_feedback(connection: AsyncConnection, tenant: str | None = None) -> Unmatched:
+async def unmatched_feedback(
+    connection: AsyncConnection, tenant: str | None = None
+) -> UnmatchedFeedback:
     """Return the newest feedback of the last `WINDOW` whose target has not come within `OVER`."""
     values = {"tenant": tenant, "window": WINDOW, "over": OVER}
-    return Unmatched(**(await connection.execute(_UNMATCHED, values)).one()._mapping)
+    return UnmatchedFeedback(**(await connection.execute(_UNMATCHED, values)).one()._mapping)
 
 
-async def tended_policies(connection: AsyncConnection, tenant: str | None = None) -> list[Tended]:
+async def tended_policies(
+    connection: AsyncConnection, tenant: str | None = None
+) -> list[TendedPolicy]:
     """Return the policies that a trainer ever began, by name; with `tenant`, this tenant's."""
     rows = await connection.execute(_POLICIES, {"tenant": tenant})
-    return [Tended(**row._mapping) for row in rows]
+    return [TendedPolicy(**row._mapping) for row in rows]
 
 
 async def episode_counts(
@@ -234,7 +238,9 @@ async def episode_counts(
     return EpisodeCounts(**(await connection.execute(_EPISODES, values)).one()._mapping)
 
 
-async def changed_lately(connection: AsyncConnection, policy: str, settled: timedelta) -> set[str]:
+async def recently_changed_versions(
+    connection: AsyncConnection, policy: str, settled: timedelta
+) -> set[str]:
     """Return the names of the policy's versions whose state changed less than `settled` ago."""
     values = {"name": policy, "settled": settled}
     return set((await connection.execute(_CHANGED, values)).scalars())

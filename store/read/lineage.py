@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claims import IMPORTED_FROM
 from store.ids import lowest_id_at
-from store.read.evaluations import Rewards, means, rewards_in
+from store.read.evaluations import Rewards, mean_rewards_sql, rewards_from_row
 from store.records import EVAL
 from store.schema.tables import CONTROL, KL_TO_BASE, LIVE, SPLIT, policy_events
 from store.versions import VERSION_COLUMNS, PolicyEvent
@@ -70,7 +70,7 @@ _REWARDS: Final = text(
         FROM newest n LEFT JOIN episodes e ON e.id = n.episode_id AND NOT n.claimable
         WHERE n.claimable OR {SPLIT} = '{EVAL}' AND e.root IS NULL
             AND e.quarantined_reason IS NULL AND e.deleted_at IS NULL AND n.claimed_by IS NULL)
-    {means("counted", "version, claimable")}
+    {mean_rewards_sql("counted", "version, claimable")}
     """
 )
 
@@ -91,7 +91,7 @@ _SINCE_BASE: Final = text(
              WHERE version = 0 LIMIT {COMPARED})) one
         WHERE s.state = 'serving' AND s.version > 0
             AND (CAST(:tenant AS text) IS NULL OR s.tenant = :tenant))
-    {means("ends", "policy, is_new")}
+    {mean_rewards_sql("ends", "policy, is_new")}
     """
 )
 
@@ -107,7 +107,7 @@ async def policies_of(
     return (await connection.execute(_POLICIES, values)).all()
 
 
-async def line_of(
+async def versions_in_line(
     connection: AsyncConnection, policy: str, before: int | None, most: int
 ) -> Sequence[Row[Any]]:
     """Return at most `most` versions of a policy, the newest first, numbered below `before`.
@@ -120,10 +120,10 @@ async def line_of(
     return (await connection.execute(_LINE, values)).all()
 
 
-async def places_of(
+async def live_and_given_versions(
     connection: AsyncConnection, policy: str, versions: Collection[int]
 ) -> dict[int, Row[Any]]:
-    """Return the live versions, version 0 and these `versions`, newest first, as `line_of` does."""
+    """Return live versions, version 0 and `versions`, newest first, as `versions_in_line` does."""
     values = {"policy": policy, "versions": list(versions)}
     return {row.version: row for row in await connection.execute(_PLACES, values)}
 
@@ -142,11 +142,11 @@ async def rewards_of(
         "most": MOST_EPISODES,
     }
     rows = (await connection.execute(_REWARDS, values)).all()
-    live = {row.version: rewards_in(row) for row in rows if row.claimable}
-    return live, {row.version: rewards_in(row) for row in rows if not row.claimable}
+    live = {row.version: rewards_from_row(row) for row in rows if row.claimable}
+    return live, {row.version: rewards_from_row(row) for row in rows if not row.claimable}
 
 
-async def since_base(
+async def rewards_since_base(
     connection: AsyncConnection, tenant: str | None
 ) -> dict[str, tuple[Rewards, Rewards]]:
     """Return by policy the newest rewards of versions 1 to the serving one, and the first of 0.
@@ -156,7 +156,7 @@ async def since_base(
     """
     ends: dict[str, dict[bool, Rewards]] = {}
     for row in await connection.execute(_SINCE_BASE, {"tenant": tenant}):
-        ends.setdefault(row.policy, {})[row.is_new] = rewards_in(row)
+        ends.setdefault(row.policy, {})[row.is_new] = rewards_from_row(row)
     return {policy: (own[True], own[False]) for policy, own in ends.items() if len(own) == 2}
 
 
@@ -238,7 +238,7 @@ async def updates_of(
     return (await connection.execute(_UPDATES, values)).all()
 
 
-async def one_update(
+async def read_update(
     connection: AsyncConnection, update_id: UUID, tenant: str | None, hidden: Collection[str]
 ) -> Row[Any] | None:
     """Return an update as `updates_of` does, with its recipe.
@@ -249,7 +249,7 @@ async def one_update(
     return (await connection.execute(_ONE_UPDATE, values)).first()
 
 
-async def members_of(connection: AsyncConnection, update_id: UUID) -> Sequence[Row[Any]]:
+async def episodes_of_update(connection: AsyncConnection, update_id: UUID) -> Sequence[Row[Any]]:
     """Return the episodes of an update, sorted by task as stored; at most MOST_MEMBERS.
 
     `trained` is None while the update runs; `freed` says whether a retraining freed the episode.

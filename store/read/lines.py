@@ -12,7 +12,7 @@ from store.records import EXPLORED, REWARD, Episode, EpisodeState, Feedback, Tra
 from store.tenants import DEFAULT, bare, tenant_of
 from store.values.documents import compact
 from store.values.packing import unpack_ids, unpack_logprobs
-from store.values.rewards import newest
+from store.values.rewards import newest_statement
 from store.versions import policy_name
 
 # An episode without a reward counts as finished this long after its last call.
@@ -36,7 +36,7 @@ def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> 
 
 
 def _has_reward(statements: Sequence[Feedback]) -> bool:
-    counts = newest(statements, REWARD)
+    counts = newest_statement(statements, REWARD)
     return counts is not None and counts.value is not None
 
 

@@ -41,7 +41,7 @@ async def past_update(
             its version, or an episode that it consumed was deleted.
         Damaged: a call cannot be read back.
     """
-    row = await _find(connection, which, policy, tenant)
+    row = await _find_update(connection, which, policy, tenant)
     await _refuse_deleted(connection, row.id)
     then = row.claimed_at
     claim = await load_claim(connection, row.id)
@@ -65,7 +65,7 @@ async def past_update(
     )
 
 
-async def _find(
+async def _find_update(
     connection: AsyncConnection, which: int | UUID, policy: str | None, tenant: str | None
 ) -> Row[Any]:
     column = updates.c.version if isinstance(which, int) else updates.c.id

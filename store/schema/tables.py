@@ -45,9 +45,9 @@ from store.records import (
     TRAIN,
     UPDATE_STATES,
     CallRecord,
-    KeptField,
+    ColumnField,
     Record,
-    kept_fields,
+    column_fields,
 )
 from store.tenants import DEFAULT
 from store.versions import ACTORS, POLICY_STATES
@@ -87,26 +87,26 @@ TYPES: Final[Mapping[Any, Any]] = {
 
 
 def call_columns(record: type[Record]) -> list[Column[Any]]:
-    """Return a column for each field of a call's record that is marked with `Kept`.
+    """Return a column for each field of a call's record that is marked with `StoredColumn`.
 
     Raises:
         TypeError: a field has a type that no column is known for.
     """
-    return [_column(record, field) for field in kept_fields(record)]
+    return [_column(record, field) for field in column_fields(record)]
 
 
-def _column(record: type[Record], field: KeptField) -> Column[Any]:
-    if not field.kept.json and field.type not in TYPES:
+def _column(record: type[Record], field: ColumnField) -> Column[Any]:
+    if not field.column.json and field.type not in TYPES:
         raise TypeError(
             f"{record.__name__}.{field.name} is a {field.type}, for which no type of column is "
             f"known; mark it as json, or add the type to {__name__}.TYPES"
         )
     return Column(
         field.name,
-        JSON(none_as_null=field.null) if field.kept.json else TYPES[field.type],
+        JSON(none_as_null=field.null) if field.column.json else TYPES[field.type],
         primary_key=field.name == "id",
         nullable=field.null,
-        doc=field.kept.about or None,
+        doc=field.column.about or None,
     )
 
 

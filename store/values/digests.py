@@ -46,7 +46,7 @@ def as_uuid(digest: bytes, split: Split) -> Any:
     return pgproto.UUID(digest)
 
 
-def levels(needs: Sequence[bytes]) -> list[tuple[bytes, int]]:
+def digest_levels(needs: Sequence[bytes]) -> list[tuple[bytes, int]]:
     """Pair each digest with its level: 0 is the surest evidence, higher ones are weaker."""
     least = len(_KINDS_OF_IDS)
     return [

@@ -53,17 +53,19 @@ def nests_too_deep(data: bytes) -> bool:
     return brackets.count(b"[") > MAX_DEPTH and _depth_exceeds(brackets)
 
 
-def most_of(data: bytes) -> Size:
+def size_bound(data: bytes) -> Size:
     """Return an upper bound of the size of `data`, fast: brackets in strings count too."""
     if len(data) <= _PIECE:
-        return _counted(data)
+        return _size_bound_of_piece(data)
     # Other threads can run between two pieces: a single pass over 8 MB keeps the GIL for 17 ms, and
     # an event loop needs the GIL ten times a call.
-    sizes = [_counted(data[start : start + _PIECE]) for start in range(0, len(data), _PIECE)]
+    sizes = [
+        _size_bound_of_piece(data[start : start + _PIECE]) for start in range(0, len(data), _PIECE)
+    ]
     return Size(sum(size.containers for size in sizes), sum(size.values for size in sizes))
 
 
-def _counted(data: bytes) -> Size:
+def _size_bound_of_piece(data: bytes) -> Size:
     # One pass over the data, which is on every call's path; three counts take twice as long.
     counted = data.translate(None, _NOT_COUNTED)
     return Size(len(counted) - counted.count(b","), len(counted))
@@ -84,7 +86,7 @@ def size_of(data: bytes, enough: Size) -> Size:
     return Size(containers, containers + commas)
 
 
-def members_in(data: bytes) -> int:
+def count_members(data: bytes) -> int:
     """Return how many members the objects of a valid JSON document have, repeated names counted.
 
     Each has one colon outside of strings.
@@ -164,7 +166,7 @@ def compact(text: bytes) -> bytes:
     Raises:
         ValueError: the text is not a JSON document, or nests deeper than `MAX_DEPTH`.
     """
-    _check(text)
+    _check_json(text)
     try:
         return msgspec.json.format(text, indent=-1)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -177,14 +179,14 @@ def parse(text: bytes, kind: Any) -> Any:
     Raises:
         ValueError: it is not a value of that kind, or it nests deeper than `MAX_DEPTH`.
     """
-    _check(text)
+    _check_json(text)
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"it cannot be read: {error}") from error
 
 
-def _check(text: bytes) -> None:
+def _check_json(text: bytes) -> None:
     if not text.isascii():
         text.decode()
     if nests_too_deep(text):

@@ -60,13 +60,13 @@ class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
     one_call: bool = False
 
 
-def text_of(tag: ToolTag) -> str:
-    """Return the text that `tag_from` reads; the order of a schema's keys counts, and is kept."""
+def text_of_tag(tag: ToolTag) -> str:
+    """Return the text that `parse_tag` reads; the order of a schema's keys counts, and is kept."""
     return json.dumps(msgspec.to_builtins(tag), separators=(",", ":"))
 
 
-def tag_from(text: str) -> ToolTag:
-    """Return the tag that `text_of` recorded.
+def parse_tag(text: str) -> ToolTag:
+    """Return the tag that `text_of_tag` recorded.
 
     Raises:
         ValueError: the text is not a recorded tag.

@@ -29,7 +29,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson(mean: float, count: float) -> Interval:
+def wilson_interval(mean: float, count: float) -> Interval:
     """Return Wilson's score interval of the mean of `count` values that are all 0 or 1.
 
     With z = 1.96: (p̂ + z²/2n ± z √(p̂(1 − p̂)/n + z²/4n²)) / (1 + z²/n).
@@ -42,7 +42,7 @@ def wilson(mean: float, count: float) -> Interval:
     return Interval(max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def student(mean: float, spread: float, count: int) -> Interval | None:
+def student_interval(mean: float, spread: float, count: int) -> Interval | None:
     """Return Student's interval of a mean of `count` values, or None for fewer than two.
 
     `spread` is their sample standard deviation, with n - 1 in the denominator.
@@ -62,12 +62,12 @@ def mean_interval(
     mean where only the groups are independent, √Σ(sum − size · mean)² / n, summed over them.
     """
     if not zero_or_one:
-        return student(mean, error * tasks / sqrt(tasks - 1), tasks) if tasks > 1 else None
+        return student_interval(mean, error * tasks / sqrt(tasks - 1), tasks) if tasks > 1 else None
     if tasks < 2 or mean in (0.0, 1.0):
-        return wilson(mean, tasks)
+        return wilson_interval(mean, tasks)
     wider = t_quantile(tasks - 1) / t_quantile(count - 1) * error
     worth = mean * (1 - mean) / wider**2 if wider else inf
-    return wilson(mean, min(count, worth))
+    return wilson_interval(mean, min(count, worth))
 
 
 @lru_cache(maxsize=MOST_FREEDOM)
@@ -80,14 +80,14 @@ def t_quantile(freedom: int) -> float:
     low, high = NORMAL, NORMAL + 16
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if _within(middle, freedom) < SHARE:
+        if _probability_within(middle, freedom) < SHARE:
             low = middle
         else:
             high = middle
     return high
 
 
-def _within(t: float, freedom: int) -> float:
+def _probability_within(t: float, freedom: int) -> float:
     """Return the probability of -t to t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
     angle = atan(t / sqrt(freedom))
     square = cos(angle) ** 2

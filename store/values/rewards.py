@@ -67,7 +67,7 @@ class Reward(Record, frozen=True, kw_only=True):
 UNSCORED: Final = Reward()
 
 
-def newest(statements: Iterable[Feedback], metric: str) -> Feedback | None:
+def newest_statement(statements: Iterable[Feedback], metric: str) -> Feedback | None:
     """Return the statement of `metric` that counts, or None if there is none.
 
     It is the newest fact; where none was stated, or the newest was withdrawn, the newest of all.
@@ -99,7 +99,7 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
     There is one if each metric without a default was stated, and at least one metric was.
     """
     stated_all = list(statements)
-    own = [newest(stated_all, term.metric) for term in rule.terms]
+    own = [newest_statement(stated_all, term.metric) for term in rule.terms]
     stated = [
         None if one is None else term.value_of(one.value)
         for term, one in zip(rule.terms, own, strict=True)
@@ -109,7 +109,7 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
         for term, value in zip(rule.terms, stated, strict=True)
     ]
     if all(value is None for value in stated) or any(value is None for value in values):
-        return Reward(lacks=_lack(own, stated))
+        return Reward(lacks=_why_no_reward(own, stated))
     parts = {
         term.metric: term.weight * value
         for term, value in zip(rule.terms, values, strict=True)
@@ -122,7 +122,7 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
     )
 
 
-def _lack(own: Iterable[Feedback | None], stated: Iterable[float | None]) -> Lack | None:
+def _why_no_reward(own: Iterable[Feedback | None], stated: Iterable[float | None]) -> Lack | None:
     """Return why there is no reward; None if no statement counts."""
     values = list(stated)
     for one, value in zip(own, values, strict=True):
@@ -154,14 +154,14 @@ TERMS_OF_POLICY: Final = f"""
 """
 
 
-def rule_of(policy: str) -> str:
+def rule_policy_sql(policy: str) -> str:
     """Return SQL for the policy whose terms make a policy's reward: its own, or `ALONE`."""
     return (
         f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {policy} ELSE '{ALONE}' END"
     )
 
 
-def sums(counts: str = "true") -> str:
+def metric_sums_sql(counts: str = "true") -> str:
     """Return the parts of a WITH that end in `sums`: rewards of episodes and calls, by policy.
 
     A row of `sums` is about a call of an episode, or (`call_id` is null) about the episode itself.
@@ -216,12 +216,12 @@ def sums(counts: str = "true") -> str:
         FROM of_terms GROUP BY whole, call_id, policy)"""
 
 
-def rewards(counts: str = "true") -> str:
+def rewards_sql(counts: str = "true") -> str:
     """Return `sums` and, after it, `rewards`: the reward of each whole episode for each policy.
 
     It is the reward of the episode itself, else the mean of its calls' rewards; null: none.
     """
-    return f"""{sums(counts)},
+    return f"""{metric_sums_sql(counts)},
     rewards AS (
         SELECT whole, policy,
             COALESCE(min(value) FILTER (WHERE call_id IS NULL), avg(value)) AS value

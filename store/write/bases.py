@@ -31,7 +31,7 @@ class BaseCall(Record, frozen=True, kw_only=True):
     provides: tuple[bytes, ...] = ()
 
 
-class Stored(Record, frozen=True, kw_only=True):
+class StoredTexts(Record, frozen=True, kw_only=True):
     """A call's columns for request and prompt ids, whole or as an addition.
 
     With a `parent_id`, `request` and `prompt_ids` hold only the bytes that the call adds;
@@ -46,7 +46,7 @@ class Stored(Record, frozen=True, kw_only=True):
     prompt_ids: bytes
 
 
-class Bases:
+class BaseCache:
     """Cache tips by episode; the episodes updated longest ago are evicted first."""
 
     def __init__(self, capacity: int = CAPACITY_BYTES) -> None:
@@ -56,15 +56,15 @@ class Bases:
         self._tips: OrderedDict[str, list[BaseCall]] = OrderedDict()
         self._provided_by: dict[bytes, str] = {}
 
-    def store(self, call: CallRecord) -> Stored:
+    def store(self, call: CallRecord) -> StoredTexts:
         """Return the columns to store `call` with; later calls may be stored as additions to it."""
         request, prompt_ids = call.request, call.tokens.prompt_ids
-        whole = Stored(request=request, prompt_ids=prompt_ids)
+        whole = StoredTexts(request=request, prompt_ids=prompt_ids)
         if request is None:
             return whole
-        tips = list(self.of(call.episode))
-        base = _nearest(tips or self._provided_to(call.needs), call)
-        stored = whole if base is None else _added(base, request, prompt_ids)
+        tips = list(self.tips_of(call.episode))
+        base = _nearest(tips or self._tips_for_needs(call.needs), call)
+        stored = whole if base is None else _as_addition(base, request, prompt_ids)
         if base is not None and base in tips:
             shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
             # A call that repeats nearly all of its base replaces it as a tip.
@@ -82,18 +82,18 @@ class Bases:
         self._remember(call.episode, tips[-TIPS:])
         return stored
 
-    def of(self, episode: str) -> list[BaseCall]:
+    def tips_of(self, episode: str) -> list[BaseCall]:
         """Return the tips of an episode."""
         return self._tips.get(episode, [])
 
-    def _provided_to(self, needs: Iterable[bytes]) -> list[BaseCall]:
+    def _tips_for_needs(self, needs: Iterable[bytes]) -> list[BaseCall]:
         """Return the tips of the episode that provides the first known fingerprint of `needs`.
 
         A call that names no episode may have one of its own until the store joins it.
         """
         keys = (self._provided_by.get(digest) for digest in needs)
         key = next((key for key in keys if key is not None), None)
-        return [] if key is None else self.of(key)
+        return [] if key is None else self.tips_of(key)
 
     def _remember(self, episode: str, tips: list[BaseCall]) -> None:
         """Replace the tips of an episode, and evict other episodes above the capacity."""
@@ -126,12 +126,12 @@ def _nearest(tips: list[BaseCall], call: CallRecord) -> BaseCall | None:
     return max(of_its_day, key=lambda tip: shared_prefix(tip.request, request))
 
 
-def _added(base: BaseCall, request: bytes, prompt_ids: bytes) -> Stored:
+def _as_addition(base: BaseCall, request: bytes, prompt_ids: bytes) -> StoredTexts:
     prefix, suffix, middle = delta(base.request, request)
     if prefix + suffix < LEAST_SHARED:
-        return Stored(request=request, prompt_ids=prompt_ids)
+        return StoredTexts(request=request, prompt_ids=prompt_ids)
     shared = shared_prefix(base.prompt_ids + base.sampled_ids, prompt_ids)
-    return Stored(
+    return StoredTexts(
         parent_id=base.call_id,
         request_prefix=prefix,
         request_suffix=suffix,

@@ -22,14 +22,19 @@ import asyncpg
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.database import idle_driver_of, is_no_records_fault
+from store.database import idle_driver_of, prevents_all_storing
 from store.driver import Driver
-from store.errors import Refused
+from store.errors import RecordRefused
 from store.ids import days_of, time_of
-from store.link.claimable import add_policies
+from store.link.claimable import add_policy_rows
 from store.link.joins import DOUBTFUL_CALL
 from store.link.outages import mark_gaps, note_outages
-from store.link.settle import Written, meets_others, settle, settle_outages
+from store.link.settle import (
+    WrittenBatch,
+    may_have_references,
+    resolve_references,
+    set_aside_in_outages,
+)
 from store.records import (
     EVAL,
     OWN_EPISODE,
@@ -42,9 +47,9 @@ from store.records import (
     SpoolRecord,
 )
 from store.schema.partitions import ensure_partition
-from store.tombstones import admit
-from store.values.digests import as_uuid, levels
-from store.write.bases import Bases
+from store.tombstones import admit_records
+from store.values.digests import as_uuid, digest_levels
+from store.write.bases import BaseCache
 from store.write.rows import (
     EVENT_COLUMNS,
     FEEDBACK_COLUMNS,
@@ -107,14 +112,14 @@ _INSERT_REQUESTS = """
 """
 
 
-async def write(
+async def write_records(
     driver: Driver,
     records: Sequence[SpoolRecord],
-    bases: Bases,
+    bases: BaseCache,
     question_of: QuestionOf = no_question,
     *,
     repeated: bool,
-) -> Written:
+) -> WrittenBatch:
     """Write `records` in the driver's current transaction.
 
     `repeated` means that some may be stored already; these are not changed. `question_of` reads the
@@ -128,7 +133,7 @@ async def write(
         record.id: storable_call(record) for record in records if isinstance(record, CallRecord)
     }
     statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
-    written = Written()
+    written = WrittenBatch()
     if calls:
         known = set[UUID]()
         if repeated:
@@ -145,13 +150,15 @@ async def write(
     if statements:
         pending = list(statements.values())
         written.keyed += await _write_feedback(driver, pending)
-        written.rescored += await _set_back(driver, [one for one in pending if one.idempotency_key])
+        written.rescored += await _backdate_duplicates(
+            driver, [one for one in pending if one.idempotency_key]
+        )
         written.statements += statements.values()
     return written
 
 
 async def _place_calls(
-    driver: Driver, calls: list[CallRecord], question_of: QuestionOf, written: Written
+    driver: Driver, calls: list[CallRecord], question_of: QuestionOf, written: WrittenBatch
 ) -> None:
     """Write the calls' episodes, and note in `written` the episode of each call."""
     episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
@@ -161,10 +168,12 @@ async def _place_calls(
         written.provided += [
             (as_uuid(digest, call.split), as_uuid(digest, other)) for digest in call.provides
         ]
-    await add_policies(driver, written.calls, changed)
+    await add_policy_rows(driver, written.calls, changed)
 
 
-async def _write_calls(driver: Driver, known: set[UUID], bases: Bases, written: Written) -> None:
+async def _write_calls(
+    driver: Driver, known: set[UUID], bases: BaseCache, written: WrittenBatch
+) -> None:
     """Write the rows of the calls in `written` that are not `known`."""
     new = written.calls
     if known:
@@ -177,7 +186,7 @@ async def _write_calls(driver: Driver, known: set[UUID], bases: Bases, written: 
     needed = [
         (as_uuid(digest, call.split), call.id, episode, level)
         for call, episode in new
-        for digest, level in levels(call.needs)
+        for digest, level in digest_levels(call.needs)
     ]
     events = [
         event_row(event, time_of(call.id), episode_id=episode)
@@ -193,7 +202,7 @@ async def _write_calls(driver: Driver, known: set[UUID], bases: Bases, written: 
 
 
 async def _upsert_episodes(
-    driver: Driver, calls: Sequence[CallRecord], question_of: QuestionOf, written: Written
+    driver: Driver, calls: Sequence[CallRecord], question_of: QuestionOf, written: WrittenBatch
 ) -> tuple[dict[str, UUID], list[UUID]]:
     """Write the calls' episodes; return their ids by key, and the unlinked ones stored before.
 
@@ -267,7 +276,7 @@ _SET_BACK = """
 """
 
 
-async def _set_back(driver: Driver, records: Sequence[FeedbackRecord]) -> list[UUID]:
+async def _backdate_duplicates(driver: Driver, records: Sequence[FeedbackRecord]) -> list[UUID]:
     """Backdate stored duplicates to the first request; return the episodes they are about."""
     if not records:
         return []
@@ -297,7 +306,7 @@ class Ingester:
         self._on_conflicts = on_conflicts
         self._on_late = on_late
         self._question_of = question_of
-        self._bases = Bases()
+        self._bases = BaseCache()
         self._days: set[date] = set()
         # The number of the last deletion before the calls in `_bases` were stored.
         self._deletion = 0
@@ -310,9 +319,9 @@ class Ingester:
         After any error the batch may be stored again, whole or in halves.
 
         Raises:
-            Refused: the database refuses a record.
+            RecordRefused: the database refuses a record.
             Exception: the database takes no record now
-                (`store.database.is_no_records_fault` tells), or the error is
+                (`store.database.prevents_all_storing` tells), or the error is
                 unexpected: one record may be at fault, or none.
         """
         try:
@@ -325,9 +334,9 @@ class Ingester:
             ValueError,
         ) as error:
             # An internal error of PostgreSQL, as of a damaged index, is not a record's fault.
-            if is_no_records_fault(error) or isinstance(error, asyncpg.InternalServerError):
+            if prevents_all_storing(error) or isinstance(error, asyncpg.InternalServerError):
                 raise
-            raise Refused(str(error)) from error
+            raise RecordRefused(str(error)) from error
 
     async def _store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
         calls = [record.id for record in records if isinstance(record, CallRecord)]
@@ -352,13 +361,13 @@ class Ingester:
         self, driver: Driver, records: Sequence[SpoolRecord], repeated: bool
     ) -> frozenset[UUID]:
         # A call of a transaction that fails is no base: its row is not there.
-        bases, self._bases = self._bases, Bases()
+        bases, self._bases = self._bases, BaseCache()
         async with driver.transaction():
-            admitted = await admit(driver, records)
+            admitted = await admit_records(driver, records)
             if admitted.deletion != self._deletion:
                 # The base of a later call may be gone.
-                bases, self._deletion = Bases(), admitted.deletion
-            written = await write(
+                bases, self._deletion = BaseCache(), admitted.deletion
+            written = await write_records(
                 driver, admitted.records, bases, self._question_of, repeated=repeated
             )
         self._bases = bases
@@ -366,14 +375,14 @@ class Ingester:
         conflicts = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
         if conflicts and self._on_conflicts is not None:
             self._on_conflicts([row[0] for row in conflicts])
-        if await meets_others(driver, written):
+        if await may_have_references(driver, written):
             async with driver.transaction():
-                late = await settle(driver, written)
+                late = await resolve_references(driver, written)
             if late and self._on_late is not None:
                 self._on_late(late)
         # An outage of days has many episodes: other drainers' batches are stored in between.
         more = bool(written.outages)
         while more:
             async with driver.transaction():
-                more = await settle_outages(driver, written.outages)
+                more = await set_aside_in_outages(driver, written.outages)
         return admitted.left_out

@@ -22,22 +22,22 @@ from store.records import (
     FeedbackItem,
     FeedbackRecord,
     ToolEvent,
-    kept_fields,
+    column_fields,
 )
-from store.tenants import bare, same_tenant
-from store.write.bases import Stored
+from store.tenants import bare, name_in_same_tenant
+from store.write.bases import StoredTexts
 
 Row = tuple[Any, ...]
 # Returns a digest of the question in a call's request, or None. The store knows no wire formats.
 QuestionOf = Callable[[CallRecord], bytes | None]
 
 # The columns that follow from the definition of a call's record, as they are and as JSON.
-_PLAIN: Final = [field.name for field in kept_fields(CallRecord) if not field.kept.json]
-_JSON: Final = [field.name for field in kept_fields(CallRecord) if field.kept.json]
+_PLAIN: Final = [field.name for field in column_fields(CallRecord) if not field.column.json]
+_JSON: Final = [field.name for field in column_fields(CallRecord) if field.column.json]
 _plain_of: Final = attrgetter(*_PLAIN)
 _json_of: Final = attrgetter(*_JSON)
 # A call's request and prompt, whole or as an addition to an earlier call's.
-_STORED: Final = Stored.__struct_fields__
+_STORED: Final = StoredTexts.__struct_fields__
 _stored_of: Final = attrgetter(*_STORED)
 TRANSITION_COLUMNS: Final = (
     *_PLAIN,
@@ -62,13 +62,13 @@ MAX_INDEXED_BYTES: Final = 2048
 # The texts of a call: those in columns of `transitions`, and those in other tables.
 _TEXTS: Final = (
     *("episode", "task"),
-    *(field.name for field in kept_fields(CallRecord) if field.type is str),
+    *(field.name for field in column_fields(CallRecord) if field.type is str),
 )
 _texts_of: Final = attrgetter(*_TEXTS)
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
+def transition_row(call: CallRecord, episode_id: UUID, stored: StoredTexts) -> Row:
     """Return the row of a call, in the order of `TRANSITION_COLUMNS`."""
     return (
         *_plain_of(call),
@@ -148,7 +148,7 @@ def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
     question = question_of(record) or ids
     if not question:
         return None
-    return same_tenant(record.episode, "prompt:" + sha256(question).hexdigest()[:32])
+    return name_in_same_tenant(record.episode, "prompt:" + sha256(question).hexdigest()[:32])
 
 
 def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
@@ -158,7 +158,7 @@ def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
     of its first call in the first batch that has one, so that no further id need be made.
     """
     first = calls[0]
-    task, task_named, task_from = _task(calls, question_of)
+    task, task_named, task_from = _choose_task(calls, question_of)
     return (
         first.id,
         first.episode,
@@ -176,7 +176,7 @@ def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
     )
 
 
-def _task(
+def _choose_task(
     calls: Sequence[CallRecord], question_of: QuestionOf
 ) -> tuple[str | None, bool, UUID | None]:
     """Return the first named task, else the first derived one; whether named; and its call's id."""

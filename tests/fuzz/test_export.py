@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import export
 from proxy.ingester.transcribe import transcribe
-from store.errors import Damaged, Refused
+from store.errors import Damaged, RecordRefused
 from store.ids import new_id
 from store.records import SpoolRecord
 from store.selecting import Selection
@@ -67,7 +67,7 @@ async def _exported(
         batch: list[SpoolRecord] = [record, reward(0.5, episode=record.episode)]
         try:
             await ingester.store(engine, batch)
-        except Refused:
+        except RecordRefused:
             continue
         stored.add(record.episode)
     async with engine.connect() as connection:

@@ -20,7 +20,7 @@ from proxy.settings import ProxySettings
 from proxy.worker import serving
 from store.read.episodes import read_episodes
 from store.records import Episode, TransitionRow
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.version_states import ensure_base
 from tests.conftest import copy_cluster
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
@@ -82,7 +82,7 @@ class Proxy:
 
         async def look() -> list[Episode]:
             async with self.engine.connect() as connection:
-                found = await read_episodes(connection, await selected(connection))
+                found = await read_episodes(connection, await select_episodes(connection))
             return found if sum(len(e.calls) for e in found) >= calls and good(found) else []
 
         return await eventually(look)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from store.records import Record
-from store.tenants import same_tenant
+from store.tenants import name_in_same_tenant
 from trainer.credit.means import mean_of, mean_square
 
 # The weight of each new return in an average.
@@ -89,7 +89,7 @@ NO_MOVING_BASELINES: Final = MovingBaselines()
 def _average(averages: Averages, family: str, agent: str) -> MovingAverage:
     own, every = (
         averages.get(name, {}).get(agent, NEVER_SEEN)
-        for name in (family, same_tenant(family, EVERY))
+        for name in (family, name_in_same_tenant(family, EVERY))
     )
     return own if own.count > 1 else every
 
@@ -98,7 +98,7 @@ def _updated(averages: Averages, returns: NewReturns) -> Averages:
     families = {family: dict(agents) for family, agents in averages.items()}
     every: dict[tuple[str, str], list[float]] = {}
     for (family, agent), values in returns.items():
-        every.setdefault((same_tenant(family, EVERY), agent), []).extend(values)
+        every.setdefault((name_in_same_tenant(family, EVERY), agent), []).extend(values)
     for (family, agent), values in sorted((every | dict(returns)).items()):
         agents = families.setdefault(family, {})
         agents[agent] = _updated_average(agents.get(agent), values)

@@ -29,7 +29,7 @@ import msgspec
 import structlog
 
 from store.claims import Outcome
-from store.files import whole_folder
+from store.files import atomic_folder
 from store.records import Record
 from store.versions import PolicyVersion
 from trainer.errors import AdapterError, FileMissing, FilesAltered, FilesUnread
@@ -84,7 +84,7 @@ def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> 
             " it; stop one of the two and start this one again"
         )
     partial = place.with_name(f".{new.version}-{new.update_id}")
-    with whole_folder(place, partial):
+    with atomic_folder(place, partial):
         save(partial)
         hashes = {name: sha256_of(partial / name) for name in SERVED}
         manifest = Manifest(sha256=hashes, **msgspec.structs.asdict(new))
@@ -311,7 +311,7 @@ def export_adapter(
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_name(f".{place.name}.partial")
-        with whole_folder(place, partial):
+        with atomic_folder(place, partial):
             write(version, partial)
     except OSError as error:
         if not version.exists():

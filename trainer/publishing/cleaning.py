@@ -18,7 +18,11 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.version_queries import mark_deleted, unasked_versions, versions_with_files
+from store.version_queries import (
+    mark_files_deleted,
+    versions_with_files,
+    versions_with_unneeded_files,
+)
 from store.versions import PolicyVersion
 from trainer.errors import NotFetched, UpstreamAway
 from trainer.publishing import adapters
@@ -81,7 +85,7 @@ class Cleaning:
     async def _mark(self) -> set[int]:
         """Mark versions as deleted that have no reader; a model server that has one is a reader."""
         async with self._engine.connect() as connection:
-            unasked = await unasked_versions(connection, self._policy, IDLE_S)
+            unasked = await versions_with_unneeded_files(connection, self._policy, IDLE_S)
         if not unasked:
             return set()
         loaded = await self._loaded()
@@ -89,7 +93,7 @@ class Cleaning:
             return set()
         free = [version.version for version in unasked if version.served_name not in loaded]
         async with self._engine.begin() as connection:
-            return await mark_deleted(connection, self._policy, free)
+            return await mark_files_deleted(connection, self._policy, free)
 
     async def _loaded(self) -> set[str] | None:
         """Return every name that some replica has loaded, or None if a replica does not answer.

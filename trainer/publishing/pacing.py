@@ -17,7 +17,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import adapter_slots
-from store.adapter_slots import KeptVersion, Live, free_slots, needed_slots
+from store.adapter_slots import KeptVersion, LiveCounts, free_slots, needed_slots
 from trainer.errors import UpstreamAway
 from trainer.metrics import LIVE, SLOTS
 from trainer.publishing.model_server import ModelServer, Replicas
@@ -95,7 +95,7 @@ class Pacing:
                 self.waits = False
                 return False
             kept = await adapter_slots.kept_versions(connection, self._policy)
-        giving = [version for version in kept if version.gives_way]
+        giving = [version for version in kept if version.may_be_unloaded]
         needed = self._needed(live, known, free + len(giving))
         self.waits = free + len(giving) < needed
         if not self.waits:
@@ -111,15 +111,15 @@ class Pacing:
         known, live = await self._look(connection)
         missing = 1 - free_slots(msgspec.structs.replace(live, coming=0), known)
         kept = await adapter_slots.kept_versions(connection, self._policy) if missing > 0 else []
-        giving = [version for version in kept if version.gives_way]
+        giving = [version for version in kept if version.may_be_unloaded]
         await _unload(connection, giving[: max(0, missing)])
         return len(giving) >= missing
 
-    async def _look(self, connection: AsyncConnection) -> tuple[int, Live]:
+    async def _look(self, connection: AsyncConnection) -> tuple[int, LiveCounts]:
         """Return the number of slots and the versions that need one; lock slots until a commit."""
         known = await self._known()
         await adapter_slots.lock_slots(connection, self._policy)
-        live = await adapter_slots.live_versions(
+        live = await adapter_slots.count_live_versions(
             connection, self._policy, self._together, self._known_policies
         )
         self._warn(live, known)
@@ -127,7 +127,7 @@ class Pacing:
         SLOTS.labels(self._policy).set(known)
         return known, live
 
-    def _needed(self, live: Live, known: int, free: int) -> int:
+    def _needed(self, live: LiveCounts, known: int, free: int) -> int:
         """Return how many slots must be free; one after a long enough wait for partners' slots.
 
         Other policies may take each slot as soon as it is free, so the wait must end.
@@ -163,7 +163,7 @@ class Pacing:
             self._known_until = now + KNOWN_S
         return self._named
 
-    def _warn(self, live: Live, known: int) -> None:
+    def _warn(self, live: LiveCounts, known: int) -> None:
         """Log, once each, settings that do not fit the server."""
         if live.serving + live.held >= known:
             self._warn_once(
@@ -186,14 +186,16 @@ class Pacing:
             self._warned.add(event)
             log.warning(event, policy=self._policy, remedy=remedy, **values)
 
-    def _show_wait(self, live: Live, known: int, kept: Sequence[KeptVersion]) -> None:
+    def _show_wait(self, live: LiveCounts, known: int, kept: Sequence[KeptVersion]) -> None:
         """Log when the trainer begins to wait for a slot (and for which episodes), and the end."""
         if self.waits == self._logged:
             return
         self._logged = self.waits
         slots: dict[str, object] = {"policy": self._policy, "live": live.total, "slots": known}
         if self.waits:
-            slots["episodes_under_way"] = [one.served_name for one in kept if not one.gives_way]
+            slots["episodes_under_way"] = [
+                one.served_name for one in kept if not one.may_be_unloaded
+            ]
             slots["at_most_s"] = round(min((one.at_most_s for one in kept), default=0.0))
         log.info("trainer_waits_for_a_slot" if self.waits else "trainer_has_a_slot", **slots)
 

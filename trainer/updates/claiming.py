@@ -10,10 +10,10 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import claims
-from store.claim_query import ClaimRule, find_ready
-from store.claims import DAMAGED, Claim, set_aside
+from store.claim_query import ClaimRule, lock_ready_episodes
+from store.claims import DAMAGED, Claim, end_unusable_claim
 from store.errors import Damaged
-from store.link.claimable import lacking
+from store.link.claimable import count_missing_rewards
 from store.values.rewards import Lack
 from trainer.errors import LearnerError, Unusable
 from trainer.metrics import EPISODES, LACKING, UPDATES, WARNING
@@ -117,10 +117,10 @@ class Claiming:
     ) -> bool:
         """Return whether an update of version `parent` could be claimed."""
         rule = self._rule
-        oldest = await claims.oldest_version(
+        oldest = await claims.oldest_trainable_version(
             connection, rule.policy, parent, rule.max_staleness, parent_serves=parent_serves
         )
-        return bool(await find_ready(connection, rule, oldest))
+        return bool(await lock_ready_episodes(connection, rule, oldest))
 
     async def undo(self, update_id: UUID, why: LearnerError) -> None:
         """End an update that cannot be computed: spend the episodes to blame, free the others.
@@ -145,7 +145,7 @@ class Claiming:
         metrics: Mapping[str, Any],
     ) -> None:
         async with self._engine.begin() as connection:
-            spent = await set_aside(connection, update_id, episodes, reason, metrics)
+            spent = await end_unusable_claim(connection, update_id, episodes, reason, metrics)
         EPISODES.labels(self._rule.policy, reason).inc(spent)
         log.error(f"episodes_{reason}", update=str(update_id), episodes=spent, **metrics)
 
@@ -162,14 +162,16 @@ class Claiming:
         policy, spent = self._rule.policy, claims.MOST_EXPIRED
         while spent == claims.MOST_EXPIRED:
             async with self._engine.begin() as connection:
-                by_reason = await claims.expire(connection, self._rule, parent, self._recipe)
+                by_reason = await claims.expire_episodes(
+                    connection, self._rule, parent, self._recipe
+                )
             for reason, count in by_reason.items():
                 EPISODES.labels(policy, reason).inc(count)
             if by_reason:
                 log.warning("episodes_expired", **by_reason)
             spent = sum(by_reason.values())
         async with self._engine.connect() as connection:
-            lacks = await lacking(connection, policy)
+            lacks = await count_missing_rewards(connection, policy)
             warnings = await training_warnings(connection, policy)
         for lack in get_args(Lack):
             LACKING.labels(policy, lack).set(lacks.get(lack, 0))

@@ -101,7 +101,7 @@ class Recording:
             # Reveals files that are swapped together with their manifest.
             metrics = {**metrics, MANIFEST_SHA256: written_sha256(folder / MANIFEST)}
         async with self._engine.begin() as connection:
-            await claims.consume(
+            await claims.record_update(
                 connection,
                 update_id,
                 outcomes,

@@ -10,7 +10,7 @@ from store import claims, version_queries, version_states
 from store.link.claimable import set_reward_rule
 from store.tenants import DEFAULT
 from store.version_queries import deleted_versions
-from store.version_states import judge_anew
+from store.version_states import rejudge_versions
 from store.versions import PolicyVersion
 from trainer.errors import TrainerError
 from trainer.publishing import adapters
@@ -31,7 +31,7 @@ async def begin_policy(
         TrainerError: the policy began with another base model, or is another tenant's.
     """
     async with engine.begin() as connection:
-        others = sorted(await version_queries.owners_of(connection, policy) - {tenant})
+        others = sorted(await version_queries.tenants_of_policy(connection, policy) - {tenant})
         if others:
             raise TrainerError(
                 f"{file or 'without a file of policies'}: policy {policy!r}: tenant: it is"
@@ -56,7 +56,7 @@ async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
     async with engine.begin() as connection:
         changed = await set_reward_rule(connection, policy, rule)
         if changed:
-            await judge_anew(connection, policy, units, actor="trainer")
+            await rejudge_versions(connection, policy, units, actor="trainer")
     if changed:
         metrics = [term.metric for term in rule.terms]
         log.warning("reward_rule_changed", policy=policy, metrics=metrics)
@@ -77,7 +77,7 @@ class PolicyVersions:
     async def head(self) -> PolicyVersion:
         """Return the newest version that serves or still may, which training goes on from."""
         async with self._engine.connect() as connection:
-            return await version_queries.head_of(connection, self._policy)
+            return await version_queries.version_to_train_from(connection, self._policy)
 
     async def written(self) -> list[PolicyVersion]:
         """Return the versions that no server has loaded yet, oldest first."""

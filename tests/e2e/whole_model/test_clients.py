@@ -18,7 +18,7 @@ from store.database import make_engine
 from store.ids import new_id
 from store.read.episodes import read_episodes
 from store.records import Episode
-from store.selecting import selected
+from store.selecting import select_episodes
 from tests.conftest import ROOT
 from tests.support.waiting import awaited
 
@@ -76,7 +76,7 @@ async def check_client(stack: Stack, *command: str | Path) -> None:
 
     async def new_episodes() -> list[Episode]:
         async with engine.connect() as connection:
-            found = await read_episodes(connection, await selected(connection))
+            found = await read_episodes(connection, await select_episodes(connection))
         return [episode for episode in found if any(call.id > began for call in episode.calls)]
 
     def are_joined(found: list[Episode]) -> bool:

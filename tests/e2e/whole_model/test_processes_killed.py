@@ -21,7 +21,7 @@ from store import claims
 from store.database import make_engine
 from store.read.episodes import read_episodes
 from store.records import Episode
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.values.packing import unpack_ids, unpack_logprobs
 from store.version_queries import list_versions
 from tests.e2e.conftest import PATIENCE_S, POLICY
@@ -87,7 +87,7 @@ class Worker:
 
     async def episodes(self) -> list[Episode]:
         async with self.engine.connect() as connection:
-            return await read_episodes(connection, await selected(connection))
+            return await read_episodes(connection, await select_episodes(connection))
 
 
 async def test_serving_and_training_survive_kill_9_of_proxy_trainer_and_postgres(

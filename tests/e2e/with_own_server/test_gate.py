@@ -24,7 +24,7 @@ from pawl.controller.comparison import Comparison
 from pawl.controller.evidence import KNOWN, STORED, Evidence
 from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
-from store.read.gates import Gated, gated
+from store.read.gates import GatedPolicy, read_gated_policy
 from store.records import Arm
 from store.version_queries import list_events, list_versions
 from store.versions import PolicyEvent
@@ -156,9 +156,9 @@ class World:
         assert found is not None, f"{POLICY}@{version} was not decided about"
         return found
 
-    async def gated(self) -> Gated:
+    async def gated(self) -> GatedPolicy:
         async with self.engine.connect() as connection:
-            stands = await gated(connection, POLICY)
+            stands = await read_gated_policy(connection, POLICY)
         assert stands is not None
         return stands
 
@@ -175,7 +175,7 @@ class World:
                 assert reply.status == 200
             self.episodes += 1
 
-    async def decided_at(self, stands: Gated) -> datetime:
+    async def decided_at(self, stands: GatedPolicy) -> datetime:
         """Return when the last episode began that the watch of what serves needed."""
         rule, control = load_recipe(self._settings.recipe).publish, stands.control
         assert control is not None

@@ -15,9 +15,9 @@ from store.claim_query import ClaimRule
 from store.deleting import mark_deleted
 from store.errors import ClaimLost
 from store.ids import new_id
-from store.judging import Judgement, note
+from store.judging import Judgement, store_judgement
 from store.records import FeedbackRecord, GapRecord, SpoolRecord, ToolCall
-from store.selecting import Selection, named, selected
+from store.selecting import Selection, find_named_episodes, select_episodes
 from store.values.digests import PREFIX, TOOL_CALL
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
@@ -83,7 +83,7 @@ async def test_deletion_leaves_no_trace_and_changes_no_other_episode(engine: Asy
     # What names nothing that is stored cannot be known to be about it.
     await store(engine, *kept, *gone[:-1])
     async with engine.begin() as connection:
-        [whole] = (await named(connection, [f"gone {CANARY}"])).wholes
+        [whole] = (await find_named_episodes(connection, [f"gone {CANARY}"])).wholes
         judged = Judgement(
             episode_id=whole,
             judge="j",
@@ -92,7 +92,7 @@ async def test_deletion_leaves_no_trace_and_changes_no_other_episode(engine: Asy
             last_call_at=datetime.now(UTC),
             reason=CANARY,
         )
-        await note(connection, judged)
+        await store_judgement(connection, judged)
     before = await exported(engine)
     tables = {name.partition(".")[0] for name in await places_with(engine, CANARY)}
     assert tables >= {"episodes", "transitions", "tool_events", "feedback", "judgements"}
@@ -112,7 +112,7 @@ async def test_deletion_leaves_no_trace_and_changes_no_other_episode(engine: Asy
     assert (receipt.state, receipt.keys) == ("deleted", (f"gone {CANARY}",))
     # A judge that was still thinking.
     async with engine.begin() as connection:
-        await note(connection, judged)
+        await store_judgement(connection, judged)
     assert await places_with(engine, CANARY) == []
     async with engine.connect() as connection:
         counted = await totals(connection)
@@ -203,7 +203,7 @@ async def test_a_joined_episode_is_deleted_whole(engine: AsyncEngine) -> None:
     assert await exported(engine) == {}
     assert await store(engine, call("first"), call("second")) != frozenset()
     async with engine.connect() as connection:
-        again = await named(connection, ["first", "second", "never"])
+        again = await find_named_episodes(connection, ["first", "second", "never"])
     assert set(again.deleted_before) == {"first", "second"}
     assert (again.wholes, again.unknown) == ((), ("never",))
 
@@ -273,7 +273,7 @@ async def test_episodes_are_selected_by_task_name_prefix_and_time(engine: AsyncE
 
     async def keys(**chosen: Any) -> set[str]:
         async with engine.connect() as connection:
-            ids = await selected(connection, Selection(**chosen))
+            ids = await select_episodes(connection, Selection(**chosen))
             rows = text("SELECT key FROM episodes WHERE id = ANY(:ids)")
             return set((await connection.execute(rows, {"ids": ids})).scalars())
 

@@ -17,11 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.ingester.removing import remove_all
 from store import retaining, tombstones
 from store.ids import lowest_id_at
-from store.judging import Judgement, note
+from store.judging import Judgement, store_judgement
 from store.link.outages import LOST_CALL
 from store.records import CallRecord, FeedbackRecord, SpoolRecord
-from store.retaining import LOST_CALLS, remove_some, tenant_in
-from store.tenants import DEFAULT, own_digests, scoped, tenant_of
+from store.retaining import LOST_CALLS, remove_some, tenant_sql
+from store.tenants import DEFAULT, keyed_digests, scoped, tenant_of
 from store.values.digests import PREFIX
 from store.write.ingest import Ingester
 from tests.integration.deleting.test_deleting import body, digest
@@ -37,7 +37,7 @@ TENANTS = ("acme", "bee", DEFAULT)
 def episode_of(tenant: str, number: int, days: Sequence[int], keep: int) -> list[SpoolRecord]:
     """Return an episode with two calls a day; what has to go says so in its words."""
     key, records = scoped(tenant, f"run-{number}"), list[CallRecord]()
-    [told] = own_digests(tenant, [digest(PREFIX, f"run {number}")])
+    [told] = keyed_digests(tenant, [digest(PREFIX, f"run {number}")])
     for turn, days_ago in enumerate(days):
         word = f"{'kept' if days_ago <= keep else 'gone'} {tenant} "
         for again in range(2):
@@ -83,7 +83,7 @@ async def judged(engine: AsyncEngine) -> None:
     async with engine.begin() as connection:
         for row in (await connection.execute(text("SELECT id, key FROM episodes"))).all():
             reason = f"judged {tenant_of(row.key)}"
-            await note(
+            await store_judgement(
                 connection,
                 Judgement(
                     episode_id=row.id,
@@ -196,8 +196,8 @@ async def test_outdated_episodes_are_removed_whole_and_others_kept_through_kills
         await removed_until_killed(database_url, first_day, steps)
         await until_idle(engine)
     for target, name in (
-        (retaining, "_note_days"),
-        (retaining, "end_updates"),
+        (retaining, "_record_last_removed_day"),
+        (retaining, "abandon_updates"),
         (retaining, "_drop_day"),
         (tombstones, "_forget"),
     ):
@@ -237,5 +237,5 @@ async def test_sql_and_python_read_the_same_tenant_from_a_scoped_name(engine: As
     ]
     async with engine.connect() as connection:
         for name in names:
-            query = text(f"SELECT {tenant_in('CAST(:name AS text)')}")
+            query = text(f"SELECT {tenant_sql('CAST(:name AS text)')}")
             assert await connection.scalar(query, {"name": name}) == tenant_of(name)

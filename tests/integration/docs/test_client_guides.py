@@ -17,7 +17,7 @@ from store.database import make_engine
 from store.embedded import EmbeddedPostgres
 from store.read.episodes import read_episodes
 from store.records import Episode, ToolSource, TransitionRow
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.version_states import ensure_base
 from tests.conftest import ROOT, Psql, database_of
 from tests.integration.conftest import Proxy, proxy_with, settings_for
@@ -123,7 +123,7 @@ async def run_script(script: Path) -> None:
 async def told(proxy: Proxy) -> dict[str, Told]:
     """What the ledger has, by the episodes' keys, the earliest first."""
     async with proxy.engine.connect() as connection:
-        found = await read_episodes(connection, await selected(connection))
+        found = await read_episodes(connection, await select_episodes(connection))
     return {episode.key: what_is_told(episode) for episode in found}
 
 

@@ -18,7 +18,7 @@ from proxy.ingester.drain import Drainer
 from proxy.spool.segments import Frame, encode_frame
 from store.ids import new_id
 from store.read.episodes import read_episodes
-from store.selecting import selected
+from store.selecting import select_episodes
 from tests.support.faults.counters import assert_adds_up, count_from_here, ledger
 
 
@@ -69,7 +69,7 @@ class Spooled:
 
     async def stored(self) -> int:
         async with self.engine.connect() as connection:
-            return len(await selected(connection))
+            return len(await select_episodes(connection))
 
     async def outcome(self) -> tuple[int, int, list[Path]]:
         """How many episodes are stored, how many dead letters there are, and what waits."""
@@ -88,7 +88,7 @@ class Spooled:
 async def reasons_by_episode(engine: AsyncEngine) -> dict[str, str]:
     """Why each episode is set aside; empty where it is not."""
     async with engine.connect() as connection:
-        found = await read_episodes(connection, await selected(connection))
+        found = await read_episodes(connection, await select_episodes(connection))
     return {episode.key: episode.quarantined_reason or "" for episode in found}
 
 

@@ -16,7 +16,7 @@ from proxy.ingester.drain import Drainer
 from proxy.spool.segments import encode_frame
 from store.database import make_engine
 from store.ids import new_id
-from store.selecting import selected
+from store.selecting import select_episodes
 from tests.conftest import Psql
 from tests.integration.faults.conftest import Spooled
 from tests.support.faults.counters import assert_adds_up, ledger
@@ -93,7 +93,7 @@ class Traffic:
 
     async def has_stored(self, episodes: int) -> bool:
         async with self.engine.connect() as connection:
-            return len(await selected(connection)) == episodes
+            return len(await select_episodes(connection)) == episodes
 
     async def holds_one(self) -> bool:
         await self.drainer.count()

@@ -8,7 +8,7 @@ from pawl.commands.spool import as_lines, look, replay_letters
 from proxy.spool.segments import Frame, encode_frame, read_frames
 from store.ids import new_id
 from store.records import GapRecord
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.tenants import scoped
 from tests.support.records import captured, reward, statement
 
@@ -79,5 +79,5 @@ async def test_replay_stores_valid_dead_letters_and_keeps_the_others(
     assert [why.partition(":")[0] for why in refused] == ["1.letter", "2.letter"]
     assert [Path(d.path).name for d in look(tmp_path).dead_letters] == ["1.letter", "2.letter"]
     async with engine.connect() as connection:
-        assert len(await selected(connection)) == 1
+        assert len(await select_episodes(connection)) == 1
     assert await replay_letters(tmp_path, engine) == (0, refused)

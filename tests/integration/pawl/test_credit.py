@@ -18,7 +18,7 @@ from store.ids import new_id
 from store.read.episodes import read_episodes
 from store.read.past import past_update
 from store.records import Group, SpoolRecord, ToolCall
-from store.selecting import Selection, selected
+from store.selecting import Selection, select_episodes
 from store.version_states import ensure_base
 from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.episodes import ingest
@@ -106,7 +106,7 @@ async def test_credit_of_an_export_equals_the_trainers_credit(
     found = credit_lines(read, CreditOptions(**rule))
 
     async with engine.connect() as connection:
-        episodes = await read_episodes(connection, await selected(connection))
+        episodes = await read_episodes(connection, await select_episodes(connection))
     tasks = sorted({episode.task or "" for episode in episodes})
     groups = [
         Group(task=task, episodes=tuple(one for one in episodes if one.task == task))

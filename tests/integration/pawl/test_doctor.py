@@ -22,7 +22,7 @@ from pawl.doctor.examine import examine
 from pawl.settings import DoctorSettings
 from proxy.metrics import REFUSED
 from store import claims, version_states
-from store.admin_port import listen_on
+from store.admin_port import serve_app
 from store.tenants import scoped
 from store.version_states import await_approval, lock_version, make_loaded
 from tests.integration.conftest import Proxy, proxy_with, settings_for
@@ -116,7 +116,7 @@ async def stack(engine: AsyncEngine, database_url: str, tmp_path: Path) -> Async
             }
         )
         running = await parts["controller"].enter_async_context(controlling(engine, server.url))
-        port = await listen_on(
+        port = await serve_app(
             app_of(running.servable, running.controllers),
             settings.controller_listen,
             "PAWL_CONTROLLER_LISTEN",
@@ -141,11 +141,11 @@ async def run_trainer(exits: AsyncExitStack, engine: AsyncEngine, settings: Doct
         gauge.labels("m").set(0)
     guard = await exits.enter_async_context(engine.connect())
     assert await claims.hold_policy(guard, "m")
-    exits.push_async_callback(claims.leave_policy, guard, "m")
+    exits.push_async_callback(claims.release_policy, guard, "m")
     is_up = asyncio.Event()
     is_up.set()
     app = port_app(settings, is_up, is_up)
-    port = await listen_on(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", ())
+    port = await serve_app(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", ())
     exits.push_async_callback(port.cleanup)
 
 

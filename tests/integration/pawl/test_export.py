@@ -16,7 +16,7 @@ from pawl.export import export, hold_out
 from store import claims
 from store.errors import Damaged, StoreError
 from store.records import SpoolRecord, ToolCall
-from store.selecting import Selection, selected
+from store.selecting import Selection, select_episodes
 from store.version_states import ensure_base
 from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.episodes import ingest
@@ -88,7 +88,7 @@ async def test_export_line_has_the_episodes_fate_for_each_policy(engine: AsyncEn
         for key, value in tasks.items():
             await ingest(connection, [call(key, task=key[-6:]), reward(value, episode=key)])
         await ingest(connection, [call("unpaid"), call("work", policy=None, policy_version=None)])
-        solved, unsolved, *_ = await selected(connection)
+        solved, unsolved, *_ = await select_episodes(connection)
         update = await claims.begin_update(connection, "m", 0, {})
         await connection.execute(
             text("UPDATE episode_policies SET claimed_by = :update WHERE episode_id = ANY(:ids)"),
@@ -99,7 +99,7 @@ async def test_export_line_has_the_episodes_fate_for_each_policy(engine: AsyncEn
             claims.Outcome(episode_id=unsolved, trained=False, reason="too_long"),
         )
         made = {"version": 1, "adapter_path": "/gone"}
-        await claims.consume(connection, update, outcomes, {}, policy="m", **made)
+        await claims.record_update(connection, update, outcomes, {}, policy="m", **made)
     fates = {line["episode"]: line.get("fates") for line in await exported(engine)}
     spent = {"policy": "m", "update": str(update)}
     assert fates == {

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.keys import table
 from store.errors import BadKey, UnknownKey
-from store.grants import hash_of
+from store.grants import hash_of_key
 from store.keys import key_ring, list_keys
 from store.schema.tables import metadata
 from tests.integration.pawl.conftest import Pawl
@@ -25,7 +25,7 @@ async def test_new_key_is_printed_once_and_only_its_hash_is_stored(
     assert "not shown again" in made.stderr
     async with engine.connect() as connection:
         [grant] = (await key_ring(connection)).grants
-        assert grant.hash == hash_of(key.encode())
+        assert grant.hash == hash_of_key(key.encode())
         assert grant.scopes == ("infer", "feedback")
         for name in metadata.tables:
             rows = await connection.execute(text(f"SELECT t::text FROM {name} t"))
@@ -63,10 +63,10 @@ async def test_api_key_name_is_free_again_once_the_key_is_revoked(
     assert second != first
     async with engine.connect() as connection:
         ring = await key_ring(connection)
-        assert [one.hash for one in ring.grants] == [hash_of(second.encode())]
+        assert [one.hash for one in ring.grants] == [hash_of_key(second.encode())]
         for key in (first, second, "no key"):
-            alone = await key_ring(connection, hash_of(key.encode()))
-            is_valid = hash_of(key.encode()) in [one.hash for one in alone.grants]
+            alone = await key_ring(connection, hash_of_key(key.encode()))
+            is_valid = hash_of_key(key.encode()) in [one.hash for one in alone.grants]
             assert (alone.made, is_valid) == (True, key == second)
         console = Console(width=180)
         with console.capture() as shown:

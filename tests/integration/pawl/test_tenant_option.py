@@ -33,7 +33,7 @@ async def pawl(
             await ensure_base(connection, policy, tenant=tenant)
             update = await claims.begin_update(connection, policy, 0, {})
             folder = str(tmp_path / "gone" / tenant)
-            await claims.consume(
+            await claims.record_update(
                 connection, update, (), {}, policy=policy, version=1, adapter_path=folder
             )
             await promote(connection, policy, 1, reason="a test", actor="trainer")

@@ -132,7 +132,7 @@ async def test_plain_call_does_not_enter_optional_code(
 
     places: tuple[tuple[object, str], ...] = (
         (steps, "check_continued"),
-        (recording, "own_digests"),
+        (recording, "keyed_digests"),
         *((Owners, name) for name in ("owns", "hides", "check")),
         *((Arms, name) for name in ("of_new", "of_version", "version_of")),
     )

@@ -12,7 +12,7 @@ from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import CapturedCall, encode_frame, encode_payload
 from store.read.episodes import read_episodes
-from store.selecting import selected
+from store.selecting import select_episodes
 from tests.support.records import captured
 
 Storing = Callable[[AsyncEngine, Path, Sequence[CapturedCall]], Awaitable[None]]
@@ -49,7 +49,7 @@ async def test_episodes_with_the_same_question_share_a_task(
     said = (("a", "Hello?", "10:01"), ("b", "Hello?", "10:02"), ("c", "Bye?", "10:01"))
     await store(engine, tmp_path, [asked(*one) for one in said])
     async with engine.connect() as connection:
-        episodes = await read_episodes(connection, await selected(connection))
+        episodes = await read_episodes(connection, await select_episodes(connection))
     tasks = {episode.key: episode.task for episode in episodes}
     assert tasks["a"] is not None
     assert tasks["a"] == tasks["b"]

@@ -13,7 +13,7 @@ from proxy.tool_events import parse_readers
 from store.ids import new_id
 from store.read.episodes import read_episodes
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall
-from store.selecting import selected
+from store.selecting import select_episodes
 from tests.integration.conftest import Proxy, StartProxy
 from tests.support.ledger.episodes import ingest
 from tests.support.records import START, call, tool_event
@@ -131,7 +131,7 @@ async def standing_in(engine: AsyncEngine, *batches: list[SpoolRecord]) -> list[
         async with engine.begin() as connection:
             await ingest(connection, batch)
     async with engine.connect() as connection:
-        [episode] = await read_episodes(connection, await selected(connection))
+        [episode] = await read_episodes(connection, await select_episodes(connection))
     return [(e.status, e.source) for c in episode.calls for e in c.tool_events]
 
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.stack import free_port
-from store.admin_port import listen_on
+from store.admin_port import serve_app
 from tests.support.servers.raw_upstream import raw_ask
 
 HEAD = b"GET %b HTTP/1.1\r\nHost: a\r\n%b\r\n"
@@ -33,7 +33,7 @@ async def listening() -> AsyncIterator[int]:
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/broken", broken)
     port = free_port()
-    runner = await listen_on(app, f"127.0.0.1:{port}", "PAWL_ADMIN_LISTEN", ("metrics.example",))
+    runner = await serve_app(app, f"127.0.0.1:{port}", "PAWL_ADMIN_LISTEN", ("metrics.example",))
     try:
         yield port
     finally:

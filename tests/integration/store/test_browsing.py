@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.claim_query import ClaimRule
 from store.read import browsing, health
-from store.read.browsing import EpisodeFilter, EpisodePage, browse, count_episodes, outcomes
+from store.read.browsing import EpisodeFilter, EpisodePage, browse, count_episodes, count_outcomes
 from store.tenants import scoped
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
@@ -65,7 +65,7 @@ async def fates(
 ) -> dict[tuple[str, str], int]:
     """How many episodes of each policy are in each state, for whatever reasons."""
     counts: Counter[tuple[str, str]] = Counter()
-    for row in (await outcomes(connection, tenant, since))[0]:
+    for row in (await count_outcomes(connection, tenant, since))[0]:
         if row.state is not None:
             counts[row.policy, row.state] += row.episodes
     return counts
@@ -135,7 +135,7 @@ async def test_reward_figures_leave_out_quarantined_episodes(
         await connection.execute(
             text("UPDATE episodes SET quarantined_reason = 'lost' WHERE key = 'c'")
         )
-        rows, _ = await outcomes(connection, None, NOW - timedelta(days=1))
+        rows, _ = await count_outcomes(connection, None, NOW - timedelta(days=1))
     scored = [(row.scored, row.mean) for row in rows if (row.policy, row.split) == ("m", "train")]
     assert [one for one in scored if one[0]] == [(1, 1.0), (1, 0.25)]
 
@@ -187,7 +187,7 @@ async def test_overview_counts_calls_rewards_and_states_of_episodes(
     since = datetime.now(UTC) - timedelta(days=1)
     async with ledger.connect() as connection:
         calls = await health.newest_calls(connection, NOW)
-        rows, cut_at = await outcomes(connection, None, since)
+        rows, cut_at = await count_outcomes(connection, None, since)
         by_state = await fates(connection, None, since)
     reasons: Counter[str | None] = Counter()
     for kind in calls:

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.cli import main
 from store import claims
-from store.claims import set_aside
+from store.claims import end_unusable_claim
 from store.database import make_engine
 from store.errors import ClaimLost
 from store.records import CallRecord, SpoolRecord
@@ -166,10 +166,10 @@ async def test_killed_trainer_finds_damaged_episode_again(
         pass
 
     async def killed(*args: Any) -> int:
-        await set_aside(*args)
+        await end_unusable_claim(*args)
         raise Killed
 
-    monkeypatch.setattr("trainer.updates.claiming.set_aside", killed)
+    monkeypatch.setattr("trainer.updates.claiming.end_unusable_claim", killed)
     with pytest.raises(Killed):
         await bench.run_once()
     monkeypatch.undo()
@@ -187,7 +187,7 @@ async def test_ended_update_sets_no_episode_aside(bench: Threads) -> None:
     one = claim.groups[0].episodes[0].id
     with pytest.raises(ClaimLost):
         async with bench.engine.begin() as connection:
-            await set_aside(connection, claim.update_id, {one: "why"})
+            await end_unusable_claim(connection, claim.update_id, {one: "why"})
     assert await quarantined(bench.engine) == {}
     await bench.assert_spent_once(4)
 

@@ -160,10 +160,10 @@ def test_commands_that_start_at_once_share_an_embedded_postgres(
 def test_reading_command_makes_no_database_and_names_the_running_stack(folder: Path) -> None:
     server, empty = EmbeddedPostgres(folder), folder / "other"
     with pytest.raises(StoreError, match=f"no database in {empty}"):
-        EmbeddedPostgres(empty).check_made()
+        EmbeddedPostgres(empty).check_initialised()
     try:
         server.ensure_running()
-        server.check_made()
+        server.check_initialised()
         assert server.folder in embedded.running_servers()
         command = [sys.executable, "-m", "pawl.cli", "policies", "list"]
         environment = {name: os.environ[name] for name in ("PATH",)}
@@ -362,7 +362,7 @@ def test_folders_outside_of_the_data_directory_keep_their_permissions(
         closed.chmod(0o700)
 
     server = EmbeddedPostgres(data_dir)
-    copied = embedded._in_tmp(server.folder, "-programs")
+    copied = embedded._path_in_tmp(server.folder, "-programs")
     try:
         assert server.ensure_running() == server.url
         assert server.folder in embedded.running_servers()

@@ -9,7 +9,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.database import answers, is_unavailable, make_engine
+from store.database import is_answering, is_unavailable, make_engine
 
 END = "SELECT pg_terminate_backend({})"
 # Turns of the event loop between the end and the next query: until then asyncpg has read nothing,
@@ -35,7 +35,7 @@ async def test_database_session_ended_before_a_query_counts_as_an_unavailable_da
             await ended.execute(text("SELECT 1"))
         await ended.invalidate()
     assert is_unavailable(raised.value)
-    assert await answers(engine)
+    assert await is_answering(engine)
 
 
 @pytest.mark.parametrize("turns", TURNS)
@@ -56,9 +56,9 @@ async def test_database_session_ended_while_connecting_counts_as_no_answer(
 
     event.listen(fresh.sync_engine, "connect", ended, insert=True)
     try:
-        assert not await answers(fresh)
+        assert not await is_answering(fresh)
         event.remove(fresh.sync_engine, "connect", ended)
-        assert await answers(fresh)
+        assert await is_answering(fresh)
     finally:
         await fresh.dispose()
         await ender.close()

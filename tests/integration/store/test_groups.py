@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claim_query import ClaimRule
-from store.claims import Claim, expire, oldest_version
+from store.claims import Claim, expire_episodes, oldest_trainable_version
 from store.read.agreement import trust_in_judges
 from store.records import Tokens
 from tests.support.ledger.episodes import keys, reasons, store
@@ -43,7 +43,7 @@ async def versions(engine: AsyncEngine, *states: State) -> None:
 
 async def expired(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> dict[str, int]:
     async with engine.begin() as connection:
-        return await expire(connection, rule, parent, {})
+        return await expire_episodes(connection, rule, parent, {})
 
 
 # Groups of one
@@ -374,8 +374,11 @@ async def test_episodes_never_expire_without_limits(engine: AsyncEngine) -> None
 async def test_rejected_versions_do_not_count_for_staleness(engine: AsyncEngine) -> None:
     await versions(engine, "retired", "rejected", "rejected", "rejected", "serving")
     async with engine.connect() as connection:
-        found = [await oldest_version(connection, "m", 5, staleness) for staleness in (0, 1, 2, 9)]
-        unlimited = await oldest_version(connection, "m", 5, None)
+        found = [
+            await oldest_trainable_version(connection, "m", 5, staleness)
+            for staleness in (0, 1, 2, 9)
+        ]
+        unlimited = await oldest_trainable_version(connection, "m", 5, None)
     assert found == [5, 1, 0, 0]
     assert unlimited == 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from store.database import answers, is_refusal, make_engine
+from store.database import is_answering, is_lasting_refusal, make_engine
 from store.embedded import SOCKET, EmbeddedPostgres
 from tests.integration.conftest import StartProxy
 from tests.integration.pawl.conftest import Pawl, pawl
@@ -147,12 +147,12 @@ async def test_wrong_certificate_of_the_database_counts_as_a_refusal(
     # The certificate is for `localhost` only.
     hosts, root = f"127.0.0.1:{tls_port}", f"sslrootcert={certificate}"
     engine = make_engine(tls_url(database_url, hosts, f"sslmode=verify-ca&{root}"))
-    assert await answers(engine)
+    assert await is_answering(engine)
     await engine.dispose()
     engine = make_engine(tls_url(database_url, hosts, f"sslmode=verify-full&{root}"))
     with pytest.raises(ssl.SSLCertVerificationError) as raised:
         await engine.connect()
-    assert is_refusal(raised.value)
+    assert is_lasting_refusal(raised.value)
 
 
 async def test_next_database_host_is_tried_if_a_host_is_silent(
@@ -167,12 +167,12 @@ async def test_next_database_host_is_tried_if_a_host_is_silent(
         hosts = f"localhost:{port},localhost:9,localhost:{tls_port}"
         options = "sslmode=require&target_session_attrs=read-write&connect_timeout=1"
         engine = make_engine(tls_url(database_url, hosts, options))
-        assert await answers(engine)
+        assert await is_answering(engine)
         await engine.dispose()
 
 
 async def test_database_without_a_primary_is_waited_for(database_url: str) -> None:
     url = f"{database_url}&target_session_attrs=read-write"
     engine = make_engine(f"{url}&options=-c%20default_transaction_read_only%3Don")
-    assert not await answers(engine)
+    assert not await is_answering(engine)
     await engine.dispose()

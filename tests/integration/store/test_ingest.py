@@ -10,13 +10,13 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.database import driver_of
-from store.errors import Refused
+from store.errors import RecordRefused
 from store.ids import lowest_id_at, new_id, time_of
 from store.questions import known_targets
 from store.read.episodes import read_episodes
 from store.records import SpoolRecord, ToolCall
 from store.schema.partitions import partition_name
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.write.ingest import Ingester
 from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, tokens, tool_event
@@ -116,7 +116,7 @@ async def test_partition_of_a_new_day_is_made_without_waiting_for_readers(
     await store(engine, call())
     yesterday = lowest_id_at(datetime.now(UTC) - timedelta(days=1))
     async with engine.connect() as reader:
-        await read_episodes(reader, await selected(reader))
+        await read_episodes(reader, await select_episodes(reader))
         await asyncio.wait_for(store(engine, call("e2", id=yesterday)), timeout=30)
     assert len(await episodes(engine)) == 2
 
@@ -138,7 +138,7 @@ async def test_later_call_is_not_stored_as_an_addition_to_a_call_of_a_refused_ba
     engine: AsyncEngine,
 ) -> None:
     ingester, request = Ingester(), b"x" * 300
-    with pytest.raises(Refused):
+    with pytest.raises(RecordRefused):
         await ingester.store(engine, [call("a", request=request), call("b", status="lost")])
     await ingester.store(engine, [call("a", request=request)])
     [episode] = await episodes(engine)
@@ -160,7 +160,7 @@ async def test_recorded_episodes_responses_and_calls_are_known_targets_of_feedba
 async def test_database_refuses_inconsistent_calls(
     engine: AsyncEngine, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(RecordRefused):
         await store(engine, call(**changes))
 
 

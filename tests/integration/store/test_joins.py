@@ -21,13 +21,13 @@ from store.link.joins import (
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
-from store.link.settle import Written, settle
+from store.link.settle import WrittenBatch, resolve_references
 from store.questions import known_targets, pinned_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.version_states import ensure_base
-from store.write.bases import Bases
-from store.write.ingest import Ingester, write
+from store.write.bases import BaseCache
+from store.write.ingest import Ingester, write_records
 from tests.support.ledger.any_order import same_in_any_order
 from tests.support.ledger.episodes import episodes, store
 from tests.support.records import call, reward, statement, tokens, tool_event
@@ -199,21 +199,25 @@ async def test_database_rows_read_to_store_a_call_do_not_grow_with_earlier_equal
             await driver.execute("ANALYZE")
             async with driver.transaction():
                 before = await driver.fetchval(_ROWS_READ)
-                written = await write(driver, equal_conversations(5), Bases(), repeated=False)
-                await settle(driver, written)
+                written = await write_records(
+                    driver, equal_conversations(5), BaseCache(), repeated=False
+                )
+                await resolve_references(driver, written)
                 read.append(await driver.fetchval(_ROWS_READ) - before)
     assert 10 * read[1] <= 11 * read[0]
 
 
-async def written_only(engine: AsyncEngine, *records: CallRecord) -> Written:
+async def written_only(engine: AsyncEngine, *records: CallRecord) -> WrittenBatch:
     """Commit a batch without settling it, as by another ingester or before a crash."""
     async with engine.begin() as connection:
-        return await write(await driver_of(connection), records, Bases(), repeated=False)
+        return await write_records(
+            await driver_of(connection), records, BaseCache(), repeated=False
+        )
 
 
-async def settled(engine: AsyncEngine, written: Written) -> None:
+async def settled(engine: AsyncEngine, written: WrittenBatch) -> None:
     async with engine.begin() as connection:
-        await settle(await driver_of(connection), written)
+        await resolve_references(await driver_of(connection), written)
 
 
 async def test_replies_written_before_a_crash_count_when_a_repeated_reply_is_too_common(

@@ -220,7 +220,7 @@ async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
     monkeypatch.setattr("store.link.outages.MOST", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)))
     told = outage(0, 9)
-    real, batches = settle.set_aside, 0
+    real, batches = settle.mark_doubtful, 0
 
     async def dying(driver: Driver, episodes: Sequence[UUID]) -> None:
         nonlocal batches
@@ -230,7 +230,7 @@ async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
         await real(driver, episodes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(settle, "set_aside", dying)
+        patched.setattr(settle, "mark_doubtful", dying)
         with pytest.raises(Killed):
             await store(engine, told)
     assert list((await reasons(engine)).values()).count(IN_OUTAGE) == 3

@@ -12,13 +12,18 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import claims, version_states
 from store.claim_query import ClaimRule
-from store.claims import Claim, expire, oldest_version
+from store.claims import Claim, expire_episodes, oldest_trainable_version
 from store.deleting import delete_episode
-from store.errors import ClaimSpoilt, NotGated, RolledBack, StateChanged, UnknownPolicy
-from store.read.gates import gated
+from store.errors import ClaimSpoilt, RolledBack, StateChanged, UnknownPolicy, WrongVersionState
+from store.read.gates import read_gated_policy
 from store.records import SpoolRecord
 from store.retraining import Retrained, retrain
-from store.version_queries import head_of, list_servable, numbered_version, rollback_target
+from store.version_queries import (
+    list_servable,
+    numbered_version,
+    rollback_target,
+    version_to_train_from,
+)
 from store.version_states import begin_canary, make_loaded
 from tests.support.ledger.episodes import keys, reasons, store
 from tests.support.ledger.lineage import promote
@@ -172,7 +177,7 @@ async def test_retraining_frees_stale_but_not_damaged_or_deleted_episodes(
     await store(engine, call("old", task="o", policy_version=0))
     async with engine.begin() as connection:
         strict = msgspec.structs.replace(RULE, max_staleness=0, max_age_s=1e-6)
-        assert await expire(connection, strict, 2, RECIPE) == {"stale": 1}
+        assert await expire_episodes(connection, strict, 2, RECIPE) == {"stale": 1}
         [gone] = await ids(connection, "w2/e1")
         receipt = await delete_episode(connection, gone)
         assert receipt is not None
@@ -237,7 +242,7 @@ async def test_retraining_retires_waiting_and_canary_versions(
         5: ("retired", True),
     }
     async with engine.begin() as connection:
-        assert (await head_of(connection, "m")).version == 1
+        assert (await version_to_train_from(connection, "m")).version == 1
         # Episodes keep the canary; nobody has the others, and a trainer cannot publish one.
         live = await list_servable(connection, "m")
         assert [one.version for one in live] == [0, 1, 2, 3]
@@ -292,7 +297,7 @@ async def test_control_after_retraining_is_a_version_that_did_not_end(
         watched = await rows(engine, "SELECT version, share FROM policies WHERE share IS NOT NULL")
         assert watched == [(control, 0.05)]
     async with engine.connect() as connection:
-        stands = await gated(connection, "m")
+        stands = await read_gated_policy(connection, "m")
     assert stands is not None
     assert stands.control is not None
     assert stands.control.since >= stands.serving.since
@@ -301,15 +306,15 @@ async def test_control_after_retraining_is_a_version_that_did_not_end(
 async def test_ended_versions_do_not_count_for_staleness(engine: AsyncEngine) -> None:
     await line(engine, 4)
     async with engine.connect() as connection:
-        assert await oldest_version(connection, "m", 4, 1) == 3
+        assert await oldest_trainable_version(connection, "m", 4, 1) == 3
     await again(engine, 1)
     async with engine.connect() as connection:
-        assert await oldest_version(connection, "m", 1, 1) == 0
+        assert await oldest_trainable_version(connection, "m", 1, 1) == 0
     await consume_all(engine, await claim_from(engine, 1), version=5)
     async with engine.begin() as connection:
         await promote(connection, "m", 5, reason="better", actor="trainer")
         # Version 1 is one version before the fifth, so all that the ended ones sampled is fresh.
-        assert await oldest_version(connection, "m", 5, 1) == 1
+        assert await oldest_trainable_version(connection, "m", 5, 1) == 1
 
 
 async def test_claim_after_retraining_has_the_start_versions_moving_baselines(
@@ -335,7 +340,7 @@ async def test_start_version_that_cannot_serve_is_refused_and_changes_nothing(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, call("e"))
-    with pytest.raises(NotGated, match="nothing was trained for policy 'm' yet"):
+    with pytest.raises(WrongVersionState, match="nothing was trained for policy 'm' yet"):
         await again(engine, 0)
     await line(engine, 2)
     await wave(engine, 3, 2)

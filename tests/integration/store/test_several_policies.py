@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import claims
 from store.adapter_slots import kept_versions
 from store.claim_query import ClaimRule
-from store.claims import NON_FINITE, Claim, expire, set_aside
+from store.claims import NON_FINITE, Claim, end_unusable_claim, expire_episodes
 from store.database import driver_of
 from store.link.joins import TOO_LATE
 from store.questions import pinned_episodes, pinned_version
@@ -129,7 +129,9 @@ async def test_episode_that_expires_for_a_policy_stays_claimable_for_another(
     await two_episodes(engine, ["checker", "writer"])
     async with engine.begin() as connection:
         await add_in_state(connection, "writes", 2, "retired")
-        counted = await expire(connection, rule("writes", max_staleness=0, max_age_s=0.0), 2, {})
+        counted = await expire_episodes(
+            connection, rule("writes", max_staleness=0, max_age_s=0.0), 2, {}
+        )
     assert counted == {"stale": 2}
     assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [
         ("e0", "writes", "stale"),
@@ -146,7 +148,7 @@ async def test_episode_set_aside_by_a_policy_stays_claimable_for_others_unless_d
     claim = await must_take(engine, "writes")
     [bad, _] = claim.groups[0].episodes
     async with engine.begin() as connection:
-        assert await set_aside(connection, claim.update_id, {bad.id: "why"}, reason) == 1
+        assert await end_unusable_claim(connection, claim.update_id, {bad.id: "why"}, reason) == 1
     assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [(bad.key, "writes", reason)]
     left = keys(await take(engine, "checks", group_size=1, max_age_s=1e-6, fewest=1))
     assert left == (["e1"] if reason == "damaged" else ["e0"])

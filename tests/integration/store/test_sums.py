@@ -8,11 +8,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.link.claimable import lacking, reward_rule, set_reward_rule
+from store.link.claimable import count_missing_rewards, reward_rule, set_reward_rule
 from store.read.episodes import read_episodes
 from store.read.evaluations import evaluations
 from store.records import Episode, SpoolRecord
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm, reward_of
 from tests.integration.store.test_groups import LONG_AGO
 from tests.support.ledger.any_order import empty, same_in_any_order
@@ -93,7 +93,7 @@ async def scores(engine: AsyncEngine) -> list[Any]:
 
 async def seen(engine: AsyncEngine) -> dict[str, Any]:
     async with engine.connect() as connection:
-        episodes = await read_episodes(connection, await selected(connection))
+        episodes = await read_episodes(connection, await select_episodes(connection))
         worked = await evaluations(connection, split="train")
     rows = await scores(engine)
     of = {episode.key: episode for episode in episodes}
@@ -189,7 +189,10 @@ async def test_only_episodes_with_the_required_reward_metrics_are_claimed_and_ot
         ],
     )
     async with engine.connect() as connection:
-        assert await lacking(connection, "m") == {"missing_metric": 1, "undeclared_text": 1}
+        assert await count_missing_rewards(connection, "m") == {
+            "missing_metric": 1,
+            "undeclared_text": 1,
+        }
     claim = await claimed(engine, claim_rule(recipe, "m"))
     assert claim is not None
     assert sorted(keys(claim)) == ["dear", "scored", "third"]

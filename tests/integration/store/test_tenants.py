@@ -19,8 +19,8 @@ from store.deleting import delete_episode
 from store.ids import new_id
 from store.questions import known_targets
 from store.records import CallRecord, Episode, FeedbackRecord, SpoolRecord
-from store.selecting import Selection, named, selected
-from store.tenants import DEFAULT, SEPARATOR, bare, own_digests, scoped, tenant_of
+from store.selecting import Selection, find_named_episodes, select_episodes
+from store.tenants import DEFAULT, SEPARATOR, bare, keyed_digests, scoped, tenant_of
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.store.test_joins import content, scenario, scores
@@ -41,8 +41,8 @@ def as_of(tenant: str, record: SpoolRecord) -> SpoolRecord:
             episode=scoped(tenant, record.episode),
             task=record.task and scoped(tenant, record.task),
             response_id=record.response_id and scoped(tenant, record.response_id),
-            provides=own_digests(tenant, record.provides),
-            needs=own_digests(tenant, record.needs),
+            provides=keyed_digests(tenant, record.provides),
+            needs=keyed_digests(tenant, record.needs),
         )
     assert isinstance(record, FeedbackRecord)
     items = (
@@ -173,10 +173,10 @@ async def test_deleting_a_tenants_episodes_spares_equal_names_of_other_tenants(
     before = await episodes(engine)
     there, elsewhere = of("a", before)[0].key, scoped("c", bare(of("a", before)[0].key))
     async with engine.begin() as connection:
-        chosen = await named(connection, [there, elsewhere])
+        chosen = await find_named_episodes(connection, [there, elsewhere])
         assert (len(chosen.wholes), chosen.unknown) == (1, (elsewhere,))
-        everything = [await selected(connection, Selection(tenant=one)) for one in TENANTS]
-        for whole in await selected(connection, Selection(tenant="a", prefix="k")):
+        everything = [await select_episodes(connection, Selection(tenant=one)) for one in TENANTS]
+        for whole in await select_episodes(connection, Selection(tenant="a", prefix="k")):
             assert await delete_episode(connection, whole) is not None
     assert [len(ids) for ids in everything] == [len(of(tenant, before)) for tenant in TENANTS]
     # What comes late of the deleted is not stored; the others' names are not deleted ones.

@@ -18,9 +18,9 @@ from pawl.judging.answers import Judge
 from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.errors import Damaged
-from store.read.episodes import read
+from store.read.episodes import read_undamaged
 from store.records import SpoolRecord
-from store.selecting import Selection, selected
+from store.selecting import Selection, select_episodes
 from store.version_states import ensure_base
 from tests.integration.pawl.judging.test_judge import Bench as Program
 from tests.integration.pawl.judging.test_judge import Desk, Opinion, outcomes
@@ -195,5 +195,5 @@ async def test_judge_model_is_asked_about_each_readable_episode(engine: AsyncEng
 
 async def read_all(engine: AsyncEngine) -> tuple[dict[str, Any], list[str]]:
     async with engine.connect() as connection:
-        found = await read(connection, await selected(connection))
+        found = await read_undamaged(connection, await select_episodes(connection))
     return {episode.key: episode for episode in found.episodes}, list(found.damaged.values())

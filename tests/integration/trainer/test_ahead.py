@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.version_states import hold_training, let_train
+from store.version_states import hold_training, resume_training
 from tests.support.faults.killing import Killed
 from tests.support.trainer.bench import Bench
 from tests.support.trainer.policies import Policies
@@ -84,7 +84,7 @@ async def test_held_training_frees_the_planned_update_and_trains_nothing(
         assert await held(bench.engine) == 0
         async with bench.engine.begin() as connection:
             assert "rewards fell" in str(await training_warnings(connection, "m"))
-            await let_train(connection, "m", **why)
+            await resume_training(connection, "m", **why)
         assert await loop.update_once()
     assert (await bench.states())[2] == "serving"
 

@@ -13,7 +13,7 @@ from sqlalchemy import text
 from store.claims import keep_policy_logprobs
 from store.read.past import past_update
 from store.values.packing import unpack_logprobs
-from store.version_queries import mark_deleted
+from store.version_queries import mark_files_deleted
 from store.version_states import mark_unloaded
 from tests.integration.trainer.learners.test_learner import plain_logprobs
 from tests.integration.trainer.recovery.test_resuming import same
@@ -276,7 +276,7 @@ async def test_version_marked_deleted_counts_as_lost_for_recomputing(bench: Benc
     await bench.run_once()
     async with bench.engine.begin() as connection:
         await mark_unloaded(connection, "m", [1], "for the test", "operator")
-        assert await mark_deleted(connection, "m", [1]) == {1}
+        assert await mark_files_deleted(connection, "m", [1]) == {1}
     # A folder that is still there is not looked at: it may be on its way out.
     await fill(bench, "v", 1)
     assert await bench.run_once()

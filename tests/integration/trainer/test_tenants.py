@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.claims import begin_update, consume
+from store.claims import begin_update, record_update
 from store.schema.tables import MANIFEST_SHA256
 from store.tenants import DEFAULT, scoped
 from store.version_queries import list_versions
@@ -49,7 +49,7 @@ async def write_version_of(engine: AsyncEngine, root: Path, policy: str) -> None
         folder = write_version(root, new, save)
         hashed = {MANIFEST_SHA256: sha256_of(folder / MANIFEST)}
         made = {"policy": policy, "version": 1, "adapter_path": str(folder)}
-        await consume(connection, new.update_id, (), hashed, **made)
+        await record_update(connection, new.update_id, (), hashed, **made)
 
 
 @pytest.mark.parametrize("tenant", [DEFAULT, "b"])

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.controller.reconciler import Reconciler
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.controller.run import app_of, follow, working
-from store.claims import begin_update, consume
+from store.claims import begin_update, record_update
 from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base
 from tests.support.controller.trials import settings_of
@@ -55,7 +55,7 @@ async def publish(
                 probe=probe,
             )
             folder = write_version(root, new, save)
-            await consume(
+            await record_update(
                 connection,
                 new.update_id,
                 (),

@@ -16,8 +16,8 @@ from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluate, Evaluations
 from pawl.controller.run import follow, working
 from pawl.settings import ControllerSettings
-from store.claims import begin_update, consume
-from store.read.gates import Standing
+from store.claims import begin_update, record_update
+from store.read.gates import VersionInRole
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
 from store.version_states import lock_policies, make_loaded
@@ -49,7 +49,9 @@ def settings_of(engine: AsyncEngine) -> ControllerSettings:
     return ControllerSettings.model_validate({"database_url": url})
 
 
-async def never(candidate: Standing, serving: Standing, rule: PublishOptions) -> Comparison:
+async def never(
+    candidate: VersionInRole, serving: VersionInRole, rule: PublishOptions
+) -> Comparison:
     """Evaluate without coming to an end."""
     await asyncio.Event().wait()
     raise AssertionError
@@ -79,7 +81,9 @@ async def next_version(
     async with engine.begin() as connection:
         update = await begin_update(connection, "m", parent, {})
         files = f"/m/{number}"
-        await consume(connection, update, (), {}, policy="m", version=number, adapter_path=files)
+        await record_update(
+            connection, update, (), {}, policy="m", version=number, adapter_path=files
+        )
         if rule is not None:
             await make_loaded(connection, "m", number, rule, reason="probed", actor="trainer")
 

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import export
 from store.deleting import Receipt, delete_episode
-from store.selecting import Selection, named
+from store.selecting import Selection, find_named_episodes
 
 _COLUMNS = """
     SELECT relname, attname FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
@@ -26,7 +26,7 @@ _HAS = """
 async def deleted(engine: AsyncEngine, name: str) -> Receipt:
     """Delete the episode of this name."""
     async with engine.connect() as connection:
-        [whole] = (await named(connection, [name])).wholes
+        [whole] = (await find_named_episodes(connection, [name])).wholes
     async with engine.begin() as connection:
         receipt = await delete_episode(connection, whole)
     assert receipt is not None

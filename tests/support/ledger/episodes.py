@@ -11,7 +11,7 @@ from store.ids import days_of
 from store.read.episodes import read_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.schema.partitions import ensure_partition
-from store.selecting import selected
+from store.selecting import select_episodes
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 
@@ -32,7 +32,7 @@ async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) ->
 
 async def episodes(engine: AsyncEngine) -> list[Episode]:
     async with engine.connect() as connection:
-        return await read_episodes(connection, await selected(connection))
+        return await read_episodes(connection, await select_episodes(connection))
 
 
 def keys(claim: Claim | None) -> list[str]:

@@ -37,7 +37,7 @@ async def consume_all(
 ) -> None:
     """Consume what was claimed as trained, into `version` if one is given."""
     async with engine.begin() as connection:
-        await claims.consume(
+        await claims.record_update(
             connection,
             claim.update_id,
             all_trained(claim),
@@ -52,7 +52,7 @@ async def consume_all(
 async def record_update(engine: AsyncEngine, claim: Claim, plan: Plan, version: int = 1) -> None:
     """Consume what was claimed as `plan` says, into `version`."""
     async with engine.begin() as connection:
-        await claims.consume(
+        await claims.record_update(
             connection,
             claim.update_id,
             plan.outcomes,

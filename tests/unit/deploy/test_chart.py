@@ -34,7 +34,7 @@ from scripts.release import unpack_helm
 from store import __version__
 from store.browsers import why_foreign
 from store.policy_table import open_policies
-from store.settings import Settings, address
+from store.settings import Settings, parse_address
 from tests.conftest import ROOT
 from tests.support.docs.documents import split_blocks
 from tests.unit.deploy.test_compose import compose
@@ -268,7 +268,7 @@ def test_each_process_accepts_the_settings_rendered_by_the_chart(
         assert isinstance(settings, ProxySettings | ControllerSettings | TrainerSettings)
         assert settings.database_url is not None
         told_listens = [x for name, x in settings.model_dump().items() if name.endswith("listen")]
-        listens = {address(listen) for listen in told_listens}
+        listens = {parse_address(listen) for listen in told_listens}
         wanted = {("0.0.0.0", port) for port in pod.ports.values()}
         # The console has the addresses of all others, too.
         assert {one for one in listens if role != "console" or one[0] == "0.0.0.0"} == wanted
@@ -364,7 +364,10 @@ def test_adapters_that_are_not_shared_are_fetched_from_the_trainer(
                 inside.setenv(name, value)
             settings = AdaptersSettings()
         assert (settings.adapter_source, settings.upstream_url.port) == (source, 8000)
-        assert address(settings.adapters_listen) == ("0.0.0.0", found["vllm"].ports["adapters"])
+        assert parse_address(settings.adapters_listen) == (
+            "0.0.0.0",
+            found["vllm"].ports["adapters"],
+        )
         folder = str(settings.adapter_dir)
         assert mounts(beside)["adapters"] == (folder, True)
         assert mounts(found["vllm"].container)["adapters"] == (folder, False)
@@ -899,7 +902,7 @@ def test_doctor_in_any_pod_knows_the_metrics_address_of_every_process(
         if asked == role:
             assert listen.startswith("0.0.0.0:")
             continue
-        target, selector = services[address(listen)]
+        target, selector = services[parse_address(listen)]
         others = pods(objects)[asked]
         assert (target, selects(selector, others.labels)) == ("metrics", True)
     assert (settings.seed, settings.keep_days, settings.model) == (7, 90, "Qwen/Qwen3-8B")

@@ -28,7 +28,7 @@ from pawl.stack.compose import main as setup
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from store import __version__
-from store.settings import SECRETS, Settings, address
+from store.settings import SECRETS, Settings, parse_address
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 
@@ -405,14 +405,14 @@ def test_settings_in_compose_are_valid_and_agree_between_services(
     proxy, trainer = read(ProxySettings, "proxy"), read(TrainerSettings, "trainer")
     controller = read(ControllerSettings, "controller")
     console = read(ConsoleSettings, "console")
-    assert address(proxy.listen) == ("0.0.0.0", 8100)
+    assert parse_address(proxy.listen) == ("0.0.0.0", 8100)
     assert proxy.database_url is not None
     assert proxy.upstream_url == trainer.upstream_url
     assert trainer.database_url == proxy.database_url
     assert controller.database_url == proxy.database_url
     assert controller.server_urls == trainer.server_urls
-    assert address(controller.controller_listen) == ("0.0.0.0", 8103)
-    assert address(console.console_listen) == ("0.0.0.0", 8105)
+    assert parse_address(controller.controller_listen) == ("0.0.0.0", 8103)
+    assert parse_address(console.console_listen) == ("0.0.0.0", 8105)
     assert console.database_url == proxy.database_url
     assert trainer.model == service("vllm")["command"][0]
     # With a file of policies all of them, and else what the server serves.
@@ -577,9 +577,9 @@ def test_prometheus_targets_are_the_metrics_ports_of_the_compose_services() -> N
         for target in group["targets"]
     }
     ports = {
-        "proxy": address(environment("proxy")["PAWL_ADMIN_LISTEN"])[1],
-        "trainer": address(environment("trainer")["PAWL_TRAINER_LISTEN"])[1],
-        "controller": address(environment("controller")["PAWL_CONTROLLER_LISTEN"])[1],
+        "proxy": parse_address(environment("proxy")["PAWL_ADMIN_LISTEN"])[1],
+        "trainer": parse_address(environment("trainer")["PAWL_TRAINER_LISTEN"])[1],
+        "controller": parse_address(environment("controller")["PAWL_CONTROLLER_LISTEN"])[1],
         "vllm": int(options(service("vllm")["command"])["--port"] or ""),
     }
     assert targets == {f"{name}:{port}" for name, port in ports.items()}

@@ -26,7 +26,7 @@ from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, parse_upstreams
 from store.errors import BadPolicies
 from store.policy_table import PolicySpec, parse_policies
-from store.settings import StoreSettings, address
+from store.settings import StoreSettings, parse_address
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe, load_recipe, parse_recipe
 from trainer.settings import TrainerSettings
@@ -394,7 +394,7 @@ def test_secret_that_cannot_be_used_is_refused_by_name(
     ("text", "read"), [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:80", ("::1", 80))]
 )
 def test_listen_address_is_read_as_host_and_port(text: str, read: tuple[str, int]) -> None:
-    assert address(text) == read
+    assert parse_address(text) == read
 
 
 @pytest.mark.usefixtures("_elsewhere")

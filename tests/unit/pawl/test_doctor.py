@@ -12,12 +12,12 @@ from pawl.doctor.examine import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
 from pawl.doctor.outlook import about
 from proxy.trainable import Reason
-from store.adapter_slots import KeptVersion, Live
+from store.adapter_slots import KeptVersion, LiveCounts
 from store.link.joins import DOUBTFUL_NEED
 from store.link.outages import LOST_CALL
 from store.read.agreement import Agreement
-from store.read.gates import Gated, Standing
-from store.read.health import CallKind, EpisodeCounts, Tended, Unmatched
+from store.read.gates import GatedPolicy, VersionInRole
+from store.read.health import CallCount, EpisodeCounts, TendedPolicy, UnmatchedFeedback
 from store.versions import PolicyVersion
 from trainer.recipes.recipe import Recipe
 from trainer.updates.circuit_breaker import PauseReason
@@ -32,9 +32,9 @@ def ago(**time: float) -> datetime:
     return NOW - timedelta(**time)
 
 
-def kind(**changes: Any) -> CallKind:
+def kind(**changes: Any) -> CallCount:
     """Forty calls of `m` that can be trained."""
-    made = CallKind(
+    made = CallCount(
         policy="m",
         model=None,
         reason=None,
@@ -78,7 +78,7 @@ COUNTS = EpisodeCounts(
 def policy(recipe: dict[str, Any] | None = None, **changes: Any) -> PolicyFacts:
     """A policy whose first version serves, and for whose next update all is there."""
     rule = Recipe.model_validate(recipe or {"claim": {"group_size": 4, "groups": 4}})
-    about = Tended(name="m", base="base", tenant="default", created_at=HOUR, is_held=True)
+    about = TendedPolicy(name="m", base="base", tenant="default", created_at=HOUR, is_held=True)
     made = PolicyFacts(
         about=replace(about, trained_at=HOUR),
         recipe=rule,
@@ -86,14 +86,14 @@ def policy(recipe: dict[str, Any] | None = None, **changes: Any) -> PolicyFacts:
         counts=COUNTS,
         ready=40,
         updates=1.0,
-        standing=Gated(
+        standing=GatedPolicy(
             now=NOW,
             frozen=False,
             is_held=False,
-            serving=Standing(version=version(1), gate=None, since=HOUR),
+            serving=VersionInRole(version=version(1), gate=None, since=HOUR),
         ),
         servable=(version(1),),
-        live=Live(serving=1, kept=0, coming=0),
+        live=LiveCounts(serving=1, kept=0, coming=0),
     )
     return replace(made, **changes)
 
@@ -136,8 +136,8 @@ def facts(*policies: PolicyFacts, **changes: Any) -> Facts:
 AWAY = "Cannot connect"
 IS_STUCK = Ready(drain=Drain(state="stuck", for_s=60.0, reason="disk full", held=7))
 MISSERVED = Ready(misserved={"http://gpu:8000/v1": {"m@1": "it is 0.4 nats off"}})
-LONG_FULL = Live(serving=4, held=4, kept=1, coming=0)
-KEPT_FULL = Live(serving=1, held=1, kept=6, coming=0)
+LONG_FULL = LiveCounts(serving=4, held=4, kept=1, coming=0)
+KEPT_FULL = LiveCounts(serving=1, held=1, kept=6, coming=0)
 
 
 def kept(number: int, *, is_under_way: bool = True) -> tuple[KeptVersion, ...]:
@@ -154,12 +154,12 @@ def kept(number: int, *, is_under_way: bool = True) -> tuple[KeptVersion, ...]:
     )
 
 
-TRIED = Gated(
+TRIED = GatedPolicy(
     now=NOW,
     frozen=False,
     is_held=False,
-    serving=Standing(version=version(1), gate=None, since=HOUR),
-    canary=Standing(version=version(2, state="canary", share=0.1), gate=None, since=HOUR),
+    serving=VersionInRole(version=version(1), gate=None, since=HOUR),
+    canary=VersionInRole(version=version(2, state="canary", share=0.1), gate=None, since=HOUR),
 )
 SUM = {"reward": {"correct": {"range": [0, 1]}}, "claim": {"group_size": 4, "groups": 4}}
 SFT = {
@@ -303,7 +303,11 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             True,
         ),
         (
-            facts(unmatched=Unmatched(statements=3, since=HOUR, kind="episode", target="run-7")),
+            facts(
+                unmatched=UnmatchedFeedback(
+                    statements=3, since=HOUR, kind="episode", target="run-7"
+                )
+            ),
             "Feedback is about calls or episodes that never came",
             "`id` of the reply",
             True,

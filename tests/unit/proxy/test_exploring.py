@@ -16,7 +16,7 @@ from proxy.formats.registry import FORMATS
 from proxy.ingester.transcribe import transcribe
 from proxy.trainable import sampling_settings, why_not_replayed
 from proxy.upstreams.upstreams import SamplingDefaults
-from store.ids import new_name
+from store.ids import new_id_with_text
 from store.policy_table import Explore
 from store.records import EXPLORED
 from tests.support.recordings import PLAIN
@@ -24,7 +24,7 @@ from tests.support.records import captured
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("name", ["run-{}".format, "{}".format, lambda _: new_name()[1]])
+@pytest.mark.parametrize("name", ["run-{}".format, "{}".format, lambda _: new_id_with_text()[1]])
 def test_share_of_episodes_explores(share: float, name: Callable[[int], str]) -> None:
     many = 20_000
     chosen = sum(is_chosen(name(number), share) for number in range(many))

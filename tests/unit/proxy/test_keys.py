@@ -31,14 +31,14 @@ from proxy.keys import (
     without_credentials,
 )
 from proxy.settings import Access
-from store.grants import MARK, Grant, KeyRing, Scope, hash_of
+from store.grants import MARK, Grant, KeyRing, Scope, hash_of_key
 from store.keys import new_secret
 
 
 def made(*scopes: Scope) -> tuple[Grant, Shown]:
     """A key for these scopes, and what a request with it shows."""
     key_id, key = new_secret()
-    grant = Grant(id=key_id, hash=hash_of(key.encode()), scopes=scopes)
+    grant = Grant(id=key_id, hash=hash_of_key(key.encode()), scopes=scopes)
     return grant, Shown(key.encode())
 
 

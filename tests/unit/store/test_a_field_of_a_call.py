@@ -8,7 +8,7 @@ from typing import Annotated
 
 import pytest
 
-from store.records import CallFacts, CallRecord, Kept, Record, kept_fields
+from store.records import CallFacts, CallRecord, Record, StoredColumn, column_fields
 from store.schema.tables import call_columns, transitions
 from store.write.rows import TRANSITION_COLUMNS
 from tests.support.docs.documents import split_blocks
@@ -30,13 +30,13 @@ from proxy.ingester.transcribe import transcribe
 from store.read.assembly import assemble, whole_texts
 from store.schema.tables import transitions
 from store.write.rows import storable_call
-from store.write.bases import Bases
+from store.write.bases import BaseCache
 from store.write.rows import TRANSITION_COLUMNS, transition_row
 from tests.support.records import captured
 
 record = transcribe(captured("e", request=b'{"model":"m"}'))
 call = storable_call(record)
-values = transition_row(call, call.id, Bases().store(call))
+values = transition_row(call, call.id, BaseCache().store(call))
 row = SimpleNamespace(**dict(zip(TRANSITION_COLUMNS, values, strict=True)))
 part = SimpleNamespace(
     id=call.id, key="e", root=None, task=None, joined_task=None, method="header",
@@ -75,19 +75,19 @@ def test_every_transition_column_is_written_and_every_call_field_has_a_column() 
     assert sorted(TRANSITION_COLUMNS) == sorted(columns - by_updates)
     elsewhere = {"episode", "task", "request", "tokens", "tool_events", "trace"}
     fields = {*CallRecord.__struct_fields__} - elsewhere
-    kept = {field.name for field in kept_fields(CallRecord)}
+    kept = {field.name for field in column_fields(CallRecord)}
     assert len(fields - kept) == 2, "the fingerprints, which have tables of their own"
     assert kept <= fields
 
 
 def test_every_field_of_call_facts_has_a_column() -> None:
-    assert {*CallFacts.__struct_fields__} <= {field.name for field in kept_fields(CallRecord)}
+    assert {*CallFacts.__struct_fields__} <= {field.name for field in column_fields(CallRecord)}
 
 
 class Odd(Record, frozen=True, kw_only=True):
     """A record with a field that no column can hold."""
 
-    parts: Annotated[complex, Kept("A type that no column is known for.")]
+    parts: Annotated[complex, StoredColumn("A type that no column is known for.")]
 
 
 def test_call_field_of_a_type_without_a_column_type_is_an_error() -> None:

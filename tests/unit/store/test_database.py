@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proxy.upstreams.server import Replica
-from store.database import is_no_records_fault, is_unavailable
+from store.database import is_unavailable, prevents_all_storing
 from store.errors import StoreError
 from store.settings import read_url, without_login
 from trainer.publishing.model_server import ModelServer
@@ -163,6 +163,6 @@ def test_error_caused_by_a_record_does_not_count_as_unavailable(error: Exception
 
 def test_wrong_password_is_neither_temporary_nor_caused_by_a_record() -> None:
     error = asyncpg.InvalidPasswordError("wrong")
-    assert is_no_records_fault(error)
+    assert prevents_all_storing(error)
     assert not is_unavailable(error)
-    assert not is_no_records_fault(asyncpg.CheckViolationError("status"))
+    assert not prevents_all_storing(asyncpg.CheckViolationError("status"))

@@ -6,16 +6,16 @@ from threading import Thread
 
 import pytest
 
-from store.files import whole_file, write_private
+from store.files import atomic_file, write_private
 
 
 def test_interrupted_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"before")
-    with pytest.raises(TypeError), whole_file(path) as file:
+    with pytest.raises(TypeError), atomic_file(path) as file:
         file.writelines([b"half", None])
     assert path.read_bytes() == b"before"
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(b"after")
         assert path.read_bytes() == b"before"
     assert path.read_bytes() == b"after"
@@ -25,7 +25,7 @@ def test_interrupted_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
 def test_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
     path, link = tmp_path / "f", tmp_path / "link"
     link.symlink_to(path)
-    with whole_file(link) as file:
+    with atomic_file(link) as file:
         file.write(b"x")
     assert link.is_symlink()
     assert path.read_bytes() == b"x"
@@ -36,7 +36,7 @@ def test_pipe_is_written_to_directly_and_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = Thread(target=lambda: found.append(pipe.read_bytes()))
     reader.start()
-    with whole_file(pipe) as file:
+    with atomic_file(pipe) as file:
         file.write(b"x")
     reader.join(10)
     assert found == [b"x"]
@@ -47,7 +47,7 @@ def test_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"secret")
     path.chmod(0o600)
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(b"x")
     assert path.stat().st_mode & 0o777 == 0o600
 

@@ -4,15 +4,15 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.adapter_slots import Live, free_slots, needed_slots
+from store.adapter_slots import LiveCounts, free_slots, needed_slots
 
 COUNTS = st.integers(min_value=0, max_value=20)
-LIVE = st.builds(Live, serving=COUNTS, held=COUNTS, kept=COUNTS, coming=COUNTS)
+LIVE = st.builds(LiveCounts, serving=COUNTS, held=COUNTS, kept=COUNTS, coming=COUNTS)
 SLOTS = st.integers(min_value=1, max_value=16)
 
 
 @given(LIVE, SLOTS)
-def test_adapter_slots_are_free_only_below_the_limit(live: Live, slots: int) -> None:
+def test_adapter_slots_are_free_only_below_the_limit(live: LiveCounts, slots: int) -> None:
     limit = max(slots, live.serving + live.held + 1)
     assert free_slots(live, slots) == limit - live.total
 
@@ -21,7 +21,7 @@ def test_adapter_slots_are_free_only_below_the_limit(live: Live, slots: int) -> 
 def test_live_versions_never_exceed_the_slots(events: list[str], slots: int) -> None:
     serving = kept = coming = 0
     for event in events:
-        live = Live(serving=serving, kept=kept, coming=coming)
+        live = LiveCounts(serving=serving, kept=kept, coming=coming)
         if event == "claim" and not coming and free_slots(live, slots) > 0:
             coming = 1
         elif event == "publish" and coming:
@@ -38,15 +38,15 @@ def test_live_versions_never_exceed_the_slots(events: list[str], slots: int) -> 
 def test_serving_and_gated_versions_leave_an_adapter_slot_for_the_next_version(slots: int) -> None:
     """Else no version would be made for as long as a trial, or a person, takes."""
     for serving in range(20):
-        alone = Live(serving=serving, held=serving, gated=2 * serving, kept=0, coming=0)
+        alone = LiveCounts(serving=serving, held=serving, gated=2 * serving, kept=0, coming=0)
         assert free_slots(alone, slots) >= 1
 
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
 def test_first_version_to_go_live_in_a_set_needs_slots_for_the_set_as_far_as_possible(
-    live: Live, slots: int, together: int
+    live: LiveCounts, slots: int, together: int
 ) -> None:
-    alone = Live(serving=live.serving, held=live.held, kept=0, coming=0)
+    alone = LiveCounts(serving=live.serving, held=live.held, kept=0, coming=0)
     needed = needed_slots(live, slots, together)
     assert 1 <= needed <= max(1, together)
     assert free_slots(alone, slots) >= needed
@@ -55,7 +55,7 @@ def test_first_version_to_go_live_in_a_set_needs_slots_for_the_set_as_far_as_pos
 
 @given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
 def test_version_that_others_of_its_set_wait_for_needs_a_single_slot(
-    live: Live, slots: int, together: int
+    live: LiveCounts, slots: int, together: int
 ) -> None:
     asked = msgspec.structs.replace(live, ready=1, partners_ready=1)
     assert needed_slots(asked, slots, together) == 1

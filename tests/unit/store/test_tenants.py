@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.errors import BadKey
-from store.grants import ID_BYTES, MARK, SCOPES, hash_of
-from store.keys import check_name, check_tenant, new_secret, read_scopes
+from store.grants import ID_BYTES, MARK, SCOPES, hash_of_key
+from store.keys import check_name, check_tenant, new_secret, parse_scopes
 from store.tenants import (
     DEFAULT,
     PATTERN,
     SEPARATOR,
     bare,
-    beginning,
-    own_digests,
-    same_tenant,
+    keyed_digests,
+    name_in_same_tenant,
     scoped,
+    stored_prefix,
     task_family,
     tenant_of,
 )
@@ -41,8 +41,8 @@ def test_scoped_names_are_equal_only_for_equal_tenant_and_name(
 def test_tenant_and_name_are_read_from_a_scoped_name(tenant: str, name: str) -> None:
     kept = scoped(tenant, name)
     assert (tenant_of(kept), bare(kept)) == (tenant, name)
-    assert same_tenant(kept, "n") == scoped(tenant, "n")
-    begins = beginning(tenant)
+    assert name_in_same_tenant(kept, "n") == scoped(tenant, "n")
+    begins = stored_prefix(tenant)
     assert begins is None or kept.startswith(begins)
 
 
@@ -65,11 +65,11 @@ def test_tasks_of_two_tenants_never_share_a_family(
 def test_fingerprints_of_two_tenants_never_match(
     tenant: str, other: str, digests: list[bytes]
 ) -> None:
-    own, others = own_digests(tenant, digests), own_digests(other, digests)
+    own, others = keyed_digests(tenant, digests), keyed_digests(other, digests)
     assert all(len(one) == 16 for one in own)
     assert [one[0] for one in own] == [one[0] for one in digests]
     assert (own == others) if tenant == other else not set(own) & set(others)
-    assert own_digests(DEFAULT, digests) == tuple(digests)
+    assert keyed_digests(DEFAULT, digests) == tuple(digests)
 
 
 def test_api_keys_contain_their_ids_and_differ() -> None:
@@ -77,14 +77,14 @@ def test_api_keys_contain_their_ids_and_differ() -> None:
     begin, end = len(MARK), len(MARK) + 2 * ID_BYTES
     assert all(key[begin:end] == key_id for key_id, key in made)
     assert {len(key) for _, key in made} == {len(new_secret()[1])}
-    assert len({hash_of(key.encode()) for _, key in made}) == len(made)
+    assert len({hash_of_key(key.encode()) for _, key in made}) == len(made)
 
 
 def test_key_scopes_are_read_once_each_in_a_fixed_order() -> None:
-    assert read_scopes("read, infer,read") == ("infer", "read")
+    assert parse_scopes("read, infer,read") == ("infer", "read")
     for text in ("", " , ", "infer,all", "INFER"):
         with pytest.raises(BadKey, match="infer, feedback, read, train, admin"):
-            read_scopes(text)
+            parse_scopes(text)
 
 
 def test_name_of_a_key_is_plain_and_does_not_look_like_an_id() -> None:

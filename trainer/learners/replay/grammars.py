@@ -16,7 +16,7 @@ import structlog
 import torch
 from pydantic import BaseModel
 
-from store.values.grammars import Grammar, ToolTag, tag_from
+from store.values.grammars import Grammar, ToolTag, parse_tag
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import Unreplayable
@@ -257,7 +257,7 @@ def structural_tag(xgrammar: Any, text: str) -> str:
     Raises:
         ValueError: the text is no such record, or the library knows no such syntax.
     """
-    recorded = tag_from(text)
+    recorded = parse_tag(text)
     tag = (
         _of_marks(xgrammar, recorded)
         if recorded.model in MARKS

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.judging import Judgement, note
+from store.judging import Judgement, store_judgement
 from store.records import FeedbackRecord, SpoolRecord
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, Reply
@@ -58,7 +58,7 @@ async def ledger(engine: AsyncEngine) -> AsyncEngine:
         told = Judgement(
             episode_id=mute, judge="j", outcome="cannot_tell", attempts=1, last_call_at=START
         )
-        await note(connection, told)
+        await store_judgement(connection, told)
     return engine
 
 

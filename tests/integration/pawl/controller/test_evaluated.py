@@ -13,7 +13,7 @@ from pawl.commands.policies import events_of
 from pawl.controller.comparison import ComparedEpisode, Comparison
 from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluations
-from store.read.gates import Standing
+from store.read.gates import VersionInRole
 from tests.support.controller.trials import (
     RULE,
     changes,
@@ -41,7 +41,7 @@ class Evaluator:
         self._difference, self._tasks = difference, tasks
 
     async def __call__(
-        self, candidate: Standing, serving: Standing, rule: PublishOptions
+        self, candidate: VersionInRole, serving: VersionInRole, rule: PublishOptions
     ) -> Comparison:
         self.of.append((candidate.version.version, serving.version.version))
         if self.fails:

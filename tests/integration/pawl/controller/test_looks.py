@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from pawl.controller import deciding, evidence
 from pawl.controller.deciding import Deciding
 from store import version_states
-from store.read.gates import Gated, gated
+from store.read.gates import GatedPolicy, read_gated_policy
 from store.version_queries import list_versions
 from store.version_states import freeze
 from tests.support.controller.trials import (
@@ -36,7 +36,7 @@ from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.lineage import promote
 from tests.support.waiting import eventually, until
 
-Reads = Callable[[AsyncConnection, str], Awaitable[Gated | None]]
+Reads = Callable[[AsyncConnection, str], Awaitable[GatedPolicy | None]]
 
 
 async def state_of_a(engine: AsyncEngine) -> str:
@@ -47,10 +47,10 @@ async def state_of_a(engine: AsyncEngine) -> str:
 def where_a(does: Callable[[AsyncConnection], Awaitable[Any]]) -> Reads:
     """Return what reads where a policy stands, and does this of `a`."""
 
-    async def read(connection: AsyncConnection, name: str) -> Gated | None:
+    async def read(connection: AsyncConnection, name: str) -> GatedPolicy | None:
         if name == "a":
             await does(connection)
-        return await gated(connection, name)
+        return await read_gated_policy(connection, name)
 
     return read
 
@@ -69,7 +69,7 @@ async def test_slow_decision_about_a_policy_is_logged_and_delays_no_other_policy
     await loaded(engine, 0, name="a")
     await loaded(engine, 0)
     with capture_logs() as logs, monkeypatch.context() as patched:
-        patched.setattr(deciding, "gated", where_a(hang))
+        patched.setattr(deciding, "read_gated_policy", where_a(hang))
         patched.setattr(deciding, "LOOK_S", 5.0)
         await judge.look(engine)
     assert (await states(engine))[1] == "canary"
@@ -113,7 +113,7 @@ async def test_query_about_a_policy_cancelled_by_the_database_delays_no_other_po
 
     await loaded(engine, 0, name="a")
     await loaded(engine, 0)
-    monkeypatch.setattr(deciding, "gated", where_a(too_long))
+    monkeypatch.setattr(deciding, "read_gated_policy", where_a(too_long))
     async with following(engine, controller(engine)):
         await eventually(is_tried, within_s=120.0)
     assert await state_of_a(engine) == "loaded"
@@ -194,8 +194,8 @@ async def test_gate_decision_does_not_undo_an_operators_concurrent_change(
 async def test_policy_frozen_during_a_gate_decision_gets_no_canary(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def frozen_then(connection: AsyncConnection, name: str) -> Gated | None:
-        found = await gated(connection, name)
+    async def frozen_then(connection: AsyncConnection, name: str) -> GatedPolicy | None:
+        found = await read_gated_policy(connection, name)
         if reads:
             reads.pop()
             async with engine.begin() as other:
@@ -204,7 +204,7 @@ async def test_policy_frozen_during_a_gate_decision_gets_no_canary(
 
     await loaded(engine, 0)
     reads = [None]
-    monkeypatch.setattr(deciding, "gated", frozen_then)
+    monkeypatch.setattr(deciding, "read_gated_policy", frozen_then)
     await controller(engine).look(engine)
     assert not reads
     assert (await states(engine))[1] == "loaded"

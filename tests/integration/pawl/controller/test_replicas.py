@@ -22,10 +22,10 @@ from pawl.commands.policies import versions_of
 from pawl.controller.reconciler import FIRST_PAUSE_S, SETTLED_LOOKS, Reconciler
 from store import __version__
 from store.version_queries import (
+    idle_versions,
     list_servable,
     numbered_version,
     rollback_target,
-    unserved_versions,
 )
 from store.version_states import mark_unloaded, recall
 from store.versions import PolicyVersion
@@ -261,12 +261,12 @@ async def test_stopped_controller_leaves_no_database_connection_open(
     is_reading = asyncio.Event()
 
     async def long_reading(connection: AsyncConnection, *given: Any) -> list[PolicyVersion]:
-        found = await unserved_versions(connection, *given)
+        found = await idle_versions(connection, *given)
         is_reading.set()
         await asyncio.sleep(PATIENCE_S)
         return found
 
-    monkeypatch.setattr("pawl.controller.replicas.unserved_versions", long_reading)
+    monkeypatch.setattr("pawl.controller.replicas.idle_versions", long_reading)
     await publish(engine, tmp_path, 1)
     server.loaded["m@9"] = "nobody's"
     async with controlling(engine, server.url):

@@ -30,7 +30,7 @@ from pawl.judging.program import ProgramJudge
 from pawl.judging.relative import RelativeJudge
 from pawl.judging.rubric import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
-from store.judging import forget_unjudged
+from store.judging import forget_unscored_judgements
 from store.records import SpoolRecord
 from store.selecting import Selection
 from store.tenants import scoped
@@ -543,7 +543,7 @@ async def test_option_again_affects_only_the_tenants_episodes(
     await judged(engine, bench.judge)
     assert len(bench.asked) == 2
     async with engine.begin() as connection:
-        assert await forget_unjudged(connection, bench.judge.name, "a") == 1
+        assert await forget_unscored_judgements(connection, bench.judge.name, "a") == 1
     assert list(await outcomes(engine)) == [scoped("b", "unsure-1")]
 
 

@@ -23,7 +23,7 @@ from pawl.commands.policies import (
     versions_table,
 )
 from store import claims
-from store.errors import NotGated, UnknownPolicy
+from store.errors import UnknownPolicy, WrongVersionState
 from store.policy_table import parse_policies
 from store.version_queries import list_versions
 from store.version_states import (
@@ -80,7 +80,7 @@ async def train(engine: AsyncEngine, name: str, metrics: dict[str, Any]) -> None
     """Make version 1 of a policy."""
     async with engine.begin() as connection:
         update = await claims.begin_update(connection, name, 0, {})
-        await claims.consume(
+        await claims.record_update(
             connection, update, (), metrics, policy=name, version=1, adapter_path="/gone"
         )
 
@@ -313,12 +313,12 @@ async def test_operator_promotes_the_waiting_version_and_rolls_back_to_the_contr
     fallen = {1: "rolled_back", 2: "rolled_back", 3: "rejected"}
     assert await states(line) == {0: "serving"} | fallen
     for words, error, said in (
-        (("promote", "m@2"), NotGated, "'rolled_back'"),
-        (("promote", "m@3"), NotGated, "'rejected'"),
-        (("promote", "m@0"), NotGated, "serves already"),
+        (("promote", "m@2"), WrongVersionState, "'rolled_back'"),
+        (("promote", "m@3"), WrongVersionState, "'rejected'"),
+        (("promote", "m@0"), WrongVersionState, "serves already"),
         (("promote", "m"), UnknownPolicy, "as m@N"),
         (("promote", "m@7"), UnknownPolicy, "no version 7"),
-        (("rollback", "m"), NotGated, "'serving'"),
+        (("rollback", "m"), WrongVersionState, "'serving'"),
         (("rollback", "n"), UnknownPolicy, "known: m"),
         (("freeze", "n"), UnknownPolicy, "known: m"),
     ):
@@ -377,7 +377,7 @@ async def test_unloaded_version_is_recalled_and_promoted_after_servers_list_it(
         monkeypatch.setattr(by_hand, "LOADED_WITHIN_S", 0.2)
         monkeypatch.setattr(by_hand, "ASKED_EVERY_S", 0.05)
         waited = await pawl("policies", "promote", "m@2")
-        assert isinstance(waited.exception, NotGated)
+        assert isinstance(waited.exception, WrongVersionState)
         assert "let a `pawl controller` run" in str(waited.exception)
         # It is servable from now on: a controller loads it.
         async with line.connect() as connection:

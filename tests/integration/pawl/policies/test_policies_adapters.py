@@ -9,7 +9,7 @@ from click.testing import Result
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import UnknownPolicy
-from store.version_queries import list_versions, mark_deleted
+from store.version_queries import list_versions, mark_files_deleted
 from store.version_states import ensure_base, mark_unloaded
 from tests.integration.pawl.conftest import Pawl
 from tests.support.ledger.lineage import set_state
@@ -106,7 +106,7 @@ async def test_version_with_deleted_files_is_not_exported(run: Pawl, engine: Asy
     async with engine.begin() as connection:
         await set_state(connection, "writer", 1, "rolled_back")
         await mark_unloaded(connection, "writer", [1], "idle", "trainer")
-        await mark_deleted(connection, "writer", [1])
+        await mark_files_deleted(connection, "writer", [1])
     gone = await run("export", "writer", "out", "--version", "1")
     assert str(gone.exception) == (
         "the files of writer@1 were deleted, as the version was rolled_back and nothing asked for"

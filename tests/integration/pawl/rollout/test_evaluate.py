@@ -16,7 +16,7 @@ import pytest
 from pawl.controller.evaluating import evaluate_candidate
 from pawl.rollout.evaluation import EvaluationReport
 from pawl.rollout.proxy import Models, ProxyClient
-from store.read.gates import Standing
+from store.read.gates import VersionInRole
 from tests.integration.conftest import Proxy
 from tests.support.proxy.versions import version
 from tests.support.rollouts import Runner
@@ -182,7 +182,7 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
     # In a database that is made anew, versions of other updates have the same names.
     for runs in (1, 2):
         new, old = (
-            Standing(
+            VersionInRole(
                 version=msgspec.structs.replace(version(number, state), update_id=uuid4()),
                 gate=rule.judged_by,
                 since=datetime.now(UTC),

@@ -13,7 +13,7 @@ from pawl.rollout.tasks import RolloutError
 from pawl.settings import ClientSettings
 from store.read.episodes import read_episodes
 from store.records import Episode
-from store.selecting import selected
+from store.selecting import select_episodes
 from tests.integration.conftest import Proxy
 from tests.support.proxy.keys import bearer, made, taken
 from tests.support.rollouts import COMMAND, Runner
@@ -36,7 +36,7 @@ async def stored(proxy: Proxy, statements: int) -> list[Episode]:
             )
             if (await connection.execute(text(asked))).scalar_one() < statements:
                 return []
-            return await read_episodes(connection, await selected(connection))
+            return await read_episodes(connection, await select_episodes(connection))
 
     found: list[Episode] = await eventually(look)
     return found

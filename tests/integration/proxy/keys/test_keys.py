@@ -19,7 +19,7 @@ from pawl.cli import app
 from proxy.error_replies import RefusalLog
 from proxy.feedback import LONG_BYTES
 from store.database import make_engine
-from store.keys import id_of, revoke_key
+from store.keys import id_in_key, revoke_key
 from store.version_states import freeze
 from tests.integration.conftest import Proxy, StartProxy, running, settings_for, working
 from tests.support.proxy.kept_files import files_below, rows_of
@@ -85,7 +85,7 @@ async def test_each_stored_call_and_reward_has_the_api_key_that_sent_it(
         body += b" " * (LONG_BYTES * (name == "one"))
         reply = await proxy.ask("POST", "/feedback", bearer(key), data=body)
         assert reply.status in (200, 202)
-    ids = {name: id_of(key) for name, key in made_keys.items()}
+    ids = {name: id_in_key(key) for name, key in made_keys.items()}
 
     async def stored() -> bool:
         async with engine.connect() as connection:

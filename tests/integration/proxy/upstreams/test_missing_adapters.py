@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.calls import call as steps
 from proxy.policies.version_file import VersionFile
 from proxy.upstreams.server import Upstream
-from store.version_queries import mark_deleted
+from store.version_queries import mark_files_deleted
 from tests.integration.conftest import Proxy, StartProxy
 from tests.support.ledger.lineage import promote, set_state, trained, unload
 from tests.support.servers.fake_upstream import FakeUpstream, answers, fake_upstream, whole_reply
@@ -53,7 +53,7 @@ async def publish(engine: AsyncEngine, *states: str) -> None:
             else:
                 await set_state(connection, "m", version, "unloaded")
             if state == "deleted":
-                assert await mark_deleted(connection, "m", [version]) == {version}
+                assert await mark_files_deleted(connection, "m", [version]) == {version}
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claim_query import ClaimRule
-from store.claims import Claim, expire, set_aside
+from store.claims import Claim, end_unusable_claim, expire_episodes
 from store.errors import ClaimSpoilt
 from store.link.joins import TOO_LATE
 from store.read.evaluations import Evaluation, evaluations
 from store.records import CallRecord, Episode
 from store.values.digests import PREFIX, TOOL_CALL
-from store.values.intervals import student, wilson
+from store.values.intervals import student_interval, wilson_interval
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import episodes, store
 from tests.support.ledger.lineage import add_in_state
@@ -124,7 +124,7 @@ async def test_evaluation_episode_does_not_expire_as_stale(engine: AsyncEngine) 
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
         await add_in_state(connection, "m", 1, "retired")
-        assert await expire(connection, rule, 1, {}) == {"stale": 1}
+        assert await expire_episodes(connection, rule, 1, {}) == {"stale": 1}
     query = text("SELECT key FROM consumptions JOIN episodes ON id = episode_id")
     async with engine.connect() as connection:
         assert list((await connection.execute(query)).scalars()) == ["train"]
@@ -202,7 +202,7 @@ async def test_a_damaged_episode_of_evaluation_is_set_aside_unspent(engine: Asyn
     await store(engine, call("a", task="q", split="eval"))
     blamed = {e.id: "test" for group in claim.groups for e in group.episodes}
     async with engine.begin() as connection:
-        assert await set_aside(connection, claim.update_id, blamed) == 1
+        assert await end_unusable_claim(connection, claim.update_id, blamed) == 1
 
 
 # Joins
@@ -291,7 +291,7 @@ async def test_rewards_of_0_and_1_have_wilsons_interval(engine: AsyncEngine) -> 
         await store(engine, reward(float(number < 7), episode=key))
     await store(engine, call("unscored", split="eval", policy_version=3), call("t"))
     [point] = await curve(engine)
-    interval = wilson(0.7, 10)
+    interval = wilson_interval(0.7, 10)
     assert (point.policy, point.version, point.episodes, point.scored) == ("m", 3, 11, 10)
     assert (point.mean, point.low, point.high) == pytest.approx((0.7, *interval))
 
@@ -302,7 +302,7 @@ async def test_mean_of_rewards_other_than_0_and_1_has_students_interval(
     for key, value in (("a", 0.5), ("b", 1.0), ("c", -0.5)):
         await store(engine, call(key, split="eval", task=key), reward(value, episode=key))
     [point] = await curve(engine, "m")
-    interval = student(1 / 3, 0.763762615825973, 3)
+    interval = student_interval(1 / 3, 0.763762615825973, 3)
     assert interval is not None
     assert (point.mean, point.low, point.high) == pytest.approx((1 / 3, *interval))
     assert await curve(engine, "other") == []

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import claims
 from store.claim_query import ClaimRule
-from store.claims import expire
+from store.claims import expire_episodes
 from store.errors import ClaimSpoilt
 from store.records import Episode, SpoolRecord
 from store.values.digests import ACROSS, PREFIX, TOOL_CALL
@@ -172,7 +172,7 @@ class Ledger:
         outcomes = [claims.Outcome(episode_id=one, trained=True) for one in held.scalars()]
         nested = await connection.begin_nested()
         try:
-            await claims.consume(
+            await claims.record_update(
                 connection,
                 self.running[policy],
                 outcomes,
@@ -193,7 +193,7 @@ class Ledger:
             await claims.release(connection, self.running.pop(policy), "test")
 
     async def expire(self, connection: AsyncConnection, policy: str) -> None:
-        await expire(connection, msgspec.structs.replace(IMPATIENT, policy=policy), 1, {})
+        await expire_episodes(connection, msgspec.structs.replace(IMPATIENT, policy=policy), 1, {})
 
     async def check_what_is_spent(self) -> None:
         """What the last step spent had no call of evaluation, in any of its parts."""

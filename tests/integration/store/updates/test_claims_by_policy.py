@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claim_query import ClaimRule
-from store.claims import NON_FINITE, Outcome, set_aside
+from store.claims import NON_FINITE, Outcome, end_unusable_claim
 from store.records import SpoolRecord
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
@@ -118,9 +118,9 @@ class Trainer:
             ids = [episode.id for group in claim.groups for episode in group.episodes]
             async with self._engine.begin() as connection:
                 if self._dice.random() < 0.2:
-                    await set_aside(connection, update_id, {ids[0]: "why"}, NON_FINITE)
+                    await end_unusable_claim(connection, update_id, {ids[0]: "why"}, NON_FINITE)
                     continue
-                await claims.consume(
+                await claims.record_update(
                     connection,
                     update_id,
                     [Outcome(episode_id=one, trained=True) for one in ids],

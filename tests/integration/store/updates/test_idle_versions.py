@@ -12,7 +12,7 @@ from store.claim_query import ClaimRule
 from store.database import driver_of
 from store.questions import pinned_episodes, pinned_version
 from store.records import CallRecord
-from store.version_queries import unserved_versions
+from store.version_queries import idle_versions
 from store.version_states import ensure_base, recall
 from store.versions import POLICY_STATES
 from store.write.ingest import Ingester
@@ -98,7 +98,7 @@ async def idle(engine: AsyncEngine, name: str = "m") -> list[int]:
 
 async def unserved(engine: AsyncEngine) -> list[int]:
     async with engine.connect() as connection:
-        return [one.version for one in await unserved_versions(connection, "m", IDLE_S)]
+        return [one.version for one in await idle_versions(connection, "m", IDLE_S)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -116,7 +116,7 @@ async def test_query_for_all_idle_versions_agrees_with_single_lookups(
                 if one.state in ("retired", "rolled_back") and not one.unloaded
             )
             alone = (await connection.execute(ONE_BY_ONE, values | {"unrewarded": False})).all()
-            found = await unserved_versions(connection, name, IDLE_S)
+            found = await idle_versions(connection, name, IDLE_S)
             assert [one.version for one in found] == sorted(
                 one.version for one in alone if one.state == "rejected" or one.unloaded
             )
@@ -285,4 +285,4 @@ async def test_huge_idle_time_setting_makes_no_version_count_as_unserved(
     """A recipe may say so with a time before the first that ids can tell."""
     await serve_ten(engine, v10="serving")
     async with engine.connect() as connection:
-        assert await unserved_versions(connection, "m", idle_s) == []
+        assert await idle_versions(connection, "m", idle_s) == []

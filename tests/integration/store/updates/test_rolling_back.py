@@ -8,17 +8,17 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import version_states
-from store.claim_query import ClaimRule, find_ready, waiting_updates
-from store.claims import expire, release
-from store.errors import ClaimSpoilt, NotGated, RolledBack
+from store.claim_query import ClaimRule, lock_ready_episodes, waiting_updates
+from store.claims import expire_episodes, release
+from store.errors import ClaimSpoilt, RolledBack, WrongVersionState
 from store.read.gates import newest_promoted
 from store.records import SpoolRecord
 from store.version_queries import (
-    head_of,
     list_events,
     list_versions,
     numbered_version,
     rollback_target,
+    version_to_train_from,
 )
 from store.version_states import begin_canary, make_loaded, mark_unloaded, recall, roll_back
 from store.versions import PolicyVersion
@@ -78,10 +78,10 @@ async def test_canary_is_rolled_back_with_only_its_own_lineage(engine: AsyncEngi
         await canary(connection, 2)
         await make_loaded(connection, "m", 4, RULE, **BY)
         assert await fall(connection, 2) is None
-        assert (await head_of(connection, "m")).version == 4
+        assert (await version_to_train_from(connection, "m")).version == 4
         # One that is loaded is rejected, and what serves is left alone.
         assert await fall(connection, 4) is None
-        assert (await head_of(connection, "m")).version == 1
+        assert (await version_to_train_from(connection, "m")).version == 1
     assert await states(engine) == {
         0: "retired",
         1: "serving",
@@ -100,7 +100,7 @@ async def test_control_survives_the_roll_back_of_its_parent(engine: AsyncEngine)
         await promote(connection, "m", 1)
         await version_states.move_control(connection, "m", 2, 0.05, **BY)
         assert await fall(connection, 1) == 2
-        assert (await head_of(connection, "m")).version == 3
+        assert (await version_to_train_from(connection, "m")).version == 3
     assert await states(engine) == {
         0: "retired",
         1: "rolled_back",
@@ -161,7 +161,7 @@ async def test_base_or_written_version_cannot_be_rolled_back(engine: AsyncEngine
     async with engine.begin() as connection:
         await trained(connection, 0)
         for number in (0, 1):
-            with pytest.raises(NotGated, match="only a trained version in state"):
+            with pytest.raises(WrongVersionState, match="only a trained version in state"):
                 await fall(connection, number)
 
 
@@ -332,7 +332,7 @@ async def test_no_update_claims_episodes_of_a_rolled_back_version(lost: AsyncEng
     assert set(keys(claim)) == KEPT
     async with lost.begin() as connection:
         await release(connection, claim.update_id, "for the test")
-        assert await waiting_updates(connection, ALL) == len(KEPT) / ALL.needed
+        assert await waiting_updates(connection, ALL) == len(KEPT) / ALL.episodes_needed
 
 
 @pytest.mark.parametrize("unloaded", [False, True])
@@ -342,14 +342,14 @@ async def test_episodes_of_a_rolled_back_version_are_consumed_untrained(
     async with lost.begin() as connection:
         if unloaded:
             assert await mark_unloaded(connection, "m", [2, 4], "idle", "trainer") == {2, 4}
-        assert await expire(connection, ALL, 3, {}) == {"rolled_back": len(LOST)}
+        assert await expire_episodes(connection, ALL, 3, {}) == {"rolled_back": len(LOST)}
         assert await consumed(connection) == {
             name: "rolled_back" if name in LOST else None for name in HAD
         }
         trained_on = text("SELECT count(*) FROM consumptions WHERE trained")
         assert await connection.scalar(trained_on) == 0
-        assert await expire(connection, ALL, 3, {}) == {}
-        assert len(await find_ready(connection, ALL, 0)) == len(KEPT)
+        assert await expire_episodes(connection, ALL, 3, {}) == {}
+        assert len(await lock_ready_episodes(connection, ALL, 0)) == len(KEPT)
 
 
 async def test_unscored_episodes_of_a_rolled_back_version_expire_as_rolled_back(
@@ -367,7 +367,7 @@ async def test_unscored_episodes_of_a_rolled_back_version_expire_as_rolled_back(
             max_age_s=1e9,
             max_staleness=0,
         )
-        counted = await expire(connection, short, 4, {})
+        counted = await expire_episodes(connection, short, 4, {})
     # Of those that are kept, "one" and "past-two" began before the version that serves.
     assert counted == {"rolled_back": len(LOST), "stale": 2}
 
@@ -397,4 +397,4 @@ async def test_rolled_back_versions_do_not_count_for_staleness(lost: AsyncEngine
     rule = ClaimRule(policy="m", group_size=1, groups=9, max_age_s=1e9, max_staleness=1)
     async with lost.begin() as connection:
         # Of 1 and 3 none is more than one version old, whatever came to nothing in between.
-        assert await expire(connection, rule, 4, {}) == {"rolled_back": len(LOST)}
+        assert await expire_episodes(connection, rule, 4, {}) == {"rolled_back": len(LOST)}

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.claim_query import ClaimRule, find_ready, waiting_updates
-from store.claims import Claim, expire
+from store.claim_query import ClaimRule, lock_ready_episodes, waiting_updates
+from store.claims import Claim, expire_episodes
 from tests.support.ledger.episodes import ingest, keys, store
 from tests.support.ledger.lineage import promote, trained
 from tests.support.ledger.updates import claimed, consume_all
@@ -48,12 +48,12 @@ async def test_stale_member_fills_its_group_and_does_not_expire_while_it_waits(
         rule(group_size=4, groups=1, max_staleness=0, max_age_s=age_s) for age_s in (PATIENT, NOW)
     )
     async with engine.begin() as connection:
-        assert len(await find_ready(connection, patient, 1)) == takes
+        assert len(await lock_ready_episodes(connection, patient, 1)) == takes
         await trained(connection, 0)
         await promote(connection, "m", 1)
         # So it does not expire while its group may become whole.
-        assert await expire(connection, patient, 1, {}) == {}
-        assert await expire(connection, hasty, 1, {}) == {"stale": stale}
+        assert await expire_episodes(connection, patient, 1, {}) == {}
+        assert await expire_episodes(connection, hasty, 1, {}) == {"stale": stale}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_stale_member_gives_signal_to_a_group_short_of_fresh_members(
         made = call(name, task="same", policy_version=1)
         await store(engine, made, reward(1.0, episode=name))
     async with engine.begin() as connection:
-        taken = await find_ready(connection, hasty, 1)
+        taken = await lock_ready_episodes(connection, hasty, 1)
     # One without signal is taken along with one that has it, else only one of both is taken.
     assert (len(taken) > 4) is has_signal
 

@@ -9,9 +9,9 @@ from store.adapter_slots import (
     _LIVE,
     LONGEST_KEPT_S,
     RESERVED_S,
-    Live,
+    LiveCounts,
+    count_live_versions,
     kept_versions,
-    live_versions,
     lock_slots,
     unload_kept,
 )
@@ -36,12 +36,12 @@ async def add(
             await add_in_state(connection, name, version, state, ago_s=ago_s)
 
 
-async def live(engine: AsyncEngine, name: str = "m") -> Live:
+async def live(engine: AsyncEngine, name: str = "m") -> LiveCounts:
     async with engine.connect() as connection:
-        return await live_versions(connection, name)
+        return await count_live_versions(connection, name)
 
 
-def counts(found: Live) -> tuple[int, int, int]:
+def counts(found: LiveCounts) -> tuple[int, int, int]:
     """How many serve, are kept and are coming."""
     return found.serving + found.ready, found.held + found.kept, found.coming
 
@@ -64,7 +64,7 @@ async def test_removed_policy_needs_no_slot_once_its_episodes_are_over(
 
     async def needed(*known: str) -> tuple[int, int, int]:
         async with engine.connect() as connection:
-            found = await live_versions(connection, "m", known=known)
+            found = await count_live_versions(connection, "m", known=known)
         return found.serving, found.ready, found.kept + found.held
 
     # One whose trainer is only away is configured, and loses nothing.
@@ -143,7 +143,7 @@ async def test_version_that_lost_the_traffic_first_gives_up_its_slot_first(
         await connection.execute(text(control))
         kept = await kept_versions(connection, "m")
         assert [one.served_name for one in kept] == ["n@1", "m@1", "n@2"]
-        assert all(one.gives_way for one in kept)
+        assert all(one.may_be_unloaded for one in kept)
         await unload_kept(connection, kept, "slot", "trainer")
     found = await live(engine)
     assert (found.serving, found.held, found.kept) == (1, 1, 0)
@@ -160,7 +160,11 @@ async def test_version_with_episodes_under_way_gives_up_its_slot_last_and_after_
         await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 0"))
         await ingest(connection, [call(f"e{v}", policy_version=v) for v in (1, 2)])
         kept = await kept_versions(connection, "m")
-    assert [(one.version, one.gives_way) for one in kept] == [(3, True), (1, True), (2, False)]
+    assert [(one.version, one.may_be_unloaded) for one in kept] == [
+        (3, True),
+        (1, True),
+        (2, False),
+    ]
     assert 0.0 < kept[-1].at_most_s <= 9.0
 
 
@@ -206,7 +210,7 @@ async def test_only_policies_that_go_live_together_count_as_ready_partners(
 
         async def partners(name: str) -> int:
             together = ("m", "n")
-            return (await live_versions(connection, name, together)).partners_ready
+            return (await count_live_versions(connection, name, together)).partners_ready
 
         assert [await partners(name) for name in "mn"] == [0, 1]
     found = await live(engine)

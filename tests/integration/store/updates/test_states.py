@@ -12,8 +12,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.claims import begin_update
-from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
-from store.read.gates import gated, served_since
+from store.errors import RolledBack, StateChanged, UnknownPolicy, WrongVersionState
+from store.read.gates import read_gated_policy, served_since
 from store.version_queries import list_events, list_servable, list_versions, why_held
 from store.version_states import (
     ALLOWED,
@@ -227,7 +227,7 @@ async def test_events_match_states_after_concurrent_changes(engine: AsyncEngine)
             else:
                 await falls(connection, number)
 
-    late = (StateChanged, NotGated, RolledBack, IntegrityError)
+    late = (StateChanged, WrongVersionState, RolledBack, IntegrityError)
     for turn in range(8):
         ended = await asyncio.gather(
             *(act(Random(f"{turn}.{one}")) for one in range(4)), return_exceptions=True
@@ -253,7 +253,7 @@ async def test_concurrent_promotions_of_a_policy_are_serialised(engine: AsyncEng
     now = await states(engine)
     assert sorted(now.values()) == [*["retired"] * 4, "serving"]
     async with engine.connect() as connection:
-        stands = await gated(connection, "m")
+        stands = await read_gated_policy(connection, "m")
         assert stands is not None
         assert stands.control is not None
         # The base model served first, and nothing was proven since.
@@ -339,7 +339,7 @@ async def promote_now(connection: AsyncConnection, number: int) -> None:
 
 
 async def control_of(connection: AsyncConnection) -> tuple[int, float | None] | None:
-    stands = await gated(connection, "m")
+    stands = await read_gated_policy(connection, "m")
     if stands is None or stands.control is None:
         return None
     return stands.control.version.version, stands.control.version.share

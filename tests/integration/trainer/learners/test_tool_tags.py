@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from proxy.formats.sampling import TAGS
-from store.values.grammars import Choice, Grammar, OfferedTool, ToolTag, text_of
+from store.values.grammars import Choice, Grammar, OfferedTool, ToolTag, text_of_tag
 from store.values.sampling import Distribution
 from tests.support.training import PLAIN
 from trainer.learners.replay.grammars import NO_GRAMMAR, OUTSIDE, Grammars, allowed
@@ -35,7 +35,7 @@ def tag(model: str, choice: Choice = "auto", *, one_call: bool = False) -> ToolT
 
 
 def held(said: ToolTag, stops: tuple[int, ...]) -> Distribution:
-    grammar = Grammar(kind="tools", text=text_of(said))
+    grammar = Grammar(kind="tools", text=text_of_tag(said))
     return msgspec.structs.replace(PLAIN, grammar=grammar, stop_token_ids=stops)
 
 
@@ -150,7 +150,9 @@ def test_only_replies_allowed_by_the_tool_tag_are_replayed(
     assert why(inside.replace("tool_call", "longcat_tool_call"), tag("longcat", "forced")) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "7", '{"model": "hermes"}', text_of(tag("nobody's"))])
+@pytest.mark.parametrize(
+    "text", ["", "{", "7", '{"model": "hermes"}', text_of_tag(tag("nobody's"))]
+)
 def test_invalid_tool_tag_is_not_replayed(grammars: Grammars, text: str) -> None:
     asked = msgspec.structs.replace(PLAIN, grammar=Grammar(kind="tools", text=text))
     assert grammars.why_not(asked, [5]) == NO_GRAMMAR

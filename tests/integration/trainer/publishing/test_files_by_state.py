@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
 from store import claims
-from store.version_queries import list_versions, rollback_target, unasked_versions
+from store.version_queries import list_versions, rollback_target, versions_with_unneeded_files
 from store.version_states import ensure_base, mark_unloaded, recall, roll_back
 from store.versions import PolicyVersion
 from tests.support.ledger.episodes import ingest
@@ -92,7 +92,7 @@ class Disk:
         )
         place = adapters.write_version(self.root, new, save)
         async with self.engine.begin() as connection:
-            await claims.consume(
+            await claims.record_update(
                 connection, update, (), {}, policy="m", version=number, adapter_path=str(place)
             )
 
@@ -356,7 +356,7 @@ async def test_a_version_that_was_recalled_meanwhile_keeps_its_files(disk: Disk)
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:
-        found = await unasked_versions(connection, "m", 900.0)
+        found = await versions_with_unneeded_files(connection, "m", 900.0)
         assert [one.version for one in found] == [2]
         await recall(connection, "m", 2, reason="for the test", actor="operator")
     await disk.clean()

@@ -93,8 +93,8 @@ async def test_misserved_import_is_rejected(bench: Bench) -> None:
 STEPS = {
     "before the version exists": killing(adapters, "write_version", after=False),
     "after the version exists": killing(adapters, "write_version", after=True),
-    "before the record": killing(claims, "consume", after=False),
-    "within the transaction": killing(claims, "consume", after=True),
+    "before the record": killing(claims, "record_update", after=False),
+    "within the transaction": killing(claims, "record_update", after=True),
     "before publishing": killing(Publisher, "publish", after=False),
     "after loading": killing(ModelServer, "load", after=True),
     "before promoting": killing(version_states, "promote", after=False),

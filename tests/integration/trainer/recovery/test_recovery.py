@@ -14,7 +14,7 @@ from store import claims, version_states
 from store.database import make_engine
 from store.errors import ClaimLost
 from store.schema.tables import consumptions
-from store.selecting import selected
+from store.selecting import select_episodes
 from tests.support.controller.replicas import reconcile
 from tests.support.faults.killing import killing
 from tests.support.faults.unreadable import unreadable
@@ -215,7 +215,7 @@ async def test_drifting_episode_is_spent_and_its_drift_is_recorded(
     bench: Bench,
 ) -> None:
     async with bench.engine.connect() as connection:
-        [odd, *_] = await selected(connection)
+        [odd, *_] = await select_episodes(connection)
     bench.learner.fails = DriftOutOfBounds(
         "server and trainer differ", {odd: "by 0.3"}, {"drift_kl": 0.3}
     )

@@ -22,7 +22,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "before the claim": (claims, "claim"),
     "in training": (FakeLearner, "update"),
     "while saving": (FakeLearner, "save"),
-    "before the record": (claims, "consume"),
+    "before the record": (claims, "record_update"),
     "before publishing": (Publisher, "publish"),
     "after loading": (Publisher, "_probe"),
 }

@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from pawl.console.episode import MOST_LANES, lanes_of, numbers_of, ranges_of, waits_for
-from store.read.assembly import Told, rebuilt, whole_request
+from store.read.assembly import ToolsByCall, rebuild_calls, whole_request
 from store.read.detail import EpisodeDetail
 from store.values.packing import delta
 
@@ -32,7 +32,7 @@ def head(number: int, **changes: Any) -> SimpleNamespace:
 
 def recorded(calls: list[Any], **changes: Any) -> EpisodeDetail:
     facts: dict[str, Any] = dict.fromkeys(EpisodeDetail.__struct_fields__)
-    facts |= {"calls": calls, "statements": (), "tools": Told({}, {}, {})}
+    facts |= {"calls": calls, "statements": (), "tools": ToolsByCall({}, {}, {})}
     return EpisodeDetail(**facts | {"earlier_calls": 0, "split": "train", "task": "t"} | changes)
 
 
@@ -43,7 +43,7 @@ def test_agents_have_lanes_on_a_shared_time_axis() -> None:
         head(2, status="client_gone"),
         head(3),
     ]
-    tools = Told({}, {}, {UUID(int=3): UUID(int=9)})
+    tools = ToolsByCall({}, {}, {UUID(int=3): UUID(int=9)})
     lanes, seconds = lanes_of(recorded(calls, tools=tools, earlier_calls=10))
     assert {
         name: [(mark.x, mark.width, mark.look, mark.title.split(",")[0]) for mark in marks]
@@ -105,7 +105,7 @@ def test_requests_stored_as_deltas_are_rebuilt_in_any_order_of_storage() -> None
         id=UUID(int=5), parent_id=UUID(int=6), request=b"", request_prefix=1, request_suffix=0
     )
     wanted = [UUID(int=4), UUID(int=5), UUID(int=2)]
-    made, lost = rebuilt(rows.values(), wanted, whole_request)
+    made, lost = rebuild_calls(rows.values(), wanted, whole_request)
     assert made == {one: bodies[one] for one in (wanted[0], wanted[2])}
     assert list(lost) == [wanted[1]]
 
@@ -115,6 +115,6 @@ def test_consecutive_call_numbers_are_shown_as_a_range() -> None:
 
 
 def test_call_and_its_repetition_have_the_same_number() -> None:
-    tools = Told({}, {}, {UUID(int=1): UUID(int=2)})
+    tools = ToolsByCall({}, {}, {UUID(int=1): UUID(int=2)})
     episode = recorded([head(number) for number in range(4)], tools=tools, earlier_calls=10)
     assert [*numbers_of(episode).values()] == [11, 12, 12, 13]

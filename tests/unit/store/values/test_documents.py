@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from store.values import documents
-from store.values.documents import MAX_DEPTH, Size, compact, most_of, nests_too_deep, parse
+from store.values.documents import MAX_DEPTH, Size, compact, nests_too_deep, parse, size_bound
 
 SPACE = st.text(" \t\r\n", max_size=3)
 NUMBERS = st.sampled_from(["0", "-0.0", "1.10", "1e400", "-1E-400", "1" + "0" * 400, "12345678901"])
@@ -177,7 +177,7 @@ def test_counts_of_json_containers_and_values_are_the_same_however_it_is_cut(
     deepest, containers, commas = reference(data)
     assert size_of(data) == (containers, containers + commas)
     brackets = data.count(b"[") + data.count(b"{")
-    assert most_of(data) == Size(brackets, brackets + data.count(b","))
+    assert size_bound(data) == Size(brackets, brackets + data.count(b","))
     assert nests_too_deep(data + nested(MAX_DEPTH + 1))
     assert not nests_too_deep(data + nested(MAX_DEPTH))
     assert deepest < MAX_DEPTH
@@ -223,7 +223,7 @@ def test_containers_values_and_depth_of_any_bytes_are_counted_as_by_a_parser(dat
     deepest, containers, commas = reference(data)
     assert nests_too_deep(data) == (deepest > MAX_DEPTH)
     assert size_of(data) == (containers, containers + commas)
-    most = most_of(data)
+    most = size_bound(data)
     assert most.containers >= containers
     assert most.values >= containers + commas
 

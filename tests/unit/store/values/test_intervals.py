@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.read.evaluations import Rewards
-from store.values.intervals import NORMAL, Interval, mean_interval, student, t_quantile, wilson
+from store.values.intervals import (
+    NORMAL,
+    Interval,
+    mean_interval,
+    student_interval,
+    t_quantile,
+    wilson_interval,
+)
 
 
 # NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2: critical values of Student's t.
@@ -40,27 +47,27 @@ def test_quantile_never_grows_with_more_observations(freedom: int) -> None:
 def test_wilsons_interval_equals_published_figures(
     right: int, count: int, low: float, high: float
 ) -> None:
-    found = wilson(right / count, count)
+    found = wilson_interval(right / count, count)
     assert (round(found.low, 4), round(found.high, 4)) == (low, high)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_wilsons_interval_holds_the_mean_and_stays_between_0_and_1(seen: list[bool]) -> None:
     share = mean(seen)
-    low, high = wilson(share, len(seen))
+    low, high = wilson_interval(share, len(seen))
     assert 0.0 <= low <= share <= high <= 1.0
     assert low < high
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=60))
 def test_students_interval_is_centred_on_the_mean(seen: list[float]) -> None:
-    interval = student(mean(seen), stdev(seen), len(seen))
+    interval = student_interval(mean(seen), stdev(seen), len(seen))
     assert interval is not None
     assert interval.low <= mean(seen) <= interval.high
 
 
 def test_single_observation_has_no_interval() -> None:
-    assert student(0.5, 0.0, 1) is None
+    assert student_interval(0.5, 0.0, 1) is None
 
 
 def of_groups(*groups: list[float]) -> Interval | None:
@@ -74,9 +81,9 @@ def of_groups(*groups: list[float]) -> Interval | None:
 
 
 def test_interval_of_independent_values_is_wilsons_for_0_and_1_and_students_else() -> None:
-    assert of_groups([0], [1], [1], [0], [1]) == pytest.approx(wilson(0.6, 5))
+    assert of_groups([0], [1], [1], [0], [1]) == pytest.approx(wilson_interval(0.6, 5))
     values = [0.2, 0.5, 0.9]
-    expected = student(mean(values), stdev(values), 3)
+    expected = student_interval(mean(values), stdev(values), 3)
     assert expected is not None
     assert of_groups([0.2], [0.5], [0.9]) == pytest.approx(expected)
     assert of_groups([0.5]) is None
@@ -85,18 +92,18 @@ def test_interval_of_independent_values_is_wilsons_for_0_and_1_and_students_else
 def test_interval_accounts_for_dependent_attempts_at_a_task() -> None:
     alike = [[1.0] * 8, [0.0] * 8, [1.0] * 8, [0.0] * 8, [1.0] * 8]
     # Each task decides all of its eight attempts: they are worth little more than five values.
-    assert of_groups(*alike) == pytest.approx(wilson(0.6, 5), abs=0.13)
+    assert of_groups(*alike) == pytest.approx(wilson_interval(0.6, 5), abs=0.13)
     graded = [[0.2] * 8, [0.5] * 8, [0.9] * 8]
     assert of_groups(*graded) == pytest.approx(of_groups([0.2], [0.5], [0.9]))
     # Attempts that differ within each task as much as between tasks are worth as many values.
     mixed = [[1.0, 0.0] * 4 for _ in range(20)]
-    assert of_groups(*mixed) == pytest.approx(wilson(0.5, 160))
-    assert of_groups([1.0] * 8) == wilson(1.0, 1)
+    assert of_groups(*mixed) == pytest.approx(wilson_interval(0.5, 160))
+    assert of_groups([1.0] * 8) == wilson_interval(1.0, 1)
 
 
 def test_lift_is_beyond_doubt_only_with_enough_rewards() -> None:
     def of(mean: float, count: int) -> Rewards:
-        low, high = wilson(mean, count)
+        low, high = wilson_interval(mean, count)
         return Rewards(episodes=count, scored=count, mean=mean, low=low, high=high)
 
     # Newcombe 1998, method 10, by hand.

@@ -13,7 +13,7 @@ from store.ids import lowest_id_at
 from store.read.assembly import whole_texts
 from store.records import CallRecord
 from store.values.packing import delta, rebuild, shared_prefix
-from store.write.bases import TIPS, Bases
+from store.write.bases import TIPS, BaseCache
 from store.write.rows import TRANSITION_COLUMNS, transition_row
 from tests.support.records import call, tokens
 
@@ -64,7 +64,7 @@ def thread(turns: int, episode: str = "e", agent: str = "a") -> list[CallRecord]
     return calls
 
 
-def stored(bases: Bases, calls: list[CallRecord]) -> list[Any]:
+def stored(bases: BaseCache, calls: list[CallRecord]) -> list[Any]:
     return [Stored(c, transition_row(c, c.id, bases.store(c))) for c in calls]
 
 
@@ -78,7 +78,7 @@ def assert_whole(rows: list[Any], calls: list[CallRecord]) -> None:
 def test_calls_stored_in_any_batches_and_order_are_read_back(sizes: list[int], dice: Any) -> None:
     calls = thread(4, agent="writer") + thread(5, agent="checker") + [call("e", request=None)]
     dice.shuffle(calls)
-    bases, rows, rest = Bases(capacity=dice.choice([0, 5000, 10**6])), [], list(calls)
+    bases, rows, rest = BaseCache(capacity=dice.choice([0, 5000, 10**6])), [], list(calls)
     for size in [*sizes, len(calls)]:
         taken, rest = rest[:size], rest[size:]
         rows += stored(bases, taken)
@@ -87,7 +87,7 @@ def test_calls_stored_in_any_batches_and_order_are_read_back(sizes: list[int], d
 
 def test_call_of_a_thread_stores_only_its_additions() -> None:
     calls = thread(6)
-    rows = stored(Bases(), calls)
+    rows = stored(BaseCache(), calls)
     assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]
     assert all(len(row.request) < 100 for row in rows[1:])
     assert all(len(row.prompt_ids) == 3 * 4 for row in rows[1:])
@@ -105,7 +105,7 @@ def test_unnamed_call_is_stored_as_additions_to_the_call_that_provided_its_needs
         )
         for turn, c in enumerate(thread(6))
     ]
-    bases = Bases()
+    bases = BaseCache()
     rows = stored(bases, calls) if at_once else [row for c in calls for row in stored(bases, [c])]
     assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]
     assert_whole(rows, calls)
@@ -114,7 +114,7 @@ def test_unnamed_call_is_stored_as_additions_to_the_call_that_provided_its_needs
 def test_calls_of_agents_that_take_turns_are_stored_as_additions_to_their_own_calls() -> None:
     writer, checker = thread(3, agent="writer"), thread(3, agent="checker")
     turns = [c for pair in zip(writer, checker, strict=True) for c in pair]
-    rows = {row.id: row for row in stored(Bases(), turns)}
+    rows = {row.id: row for row in stored(BaseCache(), turns)}
     assert rows[writer[2].id].parent_id == writer[1].id
     assert rows[checker[2].id].parent_id == checker[1].id
 
@@ -123,18 +123,18 @@ def test_call_is_never_stored_as_additions_to_a_call_of_another_day() -> None:
     midnight = datetime(2026, 3, 1, tzinfo=UTC)
     ids = [lowest_id_at(midnight + timedelta(milliseconds=ms)) for ms in (-1, 1)]
     request = b"same" * 100
-    rows = stored(Bases(), [call("e", id=i, request=request) for i in ids])
+    rows = stored(BaseCache(), [call("e", id=i, request=request) for i in ids])
     assert [row.parent_id for row in rows] == [None, None]
 
 
 def test_memory_of_calls_that_later_calls_add_to_is_bounded() -> None:
-    bases = Bases(capacity=10_000)
+    bases = BaseCache(capacity=10_000)
     for number in range(50):
         stored(bases, [call(f"e{number}", request=b"x" * 1000)])
-    assert bases.of("e0") == []
-    assert len(bases.of("e49")) == 1
+    assert bases.tips_of("e0") == []
+    assert len(bases.tips_of("e49")) == 1
     stored(bases, [call("e49", request=bytes([65 + n]) * 200) for n in range(9)])
-    assert len(bases.of("e49")) <= TIPS
+    assert len(bases.tips_of("e49")) <= TIPS
 
 
 def damaged(rows: list[Any]) -> list[str]:
@@ -142,7 +142,7 @@ def damaged(rows: list[Any]) -> list[str]:
 
 
 def test_damage_spreads_only_to_calls_that_add_to_the_damaged_call() -> None:
-    rows = stored(Bases(), [*thread(3), *thread(3, episode="other")])
+    rows = stored(BaseCache(), [*thread(3), *thread(3, episode="other")])
     rows[1].request_prefix = 10**6
     first, second = damaged(rows)
     assert "cannot be taken from a base of" in first
@@ -151,6 +151,6 @@ def test_damage_spreads_only_to_calls_that_add_to_the_damaged_call() -> None:
 
 
 def test_calls_that_add_to_each_other_are_damaged() -> None:
-    rows = stored(Bases(), thread(2))
+    rows = stored(BaseCache(), thread(2))
     rows[0].parent_id = rows[1].id
     assert damaged(rows) == ["that call cannot be read back"] * 2

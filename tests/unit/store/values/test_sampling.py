@@ -15,9 +15,9 @@ from store.values.grammars import (
     Grammar,
     OfferedTool,
     ToolTag,
+    parse_tag,
     read_grammar,
-    tag_from,
-    text_of,
+    text_of_tag,
 )
 from store.values.packing import are_logprobs, may_be_sampled, pack_logprobs
 from store.values.sampling import (
@@ -273,7 +273,7 @@ TAGS = st.builds(
 
 @given(TAGS)
 def test_tool_tag_survives_writing_and_reading(tag: ToolTag) -> None:
-    read = tag_from(text_of(tag))
+    read = parse_tag(text_of_tag(tag))
     assert read == tag
     schemas = [[tool.parameters for tool in one.tools] for one in (read, tag)]
     # Dictionaries are equal in any order, their texts are not.
@@ -290,4 +290,4 @@ def test_tool_tag_survives_writing_and_reading(tag: ToolTag) -> None:
 )
 def test_invalid_text_is_no_recorded_tool_tag(text: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
-        tag_from(text)
+        parse_tag(text)
