@@ -39,7 +39,7 @@ class AdapterRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ResultPlaces:
     """The places of each row's own result after a multiplication over all slots.
 
     All three are int64 of shape (active,): `rows` are the rows with an adapter,
@@ -57,7 +57,7 @@ class Grouping:
 
     row_count: int
     groups: tuple[AdapterRows, ...]
-    spread: Spread | None
+    spread: ResultPlaces | None
 
 
 @lru_cache(maxsize=_CACHED_GROUPINGS)
@@ -72,19 +72,23 @@ def group_rows(slots: tuple[int, ...], lengths: tuple[int, ...], slot_count: int
     for row, slot in enumerate(row_slots):
         if slot >= 0:
             by_slot.setdefault(slot, []).append(row)
-    groups = tuple(AdapterRows(slot, _as_rows(rows)) for slot, rows in sorted(by_slot.items()))
-    spread = _spread(row_slots, slot_count) if _mixes(row_slots, len(groups)) else None
+    groups = tuple(
+        AdapterRows(slot, _slice_if_contiguous(rows)) for slot, rows in sorted(by_slot.items())
+    )
+    spread = (
+        _result_places(row_slots, slot_count) if _is_mixed_batch(row_slots, len(groups)) else None
+    )
     return Grouping(len(row_slots), groups, spread)
 
 
-def _as_rows(rows: list[int]) -> slice | torch.Tensor:
+def _slice_if_contiguous(rows: list[int]) -> slice | torch.Tensor:
     """Return a slice if possible: row indices cost a gather and a scatter."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _mixes(row_slots: list[int], group_count: int) -> bool:
+def _is_mixed_batch(row_slots: list[int], group_count: int) -> bool:
     """Return whether a small batch has several adapters in more runs than there are adapters."""
     if group_count < 2 or len(row_slots) > SMALL_BATCH_ROWS:
         return False
@@ -92,11 +96,11 @@ def _mixes(row_slots: list[int], group_count: int) -> bool:
     return runs > group_count
 
 
-def _spread(row_slots: list[int], slot_count: int) -> Spread:
+def _result_places(row_slots: list[int], slot_count: int) -> ResultPlaces:
     numbered = torch.tensor(row_slots, dtype=torch.int64)
     rows = (numbered >= 0).nonzero().view(-1)
     slots = numbered[rows]
-    return Spread(rows, rows * slot_count + slots, slots * len(row_slots) + rows)
+    return ResultPlaces(rows, rows * slot_count + slots, slots * len(row_slots) + rows)
 
 
 def bgmv_shrink(
@@ -107,7 +111,7 @@ def bgmv_shrink(
     scaling: float = 1.0,
 ) -> None:
     """Set `output[:, :out] = scaling * inputs @ weights[slot].T` for each row with a slot."""
-    weights = _stacked(lora_b_weights)
+    weights = _weights_by_slot(lora_b_weights)
     grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
     target = output_tensor[:, : weights.shape[1]]
     _multiply(grouping, inputs, weights, target, keep=False, scaling=scaling)
@@ -121,7 +125,7 @@ def bgmv_expand(
     add_inputs: bool = True,
 ) -> None:
     """Set `output[:, :out] (+)= inputs @ weights[slot].T`: add if `add_inputs`, else overwrite."""
-    weights = _stacked(lora_b_weights)
+    weights = _weights_by_slot(lora_b_weights)
     grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
     _expand_common(grouping, inputs, weights, output_tensor, add_inputs)
 
@@ -136,7 +140,7 @@ def bgmv_expand_slice(
     add_inputs: bool = True,
 ) -> None:
     """Run `bgmv_expand` on the columns from `slice_offset` on; `slice_size` must be `out`."""
-    weights = _stacked(lora_b_weights)
+    weights = _weights_by_slot(lora_b_weights)
     grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
     target = output_tensor[:, slice_offset : slice_offset + slice_size]
     _multiply(grouping, inputs, weights, target, keep=add_inputs)
@@ -156,7 +160,7 @@ def sgmv_shrink(
 ) -> None:
     """Run `bgmv_shrink` for a batch given as runs of rows."""
     del b_seq_start_loc, batches, max_seq_length, token_nums  # The lengths imply them.
-    weights = _stacked(lora_a_weights)
+    weights = _weights_by_slot(lora_a_weights)
     grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
     target = output_tensor[:, : weights.shape[1]]
     _multiply(grouping, inputs, weights, target, keep=False, scaling=scaling)
@@ -176,7 +180,7 @@ def sgmv_expand(
 ) -> None:
     """Run `bgmv_expand` for a batch given as runs of rows."""
     del b_seq_start_loc, batches, max_seq_length, token_nums
-    weights = _stacked(lora_b_weights)
+    weights = _weights_by_slot(lora_b_weights)
     grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
     _expand_common(grouping, inputs, weights, output_tensor, add_inputs)
 
@@ -197,13 +201,13 @@ def sgmv_expand_slice(
 ) -> None:
     """Run `bgmv_expand_slice` for a batch given as runs of rows."""
     del b_seq_start_loc, batches, max_seq_length, token_nums
-    weights = _stacked(lora_b_weights)
+    weights = _weights_by_slot(lora_b_weights)
     grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
     target = output_tensor[:, slice_offset : slice_offset + slice_size]
     _multiply(grouping, inputs, weights, target, keep=add_inputs)
 
 
-def _stacked(weights: torch.Tensor) -> torch.Tensor:
+def _weights_by_slot(weights: torch.Tensor) -> torch.Tensor:
     """Return weights as (slots, out, in), from either of vLLM's two shapes."""
     return weights.squeeze(1) if weights.dim() == 4 else weights
 
@@ -295,7 +299,7 @@ def _multiply_group(
 
 
 def _multiply_all_slots(
-    spread: Spread,
+    spread: ResultPlaces,
     inputs: torch.Tensor,
     weights: torch.Tensor,
     target: torch.Tensor,
@@ -306,7 +310,7 @@ def _multiply_all_slots(
 
     Picking, not masking, so that the content of an idle slot never enters a row's sum.
     """
-    result = _all_slots(spread, inputs, weights.to(target.dtype))
+    result = _results_of_active_rows(spread, inputs, weights.to(target.dtype))
     if scaling != 1.0:
         result.mul_(scaling)
     if keep:
@@ -314,7 +318,9 @@ def _multiply_all_slots(
     target.index_copy_(0, spread.rows, result)
 
 
-def _all_slots(spread: Spread, inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _results_of_active_rows(
+    spread: ResultPlaces, inputs: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """Return results (active, out), by one product when shrinking, by a batch when expanding.
 
     Shrinking has few columns a slot, so one product beats a batch of small

@@ -95,8 +95,8 @@ def install() -> None:
         _log.info("pawl-cpu-lora: not a CPU platform, nothing replaced")
         return
     version = str(vllm.__version__)
-    of_experts = [(_imported(name, version), own) for name, own in OF_EXPERTS.items()]
-    modules = [_imported(name, version) for name in PATCHED_MODULES]
+    of_experts = [(_import_module(name, version), own) for name, own in OF_EXPERTS.items()]
+    modules = [_import_module(name, version) for name in PATCHED_MODULES]
     for module, replacements in of_experts:
         replace_operations([module], version, replacements)
     if replace_operations(modules, version):
@@ -146,7 +146,7 @@ def _parameters(function: Callable[..., object]) -> str:
     return str(inspect.Signature(bare))
 
 
-def _imported(name: str, vllm_version: str) -> ModuleType:
+def _import_module(name: str, vllm_version: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
