@@ -175,13 +175,13 @@ def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> 
     memory.provide(call.provides, call.who.episode, call.who.follows)
     call.seconds += perf_counter() - before
     if exchange.status >= 400:
-        memory.failed(body, call.who.episode, call.id)
+        memory.remember_failed(body, call.who.episode, call.id)
 
 
 def _summary(wire_format: WireFormat, reply: dict[str, Any]) -> ReplySummary:
     if "error" in reply:
         return ReplySummary()
-    parser = wire_format.reply(ModelRequest(body=b""), None, streamed=False)
+    parser = wire_format.reply_parser(ModelRequest(body=b""), None, streamed=False)
     parser.feed(json.dumps(reply).encode())
     parser.finish()
     return parser.summary()

@@ -31,15 +31,15 @@ MINUTE_S: Final = 60.0
 UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
 
 
-def errors_at(target: str) -> ErrorShape:
+def error_shape_of(target: str) -> ErrorShape:
     """Return the form of errors that a client of this path understands."""
     return next((one.errors for one in FORMATS.values() if one.path in target), OPENAI)
 
 
-def explain(target: str, status: int, why: str) -> bytes:
+def unreadable_request_body(target: str, status: int, why: str) -> bytes:
     """Return the error body for bytes that could not be read as a request."""
     kind = "server_error" if status == 500 else "invalid_request_error"
-    return errors_at(target).body(f"The request was not read: {why}.", kind, status=status)
+    return error_shape_of(target).body(f"The request was not read: {why}.", kind, status=status)
 
 
 class RefusalLog:
@@ -85,7 +85,7 @@ class RefusalLog:
 REFUSALS: Final = RefusalLog()
 
 
-def refuse(
+def send_error(
     exchange: Exchange,
     error: ProxyError,
     *,
@@ -104,7 +104,7 @@ def refuse(
     if exchange.started:
         exchange.tear()
         return
-    shape = errors or errors_at(exchange.target)
+    shape = errors or error_shape_of(exchange.target)
     body = shape.body(error.message, error.kind, error.param, error.code, status=error.status)
     reply_headers: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
     reply_headers += REQUIRED.get(error.status, [])
@@ -122,4 +122,4 @@ def send_internal_error(
         return
     exchange.keep_alive = False
     call = f" (call {exchange.call})" if exchange.call else ""
-    refuse(exchange, Unexpected(f"{UNEXPECTED}{call}."), errors=errors, headers=headers)
+    send_error(exchange, Unexpected(f"{UNEXPECTED}{call}."), errors=errors, headers=headers)

@@ -50,7 +50,7 @@ FUNCTION: Final = "function"
 _list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
+def with_changed_settings(request: ModelRequest, changes: Changes) -> ModelRequest:
     """Return a request with `changes`; all other values keep their bytes, and the order is kept."""
     if request.parsed is None:
         return request
@@ -58,7 +58,7 @@ def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
     for change, value in changes.items():
         name = TOOLS if change == STRICT else change
         if name == TOOLS and isinstance(fields.get(name), list):
-            tools = [_not_strict(tool) for tool in _list.decode(parsed[name])]
+            tools = [_without_strict(tool) for tool in _list.decode(parsed[name])]
             parsed[name] = msgspec.Raw(msgspec.json.encode(tools))
         elif value is not None:
             parsed[name] = msgspec.Raw(msgspec.json.encode(value))
@@ -71,7 +71,7 @@ def with_explored(request: ModelRequest, changes: Changes) -> ModelRequest:
     return msgspec.structs.replace(request, body=body, parsed=parsed, fields=fields)
 
 
-def _not_strict(tool: msgspec.Raw) -> msgspec.Raw | Object:
+def _without_strict(tool: msgspec.Raw) -> msgspec.Raw | Object:
     """Return a tool without `strict`, its own and its function's; others keep their bytes."""
     parsed = parse_object(bytes(tool))
     if parsed is None:
@@ -96,16 +96,16 @@ TEMPERATURE: Final = "temperature"
 SEED: Final = "seed"
 
 
-class Explored(NamedTuple):
+class ExploredRequest(NamedTuple):
     """A request with exploration's changes, and these changes."""
 
     request: ModelRequest
     changes: Changes
 
 
-def explored(
+def explore_request(
     request: ModelRequest, wire_format: WireFormat, exploring: Exploring
-) -> Explored | None:
+) -> ExploredRequest | None:
     """Return an exploring episode's request with its changes, or None if nothing is changed.
 
     A call that could not be trained on anyway is not changed.
@@ -115,20 +115,20 @@ def explored(
     settings = _settings(request, wire_format, exploring)
     if UNREAD_SETTINGS in settings:
         return None
-    changes = _wanted(settings, exploring.rule, wire_format.sampling)
+    changes = _wanted_changes(settings, exploring.rule, wire_format.sampling)
     if not changes:
         return None
-    changed = with_explored(request, changes)
+    changed = with_changed_settings(request, changes)
     settings = _settings(changed, wire_format, exploring)
     if STRICT in changes and STRICT_TOOLS in settings:
         # A message added the strict tool; messages are not changed.
         return None
     useful = not _has_several_prompts(request) and _is_useful(settings, wire_format.sampling)
     text = useful and wire_format.turns.only_text(request.parsed)
-    return Explored(changed, changes) if text else None
+    return ExploredRequest(changed, changes) if text else None
 
 
-def header_of(changes: Changes) -> bytes:
+def changes_header(changes: Changes) -> bytes:
     """Return changes as a header's value, such as `temperature=0.7, strict`."""
     shown = (name if value is None else f"{name}={value:g}" for name, value in changes.items())
     return ", ".join(shown).encode()
@@ -148,7 +148,7 @@ def _settings(
     )
 
 
-def _wanted(
+def _wanted_changes(
     settings: Mapping[str, Any], rule: Explore, rules: SamplingRules
 ) -> dict[str, float | None]:
     """Return the changes that a policy's rule makes to the settings."""

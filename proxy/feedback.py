@@ -110,7 +110,7 @@ REMEMBERED: Final = 20_000
 LOOK_UP_S: Final = 0.25
 
 
-class Answer(msgspec.Struct, frozen=True):
+class FeedbackAnswer(msgspec.Struct, frozen=True):
     """HTTP status and JSON body of the reply to a client."""
 
     status: int
@@ -118,14 +118,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 # Takes a body and returns the answer; the argument says whether the body is known to be durable.
-State = Callable[[bool], Awaitable[Answer]]
+State = Callable[[bool], Awaitable[FeedbackAnswer]]
 
 
 class _Running(msgspec.Struct):
     """Note a body that is being taken; `outcome` is its answer, or None if taking it failed."""
 
     body_hash: str
-    outcome: "asyncio.Future[Answer | None]"
+    outcome: "asyncio.Future[FeedbackAnswer | None]"
 
 
 class IdempotencyStore:
@@ -139,7 +139,7 @@ class IdempotencyStore:
         self._lookup = lookup
         self._running: dict[str, _Running] = {}
 
-    async def once(self, key: str, body_hash: str, state: State) -> Answer:
+    async def answer_once(self, key: str, body_hash: str, state: State) -> FeedbackAnswer:
         """Answer a request that has an idempotency key: `state` runs once for each key and body.
 
         Raises:
@@ -157,13 +157,13 @@ class IdempotencyStore:
         self._running[key] = _Running(body_hash, outcome)
         answer = None
         try:
-            answer = await self._first(key, body_hash, state)
+            answer = await self._answer_first(key, body_hash, state)
         finally:
             del self._running[key]
             outcome.set_result(answer)
         return answer
 
-    async def _first(self, key: str, body_hash: str, state: State) -> Answer:
+    async def _answer_first(self, key: str, body_hash: str, state: State) -> FeedbackAnswer:
         earlier = self._body_hashes.get(key)
         if earlier is not None:
             if earlier != body_hash:
@@ -228,7 +228,7 @@ class RecentTargets:
         while len(self._earners) > CAPACITY:
             self._earners.popitem(last=False)
 
-    def earner(self, kind: str, target: str) -> tuple[str, str] | None:
+    def version_of_target(self, kind: str, target: str) -> tuple[str, str] | None:
         """Return policy and version of a target's call, or None if it is not remembered."""
         earner = self._earners.get((kind, target))
         if earner is None and kind == "episode":
@@ -281,28 +281,30 @@ class FeedbackEndpoint:
                 usage.count_statements(monotonic(), len(record.items))
             key, body_hash = record.idempotency_key, record.body_hash
             if key is None or body_hash is None:
-                answer = await self._state(record, exchange.key_name, False)
+                answer = await self._record_and_answer(record, exchange.key_name, False)
             else:
-                state = partial(self._state, record, exchange.key_name)
-                answer = await self._keys.once(key, body_hash, state)
+                state = partial(self._record_and_answer, record, exchange.key_name)
+                answer = await self._keys.answer_once(key, body_hash, state)
             exchange.reply(answer.status, b"", [JSON], answer.body)
 
     async def _read(self, exchange: Exchange, claim: BudgetShare) -> FeedbackRecord:
         intake = self._intake
         body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
-        key = exchange.lowered().get("idempotency-key")
+        key = exchange.headers_by_name().get("idempotency-key")
         parse = partial(parse_feedback, body, datetime.now(UTC), key, exchange.tenant)
-        record = await intake.beside(parse) if len(body) > LONG_BYTES else parse()
+        record = await intake.run_in_thread(parse) if len(body) > LONG_BYTES else parse()
         return msgspec.structs.replace(record, api_key=exchange.api_key)
 
-    async def _state(self, record: FeedbackRecord, key: str | None, durable: bool) -> Answer:
+    async def _record_and_answer(
+        self, record: FeedbackRecord, key: str | None, durable: bool
+    ) -> FeedbackAnswer:
         """Record feedback unless it is known to be durable, and return the answer to the client.
 
         `key` is the name of the client's API key, None without one.
         """
-        known = await self._known(record)
+        known = await self._known_targets(record)
         if not durable:
-            await self._take(record)
+            await self._make_durable(record)
         results = [
             {
                 "id": str(item.id),
@@ -312,12 +314,12 @@ class FeedbackEndpoint:
         ]
         all_known = all(result["status"] == "stored" for result in results)
         log.debug("feedback", key=key, items=len(results), repeated=durable, all_known=all_known)
-        return Answer(200 if all_known else 202, msgspec.json.encode({"results": results}))
+        return FeedbackAnswer(200 if all_known else 202, msgspec.json.encode({"results": results}))
 
-    async def _known(self, record: FeedbackRecord) -> set[tuple[str, str]]:
+    async def _known_targets(self, record: FeedbackRecord) -> set[tuple[str, str]]:
         targets = {(item.target_kind, item.target) for item in record.items}
         known: set[tuple[str, str]] = {
-            target for target in targets if self._targets.earner(*target) is not None
+            target for target in targets if self._targets.version_of_target(*target) is not None
         }
         missing = targets - known
         if missing:
@@ -327,14 +329,14 @@ class FeedbackEndpoint:
             known |= in_ledger or set[tuple[str, str]]()
         return known
 
-    async def _take(self, record: FeedbackRecord) -> None:
+    async def _make_durable(self, record: FeedbackRecord) -> None:
         if not await self._recorder.append(record):
             raise SpoolFull(
                 "The feedback could not be written to disk and was not taken; "
                 "free space in PAWL_SPOOL_DIR and send it again"
             )
         for item in record.items:
-            earner = self._targets.earner(item.target_kind, item.target)
+            earner = self._targets.version_of_target(item.target_kind, item.target)
             FEEDBACK.labels(metric_label(item.metric), "known" if earner else "pending").inc()
             if item.tool is not None:
                 TOOL_STATUS.labels(item.tool.status).inc()

@@ -14,13 +14,13 @@ from typing import Any, Final, Literal
 import msgspec
 import structlog
 
-from proxy.error_replies import UPSTREAM_SAID, refuse
+from proxy.error_replies import UPSTREAM_SAID, send_error
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
 from proxy.formats.base import ModelRequest, read_request
 from proxy.formats.raw_json import ODD_SHAPE
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
-from proxy.http.wire import JSON, Headers, first_value, for_client, for_upstream
+from proxy.http.wire import JSON, Headers, first_value, headers_for_client, headers_for_upstream
 from proxy.intake import Intake
 from proxy.metrics import FORWARDED, WARNINGS, status_label
 from proxy.policies.owners import Owners
@@ -33,7 +33,7 @@ from proxy.upstreams.server import (
     Reply,
     Upstream,
     check_redirect,
-    comes_in_events,
+    is_event_stream,
 )
 from proxy.upstreams.upstreams import Upstreams
 from store.tenants import DEFAULT
@@ -69,19 +69,19 @@ async def forward(
     try:
         _check_allowed(exchange, route, upstreams, may_delete_models)
         if exchange.method in READS and route.path == MODELS:
-            more = _serving(versions, exchange.tenant)
+            more = _serving_header(versions, exchange.tenant)
             edit = _list_edit(exchange, versions)
         names_model = not (route.keeps or route.administers)
         hides = names_model and exchange.tenant != owners.sole
         if upstreams.only is not None and not hides:
-            reply = await _streamed(exchange, route, upstreams.only, whole=edit is not None)
+            reply = await _send_streamed(exchange, route, upstreams.only, whole=edit is not None)
         elif exchange.method in READS and route.path == MODELS:
-            await _models(exchange, upstreams, owners, more, edit)
+            await _answer_model_list(exchange, upstreams, owners, more, edit)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
             hiding = owners if hides else None
-            reply, warning = await _routed(exchange, route, upstreams, intake, hiding)
+            reply, warning = await _send_by_model(exchange, route, upstreams, intake, hiding)
             if warning is not None:
                 WARNINGS.inc()
                 more.append((WARNING, warning.encode()))
@@ -90,14 +90,14 @@ async def forward(
             # If the client did not send the rest of its body, the upstream is not to blame.
             exchange.body.raise_failure()
         FORWARDED.labels(route.label, status_label(error.status)).inc()
-        refuse(exchange, error)
+        send_error(exchange, error)
         return
     FORWARDED.labels(route.label, status_label(reply.status)).inc()
     try:
         check_redirect(reply, exchange.api_key)
         await _pass_back(exchange, reply, more, edit)
     except ProxyError as error:
-        refuse(exchange, error)
+        send_error(exchange, error)
     finally:
         reply.close()
 
@@ -111,7 +111,7 @@ def _check_allowed(
         Forbidden: it would delete a model, or reaches objects that are kept for all tenants.
         NotAllowed: it manages an account at the provider that is not the client's own.
     """
-    if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
+    if not may_delete_models and exchange.method == "DELETE" and _is_single_model(route):
         raise Forbidden(
             f"DELETE {route.path} would remove a model for everybody who uses it, so this "
             "proxy does not forward it. Set PAWL_ALLOW_MODEL_DELETE=true to allow it",
@@ -132,22 +132,24 @@ def _check_allowed(
         )
 
 
-async def _streamed(exchange: Exchange, route: Route, upstream: Upstream, *, whole: bool) -> Reply:
+async def _send_streamed(
+    exchange: Exchange, route: Route, upstream: Upstream, *, whole: bool
+) -> Reply:
     """Send a request as it comes; a `whole` reply is requested without a content coding."""
     if whole:
-        headers = for_upstream(exchange.headers, exchange.tenant, plain=True)
+        headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=True)
         return await upstream.fetch(_target(exchange, route), headers)
     length, chunked = exchange.length, exchange.chunked
     body = exchange.body if chunked or length is not None else None
     if body is not None:
         exchange.send_continue()
-    headers = for_upstream(exchange.headers, exchange.tenant, plain=False)
+    headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=False)
     return await upstream.ask(
         exchange.method, _target(exchange, route), headers, body, None if chunked else length
     )
 
 
-async def _routed(
+async def _send_by_model(
     exchange: Exchange,
     route: Route,
     upstreams: Upstreams,
@@ -159,12 +161,12 @@ async def _routed(
     With `hiding`, it must not name other tenants' versions, and a warning of what was left out is
     returned with the reply.
     """
-    headers = for_upstream(exchange.headers, exchange.tenant, plain=False)
+    headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=False)
     target = _target(exchange, route)
     if hiding is not None:
         check_headers(hiding, exchange.tenant, exchange.headers)
         check_query(hiding, exchange.tenant, target)
-    named = route.path.removeprefix(MODELS + "/") if _is_model(route) else None
+    named = route.path.removeprefix(MODELS + "/") if _is_single_model(route) else None
     if exchange.method in READS:
         if hiding is not None:
             hiding.check(exchange.tenant, named)
@@ -174,14 +176,14 @@ async def _routed(
         # The body names the model, and so the upstream.
         body, long = await intake.read(exchange, claim)
         if named is None:
-            checked = partial(_checked, body, hiding, exchange, route.path)
-            request, warning = await intake.beside(checked) if long else checked()
+            checked = partial(_check_body, body, hiding, exchange, route.path)
+            request, warning = await intake.run_in_thread(checked) if long else checked()
             named, body = request.model, request.body
         reply = await upstreams.for_model(named).ask(exchange.method, target, headers, body)
         return reply, warning
 
 
-def _checked(
+def _check_body(
     body: bytes, hiding: Owners | None, exchange: Exchange, path: str
 ) -> tuple[ModelRequest, str | None]:
     """Read a body; with `hiding`, return the request and warning of `check_forwarded`.
@@ -195,7 +197,7 @@ def _checked(
     return check_forwarded(hiding, exchange.tenant, path, exchange.headers, request)
 
 
-def _serving(versions: Versions, tenant: str) -> Headers:
+def _serving_header(versions: Versions, tenant: str) -> Headers:
     """Return the header that names the versions which new episodes of a tenant's policies get."""
     served = [
         f"{policy}@{number}"
@@ -217,12 +219,12 @@ class _ModelList(msgspec.Struct):
 
 def _list_edit(exchange: Exchange, versions: Versions) -> Edit | None:
     """Return the edit of a client's list of models, or None if it needs none."""
-    bases = versions.bases(exchange.tenant)
+    bases = versions.base_models(exchange.tenant)
     is_anthropics = first_value(exchange.headers, VERSION[0]) is not None
-    return partial(_edited, bases, is_anthropics) if bases or is_anthropics else None
+    return partial(_edit_model_list, bases, is_anthropics) if bases or is_anthropics else None
 
 
-def _edited(bases: Mapping[str, str], is_anthropics: bool, body: bytes) -> bytes:
+def _edit_model_list(bases: Mapping[str, str], is_anthropics: bool, body: bytes) -> bytes:
     """Return OpenAI's list of models with the names in `bases`, in Anthropic's form if wanted.
 
     Each name gets the entry of its base; Anthropic's fields are added to OpenAI's. A body that is
@@ -244,10 +246,10 @@ def _edited(bases: Mapping[str, str], is_anthropics: bool, body: bytes) -> bytes
     return msgspec.json.encode({"data": data, "has_more": False} | ends)
 
 
-async def _models(
+async def _answer_model_list(
     exchange: Exchange, upstreams: Upstreams, owners: Owners, more: Headers, edit: Edit | None
 ) -> None:
-    headers = for_upstream(exchange.headers, exchange.tenant, plain=True)
+    headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=True)
     body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
     reply_headers: Headers = [JSON, *more]
     if exchange.tenant != DEFAULT:
@@ -258,7 +260,7 @@ async def _models(
     exchange.reply(200, b"", reply_headers, body if edit is None else edit(body))
 
 
-def _is_model(route: Route) -> bool:
+def _is_single_model(route: Route) -> bool:
     return route.path.startswith(MODELS + "/")
 
 
@@ -282,16 +284,16 @@ async def _pass_back(
         if edit is not None and reply.status < ERRORS:
             body = await reply.read(LIST_BYTES)
             if body is not None:
-                headers = [*for_client(reply.headers), *more]
+                headers = [*headers_for_client(reply.headers), *more]
                 exchange.reply(reply.status, reply.reason, headers, edit(body))
                 return
-        if comes_in_events(reply):
-            _begin(exchange, reply, more)
+        if is_event_stream(reply):
+            _begin_reply(exchange, reply, more)
         async for piece in reply.pieces():
             if not exchange.started:
-                _begin(exchange, reply, more)
+                _begin_reply(exchange, reply, more)
             exchange.write(piece)
-            await exchange.drained()
+            await exchange.wait_until_drained()
     except Torn as error:
         if not exchange.started:
             raise ReplyTorn(
@@ -303,13 +305,13 @@ async def _pass_back(
         exchange.tear()
         return
     if not exchange.started:
-        _begin(exchange, reply, more)
+        _begin_reply(exchange, reply, more)
     exchange.end()
 
 
-def _begin(exchange: Exchange, reply: Reply, more: Headers) -> None:
+def _begin_reply(exchange: Exchange, reply: Reply, more: Headers) -> None:
     length = reply.header(b"content-length")
-    headers = [*for_client(reply.headers), *more]
+    headers = [*headers_for_client(reply.headers), *more]
     if reply.status >= ERRORS:
         headers.append(UPSTREAM_SAID)
     if length is None:

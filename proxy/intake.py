@@ -101,7 +101,7 @@ class BudgetShare:
     ) -> None:
         self.release()
 
-    def ask(self, size: int) -> None:
+    def claim_at_least(self, size: int) -> None:
         """Claim at least `size` bytes in all.
 
         Raises:
@@ -116,7 +116,7 @@ class BudgetShare:
                 )
             self._set(size)
 
-    def add(self, size: int) -> None:
+    def charge(self, size: int) -> None:
         """Charge `size` bytes more, whether or not there is room."""
         if size:
             self._set(self.held + size)
@@ -173,7 +173,7 @@ def check_depth(body: bytes, size: Size) -> None:
         )
 
 
-def cost_of(body: bytes, size: Size) -> int:
+def memory_cost_of(body: bytes, size: Size) -> int:
     """Estimate the memory that a body takes until its call has ended, in bytes."""
     parsed = CONTAINER_BYTES * size.containers + VALUE_BYTES * size.values
     return COPIES * len(body) + parsed
@@ -219,8 +219,8 @@ class Intake:
         Raises:
             TooLarge, BadRequest, Overloaded: as `read` does.
         """
-        body = exchange.arrived(min(self.max_body, LONG_TO_COUNT))
-        return None if body is None else _admitted(body, check_shape(body), claim)
+        body = exchange.arrived_body(min(self.max_body, LONG_TO_COUNT))
+        return None if body is None else _claim_to_parse(body, check_shape(body), claim)
 
     async def read(self, exchange: Exchange, claim: BudgetShare) -> tuple[bytes, bool]:
         """Return a call's body, and whether parsing it takes long; its memory is in `claim`.
@@ -233,10 +233,10 @@ class Intake:
         """
         body = await self.read_bytes(exchange, claim, self.max_body, "PAWL_MAX_BODY_MB")
         if len(body) > LONG_TO_COUNT:
-            size: Size = await self.beside(check_shape, body)
+            size: Size = await self.run_in_thread(check_shape, body)
         else:
             size = check_shape(body)
-        return _admitted(body, size, claim)
+        return _claim_to_parse(body, size, claim)
 
     async def read_bytes(
         self, exchange: Exchange, claim: BudgetShare, limit: int, setting: str
@@ -253,8 +253,10 @@ class Intake:
             body = None
             if length is None or length <= limit:
                 if length is not None:
-                    claim.ask(COPIES * length)
-                body = await exchange.read(limit, lambda so_far: claim.ask(COPIES * so_far))
+                    claim.claim_at_least(COPIES * length)
+                body = await exchange.read(
+                    limit, lambda so_far: claim.claim_at_least(COPIES * so_far)
+                )
             if body is None:
                 raise TooLarge(
                     f"The request's body is larger than the {limit} bytes that this proxy takes. "
@@ -266,23 +268,23 @@ class Intake:
             raise
         return body
 
-    async def beside(self, work: Callable[..., Result], *arguments: object) -> Result:
+    async def run_in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
         """Run slow work in the thread, and return its result."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._beside, _yielding, work, arguments)
+        return await loop.run_in_executor(self._beside, _run_yielding_gil, work, arguments)
 
     def close(self) -> None:
         """Cancel waiting work, without waiting for running work."""
         self._beside.shutdown(wait=False, cancel_futures=True)
 
 
-def _admitted(body: bytes, size: Size, claim: BudgetShare) -> tuple[bytes, bool]:
+def _claim_to_parse(body: bytes, size: Size, claim: BudgetShare) -> tuple[bytes, bool]:
     """Claim memory to parse a body; return the body and whether parsing takes long."""
-    claim.ask(cost_of(body, size))
+    claim.claim_at_least(memory_cost_of(body, size))
     return body, takes_long(body, size)
 
 
-def _yielding(work: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
+def _run_yielding_gil(work: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
     """Do the work in this thread, and meanwhile let the event loop have the GIL sooner."""
     sys.setswitchinterval(SWITCH_S)
     try:

@@ -67,7 +67,7 @@ _usages = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _number = msgspec.json.Decoder(int)
 
 
-def share_of(limit: int | None, workers: int) -> int | None:
+def share_of_limit(limit: int | None, workers: int) -> int | None:
     """Return one worker's share of a limit, rounded up, so that no key is locked out."""
     return None if limit is None else math.ceil(limit / workers)
 
@@ -103,12 +103,12 @@ class Usage:
         """Return whether the key has a limit of tokens: only then are they worth counting."""
         return self._tokens is not None
 
-    def hold_to(self, grant: Grant, workers: int) -> None:
+    def set_limits(self, grant: Grant, workers: int) -> None:
         """Set the limits of a key, of which each of `workers` has a share."""
-        self._per_minute = share_of(grant.per_minute, workers)
+        self._per_minute = share_of_limit(grant.per_minute, workers)
         self._most_statements = grant.per_minute
-        self._at_once = share_of(grant.at_once, workers)
-        self._tokens = share_of(grant.tokens_per_minute, workers)
+        self._at_once = share_of_limit(grant.at_once, workers)
+        self._tokens = share_of_limit(grant.tokens_per_minute, workers)
         if self._per_minute is None:
             self._begun.clear()
         if self._tokens is None:
@@ -123,7 +123,7 @@ class Usage:
         """
         if self._at_once is not None and self._running >= self._at_once:
             return BUSY_S
-        wait_s = self._until_tokens(now) if takes_tokens else None
+        wait_s = self._seconds_until_tokens(now) if takes_tokens else None
         if wait_s is not None:
             return wait_s
         wait_s = self._count(now, 1)
@@ -158,11 +158,11 @@ class Usage:
         while begun and begun[0] <= now - WINDOW_S:
             begun.popleft()
         if (over := len(begun) + number - limit) > 0:
-            return _until_old(begun[over - 1], now)
+            return _seconds_until_old(begun[over - 1], now)
         begun.extend([now] * number)
         return None
 
-    def spend(self, now: float, tokens: int) -> None:
+    def charge_tokens(self, now: float, tokens: int) -> None:
         """Count the tokens of a call that has ended."""
         if self._tokens is not None and tokens:
             self._taken.append((now, tokens))
@@ -172,7 +172,7 @@ class Usage:
         """Count a request that has ended, however it did."""
         self._running -= 1
 
-    def _until_tokens(self, now: float) -> int | None:
+    def _seconds_until_tokens(self, now: float) -> int | None:
         """Return the seconds until the tokens are below the limit, or None if they are."""
         if self._tokens is None:
             return None
@@ -185,11 +185,11 @@ class Usage:
             if remaining < self._tokens:
                 break
             remaining -= tokens
-            wait_s = _until_old(ended, now)
+            wait_s = _seconds_until_old(ended, now)
         return wait_s
 
 
-def _until_old(at: float, now: float) -> int:
+def _seconds_until_old(at: float, now: float) -> int:
     """Return the whole seconds from `now` until `at` is a minute ago."""
     # Sums of seconds are rounded, so compare as `begin` will compare then.
     wait_s = math.ceil(at + WINDOW_S - now)
@@ -219,11 +219,11 @@ def tokens_of(
         reply = inflater.decompress(reply, MOST_INFLATED)
         if not inflater.eof:
             return math.ceil((len(request) + MOST_INFLATED) / BYTES_A_TOKEN)
-    counted = _reported(_USAGE.findall(reply)) or _count_ids(reply)
-    return counted or (0 if refused else _estimate(request, reply))
+    counted = _reported_tokens(_USAGE.findall(reply)) or _count_ids(reply)
+    return counted or (0 if refused else _estimate_tokens(request, reply))
 
 
-def _reported(usages: Iterable[bytes]) -> int:
+def _reported_tokens(usages: Iterable[bytes]) -> int:
     largest: dict[str, int] = {}
     for usage in usages:
         try:
@@ -254,7 +254,7 @@ def _count_ids(reply: bytes) -> int:
     return prompt + sampled
 
 
-def _estimate(request: bytes, reply: bytes) -> int:
+def _estimate_tokens(request: bytes, reply: bytes) -> int:
     """Return a number of tokens by length: an event of a stream counts as one."""
     events = len(_EVENT.findall(reply))
     return math.ceil(len(request) / BYTES_A_TOKEN) + (
@@ -285,7 +285,7 @@ RELAYED: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"vi
 _SIZES: Final = frozenset(map(len, CREDENTIALS | RELAYED))
 
 
-class Shown(msgspec.Struct, frozen=True, gc=False):
+class ShownCredentials(msgspec.Struct, frozen=True, gc=False):
     """The sender's credentials in a request's headers.
 
     `relayed`: a reverse proxy passed the request on. `headers`: all headers with credentials.
@@ -296,14 +296,14 @@ class Shown(msgspec.Struct, frozen=True, gc=False):
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-NOTHING: Final = Shown()
+NOTHING: Final = ShownCredentials()
 
 
-class Gate:
+class KeyChecker:
     """Check the credentials of requests against the known keys, and enforce the keys' limits."""
 
     def __init__(self, access: Access, workers: int = 1, hosts: tuple[str, ...] = ()) -> None:
-        """Begin without knowing the keys: no request is admitted until `take`.
+        """Begin without knowing the keys: no request is admitted until `replace_keys`.
 
         Each of `workers` holds a key to its share of the limits. `hosts`: `PAWL_ALLOWED_HOSTS`.
         """
@@ -317,11 +317,11 @@ class Gate:
         self._asks = True
 
     @property
-    def knows(self) -> bool:
+    def knows_keys(self) -> bool:
         """Return whether the keys are known: no request is admitted before."""
         return self._known is not None
 
-    def take(self, ring: KeyRing | None) -> None:
+    def replace_keys(self, ring: KeyRing | None) -> None:
         """Replace the known keys. None: they cannot be read, and the old keys stay valid.
 
         The old keys also stay if the ring states that no key was ever made: then the file was
@@ -340,7 +340,7 @@ class Gate:
         # Usages of revoked keys are forgotten; running requests still end theirs.
         usages = {grant.id: self._usages.get(grant.id) or Usage() for grant in grants}
         for grant in grants:
-            usages[grant.id].hold_to(grant, self._workers)
+            usages[grant.id].set_limits(grant, self._workers)
         self._usages = usages
 
     def admit(self, exchange: Exchange, scope: Scope) -> Usage | None:
@@ -355,7 +355,7 @@ class Gate:
             TooMany: its key's limit of requests or tokens is used up.
             ProxyError: as `check` does.
         """
-        shown = shown_in(exchange.headers)
+        shown = credentials_in(exchange.headers)
         credential = shown.credential
         if credential is not None and (self._asks or credential.startswith(MARK)):
             exchange.headers = without_credentials(exchange.headers, shown)
@@ -365,9 +365,9 @@ class Gate:
             return None
         exchange.tenant, exchange.api_key = grant.tenant, grant.id
         exchange.key_name = grant.name
-        return self.begin(grant, takes_tokens=scope == "infer")
+        return self.count_request(grant, takes_tokens=scope == "infer")
 
-    def begin(self, grant: Grant, *, takes_tokens: bool) -> Usage:
+    def count_request(self, grant: Grant, *, takes_tokens: bool) -> Usage:
         """Count a request of a key that `check` admitted; call `end` of the returned usage later.
 
         Raises:
@@ -380,7 +380,7 @@ class Gate:
         return usage
 
     def check(
-        self, shown: Shown, scope: Scope, request: tuple[str, Headers], *, local: bool
+        self, shown: ShownCredentials, scope: Scope, request: tuple[str, Headers], *, local: bool
     ) -> Grant | None:
         """Return the grant of a request, or None if no key is required.
 
@@ -450,7 +450,7 @@ def _too_many(grant: Grant, wait_s: int) -> TooMany:
     )
 
 
-def _not_local(shown: Shown) -> Forbidden:
+def _not_local(shown: ShownCredentials) -> Forbidden:
     reason = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
     return Forbidden(
         f"No API key was made yet, so only this machine may call, and {reason}. Make a key "
@@ -459,7 +459,7 @@ def _not_local(shown: Shown) -> Forbidden:
     )
 
 
-def shown_in(headers: Headers) -> Shown:
+def credentials_in(headers: Headers) -> ShownCredentials:
     """Return the credentials in a request's headers, and whether it came through a proxy.
 
     Of several credentials the first that looks like a key counts, else the first.
@@ -478,14 +478,14 @@ def shown_in(headers: Headers) -> Shown:
             elif lower in RELAYED:
                 relayed = True
     if pairs is None:
-        return Shown(relayed=True) if relayed else NOTHING
-    credential = _bare(pairs[0][1])
+        return ShownCredentials(relayed=True) if relayed else NOTHING
+    credential = _without_bearer(pairs[0][1])
     if len(pairs) > 1:
-        credential = next(filter(None, map(_key, pairs)), credential)
-    return Shown(credential, relayed, tuple(pairs))
+        credential = next(filter(None, map(_key_in_header, pairs)), credential)
+    return ShownCredentials(credential, relayed, tuple(pairs))
 
 
-def without_credentials(headers: Headers, shown: Shown) -> Headers:
+def without_credentials(headers: Headers, shown: ShownCredentials) -> Headers:
     """Return the headers without those that hold a client's credentials."""
     kept = headers.copy()
     for pair in shown.headers:
@@ -493,13 +493,13 @@ def without_credentials(headers: Headers, shown: Shown) -> Headers:
     return kept
 
 
-def _key(pair: tuple[bytes, bytes]) -> bytes:
+def _key_in_header(pair: tuple[bytes, bytes]) -> bytes:
     """Return the value of a header if it looks like a key, else nothing."""
-    value = _bare(pair[1])
+    value = _without_bearer(pair[1])
     return value if value.startswith(MARK) else b""
 
 
-def _bare(value: bytes) -> bytes:
+def _without_bearer(value: bytes) -> bytes:
     """Return a credential without the word `Bearer` (RFC 6750 §2.1), which has no fixed case."""
     return value[7:].strip() if value[:7].lower() == b"bearer " else value.strip()
 
@@ -531,7 +531,7 @@ class KeyFile:
                 partial.chmod(PRIVATE)
                 write_private(partial / NAME, content)
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether the file changed since the last call."""
         seen, self._seen = self._seen, self._mark()
         return self._seen != seen
@@ -552,7 +552,7 @@ class KeyFile:
     async def watch(self, take: Callable[[KeyRing | None], None]) -> None:
         """Call `take` with the result of `read` whenever the file changes; never return."""
         while True:
-            if self.changed():
+            if self.has_changed():
                 take(self.read())
             await asyncio.sleep(WATCH_S)
 

@@ -46,11 +46,11 @@ class Lookup:
         except TimeoutError:
             return None
         try:
-            return await self._asked(question, within_s)
+            return await self._ask_in_turn(question, within_s)
         finally:
             self._turns.release()
 
-    async def _asked(
+    async def _ask_in_turn(
         self, question: Callable[[Driver], Awaitable[Answer]], within_s: float
     ) -> Answer | None:
         loop = asyncio.get_running_loop()

@@ -130,7 +130,7 @@ OUTDATED = Counter(
     ["what"],
 )
 # Workers count only here, in one step, and the ingester adds the number to both totals that include
-# it (`exposed`): two steps could be observed, or interrupted by a kill, halfway.
+# it (`exposed_registry`): two steps could be observed, or interrupted by a kill, halfway.
 UNWRITTEN = Counter(
     "pawl_records_unwritten_total",
     "Records that could not be written to disk; pawl_records_dropped_total has them too.",
@@ -225,12 +225,12 @@ DATABASE_UP = Gauge(
 )
 
 
-def refusals(kind: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
+def refusal_classes(kind: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
     """Yield the classes of errors that refuse a request; others prevent the start."""
     for error in kind.__subclasses__():
         if error is Unexpected or error.status != ProxyError.status:
             yield error
-        yield from refusals(error)
+        yield from refusal_classes(error)
 
 
 SLOW_STEPS: Final = ("head", "body", "write")
@@ -240,7 +240,7 @@ KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
     WITHHELD: [("not_json", "unreadable")],
     CALL_SECONDS: [("true", "false")],
     REFUSED: [
-        [*(error.__name__ for error in refusals()), *(f"slow_{step}" for step in SLOW_STEPS)]
+        [*(error.__name__ for error in refusal_classes()), *(f"slow_{step}" for step in SLOW_STEPS)]
     ],
     OUTDATED: [("episodes", "calls", "statements", "letters", "unspent", "pending")],
     FEEDBACK: [("reward", "tool_status", "other"), ("known", "pending")],
@@ -255,7 +255,7 @@ WHOLES: Final = frozenset({"pawl_records", "pawl_records_dropped"})
 PART: Final = "pawl_records_unwritten"
 
 
-def exposed(is_shown: Callable[[str], bool] | None = None) -> CollectorRegistry:
+def exposed_registry(is_shown: Callable[[str], bool] | None = None) -> CollectorRegistry:
     """Return the metrics that `/metrics` shows: those of all processes, with the totals joined.
 
     With `is_shown` there are only samples with a policy for whose name it returns true.

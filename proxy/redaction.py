@@ -26,7 +26,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from proxy.errors import BadRedaction
 from proxy.formats.base import read_request
 from proxy.identity.call_memory import PREFIXES
-from proxy.ingester.transcribe import CANNOT_BE_READ, Entry, raised_at, transcribe, unread_call
+from proxy.ingester.transcribe import (
+    CANNOT_BE_READ,
+    Entry,
+    raised_at,
+    record_without_content,
+    transcribe,
+)
 from proxy.metrics import REDACTED as REDACTED_RECORDS
 from proxy.metrics import WITHHELD, labelled
 from proxy.settings import ProxySettings
@@ -149,7 +155,7 @@ class Rules:
         # One search finds out whether any pattern matches.
         self._any_of = _compiled("|".join(f"(?:{pattern})" for _, pattern in patterns) or "x")
 
-    def redact(self, text: bytes, hits: set[str]) -> bytes:
+    def redact_bytes(self, text: bytes, hits: set[str]) -> bytes:
         """Return UTF-8 with each pattern's matches replaced, in the order of the rules."""
         if not self._patterns or self._any_of.search(text) is None:
             return text
@@ -163,11 +169,11 @@ class Rules:
                 text = b"".join([*pieces, text[end:]])
         return text
 
-    def text(self, text: str, hits: set[str]) -> str:
+    def redact_text(self, text: str, hits: set[str]) -> str:
         """Return a text with each pattern's matches replaced."""
-        return self.redact(text.encode(errors="surrogatepass"), hits).decode(errors="replace")
+        return self.redact_bytes(text.encode(errors="surrogatepass"), hits).decode(errors="replace")
 
-    def document(self, document: bytes, hits: set[str], depth: int = 0) -> bytes:
+    def redact_document(self, document: bytes, hits: set[str], depth: int = 0) -> bytes:
         """Return a JSON document with the matches in its strings, also names, replaced in place.
 
         All other bytes stay as they are, also numbers of any size. A string that holds JSON itself,
@@ -180,22 +186,22 @@ class Rules:
             literal = match.group()
             text = inner = _decoded(literal)
             if depth < DEEPEST and text.lstrip().startswith((b"{", b"[")):
-                inner = self.document(text, hits, depth + 1)
-            replaced = self.redact(inner, hits)
+                inner = self.redact_document(text, hits, depth + 1)
+            replaced = self.redact_bytes(inner, hits)
             return literal if replaced == text else _encoded(replaced)
 
         return _STRING.sub(redacted, document)
 
-    def body(self, body: bytes, side: str, hits: set[str]) -> bytes:
+    def redact_body(self, body: bytes, side: str, hits: set[str]) -> bytes:
         """Return a request or a reply with its fields and matches replaced."""
         for rule in self.fields:
             of_side, *path = str(rule.field).split(".")
             if of_side == side:
-                replaced = with_field(body, path, msgspec.json.encode(rule.replacement))
+                replaced = replace_field(body, path, msgspec.json.encode(rule.replacement))
                 if replaced is not body:
                     hits.add(rule.name)
                 body = replaced
-        return self.document(body, hits)
+        return self.redact_document(body, hits)
 
 
 def _decoded(literal: bytes) -> bytes:
@@ -216,7 +222,7 @@ def _encoded(text: bytes) -> bytes:
     return json.dumps(decoded).encode()
 
 
-def with_field(value: bytes, path: Sequence[str], replacement: bytes) -> bytes:
+def replace_field(value: bytes, path: Sequence[str], replacement: bytes) -> bytes:
     """Return a JSON value with the values at `path` replaced by the JSON `replacement`.
 
     A part of the path is the name of a member, the index of an item, or `*` for all of either.
@@ -226,7 +232,7 @@ def with_field(value: bytes, path: Sequence[str], replacement: bytes) -> bytes:
         return value if value.strip() in (b"null", replacement) else replacement
     parts = _parts(value)
     changed = {
-        name: with_field(part, path[1:], replacement) if path[0] in ("*", name) else part
+        name: replace_field(part, path[1:], replacement) if path[0] in ("*", name) else part
         for name, part in parts.items()
     }
     return value if changed == parts else _joined(value, changed)
@@ -260,7 +266,7 @@ def _joined(value: bytes, parts: Mapping[str, bytes]) -> bytes:
     return msgspec.json.encode(raw if value.lstrip()[:1] == b"{" else list(raw.values()))
 
 
-class Redacted(NamedTuple):
+class RedactedCall(NamedTuple):
     """A call's record as it may be stored, and the rules that hit.
 
     `withheld`: a body is left out, since rules cannot be applied to it.
@@ -271,7 +277,7 @@ class Redacted(NamedTuple):
     withheld: bool = False
 
 
-def redact_call(record: CallRecord, rules: Rules) -> Redacted:
+def redact_call(record: CallRecord, rules: Rules) -> RedactedCall:
     """Return a call's record with the rules applied, or `record` itself if no rule hits.
 
     Raises:
@@ -285,18 +291,18 @@ def redact_call(record: CallRecord, rules: Rules) -> Redacted:
         if body is not None and rules.fields and repeated_name(read_request(body)) is not None:
             # A field's rule would replace only the last of two members with the same name.
             body, withheld = None, True
-        bodies[side] = body and rules.body(body, side, hits)
+        bodies[side] = body and rules.redact_body(body, side, hits)
     texts = withheld or not hits.isdisjoint(field.name for field in rules.fields)
     redacted = replace(
         record,
         **bodies,
-        sampling=rules.document(record.sampling, hits),
-        tool_calls=tuple(_tool_call(call, rules, hits) for call in record.tool_calls),
-        tool_events=tuple(_tool_event(event, rules, hits) for event in record.tool_events),
+        sampling=rules.redact_document(record.sampling, hits),
+        tool_calls=tuple(_redact_tool_call(call, rules, hits) for call in record.tool_calls),
+        tool_events=tuple(_redact_tool_event(event, rules, hits) for event in record.tool_events),
     )
     if not hits and not withheld:
-        return Redacted(record)
-    return Redacted(_without_derived(redacted, texts=texts), frozenset(hits), withheld)
+        return RedactedCall(record)
+    return RedactedCall(_without_derived(redacted, texts=texts), frozenset(hits), withheld)
 
 
 def without_content(record: CallRecord) -> CallRecord:
@@ -305,25 +311,25 @@ def without_content(record: CallRecord) -> CallRecord:
     return _without_derived(bare, texts=True)
 
 
-def _item(item: FeedbackItem, rules: Rules, hits: set[str]) -> FeedbackItem:
+def _redact_item(item: FeedbackItem, rules: Rules, hits: set[str]) -> FeedbackItem:
     if item.tool is not None:
-        return replace(item, tool=_tool_event(item.tool, rules, hits))
-    value = rules.text(item.value, hits) if isinstance(item.value, str) else item.value
+        return replace(item, tool=_redact_tool_event(item.tool, rules, hits))
+    value = rules.redact_text(item.value, hits) if isinstance(item.value, str) else item.value
     text = item.correction
     # The replacement must not be learned.
-    correction = text if text is None or rules.text(text, hits) == text else None
+    correction = text if text is None or rules.redact_text(text, hits) == text else None
     return replace(item, value=value, correction=correction)
 
 
-def _tool_call(call: ToolCall, rules: Rules, hits: set[str]) -> ToolCall:
+def _redact_tool_call(call: ToolCall, rules: Rules, hits: set[str]) -> ToolCall:
     # Encoded as in the reply, so that both are redacted alike.
-    arguments = rules.document(msgspec.json.encode(call.arguments), hits)
-    name = rules.text(call.name, hits)
+    arguments = rules.redact_document(msgspec.json.encode(call.arguments), hits)
+    name = rules.redact_text(call.name, hits)
     return ToolCall(id=call.id, name=name, arguments=msgspec.json.decode(arguments, type=str))
 
 
-def _tool_event(event: ToolEvent, rules: Rules, hits: set[str]) -> ToolEvent:
-    name, detail = (text and rules.text(text, hits) for text in (event.name, event.detail))
+def _redact_tool_event(event: ToolEvent, rules: Rules, hits: set[str]) -> ToolEvent:
+    name, detail = (text and rules.redact_text(text, hits) for text in (event.name, event.detail))
     return replace(event, name=name, detail=detail)
 
 
@@ -376,29 +382,29 @@ class Redactor:
         # Its thread starts with the first call: the ingester needs none.
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
 
-    async def capture(self, captured: CapturedCall) -> Frame:
+    async def redact_captured(self, captured: CapturedCall) -> Frame:
         """Return the frame that a worker records of a call, redacted in a thread."""
         run = asyncio.get_running_loop().run_in_executor
         try:
             redacted = await run(self._beside, self._redacted, captured)
         except Exception as error:
             _log_failure(UUID(bytes=captured.id), error)
-            return without_content(unread_call(captured))
-        _count(redacted.by, withheld=redacted.withheld)
+            return without_content(record_without_content(captured))
+        _count_redacted(redacted.by, withheld=redacted.withheld)
         return redacted.record if redacted.by or redacted.withheld else captured
 
-    def _redacted(self, captured: CapturedCall) -> Redacted:
+    def _redacted(self, captured: CapturedCall) -> RedactedCall:
         record = transcribe(captured, self._readers, self._most_reply)
         redacted = redact_call(record, self._rules)
         if redacted.record is not record:
-            # Fails here if no frame can hold the record (a lone surrogate): `capture` handles that.
+            # Fails here if no frame can hold the record (a lone surrogate): see `redact_captured`.
             encode_payload(redacted.record)
         return redacted
 
-    def record(self, record: SpoolRecord) -> SpoolRecord:
+    def redact_record(self, record: SpoolRecord) -> SpoolRecord:
         """Return a record as the ingester may store it; no content if it cannot be redacted."""
         if isinstance(record, FeedbackRecord):
-            return self.feedback(record)
+            return self.redact_feedback(record)
         # A call that a worker redacted is left alone: a replacement may match a pattern.
         if not isinstance(record, CallRecord) or record.reason == REDACTED:
             return record
@@ -407,20 +413,20 @@ class Redactor:
         except Exception as error:
             _log_failure(record.id, error)
             return without_content(record)
-        _count(redacted.by, withheld=redacted.withheld)
+        _count_redacted(redacted.by, withheld=redacted.withheld)
         return redacted.record
 
-    def feedback(self, record: FeedbackRecord) -> FeedbackRecord:
+    def redact_feedback(self, record: FeedbackRecord) -> FeedbackRecord:
         """Return feedback with the matches in its textual values and tool details replaced.
 
         A correction with a match is left out.
         """
         hits: set[str] = set()
-        items = tuple(_item(item, self._rules, hits) for item in record.items)
-        _count(hits)
+        items = tuple(_redact_item(item, self._rules, hits) for item in record.items)
+        _count_redacted(hits)
         return replace(record, items=items) if hits else record
 
-    def letter(self, entry: Entry) -> tuple[bytes, str]:
+    def redact_letter(self, entry: Entry) -> tuple[bytes, str]:
         """Return a dead letter's bytes and reason, without the content of an unreadable record."""
         # The error of an unreadable record may quote it; the place in the code does not.
         is_unread = entry.reason.startswith(CANNOT_BE_READ)
@@ -430,11 +436,11 @@ class Redactor:
         try:
             frame = decode_payload(entry.piece.data)
             if isinstance(frame, CapturedCall):
-                frame = unread_call(frame)
+                frame = record_without_content(frame)
             if isinstance(frame, CallRecord):
                 frame = without_content(frame)
             elif isinstance(frame, FeedbackRecord):
-                frame = self.feedback(frame)
+                frame = self.redact_feedback(frame)
             return encode_payload(frame), reason
         except Exception:
             # Damaged bytes may hold anything.
@@ -451,7 +457,7 @@ def open_redactor(settings: ProxySettings) -> Redactor | None:
     return None if path is None else Redactor(parse_rules(FILE.text_of(path), str(path)), settings)
 
 
-def _count(rules: Iterable[str], *, withheld: bool = False) -> None:
+def _count_redacted(rules: Iterable[str], *, withheld: bool = False) -> None:
     for name in rules:
         labelled(REDACTED_RECORDS, name).inc()
     if withheld:

@@ -21,7 +21,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, values
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from proxy.errors import SpoolInUse
-from proxy.spool.folders import Lock, hold, is_held
+from proxy.spool.folders import Lock, is_held, lock_file
 
 log = structlog.get_logger()
 
@@ -53,7 +53,7 @@ class SharedFolder:
         _remove_abandoned(parent)
         # Renamed once it is locked: before, a proxy that starts would take it for abandoned.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-        self._owner: Lock = hold(made / OWNER)
+        self._owner: Lock = lock_file(made / OWNER)
         self.path = made.rename(parent / made.name.removeprefix("."))
 
     def remove(self) -> None:
@@ -88,7 +88,7 @@ def _take_slot(folder: Path) -> int:
     for slot in count():
         with suppress(SpoolInUse):
             # Held until this process ends.
-            hold(folder / f"{slot}.lock")
+            lock_file(folder / f"{slot}.lock")
             break
     _forget_gauges(folder, slot)
     for kind, room in ROOM.items():
@@ -121,7 +121,7 @@ def registry() -> CollectorRegistry:
     for path in folder.glob("[0-9]*.lock"):
         # Held meanwhile, so that no process that starts takes the slot.
         with suppress(SpoolInUse):
-            lock = hold(path)
+            lock = lock_file(path)
             _forget_gauges(folder, int(path.stem))
             lock.release()
     together = CollectorRegistry()

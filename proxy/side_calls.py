@@ -60,17 +60,17 @@ def side_kind(
         shown: all of its fields, unparsed; None if it is not a JSON object.
         turns: the reader of its conversation.
     """
-    kind = _stated(fields.get("client_metadata"))
+    kind = _stated_kind(fields.get("client_metadata"))
     if kind is not None:
         return kind
     for prompt, beginning in _CANDIDATES:
         # Nearly all requests contain no known beginning, and are not read.
-        if beginning in body and shown is not None and _begins(prompt, fields, shown, turns):
+        if beginning in body and shown is not None and _has_prompt(prompt, fields, shown, turns):
             return prompt.kind
     return None
 
 
-def _stated(metadata: Any) -> str | None:
+def _stated_kind(metadata: Any) -> str | None:
     """Return the kind of a side call that Codex's metadata states."""
     text = metadata.get(CODEX) if isinstance(metadata, dict) else None
     try:
@@ -81,7 +81,7 @@ def _stated(metadata: Any) -> str | None:
     return kind if isinstance(kind, str) and kind in CODEX_KINDS else None
 
 
-def _begins(prompt: Prompt, fields: dict[str, Any], shown: Object, turns: Turns) -> bool:
+def _has_prompt(prompt: Prompt, fields: dict[str, Any], shown: Object, turns: Turns) -> bool:
     """Return whether a request has a known prompt in the expected place."""
     if not prompt.is_users and fields.get("tools"):
         return False

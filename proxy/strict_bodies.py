@@ -73,7 +73,7 @@ class _Head(NamedTuple):
     is_file: bool
 
 
-def is_plain(content_type: str) -> bool:
+def extends_ascii(content_type: str) -> bool:
     """Return whether a content type's character set, if it names any, extends ASCII."""
     return all(map(_PLAIN.fullmatch, _CHARSET.findall(content_type)))
 
@@ -94,17 +94,17 @@ def read_form(content_type: str, body: bytes) -> Form:
                 raise ValueError("the part `model` is a file; send it as text")
             continue
         text = _text(value)
-        if head.name == _SAYS_CHARSET and not is_plain(f"charset={text}"):
+        if head.name == _SAYS_CHARSET and not extends_ascii(f"charset={text}"):
             raise ValueError(f"{_SAYS_CHARSET} names another character set than UTF-8")
         texts.append(text)
-        _put(fields, head.name, _meant(text))
+        _put_member(fields, head.name, _json_or_text(text))
     return Form(tuple(texts), fields)
 
 
 def _boundary(content_type: str) -> bytes:
     given = content_type.encode(errors="surrogateescape").strip()
     kind = given.partition(b";")[0]
-    if kind.strip().lower() != FORM.encode() or not is_plain(content_type):
+    if kind.strip().lower() != FORM.encode() or not extends_ascii(content_type):
         raise ValueError("its Content-Type is not multipart/form-data in UTF-8")
     named = _parameters(given, len(kind))
     boundary = named.get(b"boundary", b"")
@@ -170,7 +170,7 @@ def _head(raw: bytes) -> _Head:
         raise ValueError("a part has no name, or one that is not of letters, digits and . _ - [ ]")
     if headers.get(b"content-transfer-encoding", _TRANSFER[0]).lower() not in _TRANSFER:
         raise ValueError("a part has a Content-Transfer-Encoding")
-    if not is_plain(content_type) or content_type.lower().startswith("multipart/"):
+    if not extends_ascii(content_type) or content_type.lower().startswith("multipart/"):
         raise ValueError("a part has parts of its own, or is not in UTF-8")
     # Some parsers take a file without a name for a text.
     return _Head(own[1].decode(), named.get(b"filename", b'""') != b'""')
@@ -184,14 +184,14 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-def _meant(text: str) -> Any:
+def _json_or_text(text: str) -> Any:
     """Return the JSON object or list that a text holds, or the text."""
     if not text.lstrip().startswith(_STRUCTURES):
         return text
     if nests_too_deep(text.encode()):
         raise ValueError("one of its parts nests too deep")
     try:
-        return json.loads(text, object_pairs_hook=once_each)
+        return json.loads(text, object_pairs_hook=members_once)
     except json.JSONDecodeError:
         return text
     except RepeatedName as error:
@@ -201,7 +201,7 @@ def _meant(text: str) -> Any:
         raise ValueError("one of its parts has a number of too many digits") from error
 
 
-def _put(fields: dict[str, Any], name: str, value: Any) -> None:
+def _put_member(fields: dict[str, Any], name: str, value: Any) -> None:
     """Add a value under the name of its part, which may be the path of a nested member."""
     *path, last = [step for step in _STEPS.split(name) if step] or [name]
     for step in path:
@@ -230,17 +230,17 @@ def repeated_name(request: ModelRequest) -> str | None:
     Raises:
         ValueError: a value of the body cannot be read.
     """
-    if request.parsed is None or count_members(request.body) == _members_of(request.fields):
+    if request.parsed is None or count_members(request.body) == _count_members(request.fields):
         return None
     # Unparsed values have members too, so the names themselves are compared now.
     try:
-        json.loads(request.body, object_pairs_hook=once_each)
+        json.loads(request.body, object_pairs_hook=members_once)
     except RepeatedName as repeated:
         return str(repeated)
     return None
 
 
-def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def members_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object that has these members, as a hook of a JSON parser.
 
     Raises:
@@ -254,7 +254,7 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _members_of(tree: object) -> int:
+def _count_members(tree: object) -> int:
     """Return how many members the objects of a parsed value have."""
     count = 0
     waiting: list[Any] = [tree]

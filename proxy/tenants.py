@@ -35,8 +35,8 @@ from proxy.http.wire import Headers, is_of_any_tenant
 from proxy.identity.call_memory import CallMemory, response_fingerprint
 from proxy.lookup import Lookup
 from proxy.policies.owners import Owners
-from proxy.strict_bodies import FORM, is_plain, read_form, repeated_name
-from proxy.upstreams.upstreams import shown
+from proxy.strict_bodies import FORM, extends_ascii, read_form, repeated_name
+from proxy.upstreams.upstreams import shortened
 from store.driver import Driver
 from store.questions import known_responses
 from store.tenants import DEFAULT, keyed_digests, scoped
@@ -210,9 +210,9 @@ def check_call(
         raise _unreadable(error) from error
     if repeated is not None:
         raise BadRequest(
-            f"An object in the body has {shown(repeated)!r} twice, and servers differ in which "
+            f"An object in the body has {shortened(repeated)!r} twice, and servers differ in which "
             "value they use: send it once",
-            param=shown(repeated),
+            param=shortened(repeated),
             code="unclear_body",
         )
     if tenant == DEFAULT:
@@ -303,21 +303,21 @@ def _type_of(headers: Headers, body: bytes) -> str:
     codings = [value for name, value in headers if name.lower() == _CONTENT_ENCODING]
     content_type = (types or [b""])[0].decode(errors="surrogateescape").strip()
     if len(types) > 1:
-        raise _unclear("has several Content-Type headers", "send one")
+        raise _unclear_body("has several Content-Type headers", "send one")
     if any(coding.strip().lower() not in (b"", b"identity") for coding in codings):
-        raise _unclear("has a Content-Encoding", "send it without")
-    if not is_plain(content_type):
-        raise _unclear("is in another character set than UTF-8", "encode it as UTF-8")
+        raise _unclear_body("has a Content-Encoding", "send it without")
+    if not extends_ascii(content_type):
+        raise _unclear_body("is in another character set than UTF-8", "encode it as UTF-8")
     # These separate the fields of a URL-encoded form.
     if "urlencoded" in content_type.lower() and (b"&" in body or b";" in body):
-        raise _unclear(
+        raise _unclear_body(
             "is sent as a form in a URL's encoding",
             "say what it is, as with Content-Type: application/json",
         )
     return content_type
 
 
-def _unclear(reason: str, remedy: str) -> BadRequest:
+def _unclear_body(reason: str, remedy: str) -> BadRequest:
     return BadRequest(
         f"The body {reason}, so it is not known which model it names: {remedy}", code="unclear_body"
     )
@@ -361,7 +361,7 @@ def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, A
                 owners.check(tenant, text, name)
         elif name not in allowed and value is not None:
             folded = name.casefold()
-            if folded in REFERENCES or folded in allowed or _is_steering(folded):
+            if folded in REFERENCES or folded in allowed or _is_steered_by_gateways(folded):
                 raise _not_allowed((None, name))
             left_out.append((None, name))
         elif name == "prompt" and isinstance(value, dict):
@@ -371,7 +371,7 @@ def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, A
             _check_within(owners, tenant, value, name, (None, name), left_out, is_talk=is_talk)
     metadata = fields.get("metadata")
     for name in metadata if isinstance(metadata, dict) else ():
-        if _is_steering(name.casefold()):
+        if _is_steered_by_gateways(name.casefold()):
             raise _not_allowed(((None, "metadata"), name))
     if path == "/v1/responses":
         _check_items(fields.get("input"))
@@ -440,7 +440,7 @@ def _is_reference(folded: str, member: object, *, is_item: bool) -> bool:
     return isinstance(member, dict) if folded == "prompt" else folded in REFERENCES
 
 
-def _is_steering(folded: str) -> bool:
+def _is_steered_by_gateways(folded: str) -> bool:
     """Return whether gateways take an address or a credential from a field of this name."""
     # The pattern is slow on long names, which no gateway reads.
     return _PLACE.fullmatch(folded[-_MOST_READ:].replace("_", "").replace("-", "")) is not None
@@ -542,8 +542,8 @@ def _not_allowed(place: Place, remedy: str = "") -> BadRequest:
     path = "".join(steps)[1:]
     remedy = remedy or REFERENCES.get(str(place[1]).casefold(), "leave it out")
     return BadRequest(
-        f"{shown(path)} is not among what tenants may send through this proxy: {remedy}",
-        param=shown(path),
+        f"{shortened(path)} is not among what tenants may send through this proxy: {remedy}",
+        param=shortened(path),
         code="field_not_allowed",
     )
 
@@ -604,7 +604,7 @@ async def check_continued(
     # PostgreSQL neither stores U+0000 in a text nor accepts it in a query.
     is_possible = "\x00" not in named
     while True:
-        known = {name for name, digest in digests.items() if memory.knows(digest)}
+        known = {name for name, digest in digests.items() if memory.is_provided(digest)}
         is_answered = True
         if not known and is_possible:
             found = await lookup.ask(ask, within_s=LOOK_S)
@@ -617,14 +617,14 @@ async def check_continued(
         await asyncio.sleep(PAUSE_S)
     if not is_answered:
         raise NotKnownNow(
-            f"It is not known now whether response {shown(named)!r} is yours, as the database does "
-            "not answer: send the request again, or the conversation itself",
+            f"It is not known now whether response {shortened(named)!r} is yours, as the database "
+            "does not answer: send the request again, or the conversation itself",
             param="previous_response_id",
         )
     if known or tenant != DEFAULT:
         raise NotContinued(
-            f"There is no response {shown(named)!r} to go on from: send the conversation itself, "
-            "or the id of a response that you got",
+            f"There is no response {shortened(named)!r} to go on from: send the conversation "
+            "itself, or the id of a response that you got",
             param="previous_response_id",
             code="previous_response_not_found",
         )

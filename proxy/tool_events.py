@@ -81,14 +81,14 @@ _TIMEOUT: Final = re.compile(
 _LINE: Final = 300
 
 
-class Reading(Record, frozen=True, kw_only=True):
+class ToolVerdict(Record, frozen=True, kw_only=True):
     """A rule's verdict on how a tool ended, with the detail behind it."""
 
     status: ToolStatus
     detail: str | None = None
 
 
-Rule = Callable[[str, Any], Reading | None]
+Rule = Callable[[str, Any], ToolVerdict | None]
 
 
 class _ClineResult(msgspec.Struct):
@@ -113,7 +113,7 @@ class ResultReaders(Record, frozen=True, kw_only=True):
     rules: Mapping[str, tuple[str, ...]] = {}
     give_verdicts: bool = False
 
-    def read(self, name: str | None, text: str) -> Reading | None:
+    def read(self, name: str | None, text: str) -> ToolVerdict | None:
         """Return how the tool of that name ended, or None if no rule gives a verdict.
 
         The worst of several verdicts counts.
@@ -163,7 +163,7 @@ def _rule(rule: str, part: str) -> str:
     return rule
 
 
-def json_error(text: str, parsed: Any) -> Reading | None:
+def json_error(text: str, parsed: Any) -> ToolVerdict | None:
     """Read a JSON object's `error`: the tool failed unless that is null, false or empty."""
     if not isinstance(parsed, dict):
         return None
@@ -171,50 +171,50 @@ def json_error(text: str, parsed: Any) -> Reading | None:
     message = error.get("message") if isinstance(error, dict) else error
     detail = _detail(message if isinstance(message, str) else None)
     if _says_timed_out(parsed) or (detail is not None and _TIMEOUT.search(detail)):
-        return Reading(status="timeout", detail=detail)
-    return Reading(status="error" if error else "ok", detail=detail)
+        return ToolVerdict(status="timeout", detail=detail)
+    return ToolVerdict(status="error" if error else "ok", detail=detail)
 
 
-def exit_code(text: str, parsed: Any) -> Reading | None:
+def exit_code(text: str, parsed: Any) -> ToolVerdict | None:
     """Read the exit code in a JSON object, or in a text's first or last line: only 0 is success."""
     code = _json_code(parsed) if isinstance(parsed, dict) else _text_code(text)
     if isinstance(parsed, dict) and _says_timed_out(parsed):
-        return Reading(status="timeout", detail=None if code is None else f"exit code {code}")
-    return _of_code(code)
+        return ToolVerdict(status="timeout", detail=None if code is None else f"exit code {code}")
+    return _verdict_of_code(code)
 
 
-def codex(text: str, parsed: Any) -> Reading | None:
+def codex(text: str, parsed: Any) -> ToolVerdict | None:
     """Read the exit code in the header that Codex writes before a command's output."""
-    return _of_code(_framed_code(_CODEX.match(text)))
+    return _verdict_of_code(_framed_code(_CODEX.match(text)))
 
 
-def qwen_code(text: str, parsed: Any) -> Reading | None:
+def qwen_code(text: str, parsed: Any) -> ToolVerdict | None:
     """Read the exit code in the lines that Qwen Code writes around a command's output."""
     if _QWEN_CODE_LATE.match(text):
-        return Reading(status="timeout")
-    return _of_code(_framed_code(_QWEN_CODE.match(text)))
+        return ToolVerdict(status="timeout")
+    return _verdict_of_code(_framed_code(_QWEN_CODE.match(text)))
 
 
-def cline(text: str, parsed: Any) -> Reading | None:
+def cline(text: str, parsed: Any) -> ToolVerdict | None:
     """Read the results that Cline writes as JSON, one or a list: `success` must be true in all."""
     try:
         results = msgspec.convert(parsed if isinstance(parsed, list) else [parsed], _CLINE)
     except msgspec.ValidationError:
         return None
     succeeded = all(result.success for result in results)
-    return Reading(status="ok" if succeeded else "error") if results else None
+    return ToolVerdict(status="ok" if succeeded else "error") if results else None
 
 
-def timeout(text: str, parsed: Any) -> Reading | None:
+def timeout(text: str, parsed: Any) -> ToolVerdict | None:
     """Read from a JSON object, or a text's first or last line, that the tool ran out of time."""
     if isinstance(parsed, dict):
         timed_out = _says_timed_out(parsed)
-        return Reading(status="timeout") if timed_out else None
+        return ToolVerdict(status="timeout") if timed_out else None
     line = next((line for line in _outer_lines(text) if _TIMEOUT.search(line)), None)
-    return None if line is None else Reading(status="timeout", detail=_detail(line))
+    return None if line is None else ToolVerdict(status="timeout", detail=_detail(line))
 
 
-def ignore(text: str, parsed: Any) -> Reading | None:
+def ignore(text: str, parsed: Any) -> ToolVerdict | None:
     """Give no verdict on any result."""
     return None
 
@@ -264,10 +264,10 @@ def _framed_code(frame: re.Match[str] | None) -> int | None:
     return None if frame is None or frame[1] is None else int(frame[1])
 
 
-def _of_code(code: int | None) -> Reading | None:
+def _verdict_of_code(code: int | None) -> ToolVerdict | None:
     if code is None:
         return None
-    return Reading(status="ok" if code == 0 else "error", detail=f"exit code {code}")
+    return ToolVerdict(status="ok" if code == 0 else "error", detail=f"exit code {code}")
 
 
 def _outer_lines(text: str) -> tuple[str, ...]:
@@ -294,7 +294,7 @@ def result_events(
     """
     events: list[ToolEvent] = []
     for result in turns.results(parsed):
-        verdict = _judged(turns, result, readers)
+        verdict = _surest_verdict(turns, result, readers)
         if verdict is not None:
             status, source, detail = verdict
             events.append(
@@ -345,7 +345,7 @@ def _tool_name(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _judged(
+def _surest_verdict(
     turns: Turns, result: ToolResult, readers: ResultReaders
 ) -> tuple[ToolStatus, ToolSource, str | None] | None:
     """Return the surest verdict on a result: stated, read by a rule, or assumed by default."""

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, Sampled
+from proxy.formats.base import ModelRequest, SampledTokens
 from proxy.formats.raw_json import Object, readable_value
 from proxy.formats.registry import FORMATS
 from proxy.formats.sampling import SamplingRules
@@ -72,7 +72,7 @@ UNREAD_SETTINGS: Final = "unreadable"
 HELD: Final = GRAMMARS | {STRICT_TOOLS, ONE_CALL}
 
 
-class Judged(msgspec.Struct, frozen=True):
+class JudgedSettings(msgspec.Struct, frozen=True):
     """A call's settings as they are recorded (JSON), and the reasons why they prevent training.
 
     `unsure` is the reason if it is not known which tokens a grammar constrained.
@@ -86,17 +86,17 @@ class Judged(msgspec.Struct, frozen=True):
         """Return why the distribution cannot be computed again, or None if it can."""
         return self.sure if sure else self.unsure
 
-    def with_setting(self, name: str, value: Any) -> "Judged":
+    def with_setting(self, name: str, value: Any) -> "JudgedSettings":
         """Return a copy with one more recorded setting, which changes no reason."""
         recorded = msgspec.json.decode(self.recorded) | {name: value}
         return msgspec.structs.replace(self, recorded=msgspec.json.encode(recorded))
 
 
-def first_reason(
+def why_untrainable(
     status: CallStatus,
     http_status: int | None,
     policy_version: int | None,
-    sampled: Sampled,
+    sampled: SampledTokens,
     judge: Callable[[bool], Reason | None],
     *,
     only_text: bool,
@@ -116,13 +116,13 @@ def first_reason(
     if sampled.choices > 1:
         return "several_choices"
     sure = sampled.sampled_logprobs is not None or sampled.thoughtless
-    reason = _tokens(sampled) or judge(sure)
+    reason = _why_tokens_unusable(sampled) or judge(sure)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason
 
 
-def _tokens(sampled: Sampled) -> Reason | None:
+def _why_tokens_unusable(sampled: SampledTokens) -> Reason | None:
     prompt_ids, sampled_ids, logprobs = (
         sampled.prompt_ids,
         sampled.sampled_ids,
@@ -151,7 +151,7 @@ def why_not_replayed(
         return "unreadable_sampling"
     if sampling["temperature"] == 0:
         return "greedy"
-    reshaped = _reshaped(sampling, rules)
+    reshaped = _why_not_replayable(sampling, rules)
     if reshaped is not None:
         return reshaped
     if GRAMMAR in sampling:
@@ -160,7 +160,7 @@ def why_not_replayed(
     return "constrained_sampling" if held else None
 
 
-def _reshaped(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
+def _why_not_replayable(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
     """Return why the trainer cannot replay the settings, or None if it can."""
     for name, value in sampling.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
@@ -197,7 +197,7 @@ FIELD_BYTES: Final = 200
 Fields = tuple[tuple[str, bytes], ...]
 
 
-def judged_settings(captured: CapturedCall, request: ModelRequest) -> Judged:
+def judge_settings(captured: CapturedCall, request: ModelRequest) -> JudgedSettings:
     """Return the settings of a captured call, whose `request` was read without its large fields.
 
     An agent sends the same settings and tools with each of its calls: they are judged once.
@@ -212,25 +212,25 @@ def judged_settings(captured: CapturedCall, request: ModelRequest) -> Judged:
         captured.tool_grammars,
         captured.tool_tag,
     )
-    if parsed is None or not wire_format.unread or _length(parsed) > MOST_FIELD_BYTES:
+    if parsed is None or not wire_format.unread or _memory_size(parsed) > MOST_FIELD_BYTES:
         return _judge(None if parsed is None else request.fields, *how)
-    return _known(tuple((name, bytes(raw)) for name, raw in parsed.items()), *how)
+    return _judge_once(tuple((name, bytes(raw)) for name, raw in parsed.items()), *how)
 
 
-def _length(parsed: Object) -> int:
+def _memory_size(parsed: Object) -> int:
     """Return about how many bytes of memory the fields take as a key."""
     return sum(FIELD_BYTES + len(name) + len(memoryview(raw)) for name, raw in parsed.items())
 
 
 @lru_cache(maxsize=MOST_KNOWN)
-def _known(
+def _judge_once(
     fields: Fields,
     dialect: str,
     temperature: float,
     defaults: tuple[tuple[str, float], ...],
     tool_grammars: bool,
     tool_tag: str | None,
-) -> Judged:
+) -> JudgedSettings:
     read = {name: readable_value(msgspec.Raw(raw)) for name, raw in fields}
     return _judge(read, dialect, temperature, defaults, tool_grammars, tool_tag)
 
@@ -242,7 +242,7 @@ def _judge(
     defaults: tuple[tuple[str, float], ...],
     tool_grammars: bool,
     tool_tag: str | None,
-) -> Judged:
+) -> JudgedSettings:
     rules = FORMATS[dialect].sampling
     settings = sampling_settings(
         fields,
@@ -254,7 +254,7 @@ def _judge(
     )
     sure = why_not_replayed(settings, rules, sure=True)
     unsure = why_not_replayed(settings, rules, sure=False) if GRAMMAR in settings else sure
-    return Judged(msgspec.json.encode(settings), sure, unsure)
+    return JudgedSettings(msgspec.json.encode(settings), sure, unsure)
 
 
 def sampling_settings(

@@ -9,7 +9,7 @@ from typing import Final
 import structlog
 
 from proxy.calls.call import CallParts, answer_call
-from proxy.error_replies import explain, refuse, send_internal_error
+from proxy.error_replies import send_error, send_internal_error, unreadable_request_body
 from proxy.errors import NoWebsocket, ProxyError, TooSlow
 from proxy.feedback import FeedbackEndpoint, IdempotencyStore, KeyFiles, RecentTargets
 from proxy.forwarding import forward
@@ -18,7 +18,7 @@ from proxy.http.server import ClientDeadlines, Handler, Server
 from proxy.http.wire import JSON, Headers, first_value
 from proxy.identity.call_memory import CallMemory
 from proxy.intake import Intake
-from proxy.keys import Gate, KeyFile
+from proxy.keys import KeyChecker, KeyFile
 from proxy.lookup import Lookup
 from proxy.metrics import (
     IN_FLIGHT,
@@ -51,7 +51,7 @@ BACKLOG: Final = 4096
 def data_handler(
     parts: CallParts,
     feedback: FeedbackEndpoint,
-    gate: Gate,
+    gate: KeyChecker,
     *,
     may_delete_models: bool,
     stopping: Callable[[], bool] = lambda: False,
@@ -67,7 +67,7 @@ def data_handler(
         if exchange.target == HEALTH and exchange.method == "GET":
             if stopping():
                 exchange.reply(503, b"", [JSON], b'{"status": "stopping"}')
-            elif not gate.knows:
+            elif not gate.knows_keys:
                 exchange.reply(503, b"", [JSON], b'{"status": "keys unknown"}')
             else:
                 exchange.reply(200, b"", [JSON], b'{"status": "ok"}')
@@ -125,13 +125,13 @@ def _answer_failure(exchange: Exchange, error: Exception) -> None:
     if isinstance(error, BodyTooSlow):
         error = TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take")
     if isinstance(error, ProxyError):
-        refuse(exchange, error)
+        send_error(exchange, error)
     else:
         log.error("request_failed", method=exchange.method, call=exchange.call, exc_info=error)
         send_internal_error(exchange)
 
 
-def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> None:
+def _report_slow_client(step: str, allowed_s: float, exchange: Exchange | None) -> None:
     """Count and log a client whose connection was closed because it was too slow."""
     REFUSED.labels(f"slow_{step}").inc()
     log.warning(
@@ -144,7 +144,7 @@ def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> No
 
 
 @asynccontextmanager
-async def serving(
+async def run_worker(
     settings: ProxySettings,
     listener: socket.socket,
     pins: SharedPins | None = None,
@@ -163,13 +163,15 @@ async def serving(
         parts.upstreams.learn(known)
 
     def take_keys(ring: KeyRing | None) -> None:
-        gate.take(ring)
+        gate.replace_keys(ring)
         if ring is not None and ring.made:
             versions.owners.learn_keys(ring.tenants)
 
     policies, key_file = VersionFile(settings.spool_dir), KeyFile(settings.spool_dir)
     versions = Versions(
-        table=open_policies(settings.policies), shared=pins, catch_up=lambda: policies.look(take)
+        table=open_policies(settings.policies),
+        shared=pins,
+        catch_up=lambda: policies.take_if_changed(take),
     )
     parts = CallParts(
         upstreams=open_upstreams(settings),
@@ -191,7 +193,7 @@ async def serving(
     )
     keys = IdempotencyStore(KeyFiles(settings.spool_dir), parts.lookup)
     feedback = FeedbackEndpoint(parts.recorder, parts.targets, parts.lookup, parts.intake, keys)
-    gate = Gate(settings.access, settings.workers, settings.allowed_hosts)
+    gate = KeyChecker(settings.access, settings.workers, settings.allowed_hosts)
     server = Server(
         data_handler(
             parts,
@@ -201,11 +203,11 @@ async def serving(
             stopping=stopping,
         ),
         patience=ClientDeadlines(settings.head_s, settings.body_s, settings.write_s),
-        explain=explain,
-        on_late=_note_too_slow,
+        explain=unreadable_request_body,
+        on_late=_report_slow_client,
     )
     take_keys(key_file.read())
-    policies.look(take)
+    policies.take_if_changed(take)
     work = {
         "policies": policies.watch(take),
         "keys": key_file.watch(take_keys),
@@ -235,9 +237,9 @@ async def _let_finish(server: Server, within_s: float) -> None:
     # Accept connections that are queued already: closing the socket would reset them.
     await asyncio.sleep(QUEUE_S)
     server.stop_accepting()
-    if not server.ending:
+    if not server.is_ending:
         server.finish_within(within_s)
-    await server.finished()
+    await server.wait_until_finished()
     await server.close()
 
 

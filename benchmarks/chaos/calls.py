@@ -25,7 +25,13 @@ from uuid import UUID
 import asyncpg
 
 from benchmarks.report import percentile
-from proxy.spool.segments import HEAD_BYTES, CapturedCall, decode_payload, encode_frame, frame_of
+from proxy.spool.segments import (
+    HEAD_BYTES,
+    CapturedCall,
+    decode_payload,
+    encode_frame,
+    frame_payload,
+)
 from store.ids import new_id, time_of
 from store.link.outages import LOST_CALL, SLACK
 from tests.support.faults.ledger import SPOOLED, Scrapes, drained, kept, scrape, scraping
@@ -162,7 +168,7 @@ def _lay(spool: Path, wanted: int, dice: random.Random, done: Happened) -> None:
             captured(f"laid-{new_id()}", started_at=time.time()) for _ in "123"
         )
         if dice.random() < 0.5:
-            bad = frame_of(FOREIGN)
+            bad = frame_payload(FOREIGN)
         else:
             frame = encode_frame(damaged)
             at = dice.randrange(HEAD_BYTES, len(frame))

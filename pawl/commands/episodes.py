@@ -27,7 +27,7 @@ from pawl.commands.common import (
     with_zone,
 )
 from pawl.settings import read_settings
-from proxy.ingester.removing import letters_of, remove_letters, waiting
+from proxy.ingester.removing import count_waiting_deleted, dead_letters_in, remove_letters
 from proxy.settings import ProxySettings
 from store.deleting import Receipt, delete_episode, mark_deleted, receipt_of_deleted
 from store.errors import Damaged, StoreError
@@ -262,7 +262,7 @@ async def _with_letters(
         return receipt
     names = receipt.keys or (receipt.episode,)
     async with engine.connect() as connection:
-        letters = await remove_letters(connection, letters_of(spool_dir), names)
+        letters = await remove_letters(connection, dead_letters_in(spool_dir), names)
     return msgspec.structs.replace(receipt, removed={**receipt.removed, "dead_letters": letters})
 
 
@@ -275,7 +275,7 @@ async def drained(engine: AsyncEngine, spool_dir: Path, within_s: float) -> int:
     deadline = clock() + within_s
     while True:
         async with engine.connect() as connection:
-            left = await waiting(connection, spool_dir)
+            left = await count_waiting_deleted(connection, spool_dir)
         if not left or clock() >= deadline:
             return left
         await asyncio.sleep(LOOK_S)

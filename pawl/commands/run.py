@@ -31,7 +31,7 @@ from pawl.rollout.agents import named_url
 from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.tasks import RolloutError
 from pawl.settings import ConsoleSettings, read_settings
-from proxy.identity.identify import what_is_wrong
+from proxy.identity.identify import why_unusable
 from store.limited_bodies import LimitedResponse
 from store.records import REWARD, Record
 
@@ -97,7 +97,7 @@ def _run(flags: RunFlags) -> int:
     agent = CODING_AGENTS.get(flags.agent)
     if agent is None:
         raise RolloutError(f"no agent {flags.agent!r}: name one of {', '.join(CODING_AGENTS)}")
-    if flags.task is not None and (wrong := what_is_wrong(flags.task)):
+    if flags.task is not None and (wrong := why_unusable(flags.task)):
         raise RolloutError(f"--task {wrong}: give another name")
     program = shutil.which(flags.agent)
     if program is None:

@@ -39,7 +39,7 @@ from pawl.settings import ConsoleSettings
 from proxy.error_replies import REFUSALS
 from proxy.errors import NoKey, ProxyError
 from proxy.http.server import is_loopback
-from proxy.keys import Gate, Shown, shown_in
+from proxy.keys import KeyChecker, ShownCredentials, credentials_in
 from store.admin_port import explain_listen_failure
 from store.browsers import why_foreign
 from store.database import explain_error, is_bad_value, is_too_slow, prevents_all_storing
@@ -243,21 +243,21 @@ class Guard:
         """Return who sent the request.
 
         Raises:
-            ProxyError: the request is not let in (see `Gate.check`).
+            ProxyError: the request is not let in (see `KeyChecker.check`).
         """
         headers = request.headers.raw
-        shown = shown_in(headers)
+        shown = credentials_in(headers)
         key = shown.credential
         # The `Authorization` of a browser may be the password for a proxy in front of the console.
         if key is None or not key.startswith(MARK):
             key = request.cookies.get(COOKIE, "").encode() or key
         relayed = shown.relayed or any(name.startswith(b"x-forwarded-") for name, _ in headers)
         local = is_loopback(request.scope.get("client")) and not relayed
-        gate = Gate(self._settings.access, hosts=self._settings.allowed_hosts)
+        gate = KeyChecker(self._settings.access, hosts=self._settings.allowed_hosts)
         async with console_of(request).unqueued.connect() as connection:
-            gate.take(await key_ring(connection, hash_of_key(key or b"")))
+            gate.replace_keys(await key_ring(connection, hash_of_key(key or b"")))
         asked = request.method, headers
-        grant = gate.check(Shown(key, relayed), "read", asked, local=local)
+        grant = gate.check(ShownCredentials(key, relayed), "read", asked, local=local)
         # The viewer's feedback is posted to the proxy with the viewer's own key.
         request.state.credential = key.decode() if grant is not None and key is not None else None
         if grant is None:

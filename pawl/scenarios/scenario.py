@@ -12,7 +12,7 @@ from pawl.programs import TooMuchOutput, run_program
 from pawl.rollout.tasks import RolloutError, Task, parse_tasks
 from pawl.stack.stack import StackPlan, configured_plan
 from proxy.errors import SpoolInUse
-from proxy.spool.folders import LOCK, hold
+from proxy.spool.folders import LOCK, lock_file
 from store.policy_table import PolicySpec, open_policies
 from store.toml_file import TomlFile
 
@@ -132,7 +132,7 @@ def held(var: Path) -> Iterator[None]:
     """
     var.mkdir(parents=True, exist_ok=True)
     try:
-        lock = hold(var / LOCK)
+        lock = lock_file(var / LOCK)
     except SpoolInUse as error:
         raise ScenarioFailed(
             f"another run uses {var}, or is still ending: wait until it has ended, or name another "

@@ -101,21 +101,21 @@ def _report(ready: IO[bytes], report: bytes = UP) -> None:
 
 
 async def _run_ingester(ready: IO[bytes], shared: Path) -> None:
-    from proxy.ingester.ingester import ingesting
+    from proxy.ingester.ingester import run_ingester
 
     spare_the_collector()
     # Calls come first: records can wait on disk, but clients wait for their replies.
     os.nice(INGESTER_NICENESS)
     # The ingester of a killed supervisor holds the spool while it drains: wait for it.
     states = partial(read_states, shared)
-    async with ingesting(ProxySettings(), patience_s=PATIENCE_S, processes=states):
+    async with run_ingester(ProxySettings(), patience_s=PATIENCE_S, processes=states):
         _report(ready)
         await _until_stopped()
 
 
 async def _run_worker(ready: IO[bytes], shared: Path, listener: int) -> None:
     from proxy.policies.shared_pins import SharedPins
-    from proxy.worker import serving
+    from proxy.worker import run_worker
 
     spare_the_collector()
     return_large_blocks()
@@ -126,7 +126,7 @@ async def _run_worker(ready: IO[bytes], shared: Path, listener: int) -> None:
     def stopping() -> bool:
         return all(one.state == "stopping" for one in read_states(shared))
 
-    async with serving(settings, bound, pins, stopping) as server:
+    async with run_worker(settings, bound, pins, stopping) as server:
         _report(ready)
         await _until_stopped(
             partial(server.finish_within, settings.calls_end_s),

@@ -22,10 +22,10 @@ import structlog
 from proxy.errors import Overloaded, ReplyTorn
 from proxy.formats.base import ReplyParser
 from proxy.http.client import Torn
-from proxy.http.wire import Headers, for_client
+from proxy.http.wire import Headers, headers_for_client
 from proxy.intake import BudgetShare
 from proxy.metrics import FIRST_CHUNK_SECONDS
-from proxy.upstreams.server import Decoded, Reply, as_came
+from proxy.upstreams.server import DecodedReply, Reply, restore_coding
 from store.records import CallStatus
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ LEVEL: Final = 1
 PACKED_BYTES: Final = 256
 
 
-async def has_room(claim: BudgetShare, size: int, within_s: float) -> bool:
+async def wait_for_room(claim: BudgetShare, size: int, within_s: float) -> bool:
     """Wait for room to hold `size` bytes in all, and claim it; return False after `within_s`."""
     until = monotonic() + within_s
     while True:
         try:
-            claim.ask(size)
+            claim.claim_at_least(size)
         except Overloaded:
             if monotonic() >= until:
                 return False
@@ -61,7 +61,7 @@ async def has_room(claim: BudgetShare, size: int, within_s: float) -> bool:
             return True
 
 
-def most_held(call: "Call") -> int:
+def max_held_bytes(call: "Call") -> int:
     """Return the most bytes of a reply in one piece, or of a line, that may be held.
 
     Room for one more copy is left to the rest of the call.
@@ -111,8 +111,10 @@ class StreamedAnswer:
         reply, buffer = self._reply, self.buffer
         exchange, routed = call.exchange, call.routed
         served_name = routed.serving.served_name
-        parser = self.parser = call.format.reply(routed.request, served_name, streamed=True)
-        exchange.begin(reply.status, reply.reason, [*for_client(reply.headers), *self._headers])
+        parser = self.parser = call.format.reply_parser(routed.request, served_name, streamed=True)
+        exchange.begin(
+            reply.status, reply.reason, [*headers_for_client(reply.headers), *self._headers]
+        )
         exchange.ping = call.format.ping
         pieces = self._pieces = reply.pieces()
         try:
@@ -127,7 +129,7 @@ class StreamedAnswer:
                     await self._make_room(call, parser)
                 if parser.at_end:
                     break
-                await exchange.drained()
+                await exchange.wait_until_drained()
         except Torn as error:
             if not parser.ended:
                 self._why_torn = str(error)
@@ -147,14 +149,16 @@ class StreamedAnswer:
             parser.forget()
             within_s = 0.0
         wanted = self._base + buffer.held + parser.gathered + REPLY_COPIES * parser.waiting
-        fits = parser.waiting <= most_held(call) and await has_room(call.claim, wanted, within_s)
+        fits = parser.waiting <= max_held_bytes(call) and await wait_for_room(
+            call.claim, wanted, within_s
+        )
         if not fits and parser.waiting > DEFLATE_FROM:
-            call.exchange.write(parser.pass_line())
+            call.exchange.write(parser.pass_buffered_line())
         if not (buffer.dropped or (fits and buffer.total <= call.parts.max_reply)):
             log.warning("reply_too_long", call=call.name, bytes=buffer.total)
-            buffer.drop()
+            buffer.drop_all_but_beginning()
             parser.forget()
-            call.claim.add(self._base - call.claim.held)
+            call.claim.charge(self._base - call.claim.held)
 
     async def release(self, call: "Call") -> None:
         """Send the end; tear a reply that broke off: a clean end would make it look whole."""
@@ -182,8 +186,8 @@ class StreamedAnswer:
             async for chunk in self._pieces:
                 exchange.write(parser.feed(chunk))
                 if parser.waiting > DEFLATE_FROM:
-                    exchange.write(parser.pass_line())
-                await exchange.drained()
+                    exchange.write(parser.pass_buffered_line())
+                await exchange.wait_until_drained()
         except Torn as error:
             log.info("stream_torn_after_its_end", call=call.name, reason=str(error))
 
@@ -222,15 +226,15 @@ class WholeAnswer:
         except Torn as error:
             log.warning("reply_torn", call=call.name, reason=str(error))
             if not self._passes:
-                self.buffer.keep(reply.unread())
+                self.buffer.keep_uncompressed(reply.unread())
             raise ReplyTorn(
                 f"The model server's reply broke off before its end: {error}. "
                 "No part of the reply was passed on",
                 code="upstream_broke",
             ) from error
-        self.buffer.keep(body)
+        self.buffer.keep_uncompressed(body)
         routed = call.routed
-        parser = self.parser = call.format.reply(
+        parser = self.parser = call.format.reply_parser(
             routed.request, routed.serving.served_name, streamed=False, status=reply.status
         )
         parser.feed(body)
@@ -243,7 +247,7 @@ class WholeAnswer:
         Raises:
             Torn: the reply broke off.
         """
-        reply, claim, most = self._reply, call.claim, most_held(call)
+        reply, claim, most = self._reply, call.claim, max_held_bytes(call)
         wanted = self._base
         length = reply.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > most:
@@ -252,14 +256,14 @@ class WholeAnswer:
         def charge(so_far: int) -> None:
             nonlocal wanted
             wanted = self._base + REPLY_COPIES * so_far
-            claim.ask(wanted)
+            claim.claim_at_least(wanted)
 
-        while await has_room(claim, wanted, ROOM_S):
+        while await wait_for_room(claim, wanted, ROOM_S):
             with suppress(Overloaded):
                 body = await reply.read(most, charge)
                 # The last bytes, or the decoded body, are charged whether or not there is room.
                 wanted = self._base + REPLY_COPIES * len(body or b"")
-                claim.add(max(wanted - claim.held, 0))
+                claim.charge(max(wanted - claim.held, 0))
                 return body
         return None
 
@@ -270,14 +274,14 @@ class WholeAnswer:
             Torn: the reply broke off.
         """
         reply, exchange, buffer = self._reply, call.exchange, self.buffer
-        if isinstance(reply, Decoded):
+        if isinstance(reply, DecodedReply):
             # The reply is passed on in its coding, and its bytes are counted but not recorded.
             self._out, reply = reply.raw, reply.coded
-            buffer.drop()
+            buffer.drop_all_but_beginning()
             buffer.add(self._out)
         self._passes = True
         log.warning("reply_too_long", call=call.name, bytes=call.claim.held // REPLY_COPIES)
-        head = reply.status, reply.reason, [*for_client(reply.headers), *self._headers]
+        head = reply.status, reply.reason, [*headers_for_client(reply.headers), *self._headers]
         length = reply.header(b"content-length")
         if length is None:
             exchange.begin(*head)
@@ -289,10 +293,10 @@ class WholeAnswer:
             if buffer.dropped:
                 buffer.add(piece)
             else:
-                buffer.keep(piece)
-                buffer.drop()
-            await exchange.drained()
-            call.claim.add(self._base + len(piece) - call.claim.held)
+                buffer.keep_uncompressed(piece)
+                buffer.drop_all_but_beginning()
+            await exchange.wait_until_drained()
+            call.claim.charge(self._base + len(piece) - call.claim.held)
         return "complete"
 
     async def release(self, call: "Call") -> None:
@@ -301,8 +305,8 @@ class WholeAnswer:
             call.exchange.end(self._out)
             return
         reply = self._reply
-        as_sent, out = as_came(reply, self._body, self._out)
-        headers = [*for_client(as_sent), *self._headers]
+        as_sent, out = restore_coding(reply, self._body, self._out)
+        headers = [*headers_for_client(as_sent), *self._headers]
         call.exchange.reply(reply.status, reply.reason, headers, out)
 
 
@@ -334,7 +338,7 @@ class ReplyBuffer:
         """Return how many bytes have arrived."""
         return self._total + self._size
 
-    def keep(self, data: bytes) -> None:
+    def keep_uncompressed(self, data: bytes) -> None:
         """Keep bytes uncompressed: a reply in one piece is in memory anyway."""
         self._pieces.append(data)
         self._size += len(data)
@@ -349,10 +353,10 @@ class ReplyBuffer:
         if self.dropped:
             self._total, self._size = self.total, 0
         else:
-            self._pack()
+            self._deflate()
         return True
 
-    def drop(self) -> None:
+    def drop_all_but_beginning(self) -> None:
         """Keep only the first `DEFLATE_FROM` bytes; further bytes are only counted."""
         data, is_deflated = self.take()
         if is_deflated:
@@ -361,7 +365,7 @@ class ReplyBuffer:
         self._total, self._size, self.dropped = self.total, 0, True
         self._pieces, self._packed, self._packed_bytes, self._deflater = [data], [], 0, None
 
-    def _pack(self) -> None:
+    def _deflate(self) -> None:
         if self._deflater is None:
             self._deflater = zlib.compressobj(LEVEL)
         packed = self._deflater.compress(b"".join(self._pieces))
@@ -374,5 +378,5 @@ class ReplyBuffer:
         """Return all bytes, and whether they are deflated (zlib format, RFC 1950)."""
         if self._deflater is None:
             return b"".join(self._pieces), False
-        self._pack()
+        self._deflate()
         return b"".join([*self._packed, self._deflater.flush()]), True

@@ -14,22 +14,28 @@ import msgspec
 import structlog
 
 from proxy.calls.answer import ERRORS, Answer, StreamedAnswer, WholeAnswer
-from proxy.calls.recording import Recorded, ReplyRead, note_call, read_reply, record
-from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, refuse, send_internal_error
+from proxy.calls.recording import (
+    RecordedCall,
+    ReplyRead,
+    count_and_log_call,
+    read_reply,
+    record_call,
+)
+from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, send_error, send_internal_error
 from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn
-from proxy.exploring import Changes, Exploring, explored, header_of, is_chosen
+from proxy.exploring import Changes, Exploring, changes_header, explore_request, is_chosen
 from proxy.feedback import RecentTargets
 from proxy.formats.base import ModelRequest, WireFormat, read_request
 from proxy.formats.conversation import Conversation
 from proxy.http.exchange import ClientGone, Exchange
-from proxy.http.wire import Headers, for_upstream
+from proxy.http.wire import Headers, headers_for_upstream
 from proxy.identity.call_memory import CallMemory
-from proxy.identity.identify import identify, identity_alone
+from proxy.identity.identify import identify, identity_without_body
 from proxy.intake import LONG_BYTES, BudgetShare, Intake
 from proxy.keys import Usage
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, WARNINGS
-from proxy.policies.versions import Serving, Versions
+from proxy.policies.versions import ServedVersion, Versions
 from proxy.routing import Route
 from proxy.spool.recorder import Recorder
 from proxy.tenants import (
@@ -41,7 +47,7 @@ from proxy.tenants import (
 )
 from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_events import ToolStatusError, parse_tool_status
-from proxy.upstreams.server import Reply, check_redirect, comes_in_events, readable
+from proxy.upstreams.server import Reply, check_redirect, decode_reply, is_event_stream
 from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
 from store.ids import new_id_with_text
 from store.questions import pinned_version
@@ -58,7 +64,7 @@ UNKNOWN_MODEL: Final = 404
 REFUSED_AS_MALFORMED: Final = (400, 422)
 # Longest wait for the database to name an episode's version; a local one answers in 1 ms.
 PIN_S: Final = 0.05
-NOBODY: Final = Serving(None, None, None)
+NOBODY: Final = ServedVersion(None, None, None)
 
 
 class CallParts(msgspec.Struct, frozen=True):
@@ -79,7 +85,7 @@ class CallParts(msgspec.Struct, frozen=True):
     eval_tasks: str
 
 
-class Routed(msgspec.Struct, frozen=True):
+class RoutedRequest(msgspec.Struct, frozen=True):
     """The policy version that serves a call, and the request as the upstream gets it.
 
     `explored` holds the settings that exploration changed, None if there are none. `changed`: the
@@ -87,7 +93,7 @@ class Routed(msgspec.Struct, frozen=True):
     the fields that the change adds to it have to be removed.
     """
 
-    serving: Serving
+    serving: ServedVersion
     request: ModelRequest
     explored: Changes | None = None
     changed: bool = False
@@ -172,7 +178,7 @@ class Call:
         # Reads a long reply beside the event loop.
         self.reading: asyncio.Task[ReplyRead] | None = None
         self._failure: Exception | None = None
-        self._recorded: Recorded | None = None
+        self._recorded: RecordedCall | None = None
 
     async def read(self) -> None:
         """Read the request, and give the call its id, which its client may use from now on.
@@ -189,7 +195,7 @@ class Call:
         self.read_at = perf_counter()
         try:
             if long:
-                self.request, self.conversation = await intake.beside(self._read_all, body)
+                self.request, self.conversation = await intake.run_in_thread(self._parse_body, body)
             else:
                 self.request = read_request(body, checked=True)
         except Exception as error:
@@ -198,12 +204,12 @@ class Call:
         exchange.call = self.name
         self.own = scoped(exchange.tenant, self.name)
         self.started_at = time()
-        self.identity = identity_alone(self.own, self.name, self.route)
+        self.identity = identity_without_body(self.own, self.name, self.route)
         # The request to pass on; the record has the request as the client sent it.
         self.passed = self.request
-        self.routed = Routed(NOBODY, self.request)
+        self.routed = RoutedRequest(NOBODY, self.request)
 
-    def _read_all(self, body: bytes) -> tuple[ModelRequest, Conversation]:
+    def _parse_body(self, body: bytes) -> tuple[ModelRequest, Conversation]:
         request = read_request(body, checked=True)
         return request, self.format.turns.read(request.fields)
 
@@ -220,7 +226,7 @@ class Call:
             self.held_s = perf_counter() - self.read_at
             reply = await self.send(upstream)
             if reply.status >= ERRORS:
-                reply = await self._past_refusal(upstream, reply)
+                reply = await self._retry_refused(upstream, reply)
             answer = self._begin_answer(reply)
             status = await answer.receive(self)
             await self._make_durable(status)
@@ -239,14 +245,16 @@ class Call:
             finally:
                 recorded = self._record("client_gone")
                 if recorded.capture is not None:
-                    note_call(self, recorded.capture)
+                    count_and_log_call(self, recorded.capture)
 
     # Identify: who calls, for which episode and task?
 
     def _identify(self) -> None:
-        headers, eval_tasks = self.exchange.lowered(), self.parts.eval_tasks
+        headers, eval_tasks = self.exchange.headers_by_name(), self.parts.eval_tasks
         if self._failure is not None:
-            self.identity = identity_alone(self.own, self.name, self.route, headers, eval_tasks)
+            self.identity = identity_without_body(
+                self.own, self.name, self.route, headers, eval_tasks
+            )
             raise self._failure
         self.identity = identify(
             headers,
@@ -286,16 +294,16 @@ class Call:
                 )
         if model is not None and identity.follows != self.own:
             await self._learn_pin(model)
-        return await self._fit()
+        return await self._fit_request()
 
-    async def _fit(self) -> ModelServer:
+    async def _fit_request(self) -> ModelServer:
         """Choose the version, fit the request to it and its upstream, and return the upstream.
 
         Raises:
             NoUpstream: no upstream serves the model.
         """
         serving = self._choose_version()
-        self.routed = Routed(serving, self.request)
+        self.routed = RoutedRequest(serving, self.request)
         upstream = self.parts.upstreams.for_model(self._upstreams_model())
         model = serving.served_name
         want_ids = await upstream.gives_ids(model)
@@ -303,9 +311,9 @@ class Call:
             keeps_system = await upstream.keeps_system(model)
             self.passed = msgspec.structs.replace(self.passed, keep_system=keeps_system)
         if self.takes_long:
-            self.routed = await self.parts.intake.beside(rewritten, self, want_ids)
+            self.routed = await self.parts.intake.run_in_thread(rewrite_request, self, want_ids)
         else:
-            self.routed = rewritten(self, want_ids)
+            self.routed = rewrite_request(self, want_ids)
         return upstream
 
     async def _check_names(self) -> None:
@@ -320,7 +328,7 @@ class Call:
         check_query(owners, tenant, exchange.target)
         arguments = (owners, tenant, self.route.path, headers, self.request)
         if self.takes_long:
-            self.passed, warning = await self.parts.intake.beside(check_call, *arguments)
+            self.passed, warning = await self.parts.intake.run_in_thread(check_call, *arguments)
         else:
             self.passed, warning = check_call(*arguments)
         if warning is not None:
@@ -335,7 +343,7 @@ class Call:
         """
         versions, episode = self.parts.versions, self.identity.follows
         policy = versions.trained_policy(model, self.identity.agent, self.exchange.tenant)
-        if policy is None or versions.knows(policy, episode):
+        if policy is None or versions.knows_version_of(policy, episode):
             return
         version = await self.parts.lookup.ask(
             lambda driver: pinned_version(driver, policy, episode), within_s=PIN_S
@@ -343,19 +351,19 @@ class Call:
         if version is not None:
             versions.pin(policy, episode, version)
 
-    def _choose_version(self) -> Serving:
+    def _choose_version(self) -> ServedVersion:
         """Return the policy version that serves the call, and whether its episode explores."""
         versions, identity, model = self.parts.versions, self.identity, self.request.model
         episode, agent, tenant = identity.follows, identity.agent, self.exchange.tenant
         serving = versions.resolve(
             model, episode, agent, tenant, identity.split, is_unnamed=episode == self.own
         )
-        if not versions.explore or model is None or identity.split == EVAL:
+        if not versions.is_exploring or model is None or identity.split == EVAL:
             return serving
         rule = versions.exploration(model, agent, tenant)
         if rule is None or not is_chosen(episode, rule.share):
             return serving
-        self.routed = Routed(serving, self.request)
+        self.routed = RoutedRequest(serving, self.request)
         exploring = Exploring(rule, self.sampling_defaults())
         return msgspec.structs.replace(serving, exploring=exploring)
 
@@ -381,7 +389,7 @@ class Call:
     def outgoing(self) -> tuple[str, Headers, bytes]:
         """Return the target, headers and body that the upstream gets."""
         exchange, request = self.exchange, self.routed.request
-        headers = for_upstream(exchange.headers, exchange.tenant, plain=self.routed.changed)
+        headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=self.routed.changed)
         target = request.path or self.route.path
         query = exchange.target.partition("?")[2]
         if query:
@@ -390,7 +398,7 @@ class Call:
 
     # Send again, where that can help.
 
-    async def _past_refusal(self, upstream: ModelServer, refusal: Reply) -> Reply:
+    async def _retry_refused(self, upstream: ModelServer, refusal: Reply) -> Reply:
         """Retry a refused call if that can help, and return the last reply.
 
         - The server does not know the version, which the store lists as servable: it is being
@@ -405,18 +413,18 @@ class Call:
         Raises:
             ProxyError: no reply came to the retry, or the version is not available.
         """
-        reply = await self._once_loaded(upstream, refusal)
+        reply = await self._retry_once_loaded(upstream, refusal)
         if reply.status in REFUSED_AS_MALFORMED and self.routed.request.injected:
             # So no added field can fail a call, and a second refusal is about the client's request.
             # `routed` changes before sending: if the call fails now, its record shows what was sent
             # last.
-            self.routed = rewritten(self, False)
+            self.routed = rewrite_request(self, False)
             # A server may close after a refusal without announcing it: use another connection.
             reply.discard()
-            reply = await self._once_loaded(upstream, await self.send(upstream))
+            reply = await self._retry_once_loaded(upstream, await self.send(upstream))
         return reply
 
-    async def _once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
+    async def _retry_once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
         """Return the reply; if its server lacks the version, that of a replica that has it.
 
         The reply of a server that lists the version is final, whatever it says. A version that was
@@ -458,8 +466,8 @@ class Call:
         why = self.why_not_served()
         if why is not None:
             raise NotServed(why, param="model", code="model_not_found")
-        upstream = await self._fit()
-        return await self._once_loaded(upstream, await self.send(upstream))
+        upstream = await self._fit_request()
+        return await self._retry_once_loaded(upstream, await self.send(upstream))
 
     def why_not_served(self) -> str | None:
         """Return why the version that the request names is not served.
@@ -487,11 +495,11 @@ class Call:
             raise NotServed(why, param="model", code="model_not_found")
         check_redirect(reply, self.exchange.api_key)
         if self.routed.changed:
-            reply = readable(reply)
+            reply = decode_reply(reply)
         headers = self._own_headers()
         if reply.status >= ERRORS:
             headers.append(UPSTREAM_SAID)
-        kind = StreamedAnswer if comes_in_events(reply) else WholeAnswer
+        kind = StreamedAnswer if is_event_stream(reply) else WholeAnswer
         answer = self.answer = kind(reply, headers, self.claim)
         return answer
 
@@ -499,21 +507,21 @@ class Call:
         """Record the call, and wait until the record is durable: only then may the end leave."""
         before = perf_counter()
         if self.answer is not None and self.answer.buffer.total > LONG_BYTES:
-            self.reading = asyncio.create_task(self.parts.intake.beside(read_reply, self))
+            self.reading = asyncio.create_task(self.parts.intake.run_in_thread(read_reply, self))
             await asyncio.wait([self.reading])
         await self._record(status).on_disk
         ADDED_SECONDS.observe(self.held_s + perf_counter() - before)
 
-    def _record(self, status: CallStatus) -> Recorded:
+    def _record(self, status: CallStatus) -> RecordedCall:
         """Record the call with this status, unless it has been recorded."""
         if self._recorded is None:
-            self._recorded = record(self, status)
+            self._recorded = record_call(self, status)
         return self._recorded
 
     async def _refuse(self, error: ProxyError) -> None:
         """Record the call, and answer with a foreseen error."""
         await self._make_durable("truncated" if isinstance(error, ReplyTorn) else "upstream_error")
-        refuse(self.exchange, error, errors=self.format.errors, headers=self._own_headers())
+        send_error(self.exchange, error, errors=self.format.errors, headers=self._own_headers())
 
     async def _fail(self) -> None:
         """Record the call; answer with status 500, or an error event if the reply has begun."""
@@ -535,23 +543,23 @@ class Call:
             version = "" if serving.version is None else f"@{serving.version}"
             headers.append((b"x-pawl-policy", f"{serving.policy}{version}".encode()))
         if routed.explored is not None:
-            headers.append((b"x-pawl-explored", header_of(routed.explored)))
+            headers.append((b"x-pawl-explored", changes_header(routed.explored)))
         if self.warnings:
             text = "; ".join(self.warnings).replace("\r", " ").replace("\n", " ")
             headers.append((b"x-pawl-warning", text.encode(errors="replace")))
         return headers
 
 
-def rewritten(call: Call, want_ids: bool) -> Routed:
+def rewrite_request(call: Call, want_ids: bool) -> RoutedRequest:
     """Return the call's request, rewritten for its version and its upstream."""
     serving, request, wire_format = call.routed.serving, call.passed, call.format
     if serving.exploring is not None and want_ids:
-        changed = explored(request, wire_format, serving.exploring)
+        changed = explore_request(request, wire_format, serving.exploring)
         if changed is not None:
             sent = wire_format.rewrite(changed.request, serving.served_name, want_ids=True)
             # Explore only if the proxy asks for the ids. Without ids a call cannot be trained on,
             # and a client that asks for ids itself measures the settings that it chose.
             if sent.injected:
-                return Routed(serving, sent, changed.changes, changed=True)
+                return RoutedRequest(serving, sent, changed.changes, changed=True)
     sent = wire_format.rewrite(request, serving.served_name, want_ids=want_ids)
-    return Routed(serving, sent, changed=sent.body is not request.body)
+    return RoutedRequest(serving, sent, changed=sent.body is not request.body)

@@ -17,7 +17,7 @@ from proxy.identity.call_memory import provided_fingerprints
 from proxy.keys import Usage, tokens_of
 from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled, status_class
 from proxy.spool.segments import CapturedCall
-from proxy.upstreams.server import comes_in_events
+from proxy.upstreams.server import is_event_stream
 from store.records import CallStatus
 from store.tenants import DEFAULT, keyed_digests
 
@@ -29,26 +29,26 @@ log = structlog.get_logger()
 ReplyRead = tuple[ReplySummary, tuple[bytes, ...]]
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class RecordedCall(msgspec.Struct, frozen=True):
     """A call's capture (None if making it failed), and a future: whether it is durable."""
 
     capture: CapturedCall | None
     on_disk: "asyncio.Future[bool]"
 
 
-def record(call: "Call", status: CallStatus) -> Recorded:
+def record_call(call: "Call", status: CallStatus) -> RecordedCall:
     """Hand a call's record to the recorder; if it cannot be made, count it as lost."""
     parts, capture = call.parts, None
     try:
         summary, provided = _summary_and_provided(call, status)
-        capture = _captured(call, status, provided)
+        capture = _capture_call(call, status, provided)
         if call.usage is not None and call.usage.counts_tokens:
             _charge_tokens(call.usage, capture)
         parts.targets.remember(capture, call.name, summary.response_id)
-        return Recorded(capture, parts.recorder.take(capture))
+        return RecordedCall(capture, parts.recorder.take(capture))
     except Exception:
         log.exception("record_not_made", call=call.name)
-        return Recorded(capture, parts.recorder.lose(call.identity.episode))
+        return RecordedCall(capture, parts.recorder.count_lost(call.identity.episode))
 
 
 def read_reply(call: "Call") -> ReplyRead:
@@ -80,20 +80,20 @@ def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
         got_reply = call.reply is not None and call.reply.status < ERRORS
         if not got_reply or status != "complete":
             body, attempt = call.request.body, UUID(bytes=call.id)
-            memory.failed(body, identity.episode, attempt, identity.split)
+            memory.remember_failed(body, identity.episode, attempt, identity.split)
         return summary, provided
     except Exception:
         log.exception("fingerprints_not_read", call=call.name)
         return ReplySummary(), ()
 
 
-def _captured(call: "Call", status: CallStatus, provided: tuple[bytes, ...]) -> CapturedCall:
+def _capture_call(call: "Call", status: CallStatus, provided: tuple[bytes, ...]) -> CapturedCall:
     answer, from_upstream = call.answer, call.reply
     reply, deflated = (b"", False) if answer is None else answer.buffer.take()
     if answer is not None:
         streamed = answer.streamed
     else:
-        streamed = from_upstream is not None and comes_in_events(from_upstream)
+        streamed = from_upstream is not None and is_event_stream(from_upstream)
     identity, routed, serving = call.identity, call.routed, call.routed.serving
     defaults = call.sampling_defaults()
     return CapturedCall(
@@ -148,12 +148,12 @@ def _charge_tokens(usage: Usage, capture: CapturedCall) -> None:
             refused=(capture.http_status or ERRORS) >= ERRORS,
             whole_bytes=capture.reply_bytes if capture.too_long else 0,
         )
-        usage.spend(monotonic(), used)
+        usage.charge_tokens(monotonic(), used)
     except Exception:
         log.exception("tokens_not_counted")
 
 
-def note_call(call: "Call", capture: CapturedCall) -> None:
+def count_and_log_call(call: "Call", capture: CapturedCall) -> None:
     """Count a call that has ended, and log its line."""
     stream = "true" if capture.streamed else "false"
     version = "" if capture.policy_version is None else str(capture.policy_version)

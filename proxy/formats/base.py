@@ -18,7 +18,7 @@ from proxy.formats.raw_json import (
     Replacement,
     parse_object,
     readable_value,
-    without,
+    replace_members,
 )
 from proxy.formats.sampling import SamplingRules
 from store.records import ToolCall
@@ -87,7 +87,7 @@ def with_changes(request: ModelRequest, served_name: str | None, added: Object) 
     return msgspec.structs.replace(request, body=body, injected=frozenset(added))
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class SampledTokens(msgspec.Struct, frozen=True):
     """Token ids of a reply, their log-probabilities, and counts to check them against.
 
     `sampled_logprobs` is None if the server gave them for some ids only. `thoughtless`: the server
@@ -102,7 +102,7 @@ class Sampled(msgspec.Struct, frozen=True):
     thoughtless: bool = False
 
 
-NOTHING_SAMPLED: Final = Sampled(None, None, None, choices=1, completion_tokens=None)
+NOTHING_SAMPLED: Final = SampledTokens(None, None, None, choices=1, completion_tokens=None)
 
 
 class ReplySummary(msgspec.Struct, frozen=True):
@@ -126,12 +126,12 @@ class ReplyFacts(msgspec.Struct, frozen=True):
     finish: str | None
     usage: dict[str, Any] | None
     tool_calls: tuple[ToolCall, ...]
-    sampled: Sampled
+    sampled: SampledTokens
     too_deep: bool = False
     text: str = ""
 
 
-class Unread(Exception):
+class UnreadableEvent(Exception):
     """An event's data is not a JSON object; it may be one line of several."""
 
 
@@ -169,7 +169,8 @@ class ReplyParser:
     parsed alone is buffered until its event ends, since an event's data may span lines. From the
     line that ends the reply on, bytes are held back until the record is durable.
 
-    The caller bounds memory: `pass_line` empties the buffer, `forget` drops what was gathered.
+    The caller bounds memory: `pass_buffered_line` empties the buffer, `forget` drops what was
+    gathered.
     """
 
     # Whether a stream's last event is complete; later bytes are not recorded.
@@ -235,7 +236,7 @@ class ReplyParser:
         The same object is returned if nothing changes.
 
         Raises:
-            Unread: the data cannot be parsed.
+            UnreadableEvent: the data cannot be parsed.
         """
         return data
 
@@ -291,7 +292,7 @@ class ReplyParser:
         """Return how many bytes are buffered or held back."""
         return len(self._partial) + len(self._open) + len(self._held)
 
-    def pass_line(self) -> bytes:
+    def pass_buffered_line(self) -> bytes:
         """Return the buffered bytes unparsed, and pass through the rest of an unfinished line.
 
         After the reply's end nothing may leave before the record is durable, so the buffered bytes
@@ -338,7 +339,7 @@ class ReplyParser:
         self._holding = False
         return held
 
-    def hide(self, data: bytes) -> bytes:
+    def hide_added_members(self, data: bytes) -> bytes:
         """Return unparseable data without added members, under the client's model name."""
         if b'"' not in data or not any(name in data for name in self._hidden):
             return data
@@ -346,7 +347,7 @@ class ReplyParser:
         if self._model is not None:
             served = msgspec.json.encode(self._served_name)
             members[b"model"] = Replacement(opens=STRING, instead=bytes(self._model), only=served)
-        return without(data, members)
+        return replace_members(data, members)
 
     def _lines(self, chunk: bytes) -> tuple[list[bytes], Callable[[bytes], bytes]]:
         """Return the lines that `chunk` completes, and the method to process each.
@@ -406,7 +407,7 @@ class ReplyParser:
         data = line[5:].strip()
         try:
             out = self.event(data)
-        except Unread:
+        except UnreadableEvent:
             self._open += line
             return b""
         if out is None:
@@ -424,18 +425,18 @@ class ReplyParser:
             return marks[0] + self._line(line[marks.end() :])
         # Lines of other fields carry no data. But a client that knows fewer kinds of line ends
         # may read a part of such a line as data.
-        return line if line.startswith(EVENT) else self.hide(line)
+        return line if line.startswith(EVENT) else self.hide_added_members(line)
 
     def _dispatch(self, blank: bytes) -> bytes:
         """Return the client's bytes for an event with data on several lines."""
         lines = self._open_lines()
-        data = _joined(lines)
+        data = _joined_data(lines)
         try:
             out = self.event(data)
-        except Unread:
+        except UnreadableEvent:
             self._unread += 1
-            out = self.hide(data)
-        lines = [line if _is_data(line) else self.hide(line) for line in lines]
+            out = self.hide_added_members(data)
+        lines = [line if _is_data(line) else self.hide_added_members(line) for line in lines]
         if out is None:
             return b"".join(line for line in lines if not _is_data(line))
         return _with_data(lines, data, out) + blank
@@ -445,9 +446,9 @@ class ReplyParser:
         if marks := MARKS.match(rest):
             return marks[0] + self._unfinished(rest[marks.end() :])
         came = [*self._open_lines(), rest]
-        lines = [line if _is_data(line) else self.hide(line) for line in came]
-        data = _joined(lines)
-        return _with_data(lines, data, self.hide(data))
+        lines = [line if _is_data(line) else self.hide_added_members(line) for line in came]
+        data = _joined_data(lines)
+        return _with_data(lines, data, self.hide_added_members(data))
 
     def _open_lines(self) -> list[bytes]:
         """Return the lines of the buffered event, and clear the buffer."""
@@ -456,7 +457,7 @@ class ReplyParser:
         return lines
 
 
-def _joined(lines: list[bytes]) -> bytes:
+def _joined_data(lines: list[bytes]) -> bytes:
     return b"\n".join(_data_of(line) for line in lines if _is_data(line))
 
 
@@ -514,7 +515,7 @@ class WireFormat(Protocol):
         """Return whether `rewrite` may have to move system messages from between turns."""
         return False
 
-    def reply(
+    def reply_parser(
         self,
         request: ModelRequest,
         served_name: str | None,

@@ -11,7 +11,7 @@ from proxy.formats.conversation import (
     UNHEARD_ROLES,
     Calls,
     Conversation,
-    ToolCallShown,
+    ShownToolCall,
     ToolResult,
     Turns,
     objects,
@@ -21,11 +21,11 @@ from proxy.formats.raw_json import NULL, Object, readable_value
 from proxy.formats.sampling import (
     EVERYWHERE,
     SamplingRules,
-    forced_by,
-    free_choice,
-    free_form,
+    forced_call,
     functions_of,
     grammar_of,
+    is_free_choice,
+    is_free_form,
     limits_thinking,
 )
 
@@ -62,13 +62,13 @@ class ChatTurns(Turns):
         elif isinstance(role, str) and role not in UNHEARD_ROLES:
             conversation.add_user_turn(member.get("content"))
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         for call in objects(member.get("tool_calls")):
             is_custom = call.get("type") == "custom"
             of_kind = call.get("custom" if is_custom else "function")
             given = of_kind if isinstance(of_kind, dict) else {}
             arguments = given.get("input" if is_custom else "arguments")
-            yield ToolCallShown(call.get("id"), given.get("name"), arguments)
+            yield ShownToolCall(call.get("id"), given.get("name"), arguments)
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         if member.get("role") != "tool":
@@ -93,19 +93,19 @@ class ChatSampling(SamplingRules):
         return limits_thinking(settings)
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
-        if not free_choice(settings.get("function_call")):
+        if not is_free_choice(settings.get("function_call")):
             return True
-        return super().constrains(settings) or not free_form(settings.get("response_format"))
+        return super().constrains(settings) or not is_free_form(settings.get("response_format"))
 
     def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
-        return grammar_of_chat(fields, tag) if free_choice(fields.get("function_call")) else None
+        return grammar_of_chat(fields, tag) if is_free_choice(fields.get("function_call")) else None
 
 
 def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
     """Return the grammar of a chat request, or None if there is none that can be read."""
     choice, forced = fields.get("tool_choice"), None
-    if not free_choice(choice):
-        forced = forced_by(choice, choice.get("function") if isinstance(choice, dict) else None)
+    if not is_free_choice(choice):
+        forced = forced_call(choice, choice.get("function") if isinstance(choice, dict) else None)
     tools = fields.get("tools")
     functions = [
         tool.get("function")

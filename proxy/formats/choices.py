@@ -17,8 +17,8 @@ from proxy.formats.base import (
     ReplyFacts,
     ReplyParser,
     ReplySummary,
-    Sampled,
-    Unread,
+    SampledTokens,
+    UnreadableEvent,
     WireFormat,
     with_changes,
 )
@@ -99,9 +99,9 @@ class ChoicesReply(ReplyParser):
     """
 
     # Data to store, gathered only when the reply is read for the database.
-    _tokens: "_Tokens | None" = None
-    _merged: "_Merged | None" = None
-    # Whether the last `_restored` changed anything, and whether it removed values from a choice.
+    _tokens: "_TokenData | None" = None
+    _merged: "_MergedChunks | None" = None
+    # Whether the last `_restore` changed anything, and whether it removed values from a choice.
     _changed = False
     _took = False
     _response_id: str | None = None
@@ -117,12 +117,12 @@ class ChoicesReply(ReplyParser):
         self._hide_ids = IDS in self._request.injected
         self._hide_logprobs = LOGPROBS in self._request.injected
         if self._reading:
-            self._tokens = _Tokens()
+            self._tokens = _TokenData()
             if self._streamed:
-                self._merged = _Merged(self.reply_object)
+                self._merged = _MergedChunks(self.reply_object)
         # The first choice's text, and its tool calls by index: id and name, and arguments.
-        self._texts = Pieces()
-        self._tools: dict[int, tuple[dict[str, str], Pieces]] = {}
+        self._texts = TextPieces()
+        self._tools: dict[int, tuple[dict[str, str], TextPieces]] = {}
         # By index of a stream's choice: whether its reason to finish has come.
         self._finished: dict[bytes, bool] = {}
 
@@ -138,13 +138,13 @@ class ChoicesReply(ReplyParser):
     def whole(self, body: bytes) -> bytes:
         """Return the restored completion, byte for byte the upstream's if nothing was added."""
         parsed = parse_object(body)
-        choices = None if parsed is None else self._restored(parsed)
+        choices = None if parsed is None else self._restore(parsed)
         if parsed is None or choices is None:
-            self._out = self.hide(body)
+            self._out = self.hide_added_members(body)
             return self._out
         self._parsed, self._choices = parsed, choices
         out = _encode(parsed) if self._changed else body
-        self._out = out if choices else self.hide(out)
+        self._out = out if choices else self.hide_added_members(out)
         if not self._reading:
             try:
                 self._gather(parsed, choices)
@@ -159,11 +159,11 @@ class ChoicesReply(ReplyParser):
             return data
         parsed = parse_object(data)
         if parsed is None:
-            raise Unread
-        choices = self._restored(parsed)
+            raise UnreadableEvent
+        choices = self._restore(parsed)
         if choices is None:
             self._unread += 1
-            return self.hide(data)
+            return self.hide_added_members(data)
         if self._took and _is_ids_only(choices):
             return None
         out = data
@@ -171,7 +171,7 @@ class ChoicesReply(ReplyParser):
             out = _encode(parsed)
         if not choices:
             # Such an event usually holds the usage. Whatever it is, it must show no ids.
-            out = self.hide(out)
+            out = self.hide_added_members(out)
             parsed = parse_object(out) or parsed
         try:
             for choice in choices:
@@ -220,11 +220,11 @@ class ChoicesReply(ReplyParser):
             finish=string_or_none(first.get("finish_reason")),
             usage=usage,
             tool_calls=_tool_calls(message),
-            sampled=(self._tokens or _Tokens()).sampled(usage),
+            sampled=(self._tokens or _TokenData()).sampled(usage),
             text=string_or_none(text) or "",
         )
 
-    def _restored(self, parsed: dict[str, Any]) -> list[Object] | None:
+    def _restore(self, parsed: dict[str, Any]) -> list[Object] | None:
         """Restore a reply in place, and return its choices, or None without the API's shape."""
         changed = False
         if self._model is not None and "model" in parsed:
@@ -257,7 +257,7 @@ class ChoicesReply(ReplyParser):
         """
         if self._response_id is None and "id" in parsed:
             self._response_id = string_or_none(value_of(parsed["id"]))
-        said = _first_said(choices)
+        said = _first_message(choices)
         if self._merged is not None:
             self._merged.add(parsed, choices)
             return
@@ -270,7 +270,7 @@ class ChoicesReply(ReplyParser):
             # A whole message's calls have no index of their own.
             index, function = piece.index or position, piece.function or FunctionPiece()
             if index not in self._tools:
-                self._tools[index] = {"id": "", "name": ""}, Pieces()
+                self._tools[index] = {"id": "", "name": ""}, TextPieces()
             named, arguments = self._tools[index]
             named["id"] = piece.id or named["id"]
             named["name"] = function.name or named["name"]
@@ -324,18 +324,18 @@ class _ToolPiece(msgspec.Struct, gc=False):
     function: FunctionPiece | None = None
 
 
-class _Said(msgspec.Struct):
+class _RepeatableParts(msgspec.Struct):
     """Hold the fields of a message or a delta that a later call repeats."""
 
     content: Any = None
     tool_calls: list[_ToolPiece] | None = None
 
 
-_said: Final = msgspec.json.Decoder(_Said)
+_said: Final = msgspec.json.Decoder(_RepeatableParts)
 _string: Final = msgspec.json.Decoder(str)
 
 
-def _first_said(choices: list[Object]) -> _Said | None:
+def _first_message(choices: list[Object]) -> _RepeatableParts | None:
     """Return the message of the first choice (index 0), if it is listed first."""
     if not choices or choices[0].get("index", _ZERO) != _ZERO:
         return None
@@ -343,7 +343,7 @@ def _first_said(choices: list[Object]) -> _Said | None:
     if (raw := first.get("delta") or first.get("message")) is not None:
         return _said.decode(raw)
     if (raw := first.get("text")) is not None:
-        return _Said(content=_string.decode(raw))
+        return _RepeatableParts(content=_string.decode(raw))
     return None
 
 
@@ -404,7 +404,7 @@ _ids: Final = msgspec.json.Decoder(list[TokenId])
 _logprobs: Final = msgspec.json.Decoder(Logprobs)
 
 
-class _Tokens:
+class _TokenData:
     """Gather the ids and log-probabilities that are taken out of a reply, chunk by chunk."""
 
     def __init__(self) -> None:
@@ -446,13 +446,13 @@ class _Tokens:
             elif told.content is not None:
                 self._logprobs += [token.logprob for token in told.content]
 
-    def sampled(self, usage: dict[str, Any] | None) -> Sampled:
+    def sampled(self, usage: dict[str, Any] | None) -> SampledTokens:
         """Return the gathered data, without token data if some of it could not be read."""
         gathered: tuple[Any, ...] = (self._prompt_ids, self._ids, self._logprobs)
         prompt_ids, ids, logprobs = (
             None if values is None or self._unsound else tuple(values) for values in gathered
         )
-        return Sampled(
+        return SampledTokens(
             prompt_ids=prompt_ids,
             sampled_ids=ids,
             sampled_logprobs=logprobs,
@@ -466,7 +466,7 @@ _WHOLE_STRINGS: Final = frozenset({"role", "id", "type", "name"})
 _SAID: Final = frozenset({"delta", "text", "message"})
 
 
-class _Merged:
+class _MergedChunks:
     """Merge a stream's chunks into one reply, as the client saw them.
 
     Fields that come whole stay bytes until the end: each chunk repeats most of them.
@@ -512,7 +512,7 @@ class _Merged:
         for index in sorted(self._choices):
             said, others = self._choices[index]
             others_decoded = {name: _decoded(raw) for name, raw in others.items()}
-            choices.append(joined(said) | others_decoded)
+            choices.append(join_pieces(said) | others_decoded)
         head = {name: _decoded(raw) for name, raw in self._head.items() if name != "choices"}
         return head | {"object": self._reply_object, "choices": choices}
 
@@ -529,45 +529,45 @@ def _decoded(raw: msgspec.Raw) -> Any:
         return json.loads(bytes(raw))
 
 
-class Pieces(list[str]):
+class TextPieces(list[str]):
     """Text that comes in pieces: adding a piece takes constant time."""
 
 
-class _ByIndex(msgspec.Struct, gc=False):
+class _IndexedList(msgspec.Struct, gc=False):
     """List that comes in pieces, its members by their `index`."""
 
     members: dict[int, dict[str, Any]]
 
 
 def append_text(holder: dict[str, Any], name: str, piece: str) -> None:
-    """Append a piece to the text `holder[name]`, which becomes `Pieces`.
+    """Append a piece to the text `holder[name]`, which becomes `TextPieces`.
 
     Raises:
         TypeError: the present value or the piece is not text.
     """
     known = holder.get(name, "")
-    if not isinstance(piece, str) or not isinstance(known, str | Pieces):
+    if not isinstance(piece, str) or not isinstance(known, str | TextPieces):
         raise TypeError(f"{name} is no text")
     if isinstance(known, str):
-        known = holder[name] = Pieces([known])
+        known = holder[name] = TextPieces([known])
     known.append(piece)
 
 
-def joined(value: Any) -> Any:
+def join_pieces(value: Any) -> Any:
     """Return a value with all pieces joined; its objects and lists are changed in place."""
-    if isinstance(value, Pieces):
+    if isinstance(value, TextPieces):
         return "".join(value)
-    if isinstance(value, _ByIndex):
-        return [joined(value.members[index]) for index in sorted(value.members)]
+    if isinstance(value, _IndexedList):
+        return [join_pieces(value.members[index]) for index in sorted(value.members)]
     if isinstance(value, dict):
-        value.update([(name, joined(member)) for name, member in value.items()])
+        value.update([(name, join_pieces(member)) for name, member in value.items()])
     elif isinstance(value, list):
-        value[:] = map(joined, value)
+        value[:] = map(join_pieces, value)
     return value
 
 
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add one delta to `message`, in place; `joined` puts its pieces together.
+    """Add one delta to `message`, in place; `join_pieces` puts its pieces together.
 
     Strings are appended, lists whose members have an `index` are merged by it, and anything else is
     replaced.
@@ -578,15 +578,15 @@ def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
             message.setdefault(name, None)
         elif (
             isinstance(value, str)
-            and isinstance(known, str | Pieces)
+            and isinstance(known, str | TextPieces)
             and name not in _WHOLE_STRINGS
         ):
             append_text(message, name, value)
         elif isinstance(value, dict) and isinstance(known, dict):
             _merge_delta(known, value)
         elif isinstance(value, list) and all(map(_is_indexed, value)):
-            if not isinstance(known, _ByIndex):
-                known = _ByIndex({member["index"]: member for member in known or []})
+            if not isinstance(known, _IndexedList):
+                known = _IndexedList({member["index"]: member for member in known or []})
             for piece in value:
                 _merge_delta(known.members.setdefault(piece["index"], {}), piece)
             message[name] = known

@@ -8,7 +8,7 @@ import msgspec
 from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat, ChoicesReply
 from proxy.formats.conversation import Turns
 from proxy.formats.raw_json import NULL, Object
-from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form, grammar_of
+from proxy.formats.sampling import EVERYWHERE, SamplingRules, grammar_of, is_free_form
 
 
 class CompletionsTurns(Turns):
@@ -26,7 +26,7 @@ class CompletionsSampling(SamplingRules):
     harmless = EVERYWHERE | {"prompt", "prompt_embeds", "logprobs", "echo", "suffix"}
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
-        return super().constrains(settings) or not free_form(settings.get("response_format"))
+        return super().constrains(settings) or not is_free_form(settings.get("response_format"))
 
     def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
         return grammar_of(fields, fields.get("response_format"))

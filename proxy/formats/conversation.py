@@ -41,7 +41,7 @@ _THOUGHT_END: Final = "</think>"
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 
 
-def is_unique(tool_id: str) -> bool:
+def is_unique_id(tool_id: str) -> bool:
     """Return whether a tool call's id is random enough to have been handed out only once.
 
     It is if its last alphanumeric run has at least eight characters, letters and digits both, or is
@@ -79,7 +79,7 @@ class Conversation:
 
     def add_user(self, content: Any) -> None:
         """Add a user's text or list of parts, unless it is empty or for this request alone."""
-        piece = _heard_bytes(content)
+        piece = _content_bytes(content)
         if piece and not piece.startswith(_FOR_ONE_REQUEST):
             self._add_turn(b"u", piece)
 
@@ -98,11 +98,11 @@ class Conversation:
 
     def add_tool_result(self, tool_id: Any, content: Any) -> None:
         name = tool_id if isinstance(tool_id, str) else ""
-        if is_unique(name):
+        if is_unique_id(name):
             self._unique = True
             self._add_turn(b"t", _encoded(letters_and_digits(name)))
         else:
-            self._add_turn(b"t" + _encoded(name) + b"\0", _heard_bytes(content))
+            self._add_turn(b"t" + _encoded(name) + b"\0", _content_bytes(content))
         self.results.append(name)
 
     def add_assistant(self, content: Any) -> None:
@@ -114,7 +114,7 @@ class Conversation:
 
     def add_tool_call(self, tool_id: Any, name: Any, arguments: Any) -> None:
         identifier = tool_id if isinstance(tool_id, str) else ""
-        if is_unique(identifier):
+        if is_unique_id(identifier):
             self._unique = True
             self._calls.append(_encoded(letters_and_digits(identifier)))
         else:
@@ -201,7 +201,7 @@ def _is_text_part(part: dict[str, Any]) -> bool:
     return part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
 
 
-def _heard_bytes(content: Any) -> bytes:
+def _content_bytes(content: Any) -> bytes:
     """Return a user's or a tool's content as bytes: text as it is, anything else as sorted JSON."""
     if isinstance(content, str):
         return _encoded(content)
@@ -275,7 +275,7 @@ class ToolResult(Record, frozen=True, kw_only=True):
     texts: tuple[str, ...] = ()
 
 
-class ToolCallShown(NamedTuple):
+class ShownToolCall(NamedTuple):
     """Tool call as a request shows it: id, tool name and arguments, unchecked."""
 
     tool_id: Any
@@ -284,7 +284,7 @@ class ToolCallShown(NamedTuple):
 
 
 # The tool calls of the assistant's turn, by their ids.
-Calls = Mapping[str, ToolCallShown]
+Calls = Mapping[str, ShownToolCall]
 
 
 class Turns:
@@ -359,7 +359,7 @@ class Turns:
 
     def executions(
         self, parsed: Object | None
-    ) -> Collection[tuple[ToolCallShown | None, ToolResult]]:
+    ) -> Collection[tuple[ShownToolCall | None, ToolResult]]:
         """Return the same results with their tool calls, None if the request does not show it."""
         raw = (parsed or {}).get(self.field)
         if raw is None:
@@ -379,9 +379,9 @@ class Turns:
     def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], Calls]:
         """Return the members after the assistant's last turn, newest first, and its tool calls."""
         after_turn: list[dict[str, Any]] = []
-        calls: dict[str, ToolCallShown] = {}
+        calls: dict[str, ShownToolCall] = {}
         answering = False
-        for member in _backwards(members):
+        for member in _members_backwards(members):
             is_assistants = self._is_assistants(member)
             if is_assistants and after_turn:
                 for call in self._called(member):
@@ -409,7 +409,7 @@ class Turns:
         """Return whether a member is the model's."""
         return member.get("role") == "assistant"
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         """Return the tool calls in an assistant's member."""
         return ()
 
@@ -450,7 +450,7 @@ def _texts_in(arguments: Any) -> tuple[str, ...]:
     return tuple(value for value in members if isinstance(value, str))
 
 
-def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
+def _members_backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
     """Yield the members from last to first, each parsed only when it is reached."""
     for raw in reversed(members):
         try:

@@ -22,16 +22,16 @@ from proxy.formats.base import (
     ReplyFacts,
     ReplyParser,
     ReplySummary,
-    Sampled,
-    Unread,
+    SampledTokens,
+    UnreadableEvent,
 )
 from proxy.formats.choices import (
     FunctionPiece,
     Logprobs,
-    Pieces,
+    TextPieces,
     added_members,
     append_text,
-    joined,
+    join_pieces,
 )
 from proxy.formats.conversation import blocks_of
 from proxy.formats.errors import ANTHROPIC, ERROR_STATUSES
@@ -63,7 +63,7 @@ class MessagesReply(ReplyParser):
 
     def summary(self) -> ReplySummary:
         """Return the message's text and tool calls so far; a tool call counts once it is whole."""
-        message = joined(self._message)
+        message = join_pieces(self._message)
         return ReplySummary(
             response_id=string_or_none(message.get("id")),
             text=_text_of(message),
@@ -71,7 +71,7 @@ class MessagesReply(ReplyParser):
         )
 
     def facts(self) -> ReplyFacts:
-        message, too_deep = joined(self._message), self._is_too_deep()
+        message, too_deep = join_pieces(self._message), self._is_too_deep()
         if not (message or self._is_message):
             return ReplyFacts(None, None, None, None, (), self._sampled(), too_deep)
         usage = message.get("usage")
@@ -91,7 +91,7 @@ class MessagesReply(ReplyParser):
         if message is not None:
             self._message, self._is_message = message, True
 
-    def _sampled(self) -> Sampled:
+    def _sampled(self) -> SampledTokens:
         return NOTHING_SAMPLED
 
     def _is_too_deep(self) -> bool:
@@ -113,16 +113,16 @@ class ForwardedReply(MessagesReply):
 
     def whole(self, body: bytes) -> bytes:
         """Return the reply with the client's name for the model."""
-        out = self._renamed(body)
+        out = self._rename_model(body)
         self._keep_message(out)
         return out
 
     def event(self, data: bytes) -> bytes:
         """Return an event's data with the client's name for the model."""
-        out = self._renamed(data)
+        out = self._rename_model(data)
         event = decoded_object(out)
         if event is None:
-            raise Unread
+            raise UnreadableEvent
         _merge_event(self._message, event)
         self.gathered += len(data)
         return out
@@ -131,12 +131,12 @@ class ForwardedReply(MessagesReply):
         """Return whether a line names the event `message_stop`."""
         return line.startswith(EVENT) and line[len(EVENT) :].strip() == b"message_stop"
 
-    def _renamed(self, data: bytes) -> bytes:
+    def _rename_model(self, data: bytes) -> bytes:
         if self._model is None:
             return data
         parsed = parse_object(data)
         if parsed is None:
-            return self.hide(data)
+            return self.hide_added_members(data)
         changed = "model" in parsed
         if changed:
             parsed["model"] = self._model
@@ -165,7 +165,7 @@ class TranslatedReply(MessagesReply):
         # The client's name for the model, if another was put in its place.
         self._asked_model = None if self._model is None else self._request.model
         if self._streamed:
-            self._events = _Events(self._asked_model)
+            self._events = _EventTranslator(self._asked_model)
             # Data lines so far of a chunk that spans several lines.
             self._parts = bytearray()
 
@@ -178,16 +178,16 @@ class TranslatedReply(MessagesReply):
         if self._reading and reply is not None:
             self._body = body
             self._take_tokens(reply)
-        out = self._translated(reply) or _translated_error(body, self._status)
+        out = self._translate(reply) or _translated_error(body, self._status)
         if out is None:
             # U+FFFD stands for each lone surrogate and each byte that is not UTF-8.
             text = body.decode(errors="replace").encode()
             text = _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], text)
-            out = self._translated(_read_chat(text)) or self.hide(body)
+            out = self._translate(_read_chat(text)) or self.hide_added_members(body)
         self._keep_message(out)
         return out
 
-    def _translated(self, reply: "_Chat | None") -> bytes | None:
+    def _translate(self, reply: "_Chat | None") -> bytes | None:
         if reply is None or not reply.choices or reply.choices[0].message is None:
             return None
         message = _whole_message(reply, reply.choices[0], self._asked_model or reply.model)
@@ -208,12 +208,12 @@ class TranslatedReply(MessagesReply):
         data = line[5:].strip()
         if data == DONE:
             self._is_done = self.at_end = True
-            return self._encoded(self._events.stop())
+            return self._encode_events(self._events.stop())
         chunk = None if self._parts else _read_chat(data)
         if chunk is None:
             self._parts += data + b"\n"
             return b""
-        return self._chunk(chunk, data)
+        return self._translate_chunk(chunk, data)
 
     def _unfinished(self, rest: bytes) -> bytes:
         """Return the last events if the cut-off line is `[DONE]`; other lines are ignored."""
@@ -226,7 +226,7 @@ class TranslatedReply(MessagesReply):
             return self._quiet(line)
         data = bytes(self._parts[:-1])
         self._parts.clear()
-        return self._chunk(_read_chat(data), data)
+        return self._translate_chunk(_read_chat(data), data)
 
     def _awaits_blank(self) -> bool:
         return bool(self._parts)
@@ -242,23 +242,23 @@ class TranslatedReply(MessagesReply):
     def _passed(self, data: bytes) -> bytes:
         """Return an error: a line too long to buffer cannot be translated."""
         self._parts.clear()
-        return b"" if self._failed or self._is_done else self._chunk(None, b"")
+        return b"" if self._failed or self._is_done else self._translate_chunk(None, b"")
 
     def forget(self) -> None:
         """Drop the message so far; translation of events goes on."""
         self.gathered, self._message = 0, {}
         self._events.forget()
 
-    def _chunk(self, chunk: "_Chat | None", data: bytes) -> bytes:
+    def _translate_chunk(self, chunk: "_Chat | None", data: bytes) -> bytes:
         if chunk is None or chunk.choices is None:
             self._failed = True
             error = _error_of(decoded_object(data) or {}) or (_NOT_A_CHUNK, "", None)
             return ANTHROPIC.event(error[0], error[1], status=error[2])
         if self._reading:
             self._take_tokens(chunk)
-        return self._encoded(self._events.take(chunk))
+        return self._encode_events(self._events.take(chunk))
 
-    def _encoded(self, events: list[Event]) -> bytes:
+    def _encode_events(self, events: list[Event]) -> bytes:
         encoded = []
         for event in events:
             _merge_event(self._message, event)
@@ -280,8 +280,8 @@ class TranslatedReply(MessagesReply):
                 self._logprobs = self._logprobs or []
                 self._logprobs += [token.logprob for token in choice.logprobs.content or ()]
 
-    def _sampled(self) -> Sampled:
-        return Sampled(
+    def _sampled(self) -> SampledTokens:
+        return SampledTokens(
             prompt_ids=None if self._prompt_ids is None else tuple(self._prompt_ids),
             sampled_ids=None if self._ids is None else tuple(self._ids),
             sampled_logprobs=None if self._logprobs is None else tuple(self._logprobs),
@@ -487,7 +487,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-class _Events:
+class _EventTranslator:
     """Turn a completion's chunks into events; `model`, if given, replaces the model's name."""
 
     def __init__(self, model: str | None) -> None:
@@ -521,7 +521,7 @@ class _Events:
         choice = chunk.choices[0]
         if choice.finish_reason is not None:
             self._finish, self._stop = choice.finish_reason, choice.stop_reason
-        return self._said(choice.delta or _NO_MESSAGE)
+        return self._message_events(choice.delta or _NO_MESSAGE)
 
     def stop(self) -> list[Event]:
         """Return the last events."""
@@ -546,25 +546,25 @@ class _Events:
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return {"type": "message_delta", "delta": delta, "usage": _usage_of(usage)}
 
-    def _said(self, delta: _Message) -> list[Event]:
+    def _message_events(self, delta: _Message) -> list[Event]:
         events: list[Event] = []
         if delta.reasoning:
-            events += self._piece("thinking", delta.reasoning)
+            events += self._text_events("thinking", delta.reasoning)
         if delta.content and self._open == "tool_use":
             self._waiting.append(delta.content)
             self.waiting += len(delta.content)
         elif delta.content:
-            events += self._piece("text", delta.content)
+            events += self._text_events("text", delta.content)
         for call in delta.tool_calls or ():
-            events += self._call(call)
+            events += self._tool_call_events(call)
         return events
 
-    def _piece(self, kind: str, text: str) -> list[Event]:
+    def _text_events(self, kind: str, text: str) -> list[Event]:
         """Return the events of a piece of text or thinking, within a block of its kind."""
         events = [] if self._open == kind else [*self._close(), self._block(kind, {kind: ""})]
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
-    def _call(self, call: _ToolCall) -> list[Event]:
+    def _tool_call_events(self, call: _ToolCall) -> list[Event]:
         events: list[Event] = []
         name, arguments = call.function.name, call.function.arguments
         if call.id is not None:
@@ -593,7 +593,7 @@ class _Events:
         waiting, self._waiting, self.waiting = "".join(self._waiting), [], 0
         events = self._end_block()
         if waiting:
-            events += [*self._piece("text", waiting), *self._end_block()]
+            events += [*self._text_events("text", waiting), *self._end_block()]
         return events
 
     def _end_block(self) -> list[Event]:
@@ -650,7 +650,7 @@ def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
     if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
         source, target = _BLOCK_DELTAS[delta["type"]]
         if isinstance(delta.get(source), str):
-            if not isinstance(block.get(target), Pieces):
+            if not isinstance(block.get(target), TextPieces):
                 block[target] = str(block.get(target) or "")
             append_text(block, target, delta[source])
 

@@ -22,7 +22,7 @@ from proxy.formats.conversation import (
     UNHEARD_ROLES,
     Calls,
     Conversation,
-    ToolCallShown,
+    ShownToolCall,
     ToolResult,
     Turns,
     blocks_of,
@@ -32,7 +32,7 @@ from proxy.formats.conversation import (
 from proxy.formats.errors import ANTHROPIC
 from proxy.formats.message_replies import ForwardedReply, TranslatedReply
 from proxy.formats.raw_json import Object
-from proxy.formats.sampling import EVERYWHERE, SamplingRules, free_form_within, limits_thinking
+from proxy.formats.sampling import EVERYWHERE, SamplingRules, has_free_form, limits_thinking
 
 Fields = Mapping[str, Any]
 Message = dict[str, Any]
@@ -90,7 +90,7 @@ def _chat_request(fields: Fields, *, keep_system: bool) -> dict[str, Any]:
     if not KNOWN.issuperset(fields):
         raise Inexpressible
     _expect(isinstance(fields.get("model"), str))
-    max_tokens = _count(fields.get("max_tokens"), 1)
+    max_tokens = _expect_count(fields.get("max_tokens"), 1)
     request = {name: fields[name] for name in SAME if fields.get(name) is not None}
     system = _system(_blocks_or_text(fields.get("system"), "text"))
     request["messages"] = _messages(fields.get("messages"), system, keep_system=keep_system)
@@ -101,7 +101,7 @@ def _chat_request(fields: Fields, *, keep_system: bool) -> dict[str, Any]:
         request |= {"stream": True, "stream_options": usage}
     else:
         _expect(fields.get("stream") in (None, False))
-    request |= _output(fields.get("output_config"))
+    request |= _output_format(fields.get("output_config"))
     request |= _thinking(fields.get("thinking"), max_tokens)
     return request | _tools(tools_in_effect(fields), fields.get("tool_choice"))
 
@@ -111,21 +111,21 @@ def _expect(condition: bool) -> None:
         raise Inexpressible
 
 
-def _count(value: object, least: int) -> int:
+def _expect_count(value: object, least: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise Inexpressible
     return value
 
 
-def _of(value: object, kind: type[Value]) -> Value:
+def _expect_type(value: object, kind: type[Value]) -> Value:
     if not isinstance(value, kind):
         raise Inexpressible
     return value
 
 
-def _only(value: object, *known: str) -> Message:
+def _expect_fields(value: object, *known: str) -> Message:
     """Return `value` as an object that has no field beside `known`."""
-    fields = _of(value, dict)
+    fields = _expect_type(value, dict)
     _expect(set(known).issuperset(fields))
     return fields
 
@@ -144,7 +144,7 @@ def _system(content: str | list[dict[str, Any]]) -> list[Message]:
 
 def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
     """Return content blocks, checking that all are of `kinds` and that text blocks have text."""
-    blocks = [_of(block, dict) for block in _of(value, list)]
+    blocks = [_expect_type(block, dict) for block in _expect_type(value, list)]
     for block in blocks:
         _expect(block.get("type") in kinds)
         _expect(block["type"] != "text" or isinstance(block.get("text"), str))
@@ -153,15 +153,18 @@ def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
 
 def _messages(value: object, system: list[Message], *, keep_system: bool) -> list[Message]:
     messages = [*system]
-    for message in _of(value, list):
-        role, content = _only(message, "role", "content").get("role"), message.get("content")
+    for message in _expect_type(value, list):
+        role, content = (
+            _expect_fields(message, "role", "content").get("role"),
+            message.get("content"),
+        )
         if role == "system":
             if not (isinstance(content, str) and content.startswith(BILLING)):
                 inline = _system(_blocks_or_text(content, "text", *TOOL_CHANGES))
                 if not messages or (keep_system and messages[0]["role"] == "system"):
                     messages += inline
                 else:
-                    _join(messages, inline)
+                    _merge_system_message(messages, inline)
         elif isinstance(content, str) and role in ("user", "assistant"):
             messages.append({"role": role, "content": content})
         elif role == "user":
@@ -173,7 +176,7 @@ def _messages(value: object, system: list[Message], *, keep_system: bool) -> lis
     return messages
 
 
-def _join(messages: list[Message], inline: list[Message]) -> None:
+def _merge_system_message(messages: list[Message], inline: list[Message]) -> None:
     """Merge a system message into the preceding turn, or into the system prompt before all turns.
 
     It becomes a user turn only after an assistant turn. After other turns, a user turn would
@@ -216,7 +219,7 @@ def _assistant(content: object) -> Message:
     parts: list[Message] = []
     for block in _blocks(content, "text", "image", "thinking", "redacted_thinking", "tool_use"):
         if block["type"] == "thinking":
-            thoughts.append(_of(block.get("thinking"), str))
+            thoughts.append(_expect_type(block.get("thinking"), str))
         elif block["type"] == "tool_use":
             calls.append(_tool_call(block))
         elif block["type"] != "redacted_thinking":
@@ -237,24 +240,25 @@ def _part(block: dict[str, Any]) -> list[Message]:
 
 def _content(parts: list[Message]) -> str | list[Message] | None:
     if len(parts) == 1 and parts[0]["type"] == "text":
-        return _of(parts[0]["text"], str)
+        return _expect_type(parts[0]["text"], str)
     return parts or None
 
 
 def _image(block: dict[str, Any]) -> Message:
-    source = _of(block.get("source"), dict)
+    source = _expect_type(block.get("source"), dict)
     if source.get("type") == "url":
-        url = _of(source.get("url"), str)
+        url = _expect_type(source.get("url"), str)
     else:
         _expect(source.get("type") == "base64")
-        url = f"data:{_of(source.get('media_type'), str)};base64,{_of(source.get('data'), str)}"
+        media_type = _expect_type(source.get("media_type"), str)
+        url = f"data:{media_type};base64,{_expect_type(source.get('data'), str)}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _tool_call(block: dict[str, Any]) -> Message:
-    arguments = _of(block.get("input") or {}, dict)
-    function = {"name": _of(block.get("name"), str), "arguments": json.dumps(arguments)}
-    return {"id": _of(block.get("id"), str), "type": "function", "function": function}
+    arguments = _expect_type(block.get("input") or {}, dict)
+    function = {"name": _expect_type(block.get("name"), str), "arguments": json.dumps(arguments)}
+    return {"id": _expect_type(block.get("id"), str), "type": "function", "function": function}
 
 
 def _tool_result(block: dict[str, Any]) -> list[Message]:
@@ -270,20 +274,20 @@ def _tool_result(block: dict[str, Any]) -> list[Message]:
                 texts.append(part["text"])
             else:
                 images.append(_image(part))
-    tool: Message = {"role": "tool", "tool_call_id": _of(block.get("tool_use_id"), str)}
+    tool: Message = {"role": "tool", "tool_call_id": _expect_type(block.get("tool_use_id"), str)}
     tool["content"] = "\n".join(texts)
     return [tool, {"role": "user", "content": images}] if images else [tool]
 
 
-def _output(value: object) -> Message:
+def _output_format(value: object) -> Message:
     if value is None:
         return {}
-    config = _only(value, "effort", "format")
+    config = _expect_fields(value, "effort", "format")
     settings: Message = {}
     if config.get("format") is not None:
-        form = _only(config["format"], "type", "schema")
+        form = _expect_fields(config["format"], "type", "schema")
         _expect(form.get("type") == "json_schema")
-        schema = {"name": "json_schema", "schema": _of(form.get("schema"), dict)}
+        schema = {"name": "json_schema", "schema": _expect_type(form.get("schema"), dict)}
         settings["response_format"] = {"type": "json_schema", "json_schema": schema}
     if config.get("effort") is not None:
         _expect(config["effort"] in EFFORTS)
@@ -294,14 +298,14 @@ def _output(value: object) -> Message:
 def _thinking(value: object, max_tokens: int) -> Message:
     if value is None:
         return {}
-    config = _only(value, "type", "budget_tokens", "display")
+    config = _expect_fields(value, "type", "budget_tokens", "display")
     match config.get("type"):
         case "disabled":
             return {"reasoning_effort": "none"}
         case "adaptive":
             return {}
         case "enabled":
-            budget = _count(config.get("budget_tokens"), LEAST_THINKING)
+            budget = _expect_count(config.get("budget_tokens"), LEAST_THINKING)
             _expect(budget < max_tokens)
             return {"thinking_token_budget": budget}
     raise Inexpressible
@@ -324,17 +328,17 @@ def tools_in_effect(fields: Fields) -> object:
     ]
     if not changes:
         return fields.get("tools")
-    tools = [_of(tool, dict) for tool in _of(fields.get("tools") or [], list)]
-    declared = {_of(tool.get("name"), str): tool for tool in tools}
+    tools = [_expect_type(tool, dict) for tool in _expect_type(fields.get("tools") or [], list)]
+    declared = {_expect_type(tool.get("name"), str): tool for tool in tools}
     removed = set()
     for block in changes:
-        change, adds = _of(block.get("tool"), dict), block["type"] == "tool_addition"
+        change, adds = _expect_type(block.get("tool"), dict), block["type"] == "tool_addition"
         if adds and change.get("type") == "tool_definition":
-            tool = _of(change.get("definition"), dict)
-            name = _of(tool.get("name"), str)
+            tool = _expect_type(change.get("definition"), dict)
+            name = _expect_type(tool.get("name"), str)
         else:
             _expect(change.get("type") == "tool_reference")
-            name = _of(change.get("name"), str)
+            name = _expect_type(change.get("name"), str)
             _expect(name in declared)
             tool = {n: part for n, part in declared[name].items() if n != "defer_loading"}
         if adds:
@@ -359,31 +363,31 @@ def _tools(tools: object, choice: object) -> Message:
     settings: Message = {}
     if not tools:
         # Chat completions refuse a tool choice without tools; leaving it out gives the same prompt.
-        _expect(_tool_choice(_of(choice or {"type": "none"}, dict)) in ("auto", "none"))
+        _expect(_tool_choice(_expect_type(choice or {"type": "none"}, dict)) in ("auto", "none"))
         return settings
     if choice is not None:
-        chosen = _only(choice, "type", "name", "disable_parallel_tool_use")
+        chosen = _expect_fields(choice, "type", "name", "disable_parallel_tool_use")
         settings["tool_choice"] = _tool_choice(chosen)
         settings["parallel_tool_calls"] = not chosen.get("disable_parallel_tool_use")
     settings.setdefault("tool_choice", "auto")
-    return settings | {"tools": [_tool(tool) for tool in _of(tools, list)]}
+    return settings | {"tools": [_tool(tool) for tool in _expect_type(tools, list)]}
 
 
 def _tool_choice(choice: dict[str, Any]) -> str | Message:
     if choice.get("type") == "tool":
-        return {"type": "function", "function": {"name": _of(choice.get("name"), str)}}
-    kind = _of(choice.get("type"), str)
+        return {"type": "function", "function": {"name": _expect_type(choice.get("name"), str)}}
+    kind = _expect_type(choice.get("type"), str)
     _expect(kind in CHOICES)
     return CHOICES[kind]
 
 
 def _tool(value: object) -> Message:
     """Return a client-side tool for chat; server-side tools (other types) are inexpressible."""
-    tool = _of(value, dict)
+    tool = _expect_type(value, dict)
     _expect(tool.get("type") in (None, "custom"))
-    schema = _of(tool.get("input_schema"), dict)
+    schema = _expect_type(tool.get("input_schema"), dict)
     function = {
-        "name": _of(tool.get("name"), str),
+        "name": _expect_type(tool.get("name"), str),
         "description": tool.get("description"),
         "parameters": schema if "type" in schema else schema | {"type": "object"},
     }
@@ -408,9 +412,9 @@ class MessagesTurns(Turns):
         elif isinstance(role, str) and role not in UNHEARD_ROLES:
             conversation.add_user_turn(content)
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         for block in blocks_of(member.get("content"), "tool_use"):
-            yield ToolCallShown(block.get("id"), block.get("name"), block.get("input"))
+            yield ShownToolCall(block.get("id"), block.get("name"), block.get("input"))
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         for block in blocks_of(member.get("content"), "tool_result"):
@@ -436,7 +440,7 @@ class MessagesSampling(SamplingRules):
         return limits_thinking(settings)
 
     def constrains(self, settings: Fields) -> bool:
-        return super().constrains(settings) or not free_form_within(settings.get("output_config"))
+        return super().constrains(settings) or not has_free_form(settings.get("output_config"))
 
     def tools(self, fields: Fields) -> Any:
         """Return the tools in effect, or the declared tools if the changes cannot be read."""

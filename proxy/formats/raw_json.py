@@ -93,7 +93,7 @@ class Replacement(msgspec.Struct, frozen=True):
     unless_empty: bool = False
 
 
-def without(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
+def replace_members(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
     """Return `data` with the values of `members` replaced, and every other byte unchanged.
 
     This is for data that cannot be parsed or lacks the API's shape: a lone surrogate, NaN, bytes
@@ -109,14 +109,14 @@ def without(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
     while (match := key.search(data, at)) is not None:
         at = match.end()
         member = members[match[1]]
-        end = _end_of(data, at, member)
+        end = _end_of_value(data, at, member)
         if end is not None:
             pieces += [data[kept:at], member.instead]
             kept = at = end
     return b"".join([*pieces, data[kept:]]) if pieces else data
 
 
-def _end_of(data: bytes, at: int, member: Replacement) -> int | None:
+def _end_of_value(data: bytes, at: int, member: Replacement) -> int | None:
     """Return where a member's value ends, or None if it is not to be replaced."""
     sign = data[at : at + 1]
     if not sign or sign not in member.opens:

@@ -23,8 +23,8 @@ from proxy.formats.base import (
     ReplyFacts,
     ReplyParser,
     ReplySummary,
-    Sampled,
-    Unread,
+    SampledTokens,
+    UnreadableEvent,
     WireFormat,
     with_changes,
 )
@@ -34,7 +34,7 @@ from proxy.formats.conversation import (
     UNHEARD_ROLES,
     Calls,
     Conversation,
-    ToolCallShown,
+    ShownToolCall,
     ToolResult,
     Turns,
     blocks_of,
@@ -61,11 +61,11 @@ from proxy.formats.raw_json import (
 from proxy.formats.sampling import (
     EVERYWHERE,
     SamplingRules,
-    forced_by,
-    free_choice,
-    free_form_within,
+    forced_call,
     functions_of,
     grammar_of,
+    has_free_form,
+    is_free_choice,
 )
 from store.records import ToolCall
 
@@ -156,10 +156,10 @@ class ResponsesTurns(Turns):
             return role == "assistant"
         return isinstance(kind, str) and not kind.endswith(HEARD_SUFFIXES)
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
+    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         is_custom = member.get("type") == "custom_tool_call"
         arguments = member.get("input" if is_custom else "arguments")
-        return (ToolCallShown(member.get("call_id"), member.get("name"), arguments),)
+        return (ShownToolCall(member.get("call_id"), member.get("name"), arguments),)
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         if member.get("type") not in RESULT_TYPES:
@@ -187,12 +187,12 @@ class ResponsesSampling(SamplingRules):
         return any(settings.get(name) for name in NOT_APPLIED)
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
-        return super().constrains(settings) or not free_form_within(settings.get("text"))
+        return super().constrains(settings) or not has_free_form(settings.get("text"))
 
     def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
         text, choice, tools = fields.get("text"), fields.get("tool_choice"), fields.get("tools")
         form = text.get("format") if isinstance(text, dict) else None
-        forced = None if free_choice(choice) else forced_by(choice, choice)
+        forced = None if is_free_choice(choice) else forced_call(choice, choice)
         listed = tools if isinstance(tools, list) else []
         plain = all(isinstance(tool, dict) and tool.get("type") == "function" for tool in listed)
         functions = functions_of(listed) if plain else None
@@ -245,22 +245,22 @@ class ResponsesReply(ReplyParser):
     def _restored(self, body: bytes) -> bytes:
         parsed = parse_object(body)
         if parsed is None or parsed.keys().isdisjoint(("model", "output")):
-            return self.hide(body)
+            return self.hide_added_members(body)
         try:
             self._restore_response(parsed)
         except ODD_SHAPE:
-            return self.hide(body)
+            return self.hide_added_members(body)
         return body if self._changes_nothing else msgspec.json.encode(parsed)
 
     def event(self, data: bytes) -> bytes:
         event = parse_object(data)
         if event is None:
-            raise Unread
+            raise UnreadableEvent
         try:
             changed = self._restore_event(event)
         except ODD_SHAPE:
             self._unread += 1
-            return self.hide(data)
+            return self.hide_added_members(data)
         return msgspec.json.encode(event) if changed and not self._changes_nothing else data
 
     def is_end(self, line: bytes) -> bool:
@@ -307,7 +307,7 @@ class ResponsesReply(ReplyParser):
             text=_text_of(response),
         )
 
-    def _sampled(self, usage: dict[str, Any] | None) -> Sampled:
+    def _sampled(self, usage: dict[str, Any] | None) -> SampledTokens:
         """Return the token data; ids only if there was one prompt and one sample.
 
         vLLM gives log-probabilities of texts only. They are dropped unless they are as many as the
@@ -319,7 +319,7 @@ class ResponsesReply(ReplyParser):
         complete = ids is not None and len(self._logprobs) == len(ids)
         details = (usage or {}).get("output_tokens_details")
         thoughts = details.get("reasoning_tokens") if isinstance(details, dict) else None
-        return Sampled(
+        return SampledTokens(
             prompt_ids=tuple(prompts[0]) if exact else None,
             sampled_ids=ids,
             sampled_logprobs=tuple(self._logprobs) if complete else None,

@@ -65,7 +65,7 @@ class SamplingRules:
 
     def constrains(self, settings: Fields) -> bool:
         """Return whether one of the format's settings excludes tokens from sampling."""
-        return not free_choice(settings.get("tool_choice"))
+        return not is_free_choice(settings.get("tool_choice"))
 
     def tools(self, fields: Fields) -> Any:
         """Return the tools that the model may call, in the format's own form."""
@@ -81,7 +81,7 @@ class SamplingRules:
         return None
 
 
-def free_choice(choice: Any) -> bool:
+def is_free_choice(choice: Any) -> bool:
     """Return whether a `tool_choice` leaves the model free to call a tool or not."""
     if isinstance(choice, dict):
         # `proxy.trainable` checks the limit on calls in a reply, for all choices.
@@ -89,14 +89,14 @@ def free_choice(choice: Any) -> bool:
     return choice in FREE_CHOICES
 
 
-def free_form(form: Any) -> bool:
+def is_free_form(form: Any) -> bool:
     """Return whether the response format is absent or plain text."""
     return form is None or (isinstance(form, dict) and form.get("type") == "text")
 
 
-def free_form_within(holder: Any) -> bool:
+def has_free_form(holder: Any) -> bool:
     """Return whether a setting's `format` is absent or plain text."""
-    return not isinstance(holder, dict) or free_form(holder.get("format"))
+    return not isinstance(holder, dict) or is_free_form(holder.get("format"))
 
 
 def limits_thinking(settings: Mapping[str, Any]) -> bool:
@@ -130,14 +130,14 @@ def grammar_of(
     Args:
         fields: the request.
         form: its response format, wherever the wire format has it.
-        forced: the call that its `tool_choice` forces, as `_of_forced_call` takes it.
+        forced: the call that its `tool_choice` forces, as `_forced_call_grammar` takes it.
         functions: its tools, in the same form.
         tag: the server's syntax of tool calls, if known.
         flat: `form` holds its schema directly (Responses API), not in `json_schema`.
     """
     own = fields.get("structured_outputs")
-    constraints = [] if own is None else [_of_structured_outputs(own)]
-    constraints += [] if free_form(form) else [_of_form(form, flat=flat)]
+    constraints = [] if own is None else [_structured_outputs_grammar(own)]
+    constraints += [] if is_free_form(form) else [_response_format_grammar(form, flat=flat)]
     offered = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
     if forced is None and not offered:
         return constraints[0] if len(constraints) == 1 else None
@@ -147,11 +147,13 @@ def grammar_of(
     if len({function["name"] for function in functions}) != len(functions):
         return None
     if tag is not None:
-        return _of_tag(tag, fields, forced, functions)
-    return None if forced is None else _of_forced_call(forced, functions, single=single is False)
+        return _tag_grammar(tag, fields, forced, functions)
+    return (
+        None if forced is None else _forced_call_grammar(forced, functions, single=single is False)
+    )
 
 
-def _of_structured_outputs(value: Any) -> Recorded | None:
+def _structured_outputs_grammar(value: Any) -> Recorded | None:
     """Return the grammar of vLLM's own field, `structured_outputs`."""
     if not isinstance(value, dict):
         return None
@@ -159,7 +161,7 @@ def _of_structured_outputs(value: Any) -> Recorded | None:
     kind, constraint = given[0] if len(given) == 1 else (None, None)
     match kind, constraint:
         case "json", dict():
-            return _schema(constraint)
+            return _schema_grammar(constraint)
         case "json" | "regex" | "grammar", str() if constraint:
             return {"kind": kind, "text": constraint}
         case "json_object", True:
@@ -170,7 +172,7 @@ def _of_structured_outputs(value: Any) -> Recorded | None:
             return None
 
 
-def _of_form(form: Any, *, flat: bool) -> Recorded | None:
+def _response_format_grammar(form: Any, *, flat: bool) -> Recorded | None:
     if not isinstance(form, dict):
         return None
     if form.get("type") == "json_object":
@@ -178,10 +180,10 @@ def _of_form(form: Any, *, flat: bool) -> Recorded | None:
     holder = form if flat else form.get("json_schema")
     if form.get("type") != "json_schema" or not isinstance(holder, dict):
         return None
-    return _schema(holder.get("schema"))
+    return _schema_grammar(holder.get("schema"))
 
 
-def _of_forced_call(
+def _forced_call_grammar(
     forced: Recorded, functions: Sequence[Fields], *, single: bool
 ) -> Recorded | None:
     """Return the JSON grammar of the call that a `tool_choice` forces, of one tool or any.
@@ -192,13 +194,13 @@ def _of_forced_call(
         single: at most one call is allowed.
     """
     if forced is ANY_CALL:
-        return _any_call(functions, single=single)
+        return _any_call_schema(functions, single=single)
     named = {function["name"]: function.get("parameters") for function in functions}
     name = forced.get("name")
-    return _schema(named[name] or NO_PARAMETERS) if name in named else None
+    return _schema_grammar(named[name] or NO_PARAMETERS) if name in named else None
 
 
-def _of_tag(
+def _tag_grammar(
     model: str, fields: Fields, forced: Recorded | None, functions: Sequence[Fields]
 ) -> Recorded | None:
     """Return the structural tag of a request with tools, or None if vLLM makes none.
@@ -232,7 +234,7 @@ def _of_tag(
     return {"kind": "tools", "text": text_of_tag(tag)}
 
 
-def forced_by(choice: Any, named: Any) -> Recorded:
+def forced_call(choice: Any, named: Any) -> Recorded:
     """Return the call that a `tool_choice` forces; `named` is its part that names a function."""
     if choice == "required":
         return ANY_CALL
@@ -257,12 +259,12 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool | None)
 
 
-def _schema(schema: Any) -> Recorded | None:
+def _schema_grammar(schema: Any) -> Recorded | None:
     # vLLM serializes a schema the same way.
     return {"kind": "json", "text": json.dumps(schema)} if isinstance(schema, dict) else None
 
 
-def _any_call(functions: Sequence[Fields], *, single: bool) -> Recorded | None:
+def _any_call_schema(functions: Sequence[Fields], *, single: bool) -> Recorded | None:
     """Return the schema of a list of calls, with all tools' `$defs` at its top as in vLLM."""
     definitions: dict[str, Any] = {}
     for function in functions:
@@ -270,14 +272,14 @@ def _any_call(functions: Sequence[Fields], *, single: bool) -> Recorded | None:
         if not isinstance(own, dict) or any(definitions.get(n, d) != d for n, d in own.items()):
             return None
         definitions |= own
-    items = {"type": "object", "anyOf": [_call(function) for function in functions]}
+    items = {"type": "object", "anyOf": [_call_schema(function) for function in functions]}
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
     if single:
         schema["maxItems"] = 1
-    return _schema(schema | ({"$defs": definitions} if definitions else {}))
+    return _schema_grammar(schema | ({"$defs": definitions} if definitions else {}))
 
 
-def _call(function: Fields) -> Fields:
+def _call_schema(function: Fields) -> Fields:
     schema = function.get("parameters")
     own = {n: part for n, part in schema.items() if n != "$defs"} if schema else NO_PARAMETERS
     return {

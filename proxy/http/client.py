@@ -92,7 +92,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport.write(data)
         return self._head
 
-    async def push(self, data: bytes) -> None:
+    async def send_more(self, data: bytes) -> None:
         """Send more of the request, no faster than the server reads it."""
         self.transport.write(data)
         if self._can_write is not None:
@@ -108,7 +108,7 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def waits_for_reply(self) -> bool:
         """Return whether a reply is due or under way and we wait for the server."""
-        reading = self._reply is not None and self._reply.body.awaited
+        reading = self._reply is not None and self._reply.body.has_waiting_reader
         return self._head is not None or reading
 
     # Callbacks of asyncio.
@@ -244,9 +244,9 @@ class Reply:
         Raises:
             Torn: the body broke off.
         """
-        while data := await self.body.more(TURN_BYTES):
+        while data := await self.body.wait_for_more(TURN_BYTES):
             yield data
-            if self.body.waits:
+            if self.body.has_untaken_bytes:
                 let_threads_run()
                 await asyncio.sleep(0)
 
@@ -301,7 +301,7 @@ class Pool:
         """Return the number of requests under way."""
         return len(self.connections) - len(self._idle)
 
-    def kept(self) -> UpstreamConnection | None:
+    def kept_connection(self) -> UpstreamConnection | None:
         """Return a kept connection that can be used again, or None if there is none."""
         youngest = monotonic() - KEEPALIVE_S
         while self._idle:
@@ -371,7 +371,7 @@ async def ask(
     else:
         pieces = None
         data = wire.bodyless_head(method, target, pool.authority, headers)
-    connection = pool.kept() or await pool.connect()
+    connection = pool.kept_connection() or await pool.connect()
     connection.sending = pieces is not None
     if pieces is not None:
         push = _push(connection, pieces, chunked=length is None)
@@ -387,8 +387,8 @@ async def ask(
 
 async def _push(connection: UpstreamConnection, body: BodyStream, *, chunked: bool) -> None:
     try:
-        while data := await body.more():
-            await connection.push(wire.chunk(data) if chunked else data)
+        while data := await body.wait_for_more():
+            await connection.send_more(wire.chunk(data) if chunked else data)
     except ConnectionError:
         # The client left in the middle of its request, and half a request must not be answered.
         connection.transport.abort()
@@ -398,5 +398,5 @@ async def _push(connection: UpstreamConnection, body: BodyStream, *, chunked: bo
         connection.transport.abort()
         return
     if chunked:
-        await connection.push(wire.LAST_CHUNK)
+        await connection.send_more(wire.LAST_CHUNK)
     connection.sending = False

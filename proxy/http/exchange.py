@@ -74,12 +74,12 @@ class BodyStream:
         self.ended = False
 
     @property
-    def awaited(self) -> bool:
+    def has_waiting_reader(self) -> bool:
         """Return whether a reader waits for more."""
         return self._waiter is not None
 
     @property
-    def waits(self) -> bool:
+    def has_untaken_bytes(self) -> bool:
         """Return whether bytes have arrived that were not taken."""
         return bool(self._pieces)
 
@@ -91,7 +91,7 @@ class BodyStream:
     def put(self, data: bytes) -> None:
         if self._pieces and (len(data) < SMALL or not self._patient):
             # A body that is read whole grows in one buffer, which is freed as a whole.
-            self._join(data)
+            self._append_to_last(data)
         else:
             self._pieces.append(data)
         self._size += len(data)
@@ -100,7 +100,7 @@ class BodyStream:
             self._source.pause_reading()
         self._wake()
 
-    def _join(self, data: bytes) -> None:
+    def _append_to_last(self, data: bytes) -> None:
         """Append to the last piece, which becomes a `bytearray`."""
         last = self._pieces[-1]
         if isinstance(last, bytearray):
@@ -154,7 +154,7 @@ class BodyStream:
             # A copy: a raised error refers to the reader's frames, and these refer to this stream.
             raise copy(self._failure)
 
-    async def more(self, most: int | None = None) -> bytes:
+    async def wait_for_more(self, most: int | None = None) -> bytes:
         """Wait for more bytes and return them, at most `most`; empty at the end.
 
         Raises:
@@ -187,9 +187,9 @@ class BodyStream:
                 await self._wait()
         finally:
             self._patient = True
-        return self.within(limit)
+        return self.whole_within(limit)
 
-    def within(self, limit: int | None) -> bytes | None:
+    def whole_within(self, limit: int | None) -> bytes | None:
         """Return the whole body, which has ended, or None if it is longer than `limit` bytes."""
         return None if limit is not None and self._size > limit else self.take()
 
@@ -288,11 +288,11 @@ class Exchange:
     @property
     def open(self) -> bool:
         """Return whether the client is there and the reply is due or under way."""
-        return self._connection.answering(self)
+        return self._connection.is_answering(self)
 
-    def lowered(self) -> dict[str, str]:
-        """Return the request's headers by lower-case name, for look-ups; see `wire.lowered`."""
-        return wire.lowered(self.headers)
+    def headers_by_name(self) -> dict[str, str]:
+        """Return the request's headers by lower-case name; see `wire.headers_by_name`."""
+        return wire.headers_by_name(self.headers)
 
     @property
     def length(self) -> int | None:
@@ -321,9 +321,9 @@ class Exchange:
             self.expects = False
             self._connection.send(wire.CONTINUE)
 
-    def arrived(self, limit: int) -> bytes | None:
+    def arrived_body(self, limit: int) -> bytes | None:
         """Return the body if it has come whole and has at most `limit` bytes, else None."""
-        return self.body.within(limit) if self.body.ended else None
+        return self.body.whole_within(limit) if self.body.ended else None
 
     async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None if it is longer than `limit` bytes.
@@ -337,7 +337,9 @@ class Exchange:
         """
         self.send_continue()
         arriving = self.body
-        body = arriving.within(limit) if arriving.ended else await arriving.whole(limit, grown)
+        body = (
+            arriving.whole_within(limit) if arriving.ended else await arriving.whole(limit, grown)
+        )
         if body is None:
             self.keep_alive = False
         return body
@@ -353,7 +355,7 @@ class Exchange:
             framing = [(b"Content-Length", b"%d" % len(body))]
         head = self._head(status, reason, headers, framing)
         self._send(status, head if self._silent else head + body)
-        self._connection.answered(self)
+        self._connection.end_reply(self)
 
     def begin(self, status: int, reason: bytes, headers: Headers) -> None:
         """Send the reply's head; the body follows in pieces."""
@@ -388,15 +390,15 @@ class Exchange:
             data = (wire.chunk(data) if data else b"") + wire.LAST_CHUNK
         if data and not self._silent:
             self._connection.send(data)
-        self._connection.answered(self)
+        self._connection.end_reply(self)
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait while the client reads more slowly than we write.
 
         Raises:
             ClientGone: the client left meanwhile.
         """
-        await self._connection.drained()
+        await self._connection.wait_until_drained()
 
     def tear(self) -> None:
         """Close within the body: the client gets the bytes sent, and sees that more is missing."""

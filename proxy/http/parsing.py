@@ -150,11 +150,11 @@ class RequestParser:
             self._headers,
             keep_alive=modern and self._parser.should_keep_alive(),
             chunks=modern,
-            expects=read_head(self._headers, modern=modern),
+            expects=check_head(self._headers, modern=modern),
         )
         self.receiving = exchange
         self._headers = []
-        self._connection.take(exchange)
+        self._connection.start_or_queue(exchange)
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
@@ -182,7 +182,7 @@ class RequestParser:
         framing = [pair for pair in exchange.headers if pair[0].lower() in wire.FRAMING]
         self._parser = httptools.HttpRequestParser(self)
         self._resuming = True
-        self._parser.feed_data(wire.head(b"POST / HTTP/1.1", framing))
+        self._parser.feed_data(wire.message_head(b"POST / HTTP/1.1", framing))
         self._resuming = False
         if rest:
             self._feed(rest)
@@ -197,7 +197,7 @@ class UnreadableRequest(ValueError):
         self.why = why
 
 
-def read_head(headers: Headers, *, modern: bool) -> bool:
+def check_head(headers: Headers, *, modern: bool) -> bool:
     """Check a head, and return whether the client waits for `100 Continue` to send its body.
 
     `modern`: the request is HTTP/1.1.
@@ -245,7 +245,7 @@ class SlowWork:
         self._scheduled = False
         self._rested_at = 0.0
 
-    def wait(self, work: Callable[[], None]) -> None:
+    def queue_work(self, work: Callable[[], None]) -> None:
         """Queue `work`, to be called in its turn."""
         self._waiting.append(work)
         if not self._scheduled:
@@ -312,7 +312,7 @@ class Feeding:
     def _wait(self) -> None:
         self.waiting = True
         self._source.pause_reading()
-        self._turns.wait(self._go_on)
+        self._turns.queue_work(self._go_on)
 
     def _go_on(self) -> None:
         data, self._unseen = self._unseen, b""

@@ -66,7 +66,7 @@ class ClientDeadlines(msgspec.Struct, frozen=True):
     write_s: float = 300.0
     idle_s: float = IDLE_S
 
-    def at_most(self, seconds: float) -> "ClientDeadlines":
+    def limited_to(self, seconds: float) -> "ClientDeadlines":
         """Return the same deadlines, but none longer than `seconds`."""
         return ClientDeadlines(*(min(one, seconds) for one in msgspec.structs.astuple(self)))
 
@@ -77,7 +77,7 @@ class ClientDeadlines(msgspec.Struct, frozen=True):
         return min(max(shortest / 10, SOONEST_S), LATEST_S)
 
 
-class Clock:
+class StallTimer:
     """Measure for how long a count has not grown by a step."""
 
     __slots__ = ("_count", "_since")
@@ -87,10 +87,10 @@ class Clock:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Start again at the next call of `waited`: nothing is being waited for."""
+        """Start again at the next call of `stalled_for`: nothing is being waited for."""
         self._count = -1
 
-    def waited(self, now: float, count: int, step: int = 1) -> float:
+    def stalled_for(self, now: float, count: int, step: int = 1) -> float:
         """Return the seconds since a call last found that the count had grown by `step`."""
         if self._count < 0 or count - self._count >= step:
             self._count = count
@@ -120,8 +120,12 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._received = 0
         self._given = 0
-        self._head_clock, self._body_clock, self._reply_clock = Clock(), Clock(), Clock()
-        self._silence_clock = Clock()
+        self._head_clock, self._body_clock, self._reply_clock = (
+            StallTimer(),
+            StallTimer(),
+            StallTimer(),
+        )
+        self._silence_clock = StallTimer()
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         # Too many requests wait, so reading is paused and further ones stay in the socket.
@@ -160,7 +164,7 @@ class Connection(asyncio.Protocol):
         self._given += len(data)
         self.transport.write(data)
 
-    def answering(self, exchange: Exchange) -> bool:
+    def is_answering(self, exchange: Exchange) -> bool:
         """Return whether this request's reply is due or under way."""
         return self._current is exchange and not self._lost
 
@@ -174,9 +178,12 @@ class Connection(asyncio.Protocol):
         unsent = self.unsent
         if not unsent:
             self._reply_clock.reset()
-            if self._current is not None and self._silence_clock.waited(now, self._given) > PING_S:
+            if (
+                self._current is not None
+                and self._silence_clock.stalled_for(now, self._given) > PING_S
+            ):
                 self._current.send_ping()
-        elif self._reply_clock.waited(now, self._given - unsent, STEP) > patience.write_s:
+        elif self._reply_clock.stalled_for(now, self._given - unsent, STEP) > patience.write_s:
             self.server.on_late("write", patience.write_s, self._current)
             self.transport.abort()
         receiving = self._parser.receiving
@@ -186,7 +193,7 @@ class Connection(asyncio.Protocol):
             self._head_clock.reset()
             self._sweep_body(receiving, now, patience.body_s)
         elif self._parser.in_head and not self._held:
-            if self._head_clock.waited(now, self._parser.heads) > patience.head_s:
+            if self._head_clock.stalled_for(now, self._parser.heads) > patience.head_s:
                 self.server.on_late("head", patience.head_s, None)
                 self.refuse(408, f"the head did not come within {patience.head_s:g} s")
         else:
@@ -199,7 +206,7 @@ class Connection(asyncio.Protocol):
         if receiving.body.braked or self._held or self._feeding.waiting or receiving.expects:
             # The client waits for us.
             self._body_clock.reset()
-        elif self._body_clock.waited(now, came, STEP) > body_s:
+        elif self._body_clock.stalled_for(now, came, STEP) > body_s:
             self.server.on_late("body", body_s, receiving)
             self._parser.drop()
             self.closing = True
@@ -246,16 +253,16 @@ class Connection(asyncio.Protocol):
         self._feeding.put(data)
 
     def pause_writing(self) -> None:
-        """Make `drained` wait: the client reads more slowly than we write."""
+        """Make `wait_until_drained` wait: the client reads more slowly than we write."""
         self._can_write = self.loop.create_future()
 
     def resume_writing(self) -> None:
-        """Let `drained` continue: the client has caught up."""
+        """Let `wait_until_drained` continue: the client has caught up."""
         if self._can_write is not None and not self._can_write.done():
             self._can_write.set_result(None)
         self._can_write = None
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait while the client reads more slowly than we write.
 
         Raises:
@@ -266,7 +273,7 @@ class Connection(asyncio.Protocol):
 
     # Requests are answered one after another.
 
-    def take(self, exchange: Exchange) -> None:
+    def start_or_queue(self, exchange: Exchange) -> None:
         """Start to answer a request whose head has come, or queue it behind earlier requests."""
         if self._current is None:
             self._begin(exchange)
@@ -288,9 +295,9 @@ class Connection(asyncio.Protocol):
         finally:
             # However the handler ended, a client that is still there gets an answer.
             if self._current is exchange and not self._lost:
-                self._break_off(exchange)
+                self._answer_for_handler(exchange)
 
-    def _break_off(self, exchange: Exchange) -> None:
+    def _answer_for_handler(self, exchange: Exchange) -> None:
         """Answer for a handler that ended without an answer, so that no client waits for ever."""
         if exchange.started:
             self.transport.abort()
@@ -298,9 +305,9 @@ class Connection(asyncio.Protocol):
             exchange.keep_alive = False
             why = "the proxy failed to answer; its log says why"
             self._send_refusal(500, why, exchange.method, exchange.target)
-            self.answered(exchange)
+            self.end_reply(exchange)
 
-    def answered(self, exchange: Exchange) -> None:
+    def end_reply(self, exchange: Exchange) -> None:
         """Begin the next request, or close the connection, after a reply was sent to its end."""
         if self._current is not exchange:
             return
@@ -418,14 +425,14 @@ class Server:
         From now on, a client without progress for half that time is broken off.
         """
         self._break_off_at = min(self._break_off_at, monotonic() + seconds)
-        self._patience = self._patience.at_most(seconds / 2)
+        self._patience = self._patience.limited_to(seconds / 2)
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """Return whether a time is set at which calls under way are broken off."""
         return self._break_off_at < inf
 
-    async def finished(self) -> None:
+    async def wait_until_finished(self) -> None:
         """Wait until every request is answered, or until it is time to break them off.
 
         A kept connection may have its next request on the way. For a moment it is still answered,

@@ -64,7 +64,7 @@ _OF_ANY_TENANT: Final = frozenset(
 _SDK: Final = b"x-stainless-"
 
 
-def lowered(headers: Headers) -> dict[str, str]:
+def headers_by_name(headers: Headers) -> dict[str, str]:
     """Return values by lower-case name, for look-ups; if a name occurs twice, its first value.
 
     Values are decoded as UTF-8, as names in feedback are; other bytes become unprintable
@@ -98,10 +98,10 @@ def is_framed(headers: Headers) -> bool:
     return first_value(headers, length) is not None or first_value(headers, coding) is not None
 
 
-def for_upstream(headers: Headers, tenant: str, *, plain: bool) -> Headers:
+def headers_for_upstream(headers: Headers, tenant: str, *, plain: bool) -> Headers:
     """Return a tenant's headers for the upstream; with `plain`, they ask for no content coding."""
-    unwanted = _with_named(_OF_A_PLAIN_REQUEST if plain else _OF_THE_REQUEST, headers)
-    kept = _not_ours(headers, unwanted)
+    unwanted = _with_connection_headers(_OF_A_PLAIN_REQUEST if plain else _OF_THE_REQUEST, headers)
+    kept = _without_own_headers(headers, unwanted)
     if plain:
         kept.append((b"Accept-Encoding", b"identity"))
     if tenant == DEFAULT:
@@ -115,17 +115,17 @@ def is_of_any_tenant(name: bytes) -> bool:
     return lower in _OF_ANY_TENANT or lower.startswith(_SDK)
 
 
-def for_client(headers: Headers) -> Headers:
+def headers_for_client(headers: Headers) -> Headers:
     """Return the upstream's headers for the client, without those that frame the body.
 
     The upstream's `x-pawl-…` headers are left out too: they could name another tenant's version or
     call, and an upstream that is a Pawl itself names its own.
     """
-    unwanted = _with_named(_OF_THE_REPLY, headers)
-    return _not_ours(headers, unwanted)
+    unwanted = _with_connection_headers(_OF_THE_REPLY, headers)
+    return _without_own_headers(headers, unwanted)
 
 
-def _not_ours(headers: Headers, unwanted: frozenset[bytes]) -> Headers:
+def _without_own_headers(headers: Headers, unwanted: frozenset[bytes]) -> Headers:
     """Return headers without those that are unwanted, and without Pawl's own."""
     return [
         pair
@@ -134,7 +134,7 @@ def _not_ours(headers: Headers, unwanted: frozenset[bytes]) -> Headers:
     ]
 
 
-def _with_named(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
+def _with_connection_headers(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
     """Return `unwanted` and the headers that the `Connection` header names."""
     for name, value in headers:
         # `keep-alive`, which nearly all clients send, is on the list already.
@@ -143,7 +143,7 @@ def _with_named(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes
     return unwanted
 
 
-def head(first_line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def message_head(first_line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return a message's head, including the empty line at its end."""
     return b"\r\n".join([first_line, *map(b": ".join, headers), b"", b""])
 
@@ -154,16 +154,16 @@ def request_head(
     """Return a request's head; a `length` of None means a chunked body."""
     framing = CHUNKED if length is None else (b"Content-Length", b"%d" % length)
     first = f"{method} {target} HTTP/1.1".encode("latin-1")
-    return head(first, [(b"Host", host), *headers, framing])
+    return message_head(first, [(b"Host", host), *headers, framing])
 
 
 def bodyless_head(method: str, target: str, host: bytes, headers: Headers) -> bytes:
     first = f"{method} {target} HTTP/1.1".encode("latin-1")
-    return head(first, [(b"Host", host), *headers])
+    return message_head(first, [(b"Host", host), *headers])
 
 
 def reply_head(status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return head(b"HTTP/1.1 %d %b" % (status, reason or REASONS.get(status, b"")), headers)
+    return message_head(b"HTTP/1.1 %d %b" % (status, reason or REASONS.get(status, b"")), headers)
 
 
 def refusal(status: int, body: bytes, *, bodyless: bool = False) -> bytes:

@@ -24,7 +24,7 @@ from uuid import UUID
 import msgspec
 
 from proxy.formats.base import ReplySummary
-from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique, letters_and_digits
+from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique_id, letters_and_digits
 from store.records import TRAIN, Confidence, Split
 from store.tenants import DEFAULT, digest_key, tenant_of
 
@@ -50,7 +50,7 @@ EARLIER_REPLIES: Final = 3
 MAX_TOOL_IDS: Final = 8
 
 
-class Joined(msgspec.Struct, frozen=True):
+class JoinedEpisode(msgspec.Struct, frozen=True):
     """The episode that a call's content points to, with method and confidence.
 
     `follows` is the episode that the call continues, as far as this proxy knows: see
@@ -89,9 +89,9 @@ class CallMemory:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         """Begin empty, with room for at least `capacity` fingerprints, attempts and traces."""
-        self._provided: Generations[bytes, _Provider] = Generations(capacity)
-        self._failed: Generations[bytes, deque[Attempt]] = Generations(capacity)
-        self._traces: Generations[str, bool] = Generations(capacity)
+        self._provided: RecentlyUsed[bytes, _Provider] = RecentlyUsed(capacity)
+        self._failed: RecentlyUsed[bytes, deque[Attempt]] = RecentlyUsed(capacity)
+        self._traces: RecentlyUsed[str, bool] = RecentlyUsed(capacity)
 
     def provide(self, digests: Iterable[bytes], episode: str, follows: str | None = None) -> None:
         """Remember what a call of `episode` provides; `follows` is as in its `CallIdentity`."""
@@ -103,7 +103,7 @@ class CallMemory:
             elif known.follows != provider.follows:
                 self._provided.put(digest, _SEVERAL)
 
-    def find(self, needs: Iterable[bytes]) -> Joined | Doubt | None:
+    def find_episode(self, needs: Iterable[bytes]) -> JoinedEpisode | Doubt | None:
         """Return the episode that provided the needed fingerprints, doubt if several did, or None.
 
         Fingerprints of one kind must agree, and a surer kind decides before the others. Only the
@@ -127,14 +127,14 @@ class CallMemory:
         if len(candidates) == 1:
             provider = next(iter(candidates.values()))
             confidence: Confidence = "likely" if kind in PREFIXES else "certain"
-            return Joined(provider.episode, METHODS[kind], confidence, provider.follows)
+            return JoinedEpisode(provider.episode, METHODS[kind], confidence, provider.follows)
         return Doubt() if doubt or candidates else None
 
-    def knows(self, digest: bytes) -> bool:
+    def is_provided(self, digest: bytes) -> bool:
         """Return whether a remembered call provides a fingerprint."""
         return self._provided.get(digest) is not None
 
-    def followed(self, needs: Iterable[bytes]) -> str | None:
+    def likely_episode(self, needs: Iterable[bytes]) -> str | None:
         """Return the episode that a call most likely continues by its words: a hint, not a join."""
         for digest in needs:
             if digest[0] in PREFIXES:
@@ -150,7 +150,9 @@ class CallMemory:
         """Return whether `begin_trace` was called for an episode that is still remembered."""
         return self._traces.get(episode) is not None
 
-    def failed(self, body: bytes, episode: str, call_id: UUID, split: Split = TRAIN) -> None:
+    def remember_failed(
+        self, body: bytes, episode: str, call_id: UUID, split: Split = TRAIN
+    ) -> None:
         """Remember an attempt that ended without a reply: its client may send this body again.
 
         Only a repeat by the tenant of `episode` counts. Past `MOST_ATTEMPTS` the oldest attempt is
@@ -163,7 +165,7 @@ class CallMemory:
             self._failed.put(digest, attempts)
         attempts.append(Attempt(episode, call_id))
 
-    def retried(
+    def take_attempt(
         self,
         body: bytes,
         episode: str | None = None,
@@ -191,7 +193,7 @@ def _body_digest(body: bytes, split: Split, tenant: str) -> bytes:
     return blake2b(body, digest_size=16, key=key, person=split.encode()).digest()
 
 
-class Generations(Generic[Key, Value]):
+class RecentlyUsed(Generic[Key, Value]):
     """Keep at least the `size` entries used last, and at most twice as many.
 
     It has two dictionaries instead of a list in order of use. When the young one is full it becomes
@@ -238,7 +240,7 @@ def needed_fingerprints(
     was read already.
     """
     history = conversation or turns.read(fields)
-    needs = [_tool_call(name) for name in history.results[::-1] if is_unique(name)]
+    needs = [_tool_call(name) for name in history.results[::-1] if is_unique_id(name)]
     del needs[MAX_TOOL_IDS:]
     previous = turns.continues(fields)
     if previous is not None:
@@ -260,7 +262,7 @@ def provided_fingerprints(
 
     `conversation` is the request's, if it was read already; it stays as it is.
     """
-    provides = [_tool_call(call.id) for call in summary.tool_calls if is_unique(call.id)]
+    provides = [_tool_call(call.id) for call in summary.tool_calls if is_unique_id(call.id)]
     if turns.continued_by_id and summary.response_id:
         provides.append(response_fingerprint(summary.response_id))
     if (summary.text or summary.tool_calls) and turns.shows_all(fields):

@@ -25,7 +25,7 @@ import msgspec
 
 from proxy.formats.base import ModelRequest
 from proxy.formats.conversation import Conversation
-from proxy.identity.call_memory import CallMemory, Doubt, Joined, needed_fingerprints
+from proxy.identity.call_memory import CallMemory, Doubt, JoinedEpisode, needed_fingerprints
 from proxy.routing import Route
 from store.records import EVAL, EVAL_TASKS, OWN_EPISODE, SPLITS, TRAIN, Confidence, Split
 from store.tenants import bare, keyed_digests, name_in_same_tenant, tenant_of
@@ -143,7 +143,7 @@ class SessionHints(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
     baggage: dict[str, str]
 
-    def own(self, name: str) -> Iterable[Name]:
+    def own_names(self, name: str) -> Iterable[Name]:
         """Return the names of the `agent`, `task` or `split` that our keys give."""
         return self._names_from_pawl_keys(name) if self.metadata or self.baggage else ()
 
@@ -153,12 +153,12 @@ class SessionHints(msgspec.Struct, frozen=True):
         if self.baggage:
             yield from _names_in(self.baggage, ((f"pawl.{name}", ""),), "baggage", "baggage ")
 
-    def agents(self) -> Iterable[Name]:
+    def agent_names(self) -> Iterable[Name]:
         """Return the agent names that tools send under their own keys."""
         silent = not self.metadata and not self.baggage
-        return () if silent and _ROLE_HEADERS.isdisjoint(self.headers) else self._agents()
+        return () if silent and _ROLE_HEADERS.isdisjoint(self.headers) else self._agent_names()
 
-    def _agents(self) -> Iterator[Name]:
+    def _agent_names(self) -> Iterator[Name]:
         if not _ROLE_HEADERS.isdisjoint(self.headers):
             yield from _names_in(self.headers, _AGENT_HEADERS, "session", "")
             for header in _SUB_AGENT_HEADERS:
@@ -196,12 +196,12 @@ def _episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterator[Name
         yield from _names_in(hints.metadata, METADATA, "metadata", "metadata.")
     yield from _names_in(fields, FIELDS, "metadata", "")
     if "conversation" in fields:
-        yield from _conversation(fields["conversation"])
+        yield from _conversation_name(fields["conversation"])
     if hints.baggage:
         yield from _names_in(hints.baggage, BAGGAGE, "baggage", "baggage ")
 
 
-def what_is_wrong(value: str) -> str | None:
+def why_unusable(value: str) -> str | None:
     """Return why a value is unusable as a name, or None if it is usable."""
     if not value.strip():
         return "is empty"
@@ -240,7 +240,7 @@ def _claude_code_session(user_id: Any) -> Iterator[Name]:
         yield from _names_in(parsed, _IN_USER_ID, "session", "metadata.user_id.")
 
 
-def _conversation(conversation: Any) -> Iterator[Name]:
+def _conversation_name(conversation: Any) -> Iterator[Name]:
     """Yield the name in the Responses API's `conversation`: an id, or an object with one."""
     source = conversation if isinstance(conversation, dict) else {"id": conversation}
     yield from _names_in(source, _IN_CONVERSATION, "response", "conversation ")
@@ -306,19 +306,23 @@ def identify(
     warnings: list[str] = []
     hints = read_hints(headers, request.fields)
     retry = retry_count(headers)
-    task = _role(headers, "task", route.task, hints, (), warnings)
-    split = _split(headers, route, hints.own("split"), task, eval_tasks, warnings)
-    names = chain(_ours(headers, "episode", route.episode), episode_names(hints, request.fields))
+    task = _agent_or_task(headers, "task", route.task, hints, (), warnings)
+    split = _split(headers, route, hints.own_names("split"), task, eval_tasks, warnings)
+    names = chain(
+        _our_names(headers, "episode", route.episode), episode_names(hints, request.fields)
+    )
     name = _first_usable(names, warnings)
     if name is not None:
-        episode = _named(name, request.body if retry else None, own, split, memory)
+        episode = _named_episode(name, request.body if retry else None, own, split, memory)
     else:
         assert route.wire_format is not None
         turns = route.wire_format.turns
         conversation = conversation or turns.read(request.fields)
         needs = needed_fingerprints(turns, request.fields, conversation)
-        episode = _unnamed(headers, needs, request.body if retry else None, own, split, memory)
-    agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
+        episode = _unnamed_episode(
+            headers, needs, request.body if retry else None, own, split, memory
+        )
+    agent = _agent_or_task(headers, "agent", route.agent, hints, hints.agent_names(), warnings)
     return CallIdentity(
         episode=episode.key,
         name=bare(episode.key),
@@ -337,7 +341,7 @@ def identify(
     )
 
 
-def identity_alone(
+def identity_without_body(
     own: str,
     name: str,
     route: Route,
@@ -350,12 +354,12 @@ def identity_alone(
     lower-case name, are given if the split and the trace context are to be read from them.
     """
     task = None if route.task is None else name_in_same_tenant(own, route.task)
-    split = TRAIN if headers is None else split_outside(headers, route, eval_tasks)
+    split = TRAIN if headers is None else split_without_body(headers, route, eval_tasks)
     trace = None if headers is None else trace_context(headers)
     return CallIdentity(own, name, OWN_EPISODE, DEFAULT_AGENT, task, split=split, trace=trace)
 
 
-def split_outside(headers: Mapping[str, str], route: Route, eval_tasks: str) -> Split:
+def split_without_body(headers: Mapping[str, str], route: Route, eval_tasks: str) -> Split:
     """Return the split of a call whose body cannot be read, by its headers and URL."""
     return _split(headers, route, (), headers.get(_HEADERS["task"], route.task), eval_tasks, [])
 
@@ -373,7 +377,7 @@ def _split(
     Our header and URL count first, then `others`. Each unknown split before the first known one
     adds a warning.
     """
-    for name in chain(_ours(headers, "split", route.split), others):
+    for name in chain(_our_names(headers, "split", route.split), others):
         split = _KNOWN.get(name.value.strip().lower())
         if split is not None:
             return split
@@ -390,16 +394,18 @@ def retry_count(headers: Mapping[str, str]) -> int:
     return int(value) if value.isdecimal() and len(value) <= _LONGEST_COUNT else 0
 
 
-def _named(
+def _named_episode(
     name: Name, repeated: bytes | None, own: str, split: Split, memory: CallMemory
 ) -> _Episode:
     """Return the episode that a call names."""
     key = name_in_same_tenant(own, name.key)
-    attempt = None if repeated is None else memory.retried(repeated, key, split, tenant_of(key))
+    attempt = (
+        None if repeated is None else memory.take_attempt(repeated, key, split, tenant_of(key))
+    )
     return _Episode(key, name.method, retry_of=attempt.call_id if attempt else None)
 
 
-def _unnamed(
+def _unnamed_episode(
     headers: Mapping[str, str],
     fingerprints: Sequence[bytes],
     repeated: bytes | None,
@@ -410,12 +416,12 @@ def _unnamed(
     """Return the episode of a call that names none, from what the call repeats."""
     tenant = tenant_of(own)
     needs = keyed_digests(tenant, fingerprints)
-    joined = memory.find(needs)
-    follows = joined.follows if isinstance(joined, Joined) else memory.followed(needs)
-    attempt = None if repeated is None else memory.retried(repeated, None, split, tenant)
+    joined = memory.find_episode(needs)
+    follows = joined.follows if isinstance(joined, JoinedEpisode) else memory.likely_episode(needs)
+    attempt = None if repeated is None else memory.take_attempt(repeated, None, split, tenant)
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
-    if isinstance(joined, Joined):
+    if isinstance(joined, JoinedEpisode):
         return _Episode(joined.episode, joined.method, joined.confidence, (), follows)
     if isinstance(joined, Doubt):
         return _Episode(own, OWN_EPISODE, "doubtful", needs)
@@ -432,7 +438,7 @@ def _unnamed(
     return _Episode(own, OWN_EPISODE)
 
 
-def _role(
+def _agent_or_task(
     headers: Mapping[str, str],
     role: str,
     from_url: str | None,
@@ -441,14 +447,14 @@ def _role(
     warnings: list[str],
 ) -> str | None:
     """Return the agent or the task, from our header or URL first, then from tools' names."""
-    ours = _ours(headers, role, from_url)
+    ours = _our_names(headers, role, from_url)
     if not (ours or others or hints.metadata or hints.baggage):
         return None
-    name = _first_usable(chain(ours, hints.own(role), others), warnings)
+    name = _first_usable(chain(ours, hints.own_names(role), others), warnings)
     return None if name is None else name.key
 
 
-def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> Sequence[Name]:
+def _our_names(headers: Mapping[str, str], role: str, from_url: str | None) -> Sequence[Name]:
     """Return the names from our header and our URL, in this order."""
     header = _HEADERS[role]
     value = headers.get(header)
@@ -463,7 +469,7 @@ def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> Sequen
 def _first_usable(names: Iterable[Name], warnings: list[str]) -> Name | None:
     """Return the first usable name, and append a warning for each unusable one before it."""
     for name in names:
-        wrong = what_is_wrong(name.value)
+        wrong = why_unusable(name.value)
         if wrong is None:
             return name
         warnings.append(f"{name.where} {wrong}; ignored")

@@ -16,8 +16,8 @@ from proxy.formats.errors import OPENAI
 from proxy.http.server import is_loopback
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
-from proxy.keys import Gate, Usage, shown_in
-from proxy.metrics import REFUSED, exposed
+from proxy.keys import KeyChecker, Usage, credentials_in
+from proxy.metrics import REFUSED, exposed_registry
 from proxy.policies.owners import Owners
 from proxy.shared_memory import ProcessState, is_shared, readiness
 from store.errors import BadPolicies
@@ -36,13 +36,13 @@ class OwnersFile:
     """The owners of policies, read again whenever their file changes."""
 
     def __init__(self, path: Path | None) -> None:
-        """Store the file's path; the first `now` reads it."""
+        """Store the file's path; the first `current_owners` reads it."""
         self._path = path
         self._seen: Mark = "unread"
         self._trouble = ""
         self._owners = Owners(None)
 
-    def now(self, versions: Iterable[PolicyVersion]) -> Owners:
+    def current_owners(self, versions: Iterable[PolicyVersion]) -> Owners:
         """Return the owners named by the file and by the store's `versions`.
 
         If the file cannot be used, that is logged once, its last usable content counts, and the
@@ -82,7 +82,7 @@ ENDS: Final = ("stored", "dead_lettered", "dropped", "deleted")
 def admin_app(
     database: Database,
     drainer: Drainer,
-    gate: Gate,
+    gate: KeyChecker,
     owners: OwnersFile,
     processes: Callable[[], list[ProcessState]] | None = None,
 ) -> web.Application:
@@ -99,7 +99,7 @@ def admin_app(
         return web.json_response({"status": "ok"})
 
     async def readyz(_: web.Request) -> web.Response:
-        known = owners.now(database.versions)
+        known = owners.current_owners(database.versions)
         ready, workers = readiness(None if processes is None else processes())
         serving = {name: one for name, one in database.serving.items() if known.owns(DEFAULT, name)}
         return _ready_reply(database, drainer, ready, workers, serving)
@@ -109,18 +109,18 @@ def admin_app(
         await drainer.count()
         tenant, is_shown = request[TENANT], None
         if tenant != DEFAULT:
-            is_shown = partial(owners.now(database.versions).owns, tenant)
-        page = generate_latest(exposed(is_shown))
+            is_shown = partial(owners.current_owners(database.versions).owns, tenant)
+        page = generate_latest(exposed_registry(is_shown))
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    app = web.Application(middlewares=[guarded_by(gate)])
+    app = web.Application(middlewares=[require_read_key(gate)])
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
 
 
-def guarded_by(gate: Gate) -> Middleware:
+def require_read_key(gate: KeyChecker) -> Middleware:
     """Return the middleware that asks for a key with the scope `read`."""
 
     @web.middleware
@@ -142,13 +142,13 @@ def guarded_by(gate: Gate) -> Middleware:
     return admit
 
 
-def _begin(gate: Gate, request: web.Request) -> Usage | None:
+def _begin(gate: KeyChecker, request: web.Request) -> Usage | None:
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
     headers = list(request.raw_headers)
-    shown, asked = shown_in(headers), (request.method, headers)
+    shown, asked = credentials_in(headers), (request.method, headers)
     grant = gate.check(shown, "read", asked, local=is_loopback(peer))
     request[TENANT] = DEFAULT if grant is None else grant.tenant
-    return None if grant is None else gate.begin(grant, takes_tokens=False)
+    return None if grant is None else gate.count_request(grant, takes_tokens=False)
 
 
 def _refusal(error: ProxyError) -> web.Response:
@@ -186,14 +186,14 @@ def _ready_reply(
             "workers": workers,
             "database": "up" if database.up else f"{why}: records wait on disk",
             "serving": serving,
-            "drain": drain.told(),
+            "drain": drain.readyz_fields(),
             "recording_outage_s": round(recording_outage_s, 1),
         },
         status=200 if ready else 503,
     )
 
 
-def unsettled() -> int:
+def count_unsettled() -> int:
     """Return how many records that earlier ingesters counted have not ended yet.
 
     A record ends stored, dead-lettered, dropped or deleted. The number is 0 if counters are not
@@ -201,6 +201,6 @@ def unsettled() -> int:
     """
     if not is_shared():
         return 0
-    samples = {s.name: s.value for metric in exposed().collect() for s in metric.samples}
+    samples = {s.name: s.value for metric in exposed_registry().collect() for s in metric.samples}
     ended = sum(samples.get(f"pawl_records_{end}_total", 0.0) for end in ENDS)
     return int(samples.get("pawl_records_total", 0.0) - ended)

@@ -17,7 +17,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.removing import DeadLetter, write_dead_letters
-from proxy.ingester.segment_reader import Held, Segment, Why
+from proxy.ingester.segment_reader import HeldPiece, Segment, Why
 from proxy.ingester.transcribe import TAKES_LONG, Entry, question_of, raised_at, read_entry
 from proxy.metrics import (
     DEAD_LETTERS,
@@ -61,7 +61,7 @@ TOLD: Final[dict[Why, str]] = {
 }
 
 
-def is_due(held: Held, stored: dict[type, int], now: float) -> bool:
+def is_due(held: HeldPiece, stored: dict[type, int], now: float) -> bool:
     """Return whether a held piece is to be tried again, at `now` by the monotonic clock.
 
     A suspect is due once another record of its kind was stored (`stored`: the turn in which a
@@ -113,9 +113,9 @@ class BatchWriter:
         self._most_reply = most_reply
         self._redactor = redactor
         self._send_spans = send_spans
-        self._ingester = Ingester(count_conflicts, count_late, question_of)
+        self._ingester = Ingester(count_conflicts, count_late_feedback, question_of)
         # The long reply that is being read.
-        self._long: tuple[Held, asyncio.Task[list[Entry]]] | None = None
+        self._long: tuple[HeldPiece, asyncio.Task[list[Entry]]] | None = None
         self._turn = 0
         # The turn in which a record of each type was last stored.
         self._stored: dict[type, int] = {}
@@ -129,12 +129,12 @@ class BatchWriter:
         """Return whether to settle one record at a time, because one may cause the failures."""
         return self.failures >= PATIENCE
 
-    def begin(self) -> None:
+    def begin_turn(self) -> None:
         """Begin another turn, in which nothing has failed yet."""
         self._turn += 1
         self.trouble = ""
 
-    async def takes_nothing(self, engine: AsyncEngine, error: Exception) -> bool:
+    async def count_error(self, engine: AsyncEngine, error: Exception) -> bool:
         """Count an error, and return whether PostgreSQL answers but keeps failing.
 
         An outage is not counted, however long it is: no record is its cause.
@@ -146,7 +146,7 @@ class BatchWriter:
         return bool(self.trouble) or self.failures >= patience
 
     @property
-    def reads_long(self) -> bool:
+    def is_reading_long_reply(self) -> bool:
         return self._long is not None
 
     def read(self, pieces: Iterable[Piece], at_once: float = AT_ONCE) -> list[Entry]:
@@ -159,7 +159,7 @@ class BatchWriter:
         for piece in pieces:
             entry = read_entry(piece, self._readers, self._most_reply, at_once)
             if self._redactor is not None and entry.record is not None:
-                entry = entry._replace(record=self._redactor.record(entry.record))
+                entry = entry._replace(record=self._redactor.redact_record(entry.record))
             entries.append(entry)
             if monotonic() - began > READ_S:
                 break
@@ -177,7 +177,7 @@ class BatchWriter:
             stored = await self._store(engine, entries)
         except Exception as error:
             if len(entries) == 1:
-                await self._fail(engine, segment, entries[0], error)
+                await self._settle_failed(engine, segment, entries[0], error)
             elif prevents_all_storing(error):
                 raise
             else:
@@ -216,7 +216,7 @@ class BatchWriter:
         if self._send_spans is not None:
             self._send_spans(stored.records)
 
-    async def _fail(
+    async def _settle_failed(
         self, engine: AsyncEngine, segment: Segment, entry: Entry, error: Exception
     ) -> None:
         """Hold a record that fails alone in its batch, or write it as a dead letter.
@@ -243,7 +243,7 @@ class BatchWriter:
         kind = None if entry.record is None else type(entry.record)
         # Its bytes stay on disk only: there may be any number of such records.
         piece = entry.piece._replace(data=b"")
-        segment.hold(Held(piece, why, reason, kind, self._turn, monotonic()))
+        segment.hold(HeldPiece(piece, why, reason, kind, self._turn, monotonic()))
 
     async def _write_letters(self, segment: Segment, entries: Sequence[Entry]) -> bool:
         """Write entries as dead letters, or hold them and return False if the disk refuses."""
@@ -251,7 +251,7 @@ class BatchWriter:
             return True
         # Names are unique to a record, and the same if the next ingester writes it after a kill.
         letters = [
-            DeadLetter(f"{segment.path.stem}-{entry.piece.end}", *self._written(entry))
+            DeadLetter(f"{segment.path.stem}-{entry.piece.end}", *self._letter_of(entry))
             for entry in entries
         ]
         try:
@@ -269,11 +269,11 @@ class BatchWriter:
             )
         return True
 
-    def _written(self, entry: Entry) -> tuple[bytes, str]:
+    def _letter_of(self, entry: Entry) -> tuple[bytes, str]:
         """Return the bytes and the reason of an entry's dead letter, redacted."""
         if self._redactor is None:
             return entry.piece.data, entry.reason
-        return self._redactor.letter(entry)
+        return self._redactor.redact_letter(entry)
 
     async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
         """Try the held pieces that are due again, and return how many were settled."""
@@ -293,7 +293,7 @@ class BatchWriter:
             self._long = None
         return moved
 
-    async def _try_long(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
+    async def _try_long(self, engine: AsyncEngine, segment: Segment, held: HeldPiece) -> bool:
         """Read a long reply in a thread, one at a time; return whether it is read and settled.
 
         Raises:
@@ -318,7 +318,7 @@ class BatchWriter:
         return True
 
     def _note_read_error(self, segment: Segment, error: OSError) -> None:
-        segment.failed(error)
+        segment.pause_after_failure(error)
         self.trouble = CANNOT_READ
 
     def _read_long(self, segment: Segment, piece: Piece) -> list[Entry]:
@@ -329,7 +329,7 @@ class BatchWriter:
         segment.end_reading()
         return entries
 
-    async def _try_again(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
+    async def _try_again(self, engine: AsyncEngine, segment: Segment, held: HeldPiece) -> bool:
         """Store a held record or write it as a dead letter, and return whether it is settled.
 
         Raises:
@@ -392,7 +392,7 @@ def count_conflicts(requests: Sequence[UUID]) -> None:
     log.warning("idempotency_key_reused", stored=[str(request) for request in requests[:10]])
 
 
-def count_late(statements: Mapping[str, int]) -> None:
+def count_late_feedback(statements: Mapping[str, int]) -> None:
     """Count feedback that came after its episode was trained on, by policy."""
     for policy, count in statements.items():
         LATE.labels(policy).inc(count)

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.keys import KeyFile
 from proxy.metrics import DATABASE_UP, REWARD, REWARD_SUM, SERVING
-from proxy.policies.version_file import VersionFile, serving_of
+from proxy.policies.version_file import VersionFile, serving_versions
 from proxy.settings import ProxySettings
 from store.database import explain_error, is_lasting_refusal, is_unavailable, make_engine
 from store.embedded import EmbeddedPostgres
@@ -42,18 +42,18 @@ class KeyPublisher:
     """Keep the file of keys up to date with the database."""
 
     def __init__(self, spool_dir: Path) -> None:
-        """Begin with an unknown file: the first `bring` writes it."""
+        """Begin with an unknown file: the first `update_file` writes it."""
         self._file = KeyFile(spool_dir)
         self._written: KeyRing | None = None
 
-    async def bring(self, connection: AsyncConnection) -> None:
+    async def update_file(self, connection: AsyncConnection) -> None:
         """Read the keys from the database, and write the file if they or the file changed.
 
         A disk error is logged, and the next call tries again: the caller must not take it for a
         lost database.
         """
         ring = await key_ring(connection)
-        if ring == self._written and not self._file.changed():
+        if ring == self._written and not self._file.has_changed():
             return
         before = await asyncio.to_thread(self._file.read)
         try:
@@ -62,12 +62,12 @@ class KeyPublisher:
             self._written = None
             log.error("keys_file_not_written", reason=str(error))
             return
-        self._file.changed()
+        self._file.has_changed()
         self._written = ring
-        log.info("keys", made=ring.made, standing=len(ring.grants), **_changed(before, ring))
+        log.info("keys", made=ring.made, standing=len(ring.grants), **_changed_keys(before, ring))
 
 
-def _changed(before: KeyRing | None, ring: KeyRing) -> dict[str, list[str]]:
+def _changed_keys(before: KeyRing | None, ring: KeyRing) -> dict[str, list[str]]:
     """Return the names of the keys that were made and revoked since `before`, if that is known."""
     if before is None or not before.seen:
         return {}
@@ -78,7 +78,7 @@ def _changed(before: KeyRing | None, ring: KeyRing) -> dict[str, list[str]]:
     }
 
 
-async def _newest(connection: AsyncConnection, most: int) -> dict[UUID, PolicyEvent]:
+async def _newest_events(connection: AsyncConnection, most: int) -> dict[UUID, PolicyEvent]:
     return {event.id: event for event in await list_events(connection, None, most=most)}
 
 
@@ -105,7 +105,7 @@ class Database:
         self.refusal = ""
         self.versions: list[PolicyVersion] = []
         self.serving: dict[str, int] = {}
-        self._show(self._file.read() or [])
+        self._set_metrics(self._file.read() or [])
 
     def engine(self) -> AsyncEngine | None:
         """Return the engine, or None before the first connection, which may be lost by now."""
@@ -123,11 +123,11 @@ class Database:
                     await self._url()
                 await self._watch_once()
                 self.refusal = ""
-                self._set_up(True)
+                self._set_database_up(True)
             except Exception as error:
                 # This task must outlive every failure of the database; serving goes on without it.
-                self.refusal = _refusal(error)
-                self._set_up(False, f"{type(error).__name__}: {explain_error(error)}")
+                self.refusal = _type_if_lasting(error)
+                self._set_database_up(False, f"{type(error).__name__}: {explain_error(error)}")
                 pause = RETRY_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
@@ -159,21 +159,21 @@ class Database:
         assert self._engine is not None
         async with self._engine.connect() as connection:
             versions = await versions_with_files(connection)
-            await self._keys.bring(connection)
-            await self._note_operators(connection)
+            await self._keys.update_file(connection)
+            await self._log_manual_changes(connection)
         if versions != self._known:
             self._known = versions
-            self._show(versions)
+            self._set_metrics(versions)
             self._unwritten = True
-        if self._unwritten or not self._file.is_there():
+        if self._unwritten or not self._file.exists():
             await self._write(versions)
 
-    async def _note_operators(self, connection: AsyncConnection) -> None:
+    async def _log_manual_changes(self, connection: AsyncConnection) -> None:
         """Log the changes of policies that were made by hand since the last look."""
         seen = self._events
-        if seen is not None and seen.issuperset(await _newest(connection, 1)):
+        if seen is not None and seen.issuperset(await _newest_events(connection, 1)):
             return
-        newest = await _newest(connection, MOST_EVENTS)
+        newest = await _newest_events(connection, MOST_EVENTS)
         self._events = set(newest)
         for event in reversed(newest.values()):
             if seen is not None and event.id not in seen and event.actor == "operator":
@@ -195,9 +195,9 @@ class Database:
         else:
             self._unwritten = False
 
-    def _show(self, versions: list[PolicyVersion]) -> None:
+    def _set_metrics(self, versions: list[PolicyVersion]) -> None:
         self.versions = versions
-        self.serving = serving_of(versions)
+        self.serving = serving_versions(versions)
         for policy, version in self.serving.items():
             SERVING.labels(policy).set(version)
         for one in versions:
@@ -206,7 +206,7 @@ class Database:
                 begin_at_zero({REWARD: earner, REWARD_SUM: earner})
         log.info("policies", serving=self.serving)
 
-    def _set_up(self, up: bool, reason: str = "") -> None:
+    def _set_database_up(self, up: bool, reason: str = "") -> None:
         if (up, self.refusal) != self._logged:
             (log.error if self.refusal else log.info)("database", up=up, reason=reason)
         self._logged = up, self.refusal
@@ -214,7 +214,7 @@ class Database:
         DATABASE_UP.set(up)
 
 
-def _refusal(error: Exception) -> str:
+def _type_if_lasting(error: Exception) -> str:
     """Return the error's type if somebody must fix it; empty for an outage, which passes."""
     # An embedded server that does not start, or not yet, is a StoreError.
     away = isinstance(error, StoreError) or is_unavailable(error)

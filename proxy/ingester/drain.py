@@ -37,7 +37,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import SpoolInUse
 from proxy.ingester.batch_writer import CANNOT_READ, BatchWriter
-from proxy.ingester.segment_reader import Segment, in_folders, segment_files
+from proxy.ingester.segment_reader import Segment, files_in_folders, segment_files
 from proxy.ingester.transcribe import NO_READERS
 from proxy.metrics import (
     DRAIN_LAG,
@@ -48,7 +48,7 @@ from proxy.metrics import (
     SPOOLED,
 )
 from proxy.redaction import Redactor
-from proxy.spool.folders import hold
+from proxy.spool.folders import lock_file
 from proxy.spool.outages import OUTAGE, OutageFile, RecordingOutage, note_stored, read_outage
 from proxy.spool.segments import MOST_INFLATED, Piece
 from proxy.tool_events import ResultReaders
@@ -89,7 +89,7 @@ class RecordingOutages:
         if monotonic() < self._not_before:
             return
         self._not_before = monotonic() + OUTAGE_LOOK_S
-        for path, outage in (await self.look()).items():
+        for path, outage in (await self.outages_to_store()).items():
             if outage.until is None:
                 now = time()
                 known, until = self._stored_until.get(path, (outage.id, outage.since))
@@ -101,11 +101,11 @@ class RecordingOutages:
             elif await self._store(engine, path, outage, outage.until):
                 await self._note_stored(path, outage)
 
-    async def look(self) -> dict[Path, RecordingOutage]:
+    async def outages_to_store(self) -> dict[Path, RecordingOutage]:
         """End the outages of gone workers, and return the outages to be stored, by file."""
         self.trouble = ""
         outages = {}
-        for path in await asyncio.to_thread(lambda: sorted(in_folders(self._root, OUTAGE))):
+        for path in await asyncio.to_thread(lambda: sorted(files_in_folders(self._root, OUTAGE))):
             try:
                 outage = await asyncio.to_thread(_not_stored, path)
             except OSError as error:
@@ -167,7 +167,7 @@ def _not_stored(path: Path) -> RecordingOutage | None:
     if outage is None or outage.until is not None:
         return outage
     try:
-        lock = hold(path.parent / "lock")
+        lock = lock_file(path.parent / "lock")
     except SpoolInUse:
         return outage
     try:
@@ -218,7 +218,7 @@ class DrainState:
         """Return for how many seconds the drain has been stuck; 0 if it is not."""
         return self._clock() - self._since if self.state == "stuck" else 0.0
 
-    def told(self) -> dict[str, object]:
+    def readyz_fields(self) -> dict[str, object]:
         """Return the state as an object for `/readyz`."""
         return {
             "state": self.state,
@@ -296,7 +296,7 @@ class Drainer:
                 await self._note_failure(error)
                 await self._pause(RETRY_S)
             else:
-                self._note(moved)
+                self._note_progress(moved)
                 await self._pause_after(moved)
 
     async def _pause_after(self, moved: int | None) -> None:
@@ -318,23 +318,23 @@ class Drainer:
         if not prevents_all_storing(error):
             log.exception("drain_failed")
             self.progress.note("stuck", reason)
-        elif await self._takes_nothing(error):
+        elif await self._database_keeps_failing(error):
             log.error("drain_stuck", reason=reason)
             self.progress.note("stuck", f"PostgreSQL answers but stores no records: {reason}")
         else:
             log.warning("drain_waits", reason=reason)
             self.progress.note("waiting", reason)
 
-    async def _takes_nothing(self, error: Exception) -> bool:
+    async def _database_keeps_failing(self, error: Exception) -> bool:
         """Return whether PostgreSQL answers but keeps failing; this never raises."""
         engine = self._connect()
         try:
-            return engine is not None and await self._writer.takes_nothing(engine, error)
+            return engine is not None and await self._writer.count_error(engine, error)
         except Exception:
             log.exception("drain_failed")
             return True
 
-    def _note(self, moved: int | None) -> None:
+    def _note_progress(self, moved: int | None) -> None:
         if moved is None:
             self.progress.note("waiting", "there is no connection to PostgreSQL yet")
         elif trouble := self._writer.trouble or self.outages.trouble:
@@ -360,7 +360,7 @@ class Drainer:
         except TimeoutError:
             log.warning("counting_put_off", waited_s=COUNT_S)
             # Records that the batch has stored so far do not wait any more.
-            self._show()
+            self._set_metrics()
             return
         try:
             self._find_segments()
@@ -368,11 +368,11 @@ class Drainer:
                 if segment.not_before > monotonic():
                     continue
                 try:
-                    if segment.grown():
+                    if segment.has_grown():
                         await self._count_rest(segment)
                 except OSError as error:
                     self._note_read_error(segment, error)
-            self._show()
+            self._set_metrics()
         finally:
             self._busy.release()
 
@@ -398,7 +398,7 @@ class Drainer:
                 moved = None
                 await self.count()
             if moved == 0:
-                if not self._writer.reads_long:
+                if not self._writer.is_reading_long_reply:
                     return
                 await asyncio.sleep(IDLE_S)
             if moved is None:
@@ -413,14 +413,14 @@ class Drainer:
         """
         engine = self._connect()
         if engine is None:
-            await self.outages.look()
+            await self.outages.outages_to_store()
             await self.count()
             return None
         async with self._busy:
             return await self._drain_from(engine)
 
     async def _drain_from(self, engine: AsyncEngine) -> int:
-        self._writer.begin()
+        self._writer.begin_turn()
         await self.outages.store(engine)
         self._find_segments()
         moved = await self._writer.try_held(engine, self._segments.values())
@@ -430,7 +430,7 @@ class Drainer:
         for segment in list(self._segments.values()):
             if segment.path.parent in served:
                 continue
-            pieces = await self._next(segment)
+            pieces = await self._next_pieces(segment)
             if not pieces:
                 continue
             served.add(segment.path.parent)
@@ -440,10 +440,10 @@ class Drainer:
             self._is_behind |= len(entries) < len(pieces)
             await self._writer.settle(engine, segment, entries)
             moved += sum(not entry.piece.damage for entry in entries)
-        self._show()
+        self._set_metrics()
         return moved
 
-    async def _next(self, segment: Segment) -> list[Piece]:
+    async def _next_pieces(self, segment: Segment) -> list[Piece]:
         """Return the next pieces of a segment; delete it if there are none and never will be."""
         if segment.not_before > monotonic():
             self._writer.trouble = CANNOT_READ
@@ -458,7 +458,7 @@ class Drainer:
                 )
                 if pieces or not sealed:
                     return pieces
-            self._retire(segment)
+            self._delete_drained(segment)
         except OSError as error:
             self._note_read_error(segment, error)
         return []
@@ -466,7 +466,7 @@ class Drainer:
     def _note_read_error(self, segment: Segment, error: OSError) -> None:
         """Note that a segment cannot be read; the other segments are drained."""
         if not segment.is_gone(error):
-            segment.failed(error)
+            segment.pause_after_failure(error)
             self._writer.trouble = CANNOT_READ
 
     def _find_segments(self) -> None:
@@ -478,9 +478,9 @@ class Drainer:
                 segment = self._segments[stem] = Segment(path)
             segment.path = path
         for stem in self._segments.keys() - paths.keys():
-            self._drop(self._segments.pop(stem), "segment_vanished")
+            self._count_dropped(self._segments.pop(stem), "segment_vanished")
 
-    def _drop(self, segment: Segment, why: str) -> None:
+    def _count_dropped(self, segment: Segment, why: str) -> None:
         """Count the waiting records of a segment as dropped: they are not on disk any more.
 
         Somebody deleted the segment, or its worker cut them off after a failed write.
@@ -497,14 +497,14 @@ class Drainer:
         self._counted_before -= counted
         RECORDED.inc(new - counted)
 
-    def _show(self) -> None:
+    def _set_metrics(self) -> None:
         segments = self._segments.values()
         SPOOLED.set(self.waiting)
         DRAIN_LAG.set(sum(max(s.counted.offset - s.stored.offset, 0) for s in segments))
         self.progress.held = sum(len(s.held) for s in segments)
         DRAIN_STUCK.set(self.progress.stuck_s)
 
-    def _retire(self, segment: Segment) -> None:
+    def _delete_drained(self, segment: Segment) -> None:
         """Delete a segment that is drained to its end and will not grow.
 
         Raises:
@@ -514,6 +514,6 @@ class Drainer:
         if segment.held:
             return
         # Records that were counted, and then cut off by their worker after its disk failed.
-        self._drop(segment, "records_cut_off")
+        self._count_dropped(segment, "records_cut_off")
         segment.remove()
         del self._segments[segment.path.stem]

@@ -16,16 +16,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import SpoolInUse
 from proxy.feedback import KeyFiles
-from proxy.ingester.admin import OwnersFile, admin_app, unsettled
+from proxy.ingester.admin import OwnersFile, admin_app, count_unsettled
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeletedLetters, remove_outdated, remove_pending
-from proxy.keys import Gate, KeyFile
+from proxy.keys import KeyChecker, KeyFile
 from proxy.metrics import EVAL_EPISODES, EVAL_REWARD, KNOWN
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
-from proxy.spool.folders import PRIVATE, Lock, hold
+from proxy.spool.folders import PRIVATE, Lock, lock_file
 from store.admin_port import serve_app
 from store.database import is_unavailable, prevents_all_storing
 from store.metrics import begin_at_zero, show_version
@@ -47,7 +47,7 @@ LOOK_SHARE: Final = 20
 
 
 @asynccontextmanager
-async def ingesting(
+async def run_ingester(
     settings: ProxySettings,
     *,
     patience_s: float = 0.0,
@@ -66,21 +66,21 @@ async def ingesting(
     redactor = open_redactor(settings)
     # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
     settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
+    lock = await _wait_for_lock(settings.spool_dir / "lock", patience_s)
     try:
-        async with _working(settings, redactor, processes):
+        async with _run_with_lock(settings, redactor, processes):
             yield
     finally:
         lock.release()
         log.info("ingester_down")
 
 
-async def _hold_patiently(path: Path, patience_s: float) -> Lock:
+async def _wait_for_lock(path: Path, patience_s: float) -> Lock:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
         try:
-            return hold(path)
+            return lock_file(path)
         except SpoolInUse:
             if loop.time() >= deadline:
                 raise
@@ -88,7 +88,7 @@ async def _hold_patiently(path: Path, patience_s: float) -> Lock:
 
 
 @asynccontextmanager
-async def _working(
+async def _run_with_lock(
     settings: ProxySettings,
     redactor: Redactor | None,
     processes: Callable[[], list[ProcessState]] | None,
@@ -105,23 +105,23 @@ async def _working(
         settings.spool_dir,
         database.engine,
         readers=settings.tool_results,
-        counted_before=unsettled(),
+        counted_before=count_unsettled(),
         most_reply=settings.max_reply_mb * 2**20,
         redactor=redactor,
         send_spans=None if spans is None else spans.send,
     )
-    gate = Gate(settings.access, hosts=settings.allowed_hosts)
+    gate = KeyChecker(settings.access, hosts=settings.allowed_hosts)
     key_file = KeyFile(settings.spool_dir)
-    gate.take(key_file.read())
+    gate.replace_keys(key_file.read())
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
     show_version()
     begin_at_zero(KNOWN)
     admin = await serve_app(app, settings.admin_listen, "PAWL_ADMIN_LISTEN", None)
-    keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
+    keys = asyncio.create_task(key_file.watch(gate.replace_keys), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
-    aside = _aside(settings, database)
+    aside = _start_side_tasks(settings, database)
     log.info("ingester_up", admin=settings.admin_listen)
     try:
         yield
@@ -140,7 +140,7 @@ async def _working(
         await asyncio.wait([keys])
 
 
-def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
+def _start_side_tasks(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
     """Start the ingester's tasks beside draining; each runs until it is cancelled."""
     root, connect, days = settings.spool_dir, database.engine, settings.keep_days
     files, deleted = KeyFiles(root), DeletedLetters(root)

@@ -103,7 +103,7 @@ class DeletedLetters:
         async with engine.connect() as connection:
             newest = await last_deletion(connection)
             seen = self._seen if newest == self._deletion else set()
-            there = set(await asyncio.to_thread(letters_of, self._root))
+            there = set(await asyncio.to_thread(dead_letters_in, self._root))
             if newest:
                 await remove_letters(connection, sorted(there - seen))
             if self._deletion is not None and newest > self._deletion:
@@ -112,7 +112,7 @@ class DeletedLetters:
             self._seen, self._deletion = there, newest
 
 
-def letters_of(root: Path) -> list[Path]:
+def dead_letters_in(root: Path) -> list[Path]:
     """Return the dead letters of the spool at `root`."""
     return sorted((root / FOLDER).glob(f"*{LETTER}"))
 
@@ -175,7 +175,7 @@ def replace_letter(path: Path, left: Frame | None) -> None:
     sync(path.parent)
 
 
-async def waiting(connection: AsyncConnection, root: Path) -> int:
+async def count_waiting_deleted(connection: AsyncConnection, root: Path) -> int:
     """Return how many records about deleted episodes are in this machine's segments."""
     records = 0
     for _, path in segment_files(root):
@@ -212,7 +212,7 @@ async def remove_outdated(root: Path, days: int, engine: AsyncEngine | None) -> 
     # A clock that is set ahead must not remove new records: two clocks have to agree.
     today = min(datetime.now(UTC), await database_time(engine)).date()
     before = today - timedelta(days=days)
-    await remove_all(engine, before)
+    await remove_outdated_records(engine, before)
     letters = await asyncio.to_thread(remove_old_letters, root, before)
     if letters:
         OUTDATED.labels("letters").inc(letters)
@@ -226,7 +226,7 @@ async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
         await asyncio.sleep(STEP_S)
 
 
-async def remove_all(engine: AsyncEngine, before: date) -> None:
+async def remove_outdated_records(engine: AsyncEngine, before: date) -> None:
     """Remove records from before a day, step by step, and count them."""
     after = NOWHERE
     while (removed := await remove_some(engine, before, after)) is not None:
@@ -255,7 +255,7 @@ def remove_old_letters(root: Path, before: date) -> int:
     A letter that cannot be read or removed is logged, and tried again at the next look.
     """
     removed = 0
-    for path in letters_of(root):
+    for path in dead_letters_in(root):
         try:
             if _made_at(path).date() < before:
                 replace_letter(path, None)

@@ -45,7 +45,7 @@ _CHECK: Final = struct.Struct(">I")
 Why = Literal["letter", "suspect", "unanswered", "long"]
 
 
-class Held(NamedTuple):
+class HeldPiece(NamedTuple):
     """A piece that was passed over, and why.
 
     `kind` is its record's type, None for a letter. `turn` (as the batch writer counts them) and
@@ -84,7 +84,7 @@ class Segment:
         # Number of records between `stored` and `counted`, and of held records.
         self.waiting = 0
         # Records that were passed over for now, by the offset at which they begin.
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldPiece] = {}
         # Everything in it is settled or held; once nothing is held, the file can be deleted.
         self.drained = False
         # Whether there are more pieces after the last read.
@@ -99,7 +99,7 @@ class Segment:
         """Return whether it will not grow: it was sealed, or its worker is gone."""
         return self.path.suffix == SEALED or not is_held(self.path.parent / "lock")
 
-    def grown(self) -> bool:
+    def has_grown(self) -> bool:
         """Return whether the file is longer than what was counted."""
         return self._with_file(Path.stat).st_size > self.counted.offset
 
@@ -122,12 +122,12 @@ class Segment:
             pieces = list(islice(unread, most))
             if pieces or whole:
                 self.has_more = not whole or len(pieces) == most
-                self._expect(pieces if len(pieces) == most else [])
+                self._enlarge_next_batch(pieces if len(pieces) == most else [])
                 return pieces
             # The first frame is longer than `size`.
             size *= 2
 
-    def _expect(self, batch: list[Piece]) -> None:
+    def _enlarge_next_batch(self, batch: list[Piece]) -> None:
         """Expect the next batch to be a quarter larger: bytes beyond a batch are read twice."""
         taken = batch[-1].end - batch[0].start if batch else READ_BYTES
         self._likely = taken + taken // 4
@@ -177,9 +177,9 @@ class Segment:
         if piece.end > self.stored.offset:
             self.stored = FramePlace(piece.end, piece.number)
         self.waiting -= records
-        self._mark()
+        self._save_place()
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: HeldPiece) -> None:
         """Move on behind a piece that is kept for later; its bytes stay in the file."""
         self.held[held.piece.start] = held
         self.advance(held.piece, 0)
@@ -206,13 +206,13 @@ class Segment:
         """
         self.path.with_suffix(BEGUN).unlink(missing_ok=True)
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldPiece) -> None:
         """Forget a held piece, which is settled now."""
         del self.held[held.piece.start]
         self.waiting -= held.piece.records
-        self._mark()
+        self._save_place()
 
-    def _mark(self) -> None:
+    def _save_place(self) -> None:
         """Save where the next ingester has to begin: at the first held piece, if there is one."""
         place = self.stored
         if self.held:
@@ -260,7 +260,7 @@ class Segment:
         names = (self.path.with_suffix(suffix) for suffix in (OPEN, SEALED))
         return isinstance(error, FileNotFoundError) and not any(map(lexists, names))
 
-    def failed(self, error: OSError) -> None:
+    def pause_after_failure(self, error: OSError) -> None:
         """Leave the segment alone for `RETRY_S`; other segments are drained meanwhile."""
         self.not_before = monotonic() + RETRY_S
         log.error("segment_failed", segment=self.path.stem, reason=str(error))
@@ -293,7 +293,7 @@ def _mark_of(stem: str) -> bytes | None:
         return None
 
 
-def in_folders(root: Path, pattern: str) -> Iterator[Path]:
+def files_in_folders(root: Path, pattern: str) -> Iterator[Path]:
     """Yield files that match `pattern` in a spool's folders; skip folders that vanish meanwhile."""
     for folder in root.glob("*"):
         with suppress(FileNotFoundError):
@@ -305,7 +305,7 @@ def segment_files(root: Path) -> Iterator[tuple[str, Path]]:
 
     A segment is `ID.open` while it grows, and `ID.seg` after that.
     """
-    by_stem = {path.stem: path for path in in_folders(root, f"*{OPEN}")}
+    by_stem = {path.stem: path for path in files_in_folders(root, f"*{OPEN}")}
     # A segment that is sealed in between is seen under either name, or both.
-    by_stem |= {path.stem: path for path in in_folders(root, f"*{SEALED}")}
+    by_stem |= {path.stem: path for path in files_in_folders(root, f"*{SEALED}")}
     yield from sorted(by_stem.items())

@@ -131,12 +131,12 @@ class Spans:
                     log.error("span_not_made", call=str(record.id), error=type(error).__name__)
 
     def _send(self, record: CallRecord) -> None:
-        self._ids.take(record)
+        self._ids.use_ids_of(record)
         attributes = _attributes(record)
         start = (record.started_at - EPOCH) // MICROSECOND * 1000
         span = self._tracer.start_span(
             f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
-            _parent(record.trace),
+            _parent_context(record.trace),
             SpanKind.CLIENT,
             attributes,
             start_time=start,
@@ -158,7 +158,7 @@ class _Ids(IdGenerator):
     def __init__(self) -> None:
         self._trace = self._span = 0
 
-    def take(self, record: CallRecord) -> None:
+    def use_ids_of(self, record: CallRecord) -> None:
         """Give the next span the ids of this call: in UUIDv7, the last 8 bytes are random."""
         digest = blake2b(record.episode.encode(errors="replace"), digest_size=16).digest()
         self._trace = int.from_bytes(digest)
@@ -219,7 +219,7 @@ class _Queue(BatchSpanProcessor):
             SPANS.labels("dropped").inc()
 
 
-def _parent(trace: str | None) -> Context:
+def _parent_context(trace: str | None) -> Context:
     """Return the context that makes a span the child of a client's `traceparent`."""
     if trace is None:
         return Context()
@@ -248,7 +248,7 @@ def _attributes(record: CallRecord) -> dict[str, Value]:
         "gen_ai.usage.input_tokens": _tokens(usage, PROMPT_TOKENS, ids.prompt_ids),
         "gen_ai.usage.output_tokens": _tokens(usage, SAMPLED_TOKENS, ids.sampled_ids),
         "http.response.status_code": record.http_status,
-        "error.type": _error(record),
+        "error.type": _error_type(record),
         "pawl.call": str(record.id),
         "pawl.status": record.status,
         "pawl.split": record.split,
@@ -260,7 +260,7 @@ def _attributes(record: CallRecord) -> dict[str, Value]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _error(record: CallRecord) -> str | None:
+def _error_type(record: CallRecord) -> str | None:
     """Return how a call failed; a client that goes away before a reply's end is no failure."""
     if (record.http_status or 0) >= ERRORS:
         return str(record.http_status)

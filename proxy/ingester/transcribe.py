@@ -17,7 +17,7 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.exploring import with_explored
+from proxy.exploring import with_changed_settings
 from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
@@ -31,7 +31,7 @@ from proxy.formats.registry import FORMATS
 from proxy.side_calls import side_kind
 from proxy.spool.segments import MOST_INFLATED, CapturedCall, Piece, decode_payload, inflate
 from proxy.tool_events import ResultReaders, not_offered_events, result_events, text_digest
-from proxy.trainable import UNREAD_SETTINGS, Judged, Reason, first_reason, judged_settings
+from proxy.trainable import UNREAD_SETTINGS, JudgedSettings, Reason, judge_settings, why_untrainable
 from store.records import EXPLORED, CallRecord, SpoolRecord, Tokens, ToolEvent
 from store.tenants import name_in_same_tenant
 from store.values.documents import MAX_DEPTH, nests_too_deep
@@ -52,7 +52,7 @@ def question_of(call: CallRecord) -> bytes | None:
     if parsed is None:
         return None
     try:
-        return _digest(map(_spoken, map(bytes, wire_format.turns.said_by_users(parsed))))
+        return _digest(map(_message_text, map(bytes, wire_format.turns.said_by_users(parsed))))
     except UNREADABLE:
         return None
 
@@ -67,7 +67,7 @@ def _digest(texts: Iterable[bytes]) -> bytes | None:
     return digest.digest() if is_asked else None
 
 
-def _spoken(content: bytes) -> bytes:
+def _message_text(content: bytes) -> bytes:
     """Return the text of a message's content (JSON), whether a string or parts."""
     # A string without escapes: its bytes are its text.
     if content[:1] == content[-1:] == b'"' and b"\\" not in content and content.isascii():
@@ -180,9 +180,11 @@ def transcribe(
     turns = wire_format.turns
     request, shown = _read_request(captured.request, wire_format)
     raw = inflate(captured.reply, most_reply) if captured.deflated else captured.reply
-    sent = request if captured.explored is None else with_explored(request, captured.explored)
+    sent = (
+        request if captured.explored is None else with_changed_settings(request, captured.explored)
+    )
     facts, unread = _reply_facts(captured, sent, raw)
-    settings = judged_settings(captured, sent)
+    settings = judge_settings(captured, sent)
     if captured.explored is not None:
         settings = settings.with_setting(EXPLORED, captured.explored)
     side = side_kind(captured.request, request.fields, shown, turns)
@@ -192,7 +194,7 @@ def transcribe(
     elif captured.policy is not None and captured.policy_version is None:
         reason = "fixed_policy"
     else:
-        reason = first_reason(
+        reason = why_untrainable(
             captured.status,
             captured.http_status,
             captured.policy_version,
@@ -215,10 +217,10 @@ def transcribe(
     return _record(captured, request, raw, facts, settings, reason, events, quotable, side)
 
 
-def unread_call(captured: CapturedCall) -> CallRecord:
+def record_without_content(captured: CapturedCall) -> CallRecord:
     """Return a captured call's record without parsing it, and without request and reply."""
     unknown = msgspec.json.encode({UNREAD_SETTINGS: ["request"]})
-    settings = Judged(unknown, TOO_DEEP, TOO_DEEP)
+    settings = JudgedSettings(unknown, TOO_DEEP, TOO_DEEP)
     events = captured.tool_events
     return _record(captured, ModelRequest(b""), b"", NO_REPLY, settings, TOO_DEEP, events, None)
 
@@ -228,7 +230,7 @@ def _record(
     request: ModelRequest,
     raw: bytes,
     facts: ReplyFacts,
-    settings: Judged,
+    settings: JudgedSettings,
     reason: Reason | None,
     events: tuple[ToolEvent, ...],
     quotable: UUID | None,
@@ -318,7 +320,7 @@ def _reply_facts(
         unread = TOO_DEEP
     wire_format, name = FORMATS[captured.dialect], captured.served_model
     rewritten = wire_format.rewrite(request, name, want_ids=captured.wanted_ids)
-    parser = wire_format.reply(
+    parser = wire_format.reply_parser(
         rewritten,
         name,
         streamed=captured.streamed,

@@ -9,7 +9,7 @@ otherwise anybody who knows the name could use it.
 from collections.abc import Iterable, Mapping
 
 from proxy.errors import NotServed
-from proxy.upstreams.upstreams import shown
+from proxy.upstreams.upstreams import shortened
 from store.policy_table import PolicyTable
 from store.tenants import DEFAULT
 from store.versions import PolicyVersion
@@ -69,8 +69,8 @@ class Owners:
         """
         if self.hides(tenant, model):
             raise NotServed(
-                f"There is no version {shown(model or '')!r}: ask for a policy, or for a version "
-                "of one",
+                f"There is no version {shortened(model or '')!r}: ask for a policy, or for a "
+                "version of one",
                 param=param,
                 code="model_not_found",
             )

@@ -49,9 +49,9 @@ class SharedPins:
         """Store the descriptor `page` of the open file."""
         self.page = page
 
-    def kept(self, policy: str, episode: str) -> int | None:
+    def kept_version(self, policy: str, episode: str) -> int | None:
         """Return the version of `policy` that an episode keeps, or None if none is known."""
-        digest, number = _place(policy, episode)
+        digest, number = _digest_and_set(policy, episode)
         try:
             self._lock(number, fcntl.LOCK_SH)
             try:
@@ -59,17 +59,17 @@ class SharedPins:
             finally:
                 self._unlock(number)
         except OSError as error:
-            _tell(error)
+            _log_failure(error)
             return None
 
-    def agree(
+    def agree_on_version(
         self, policy: str, episode: str, version: int, is_servable: Callable[[int], bool]
     ) -> int:
         """Return the version that an episode keeps: the first that any worker proposed.
 
         `version` is this worker's proposal. A version that is not servable any more is replaced.
         """
-        digest, number = _place(policy, episode)
+        digest, number = _digest_and_set(policy, episode)
         try:
             self._lock(number, fcntl.LOCK_EX)
             try:
@@ -77,12 +77,12 @@ class SharedPins:
                 kept = _version_in(entries, digest)
                 if kept is not None and is_servable(kept):
                     return kept
-                newest = _ENTRY.pack(digest, version) + _without(entries, digest)
+                newest = _ENTRY.pack(digest, version) + _without_entry(entries, digest)
                 os.pwrite(self.page, newest[:_SET_BYTES], number * _SET_BYTES)
             finally:
                 self._unlock(number)
         except OSError as error:
-            _tell(error)
+            _log_failure(error)
         return version
 
     def _read(self, number: int) -> bytes:
@@ -110,19 +110,19 @@ class SharedPins:
 
 def _version_in(entries: bytes, digest: bytes) -> int | None:
     """Return the version that a set's entries have for a digest, or None."""
-    at = _place_in(entries, digest)
+    at = _entry_offset(entries, digest)
     if at < 0:
         return None
     version: int = _ENTRY.unpack_from(entries, at)[1]
     return version
 
 
-def _without(entries: bytes, digest: bytes) -> bytes:
-    at = _place_in(entries, digest)
+def _without_entry(entries: bytes, digest: bytes) -> bytes:
+    at = _entry_offset(entries, digest)
     return entries if at < 0 else entries[:at] + entries[at + _ENTRY.size :]
 
 
-def _place_in(entries: bytes, digest: bytes) -> int:
+def _entry_offset(entries: bytes, digest: bytes) -> int:
     """Return where the digest's entry begins; -1 if it has none."""
     at = entries.find(digest)
     while at % _ENTRY.size and at >= 0:
@@ -131,12 +131,12 @@ def _place_in(entries: bytes, digest: bytes) -> int:
     return at
 
 
-def _place(policy: str, episode: str) -> tuple[bytes, int]:
+def _digest_and_set(policy: str, episode: str) -> tuple[bytes, int]:
     """Return the digest of a policy's episode, and the number of its set."""
     named = f"{policy}{_APART}{episode}".encode(errors="surrogatepass")
     digest = blake2b(named, digest_size=_DIGEST_BYTES).digest()
     return digest, int.from_bytes(digest[:4], "little") % SETS
 
 
-def _tell(error: OSError) -> None:
+def _log_failure(error: OSError) -> None:
     log.warning("version_not_shared", reason=str(error))

@@ -25,7 +25,7 @@ class VersionFile:
         self._path = spool_dir / NAME
         self._seen: tuple[int, int] | None = None
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Return whether there is a file: somebody may have removed it."""
         return self._path.exists()
 
@@ -60,7 +60,7 @@ class VersionFile:
             log.error("policies_unreadable", path=str(self._path), reason=str(error))
             return None
 
-    def look(self, take: Callable[[list[PolicyVersion]], None]) -> None:
+    def take_if_changed(self, take: Callable[[list[PolicyVersion]], None]) -> None:
         """Call `take` with the versions if the file has changed since the last look."""
         versions = self.read()
         if versions is not None:
@@ -69,10 +69,10 @@ class VersionFile:
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
         """Look every `WATCH_S` seconds; never return."""
         while True:
-            self.look(take)
+            self.take_if_changed(take)
             await asyncio.sleep(WATCH_S)
 
 
-def serving_of(versions: list[PolicyVersion]) -> dict[str, int]:
+def serving_versions(versions: list[PolicyVersion]) -> dict[str, int]:
     """Return the version that new episodes of each policy get."""
     return {version.name: version.version for version in versions if version.state == "serving"}

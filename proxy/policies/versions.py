@@ -48,11 +48,13 @@ class Arms(msgspec.Struct, frozen=True):
         """Return whether an episode of the policy may have another arm than `serving`."""
         return self.canary is not None or self.control is not None
 
-    def of_new(self, episode: str) -> Arm:
+    def arm_of_new_episode(self, episode: str) -> Arm:
         """Return the arm of a new episode, by its stored name."""
         if not self.are_several:
             return "serving"
-        drawn = fraction(self.policy, self.serving if self.canary is None else self.canary, episode)
+        drawn = episode_fraction(
+            self.policy, self.serving if self.canary is None else self.canary, episode
+        )
         if drawn < self.control_share:
             return "control"
         return "canary" if drawn < self.control_share + self.canary_share else "serving"
@@ -62,7 +64,7 @@ class Arms(msgspec.Struct, frozen=True):
         version = {"canary": self.canary, "control": self.control}.get(arm)
         return self.serving if version is None else version
 
-    def of_version(self, version: int) -> Arm:
+    def arm_of_version(self, version: int) -> Arm:
         """Return the arm of an episode that has a version already.
 
         Episodes of an earlier serving version keep the arm `serving`, unless it is the control now.
@@ -72,7 +74,7 @@ class Arms(msgspec.Struct, frozen=True):
         return "control" if version == self.control else "serving"
 
 
-def fraction(policy: str, version: int, episode: str) -> float:
+def episode_fraction(policy: str, version: int, episode: str) -> float:
     """Return a hash of an episode, evenly spread over [0, 1)."""
     hashed = _APART.join((policy, str(version), episode)).encode(errors="surrogatepass")
     return int.from_bytes(blake2b(hashed, digest_size=_BYTES).digest()) / _ALL
@@ -126,7 +128,7 @@ MOST_DIGITS: Final = 9
 _PROMISED: Final = "\x1epromised"
 
 
-class Serving(msgspec.Struct, frozen=True):
+class ServedVersion(msgspec.Struct, frozen=True):
     """The policy and version that a call gets, and the model name to request at the upstream.
 
     A policy that is not trained has no version: the base model serves it. `exploring` is set for
@@ -182,7 +184,7 @@ class Versions:
         """Replace all versions by those whose files exist now; pins are kept."""
         self._names: dict[str, dict[int, str]] = {}
         self._serving: dict[str, int] = {}
-        self._asked_for: dict[str, Serving] = {}
+        self._asked_for: dict[str, ServedVersion] = {}
         self._known: dict[str, dict[int, PolicyVersion]] = {}
         self._newest: dict[str, int] = {}
         versions = list(versions)
@@ -198,7 +200,7 @@ class Versions:
             if version.is_servable and version.state != "loaded":
                 self._names.setdefault(name, {})[number] = version.served_name
             if version.state not in NEVER_LOADED:
-                serving = Serving(name, number, version.served_name)
+                serving = ServedVersion(name, number, version.served_name)
                 # Several policies may share a base model, whose name then belongs to none of them.
                 if number or version.served_name == name:
                     self._asked_for[version.served_name] = serving
@@ -224,7 +226,7 @@ class Versions:
         spec = None if self._table is None else self._table.answering(model, agent, tenant)
         return spec if spec is not None and self._owns(tenant, spec.name) else None
 
-    def bases(self, tenant: str) -> dict[str, str]:
+    def base_models(self, tenant: str) -> dict[str, str]:
         """Return, by model name, the base models of the tenant's policies in the file."""
         return {
             name: spec.base
@@ -234,7 +236,7 @@ class Versions:
         }
 
     @property
-    def explore(self) -> bool:
+    def is_exploring(self) -> bool:
         """Return whether any policy explores."""
         return self._table is not None and any(spec.explore for spec in self._table.specs)
 
@@ -251,7 +253,7 @@ class Versions:
         spec = None if self._table is None else self._table.named(policy)
         return spec.base if spec is not None else self._names.get(policy, {}).get(0, policy)
 
-    def knows(self, policy: str, episode: str) -> bool:
+    def knows_version_of(self, policy: str, episode: str) -> bool:
         """Return whether `resolve` can answer for an episode without a look-up in the database.
 
         An episode that began at another proxy, or that moved to another version there, may have
@@ -261,12 +263,12 @@ class Versions:
             policy not in self._serving
             or len(self._names.get(policy, ())) < SEVERAL
             or self._pins.get((policy, episode)) in self._names[policy]
-            or self._takes_over(policy, episode)
+            or self._pin_version_of_others(policy, episode)
         )
 
-    def _takes_over(self, policy: str, episode: str) -> bool:
+    def _pin_version_of_others(self, policy: str, episode: str) -> bool:
         """Pin the version that another worker chose for an episode; return whether there is one."""
-        kept = None if self._shared is None else self._shared.kept(policy, episode)
+        kept = None if self._shared is None else self._shared.kept_version(policy, episode)
         if kept is None or not self._can_serve(policy, kept):
             return False
         self.pin(policy, episode, kept)
@@ -279,12 +281,12 @@ class Versions:
             self._catch_up()
         return version in self._names.get(policy, ())
 
-    def _agreed(self, policy: str, episode: str, proposed: int) -> int:
+    def _agree_on_version(self, policy: str, episode: str, proposed: int) -> int:
         """Return the version that an episode gets, which is the same at all workers."""
         if self._shared is None:
             return proposed
         can_serve = partial(self._can_serve, policy)
-        return self._shared.agree(policy, episode, proposed, can_serve)
+        return self._shared.agree_on_version(policy, episode, proposed, can_serve)
 
     def pin(self, policy: str, episode: str, version: int) -> None:
         """Remember `version` for `episode`, unless the remembered version can still be served."""
@@ -303,7 +305,7 @@ class Versions:
         split: Split = TRAIN,
         *,
         is_unnamed: bool = False,
-    ) -> Serving:
+    ) -> ServedVersion:
         """Return the policy, version and upstream's model name for an agent's call for `model`.
 
         `is_unnamed`: only this worker knows the episode, so its version is not shared. Evaluation
@@ -312,23 +314,23 @@ class Versions:
         and `NAME@0` the base model. `Owners.check` must refuse hidden names before.
         """
         if model is None:
-            return Serving(None, None, None)
+            return ServedVersion(None, None, None)
         policy = self.trained_policy(model, agent, tenant)
         if policy is not None:
             version = self._version_for(policy, episode, split, is_unnamed)
             served = self._names.get(policy, {}).get(version, self.base_of(policy))
             arms: Arms | None = self._arms.get(policy)
-            arm: Arm | None = "serving" if arms is None else arms.of_version(version)
-            return Serving(policy, version, served, arm=None if split == EVAL else arm)
+            arm: Arm | None = "serving" if arms is None else arms.arm_of_version(version)
+            return ServedVersion(policy, version, served, arm=None if split == EVAL else arm)
         fixed = self._answering(model, agent, tenant)
         if fixed is not None:
-            return Serving(fixed.name, None, fixed.base)
-        asked_for = self._asked_for.get(model) or self._deleted(model)
-        if asked_for is not None and self._trains(tenant, asked_for.policy):
+            return ServedVersion(fixed.name, None, fixed.base)
+        asked_for = self._asked_for.get(model) or self._deleted_version(model)
+        if asked_for is not None and self._is_own_trained_policy(tenant, asked_for.policy):
             return asked_for
-        return Serving(None, None, model)
+        return ServedVersion(None, None, model)
 
-    def is_servable(self, serving: Serving) -> bool:
+    def is_servable(self, serving: ServedVersion) -> bool:
         """Return whether the version is an adapter that every replica should have."""
         known = self._version(serving.policy or "", serving.version or 0)
         return known is not None and known.version > 0 and known.is_servable
@@ -338,7 +340,7 @@ class Versions:
 
     def why_not_served(self, model: str | None) -> str | None:
         """Return why the upstream lacks a version; None if it is not of a known policy."""
-        named = self._named(model)
+        named = self._version_in_name(model)
         if named is None:
             return None
         policy, number = named
@@ -354,26 +356,26 @@ class Versions:
             f"Ask for {policy}, or for a version that is loaded: {names}"
         )
 
-    def _named(self, model: str | None) -> tuple[str, int] | None:
+    def _version_in_name(self, model: str | None) -> tuple[str, int] | None:
         """Return the known policy and the number in the name of a version, or None."""
         policy, _, number = (model or "").rpartition("@")
         if policy not in self._known or not number.isdecimal() or len(number) > MOST_DIGITS:
             return None
         return policy, int(number)
 
-    def _deleted(self, model: str) -> Serving | None:
+    def _deleted_version(self, model: str) -> ServedVersion | None:
         """Return the version that `model` names if its files were deleted, else None."""
-        policy, number = self._named(model) or ("", 0)
+        policy, number = self._version_in_name(model) or ("", 0)
         if not self._is_deleted(policy, number) or model != f"{policy}@{number}":
             return None
-        return Serving(policy, number, model)
+        return ServedVersion(policy, number, model)
 
     def _is_deleted(self, policy: str, number: int) -> bool:
         # A deleted version is not known, and its number is not above the newest known one.
         is_known = self._version(policy, number) is not None
         return not is_known and 0 < number <= self._newest.get(policy, 0)
 
-    def _trains(self, tenant: str, policy: str | None) -> bool:
+    def _is_own_trained_policy(self, tenant: str, policy: str | None) -> bool:
         """Return whether a policy is trained, and the tenant's own."""
         if policy is None or not self._owns(tenant, policy):
             return False
@@ -395,40 +397,46 @@ class Versions:
             return pinned
         # The pinned version, if any, can no longer be served.
         was_pinned = self._pins.pop(key, None) is not None
-        promised = self._promised_of(policy, episode)
+        promised = self._take_kept_version(policy, episode)
         if promised is None or not self._can_serve(policy, promised):
             # An episode that lost its version is not new: no canary is tried on it.
             is_new = not was_pinned and split != EVAL
-            promised = self._drawn(policy, episode) if is_new else self._serving[policy]
-        agreed = promised if is_unnamed else self._agreed(policy, episode, promised)
+            promised = self._draw_version(policy, episode) if is_new else self._serving[policy]
+        agreed = promised if is_unnamed else self._agree_on_version(policy, episode, promised)
         self.pin(policy, episode, agreed)
-        self._promise(policy, episode, split)
+        self._keep_versions_for(policy, episode, split)
         return agreed
 
-    def _promised_of(self, policy: str, episode: str) -> int | None:
-        """Return, once, the version that `_promise` kept for an episode, or None."""
+    def _take_kept_version(self, policy: str, episode: str) -> int | None:
+        """Return, once, the version that `_keep_versions_for` kept for an episode, or None."""
         promised = self._promised.pop((policy, episode), None)
-        if promised is None and self._shared is not None and self._goes_with(policy):
-            return self._shared.kept(policy + _PROMISED, episode)
+        if promised is None and self._shared is not None and self._live_together_with(policy):
+            return self._shared.kept_version(policy + _PROMISED, episode)
         return promised
 
-    def _goes_with(self, policy: str) -> list[str]:
+    def _live_together_with(self, policy: str) -> list[str]:
         """Return the other policies that go live together with this policy."""
         together = () if self._table is None else self._table.live_together(policy)
         return [other for other in together if other != policy]
 
-    def _drawn(self, policy: str, episode: str) -> int:
+    def _draw_version(self, policy: str, episode: str) -> int:
         """Return the version that a new episode of a policy gets, by its arm."""
         arms: Arms | None = self._arms.get(policy)
-        return self._serving[policy] if arms is None else arms.version_of(arms.of_new(episode))
+        return (
+            self._serving[policy]
+            if arms is None
+            else arms.version_of(arms.arm_of_new_episode(episode))
+        )
 
-    def _promise(self, policy: str, episode: str, split: Split) -> None:
+    def _keep_versions_for(self, policy: str, episode: str, split: Split) -> None:
         """Keep for an episode the versions of the policies that go live with this policy."""
-        for other in self._goes_with(policy):
+        for other in self._live_together_with(policy):
             if other in self._serving:
-                gets = self._serving[other] if split == EVAL else self._drawn(other, episode)
+                gets = self._serving[other] if split == EVAL else self._draw_version(other, episode)
                 if self._shared is not None:
-                    gets = self._shared.agree(other + _PROMISED, episode, gets, lambda _: True)
+                    gets = self._shared.agree_on_version(
+                        other + _PROMISED, episode, gets, lambda _: True
+                    )
                 self._promised.setdefault((other, episode), gets)
         while len(self._promised) > MAX_PINS:
             self._promised.popitem(last=False)

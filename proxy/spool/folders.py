@@ -39,7 +39,7 @@ class Lock:
         os.close(self._handle)
 
 
-def hold(path: Path) -> Lock:
+def lock_file(path: Path) -> Lock:
     """Lock a file; create it if it is missing.
 
     Raises:
@@ -64,13 +64,13 @@ def hold(path: Path) -> Lock:
 def is_held(path: Path) -> bool:
     """Return whether a process holds the lock at `path`."""
     try:
-        hold(path).release()
+        lock_file(path).release()
     except SpoolInUse:
         return True
     return False
 
 
-class Home:
+class WorkerFolder:
     """A worker's own folder, locked."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +82,7 @@ class Home:
         """
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = hold(folder / LOCK)
+        self._lock = lock_file(folder / LOCK)
         try:
             # Segments that an earlier worker left open; no process writes to them.
             self.left = sorted(folder.glob(f"*{OPEN}"))
@@ -102,7 +102,7 @@ class Home:
         self._lock.release()
 
 
-def take_home(root: Path) -> Home:
+def take_worker_folder(root: Path) -> WorkerFolder:
     """Take the first numbered folder under `root` that no process holds.
 
     Raises:
@@ -110,7 +110,7 @@ def take_home(root: Path) -> Home:
     """
     for number in count():
         try:
-            return Home(root / str(number))
+            return WorkerFolder(root / str(number))
         except SpoolInUse:
             continue
     raise AssertionError("unreachable: count() has no end")

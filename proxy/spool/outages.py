@@ -47,7 +47,7 @@ class RecordingOutage(NamedTuple):
     until: float | None
 
 
-class State(NamedTuple):
+class OutageState(NamedTuple):
     """Contents of an outage file: the worker's last outage, and the ingester's last stored one."""
 
     number: int
@@ -60,12 +60,12 @@ class State(NamedTuple):
         return None if self.outage == self.stored else self.outage
 
 
-def parse_state(data: bytes) -> State:
+def parse_state(data: bytes) -> OutageState:
     """Parse an outage file; a damaged page counts as empty (pure)."""
     pages = [_parsed(data[at * PAGE : (at + 1) * PAGE]) for at in range(PAGES)]
     number, outage = max(filter(None, pages[:_STORED]), default=(0, None), key=lambda page: page[0])
     stored_page = pages[_STORED]
-    return State(number, outage, None if stored_page is None else stored_page[1])
+    return OutageState(number, outage, None if stored_page is None else stored_page[1])
 
 
 def _parsed(page: bytes) -> tuple[int, RecordingOutage | None] | None:
@@ -104,19 +104,19 @@ class OutageFile:
             os.close(self._file)
             raise
         # The outage was merged with an earlier one, whose episodes are unknown.
-        self._joined = self.lasts
+        self._joined = self.is_lasting
         # The latest time seen during the outage: the clock may be set back.
         self._latest = 0.0
 
     @property
-    def lasts(self) -> bool:
+    def is_lasting(self) -> bool:
         """Return whether an outage has begun and not ended."""
         return self._outage is not None and self._outage.until is None
 
     @property
     def lasts_since(self) -> float:
         """Return when the present outage began (Unix time), or infinity if none lasts."""
-        return self._outage.since if self.lasts and self._outage is not None else inf
+        return self._outage.since if self.is_lasting and self._outage is not None else inf
 
     def begin(self, now: float) -> bool:
         """Begin an outage at `now`; return False if the present outage covers `now` already.
@@ -128,7 +128,7 @@ class OutageFile:
             raise FileNotFoundError("somebody removed the file of outages")
         self._latest = max(self._latest, now)
         outage = self._outage
-        if self.lasts and outage is not None and outage.since <= now:
+        if self.is_lasting and outage is not None and outage.since <= now:
             return False
         not_stored = _read(self._file).not_stored
         if not_stored is not None:
@@ -164,7 +164,7 @@ class OutageFile:
         os.close(self._file)
 
 
-def read_outage(path: Path) -> State:
+def read_outage(path: Path) -> OutageState:
     """Read an outage file, which its worker may be writing.
 
     Raises:
@@ -186,7 +186,7 @@ def note_stored(path: Path, outage: RecordingOutage) -> None:
         os.close(handle)
 
 
-def _read(handle: int) -> State:
+def _read(handle: int) -> OutageState:
     return parse_state(os.pread(handle, PAGE * PAGES, 0))
 
 

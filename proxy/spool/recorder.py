@@ -25,7 +25,7 @@ import structlog
 
 from proxy.metrics import UNWRITTEN
 from proxy.redaction import Redactor
-from proxy.spool.folders import PASSING, Home, take_home
+from proxy.spool.folders import PASSING, WorkerFolder, take_worker_folder
 from proxy.spool.segments import CapturedCall, Frame, encode_frame
 from proxy.spool.writer import SegmentWriter
 from store.ids import new_id
@@ -55,7 +55,7 @@ OnCommit = Callable[[Outcome, list[str]], None]
 Note = Callable[[list[str]], bytes]
 
 
-def _nothing(_outcome: Outcome, _marks: list[str]) -> None:
+def _ignore_commit(_outcome: Outcome, _marks: list[str]) -> None:
     """Ignore the outcome of a commit."""
 
 
@@ -68,10 +68,10 @@ class Spool:
 
     def __init__(
         self,
-        folder: Path | Callable[[], Home],
+        folder: Path | Callable[[], WorkerFolder],
         *,
         segment_bytes: int = SEGMENT_BYTES,
-        on_commit: OnCommit = _nothing,
+        on_commit: OnCommit = _ignore_commit,
         note: Note = _no_note,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -92,7 +92,7 @@ class Spool:
             SpoolInUse: another process holds the folder.
             OSError: it cannot be created or written, and the error will not pass by itself.
         """
-        take = folder if callable(folder) else partial(Home, folder)
+        take = folder if callable(folder) else partial(WorkerFolder, folder)
         self._on_commit = on_commit
         self._note = note
         self._patience_s = patience_s
@@ -104,7 +104,7 @@ class Spool:
         self._watched = False
         self._stalled = False
         self._queue: queue.SimpleQueue[Commit | Callable[[], None] | None] = queue.SimpleQueue()
-        self._writer = SegmentWriter(take, _taken(take), segment_bytes=segment_bytes)
+        self._writer = SegmentWriter(take, _take_folder(take), segment_bytes=segment_bytes)
         self._thread = threading.Thread(target=self._run, name="pawl-spool", daemon=True)
         self._thread.start()
 
@@ -137,14 +137,14 @@ class Spool:
         if not self._gathered:
             return
         loop = asyncio.get_running_loop()
-        self._in_commit, self._gathered = _split(self._gathered)
+        self._in_commit, self._gathered = _split_commit(self._gathered)
         self._began = loop.time()
         if not self._watched:
             self._watched = True
-            loop.call_later(self._patience_s, self._look)
+            loop.call_later(self._patience_s, self._check_commit)
         self._queue.put((self._in_commit, loop))
 
-    def _look(self) -> None:
+    def _check_commit(self) -> None:
         """Give up a commit that takes too long: all waiting frames count as lost."""
         self._watched = False
         if not self._in_commit:
@@ -153,7 +153,7 @@ class Spool:
         remaining_s = self._began + self._patience_s - loop.time()
         if remaining_s > 0:
             self._watched = True
-            loop.call_later(remaining_s, self._look)
+            loop.call_later(remaining_s, self._check_commit)
             return
         waiting = [*self._in_commit, *self._gathered]
         self._in_commit, self._gathered, self._stalled = [], [], True
@@ -220,19 +220,19 @@ class Spool:
                 commit()
                 continue
             waiting, loop = commit
-            outcome = self._written(waiting)
+            outcome = self._write_frames(waiting)
             try:
                 loop.call_soon_threadsafe(self._committed, waiting, outcome)
             except RuntimeError:
                 # The loop is closed, so nothing waits for these frames any more.
                 log.error("spool_result_undeliverable", records=len(waiting), outcome=outcome)
 
-    def _written(self, waiting: Sequence[Waiting]) -> Outcome:
+    def _write_frames(self, waiting: Sequence[Waiting]) -> Outcome:
         try:
             if self._writer.append(b"".join([frame for frame, _, _ in waiting])):
                 return "durable"
             note = self._note([mark for _, _, mark in waiting])
-            if note and self._writer.mark(note):
+            if note and self._writer.append_to_reserve(note):
                 return "noted"
         except Exception:
             # Memory may be short. This thread must go on, or no frame would get a result again.
@@ -242,7 +242,7 @@ class Spool:
         return "lost"
 
 
-def _split(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
+def _split_commit(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
     """Return the frames of the next commit, and the frames of a later one.
 
     Waiting frames may be written in any order: a call arrives after the record of any call that it
@@ -259,7 +259,7 @@ def _split(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
     return now, later
 
 
-def _taken(take: Callable[[], Home]) -> Home | None:
+def _take_folder(take: Callable[[], WorkerFolder]) -> WorkerFolder | None:
     try:
         return take()
     except OSError as error:
@@ -302,7 +302,7 @@ class Recorder:
         self._unnamed = False
         self._retry: asyncio.TimerHandle | None = None
         self._spool = Spool(
-            partial(take_home, root),
+            partial(take_worker_folder, root),
             segment_bytes=segment_bytes,
             on_commit=self._committed,
             note=self._gap_of,
@@ -324,15 +324,15 @@ class Recorder:
     ) -> None:
         is_durable = False
         try:
-            is_durable = await self._append(await redactor.capture(record), record.episode)
+            is_durable = await self._append(await redactor.redact_captured(record), record.episode)
         except Exception:
             log.exception("record_not_redacted")
-            self.lose(record.episode)
+            self.count_lost(record.episode)
         finally:
             if not durable.done():
                 durable.set_result(is_durable)
 
-    def lose(self, episode: str) -> "asyncio.Future[bool]":
+    def count_lost(self, episode: str) -> "asyncio.Future[bool]":
         """Count a record that could not be made, as if the disk had refused it."""
         self._committed("lost", [episode.encode(errors="replace").decode()])
         lost: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -342,7 +342,7 @@ class Recorder:
     async def append(self, record: Frame) -> bool:
         """Write a record that is not a captured call; return whether it is durable."""
         if self._redactor is not None and isinstance(record, FeedbackRecord):
-            record = self._redactor.feedback(record)
+            record = self._redactor.redact_feedback(record)
         return await self._append(record, "")
 
     def _append(self, record: Frame, episode: str) -> "asyncio.Future[bool]":
@@ -351,7 +351,7 @@ class Recorder:
         except Exception:
             # A record that cannot be encoded counts as refused by the disk.
             log.exception("record_not_encoded", kind=type(record).__name__)
-            return self.lose(episode)
+            return self.count_lost(episode)
         return self._spool.append(frame, episode)
 
     def under_way_s(self) -> float:
@@ -364,7 +364,7 @@ class Recorder:
         episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP)
         if GAP in marks:
             episodes |= dict.fromkeys(self._telling)
-        return _gap(tuple(episodes)) if episodes else b""
+        return _gap_frame(tuple(episodes)) if episodes else b""
 
     def _committed(self, outcome: Outcome, marks: list[str]) -> None:
         if GAP in marks:
@@ -374,7 +374,7 @@ class Recorder:
         # A frame of gaps is no client's record: it is not lost, but written again later.
         lost = [mark for mark in marks if mark != GAP]
         if outcome == "durable":
-            self._tell_of_gaps()
+            self._write_gaps()
         if outcome != "lost" and self._losing:
             self._end_outage()
         if outcome == "durable":
@@ -407,21 +407,21 @@ class Recorder:
         # If no call comes, nothing else would notice that the disk works again, and an episode
         # that misses a call would pass for a complete one.
         self._retry = None
-        self._tell_of_gaps()
+        self._write_gaps()
 
-    def _tell_of_gaps(self) -> None:
+    def _write_gaps(self) -> None:
         """Write a `GapRecord` for the episodes that miss a record, unless one is being written."""
         if not self._gaps or self._telling:
             return
         self._telling, self._gaps = tuple(self._gaps), {}
-        self._spool.append(_gap(self._telling), GAP)
+        self._spool.append(_gap_frame(self._telling), GAP)
 
     async def close(self) -> None:
         """Write all waiting records, and unlock the folder."""
         while self._redacting:
             await asyncio.wait(self._redacting)
         await self._spool.flush()
-        self._tell_of_gaps()
+        self._write_gaps()
         await self._spool.flush()
         # The futures' callbacks run in the loop's next turn.
         await asyncio.sleep(0)
@@ -432,5 +432,5 @@ class Recorder:
         self._spool.close()
 
 
-def _gap(episodes: tuple[str, ...]) -> bytes:
+def _gap_frame(episodes: tuple[str, ...]) -> bytes:
     return encode_frame(GapRecord(id=new_id(), episodes=episodes))

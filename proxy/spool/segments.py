@@ -181,10 +181,10 @@ class _Head(msgspec.Struct, frozen=True, gc=False):
 
 def encode_frame(record: Frame) -> bytes:
     """Return a record as a frame, with the process's next frame number."""
-    return frame_of(encode_payload(record))
+    return frame_payload(encode_payload(record))
 
 
-def frame_of(payload: bytes) -> bytes:
+def frame_payload(payload: bytes) -> bytes:
     """Return a payload as a frame, with the process's next frame number."""
     fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
     return fields + _CHECK.pack(crc32(fields)) + payload
@@ -247,7 +247,7 @@ def read_pieces(
         following = _head(data, end, mark)
         if following is None and not ended and 0 < len(data) - end < HEAD_BYTES:
             return
-        records = max(_lost(number, following, end - at), head is not None)
+        records = max(_count_lost(number, following, end - at), head is not None)
         number = None if number is None else (number + records) % NUMBERS
         damage = f"{end - at} damaged bytes at {base + at}"
         if end == len(data) and (head is None or head.end != end):
@@ -277,14 +277,14 @@ def _end_of_damage(
 ) -> int | None:
     """Return where the damaged stretch that begins at `at` ends; None if it is not known yet."""
     if head is not None and head.end <= len(data):
-        if _began(data, head.end, mark):
+        if _seems_frame_start(data, head.end, mark):
             # A frame that was cut off may be followed by whole ones up to where it would end.
             return _intact_within(data, at + 1, head.end, mark) or head.end
     elif head is not None and not ended:
         return None
     # Without a mark, search only data that is not being written any more: a client can plant a
     # beginning in a body, which must not be found in a frame that is still incomplete.
-    following = _next(data, at + 1, mark) if ended or mark is not None else -1
+    following = _next_frame(data, at + 1, mark) if ended or mark is not None else -1
     if following < 0:
         return len(data) if ended else None
     return following
@@ -292,7 +292,7 @@ def _end_of_damage(
 
 def _intact_within(data: bytes, at: int, end: int, mark: bytes | None) -> int | None:
     """Return the offset of the first intact frame between `at` and `end`, or None."""
-    while 0 <= (at := _next(data, at, mark)) < end:
+    while 0 <= (at := _next_frame(data, at, mark)) < end:
         head = _head(data, at, mark)
         if head is not None and head.end <= end and _is_intact(data, head):
             return at
@@ -300,18 +300,20 @@ def _intact_within(data: bytes, at: int, end: int, mark: bytes | None) -> int | 
     return None
 
 
-def _began(data: bytes, at: int, mark: bytes | None) -> bool:
+def _seems_frame_start(data: bytes, at: int, mark: bytes | None) -> bool:
     """Return whether a frame seems to begin at `at`; its header may be damaged or incomplete."""
     sync = MAGIC + (mark or b"")
     start = data[at : at + len(sync)]
-    return not start or sum(map(bytes.__eq__, _each(start), _each(sync))) >= min(ALIKE, len(start))
+    return not start or sum(map(bytes.__eq__, _single_bytes(start), _single_bytes(sync))) >= min(
+        ALIKE, len(start)
+    )
 
 
-def _each(data: bytes) -> Iterator[bytes]:
+def _single_bytes(data: bytes) -> Iterator[bytes]:
     return (data[at : at + 1] for at in range(len(data)))
 
 
-def _next(data: bytes, at: int, mark: bytes | None) -> int:
+def _next_frame(data: bytes, at: int, mark: bytes | None) -> int:
     """Return the offset of the next frame's beginning from `at` on, or -1 if there is none."""
     if mark is not None:
         return data.find(MAGIC + mark, at)
@@ -321,7 +323,7 @@ def _next(data: bytes, at: int, mark: bytes | None) -> int:
     return start
 
 
-def _lost(number: int | None, following: _Head | None, size: int) -> int:
+def _count_lost(number: int | None, following: _Head | None, size: int) -> int:
     """Return how many records a damaged stretch of `size` bytes held, by the next frame's number.
 
     Return 1 if the count is unknown, or if the stretch is too short for that many headers.

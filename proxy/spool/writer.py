@@ -4,8 +4,8 @@
 run then. Failures are logged, and `append` returns False.
 
 Beside the present segment there is an empty segment with allocated disk blocks: the reserve. It
-takes the marks of lost records (`mark`) while the disk has no room for anything else. Once it is
-used up, one mark of fixed size says that records were lost (`proxy.spool.outages`).
+takes the marks of lost records (`append_to_reserve`) while the disk has no room for anything else.
+Once it is used up, one mark of fixed size says that records were lost (`proxy.spool.outages`).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import Final
 
 import structlog
 
-from proxy.spool.folders import OPEN, SEALED, Home
+from proxy.spool.folders import OPEN, SEALED, WorkerFolder
 from proxy.spool.outages import OutageFile
 from proxy.spool.segments import MARK
 from store.files import sync
@@ -65,7 +65,7 @@ class SegmentFile:
         """Make `data` durable at the end.
 
         Raises:
-            OSError: the disk refuses it; a part may be in the file (see `cut`).
+            OSError: the disk refuses it; a part may be in the file (see `cut_failed_bytes`).
         """
         view = memoryview(data)
         while view:
@@ -76,7 +76,7 @@ class SegmentFile:
         os.fdatasync(self._file)
         self.size += len(data)
 
-    def cut(self) -> None:
+    def cut_failed_bytes(self) -> None:
         """Cut off the bytes that a failed `append` left.
 
         Raises:
@@ -117,7 +117,9 @@ RESERVE_BYTES: Final = 2**20
 class SegmentWriter:
     """Write one segment after another into a folder; only one thread may use it."""
 
-    def __init__(self, take: Callable[[], Home], home: Home | None, *, segment_bytes: int) -> None:
+    def __init__(
+        self, take: Callable[[], WorkerFolder], home: WorkerFolder | None, *, segment_bytes: int
+    ) -> None:
         """Write into `home`; if it is None, call `take` for a folder once one is needed."""
         self._take = take
         self._home = home
@@ -144,12 +146,12 @@ class SegmentWriter:
         known how much of the segment's end is on disk.
         """
         try:
-            segment = self._ready()
+            segment = self._ready_segment()
             begins = segment.size == 0
             segment.append(data)
         except Exception as error:
             log.error("spool_write_failed", bytes=len(data), reason=_text(error))
-            self._give_up()
+            self._end_failed_segment()
             return False
         if begins:
             # The disk works, perhaps again.
@@ -159,7 +161,7 @@ class SegmentWriter:
             self.seal()
         return True
 
-    def mark(self, data: bytes) -> bool:
+    def append_to_reserve(self, data: bytes) -> bool:
         """Make `data` durable in the reserve, and return whether that worked.
 
         A full disk does not refuse it, unless the reserve is used up.
@@ -226,7 +228,7 @@ class SegmentWriter:
         segment, self._segment = self._segment, None
         if segment is not None:
             self._end(segment)
-        self._unsealed = [path for path in self._unsealed if not _sealed(path)]
+        self._unsealed = [path for path in self._unsealed if not _rename_to_sealed(path)]
         if self._ending is not None:
             self._open_outage()
             self.end_outage(named=self._ending)
@@ -244,7 +246,7 @@ class SegmentWriter:
             self._home.release()
             self._home = None
 
-    def _ready(self) -> SegmentFile:
+    def _ready_segment(self) -> SegmentFile:
         if self._segment is not None and self._segment.is_removed():
             log.error("segment_removed", segment=str(self._segment.path), by="somebody else")
             segment, self._segment = self._segment, None
@@ -258,7 +260,7 @@ class SegmentWriter:
             self._segment = SegmentFile(self._home.folder)
         return self._segment
 
-    def _abandon_folder(self, home: Home) -> None:
+    def _abandon_folder(self, home: WorkerFolder) -> None:
         """Give up a removed folder with its files; another is taken next.
 
         A lasting outage goes on, though its file is gone.
@@ -301,7 +303,7 @@ class SegmentWriter:
             self._lose_outage(error)
             return
         self._outage, self._outage_failed = outage, False
-        if outage.lasts and self._ending is None:
+        if outage.is_lasting and self._ending is None:
             self.end_outage(named=False)
 
     def _lose_outage(self, error: Exception) -> None:
@@ -315,7 +317,7 @@ class SegmentWriter:
         if outage is not None:
             _close(outage)
 
-    def _give_up(self) -> None:
+    def _end_failed_segment(self) -> None:
         """Cut off the bytes that failed, if the disk allows it, and end the segment."""
         segment, self._segment = self._segment, None
         if segment is not None:
@@ -330,7 +332,7 @@ class SegmentWriter:
         kept = segment.size > 0
         try:
             if cut:
-                segment.cut()
+                segment.cut_failed_bytes()
             if not kept:
                 segment.path.unlink(missing_ok=True)
         except OSError as error:
@@ -350,7 +352,7 @@ def _close(file: SegmentFile | OutageFile) -> None:
         log.error("segment_not_closed", reason=_text(error))
 
 
-def _sealed(path: Path) -> bool:
+def _rename_to_sealed(path: Path) -> bool:
     """Rename a finished segment; return False if that must be tried again."""
     try:
         path.rename(path.with_suffix(SEALED))

@@ -177,13 +177,13 @@ def parse_upstreams(text: str, where: str) -> tuple[UpstreamSpec, ...]:
         BadUpstreams: the text is not TOML, or a value in it is invalid.
     """
     specs = FILE.tables(text, where)
-    problem = _clash(specs)
+    problem = _conflict(specs)
     if problem is not None:
         raise BadUpstreams(f"{where}: {problem}")
     return specs
 
 
-def _clash(specs: Sequence[UpstreamSpec]) -> str | None:
+def _conflict(specs: Sequence[UpstreamSpec]) -> str | None:
     """Return an error message if two tables contradict each other, else None."""
     claims: dict[str, str] = {}
     for spec in specs:

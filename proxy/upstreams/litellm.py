@@ -144,7 +144,7 @@ def status_of(error: object) -> int:
     return status if isinstance(status, int) and 400 <= status < 600 else 502
 
 
-def refusal(error: Exception) -> bytes:
+def provider_error_body(error: Exception) -> bytes:
     """Return a provider's error in OpenAI's format."""
     body = getattr(error, "body", None)
     fields: Mapping[str, Any] = body if isinstance(body, dict) else {}
@@ -238,20 +238,20 @@ class LitellmUpstream:
         try:
             answer = await call(**arguments)
         except self._library.exceptions.Timeout as error:
-            why = self.for_clients(str(error))
+            why = self.without_secrets(str(error))
             raise UpstreamSilent(
                 f"Upstream {self._spec.name!r} gave no reply in time: {why}"[:500],
                 code="upstream_silent",
             ) from error
         except self.errors as error:
-            body = self.for_clients(refusal(error).decode()).encode()
+            body = self.without_secrets(provider_error_body(error).decode()).encode()
             return LitellmReply(status_of(error), [JSON, *retry_headers(error)], body)
         if request.stream:
             return LitellmStream(self, answer, request.model)
         reply = answer.model_dump(mode="json", exclude_none=True)
         return LitellmReply(200, [JSON], whole_reply(reply, request.model))
 
-    def for_clients(self, text: str) -> str:
+    def without_secrets(self, text: str) -> str:
         """Return an error's text without the key and the provider's address."""
         for word, shown in self._hidden.items():
             text = text.replace(word, shown)
@@ -302,7 +302,7 @@ class LitellmUpstream:
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._library.close_litellm_async_clients()
 
-    def let_go(self, stream: Any) -> None:
+    def close_abandoned(self, stream: Any) -> None:
         """Close an abandoned stream, so that the provider stops."""
         closing = asyncio.create_task(stream.aclose(), name="pawl-litellm-close")
         self._closing.add(closing)
@@ -369,7 +369,7 @@ class LitellmStream(LitellmReply):
                 fields = chunk.model_dump(mode="json", exclude_none=True)
                 yield chunk_event(fields, self._model)
         except self._upstream.errors as error:
-            why = self._upstream.for_clients(str(error))
+            why = self._upstream.without_secrets(str(error))
             raise Torn(f"{type(error).__name__}: {why}"[:500]) from error
         self._ended = True
         yield b"data: %s\n\n" % DONE
@@ -386,7 +386,7 @@ class LitellmStream(LitellmReply):
     def close(self) -> None:
         """Close the provider's stream, if it has not ended."""
         if not self._ended:
-            self._upstream.let_go(self._stream)
+            self._upstream.close_abandoned(self._stream)
 
 
 def _library() -> Any:

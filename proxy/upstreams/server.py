@@ -102,7 +102,7 @@ class Decoder:
             raise Torn("its content coding breaks off")
 
 
-class Decoded:
+class DecodedReply:
     """Pass a reply on with its content coding removed."""
 
     def __init__(self, reply: "Reply") -> None:
@@ -171,16 +171,16 @@ class Decoded:
 
 
 # A reply whose head has come; its body may still be on its way.
-Reply = client.Reply | LitellmReply | Decoded
+Reply = client.Reply | LitellmReply | DecodedReply
 
 
-def comes_in_events(reply: Reply) -> bool:
+def is_event_stream(reply: Reply) -> bool:
     """Return whether a reply is a stream of events without a content coding."""
     kind = reply.header(b"content-type") or b""
     return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
 
 
-def readable(reply: Reply) -> Reply:
+def decode_reply(reply: Reply) -> Reply:
     """Return the reply with plain bytes; an error in an unknown coding is returned as it is.
 
     Raises:
@@ -191,7 +191,7 @@ def readable(reply: Reply) -> Reply:
     if coding in PLAIN:
         return reply
     if coding in KNOWN:
-        return Decoded(reply)
+        return DecodedReply(reply)
     if reply.status >= ERRORS:
         return reply
     name = coding.decode("latin-1")[:40]
@@ -203,12 +203,12 @@ def readable(reply: Reply) -> Reply:
     )
 
 
-def as_came(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
+def restore_coding(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
     """Return the headers and body to pass on; `out` was made of the decoded `body`.
 
     If `out` equals `body`, they are the original ones, coding included.
     """
-    if isinstance(reply, Decoded) and out == body:
+    if isinstance(reply, DecodedReply) and out == body:
         return reply.coded.headers, reply.raw
     return reply.headers, out
 
@@ -260,7 +260,7 @@ class Key:
         self._bearer = (b"Authorization", b"Bearer " + secret.encode())
         self._plain = (b"x-api-key", secret.encode())
 
-    def shown(self, headers: Headers, target: str) -> Headers:
+    def with_key(self, headers: Headers, target: str) -> Headers:
         """Return `headers` with this key and without the client's credentials."""
         kept = [pair for pair in headers if pair[0].lower() not in CREDENTIALS]
         if self._style == "anthropic" and target.startswith(ANTHROPICS_OWN):
@@ -290,7 +290,7 @@ class Listing:
         self._begun = float("-inf")
         self._looking = asyncio.Lock()
 
-    async def has(self, name: str, headers: Headers) -> bool:
+    async def lists_name(self, name: str, headers: Headers) -> bool:
         """Return whether the replica lists `name` now; False if it does not answer.
 
         Of the call's `headers`, the credentials are sent.
@@ -302,11 +302,11 @@ class Listing:
             # looks, however many calls wait.
             if asked - self._begun > SHARED_S:
                 begun = clock()
-                self._names = await self._look(headers)
+                self._names = await self._fetch_names(headers)
                 self._begun = begun
             return name in self._names
 
-    async def _look(self, headers: Headers) -> Collection[str]:
+    async def _fetch_names(self, headers: Headers) -> Collection[str]:
         shown = [pair for pair in headers if pair[0].lower() in CREDENTIALS]
         try:
             async with asyncio.timeout(LIST_S):
@@ -419,15 +419,15 @@ class Upstream:
             UpstreamBroke: the request was sent, and no reply came.
         """
         headers = self._with_key(headers, target)
-        for replica in self._in_order():
+        for replica in self._least_busy_first():
             try:
                 return await ask(
                     replica.pool, method, replica.prefix + target, headers, body, length
                 )
             except NotSent as error:
-                self._unreached(replica, error)
+                self._avoid_replica(replica, error)
             except NoReply as error:
-                raise self._without_reply(replica, error) from error
+                raise self._broken_reply_error(replica, error) from error
         raise UpstreamUnreachable(
             f"{self._called} could not be reached. Is it running, and is its address right? The "
             "proxy's log has the address and the reason",
@@ -445,21 +445,21 @@ class Upstream:
             UpstreamBroke: the request was sent, and no reply came.
         """
         headers = self._with_key(headers, target)
-        replicas = self._in_order()
-        lists = await asyncio.gather(*(one.listing.has(model, headers) for one in replicas))
+        replicas = self._least_busy_first()
+        lists = await asyncio.gather(*(one.listing.lists_name(model, headers) for one in replicas))
         have = {id(one) for one, listed in zip(replicas, lists, strict=True) if listed}
         until = asyncio.get_running_loop().time() + AVOID_S
         # Sorted again: calls that waited together must not all go to the same replica.
-        for replica in self._in_order():
+        for replica in self._least_busy_first():
             if id(replica) not in have:
                 replica.avoid_until = until
                 continue
             try:
                 return await ask(replica.pool, method, replica.prefix + target, headers, body)
             except NotSent as error:
-                self._unreached(replica, error)
+                self._avoid_replica(replica, error)
             except NoReply as error:
-                raise self._without_reply(replica, error) from error
+                raise self._broken_reply_error(replica, error) from error
         return None
 
     async def fetch(self, target: str, headers: Headers) -> Reply:
@@ -467,19 +467,19 @@ class Upstream:
         return await self.ask("GET", target, headers, None)
 
     def _with_key(self, headers: Headers, target: str) -> Headers:
-        return headers if self._key is None else self._key.shown(headers, target)
+        return headers if self._key is None else self._key.with_key(headers, target)
 
-    def _in_order(self) -> list[Replica]:
+    def _least_busy_first(self) -> list[Replica]:
         if len(self.replicas) == 1:
             return self.replicas
         now = asyncio.get_running_loop().time()
         return sorted(self.replicas, key=lambda r: (r.avoid_until > now, r.pool.busy))
 
-    def _unreached(self, replica: Replica, error: NotSent) -> None:
+    def _avoid_replica(self, replica: Replica, error: NotSent) -> None:
         replica.avoid_until = asyncio.get_running_loop().time() + AVOID_S
         log.warning("replica_unreachable", replica=replica.root, reason=str(error))
 
-    def _without_reply(self, replica: Replica, error: NoReply) -> UpstreamBroke:
+    def _broken_reply_error(self, replica: Replica, error: NoReply) -> UpstreamBroke:
         log.warning("replica_gave_no_reply", replica=replica.root, reason=str(error))
         silent = isinstance(error, Silent)
         kind = UpstreamSilent if silent else UpstreamBroke

@@ -30,7 +30,7 @@ _VERSION: Final = re.compile(r"(.+)@\d+\Z", re.DOTALL)
 _MOST_SHOWN: Final = 200
 
 
-def shown(model: str) -> str:
+def shortened(model: str) -> str:
     """Return a model's name for a message, shortened if it is long."""
     return model if len(model) <= _MOST_SHOWN else f"{model[:_MOST_SHOWN]}…"
 
@@ -99,7 +99,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 VLLMS_DEFAULTS: Final = SamplingDefaults()
 
 
-class Member(msgspec.Struct, frozen=True):
+class UpstreamMember(msgspec.Struct, frozen=True):
     """Describe one upstream: its name, its models, and the server or library that answers."""
 
     name: str
@@ -112,7 +112,7 @@ class Member(msgspec.Struct, frozen=True):
 class Upstreams:
     """Find the upstream that a request goes to."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[UpstreamMember]) -> None:
         """Build the table of models from the upstreams' claims."""
         self._members = members
         defaults = [number for number, member in enumerate(members) if member.default]
@@ -140,13 +140,15 @@ class Upstreams:
             return self.only
         return self._member(model).server
 
-    def _member(self, model: str | None) -> Member:
+    def _member(self, model: str | None) -> UpstreamMember:
         number = self._table.find(model)
         if number is not None:
             return self._members[number]
         known = ", ".join(self._table.known)
         problem = (
-            "The request names no model" if model is None else f"There is no model {shown(model)!r}"
+            "The request names no model"
+            if model is None
+            else f"There is no model {shortened(model)!r}"
         )
         raise NoUpstream(
             f"{problem} here, and no upstream is the default. Ask for one of: {known}",
@@ -202,7 +204,9 @@ class Upstreams:
         ]
         return msgspec.json.encode({"object": "list", "data": listed}), missing
 
-    async def _listed(self, member: Member, headers: Headers) -> dict[str, msgspec.Raw] | None:
+    async def _listed(
+        self, member: UpstreamMember, headers: Headers
+    ) -> dict[str, msgspec.Raw] | None:
         try:
             listed = await member.server.models(headers)
         except ProxyError as error:
@@ -240,12 +244,12 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
     """
     if settings.upstreams is None:
         server = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
-        return Upstreams([Member(ONE, (), True, server, _defaults(settings, {}, None))])
+        return Upstreams([UpstreamMember(ONE, (), True, server, _defaults(settings, {}, None))])
     environment = _environment(settings.secrets_dir)
     specs = _specs(settings, environment)
     return Upstreams(
         [
-            Member(
+            UpstreamMember(
                 spec.name,
                 spec.models,
                 spec.default,

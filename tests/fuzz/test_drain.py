@@ -18,7 +18,7 @@ from proxy.spool.segments import (
     CapturedCall,
     decode_payload,
     encode_frame,
-    frame_of,
+    frame_payload,
     read_frames,
 )
 from store.ids import new_id
@@ -87,7 +87,7 @@ def _piece(tape: Tape) -> Piece:
         case _:
             # A whole frame of something else.
             payload = tape.pick((b"\x93\x01\x02", b"", b"\xc1", b"\x81\xa1", b"\x91" * 2_000))
-            return Piece(frame_of(payload), None)
+            return Piece(frame_payload(payload), None)
 
 
 ID_BYTES = 16

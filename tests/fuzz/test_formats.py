@@ -69,12 +69,13 @@ def test_any_reply_can_be_followed(
     """As the worker does in pieces, and as the ingester reads it: in pieces, and at once."""
     wire_format, (streamed, pieces) = FORMATS[name], reply
     asked = wire_format.rewrite(read_request(body), served_name, want_ids=want_ids)
-    worker = wire_format.reply(asked, served_name, streamed=streamed)
+    worker = wire_format.reply_parser(asked, served_name, streamed=streamed)
     passed = _fed(worker, pieces)
     if _is_unchanged(asked, served_name):
         assert passed == b"".join(pieces)
     at_once, again = (
-        wire_format.reply(asked, served_name, streamed=streamed, reading=True) for _ in range(2)
+        wire_format.reply_parser(asked, served_name, streamed=streamed, reading=True)
+        for _ in range(2)
     )
     assert _fed(at_once, [b"".join(pieces)]) == _fed(again, pieces) == b""
     assert at_once.ended == again.ended

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import NotAllowed
 from proxy.formats.base import ReplySummary, read_request
-from proxy.http.wire import for_client, for_upstream, lowered
+from proxy.http.wire import headers_by_name, headers_for_client, headers_for_upstream
 from proxy.identity.call_memory import CallMemory, provided_fingerprints
 from proxy.identity.identify import SESSION_HEADERS, identify, parse_baggage, trace_context
 from proxy.routing import Route, find_route
@@ -66,7 +66,7 @@ def _route(path: str) -> Route:
 def test_any_headers_identify_a_call_or_are_ignored(
     pairs: list[tuple[bytes, bytes]], path: str, body: bytes, reply: str
 ) -> None:
-    lower, route = lowered(pairs), _route(path)
+    lower, route = headers_by_name(pairs), _route(path)
     request = read_request(body)
     stitches = CallMemory()
     found = identify(lower, route, request, "own", stitches)
@@ -81,8 +81,8 @@ def test_any_headers_identify_a_call_or_are_ignored(
     stitches.provide(provides, found.episode, found.follows)
     assert identify(lower, route, request, "next", stitches).episode
     for tenant in (DEFAULT, "a"):
-        for_upstream(pairs, tenant, plain=True)
-    for_client(pairs)
+        headers_for_upstream(pairs, tenant, plain=True)
+    headers_for_client(pairs)
 
 
 @fuzzing(1_000)

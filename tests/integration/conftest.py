@@ -14,10 +14,10 @@ from yarl import URL
 
 from benchmarks.stack import free_port
 from pawl.serving.supervisor import listening
-from proxy.ingester.ingester import ingesting
-from proxy.policies.version_file import VersionFile, serving_of
+from proxy.ingester.ingester import run_ingester
+from proxy.policies.version_file import VersionFile, serving_versions
 from proxy.settings import ProxySettings
-from proxy.worker import serving
+from proxy.worker import run_worker
 from store.read.episodes import read_episodes
 from store.records import Episode, TransitionRow
 from store.selecting import select_episodes
@@ -109,23 +109,23 @@ class Proxy:
 async def working(settings: ProxySettings) -> AsyncIterator[None]:
     """A worker in this process."""
     [listener] = listening(settings.listen, 1)
-    async with serving(settings, listener):
+    async with run_worker(settings, listener):
         yield
 
 
 @asynccontextmanager
 async def running(settings: ProxySettings) -> AsyncIterator[None]:
     """An ingester and a worker in this process."""
-    async with ingesting(settings), working(settings):
+    async with run_ingester(settings), working(settings):
         yield
 
 
 @asynccontextmanager
 async def proxy_with(settings: ProxySettings, engine: AsyncEngine) -> AsyncIterator[Proxy]:
     """The same, and a client of it; the worker begins once the ingester has read who serves."""
-    async with ingesting(settings):
+    async with run_ingester(settings):
         file = VersionFile(settings.spool_dir)
-        await until(lambda: "m" in serving_of(file.read() or []))
+        await until(lambda: "m" in serving_versions(file.read() or []))
         async with working(settings), aiohttp.ClientSession() as session:
             yield Proxy(settings, engine, session)
 

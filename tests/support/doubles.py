@@ -15,10 +15,10 @@ from proxy.http.server import Connection
 from proxy.http.wire import Headers
 from proxy.identity.call_memory import CallMemory
 from proxy.intake import Intake
-from proxy.keys import NO_KEYS, Gate
+from proxy.keys import NO_KEYS, KeyChecker
 from proxy.policies.versions import Versions
 from proxy.spool.segments import CapturedCall, Frame, encode_frame
-from proxy.upstreams.upstreams import Member, Upstreams
+from proxy.upstreams.upstreams import UpstreamMember, Upstreams
 from proxy.worker import data_handler
 from store.records import EVAL_TASKS
 from tests.support.http_wires import Wire, client
@@ -160,7 +160,7 @@ def data_port(
     versions, away = Versions(), NoDatabase()
     versions.replace([version(0, "retired"), version(1, "serving")])
     parts = CallParts(
-        Upstreams([Member("one", (), True, server)]),
+        Upstreams([UpstreamMember("one", (), True, server)]),
         versions,
         kept,  # type: ignore[arg-type]
         away,  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def data_port(
     )
     keys = IdempotencyStore(KeyFiles(folder), away)  # type: ignore[arg-type]
     feedback = FeedbackEndpoint(kept, parts.targets, away, intake, keys)  # type: ignore[arg-type]
-    gate = Gate("anyone")
-    gate.take(NO_KEYS)
+    gate = KeyChecker("anyone")
+    gate.replace_keys(NO_KEYS)
     handler = data_handler(parts, feedback, gate, may_delete_models=False)
     return client(handler)

@@ -108,8 +108,8 @@ def follow(
     """Follow a reply as a worker does, and read it as the ingester does."""
     is_stream = request.stream if streamed is None else streamed
     spoken = FORMATS[name]
-    worker = spoken.reply(request, served, streamed=is_stream, status=status)
-    reader = spoken.reply(request, served, streamed=is_stream, status=status, reading=True)
+    worker = spoken.reply_parser(request, served, streamed=is_stream, status=status)
+    reader = spoken.reply_parser(request, served, streamed=is_stream, status=status, reading=True)
     pieces = list(pieces)
     seen = b"".join([*map(worker.feed, pieces), worker.finish()])
     assert reader.feed(b"".join(pieces)) + reader.finish() == b""

@@ -14,15 +14,15 @@ from proxy.formats.base import (
     ReplyFacts,
     ReplyParser,
     ReplySummary,
-    Sampled,
-    Unread,
+    SampledTokens,
+    UnreadableEvent,
     WireFormat,
     with_changes,
 )
 from proxy.formats.conversation import (
     Calls,
     Conversation,
-    ToolCallShown,
+    ShownToolCall,
     ToolResult,
     Turns,
     tool_result,
@@ -43,15 +43,15 @@ class ToyReply(ReplyParser):
     def whole(self, body: bytes) -> bytes:
         try:
             return self.event(body)
-        except Unread:
-            return self.hide(body)
+        except UnreadableEvent:
+            return self.hide_added_members(body)
 
     def event(self, data: bytes) -> bytes:
         if data == b"[DONE]":
             return data
         parsed = parse_object(data)
         if parsed is None:
-            raise Unread
+            raise UnreadableEvent
         self._id = value_of(parsed.get("id")) or self._id
         self._words.append(value_of(parsed.get("words")) or "")
         prompt, ids, logprobs = value_of(parsed.get("tokens")) or (None, None, None)
@@ -70,7 +70,7 @@ class ToyReply(ReplyParser):
     def facts(self) -> ReplyFacts:
         prompt, ids, logprobs = (None if part is None else tuple(part) for part in self._tokens)
         reply = msgspec.json.encode({"id": self._id, "words": "".join(self._words)})
-        sampled = Sampled(prompt, ids, logprobs, choices=1, completion_tokens=None)
+        sampled = SampledTokens(prompt, ids, logprobs, choices=1, completion_tokens=None)
         return ReplyFacts(reply, self._id, None, None, (), sampled)
 
 
@@ -100,8 +100,8 @@ class ToyTurns(Turns):
     def _is_assistants(self, member: dict[str, Any]) -> bool:
         return member.get("by") == "toy"
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ToolCallShown]:
-        return (ToolCallShown(member.get("call"), member.get("tool"), None),)
+    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
+        return (ShownToolCall(member.get("call"), member.get("tool"), None),)
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         failed = True if member.get("failed") is True else None

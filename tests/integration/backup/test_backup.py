@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from pawl.cli import app
 from pawl.commands.policy_files import faults
 from pawl.commands.spool import look
-from proxy.ingester.ingester import ingesting
+from proxy.ingester.ingester import run_ingester
 from store.claims import begin_update
 from store.database import make_engine
 from store.embedded import EmbeddedPostgres
@@ -132,7 +132,7 @@ async def test_each_call_and_reward_answered_before_a_backup_is_restored_once(
         assert set(said.values()) <= {1}
         return sorted(left | (set(rewarded) - said.keys()))
 
-    async with ingesting(settings):
+    async with run_ingester(settings):
         assert await awaited(missing, lambda names: not names) == []
 
         async def waiting() -> int:

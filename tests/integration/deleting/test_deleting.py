@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.identity.identify import what_is_wrong
+from proxy.identity.identify import why_unusable
 from store import claims
 from store.claim_query import ClaimRule
 from store.deleting import mark_deleted
@@ -126,7 +126,7 @@ async def test_key_left_in_a_deleted_episodes_row_is_no_valid_episode_name(
     await deleted(engine, "gone")
     async with engine.connect() as connection:
         [key] = (await connection.execute(text("SELECT key FROM episodes"))).scalars()
-    assert what_is_wrong(key) == "holds unprintable characters"
+    assert why_unusable(key) == "holds unprintable characters"
 
 
 async def test_late_records_of_a_deleted_episode_are_not_stored(engine: AsyncEngine) -> None:

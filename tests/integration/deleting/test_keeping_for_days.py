@@ -14,7 +14,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester import removing as outdated
 from proxy.ingester.ingester import repeat
-from proxy.ingester.removing import DeadLetter, remove_all, remove_old_letters, write_dead_letters
+from proxy.ingester.removing import (
+    DeadLetter,
+    remove_old_letters,
+    remove_outdated_records,
+    write_dead_letters,
+)
 from proxy.spool.segments import Frame, encode_payload
 from store.claim_query import ClaimRule
 from store.ids import lowest_id_at, time_of
@@ -73,7 +78,7 @@ async def test_outdated_episodes_and_day_partitions_are_removed_and_newer_episod
     said = [reward(1.0, episode="old 1"), reward(1.0, episode="canary never came")]
     await ingester.store(engine, [*old, *new, *said, reward(0.5, episode="new")])
     before = await exported(engine)
-    await remove_all(engine, BEFORE)
+    await remove_outdated_records(engine, BEFORE)
     after = await exported(engine)
     assert after == {key: before[key] for key in ("new", "now")}
     assert await places_with(engine, "canary") == []
@@ -84,7 +89,7 @@ async def test_outdated_episodes_and_day_partitions_are_removed_and_newer_episod
     assert await rows(engine, "SELECT sum(calls) FROM dropped_days") == [3]
     # What is stored late is not stored again.
     assert await ingester.store(engine, [*old, *new]) == {record.id for record in old}
-    await remove_all(engine, BEFORE)
+    await remove_outdated_records(engine, BEFORE)
     assert await exported(engine) == after
 
 
@@ -98,7 +103,7 @@ async def test_episode_that_lost_outdated_calls_is_readable_and_quarantined(
         await ensure_base(connection, "m")
     claim = await claimed(engine, RULE)
     assert claim is not None
-    await remove_all(engine, BEFORE)
+    await remove_outdated_records(engine, BEFORE)
     line = (await exported(engine))["long"]
     assert line["quarantined"] == LOST_CALLS
     kept = [str(one.id) for one in (*calls[2:], same_day)]
@@ -134,7 +139,7 @@ async def test_call_of_a_day_that_is_being_removed_is_not_stored(
     assert await remove_some(engine, BEFORE) is not None
     late = call("late", **made(3, 9))
     assert await ingester.store(engine, [late, call("late", **made(1, 9))]) == {late.id}
-    await remove_all(engine, BEFORE)
+    await remove_outdated_records(engine, BEFORE)
     assert await aside(engine) == 2
 
 
@@ -148,7 +153,7 @@ async def test_records_are_stored_while_an_outdated_day_is_scanned(
     # As long as this lock is held, nobody can read what calls the day has.
     async with engine.connect() as connection, asyncio.timeout(60):
         await connection.execute(text(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"))
-        removing = asyncio.create_task(remove_all(engine, BEFORE))
+        removing = asyncio.create_task(remove_outdated_records(engine, BEFORE))
         await awaited(lambda: rows(engine, waits), lambda found: found == [1])
         await ingester.store(engine, [call("new", **made(1, 2))])
         assert not removing.done()
@@ -175,7 +180,7 @@ async def test_removed_trained_episode_still_counts_as_trained(engine: AsyncEngi
     removed = await remove_some(engine, BEFORE)
     assert removed is not None
     assert (removed.episodes, removed.unspent) == (2, 1)
-    await remove_all(engine, BEFORE)
+    await remove_outdated_records(engine, BEFORE)
     assert await exported(engine) == {}
     async with engine.connect() as connection:
         counted = await totals(connection)
@@ -191,7 +196,7 @@ async def test_episode_is_quarantined_if_its_late_call_is_too_old_to_be_stored(
 ) -> None:
     ingester = Ingester()
     await ingester.store(engine, [call("old", **made(9, 1))])
-    await remove_all(engine, BEFORE)
+    await remove_outdated_records(engine, BEFORE)
     # In either order, and where the late call is the first that comes.
     late = call("before", **made(9, 2)), call("after", **made(9, 3))
     await ingester.store(

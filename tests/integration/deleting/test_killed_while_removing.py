@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.ingester.removing import remove_all
+from proxy.ingester.removing import remove_outdated_records
 from store import retaining, tombstones
 from store.ids import lowest_id_at
 from store.judging import Judgement, store_judgement
@@ -208,13 +208,13 @@ async def test_outdated_episodes_are_removed_whole_and_others_kept_through_kills
                     await remove_some(engine, first_day)
                 except Killed:
                     continue
-    await remove_all(engine, first_day)
+    await remove_outdated_records(engine, first_day)
     await check(engine, before, episodes, keep, [LOST_CALLS])
     # What comes once more is not stored again, where it is outdated, and changes nothing else.
     ingester = Ingester()
     for episode in episodes:
         await ingester.store(engine, [one for one in episode if isinstance(one, CallRecord)])
-    await remove_all(engine, first_day)
+    await remove_outdated_records(engine, first_day)
     # Each call that is left out leaves a gap.
     await check(engine, before, episodes, keep, [LOST_CALLS, LOST_CALL])
     async with engine.connect() as connection:

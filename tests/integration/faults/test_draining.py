@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.ingester import drain, segment_reader
 from proxy.ingester.drain import Drainer
 from proxy.spool.recorder import Spool
-from proxy.spool.segments import encode_frame, frame_of
+from proxy.spool.segments import encode_frame, frame_payload
 from store.database import make_engine
 from tests.integration.faults.conftest import Spooled
 from tests.support.faults.counters import assert_adds_up, ledger
@@ -17,7 +17,7 @@ from tests.support.records import captured, reward, statement
 from tests.support.waiting import eventually, until
 
 # A whole frame that is none of ours.
-FOREIGN = frame_of(b"\x93\x01\x02")
+FOREIGN = frame_payload(b"\x93\x01\x02")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.feedback import KeyFiles
-from proxy.policies.version_file import VersionFile, serving_of
+from proxy.policies.version_file import VersionFile, serving_versions
 from proxy.spool.recorder import LONG_BYTES, Spool
 from proxy.spool.segments import encode_frame
 from store.database import make_engine
@@ -133,7 +133,7 @@ async def test_deleted_spool_is_made_again_with_its_version_file_and_later_recor
     status, _ = await proxy.feedback({"value": 1, "episode": "later"}, **{"Idempotency-Key": "k"})
     assert status == 202
     await proxy.episodes(2)
-    await until(lambda: "m" in serving_of(VersionFile(spool).read() or []))
+    await until(lambda: "m" in serving_versions(VersionFile(spool).read() or []))
 
 
 async def test_api_key_is_still_required_after_the_spool_is_removed(

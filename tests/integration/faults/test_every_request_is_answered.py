@@ -37,12 +37,19 @@ async def ask(proxy: Proxy, request: bytes, *, kept: bool = True) -> tuple[bytes
     return head, body
 
 
-# The step that fails, by the name of what it calls; `lowered` is a method.
-STEPS = ("read_request", "lowered", "identify", "for_upstream", "rewritten", "comes_in_events")
+# The step that fails, by the name of what it calls; `headers_by_name` is a method.
+STEPS = (
+    "read_request",
+    "headers_by_name",
+    "identify",
+    "headers_for_upstream",
+    "rewrite_request",
+    "is_event_stream",
+)
 
 
 def fail(patched: pytest.MonkeyPatch, step: str) -> None:
-    patched.setattr(Exchange if step == "lowered" else steps, step, fails)
+    patched.setattr(Exchange if step == "headers_by_name" else steps, step, fails)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -66,7 +73,7 @@ async def test_proxy_failure_before_the_reply_is_500_in_the_apis_error_format_an
     assert str(call.id) in reply["error"]["message"]
 
 
-@pytest.mark.parametrize("step", ["parse_tool_status", "rewritten", "comes_in_events"])
+@pytest.mark.parametrize("step", ["parse_tool_status", "rewrite_request", "is_event_stream"])
 async def test_call_that_fails_at_a_step_is_recorded_with_the_results_of_earlier_steps(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -116,8 +123,8 @@ async def test_unrecordable_call_is_answered_and_counted_as_dropped(
 async def test_proxy_failure_in_feedback_or_the_list_of_models_is_500(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("proxy.http.exchange.Exchange.lowered", fails)
-    monkeypatch.setattr("proxy.forwarding.for_upstream", fails)
+    monkeypatch.setattr("proxy.http.exchange.Exchange.headers_by_name", fails)
+    monkeypatch.setattr("proxy.forwarding.headers_for_upstream", fails)
     listing = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     request = post(path, b"{}") if path == "/feedback" else listing
     head, body = await ask(proxy, request)

@@ -143,7 +143,7 @@ async def test_upstream_is_not_read_further_while_the_memory_budget_is_full(
     monkeypatch.setattr(answer, "REPLY_COPIES", 1)
     body, asked = whole(11 * MB), asyncio.Event()
     room = threading.Event()
-    ask = BudgetShare.ask
+    ask = BudgetShare.claim_at_least
 
     def refused(self: BudgetShare, size: int) -> None:
         if size > 2 * MB and not room.is_set():
@@ -151,7 +151,7 @@ async def test_upstream_is_not_read_further_while_the_memory_budget_is_full(
             raise answer.Overloaded("full")
         ask(self, size)
 
-    monkeypatch.setattr(BudgetShare, "ask", refused)
+    monkeypatch.setattr(BudgetShare, "claim_at_least", refused)
     pieces = [body[at : at + 16_000] for at in range(0, len(body), 16_000)]
     upstream.script = says(CHUNKED % JSON, *(chunked(piece) for piece in pieces), LAST)
     calling = asyncio.create_task(proxy.chat())
@@ -171,14 +171,14 @@ async def test_reply_that_gets_no_memory_in_time_is_passed_on_unchanged(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer, "ROOM_S", 0.1)
-    ask = BudgetShare.ask
+    ask = BudgetShare.claim_at_least
 
     def refused(self: BudgetShare, size: int) -> None:
         if size > MB:
             raise answer.Overloaded("full")
         ask(self, size)
 
-    monkeypatch.setattr(BudgetShare, "ask", refused)
+    monkeypatch.setattr(BudgetShare, "claim_at_least", refused)
     body = whole(MB)
     pieces = [body[at : at + 16_000] for at in range(0, len(body), 16_000)]
     upstream.script = says(

@@ -134,7 +134,7 @@ async def test_plain_call_does_not_enter_optional_code(
         (steps, "check_continued"),
         (recording, "keyed_digests"),
         *((Owners, name) for name in ("owns", "hides", "check")),
-        *((Arms, name) for name in ("of_new", "of_version", "version_of")),
+        *((Arms, name) for name in ("arm_of_new_episode", "arm_of_version", "version_of")),
     )
     for place, name in places:
         monkeypatch.setattr(place, name, entered)

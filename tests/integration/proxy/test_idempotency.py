@@ -14,7 +14,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.feedback import KEEP_S, KeyFiles
-from proxy.ingester.ingester import ingesting
+from proxy.ingester.ingester import run_ingester
 from proxy.metrics import KEY_CONFLICTS
 from proxy.spool.writer import SegmentWriter
 from tests.integration.conftest import Proxy, settings_for, working
@@ -104,7 +104,7 @@ async def test_proxies_of_the_same_database_share_idempotency_keys_of_stored_fee
     one, other = [await workers.start(tmp_path / name) for name in ("one", "other")]
     headers = {"Idempotency-Key": uuid4().hex}
     assert (await one.feedback(said(1), **headers))[0] == 202
-    await workers.exits.enter_async_context(ingesting(one.settings))
+    await workers.exits.enter_async_context(run_ingester(one.settings))
     assert await workers.stored(1) == [1.0]
     for value, status in ((2, 409), (1, 202), (2, 409)):
         assert (await other.feedback(said(value), **headers))[0] == status
@@ -122,7 +122,7 @@ async def test_proxies_without_a_database_store_both_bodies_of_a_key_and_count_t
     for folder in folders:
         # An ingester that has a database drains what the worker spooled without one.
         settings = settings_for(workers.database_url, workers.upstream.url, folder)
-        await workers.exits.enter_async_context(ingesting(settings))
+        await workers.exits.enter_async_context(run_ingester(settings))
     assert await workers.stored(2) == [1.0, 2.0]
     # A conflict is counted once its batch is stored, so the row may be seen before it.
     await until(lambda: KEY_CONFLICTS._value.get() > before)

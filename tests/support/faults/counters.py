@@ -1,6 +1,6 @@
 """Add up what was counted of records since a test began: the counters are the process's."""
 
-from proxy.metrics import exposed
+from proxy.metrics import exposed_registry
 from tests.support.waiting import until
 
 COUNTERS = ("", "_stored", "_dead_lettered", "_dropped", "_deleted")
@@ -11,7 +11,7 @@ _before: dict[str, float] = {}
 def ledger() -> dict[str, float]:
     """The outcomes and their sum, as `/metrics` has them."""
     names = {f"pawl_records{name}_total" for name in COUNTERS} | {SPOOLED}
-    shown = exposed()
+    shown = exposed_registry()
     return {name: shown.get_sample_value(name) or 0.0 for name in names}
 
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import msgspec
 from hypothesis import strategies as st
 
-from proxy.formats.base import Sampled, read_request
+from proxy.formats.base import SampledTokens, read_request
 from proxy.formats.registry import FORMATS
-from proxy.trainable import Reason, first_reason, sampling_settings, why_not_replayed
+from proxy.trainable import Reason, sampling_settings, why_not_replayed, why_untrainable
 from store.values.grammars import Grammar
 from store.values.sampling import distribution_of
 
-SAMPLED = Sampled(
+SAMPLED = SampledTokens(
     prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), choices=1, completion_tokens=1
 )
 
@@ -34,7 +34,7 @@ def why_not_trainable(
     def judge(sure: bool) -> Reason | None:
         return why_not_replayed(settings, rules, sure=sure)
 
-    return first_reason(status, http_status, policy_version, sampled, judge, only_text=only_text)
+    return why_untrainable(status, http_status, policy_version, sampled, judge, only_text=only_text)
 
 
 def written(asked: Any) -> Grammar | None:

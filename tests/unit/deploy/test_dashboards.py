@@ -219,7 +219,9 @@ def test_promql_aggregation_keeps_namespaces_apart(query: Query) -> None:
 def test_alert_of_refusals_asks_for_all_errors_of_status_429_and_503() -> None:
     [expression] = [rule["expr"] for rule in rules() if rule["alert"] == "PawlRequestsRefused"]
     [asked] = re.findall(r'reason=~"([^"]*)"', expression)
-    busy = {error.__name__ for error in proxy.metrics.refusals() if error.status in (429, 503)}
+    busy = {
+        error.__name__ for error in proxy.metrics.refusal_classes() if error.status in (429, 503)
+    }
     assert set(asked.split("|")) == busy
 
 

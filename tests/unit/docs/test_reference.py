@@ -293,7 +293,7 @@ def test_openapi_readiness_schema_has_the_fields_of_the_readiness_reply() -> Non
     state = get_args(State)[0]
     workers = readiness([ProcessState(name="w", state=state, since=0.0, restarts=0)])[1]
     assert set(workers[0]) == set(schema["workers"]["items"]["properties"])
-    assert set(DrainState().told()) == set(schema["drain"]["properties"])
+    assert set(DrainState().readyz_fields()) == set(schema["drain"]["properties"])
 
 
 # Generated pages

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.exploring import Exploring, explored, is_chosen, with_explored
+from proxy.exploring import Exploring, explore_request, is_chosen, with_changed_settings
 from proxy.formats.base import read_request
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
@@ -73,7 +73,7 @@ def changes(
     **fields: Any,
 ) -> Any:
     request = read_request(json.dumps(PLAIN[name] | fields).encode())
-    found = explored(request, FORMATS[name], Exploring(rule, defaults))
+    found = explore_request(request, FORMATS[name], Exploring(rule, defaults))
     return None if found is None else found.changes
 
 
@@ -171,7 +171,7 @@ def test_exploration_keeps_response_format_and_strictness_of_forced_tool_calls()
 def test_exploration_leaves_a_request_body_alone_that_is_no_json_object() -> None:
     for body in (b"", b"[1]", b'"x"', b"\xff"):
         exploring = Exploring(BOTH, SamplingDefaults(temperature=0.0))
-        assert explored(read_request(body), FORMATS["chat"], exploring) is None
+        assert explore_request(read_request(body), FORMATS["chat"], exploring) is None
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -179,7 +179,7 @@ def test_exploration_leaves_all_other_bytes_of_the_request_unchanged(name: str) 
     body = json.dumps(PLAIN[name])[:-1].encode()
     odd = b',"x": 1.50,"temperature" : 0e0, "user":"\\u00e9\\ud83d\\ude00 ", "seed":1,"y":[ 1e2 ]}'
     request = read_request(body + odd)
-    made = with_explored(request, {"temperature": 0.7, "seed": None})
+    made = with_changed_settings(request, {"temperature": 0.7, "seed": None})
     before, after = parse_object(request.body), parse_object(made.body)
     assert before is not None
     assert after is not None
@@ -195,7 +195,7 @@ def test_exploration_leaves_all_other_bytes_of_the_request_unchanged(name: str) 
 
 
 def test_exploration_adds_a_missing_temperature() -> None:
-    made = with_explored(read_request(b'{"model":"m"}'), {"temperature": 0.5})
+    made = with_changed_settings(read_request(b'{"model":"m"}'), {"temperature": 0.5})
     assert made.body == b'{"model":"m","temperature":0.5}'
 
 
@@ -205,7 +205,9 @@ def test_strict_tools_lose_only_strict_and_other_tools_nothing() -> None:
         b'{"type" : "function","function":{"name":"b","strict": false}},'
         b'{"strict":1,"name":"c","parameters":{ "x":1e0 }}, "no tool", {"function":null}]'
     )
-    made = with_explored(read_request(b'{"model":"m","tools":' + tools + b"}"), {"strict": None})
+    made = with_changed_settings(
+        read_request(b'{"model":"m","tools":' + tools + b"}"), {"strict": None}
+    )
     assert made.body == (
         b'{"model":"m","tools":'
         b'[{"type":"function","function":{"name":"a","parameters":{"strict": true}}},'
@@ -225,7 +227,7 @@ def test_call_with_a_strict_tool_added_by_a_message_is_left_alone(tools: Any) ->
         request = read_request(msgspec.json.encode(fields))
         for tag in (None, "hermes"):
             exploring = Exploring(BOTH, SamplingDefaults(0.2, {}, True, tag))
-            assert explored(request, FORMATS["messages"], exploring) is None
+            assert explore_request(request, FORMATS["messages"], exploring) is None
 
 
 VALUES = st.recursive(
@@ -259,7 +261,7 @@ def test_any_exploring_call_is_recorded_as_it_is_sampled(
     grammars, tag = parser
     defaults = SamplingDefaults(temperature, {}, grammars, tag)
     spoken = FORMATS[name]
-    found = explored(request, spoken, Exploring(BOTH, defaults))
+    found = explore_request(request, spoken, Exploring(BOTH, defaults))
     if found is None:
         return
     sent = spoken.rewrite(found.request, "m@1", want_ids=True)
@@ -287,4 +289,4 @@ def test_any_exploring_call_is_recorded_as_it_is_sampled(
     assert recorded == msgspec.json.decode(msgspec.json.encode(served))
     assert why_not_replayed(recorded, spoken.sampling, sure=True) is None
     assert record.request == request.body
-    assert explored(found.request, spoken, Exploring(BOTH, defaults)) is None
+    assert explore_request(found.request, spoken, Exploring(BOTH, defaults)) is None

@@ -19,7 +19,7 @@ from proxy.intake import (
     BudgetShare,
     Intake,
     check_shape,
-    cost_of,
+    memory_cost_of,
     takes_long,
 )
 from store.values.documents import MAX_DEPTH
@@ -42,7 +42,7 @@ def test_used_memory_budget_is_the_sum_of_the_requests_shares(
         if what == "ask":
             held = claim.held
             try:
-                claim.ask(size)
+                claim.claim_at_least(size)
             except Overloaded:
                 assert claim.held == held
                 # Nobody alone is refused, and nobody while there is room.
@@ -51,7 +51,7 @@ def test_used_memory_budget_is_the_sum_of_the_requests_shares(
             else:
                 assert claim.held == max(held, size)
         elif what == "add":
-            claim.add(size)
+            claim.charge(size)
         elif what == "end":
             claim.release()
             claim.release()
@@ -68,20 +68,20 @@ def test_used_memory_budget_is_the_sum_of_the_requests_shares(
 @given(size=st.integers(0, 2**40))
 def test_lone_request_is_let_in_with_any_budget(limit: int, size: int) -> None:
     with Budget(limit).claim() as alone:
-        alone.ask(size)
+        alone.claim_at_least(size)
         assert alone.held == size
 
 
 def test_large_request_is_let_in_without_other_large_but_with_small_requests() -> None:
     budget = Budget(LIMIT)
     with budget.claim() as large, budget.claim() as other, budget.claim() as small:
-        large.ask(3 * LIMIT)
+        large.claim_at_least(3 * LIMIT)
         with pytest.raises(Overloaded, match="PAWL_IN_FLIGHT_MB"):
-            other.ask(SMALL + 1)
-        small.ask(SMALL)
-        other.ask(SMALL)
+            other.claim_at_least(SMALL + 1)
+        small.claim_at_least(SMALL)
+        other.claim_at_least(SMALL)
         with budget.claim() as last, pytest.raises(Overloaded):
-            last.ask(SMALL)
+            last.claim_at_least(SMALL)
     assert budget.used == 0
 
 
@@ -90,7 +90,7 @@ def test_failing_request_gives_back_its_share_of_the_memory_budget() -> None:
 
     def fail() -> None:
         with budget.claim() as claim:
-            claim.ask(7)
+            claim.claim_at_least(7)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -115,7 +115,7 @@ def test_json_body_with_too_many_containers_values_or_levels_is_refused(
     body: bytes, refusal: Any
 ) -> None:
     if refusal is None:
-        assert cost_of(body, check_shape(body)) >= COPIES * len(body)
+        assert memory_cost_of(body, check_shape(body)) >= COPIES * len(body)
     else:
         with pytest.raises(refusal):
             check_shape(body)
@@ -129,9 +129,9 @@ def test_only_bodies_that_take_long_are_parsed_beside_the_event_loop() -> None:
 async def test_thread_switch_interval_is_shorter_only_during_work_beside_the_event_loop() -> None:
     usual = sys.getswitchinterval()
     intake = Intake(budget=LIMIT, max_body=LIMIT, max_feedback=LIMIT)
-    assert await intake.beside(sys.getswitchinterval) == pytest.approx(SWITCH_S)
+    assert await intake.run_in_thread(sys.getswitchinterval) == pytest.approx(SWITCH_S)
     assert sys.getswitchinterval() == usual
     with pytest.raises(ZeroDivisionError):
-        await intake.beside(lambda: 1 / 0)
+        await intake.run_in_thread(lambda: 1 / 0)
     assert sys.getswitchinterval() == usual
     intake.close()

@@ -21,12 +21,12 @@ from proxy.keys import (
     NOTHING,
     UNSEEN,
     WINDOW_S,
-    Gate,
+    KeyChecker,
     KeyFile,
-    Shown,
+    ShownCredentials,
     Usage,
-    share_of,
-    shown_in,
+    credentials_in,
+    share_of_limit,
     tokens_of,
     without_credentials,
 )
@@ -35,24 +35,26 @@ from store.grants import MARK, Grant, KeyRing, Scope, hash_of_key
 from store.keys import new_secret
 
 
-def made(*scopes: Scope) -> tuple[Grant, Shown]:
+def made(*scopes: Scope) -> tuple[Grant, ShownCredentials]:
     """A key for these scopes, and what a request with it shows."""
     key_id, key = new_secret()
     grant = Grant(id=key_id, hash=hash_of_key(key.encode()), scopes=scopes)
-    return grant, Shown(key.encode())
+    return grant, ShownCredentials(key.encode())
 
 
 def ring(*grants: Grant) -> KeyRing:
     return KeyRing(made=True, grants=grants)
 
 
-def gate_with(known: KeyRing | None, access: Access = "loopback") -> Gate:
-    gate = Gate(access)
-    gate.take(known)
+def gate_with(known: KeyRing | None, access: Access = "loopback") -> KeyChecker:
+    gate = KeyChecker(access)
+    gate.replace_keys(known)
     return gate
 
 
-def refused(gate: Gate, shown: Shown, scope: Scope = "infer", *, local: bool = True) -> object:
+def refused(
+    gate: KeyChecker, shown: ShownCredentials, scope: Scope = "infer", *, local: bool = True
+) -> object:
     """The class of the refusal, or None."""
     try:
         gate.check(shown, scope, ASKED, local=local)
@@ -62,8 +64,8 @@ def refused(gate: Gate, shown: Shown, scope: Scope = "infer", *, local: bool = T
 
 
 ASKED: tuple[str, Headers] = ("GET", [])
-ANYBODY = Shown()
-RELAYED = Shown(relayed=True)
+ANYBODY = ShownCredentials()
+RELAYED = ShownCredentials(relayed=True)
 
 
 def test_wrong_revoked_and_missing_keys_are_refused_from_anywhere() -> None:
@@ -71,14 +73,14 @@ def test_wrong_revoked_and_missing_keys_are_refused_from_anywhere() -> None:
     revoked, shown_revoked = made("infer")
     gate = gate_with(ring(grant, revoked))
     assert refused(gate, shown_revoked) is None
-    gate.take(ring(grant))
+    gate.replace_keys(ring(grant))
     assert refused(gate, shown) is None
     key = shown.credential or b""
     wrong = [b"sk-x", b"", key[:-1], key + b"x", key[:22] + b"A" * 43, b"pawl_" + b"0" * 60]
     # The ids that stand for nobody's, by which an unknown one takes as long as a known one.
     wrong += [MARK + one * 16 + key[21:] for one in (b"\0", b"\1")]
     for credential in (shown_revoked.credential, None, *wrong):
-        assert refused(gate, Shown(credential)) is NoKey
+        assert refused(gate, ShownCredentials(credential)) is NoKey
 
 
 def test_no_request_is_let_in_after_the_last_key_is_revoked() -> None:
@@ -88,7 +90,9 @@ def test_no_request_is_let_in_after_the_last_key_is_revoked() -> None:
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("shown", [ANYBODY, RELAYED])
-def test_loopback_alone_may_call_while_no_key_was_made(shown: Shown, local: bool) -> None:
+def test_loopback_alone_may_call_while_no_key_was_made(
+    shown: ShownCredentials, local: bool
+) -> None:
     let_in = local and not shown.relayed
     gate = gate_with(NO_KEYS)
     assert refused(gate, shown, local=local) is (None if let_in else Forbidden)
@@ -105,7 +109,7 @@ def test_refusal_of_a_relayed_request_names_the_remedy() -> None:
 @pytest.mark.parametrize("access", get_args(Access))
 def test_no_request_is_let_in_while_the_keys_are_unknown(access: Access) -> None:
     _, shown = made("infer")
-    assert refused(Gate(access), shown) is KeysUnknown
+    assert refused(KeyChecker(access), shown) is KeysUnknown
     gate = gate_with(None, access)
     assert refused(gate, shown) is KeysUnknown
     assert refused(gate, ANYBODY) is KeysUnknown
@@ -114,12 +118,12 @@ def test_no_request_is_let_in_while_the_keys_are_unknown(access: Access) -> None
 def test_known_keys_stay_valid_when_they_cannot_be_read_any_more() -> None:
     grant, shown = made("infer")
     gate = gate_with(ring(grant))
-    gate.take(None)
+    gate.replace_keys(None)
     assert refused(gate, shown) is None
     assert refused(gate, ANYBODY) is NoKey
     # But a proxy that knew of none does not know now.
     gate = gate_with(NO_KEYS)
-    gate.take(None)
+    gate.replace_keys(None)
     assert refused(gate, ANYBODY) is KeysUnknown
 
 
@@ -139,7 +143,7 @@ def test_removed_key_file_does_not_admit_calls_without_a_key(access: Access) -> 
     grant, shown = made("infer")
     gate = gate_with(ring(grant), access)
     for removed in (NO_KEYS, UNSEEN):
-        gate.take(removed)
+        gate.replace_keys(removed)
         assert refused(gate, shown) is None
         assert refused(gate, ANYBODY) is NoKey
 
@@ -177,8 +181,8 @@ def test_unreadable_file_of_keys_is_not_taken_as_empty(tmp_path: Path, content: 
 
 def test_written_or_removed_key_file_is_noticed_as_changed_once(tmp_path: Path) -> None:
     file = KeyFile(tmp_path)
-    assert file.changed()
-    assert not file.changed()
+    assert file.has_changed()
+    assert not file.has_changed()
     writer = KeyFile(tmp_path)
     for step in (
         lambda: writer.write(ring()),
@@ -186,8 +190,8 @@ def test_written_or_removed_key_file_is_noticed_as_changed_once(tmp_path: Path) 
         lambda: os.unlink(tmp_path / "access" / "keys.json"),
     ):
         step()
-        assert file.changed()
-        assert not file.changed()
+        assert file.has_changed()
+        assert not file.has_changed()
 
 
 # Credentials in headers
@@ -209,26 +213,26 @@ KEY = new_secret()[1].encode()
 )
 def test_key_is_found_in_each_header_that_clients_use(headers: list[tuple[bytes, bytes]]) -> None:
     other = (b"Content-Type", b"application/json")
-    shown = shown_in([other, *headers])
+    shown = credentials_in([other, *headers])
     assert (shown.credential, shown.relayed) == (KEY, False)
     assert without_credentials([other, *headers], shown) == [other]
 
 
 def test_headers_without_credentials_show_no_key() -> None:
-    assert shown_in([(b"Host", b"a"), (b"x-my-key", KEY)]) is NOTHING
+    assert credentials_in([(b"Host", b"a"), (b"x-my-key", KEY)]) is NOTHING
 
 
 @pytest.mark.parametrize("name", [b"Forwarded", b"X-Forwarded-For", b"x-real-ip", b"Via"])
 def test_relayed_request_is_known_by_its_headers(name: bytes) -> None:
-    assert shown_in([(name, b"for=127.0.0.1")]) == Shown(relayed=True)
+    assert credentials_in([(name, b"for=127.0.0.1")]) == ShownCredentials(relayed=True)
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(CREDENTIALS)), st.binary(max_size=80))))
 def test_every_credential_is_removed_from_the_headers(headers: list[tuple[bytes, bytes]]) -> None:
     upper = [(name.title(), value) for name, value in headers]
     both = [*headers, (b"Host", b"h"), *upper]
-    assert without_credentials(both, shown_in(both)) == [(b"Host", b"h")]
-    assert (shown_in(upper).credential is None) == (not headers)
+    assert without_credentials(both, credentials_in(both)) == [(b"Host", b"h")]
+    assert (credentials_in(upper).credential is None) == (not headers)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +258,7 @@ def test_loopback_is_an_address_of_this_machine(peer: object, local: bool) -> No
 
 def usage(workers: int = 1, **limits: int) -> Usage:
     held = Usage()
-    held.hold_to(Grant(id="a", hash=b"", scopes=(), **limits), workers)
+    held.set_limits(Grant(id="a", hash=b"", scopes=(), **limits), workers)
     return held
 
 
@@ -348,15 +352,15 @@ def test_key_without_limits_is_never_refused() -> None:
 def test_worker_has_its_share_of_a_keys_limit_rounded_up(
     limit: int | None, workers: int, share: int | None
 ) -> None:
-    assert share_of(limit, workers) == share
+    assert share_of_limit(limit, workers) == share
 
 
 def test_changed_rate_limit_of_a_key_counts_at_once() -> None:
     held = usage(per_minute=3)
     assert [held.begin(now) for now in (0.0, 1.0, 2.0)] == [None] * 3
-    held.hold_to(Grant(id="a", hash=b"", scopes=(), per_minute=1), 1)
+    held.set_limits(Grant(id="a", hash=b"", scopes=(), per_minute=1), 1)
     assert held.begin(3.0) == 59
-    held.hold_to(Grant(id="a", hash=b"", scopes=()), 1)
+    held.set_limits(Grant(id="a", hash=b"", scopes=()), 1)
     assert held.begin(3.0) is None
 
 
@@ -381,19 +385,19 @@ def test_no_call_begins_while_a_minute_has_used_up_the_tokens(
             held.end()
             now += wait_s
             assert held.begin(now) is None
-        held.spend(now, tokens)
+        held.charge_tokens(now, tokens)
         taken.append((now, tokens))
         held.end()
 
 
 def test_used_tokens_of_a_key_are_counted_only_if_limited_and_against_a_workers_share() -> None:
     held = usage(workers=4, tokens_per_minute=10)
-    held.spend(0.0, 3)
+    held.charge_tokens(0.0, 3)
     assert held.begin(0.0) == 60
     free = usage(per_minute=5)
     assert (free.counts_tokens, held.counts_tokens) == (False, True)
-    free.spend(0.0, 1000)
-    free.hold_to(Grant(id="a", hash=b"", scopes=(), tokens_per_minute=10), 1)
+    free.charge_tokens(0.0, 1000)
+    free.set_limits(Grant(id="a", hash=b"", scopes=(), tokens_per_minute=10), 1)
     assert free.begin(0.0) is None
 
 

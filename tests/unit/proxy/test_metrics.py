@@ -162,10 +162,8 @@ def test_metrics_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> Non
     new.remove()
 
 
-def test_metrics_folder_of_a_supervisor_that_starts_is_not_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real, others = shared_memory.hold, list[SharedFolder]()
+def test_metrics_folder_of_a_supervisor_that_starts_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, others = shared_memory.lock_file, list[SharedFolder]()
     with monkeypatch.context() as patch:
 
         def hold(path: Path) -> Lock:
@@ -175,7 +173,7 @@ def test_metrics_folder_of_a_supervisor_that_starts_is_not_removed(
             others.append(SharedFolder())
             return real(path)
 
-        patch.setattr(shared_memory, "hold", hold)
+        patch.setattr(shared_memory, "lock_file", hold)
         one = SharedFolder()
     assert {child.name for child in one.path.iterdir()} == {shared_memory.OWNER}
     for folder in (one, *others):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from proxy.errors import BadRedaction
 from proxy.ingester.transcribe import Entry, read_entry
 from proxy.redaction import (
-    Redacted,
+    RedactedCall,
     Redactor,
     open_redactor,
     parse_rules,
     redact_call,
-    with_field,
+    replace_field,
     without_ids,
 )
 from proxy.settings import ProxySettings
@@ -81,7 +81,7 @@ def test_missing_redaction_rules_are_an_error_only_if_a_file_is_configured(tmp_p
 
 def redacted(document: str, rules: str = SHORT) -> tuple[str, set[str]]:
     hits: set[str] = set()
-    return parse_rules(rules, "r").document(document.encode(), hits).decode(), hits
+    return parse_rules(rules, "r").redact_document(document.encode(), hits).decode(), hits
 
 
 @pytest.mark.parametrize(
@@ -170,17 +170,15 @@ def test_no_text_makes_a_redaction_pattern_slow() -> None:
         (b'{"a": {"x": 1, "y": "2"}}', "a.*", b'{"a":{"x":"[redacted]","y":"[redacted]"}}'),
     ],
 )
-def test_field_to_redact_is_replaced_with_any_value_or_nesting(
-    document: bytes, path: str, expected: bytes
-) -> None:
-    assert with_field(document, path.split("."), GONE) == expected
+def test_field_to_redact_is_replaced_with_any_value_or_nesting(document: bytes, path: str, expected: bytes) -> None:
+    assert replace_field(document, path.split("."), GONE) == expected
 
 
 @pytest.mark.parametrize(
     "document", [b'{"b": 1}', b'{"a": null}', b'{"a": "[redacted]"}', b'"a"', b"[1, 2]", b"{}"]
 )
 def test_document_without_the_field_to_redact_is_returned_unchanged(document: bytes) -> None:
-    assert with_field(document, ["a"], GONE) is document
+    assert replace_field(document, ["a"], GONE) is document
 
 
 @pytest.mark.parametrize(
@@ -217,7 +215,7 @@ def a_call() -> CallRecord:
     )
 
 
-def by_rules(record: CallRecord, rules: str = PATTERN) -> Redacted:
+def by_rules(record: CallRecord, rules: str = PATTERN) -> RedactedCall:
     return redact_call(record, parse_rules(rules, "r"))
 
 
@@ -287,15 +285,15 @@ def of_a_tool(stated: FeedbackRecord) -> FeedbackRecord:
     ],
 )
 def test_text_values_and_tool_details_of_feedback_are_redacted(stated: FeedbackRecord) -> None:
-    assert CANARY.encode() not in msgspec.json.encode(REDACTOR.feedback(stated))
+    assert CANARY.encode() not in msgspec.json.encode(REDACTOR.redact_feedback(stated))
 
 
 def test_correction_with_a_match_is_left_out_and_the_value_beside_it_kept() -> None:
     said = statement("reward", 0.0, episode="e1", correction=f"Ask {CANARY}.")
-    [item] = REDACTOR.feedback(said).items
+    [item] = REDACTOR.redact_feedback(said).items
     assert (item.value, item.correction) == (0.0, None)
     plain = statement("reward", 0.0, episode="e1", correction="Ask him.")
-    assert REDACTOR.feedback(plain).items[0].correction == "Ask him."
+    assert REDACTOR.redact_feedback(plain).items[0].correction == "Ask him."
 
 
 # Failures, and dead letters
@@ -309,7 +307,7 @@ async def test_call_that_cannot_be_redacted_is_recorded_without_content(
 
     monkeypatch.setattr("proxy.redaction.redact_call", fail)
     before = captured(request=b'{"messages":"canary"}', reply=b"canary")
-    for record in (await REDACTOR.capture(before), REDACTOR.record(a_call())):
+    for record in (await REDACTOR.redact_captured(before), REDACTOR.redact_record(a_call())):
         assert isinstance(record, CallRecord)
         assert b"canary" not in encode_payload(record)
         assert (record.episode, record.reason) == ("e1", "redacted")
@@ -322,7 +320,7 @@ def piece(data: bytes, damage: str = "") -> Piece:
 
 def test_dead_letter_of_a_refused_record_holds_the_redacted_record() -> None:
     record = call(request=b'{"a":"[redacted]"}')
-    data, reason = REDACTOR.letter(Entry(piece(b"canary"), record, "refused"))
+    data, reason = REDACTOR.redact_letter(Entry(piece(b"canary"), record, "refused"))
     assert (decode_payload(data), reason) == (record, "refused")
 
 
@@ -332,7 +330,7 @@ def test_dead_letter_of_a_refused_record_holds_the_redacted_record() -> None:
 )
 def test_dead_letter_of_an_unreadable_call_has_no_content(frame: Any) -> None:
     reason = "cannot be read: ValueError at x.py:1: canary: is odd"
-    data, reason = REDACTOR.letter(Entry(piece(encode_payload(frame)), None, reason))
+    data, reason = REDACTOR.redact_letter(Entry(piece(encode_payload(frame)), None, reason))
     record = decode_payload(data)
     assert isinstance(record, CallRecord)
     assert (record.episode, record.request, record.reply) == ("e1", None, None)
@@ -342,4 +340,4 @@ def test_dead_letter_of_an_unreadable_call_has_no_content(frame: Any) -> None:
 
 def test_dead_letter_of_damaged_bytes_is_empty() -> None:
     entry = read_entry(piece(b"canary", "6 damaged bytes at 0"))
-    assert REDACTOR.letter(entry) == (b"", "6 damaged bytes at 0")
+    assert REDACTOR.redact_letter(entry) == (b"", "6 damaged bytes at 0")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.base import read_request
-from proxy.strict_bodies import MOST_PARTS, Form, is_plain, read_form, repeated_name
+from proxy.strict_bodies import MOST_PARTS, Form, extends_ascii, read_form, repeated_name
 
 TYPE = "multipart/form-data; boundary=x"
 PART = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
@@ -292,7 +292,7 @@ def test_form_field_with_a_json_structure_is_read_as_json(value: Any) -> None:
 def test_content_type_without_a_charset_or_with_an_ascii_superset_is_plain(
     content_type: str, plain: bool
 ) -> None:
-    assert is_plain(content_type) is plain
+    assert extends_ascii(content_type) is plain
 
 
 TWICE: list[tuple[bytes, str]] = [

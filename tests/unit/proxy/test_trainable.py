@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import NOTHING_SAMPLED, Sampled, read_request
+from proxy.formats.base import NOTHING_SAMPLED, SampledTokens, read_request
 from proxy.formats.registry import FORMATS
-from proxy.trainable import judged_settings, sampling_settings, why_not_replayed
+from proxy.trainable import judge_settings, sampling_settings, why_not_replayed
 from store.values.sampling import distribution_of
 from tests.support.proxy.grammars import why_not_trainable
 from tests.support.records import captured
 
-WHOLE = Sampled(
+WHOLE = SampledTokens(
     prompt_ids=(1, 2),
     sampled_ids=(3, 4),
     sampled_logprobs=(-1.0, -2.0),
@@ -28,7 +28,9 @@ judged = partial(why_not_trainable, only_text=True)
 
 def why(request: dict[str, Any] | None = None, api: str = "chat", **changes: Any) -> str | None:
     rules = FORMATS[api].sampling
-    sampled = Sampled(**{**{f: getattr(WHOLE, f) for f in WHOLE.__struct_fields__}, **changes})
+    sampled = SampledTokens(
+        **{**{f: getattr(WHOLE, f) for f in WHOLE.__struct_fields__}, **changes}
+    )
     found = sampling_settings(request or {}, 1.0, rules)
     return judged("complete", 200, 3, found, sampled, rules)
 
@@ -250,13 +252,13 @@ def test_sampling_settings_are_judged_by_the_calls_own_fields(
     settings = sampling_settings(fields, 0.5, rules, defaults, **known)
     request = read_request(msgspec.json.encode(fields))
     for _ in range(2):
-        found = judged_settings(call, request)
+        found = judge_settings(call, request)
         assert found.recorded == msgspec.json.encode(settings)
         for sure in (False, True):
             assert found.why_not(sure) == why_not_replayed(settings, rules, sure=sure)
 
 
 def test_unreadable_request_has_unreadable_sampling_settings() -> None:
-    found = judged_settings(captured(), read_request(b"["))
+    found = judge_settings(captured(), read_request(b"["))
     assert found.recorded == b'{"unreadable":["request"]}'
     assert found.why_not(True) == found.why_not(False) == "unreadable_sampling"

@@ -47,7 +47,7 @@ async def test_each_call_is_stored_with_the_arm_that_its_episode_was_given(
 ) -> None:
     async with trying.engine.connect() as connection:
         arms = arms_of(await list_servable(connection, "m"))["m"]
-    given = {one: arms.of_new(one) for one in EPISODES}
+    given = {one: arms.arm_of_new_episode(one) for one in EPISODES}
     assert set(given.values()) == set(ARMS)
     for one in EPISODES:
         assert await served(trying, f"/episode/{one}") == f"m@{arms.version_of(given[one])}"

@@ -12,7 +12,7 @@ from benchmarks.stack import free_port
 from proxy.errors import NoUpstream, UpstreamBroke, UpstreamUnreachable
 from proxy.upstreams import server as module
 from proxy.upstreams.server import Upstream
-from proxy.upstreams.upstreams import Member, Upstreams
+from proxy.upstreams.upstreams import UpstreamMember, Upstreams
 from tests.support.servers.fake_upstream import FakeUpstream, answers, fake_upstream, hang_up
 from tests.support.waiting import eventually, until
 
@@ -79,7 +79,7 @@ async def test_replica_that_refuses_connections_is_skipped_avoided_and_used_agai
         assert len(upstream.requests) == 3
         # The first request found out; the others did not try.
         assert down.avoid_until > asyncio.get_running_loop().time()
-        assert [replica.root for replica in both._in_order()][-1] == down.root
+        assert [replica.root for replica in both._least_busy_first()][-1] == down.root
 
         back = await exits.enter_async_context(fake_upstream(port))
         down.avoid_until = asyncio.get_running_loop().time()
@@ -174,7 +174,9 @@ async def test_ever_changing_list_of_models_fills_no_memory(single: Upstream) ->
 
 
 def test_long_model_name_is_cut_in_the_refusal() -> None:
-    known = Upstreams([Member("one", ("a",), False, Upstream(["http://a/v1"], silence_s=1))])
+    known = Upstreams(
+        [UpstreamMember("one", ("a",), False, Upstream(["http://a/v1"], silence_s=1))]
+    )
     with pytest.raises(NoUpstream) as refused:
         known.for_model("x" * 1_000_000)
     assert len(refused.value.message) < 500

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from proxy import routing as routes
-from proxy.error_replies import explain
+from proxy.error_replies import unreadable_request_body
 from proxy.formats.base import ReplySummary
 from proxy.formats.registry import FORMATS
 from proxy.identity.call_memory import needed_fingerprints, provided_fingerprints
@@ -116,7 +116,7 @@ async def test_errors_have_the_shape_of_the_wire_format(intake: Intake, tmp_path
     assert json.loads(seen.answer).keys() == {"oops"}
     torn = await call(intake, tmp_path, SaidReply(200, EVENTS, [b"data: {}\n\n"], torn=True))
     assert b'data: {"oops":' in torn.answer
-    assert json.loads(explain("/v1/toys", 400, "no head")).keys() == {"oops"}
+    assert json.loads(unreadable_request_body("/v1/toys", 400, "no head")).keys() == {"oops"}
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_chat_stream_is_read_the_same_however_its_bytes_are_cut(cuts: list[int])
 
 
 def test_stream_line_is_passed_on_once_complete_and_the_final_event_is_held_back() -> None:
-    parser = CHAT.reply(REQUEST, VERSION, streamed=True)
+    parser = CHAT.reply_parser(REQUEST, VERSION, streamed=True)
     assert parser.feed(sse(HEAD)[:-2]) == b""
     assert parser.feed(b"\n").startswith(b"data: ")
     assert b"[DONE]" not in parser.feed(STREAM)

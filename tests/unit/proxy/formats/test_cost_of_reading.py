@@ -89,7 +89,7 @@ COMMENTS = (b": ping\n", b": ping\n\n", b"\n", b": ping\r\n", b"\r", b"id: 5\n",
 
 def parser_of(api: str, request: ModelRequest | None = None) -> ReplyParser:
     asked = rewritten(api) if request is None else request
-    return FORMATS[api].reply(asked, "m@1", streamed=True)
+    return FORMATS[api].reply_parser(asked, "m@1", streamed=True)
 
 
 @pytest.mark.parametrize("comment", COMMENTS)
@@ -127,14 +127,12 @@ def test_reading_stream_comments_takes_less_memory_than_their_length(api: str) -
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_it(
-    api: str,
-) -> None:
-    parser = FORMATS[api].reply(read_request(b"{}"), None, streamed=True)
+def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_it(api: str) -> None:
+    parser = FORMATS[api].reply_parser(read_request(b"{}"), None, streamed=True)
     begin, rest = b'data: {"odd": "' + b"x" * 100, b'y"}\r\n\r\n'
     assert parser.feed(begin) == b""
     assert parser.waiting == len(begin)
-    passed = parser.pass_line() + parser.feed(rest)
+    passed = parser.pass_buffered_line() + parser.feed(rest)
     if type(parser).__name__ != "TranslatedReply":
         assert passed == begin + rest
     assert (parser.waiting, parser.feed(b": next\n")) == (0, parser._quiet(b": next\n"))
@@ -143,7 +141,7 @@ def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_
 def test_abandoned_line_of_a_translated_stream_becomes_a_single_error_event() -> None:
     parser = parser_of("messages")
     parser.feed(b'data: {"choices": "' + b"x" * 100)
-    passed = parser.pass_line() + parser.feed(b"xxx") + parser.feed(b'"}\n\n')
+    passed = parser.pass_buffered_line() + parser.feed(b"xxx") + parser.feed(b'"}\n\n')
     assert passed.count(b"event: error") == 1
     assert b"xxx" not in passed
 
@@ -152,7 +150,7 @@ def test_abandoned_final_event_of_a_stream_is_held_back_until_its_release() -> N
     parser = parser_of("responses")
     name, data = b"event: response.completed\n", b'data: {"type": "' + b"x" * 100
     assert parser.feed(name + data) == b""
-    assert (parser.pass_line(), parser.at_end) == (b"", True)
+    assert (parser.pass_buffered_line(), parser.at_end) == (b"", True)
     assert parser.release() + parser.feed(b'x"}\n\n') == name + data + b'x"}\n\n'
 
 
@@ -160,6 +158,6 @@ def test_abandoned_final_event_of_a_stream_is_held_back_until_its_release() -> N
 @pytest.mark.parametrize("api", list(FORMATS))
 def test_stream_line_of_10000_byte_order_marks_is_passed_on_unchanged(api: str, end: bytes) -> None:
     line = BOM * 10_000 + end
-    parser = FORMATS[api].reply(read_request(b"{}"), None, streamed=True)
+    parser = FORMATS[api].reply_parser(read_request(b"{}"), None, streamed=True)
     seen = parser.feed(line) + parser.finish()
     assert seen == line or type(parser).__name__ == "TranslatedReply"

@@ -88,7 +88,7 @@ def test_anthropics_stop_reason_follows_from_vllms_finish_reason_and_tool_calls(
 
 
 def test_final_event_of_a_message_stream_is_held_back_and_comments_pass() -> None:
-    parser = MESSAGES.reply(REQUEST, VERSION, streamed=True)
+    parser = MESSAGES.reply_parser(REQUEST, VERSION, streamed=True)
     sent = parser.feed(sse(HEAD, USAGE) + b": still here\r\n\r\ndata: [DONE]\n\n")
     assert b"message_delta" in sent
     assert sent.endswith(b": still here\n\n")
@@ -234,7 +234,7 @@ def test_stream_is_unchanged_if_its_model_name_is_not_swapped(name: str) -> None
     assert FORMATS[name].rewrite(request, "m", want_ids=False) is request
     stream = sse(*STREAMS[name])
     assert forwarded(name, "m", [stream]).seen == stream
-    parser = FORMATS[name].reply(request, "m", streamed=True)
+    parser = FORMATS[name].reply_parser(request, "m", streamed=True)
     assert parser.feed(stream) == sse(*STREAMS[name][:-1])
     assert parser.finish() == sse(STREAMS[name][-1])
     assert not forwarded(name, "m", [sse(*STREAMS[name][:-1])]).ended

@@ -73,7 +73,7 @@ async def test_long_parsing_waits_for_its_turn_and_other_tasks_go_on(
         clock[0] += 0.02
 
     for name in "abc":
-        turns.wait(lambda name=name: work(name))  # type: ignore[misc]
+        turns.queue_work(lambda name=name: work(name))  # type: ignore[misc]
     for _ in range(10):
         await asyncio.sleep(0)
     assert done == ["a", "other work", "b", "other work", "c", "other work"]
@@ -116,9 +116,9 @@ async def test_failed_parsing_does_not_keep_other_parsing_from_its_turn() -> Non
 
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda *_: None)
-    turns.wait(fail)
+    turns.queue_work(fail)
     turned = asyncio.Event()
-    turns.wait(lambda: (done.append(1), turned.set()))  # type: ignore[func-returns-value]
+    turns.queue_work(lambda: (done.append(1), turned.set()))  # type: ignore[func-returns-value]
     await asyncio.wait_for(turned.wait(), 5)
     assert done == [1]
 

@@ -61,7 +61,7 @@ async def test_discarding_a_reply_spares_a_connection_already_reused() -> None:
     await feed(connection, [SIZED])
     refusal = await answer
     # The whole reply has come, and the next request got its connection before it was discarded.
-    assert pool.kept() is connection
+    assert pool.kept_connection() is connection
     following = connection.ask(b"")
     refusal.discard()
     assert not transport.is_closing()
@@ -123,7 +123,7 @@ async def test_idle_connection_to_the_server_is_reused_only_within_its_keepalive
     pool, connection, transport = upstream()
     connection.ask(b"")
     await feed(connection, [SIZED])
-    assert pool.kept() is connection
+    assert pool.kept_connection() is connection
     pool.free(connection)
     monkeypatch.setattr(module, "KEEPALIVE_S", 0.0)
     fresh = upstream()[1]
@@ -132,7 +132,7 @@ async def test_idle_connection_to_the_server_is_reused_only_within_its_keepalive
         return fresh
 
     monkeypatch.setattr(pool, "connect", connect)
-    assert (pool.kept() or await pool.connect()) is fresh
+    assert (pool.kept_connection() or await pool.connect()) is fresh
     assert transport.closed
 
 
@@ -154,7 +154,7 @@ async def test_reading_from_the_server_is_paused_while_its_bytes_are_unread() ->
     await feed(connection, [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, b"x" * size])
     reply = await answer
     assert transport.paused
-    assert len(await reply.body.more()) == size
+    assert len(await reply.body.wait_for_more()) == size
     assert not transport.paused
 
 
@@ -208,5 +208,5 @@ async def test_limit_of_a_replys_head_does_not_apply_to_its_body() -> None:
     reply, size = await answer, 0
     for _ in range(10):
         await feed(connection, [b"%x\r\n%b\r\n" % (60_000, b"x" * 60_000)])
-        size += len(await reply.body.more())
+        size += len(await reply.body.wait_for_more())
     assert (size, transport.is_closing()) == (600_000, False)

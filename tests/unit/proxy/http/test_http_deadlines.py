@@ -43,7 +43,7 @@ async def streaming(exchange: Exchange) -> None:
     exchange.begin(200, b"OK", [])
     while True:
         exchange.write(b"x" * STEP)
-        await exchange.drained()
+        await exchange.wait_until_drained()
         await asyncio.sleep(0)
 
 
@@ -84,7 +84,7 @@ async def test_slow_upload_that_makes_progress_is_accepted_however_long_it_takes
 async def test_late_request_body_tears_a_reply_that_has_begun() -> None:
     async def early(exchange: Exchange) -> None:
         exchange.begin(200, b"OK", [])
-        await exchange.body.more()
+        await exchange.body.wait_for_more()
 
     connection, wire = client(early)
     await feed(connection, [HEAD % 1000])

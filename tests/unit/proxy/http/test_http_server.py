@@ -259,7 +259,7 @@ async def test_reply_that_has_begun_is_torn_if_the_request_body_breaks() -> None
     async def early(exchange: Exchange) -> None:
         exchange.begin(200, b"OK", [])
         exchange.write(b"ab")
-        await exchange.body.more()
+        await exchange.body.wait_for_more()
         exchange.end()
 
     connection, wire = client(early)
@@ -299,7 +299,7 @@ async def test_reading_from_the_client_is_paused_while_its_body_is_unread() -> N
 
     async def slow(exchange: Exchange) -> None:
         await go_on.wait()
-        while data := await exchange.body.more():
+        while data := await exchange.body.wait_for_more():
             taken.append(data)
         exchange.reply(200, b"OK", [], b"")
 
@@ -405,7 +405,7 @@ async def test_request_body_is_read_in_parts_at_a_cost_linear_in_its_size() -> N
     assert await reading is None
     tracemalloc.start()
     try:
-        while body.waits:
+        while body.has_untaken_bytes:
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
             assert len(body.take(turn)) == turn

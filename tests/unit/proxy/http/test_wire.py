@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.http import wire
-from proxy.http.wire import Headers, for_upstream
+from proxy.http.wire import Headers, headers_for_upstream
 from store.tenants import DEFAULT
 
 SAID: Headers = [
@@ -31,10 +31,10 @@ STEERING: Headers = [
 @pytest.mark.parametrize("tenant", ["a", "b"])
 def test_steering_headers_are_passed_on_for_the_default_tenant_alone(tenant: str) -> None:
     both = [*SAID, *STEERING]
-    assert for_upstream(both, tenant, plain=False) == SAID
+    assert headers_for_upstream(both, tenant, plain=False) == SAID
     coded = (b"Accept-Encoding", b"identity")
-    assert for_upstream(both, tenant, plain=True) == [*SAID, coded]
-    assert for_upstream(both, DEFAULT, plain=False) == both
+    assert headers_for_upstream(both, tenant, plain=True) == [*SAID, coded]
+    assert headers_for_upstream(both, DEFAULT, plain=False) == both
 
 
 NAMES = st.text("abcXYZ-", min_size=1, max_size=12).map(lambda n: b"X-" + n.encode())
@@ -46,8 +46,8 @@ HEADERS = st.lists(st.tuples(NAMES, VALUES), max_size=8)
 def test_headers_keep_their_case_and_order_both_ways(headers: wire.Headers) -> None:
     ours = [pair for pair in headers if pair[0].lower().startswith(wire.OURS)]
     others = [pair for pair in headers if pair not in ours]
-    assert wire.for_client(headers) == others
-    assert wire.for_upstream(headers, DEFAULT, plain=False) == others
+    assert wire.headers_for_client(headers) == others
+    assert wire.headers_for_upstream(headers, DEFAULT, plain=False) == others
     sent = wire.request_head("POST", "/v1/x", b"h", headers, 0)
     lines = b"".join(b"%b: %b\r\n" % pair for pair in headers)
     assert sent == b"POST /v1/x HTTP/1.1\r\nHost: h\r\n" + lines + b"Content-Length: 0\r\n\r\n"
@@ -56,8 +56,10 @@ def test_headers_keep_their_case_and_order_both_ways(headers: wire.Headers) -> N
 def test_hop_by_hop_headers_are_not_passed_on() -> None:
     hop = [(b"Connection", b"X-Mine, close"), (b"x-mine", b"1"), (b"TE", b"trailers")]
     hop += [(b"Keep-Alive", b"5"), (b"Transfer-Encoding", b"chunked"), (b"Trailer", b"x")]
-    assert wire.for_client([*hop, (b"Server", b"s")]) == [(b"Server", b"s")]
-    assert wire.for_client([(b"X-Pawl-Tenant", b"b"), (b"Server", b"s")]) == [(b"Server", b"s")]
+    assert wire.headers_for_client([*hop, (b"Server", b"s")]) == [(b"Server", b"s")]
+    assert wire.headers_for_client([(b"X-Pawl-Tenant", b"b"), (b"Server", b"s")]) == [
+        (b"Server", b"s")
+    ]
     sent = [*hop, (b"Host", b"h"), (b"X-Pawl-Agent", b"a")]
-    kept = wire.for_upstream(sent, DEFAULT, plain=True)
+    kept = wire.headers_for_upstream(sent, DEFAULT, plain=True)
     assert kept == [(b"Accept-Encoding", b"identity")]

@@ -27,8 +27,8 @@ from proxy.identity.call_memory import (
     Attempt,
     CallMemory,
     Doubt,
-    Generations,
-    Joined,
+    JoinedEpisode,
+    RecentlyUsed,
 )
 
 
@@ -46,14 +46,18 @@ WORDS, FEWER_WORDS = fingerprint(PREFIX, 1), fingerprint(PREFIX, 2)
     ("provided", "needs", "found"),
     [
         ([], [A], None),
-        ([(A, "e1")], [A], Joined("e1", "tool_call", "certain", "e1")),
-        ([(REPLY, "e1")], [REPLY], Joined("e1", "response", "certain", "e1")),
-        ([(LONG, "e1")], [LONG], Joined("e1", "prefix", "likely", "e1")),
+        ([(A, "e1")], [A], JoinedEpisode("e1", "tool_call", "certain", "e1")),
+        ([(REPLY, "e1")], [REPLY], JoinedEpisode("e1", "response", "certain", "e1")),
+        ([(LONG, "e1")], [LONG], JoinedEpisode("e1", "prefix", "likely", "e1")),
         ([(A, "e1"), (A, "e2"), (A, "e1")], [A], Doubt()),
-        ([(LONG, "e1"), (LONG, "e1")], [LONG], Joined("e1", "prefix", "likely", "e1")),
+        ([(LONG, "e1"), (LONG, "e1")], [LONG], JoinedEpisode("e1", "prefix", "likely", "e1")),
         ([(A, "e1"), (B, "e2")], [A, B], Doubt()),
-        ([(A, "e1"), (LONG, "e2")], [A, LONG], Joined("e1", "tool_call", "certain", "e1")),
-        ([(A, "e1"), (A, "e2"), (LONG, "e1")], [A, LONG], Joined("e1", "prefix", "likely", "e1")),
+        ([(A, "e1"), (LONG, "e2")], [A, LONG], JoinedEpisode("e1", "tool_call", "certain", "e1")),
+        (
+            [(A, "e1"), (A, "e2"), (LONG, "e1")],
+            [A, LONG],
+            JoinedEpisode("e1", "prefix", "likely", "e1"),
+        ),
         ([(SHORT, "e1")], [LONG, SHORT], None),
     ],
     ids=[
@@ -70,34 +74,34 @@ WORDS, FEWER_WORDS = fingerprint(PREFIX, 1), fingerprint(PREFIX, 2)
     ],
 )
 def test_call_joins_the_only_episode_that_provided_its_needed_fingerprints(
-    provided: list[tuple[bytes, str]], needs: list[bytes], found: Joined | Doubt | None
+    provided: list[tuple[bytes, str]], needs: list[bytes], found: JoinedEpisode | Doubt | None
 ) -> None:
     memory = CallMemory()
     for digest, episode in provided:
         memory.provide([digest], episode)
-    assert memory.find(needs) == found
+    assert memory.find_episode(needs) == found
 
 
 def test_fingerprint_of_repeated_words_hints_at_an_episode_and_never_joins_it() -> None:
     memory = CallMemory()
     memory.provide([WORDS], "e1")
-    assert memory.find([WORDS]) is None
-    assert memory.followed([WORDS]) == "e1"
-    assert memory.followed([A]) is None
-    assert memory.followed([FEWER_WORDS, WORDS]) is None
+    assert memory.find_episode([WORDS]) is None
+    assert memory.likely_episode([WORDS]) == "e1"
+    assert memory.likely_episode([A]) is None
+    assert memory.likely_episode([FEWER_WORDS, WORDS]) is None
     memory.provide([FEWER_WORDS], "e2", follows="e1")
-    assert memory.followed([FEWER_WORDS]) == "e1"
+    assert memory.likely_episode([FEWER_WORDS]) == "e1"
     memory.provide([WORDS], "e3")
-    assert memory.followed([WORDS]) is None
-    assert memory.find([WORDS]) is None
+    assert memory.likely_episode([WORDS]) is None
+    assert memory.find_episode([WORDS]) is None
 
 
 def test_remembered_failed_attempts_of_a_request_body_are_bounded() -> None:
     """However often it fails: a call's cost must not grow with the failures before it."""
     memory = CallMemory()
     for number in range(10 * MOST_ATTEMPTS):
-        memory.failed(b"body", f"e{number}", UUID(int=number))
-    found = [memory.retried(b"body") for _ in range(MOST_ATTEMPTS + 1)]
+        memory.remember_failed(b"body", f"e{number}", UUID(int=number))
+    found = [memory.take_attempt(b"body") for _ in range(MOST_ATTEMPTS + 1)]
     latest = range(10 * MOST_ATTEMPTS - 1, 9 * MOST_ATTEMPTS - 1, -1)
     assert found == [*(Attempt(f"e{n}", UUID(int=n)) for n in latest), None]
 
@@ -115,8 +119,8 @@ def test_bounded_memory_finds_only_episodes_that_provided_the_fingerprint(
     for number, episode in calls:
         memory.provide([fingerprint(UNIQUE_PREFIX, number)], episode)
         provided.setdefault(number, set()).add(episode)
-    found = memory.find([fingerprint(UNIQUE_PREFIX, needed)])
-    if isinstance(found, Joined):
+    found = memory.find_episode([fingerprint(UNIQUE_PREFIX, needed)])
+    if isinstance(found, JoinedEpisode):
         assert found.episode in provided[needed]
     elif isinstance(found, Doubt):
         assert len(provided[needed]) == 2
@@ -124,7 +128,7 @@ def test_bounded_memory_finds_only_episodes_that_provided_the_fingerprint(
 
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 8))
 def test_most_recently_used_entries_of_the_call_memory_are_kept(keys: list[int], size: int) -> None:
-    memory: Generations[int, int] = Generations(size)
+    memory: RecentlyUsed[int, int] = RecentlyUsed(size)
     for key in keys:
         if memory.get(key) is None:
             memory.put(key, key)

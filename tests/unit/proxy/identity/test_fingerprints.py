@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.base import ReplySummary
-from proxy.formats.conversation import canonical_arguments, is_unique
+from proxy.formats.conversation import canonical_arguments, is_unique_id
 from proxy.formats.registry import FORMATS
 from proxy.identity import call_memory
 from proxy.identity.call_memory import (
@@ -222,7 +222,7 @@ def test_empty_reply_provides_no_fingerprint() -> None:
     ],
 )
 def test_tool_call_ids_that_are_counters_are_no_fingerprint(tool_id: str, unique: bool) -> None:
-    assert is_unique(tool_id) is unique
+    assert is_unique_id(tool_id) is unique
     call = (tool_id, "add", "{}")
     provides = provided_fingerprints("chat", chat(user("q")), summary("", call))
     needs = needed_fingerprints(
@@ -333,12 +333,12 @@ def told(steps: list[tuple[str, Any]]) -> list[Any]:
             if kind == "assistant":
                 found[-1][1].append(what.strip())
             else:
-                unique = is_unique(what[0])
+                unique = is_unique_id(what[0])
                 found[-1][2].append(
                     what[0] if unique else (what[0], json.dumps(what[1], sort_keys=True))
                 )
         elif kind == "result":
-            found.append(("result", what[0], None if is_unique(what[0]) else what[1]))
+            found.append(("result", what[0], None if is_unique_id(what[0]) else what[1]))
         else:
             found.append(("user", what))
     return [

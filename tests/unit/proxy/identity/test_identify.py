@@ -23,7 +23,7 @@ from proxy.identity.identify import (
     parse_baggage,
     read_hints,
     retry_count,
-    split_outside,
+    split_without_body,
     trace_context,
 )
 from proxy.routing import Route, find_route
@@ -227,7 +227,7 @@ def test_session_of_openclaw_is_a_single_episode() -> None:
 
 def test_a_retry_joins_the_attempt_that_failed() -> None:
     memory = CallMemory()
-    memory.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
+    memory.remember_failed(json.dumps(FIRST).encode(), "e1", EARLIER)
     assert who(memory=memory).method == "own"
     found = who({"x-stainless-retry-count": "1"}, memory=memory)
     assert (found.episode, found.method, found.retry) == ("e1", "retry", 1)
@@ -238,7 +238,7 @@ def test_a_retry_joins_the_attempt_that_failed() -> None:
 
 def test_retried_call_in_a_named_episode_repeats_only_an_attempt_of_that_episode() -> None:
     memory = CallMemory()
-    memory.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
+    memory.remember_failed(json.dumps(FIRST).encode(), "e1", EARLIER)
     headers = {"x-stainless-retry-count": "1"}
     other = who(headers | {"x-pawl-episode": "e2"}, memory=memory)
     same = who(headers | {"x-pawl-episode": "e1"}, memory=memory)
@@ -469,16 +469,16 @@ def test_prefix_of_evaluation_tasks_can_be_set() -> None:
 
 
 def test_split_of_an_unreadable_body_is_read_from_headers_and_url() -> None:
-    assert split_outside({"x-pawl-split": "eval"}, PLAIN, EVAL_TASKS) == "eval"
-    assert split_outside({"x-pawl-task": "eval/x"}, PLAIN, EVAL_TASKS) == "eval"
-    assert split_outside({}, find_route("POST", "/split/eval" + PATH), EVAL_TASKS) == "eval"
-    assert split_outside({}, PLAIN, EVAL_TASKS) == "train"
+    assert split_without_body({"x-pawl-split": "eval"}, PLAIN, EVAL_TASKS) == "eval"
+    assert split_without_body({"x-pawl-task": "eval/x"}, PLAIN, EVAL_TASKS) == "eval"
+    assert split_without_body({}, find_route("POST", "/split/eval" + PATH), EVAL_TASKS) == "eval"
+    assert split_without_body({}, PLAIN, EVAL_TASKS) == "train"
 
 
 def test_retried_call_joins_only_a_failed_attempt_of_its_own_split() -> None:
     again = {"x-stainless-retry-count": "1"}
     memory = CallMemory()
-    memory.failed(b'{"messages": []}', "e", UUID(int=1), "eval")
+    memory.remember_failed(b'{"messages": []}', "e", UUID(int=1), "eval")
     assert split_of(again, memory=memory).method == "own"
     assert split_of(again | {"x-pawl-split": "eval"}, memory=memory).episode == "e"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.policies.versions import Arms, Serving, Versions, arms_of, fraction
+from proxy.policies.versions import Arms, ServedVersion, Versions, arms_of, episode_fraction
 from store.policy_table import parse_policies
 from store.records import ARMS, EVAL, Arm
 from store.versions import PolicyState, PolicyVersion
@@ -52,7 +52,7 @@ def test_each_arm_gets_its_share_of_new_episodes(
     canary: int, share: float, control_share: float
 ) -> None:
     arms = Arms("m", 2, canary, share, 1, control_share)
-    drawn = [arms.of_new(one) for one in EPISODES]
+    drawn = [arms.arm_of_new_episode(one) for one in EPISODES]
     for arm, wanted in (("canary", share), ("control", control_share)):
         spread = sqrt(len(EPISODES) * wanted * (1 - wanted))
         assert abs(drawn.count(arm) - len(EPISODES) * wanted) <= SIGMAS * spread, arm
@@ -63,9 +63,9 @@ def test_arm_of_an_episode_follows_from_its_version(
     serving: int, share: float, control_share: float, episode: str
 ) -> None:
     arms = Arms("m", serving, 10, share, 0, control_share)
-    arm = arms.of_new(episode)
-    assert arms.of_version(arms.version_of(arm)) == arm
-    assert 0.0 <= fraction("m", 10, episode) < 1.0
+    arm = arms.arm_of_new_episode(episode)
+    assert arms.arm_of_version(arms.version_of(arm)) == arm
+    assert 0.0 <= episode_fraction("m", 10, episode) < 1.0
 
 
 @given(st.sampled_from(["m", "n"]), SHARES, SHARES, NAMES)
@@ -73,29 +73,29 @@ def test_larger_share_keeps_the_canarys_episodes(
     policy: str, one: float, other: float, episode: str
 ) -> None:
     less, more = sorted((one, other))
-    if Arms(policy, 2, 3, less).of_new(episode) == "canary":
-        assert Arms(policy, 2, 3, more).of_new(episode) == "canary"
+    if Arms(policy, 2, 3, less).arm_of_new_episode(episode) == "canary":
+        assert Arms(policy, 2, 3, more).arm_of_new_episode(episode) == "canary"
 
 
 def test_successive_canaries_are_tried_on_independent_episodes() -> None:
     both = [
         one
         for one in EPISODES
-        if all(Arms("m", 2, canary, 0.1).of_new(one) == "canary" for canary in (3, 4))
+        if all(Arms("m", 2, canary, 0.1).arm_of_new_episode(one) == "canary" for canary in (3, 4))
     ]
     assert abs(len(both) - 0.01 * len(EPISODES)) <= SIGMAS * sqrt(0.01 * len(EPISODES))
 
 
 def test_all_episodes_get_the_serving_version_without_shares() -> None:
     arms = arms_of(numbered("retired", "unloaded", "serving"))
-    assert {arms["m"].of_new(one) for one in EPISODES[:100]} == {"serving"}
-    assert arms["m"].of_version(0) == "serving"
+    assert {arms["m"].arm_of_new_episode(one) for one in EPISODES[:100]} == {"serving"}
+    assert arms["m"].arm_of_version(0) == "serving"
 
 
 def test_version_in_another_state_or_unloaded_serves_no_episodes_as_control() -> None:
     for state in ("unloaded", "rolled_back", "loaded", "written"):
         arms = arms_of([version(0, "serving"), version(1, state, share=0.5)])["m"]
-        assert {arms.of_new(one) for one in EPISODES[:100]} == {"serving"}
+        assert {arms.arm_of_new_episode(one) for one in EPISODES[:100]} == {"serving"}
 
 
 @given(st.integers(), st.lists(NAMES, max_size=20))
@@ -142,9 +142,9 @@ def test_episode_that_lost_its_version_gets_no_canary() -> None:
 def test_evaluation_and_calls_for_a_named_version_are_in_no_arm() -> None:
     versions = Versions(trying(0.6, 0.4))
     for one in EPISODES[:50]:
-        assert versions.resolve("m", one, split=EVAL) == Serving("m", 2, "m@2")
-        assert versions.resolve("m@3", one) == Serving("m", 3, "m@3")
-        assert versions.resolve("m@0", one) == Serving("m", 0, "m")
+        assert versions.resolve("m", one, split=EVAL) == ServedVersion("m", 2, "m@2")
+        assert versions.resolve("m@3", one) == ServedVersion("m", 3, "m@3")
+        assert versions.resolve("m@0", one) == ServedVersion("m", 0, "m")
 
 
 @pytest.mark.parametrize("state", ["loaded", "written", "rejected"])
@@ -170,4 +170,4 @@ def test_canary_share_holds_for_policies_that_go_live_together() -> None:
     arms = arms_of(stored)["b"]
     for one in EPISODES[:300]:
         versions.resolve("m", one, "a")
-        assert versions.resolve("m", one, "b").arm == arms.of_new(one)
+        assert versions.resolve("m", one, "b").arm == arms.arm_of_new_episode(one)

@@ -13,7 +13,7 @@ from proxy.errors import NotServed
 from proxy.ingester import admin as owning
 from proxy.ingester.admin import OwnersFile
 from proxy.policies.owners import Owners
-from proxy.policies.versions import Serving, Versions
+from proxy.policies.versions import ServedVersion, Versions
 from store.errors import BadPolicies
 from store.policy_table import PolicyTable, open_policies, parse_policies
 from store.tenants import DEFAULT
@@ -96,7 +96,7 @@ def test_no_call_is_served_by_another_tenants_policy(
         assert WHOSE[serving.policy] == tenant
     else:
         # Passed on as it is: if it is a version's name, the version is the tenant's own.
-        assert serving == Serving(None, None, model)
+        assert serving == ServedVersion(None, None, model)
         assert not number or WHOSE[policy] == tenant
 
 
@@ -105,14 +105,14 @@ def test_policy_that_changed_its_tenant_is_served_to_no_tenant(tenant: str) -> N
     given = [of("pa", number, "b") for number in (0, 1)]
     versions = Versions([*given, of("pb", 0)], TABLE)
     assert versions.owners.hides(tenant, "pa@1")
-    assert versions.resolve("pa", "e", "default", tenant) == Serving(None, None, "pa")
+    assert versions.resolve("pa", "e", "default", tenant) == ServedVersion(None, None, "pa")
     assert versions.trained_policy("pa", "default", tenant) is None
 
 
 def test_policy_keeps_its_first_tenant_without_a_policies_file() -> None:
     versions = Versions(VERSIONS)
     assert versions.resolve("pa", "e", "default", "a").policy == "pa"
-    assert versions.resolve("pa", "e", "default", DEFAULT) == Serving(None, None, "pa")
+    assert versions.resolve("pa", "e", "default", DEFAULT) == ServedVersion(None, None, "pa")
     assert versions.owners.hides(DEFAULT, "pa@1")
     assert not versions.owners.hides("a", "pa@1")
     assert versions.resolve("p", "e").policy == "p"
@@ -158,9 +158,9 @@ def path(tmp_path: Path) -> Path:
 def test_policys_tenant_is_read_from_the_store_without_a_policies_file() -> None:
     began = version(0, "serving", "p", "m", tenant="b")
     file = OwnersFile(None)
-    assert whose(file.now([])) == DEFAULT
-    assert whose(file.now([began])) == "b"
-    assert whose(file.now([])) == DEFAULT
+    assert whose(file.current_owners([])) == DEFAULT
+    assert whose(file.current_owners([began])) == "b"
+    assert whose(file.current_owners([])) == DEFAULT
 
 
 @pytest.mark.parametrize("how", [replace, Path.write_text])
@@ -168,9 +168,9 @@ def test_changed_policies_file_is_read_again(
     path: Path, how: Callable[[Path, str], object]
 ) -> None:
     file = OwnersFile(path)
-    assert whose(file.now([])) == "a"
+    assert whose(file.current_owners([])) == "a"
     how(path, text_of(p="b", q="a"))
-    owners = file.now([])
+    owners = file.current_owners([])
     assert (whose(owners), whose(owners, "q")) == ("b", "a")
 
 
@@ -178,12 +178,12 @@ def test_policies_file_written_in_place_within_a_clock_tick_is_read_again(
     path: Path,
 ) -> None:
     file = OwnersFile(path)
-    assert whose(file.now([]), "q") == DEFAULT
+    assert whose(file.current_owners([]), "q") == DEFAULT
     before = path.stat()
     with path.open("a") as more:
         more.write(text_of(q="b"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert whose(file.now([]), "q") == "b"
+    assert whose(file.current_owners([]), "q") == "b"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -191,27 +191,27 @@ def test_unusable_policies_file_keeps_the_last_tenants_and_is_logged_once(
     path: Path, damage: str
 ) -> None:
     file = OwnersFile(path)
-    assert whose(file.now([])) == "a"
+    assert whose(file.current_owners([])) == "a"
     DAMAGES[damage](path)
     with capture_logs() as logs:
-        assert [whose(file.now([])) for _ in range(3)] == ["a"] * 3
+        assert [whose(file.current_owners([])) for _ in range(3)] == ["a"] * 3
     [told] = logs
     assert (told["event"], told["log_level"]) == ("owners_unreadable", "error")
     assert str(path) in told["reason"]
     if path.is_dir():
         path.rmdir()
     replace(path, text_of(p="b"))
-    assert whose(file.now([])) == "b"
+    assert whose(file.current_owners([])) == "b"
 
 
 def test_policies_file_that_is_missing_at_first_is_read_once_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "policies.toml"
     file = OwnersFile(path)
     with capture_logs() as logs:
-        assert whose(file.now([])) == DEFAULT
+        assert whose(file.current_owners([])) == DEFAULT
     assert [line["event"] for line in logs] == ["owners_unreadable"]
     replace(path, text_of(p="a"))
-    assert whose(file.now([])) == "a"
+    assert whose(file.current_owners([])) == "a"
 
 
 def test_policies_file_is_read_again_after_a_disk_error(
@@ -223,8 +223,8 @@ def test_policies_file_is_read_again_after_a_disk_error(
     file = OwnersFile(path)
     with monkeypatch.context() as patched:
         patched.setattr(owning, "open_policies", failing)
-        assert whose(file.now([])) == DEFAULT
-    assert whose(file.now([])) == "a"
+        assert whose(file.current_owners([])) == DEFAULT
+    assert whose(file.current_owners([])) == "a"
 
 
 def test_policies_file_replaced_while_it_is_read_is_read_again(
@@ -239,5 +239,5 @@ def test_policies_file_replaced_while_it_is_read_is_read_again(
     file = OwnersFile(path)
     with monkeypatch.context() as patched:
         patched.setattr(owning, "open_policies", late)
-        assert whose(file.now([])) == "a"
-    assert whose(file.now([])) == "b"
+        assert whose(file.current_owners([])) == "a"
+    assert whose(file.current_owners([])) == "b"

@@ -38,7 +38,7 @@ from proxy.policies.shared_pins import SharedPins
 shared_pins.TRIES = 10**6
 page, version = map(int, sys.argv[1:])
 pins = SharedPins(page)
-print(*[pins.agree("m", f"e{n}", version, lambda kept: True) for n in range(2000)])
+print(*[pins.agree_on_version("m", f"e{n}", version, lambda kept: True) for n in range(2000)])
 """
 
 
@@ -69,20 +69,20 @@ def test_all_workers_pin_an_episode_to_the_first_servable_version_proposed(
     for worker, policy, episode, proposed in steps:
         key = (f"p{policy}", f"e{episode}")
         # Version 0 was retired meanwhile.
-        got = workers[worker].agree(*key, proposed, lambda version: version > 0)
+        got = workers[worker].agree_on_version(*key, proposed, lambda version: version > 0)
         if kept.get(key, 0) == 0:
             kept[key] = proposed
         assert got == kept[key]
-        assert {one: workers[0].kept(*one) for one in kept} == kept
-    assert workers[1].kept("p9", "e") is None
+        assert {one: workers[0].kept_version(*one) for one in kept} == kept
+    assert workers[1].kept_version("p9", "e") is None
 
 
 def test_full_set_of_shared_pins_loses_only_its_oldest_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pins, "SETS", 1)
     pins = SharedPins(os.memfd_create("pins"))
     for number in range(WAYS + 1):
-        assert pins.agree("m", f"e{number}", number, any_version) == number
-    assert [pins.kept("m", f"e{number}") for number in range(WAYS + 1)] == [
+        assert pins.agree_on_version("m", f"e{number}", number, any_version) == number
+    assert [pins.kept_version("m", f"e{number}") for number in range(WAYS + 1)] == [
         None,
         *range(1, WAYS + 1),
     ]
@@ -90,10 +90,10 @@ def test_full_set_of_shared_pins_loses_only_its_oldest_pin(monkeypatch: pytest.M
 
 def test_pins_of_policy_and_episode_names_do_not_collide() -> None:
     pins = SharedPins(os.memfd_create("pins"))
-    assert pins.agree("m", "ab", 1, any_version) == 1
-    assert pins.kept("ma", "b") is None
-    assert pins.agree("m", "\ud800", 2, any_version) == 2
-    assert pins.kept("m", "\ud800") == 2
+    assert pins.agree_on_version("m", "ab", 1, any_version) == 1
+    assert pins.kept_version("ma", "b") is None
+    assert pins.agree_on_version("m", "\ud800", 2, any_version) == 2
+    assert pins.kept_version("m", "\ud800") == 2
 
 
 def test_processes_that_propose_at_the_same_time_agree() -> None:
@@ -129,14 +129,14 @@ def test_worker_stopped_while_it_holds_the_lock_of_the_pins_blocks_no_other_work
     try:
         assert holder.stdout.readline() == b"held\n"
         with capture_logs() as logs:
-            assert pins.agree("m", "e", 1, any_version) == 1
+            assert pins.agree_on_version("m", "e", 1, any_version) == 1
         assert [entry["event"] for entry in logs] == ["version_not_shared"]
-        assert pins.kept("m", "e") is None
+        assert pins.kept_version("m", "e") is None
     finally:
         holder.kill()
         holder.communicate()
-    assert pins.agree("m", "e", 2, any_version) == 2
-    assert SharedPins(pins.page).agree("m", "e", 1, any_version) == 2
+    assert pins.agree_on_version("m", "e", 2, any_version) == 2
+    assert SharedPins(pins.page).agree_on_version("m", "e", 1, any_version) == 2
 
 
 def test_worker_that_cannot_write_shared_pins_decides_alone(
@@ -148,7 +148,7 @@ def test_worker_that_cannot_write_shared_pins_decides_alone(
     pins = SharedPins(os.memfd_create("pins"))
     monkeypatch.setattr("os.pwrite", full)
     with capture_logs() as logs:
-        assert pins.agree("m", "e", 3, any_version) == 3
+        assert pins.agree_on_version("m", "e", 3, any_version) == 3
     assert [entry["event"] for entry in logs] == ["version_not_shared"]
     # The lock is free again.
     fcntl.lockf(pins.page, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,9 +166,9 @@ def test_an_episode_keeps_its_version_at_another_worker(two: tuple[Versions, Ver
     one, other = two
     assert one.resolve("m", "e").version == 0
     both_see(numbered("retired", "serving"), one, other)
-    assert other.knows("m", "e")
+    assert other.knows_version_of("m", "e")
     assert other.resolve("m", "e").version == 0
-    assert not other.knows("m", "new")
+    assert not other.knows_version_of("m", "new")
     assert other.resolve("m", "new").version == 1
     assert one.resolve("m", "new").version == 1
 
@@ -180,10 +180,10 @@ def test_episode_of_an_unloaded_version_moves_alike_at_every_worker(
     both_see(numbered("retired", "serving"), one, other)
     assert one.resolve("m", "e").version == 1
     both_see(numbered("retired", "unloaded", "serving"), one, other)
-    assert not other.knows("m", "e")
+    assert not other.knows_version_of("m", "e")
     assert other.resolve("m", "e").version == 2
     both_see([version(0, "retired"), version(2, "retired"), version(3, "serving")], one, other)
-    assert one.knows("m", "e")
+    assert one.knows_version_of("m", "e")
     assert one.resolve("m", "e").version == 2
 
 
@@ -205,7 +205,7 @@ def test_a_worker_that_has_not_read_of_a_promotion_yet_catches_up(
     behind = Versions(old, shared=pins, catch_up=catch_up)
     assert Versions(news, shared=SharedPins(pins.page)).resolve("m", "e").version == 1
     if asks_first:
-        assert behind.knows("m", "e")
+        assert behind.knows_version_of("m", "e")
     assert behind.resolve("m", "e").served_name == "m@1"
     assert behind.resolve("m", "e").version == 1
     assert looks == [1]
@@ -237,6 +237,6 @@ def test_pin_of_another_proxy_wins_over_versions_live_together() -> None:
     both_see(old, one, other)
     assert one.resolve("b", "e", "writer").version == 0
     both_see([version(0, "retired", "checks"), version(1, "serving", "checks"), old[0]], other)
-    assert not other.knows("checks", "e")
+    assert not other.knows_version_of("checks", "e")
     other.pin("checks", "e", 1)
     assert other.resolve("b", "e", "checker").version == 1

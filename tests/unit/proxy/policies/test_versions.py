@@ -8,35 +8,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.policies.version_file import NAME, VersionFile
-from proxy.policies.versions import Serving, Versions
+from proxy.policies.versions import ServedVersion, Versions
 from store.policy_table import parse_policies
 from store.versions import PolicyVersion
 from tests.support.proxy.versions import State, numbered, version
 
 
 def test_unknown_model_name_is_passed_on_unchanged() -> None:
-    assert Versions().resolve("gpt-x", "e") == Serving(None, None, "gpt-x")
-    assert Versions().resolve(None, "e") == Serving(None, None, None)
+    assert Versions().resolve("gpt-x", "e") == ServedVersion(None, None, "gpt-x")
+    assert Versions().resolve(None, "e") == ServedVersion(None, None, None)
 
 
 @pytest.mark.parametrize(
     ("asked", "state", "gets"),
     [
-        ("m@1", "retired", Serving("m", 1, "m@1")),
-        ("m@0", "retired", Serving("m", 0, "m")),
+        ("m@1", "retired", ServedVersion("m", 1, "m@1")),
+        ("m@0", "retired", ServedVersion("m", 0, "m")),
         # It may still be loaded.
-        ("m@1", "unloaded", Serving("m", 1, "m@1")),
-        ("m@1", "written", Serving(None, None, "m@1")),
-        ("m@1", "rejected", Serving(None, None, "m@1")),
+        ("m@1", "unloaded", ServedVersion("m", 1, "m@1")),
+        ("m@1", "written", ServedVersion(None, None, "m@1")),
+        ("m@1", "rejected", ServedVersion(None, None, "m@1")),
     ],
 )
 def test_version_that_was_ever_loaded_can_be_asked_for_by_its_name(
-    asked: str, state: State, gets: Serving
+    asked: str, state: State, gets: ServedVersion
 ) -> None:
     versions = Versions(numbered("retired", state, "serving"))
     assert versions.resolve(asked, "e") == gets
     # It is not the episode's version, which the policy's own name gets.
-    assert versions.resolve("m", "e") == Serving("m", 2, "m@2", arm="serving")
+    assert versions.resolve("m", "e") == ServedVersion("m", 2, "m@2", arm="serving")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_episode_that_lost_its_version_follows_the_move_of_another_proxy() -> No
     versions = Versions(numbered("retired", "serving"))
     assert versions.resolve("m", "e").version == 1
     versions.replace(numbered("retired", "unloaded", "retired", "serving"))
-    assert not versions.knows("m", "e")
+    assert not versions.knows_version_of("m", "e")
     versions.pin("m", "e", 2)
-    assert versions.knows("m", "e")
+    assert versions.knows_version_of("m", "e")
     assert versions.resolve("m", "e").version == 2
 
 
@@ -90,10 +90,10 @@ def test_store_is_asked_only_once_about_an_unmoved_episode() -> None:
     versions = Versions(numbered("retired", "serving"))
     versions.resolve("m", "e")
     versions.replace(numbered("retired", "unloaded", "serving"))
-    assert not versions.knows("m", "e")
+    assert not versions.knows_version_of("m", "e")
     versions.pin("m", "e", 1)
     assert versions.resolve("m", "e").version == 2
-    assert versions.knows("m", "e")
+    assert versions.knows_version_of("m", "e")
 
 
 @given(st.lists(st.integers(1, 6), max_size=30), st.lists(st.text(max_size=2), max_size=30))
@@ -101,12 +101,12 @@ def test_a_new_episode_gets_the_serving_version_and_keeps_it(
     swaps: list[int], episodes: list[str]
 ) -> None:
     versions, now = Versions(numbered("serving")), 0
-    seen: dict[str, Serving] = {}
+    seen: dict[str, ServedVersion] = {}
     for index, episode in enumerate(episodes):
         if index < len(swaps):
             now = swaps[index]
             versions.replace(version(n, "serving" if n == now else "retired") for n in range(7))
-        serving = Serving("m", now, f"m@{now}" if now else "m", arm="serving")
+        serving = ServedVersion("m", now, f"m@{now}" if now else "m", arm="serving")
         assert versions.resolve("m", episode) == seen.setdefault(episode, serving)
 
 
@@ -138,26 +138,30 @@ def of(policy: str, *states: State) -> list[PolicyVersion]:
 
 def test_policy_without_versions_is_served_as_its_base() -> None:
     versions = Versions([], TABLE)
-    assert versions.resolve("writes", "e", "any") == Serving("writes", 0, "qwen", arm="serving")
-    assert versions.knows("writes", "e")
+    assert versions.resolve("writes", "e", "any") == ServedVersion(
+        "writes", 0, "qwen", arm="serving"
+    )
+    assert versions.knows_version_of("writes", "e")
     versions.replace(of("writes", "retired", "serving"))
-    assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1", arm="serving")
+    assert versions.resolve("writes", "new") == ServedVersion(
+        "writes", 1, "writes@1", arm="serving"
+    )
 
 
 def test_model_name_missing_from_the_policies_file_is_no_policy() -> None:
     stored = [*numbered("retired", "serving"), version(1, "retired", "rest")]
     versions = Versions([*stored, version(1, "retired", "writes")], TABLE)
     for model in ("m", "m@1", "rest@1", "gpt-x"):
-        assert versions.resolve(model, "e", "writer") == Serving(None, None, model)
-    assert versions.resolve("writes@1", "e") == Serving("writes", 1, "writes@1")
+        assert versions.resolve(model, "e", "writer") == ServedVersion(None, None, model)
+    assert versions.resolve("writes@1", "e") == ServedVersion("writes", 1, "writes@1")
 
 
 def test_version_0_of_a_policy_without_a_policies_file_is_served_as_its_base_model() -> None:
     versions = Versions(of("writes", "serving"))
-    assert versions.resolve("writes", "e") == Serving("writes", 0, "qwen", arm="serving")
+    assert versions.resolve("writes", "e") == ServedVersion("writes", 0, "qwen", arm="serving")
     assert versions.base_of("writes") == "qwen"
     # The base itself is nobody's: no policy has its name.
-    assert versions.resolve("qwen", "e") == Serving(None, None, "qwen")
+    assert versions.resolve("qwen", "e") == ServedVersion(None, None, "qwen")
 
 
 EXPLORING = """
@@ -175,7 +179,7 @@ base = "m"
 
 def test_exploration_applies_to_policy_names_and_not_to_version_names() -> None:
     versions = Versions(table=parse_policies(EXPLORING, "p.toml"))
-    assert versions.explore
+    assert versions.is_exploring
     for model, agent in (("m", "x"), ("a", "y"), ("mine", "y")):
         rule = versions.exploration(model, agent)
         assert rule is not None
@@ -191,9 +195,9 @@ def test_version_with_deleted_files_is_explained() -> None:
     assert said is not None
     assert "was unloaded or rejected, and its files were deleted" in said
     # It is asked of the server that the policy's other versions are at.
-    assert versions.resolve("m@1", "e") == Serving("m", 1, "m@1")
+    assert versions.resolve("m@1", "e") == ServedVersion("m", 1, "m@1")
     for other in ("m@01", "m@3", "m@-1", "n@1"):
-        assert versions.resolve(other, "e") == Serving(None, None, other)
+        assert versions.resolve(other, "e") == ServedVersion(None, None, other)
     assert "is unknown" in (versions.why_not_served("m@3") or "")
 
 

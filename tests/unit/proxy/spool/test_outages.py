@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import SpoolInUse
 from proxy.spool import writer as segment_writer
-from proxy.spool.folders import Home, take_home
+from proxy.spool.folders import WorkerFolder, take_worker_folder
 from proxy.spool.outages import (
     OUTAGE,
     PAGE,
@@ -79,7 +79,7 @@ def test_unstored_outage_is_extended_by_the_next_and_not_withdrawn(tmp_path: Pat
 def test_outage_of_a_killed_worker_is_not_withdrawn(tmp_path: Path) -> None:
     OutageFile(tmp_path).begin(10.0)
     file = OutageFile(tmp_path)
-    assert file.lasts
+    assert file.is_lasting
     assert span(file.end(30.0, named=True)) == (10.0, 30.0)
 
 
@@ -137,7 +137,7 @@ def test_failed_write_of_the_outage_file_changes_no_state(
 def test_truncated_outage_file_is_extended_and_keeps_its_outage(tmp_path: Path) -> None:
     OutageFile(tmp_path).begin(10.0)
     os.truncate(tmp_path / OUTAGE, 2 * PAGE)
-    assert OutageFile(tmp_path).lasts
+    assert OutageFile(tmp_path).is_lasting
     assert size(tmp_path) == PAGE * PAGES
 
 
@@ -165,7 +165,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> SegmentWriter:
-    home = Home(tmp_path)
+    home = WorkerFolder(tmp_path)
     return SegmentWriter(lambda: home, home, segment_bytes=2**20)
 
 
@@ -214,7 +214,9 @@ def test_lost_records_without_a_mark_or_a_named_episode_become_an_outage(
 @pytest.mark.parametrize("replaced", [False, True])
 def test_removed_spool_folder_is_made_and_locked_again(tmp_path: Path, replaced: bool) -> None:
     folder = tmp_path / "spool" / "0"
-    writer = SegmentWriter(lambda: take_home(tmp_path / "spool"), Home(folder), segment_bytes=64)
+    writer = SegmentWriter(
+        lambda: take_worker_folder(tmp_path / "spool"), WorkerFolder(folder), segment_bytes=64
+    )
     assert writer.append(b"x")
     shutil.rmtree(tmp_path / "spool")
     if replaced:
@@ -223,20 +225,20 @@ def test_removed_spool_folder_is_made_and_locked_again(tmp_path: Path, replaced:
     assert writer.append(b"z")
     assert sorted(path.stat().st_size for path in folder.glob("*_*")) == [0, 1, 64]
     with pytest.raises(SpoolInUse):
-        Home(folder)
+        WorkerFolder(folder)
     # What tells of losses is there again too.
-    assert writer.mark(b"m")
+    assert writer.append_to_reserve(b"m")
     writer.begin_outage()
     assert outage_in(folder) is not None
     writer.release()
-    Home(folder).release()
+    WorkerFolder(folder).release()
 
 
 def test_recording_outage_lasts_on_when_its_spool_folder_is_removed(
     clock: Clock, tmp_path: Path
 ) -> None:
     folder = tmp_path / "0"
-    writer = SegmentWriter(lambda: Home(folder), Home(folder), segment_bytes=64)
+    writer = SegmentWriter(lambda: WorkerFolder(folder), WorkerFolder(folder), segment_bytes=64)
     writer.begin_outage()
     clock.now = 200.0
     shutil.rmtree(folder)

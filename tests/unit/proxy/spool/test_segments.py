@@ -240,7 +240,7 @@ def test_segment_that_is_sealed_while_it_is_read_is_read_whole(
 
     seen: list[int] = []
     monkeypatch.setattr(Path, name, renamed_before)
-    assert segment.grown()
+    assert segment.has_grown()
     [piece] = segment.pieces(BEGIN, None, sealed=True)
     assert not piece.damage
     assert not path.exists()
@@ -250,7 +250,7 @@ def test_removed_segment_is_an_error(path: Path) -> None:
     segment = Segment(path)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        segment.grown()
+        segment.has_grown()
 
 
 @pytest.mark.parametrize("url", [None, "postgresql://nobody@127.0.0.1:1/none"])
@@ -311,16 +311,16 @@ def test_spool_drain_stays_stuck_through_a_database_outage_until_records_move() 
     progress.note("stuck", "held")
     now = 115.0
     progress.note("stuck", "held")
-    assert (progress.stuck_s, progress.told()["for_s"]) == (5.0, 5.0)
+    assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (5.0, 5.0)
     # PostgreSQL goes away, and comes back: the record has been held all the time.
     progress.note("waiting", "away")
     now = 120.0
-    assert (progress.stuck_s, progress.told()["for_s"]) == (0.0, 5.0)
+    assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (0.0, 5.0)
     progress.note("stuck", "held")
-    assert (progress.stuck_s, progress.told()["for_s"]) == (10.0, 10.0)
+    assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (10.0, 10.0)
     progress.note("moving")
     now = 130.0
-    assert (progress.stuck_s, progress.told()["for_s"]) == (0.0, 10.0)
+    assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (0.0, 10.0)
     progress.note("stuck", "another")
     now = 131.0
     assert progress.stuck_s == 1.0

@@ -13,8 +13,8 @@ from proxy.upstreams.litellm import (
     EMBEDDINGS,
     chunk_event,
     hidden_words,
+    provider_error_body,
     read_litellm_request,
-    refusal,
     retry_headers,
     status_of,
     whole_reply,
@@ -98,14 +98,14 @@ def test_providers_error_is_answered_in_openais_shape() -> None:
     headers = {"retry-after": "7", "date": "now"}
     error: Any = SimpleNamespace(status_code=429, body=said, litellm_response_headers=headers)
     assert status_of(error) == 429
-    assert json.loads(refusal(error)) == {"error": said}
+    assert json.loads(provider_error_body(error)) == {"error": said}
     assert retry_headers(error) == [(b"retry-after", b"7")]
 
 
 def test_litellm_error_without_details_is_answered_with_502_and_its_first_line() -> None:
     error = ValueError('no route\nTraceback (most recent call last):\n  File "/secret/place.py"')
     assert (status_of(error), retry_headers(error)) == (502, [])
-    assert json.loads(refusal(error))["error"] == {
+    assert json.loads(provider_error_body(error))["error"] == {
         "message": "no route",
         "type": "upstream_error",
         "param": None,

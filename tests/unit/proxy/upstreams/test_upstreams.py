@@ -210,12 +210,12 @@ PLAIN = (b"x-api-key", b"ours")
 def test_upstreams_api_key_is_sent_in_the_header_that_the_server_wants(
     style: Style, target: str, shown: list[tuple[bytes, bytes]]
 ) -> None:
-    assert Key("ours", style).shown(CLIENT, target) == [(b"User-Agent", b"x"), *shown]
+    assert Key("ours", style).with_key(CLIENT, target) == [(b"User-Agent", b"x"), *shown]
 
 
 def test_clients_anthropic_version_header_is_kept() -> None:
     spoken = (b"Anthropic-Version", b"2099-01-01")
-    assert Key("ours", "anthropic").shown([spoken], "/v1/messages") == [spoken, PLAIN]
+    assert Key("ours", "anthropic").with_key([spoken], "/v1/messages") == [spoken, PLAIN]
 
 
 def test_upstreams_api_key_does_not_show_in_its_repr() -> None:
