@@ -199,7 +199,7 @@ async def replay_letters(
         try:
             record = record_of(payload, readers, most_reply)
             if redactor is not None:
-                record = redactor.record(record)
+                record = redactor.redact_record(record)
             left_out = await ingester.store(engine, [record])
         except Exception as error:
             if prevents_all_storing(error):
