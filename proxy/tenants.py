@@ -607,9 +607,9 @@ async def check_continued(
         known = {name for name, digest in digests.items() if memory.is_provided(digest)}
         is_answered = True
         if not known and is_possible:
-            found = await lookup.ask(ask, within_s=LOOK_S)
-            is_answered = found is not None
-            known = {names[name] for name in found or ()}
+            stored = await lookup.ask(ask, within_s=LOOK_S)
+            is_answered = stored is not None
+            known = {names[name] for name in stored or ()}
         if tenant in known:
             return
         if known or not is_possible or clock() >= deadline:

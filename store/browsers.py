@@ -29,19 +29,19 @@ def why_foreign(
     `Host` is allowed, and only pages of that host. With `loopback`, the only IP addresses allowed
     as `Host` are loopback's.
     """
-    said: dict[bytes, str] = {}
+    values: dict[bytes, str] = {}
     for name, value in headers:
         # Comparing lengths is far cheaper than lowering every name.
         if len(name) in _SIZES and (lower := name.lower()) in _NAMES:
-            said[lower] = value.decode("latin-1").lower()
-    host, origin, site = said.get(b"host"), said.get(b"origin"), said.get(b"sec-fetch-site")
+            values[lower] = value.decode("latin-1").lower()
+    host, origin, site = values.get(b"host"), values.get(b"origin"), values.get(b"sec-fetch-site")
     # HTTP/1.0 needs no host, and no browser speaks it.
     if hosts is not None and host is not None and not _is_own_host(host, hosts, loopback):
         return _foreign_page_message("Host", host)
     if origin is None and site is None:
         return None
     page = (origin or "").rpartition("://")[2]
-    is_link = method in ("GET", "HEAD") and said.get(b"sec-fetch-dest") == "document"
+    is_link = method in ("GET", "HEAD") and values.get(b"sec-fetch-dest") == "document"
     is_same = site in ("same-origin", "none") or (site is None and page == host)
     if is_link or is_same or any(one and one in (hosts or ()) for one in (page, origin)):
         return None

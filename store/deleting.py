@@ -148,14 +148,14 @@ async def keep_writers_out(driver: Driver) -> int:
     return deletion
 
 
-async def delete_episode(connection: AsyncConnection, whole: UUID) -> Receipt | None:
+async def delete_episode(connection: AsyncConnection, episode_id: UUID) -> Receipt | None:
     """Delete an episode and all its parts in the caller's transaction; return None if unknown.
 
     Until the transaction ends, no batch of records is stored and no reference is resolved.
     """
     driver = await driver_of(connection)
     deletion = await keep_writers_out(driver)
-    parts = await driver.fetch(_PARTS, whole)
+    parts = await driver.fetch(_PARTS, episode_id)
     if not parts:
         return None
     ids, keys = [part["id"] for part in parts], [part["key"] for part in parts]
@@ -173,7 +173,7 @@ async def delete_episode(connection: AsyncConnection, whole: UUID) -> Receipt | 
     await refresh_policy_rows(connection, ids)
     return Receipt(
         episode=next((part["key"] for part in parts if part["is_whole"]), keys[0]),
-        id=whole,
+        id=episode_id,
         state="deleted",
         keys=tuple(keys),
         removed=removed,
@@ -198,12 +198,12 @@ async def mark_deleted(connection: AsyncConnection, key: str) -> Receipt:
     return Receipt(episode=key, state="marked", removed=await forget_unmatched(driver, names))
 
 
-async def receipt_of_deleted(connection: AsyncConnection, name: str, whole: UUID) -> Receipt:
+async def receipt_of_deleted(connection: AsyncConnection, name: str, episode_id: UUID) -> Receipt:
     """Return the receipt of an episode that was deleted before: what is still known of it."""
     driver = await driver_of(connection)
-    parts = await driver.fetch("SELECT id FROM episodes WHERE id = $1 OR root = $1", whole)
+    parts = await driver.fetch("SELECT id FROM episodes WHERE id = $1 OR root = $1", episode_id)
     adapters = await versions_trained_on(driver, [row[0] for row in parts])
-    return Receipt(episode=name, id=whole, state="deleted_before", **adapters)
+    return Receipt(episode=name, id=episode_id, state="deleted_before", **adapters)
 
 
 async def abandon_updates(
@@ -235,10 +235,10 @@ async def store_additions_whole(
     adding = [row[0] for row in await driver.fetch(_ADDING, ids, calls)]
     if not adding:
         return 0
-    whole = await whole_calls(connection, adding)
-    for call, (request, prompt_ids) in whole.items():
+    texts_by_call = await whole_calls(connection, adding)
+    for call, (request, prompt_ids) in texts_by_call.items():
         await driver.execute(_REWRITE, call, request, prompt_ids)
-    return len(whole)
+    return len(texts_by_call)
 
 
 def _sum_counts(*counts: dict[str, int]) -> dict[str, int]:

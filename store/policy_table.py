@@ -125,11 +125,11 @@ def _companion_sets(specs: Iterable[PolicySpec]) -> dict[str, tuple[str, ...]]:
     """Map each policy's name to the sorted names that go live together with it, itself included."""
     sets: dict[str, set[str]] = {}
     for spec in specs:
-        whole = {spec.name}.union(
+        merged = {spec.name}.union(
             *(sets.get(one, {one}) for one in (spec.name, *spec.publish_with))
         )
-        sets |= dict.fromkeys(whole, whole)
-    return {name: tuple(sorted(whole)) for name, whole in sets.items()}
+        sets |= dict.fromkeys(merged, merged)
+    return {name: tuple(sorted(merged)) for name, merged in sets.items()}
 
 
 FILE: Final = TableFile(

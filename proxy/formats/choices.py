@@ -257,16 +257,16 @@ class ChoicesReply(ReplyParser):
         """
         if self._response_id is None and "id" in parsed:
             self._response_id = string_or_none(value_of(parsed["id"]))
-        said = _first_message(choices)
+        message = _first_message(choices)
         if self._merged is not None:
             self._merged.add(parsed, choices)
             return
-        if said is None:
+        if message is None:
             return
-        if isinstance(said.content, str):
-            self._texts.append(said.content)
-            self.gathered += len(said.content) + PIECE_BYTES
-        for position, piece in enumerate(said.tool_calls or ()):
+        if isinstance(message.content, str):
+            self._texts.append(message.content)
+            self.gathered += len(message.content) + PIECE_BYTES
+        for position, piece in enumerate(message.tool_calls or ()):
             # A whole message's calls have no index of their own.
             index, function = piece.index or position, piece.function or FunctionPiece()
             if index not in self._tools:
@@ -436,15 +436,15 @@ class _TokenData:
         if logprobs is not None:
             self._logprobs = self._logprobs or []
             try:
-                told = _logprobs.decode(logprobs)
+                decoded = _logprobs.decode(logprobs)
             except ODD_SHAPE:
                 self._unsound = True
                 return
-            if told.token_logprobs is not None:
+            if decoded.token_logprobs is not None:
                 # An echoed prompt's first token has null.
-                self._logprobs += [value for value in told.token_logprobs if value is not None]
-            elif told.content is not None:
-                self._logprobs += [token.logprob for token in told.content]
+                self._logprobs += [value for value in decoded.token_logprobs if value is not None]
+            elif decoded.content is not None:
+                self._logprobs += [token.logprob for token in decoded.content]
 
     def sampled(self, usage: dict[str, Any] | None) -> SampledTokens:
         """Return the gathered data, without token data if some of it could not be read."""

@@ -233,7 +233,7 @@ def _attributes(record: CallRecord) -> dict[str, Value]:
     operation, provider = OPERATIONS[record.dialect]
     settings, usage, ids = _fields(record.sampling), _fields(record.usage), record.tokens
     tenant, first_ms = tenant_of(record.episode), record.first_chunk_ms
-    said: dict[str, Value | None] = {
+    attributes: dict[str, Value | None] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": provider,
         "gen_ai.request.model": _text(record.policy or record.served_model) or "unknown",
@@ -257,7 +257,7 @@ def _attributes(record: CallRecord) -> dict[str, Value]:
         "pawl.not_trainable": record.reason,
         "pawl.tenant": None if tenant == DEFAULT else tenant,
     }
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _error_type(record: CallRecord) -> str | None:

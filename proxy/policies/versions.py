@@ -346,13 +346,13 @@ class Versions:
         policy, number = named
         version = self._version(policy, number)
         if version is None:
-            what = DELETED if self._is_deleted(policy, number) else "is unknown"
+            why = DELETED if self._is_deleted(policy, number) else "is unknown"
         else:
-            what = _why_not(version)
+            why = _why_not(version)
         loaded = sorted(self._names.get(policy, ()), reverse=True)[:MOST_NAMED]
         names = ", ".join(f"{policy}@{one}" for one in loaded)
         return (
-            f"The model server does not have {model}: this version {what}. "
+            f"The model server does not have {model}: this version {why}. "
             f"Ask for {policy}, or for a version that is loaded: {names}"
         )
 

@@ -94,17 +94,17 @@ async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement
     """Return the agreement of each judge that stated a policy's reward lately, by name."""
     values = {"policy": policy, "kinds": list(TARGET_KINDS)}
     rows = (await connection.execute(_PAIRS, values)).all()
-    found = []
+    by_judge = []
     for source in sorted({row.source for row in rows}):
         own = [row for row in rows if row.source == source]
         pairs = [(row.metric, row.opinion, row.fact) for row in own if row.fact is not None]
         share, error = agreement(pairs) if len(pairs) >= FEWEST else (None, None)
-        found.append(
+        by_judge.append(
             Agreement(
                 source=source, statements=len(own), compared=len(pairs), share=share, error=error
             )
         )
-    return found
+    return by_judge
 
 
 async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str, float]:
@@ -113,10 +113,10 @@ async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str,
     A judge that cannot be measured any more keeps the trust of the last update.
     """
     before: dict[str, float] = await connection.scalar(_LAST_TRUST, {"policy": policy}) or {}
-    found = await agreements(connection, policy)
+    measured = await agreements(connection, policy)
     return before | {
         one.source: one.trust if one.share is not None else before.get(one.source, 1.0)
-        for one in found
+        for one in measured
     }
 
 

@@ -211,10 +211,13 @@ async def call_texts(
     most: int = LARGEST_SHOWN,
 ) -> dict[UUID, CallTexts]:
     """Return the requests and the replies of these calls, without bodies larger than `most`."""
-    asked = await _requests(connection, requests, most)
+    request_of = await _requests(connection, requests, most)
     rows = await connection.execute(_REPLIES, {"ids": list(replies), "most": most})
-    told = {row.id: row.reply for row in rows}
-    return {call: CallTexts(asked.get(call), told.get(call)) for call in {*asked, *told}}
+    reply_of = {row.id: row.reply for row in rows}
+    return {
+        call: CallTexts(request_of.get(call), reply_of.get(call))
+        for call in {*request_of, *reply_of}
+    }
 
 
 async def _requests(

@@ -78,8 +78,8 @@ async def _find_update(
     rows = (await connection.execute(query.order_by(updates.c.policy))).all()
     name = f"version {which}" if isinstance(which, int) else f"update {which}"
     if not rows:
-        what = f"no update made {name}" if isinstance(which, int) else f"there is no {name}"
-        raise UnknownUpdate(f"{what}: `pawl policies show` lists a policy's versions")
+        problem = f"no update made {name}" if isinstance(which, int) else f"there is no {name}"
+        raise UnknownUpdate(f"{problem}: `pawl policies show` lists a policy's versions")
     if len(rows) > 1:
         names = ", ".join(row.policy for row in rows)
         raise UnknownUpdate(f"several policies have {name}: name one of {names} (--policy)")

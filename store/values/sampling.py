@@ -113,8 +113,8 @@ def _number(least: float, most: float) -> Callable[[Any], float | None]:
 def _count(least: int) -> Callable[[Any], int | None]:
     def read(value: Any) -> int | None:
         number = number_of(value)
-        whole = number is not None and number.is_integer() and least <= number <= MOST_COUNTED
-        return int(number) if number is not None and whole else None
+        is_count = number is not None and number.is_integer() and least <= number <= MOST_COUNTED
+        return int(number) if number is not None and is_count else None
 
     return read
 

@@ -70,14 +70,14 @@ _log = logging.getLogger("vllm.plugins.pawl_cpu_lora")
 class UnsupportedVLLMError(RuntimeError):
     """Report that this vLLM lacks the LoRA operations that the plugin replaces."""
 
-    def __init__(self, found: str, difference: str) -> None:
+    def __init__(self, vllm_version: str, difference: str) -> None:
         super().__init__(
-            f"pawl-cpu-lora supports vLLM {SUPPORTED_VLLM}, this is {found}: {difference}."
+            f"pawl-cpu-lora supports vLLM {SUPPORTED_VLLM}, this is {vllm_version}: {difference}."
             " Its stock CPU LoRA operations answer base-model requests with an adapter;"
             " install the supported version, or set VLLM_PLUGINS without pawl_cpu_lora"
             " to serve with them all the same."
         )
-        self.found = found
+        self.vllm_version = vllm_version
         self.difference = difference
 
 
