@@ -83,7 +83,7 @@ async def test_call_that_fails_at_a_step_is_recorded_with_the_results_of_earlier
     [episode] = await proxy.episodes(1)
     [call] = episode.calls
     assert (episode.key, call.agent) == ("named", "writer")
-    assert call.http_status == (200 if step == "comes_in_events" else None)
+    assert call.http_status == (200 if step == "is_event_stream" else None)
 
 
 async def test_stream_is_cut_off_after_an_error_event_if_the_proxy_fails(
