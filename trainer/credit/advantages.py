@@ -24,7 +24,7 @@ from trainer.credit.baselines import (
     NORMALISATIONS,
     BaselineValue,
     NoSignal,
-    family_value,
+    family_baseline,
     spread_about,
 )
 from trainer.credit.means import mean_of
@@ -139,8 +139,8 @@ def advantages(
     low, high = reward_range
     earned = [final for unit in units for final in unit.finals]
     # A reward outside the range widens it; otherwise all rewards above it would count as equal.
-    against = _compared(units, rule, after, (min([low, *earned]), max([high, *earned])))
-    scaled = _scaled(units, against, rule, high - low)
+    against = _unit_baselines(units, rule, after, (min([low, *earned]), max([high, *earned])))
+    scaled = _scaled_differences(units, against, rule, high - low)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
     for unit, other, compared in zip(units, against, scaled, strict=True):
         # AIR may give a signal where equal final rewards give none.
@@ -154,7 +154,7 @@ def advantages(
     return result, after.pruned()
 
 
-class Against(Record, frozen=True, kw_only=True):
+class Baselines(Record, frozen=True, kw_only=True):
     """The baselines of a unit's final rewards and AIR.
 
     `weight` is `f` of the module's formula; `is_alike` is explained in `AdvantageSteps`.
@@ -166,8 +166,8 @@ class Against(Record, frozen=True, kw_only=True):
     is_alike: bool
 
 
-def _scaled(
-    units: Sequence[ScoredCalls], against: Sequence[Against], rule: CreditOptions, width: float
+def _scaled_differences(
+    units: Sequence[ScoredCalls], against: Sequence[Baselines], rule: CreditOptions, width: float
 ) -> list[list[AdvantageSteps]]:
     """Return the scaled differences of each call, in the order of `units`.
 
@@ -181,7 +181,7 @@ def _scaled(
     spreads = [other.final.spread if by_baseline else None for other in against]
     if normalisation.spread_over == "update":
         counts = [other.final.reason != "alone" for other in against]
-        finals, airs = _centred(finals, counts), _centred(airs, counts)
+        finals, airs = _subtract_mean(finals, counts), _subtract_mean(airs, counts)
         spreads = [spread_about(0.0, list(compress(finals, counts)))] * len(finals)
     return [
         [
@@ -202,7 +202,7 @@ def _scaled(
     ]
 
 
-def _centred(differences: list[list[float]], counts: Sequence[bool]) -> list[list[float]]:
+def _subtract_mean(differences: list[list[float]], counts: Sequence[bool]) -> list[list[float]]:
     """Subtract from all differences their mean over the units that `counts` marks."""
     means = [mean_of(own) for own in compress(differences, counts)]
     mean = mean_of(means) if means else 0.0
@@ -238,12 +238,12 @@ def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditOptions) -> l
     ]
 
 
-def _compared(
+def _unit_baselines(
     units: Sequence[ScoredCalls],
     rule: CreditOptions,
     moving: MovingBaselines,
     reward_range: RewardRange,
-) -> list[Against]:
+) -> list[Baselines]:
     """Return the baselines of each unit, in the order of `units`.
 
     A unit is compared with its group; with its family's moving average if it is alone in its group
@@ -254,7 +254,7 @@ def _compared(
     compared: dict[tuple[int, str], list[int]] = {}
     for index, unit in enumerate(units):
         compared.setdefault((unit.group, unit.agent), []).append(index)
-    by_index: dict[int, Against] = {}
+    by_index: dict[int, Baselines] = {}
     for indices in compared.values():
         own = [units[index] for index in indices]
         is_alone = len(own) == 1
@@ -262,15 +262,15 @@ def _compared(
         if is_alike or (baseline.needs_group and is_alone):
             family, agent = own[0].family, own[0].agent
             average = moving.of_finals(family, agent)
-            finals = [family_value(unit.finals, average) for unit in own]
-            airs = [family_value(unit.airs, moving.of_airs(family, agent)) for unit in own]
+            finals = [family_baseline(unit.finals, average) for unit in own]
+            airs = [family_baseline(unit.airs, moving.of_airs(family, agent)) for unit in own]
             weight = air_weight([average.mean], reward_range)
         else:
             finals = baseline.values([unit.finals for unit in own])
             airs = baseline.values([unit.airs for unit in own])
             weight = air_weight([mean_of(unit.finals) for unit in own], reward_range)
         for index, final, air in zip(indices, finals, airs, strict=True):
-            by_index[index] = Against(
+            by_index[index] = Baselines(
                 final=final, air=air, weight=weight, is_alike=is_alike and not is_alone
             )
     return [by_index[index] for index in range(len(units))]

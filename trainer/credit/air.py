@@ -46,7 +46,7 @@ class UsualScores(Record, frozen=True, kw_only=True):
     tools: Mapping[str | None, float] = {}
     overall: float = 0.0
 
-    def of(self, tool: str | None) -> float:
+    def tool_score(self, tool: str | None) -> float:
         """Return a tool's mean score, or the overall mean for a tool that never ran."""
         return self.tools.get(tool, self.overall)
 
@@ -90,7 +90,7 @@ def air_reward(events: Sequence[ScoredEvent], usual: UsualScores, most: float) -
     """Return r_air, −`most` to `most`, from an episode's tool events; 0 if it has none."""
     if not events:
         return 0.0
-    differences = [event.score - usual.of(event.tool) for event in events]
+    differences = [event.score - usual.tool_score(event.tool) for event in events]
     return most * max(-1.0, min(1.0, mean_of(differences)))
 
 
@@ -106,11 +106,11 @@ def air_weight(finals: Sequence[float], reward_range: RewardRange) -> float:
 def _execution_key(event: MatchedEvent) -> tuple[str | None, ...] | None:
     """Return a key shared by repeats of one execution, or None if nothing identifies it."""
     if event.arguments is not None:
-        return (event.tool, "arguments", canonical(event.arguments))
+        return (event.tool, "arguments", canonical_arguments(event.arguments))
     return None if event.id is None else (event.tool, "id", event.id)
 
 
-def canonical(arguments: str) -> str:
+def canonical_arguments(arguments: str) -> str:
     """Return tool arguments in one canonical form: sorted keys, no blanks, 2.0 as 2.
 
     Arguments that are not JSON, such as those of a malformed call, are only stripped.

@@ -90,7 +90,7 @@ class CreditedAccounts(Record, frozen=True, kw_only=True):
     baselines: MovingBaselines
 
 
-class Credited(Record, frozen=True, kw_only=True):
+class UpdateCredit(Record, frozen=True, kw_only=True):
     """Hold an update's credit by transition, each episode's mean return, and the next baselines."""
 
     transitions: tuple[TransitionCredit, ...]
@@ -111,7 +111,7 @@ def assign_credit(
     reward: RewardRule = REWARD_ALONE,
     reward_range: RewardRange = UNIT_RANGE,
     trust: Mapping[str, float] = ALL_TRUSTED,
-) -> Credited:
+) -> UpdateCredit:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
     - Calls that another policy than `policy` sampled are not trainable.
@@ -134,7 +134,7 @@ def assign_credit(
             return "stale"
         return withheld.get(episode.id)
 
-    accounted = [pair for group in groups for pair in _account(group, policy, reward, why)]
+    accounted = [pair for group in groups for pair in _account_group(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
     # With a teacher no reward counts, so no judge's opinion either.
     trust = ALL_TRUSTED if taught else trust
@@ -147,7 +147,7 @@ def assign_credit(
         )
         if not account.earlier
     ]
-    return Credited(
+    return UpdateCredit(
         transitions=tuple(
             TransitionCredit(
                 **msgspec.structs.asdict(credit),
@@ -167,7 +167,7 @@ def assign_credit(
 AccountedGroup = list[tuple[Episode, EpisodeAccount]]
 
 
-def _account(
+def _account_group(
     group: Group,
     policy: str,
     rule: RewardRule,
@@ -176,7 +176,7 @@ def _account(
     """Return the group's episodes and accounts, in lists of episodes compared with each other."""
     accounted = [
         (episode, account_of(episode, rule, withheld=why_withheld(episode)))
-        for episode in (_for_policy(episode, policy) for episode in group.episodes)
+        for episode in (_mark_other_policies(episode, policy) for episode in group.episodes)
     ]
     if not group.task:
         return [[pair] for pair in accounted]
@@ -184,7 +184,7 @@ def _account(
     return [accounted + earlier]
 
 
-def _for_policy(episode: Episode, policy: str) -> Episode:
+def _mark_other_policies(episode: Episode, policy: str) -> Episode:
     """Return the episode with the calls of other policies marked as not trainable."""
     calls = tuple(
         msgspec.structs.replace(call, trainable=False, reason="other_policy")
@@ -219,13 +219,13 @@ def credit_accounts(
         for account in group
     ]
     if kept is not None:
-        episodes = with_best_kept(episodes, kept)
+        episodes = withhold_not_best(episodes, kept)
     by_episode, after = advantages(episodes, rule, baselines, reward_range)
     if taught:
         by_episode = [[UNSCORED] * len(own) for own in by_episode]
     reasons = [
         [
-            _reason(episode, place, advantage, trust, taught=taught)
+            _why_not_trained(episode, place, advantage, trust, taught=taught)
             for place, advantage in enumerate(own)
         ]
         for episode, own in zip(episodes, by_episode, strict=True)
@@ -267,7 +267,7 @@ def _call_credit(
     )
 
 
-def _reason(
+def _why_not_trained(
     episode: EpisodeReturns,
     position: int,
     advantage: Advantage,
@@ -293,7 +293,7 @@ def _reason(
     return None if own.trainable else own.reason or "not_trainable"
 
 
-def with_best_kept(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list[EpisodeReturns]:
+def withhold_not_best(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list[EpisodeReturns]:
     """Mark the episodes that a learner must not imitate as withheld, with the reason.
 
     An episode is kept if its final reward is at least `sft.min_reward` and its return is among the
@@ -306,7 +306,7 @@ def with_best_kept(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list
         ranked: list[tuple[float, int]] = []
         for index, episode in group:
             mean = mean_return(episode.returns)
-            if mean.r_final is None or not _may_be_kept(episode.account):
+            if mean.r_final is None or not _may_be_imitated(episode.account):
                 continue
             if mean.r_final < rule.min_reward:
                 reasons[index] = LOW_REWARD
@@ -323,7 +323,7 @@ def with_best_kept(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list
     ]
 
 
-def _may_be_kept(account: EpisodeAccount) -> bool:
+def _may_be_imitated(account: EpisodeAccount) -> bool:
     if account.excluded is not None or account.earlier or account.withheld is not None:
         return False
     return any(call.trainable for call in account.calls)
@@ -353,9 +353,9 @@ def loss_weights(
     if equal == "auto":
         trained = [tokens for own in sampled for tokens in own if tokens is not None]
         equal = "token" if sum(trained) > LONG_CALL * len(trained) else "episode"
-    sizes = [_sizes(own, equal) for own in sampled]
+    sizes = [_call_sizes(own, equal) for own in sampled]
     if rule.equal_weight == "auto":
-        sizes = _balanced(sizes, families)
+        sizes = _even_families(sizes, families)
     if trusts is not None:
         pairs = zip(sizes, trusts, strict=True)
         sizes = [[size * share for size, share in zip(*pair, strict=True)] for pair in pairs]
@@ -363,7 +363,7 @@ def loss_weights(
     return [[size / total if size else 0.0 for size in own] for own in sizes]
 
 
-def _sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
+def _call_sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
     """Return the size of each call of an episode, before families are balanced."""
     if equal == "token":
         return [0.0 if tokens is None else float(max(tokens, 1)) for tokens in sampled]
@@ -372,7 +372,7 @@ def _sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
     return [0.0 if tokens is None else each for tokens in sampled]
 
 
-def _balanced(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:
+def _even_families(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:
     """Scale the sizes of calls so that all families have the same sum, within `MOST_FAVOUR`."""
     by_family: dict[str, list[float]] = {}
     for own, family in zip(sizes, families, strict=True):

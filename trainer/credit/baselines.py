@@ -2,7 +2,7 @@
 
 A baseline gives the value that an episode's return is compared with, and the spread of such
 returns. An episode alone in its group is compared with its task family's moving average
-(`family_value`). A normalisation says by which spread the difference is divided.
+(`family_baseline`). A normalisation says by which spread the difference is divided.
 
 Each episode counts once, whatever its number of calls: its value is the mean of its calls' returns,
 and its part in a variance is their mean squared difference from the baseline's mean. By default all
@@ -47,8 +47,8 @@ class Baseline(ABC):
     """A rule for the values that returns are compared with.
 
     With `needs_group` an episode is compared with the others of its group, including those that
-    earlier updates consumed; an episode alone in its group with a moving average (`family_value`).
-    PPO does not allow such a baseline, because its critic is the baseline.
+    earlier updates consumed; an episode alone in its group with a moving average
+    (`family_baseline`). PPO does not allow such a baseline: its critic is the baseline.
     """
 
     needs_group: bool = False
@@ -101,7 +101,7 @@ BASELINES: Final[dict[str, Baseline]] = {
 }
 
 
-def family_value(returns: Sequence[float], average: MovingAverage) -> BaselineValue:
+def family_baseline(returns: Sequence[float], average: MovingAverage) -> BaselineValue:
     """Return the baseline of an episode that has no group to differ from: its family's average.
 
     This is the baseline of REINFORCE (Sutton & Barto, 2nd ed., §13.4). The update's own episodes

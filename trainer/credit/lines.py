@@ -16,7 +16,7 @@ from store.tenants import DEFAULT, bare
 from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
 from trainer.credit.air import RewardRange
 from trainer.credit.assign import UNIT_RANGE, CallCredit, credit_accounts
-from trainer.credit.returns import CallAccount, EpisodeAccount, of_work
+from trainer.credit.returns import CallAccount, EpisodeAccount, without_side_call_reward
 from trainer.errors import CreditLineError
 from trainer.recipes.recipe import CreditOptions, SftOptions
 
@@ -88,7 +88,7 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
     tenant: str = DEFAULT
 
     @property
-    def whose(self) -> tuple[str, str]:
+    def key(self) -> tuple[str, str]:
         """Return the episode's unique key: tenant and name."""
         return self.tenant, self.episode
 
@@ -136,8 +136,8 @@ def read_lines_as(lines: Iterable[bytes], where: str, kind: type[Line]) -> list[
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        episode = _read(line, f"{where}, line {number}", kind)
-        first = line_of.setdefault(episode.whose, number)
+        episode = _parse_line(line, f"{where}, line {number}", kind)
+        first = line_of.setdefault(episode.key, number)
         if first != number:
             raise CreditLineError(
                 f"{where}, line {number}: episode {episode.episode!r} is on line {first} already,"
@@ -164,14 +164,14 @@ def credit_lines(
     for index, line in enumerate(episodes):
         name = index if line.task is None else (line.tenant, line.task)
         groups.setdefault(name, []).append(line)
-    accounts = [[_account(line, reward) for line in members] for members in groups.values()]
+    accounts = [[_episode_account(line, reward) for line in members] for members in groups.values()]
     credited = credit_accounts(accounts, rule, kept=kept, reward_range=reward_range)
     lines = [line for members in groups.values() for line in members]
-    credit_of = {line.whose: own for line, own in zip(lines, credited.calls, strict=True)}
+    credit_of = {line.key: own for line, own in zip(lines, credited.calls, strict=True)}
     return [
         credit_line(line.episode, call.call, call.agent, credit)
         for line in episodes
-        for call, credit in zip(line.calls, credit_of[line.whose], strict=True)
+        for call, credit in zip(line.calls, credit_of[line.key], strict=True)
     ]
 
 
@@ -191,7 +191,7 @@ def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> Cred
     )
 
 
-def _read(line: bytes, where: str, kind: type[Line]) -> Line:
+def _parse_line(line: bytes, where: str, kind: type[Line]) -> Line:
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.ValidationError as error:
@@ -204,23 +204,23 @@ def _read(line: bytes, where: str, kind: type[Line]) -> Line:
         ) from error
 
 
-def _account(line: EpisodeLine, rule: RewardRule) -> EpisodeAccount:
+def _episode_account(line: EpisodeLine, rule: RewardRule) -> EpisodeAccount:
     return EpisodeAccount(
         task=line.task,
         failed=line.state == "failed",
         earned=reward_of((item.feedback for item in line.feedback), rule),
-        calls=tuple(_call(call, rule) for call in line.calls),
-        excluded=_excluded(line),
+        calls=tuple(_call_account(call, rule) for call in line.calls),
+        excluded=_exclusion_reason(line),
     )
 
 
-def _excluded(line: EpisodeLine) -> str | None:
+def _exclusion_reason(line: EpisodeLine) -> str | None:
     if line.split == EVAL:
         return "evaluation"
     return None if line.quarantined is None else "quarantined"
 
 
-def _call(line: CallLine, rule: RewardRule) -> CallAccount:
+def _call_account(line: CallLine, rule: RewardRule) -> CallAccount:
     account = CallAccount(
         agent=line.agent,
         trainable=line.trainable,
@@ -234,4 +234,4 @@ def _call(line: CallLine, rule: RewardRule) -> CallAccount:
             for event in line.tool_events
         ),
     )
-    return of_work(account)
+    return without_side_call_reward(account)

@@ -1,7 +1,7 @@
 """Keep running averages of returns by task family and agent (pure).
 
 They are the baselines of tasks that come only once, as in production, where an episode has no group
-to be compared with (`baselines.family_value`). All scored episodes move them, including those of
+to be compared with (`baselines.family_baseline`). All scored episodes move them, including those of
 groups, so that an average is known when it is needed.
 
 The n returns of one update have no order, so each has the same weight in the average. Together they
@@ -51,11 +51,11 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
 
     def of_finals(self, family: str, agent: str) -> MovingAverage:
         """Return the family's average, or the tenant's if the family was seen less than twice."""
-        return _average(self.families, family, agent)
+        return _family_or_tenant_average(self.families, family, agent)
 
     def of_airs(self, family: str, agent: str) -> MovingAverage:
         """Return the same for AIR."""
-        return _average(self.airs, family, agent)
+        return _family_or_tenant_average(self.airs, family, agent)
 
     def updated(self, finals: NewReturns, airs: NewReturns) -> "MovingBaselines":
         """Return the baselines after an update with these final rewards and AIR.
@@ -63,7 +63,7 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
         The average of a new family and agent starts as the mean of its returns.
         """
         return MovingBaselines(
-            families=_updated(self.families, finals), airs=_updated(self.airs, airs)
+            families=_update_averages(self.families, finals), airs=_update_averages(self.airs, airs)
         )
 
     def pruned(self) -> "MovingBaselines":
@@ -86,7 +86,7 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
 NO_MOVING_BASELINES: Final = MovingBaselines()
 
 
-def _average(averages: Averages, family: str, agent: str) -> MovingAverage:
+def _family_or_tenant_average(averages: Averages, family: str, agent: str) -> MovingAverage:
     own, every = (
         averages.get(name, {}).get(agent, NEVER_SEEN)
         for name in (family, name_in_same_tenant(family, EVERY))
@@ -94,18 +94,18 @@ def _average(averages: Averages, family: str, agent: str) -> MovingAverage:
     return own if own.count > 1 else every
 
 
-def _updated(averages: Averages, returns: NewReturns) -> Averages:
+def _update_averages(averages: Averages, returns: NewReturns) -> Averages:
     families = {family: dict(agents) for family, agents in averages.items()}
     every: dict[tuple[str, str], list[float]] = {}
     for (family, agent), values in returns.items():
         every.setdefault((name_in_same_tenant(family, EVERY), agent), []).extend(values)
     for (family, agent), values in sorted((every | dict(returns)).items()):
         agents = families.setdefault(family, {})
-        agents[agent] = _updated_average(agents.get(agent), values)
+        agents[agent] = _mix_into_average(agents.get(agent), values)
     return families
 
 
-def _updated_average(before: MovingAverage | None, values: Sequence[float]) -> MovingAverage:
+def _mix_into_average(before: MovingAverage | None, values: Sequence[float]) -> MovingAverage:
     """Mix new returns into an average.
 
     Mean and variance are those of a mixture of two distributions, the old one with weight

@@ -69,14 +69,14 @@ def account_of(
         task=episode.task,
         failed=has_failed(episode),
         earned=reward_of(episode.feedback, rule),
-        calls=tuple(_call(call, rule) for call in episode.calls),
+        calls=tuple(_call_account(call, rule) for call in episode.calls),
         withheld=withheld,
         excluded=episode.quarantined_reason,
         earlier=earlier,
     )
 
 
-def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
+def _call_account(call: TransitionRow, rule: RewardRule) -> CallAccount:
     account = CallAccount(
         agent=call.agent,
         trainable=call.trainable,
@@ -85,10 +85,10 @@ def _call(call: TransitionRow, rule: RewardRule) -> CallAccount:
         earned=reward_of(call.feedback, rule),
         events=matched_events(call),
     )
-    return of_work(account)
+    return without_side_call_reward(account)
 
 
-def of_work(call: CallAccount) -> CallAccount:
+def without_side_call_reward(call: CallAccount) -> CallAccount:
     """Return the account of a call; a side call loses its reward and its tool events."""
     if call.reason != SIDE:
         return call
@@ -203,10 +203,10 @@ def _final_rewards(
         single = [of_agent[call.agent] for call in episode.calls]
     else:
         return [of_episode] * len(episode.calls)
-    return [_own_or_episodes(own, of_episode) for own in single]
+    return [_call_or_episode_reward(own, of_episode) for own in single]
 
 
-def _own_or_episodes(own: Reward, of_episode: Reward) -> Reward:
+def _call_or_episode_reward(own: Reward, of_episode: Reward) -> Reward:
     """Return a call's own reward, or the episode's if the call has none.
 
     A fact about the episode goes before an opinion about the call. If both rewards lack something,

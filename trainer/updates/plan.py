@@ -15,7 +15,7 @@ from store.tenants import bare, task_family
 from store.values.grammars import GRAMMAR
 from trainer.batches import Row, RowKey, correction_rows, training_rows
 from trainer.credit.advantages import AIR_SPREAD
-from trainer.credit.assign import Credited, TransitionCredit, assign_credit
+from trainer.credit.assign import TransitionCredit, UpdateCredit, assign_credit
 from trainer.credit.corrections import correction_of, corrections_of
 from trainer.credit.moving import MovingBaselines
 from trainer.recipes.recipe import Recipe
@@ -185,7 +185,7 @@ def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outco
 
 
 def _signal_episodes(
-    claim: Claim, credited: Credited, outcomes: Sequence[Outcome], recipe: Recipe
+    claim: Claim, credited: UpdateCredit, outcomes: Sequence[Outcome], recipe: Recipe
 ) -> float:
     """Return the number of trained episodes, each counted by its signal, 0 to 1.
 
@@ -216,7 +216,7 @@ def _signal_episodes(
 
 
 def _metrics(
-    claim: Claim, credited: Credited, rows: Sequence[Row], outcomes: Sequence[Outcome]
+    claim: Claim, credited: UpdateCredit, rows: Sequence[Row], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
     """Return an update's figures, JSON-ready.
 
@@ -243,7 +243,7 @@ def _metrics(
     }
 
 
-def _families(claim: Claim, credited: Credited) -> dict[str, dict[str, float]]:
+def _families(claim: Claim, credited: UpdateCredit) -> dict[str, dict[str, float]]:
     """Return the mean reward and the number of episodes of the largest task families."""
     rewards: dict[str, list[float]] = {}
     for group in claim.groups:

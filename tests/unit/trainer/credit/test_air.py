@@ -14,7 +14,7 @@ from trainer.credit.air import (
     UsualScores,
     air_reward,
     air_weight,
-    canonical,
+    canonical_arguments,
     scored_events,
     usual_scores,
 )
@@ -124,7 +124,7 @@ def test_each_tool_execution_counts_if_its_arguments_are_not_known() -> None:
 
 @pytest.mark.parametrize("text", ["{not json", "[" * 10_000, "1" * 5000, "", '"\\ud800"'])
 def test_tool_arguments_that_are_not_json_are_compared_as_text(text: str) -> None:
-    assert canonical(f" {text} ").strip('"') == text.strip('"')
+    assert canonical_arguments(f" {text} ").strip('"') == text.strip('"')
 
 
 @given(st.sampled_from(TOOL_STATUSES))

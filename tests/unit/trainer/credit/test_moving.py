@@ -12,7 +12,7 @@ from store.records import Episode, Group, ToolCall
 from store.tenants import task_family
 from tests.support.records import tool_event
 from tests.support.stored import episode, transition
-from trainer.credit.assign import Credited, assign_credit
+from trainer.credit.assign import UpdateCredit, assign_credit
 from trainer.credit.moving import (
     MAX_FAMILIES,
     NO_MOVING_BASELINES,
@@ -28,7 +28,7 @@ KNOWN = MovingBaselines(families={"t": {"": MovingAverage(mean=0.5, variance=0.2
 
 def credit(
     *episodes: Episode, before: MovingBaselines = NO_MOVING_BASELINES, rule: CreditOptions = RULE
-) -> Credited:
+) -> UpdateCredit:
     groups = [Group(task=one.task or "", episodes=(one,)) for one in episodes]
     return assign_credit(groups, rule, policy="m", oldest_version=0, baselines=before)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from store.values.rewards import Reward
 from tests.support.lines import credited, episode
 from trainer.credit.advantages import EpisodeReturns
-from trainer.credit.assign import LOW_REWARD, NOT_BEST, with_best_kept
+from trainer.credit.assign import LOW_REWARD, NOT_BEST, withhold_not_best
 from trainer.credit.returns import (
     CallAccount,
     ClaimScale,
@@ -44,7 +44,7 @@ def of_groups(*groups: list[EpisodeAccount]) -> list[EpisodeReturns]:
 
 
 def reasons(made: list[EpisodeReturns], **rule: Any) -> list[str | None]:
-    return [one.account.withheld for one in with_best_kept(made, SftOptions(**rule))]
+    return [one.account.withheld for one in withhold_not_best(made, SftOptions(**rule))]
 
 
 untrainable = CallAccount(agent="a", trainable=False, reason="not_text", sampled=2)
@@ -89,7 +89,7 @@ def test_best_episodes_of_each_task_are_imitated(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
-    after = with_best_kept(before, rule)
+    after = withhold_not_best(before, rule)
     for number in range(len(groups)):
         pairs = [(b, a) for b, a in zip(before, after, strict=True) if b.group == number]
         could = [(b, a) for b, a in pairs if may_be_kept(b)]
@@ -106,7 +106,7 @@ def test_selection_for_imitation_changes_only_the_episodes_that_it_withholds(
     groups: list[list[EpisodeAccount]], rule: SftOptions
 ) -> None:
     before = of_groups(*groups)
-    after = with_best_kept(before, rule)
+    after = withhold_not_best(before, rule)
     assert [one.returns for one in after] == [one.returns for one in before]
     for one, other in zip(before, after, strict=True):
         if one.account.withheld == other.account.withheld:
@@ -122,8 +122,8 @@ def test_episode_that_cannot_be_imitated_displaces_no_other(
 ) -> None:
     before = of_groups(*groups)
     could = [may_be_kept(one) for one in before]
-    found = [one for one, may in zip(with_best_kept(before, rule), could, strict=True) if may]
-    assert found == with_best_kept(
+    found = [one for one, may in zip(withhold_not_best(before, rule), could, strict=True) if may]
+    assert found == withhold_not_best(
         [one for one, may in zip(before, could, strict=True) if may], rule
     )
 
