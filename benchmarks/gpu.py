@@ -36,7 +36,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.report import Bar, Rows, bars_table, number
 from tests.support.training import write_words
-from trainer.batches import Row, Way, tree_size
+from trainer.batches import Row, Way, tokens_and_pairs
 from trainer.errors import Unusable
 from trainer.learners.flops import model_flops, peak_flops
 from trainer.learners.learner import Learner
@@ -158,7 +158,7 @@ def measure(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Mea
     """Measure an update of `rows` in each of the ways, and as TRL packs it."""
     recipe = training_recipe()
     flops = needed_flops(folder, rows)
-    distinct, _ = tree_size(rows)
+    distinct, _ = tokens_and_pairs(rows)
     few = [row for row in rows if row.episode_id.int < 2]
     measured = []
     base = Base(str(folder), recipe)
@@ -170,7 +170,7 @@ def measure(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Mea
             seconds, peak, figures = timed(partial(learner.update, rows))
             computed = figures["computed_tokens"]
             measured.append(Measured(way, seconds, distinct, computed, peak, flops))
-            learner.let_go()
+            learner.forget_model()
     del base
     free()
     if "trl" in names and torch.cuda.is_available():
@@ -209,7 +209,7 @@ def needed_flops(folder: Path, rows: Sequence[Row]) -> float:
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     scored = sum(len(row.sampled_ids) for row in rows)
-    return model_flops(outline).trained(*tree_size(rows), scored)
+    return model_flops(outline).training_flops(*tokens_and_pairs(rows), scored)
 
 
 def trl_model(folder: Path, recipe: Recipe) -> Any:

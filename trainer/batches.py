@@ -192,8 +192,8 @@ def build_tree(rows: Sequence[Sequence[int]]) -> Tree:
     open_row: Sequence[int] = ()
     for index in sorted(range(len(rows)), key=lambda index: tuple(rows[index])):
         row = rows[index]
-        shared = shared_prefix(open_row, row)
-        _close(open_path[shared:], end, len(tokens))
+        shared = shared_prefix_length(open_row, row)
+        _set_ends(open_path[shared:], end, len(tokens))
         open_path = open_path[:shared]
         for position in range(shared, len(row)):
             open_path.append(len(tokens))
@@ -202,11 +202,11 @@ def build_tree(rows: Sequence[Sequence[int]]) -> Tree:
             end.append(0)
         paths[index] = tuple(open_path)
         open_row = row
-    _close(open_path, end, len(tokens))
+    _set_ends(open_path, end, len(tokens))
     return Tree(tokens=tuple(tokens), depth=tuple(depth), end=tuple(end), paths=tuple(paths))
 
 
-def padded(tree: Tree, multiple: int) -> Tree:
+def pad_tree(tree: Tree, multiple: int) -> Tree:
     """Return `tree` with nodes that no other node sees, up to a multiple of `multiple` nodes."""
     size = len(tree.tokens)
     more = range(size, size + -size % multiple)
@@ -218,7 +218,7 @@ def padded(tree: Tree, multiple: int) -> Tree:
     )
 
 
-def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def shared_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many leading tokens two rows share."""
     # Binary search: comparing bytes is far quicker than comparing numbers one by one.
     one, other = (array("i", row).tobytes() for row in (left, right))
@@ -232,7 +232,7 @@ def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return shared
 
 
-def _close(nodes: Sequence[int], end: list[int], size: int) -> None:
+def _set_ends(nodes: Sequence[int], end: list[int], size: int) -> None:
     for node in nodes:
         end[node] = size
 
@@ -245,7 +245,7 @@ def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
     one group alone would learn from one task only.
     """
     by_episode: dict[UUID, list[Row]] = {}
-    for row in sorted(rows, key=_in_order):
+    for row in sorted(rows, key=_lexicographic_key):
         by_episode.setdefault(row.episode_id, []).append(row)
     dealt: list[list[Row]] = [[] for _ in range(min(steps, len(by_episode)))]
     for index, own in enumerate(by_episode.values()):
@@ -262,7 +262,7 @@ def chains_of(rows: Sequence[Row], way: Way) -> list[list[Row]]:
     chains: list[list[Row]] = []
     before = b""
     # A row is followed by all rows that it is a prefix of.
-    for key, row in sorted(((_in_order(row), row) for row in rows), key=itemgetter(0)):
+    for key, row in sorted(((_lexicographic_key(row), row) for row in rows), key=itemgetter(0)):
         if chains and way != "whole" and key[0].startswith(before):
             chains[-1].append(row)
         else:
@@ -273,7 +273,7 @@ def chains_of(rows: Sequence[Row], way: Way) -> list[list[Row]]:
     return chains
 
 
-def _in_order(row: Row) -> tuple[bytes, int]:
+def _lexicographic_key(row: Row) -> tuple[bytes, int]:
     """Return a row's key in lexicographic order of inputs and last id: big-endian bytes."""
     ids = row.inputs
     if sys.byteorder == "little":
@@ -292,7 +292,7 @@ def plan_micro_batches(
     """
     chains = chains_of(rows, way)
     sizes = [chain[-1].size - 1 for chain in chains]
-    repeated = _repeated(chains, way)
+    repeated = _count_repeated_tokens(chains, way)
     # best[n]: tokens, micro-batches and start of the last one in the best cut of n chains.
     best = [(0, 0, 0)]
     largest = max([budget, most, *sizes])
@@ -315,12 +315,12 @@ def plan_micro_batches(
     return cut[::-1]
 
 
-def _repeated(chains: Sequence[Sequence[Row]], way: Way) -> list[int]:
+def _count_repeated_tokens(chains: Sequence[Sequence[Row]], way: Way) -> list[int]:
     """Return how many tokens of each chain the chain before it has computed already."""
     if way not in ("tree", "stretches"):
         return [0] * len(chains)
     inputs = [chain[-1].inputs for chain in chains]
-    shared = [0, *(shared_prefix(*pair) for pair in pairwise(inputs))]
+    shared = [0, *(shared_prefix_length(*pair) for pair in pairwise(inputs))]
     if way == "tree":
         return shared
     # No stretch has a single token: models compute that as in decoding, in place.
@@ -346,7 +346,7 @@ def stretches_of(rows: Sequence[Row]) -> tuple[list[Stretch], dict[RowKey, int]]
     The second result is the index of the last stretch of each row's chain.
     """
     chains = chains_of(rows, "stretches")
-    repeated = _repeated(chains, "stretches")
+    repeated = _count_repeated_tokens(chains, "stretches")
     stretches: list[Stretch] = []
     last: dict[RowKey, int] = {}
     # Chains from `start` to `stop` share their first `begin` tokens, which end with `parent`.
@@ -369,17 +369,17 @@ def stretches_of(rows: Sequence[Row]) -> tuple[list[Stretch], dict[RowKey, int]]
 def computed_tokens(rows: Sequence[Row], *, way: Way = "tree") -> int:
     """Return how many tokens a micro-batch computes."""
     chains = chains_of(rows, way)
-    return sum(chain[-1].size - 1 for chain in chains) - sum(_repeated(chains, way))
+    return sum(chain[-1].size - 1 for chain in chains) - sum(_count_repeated_tokens(chains, way))
 
 
-def tree_size(rows: Sequence[Row]) -> tuple[int, int]:
+def tokens_and_pairs(rows: Sequence[Row]) -> tuple[int, int]:
     """Return how many distinct tokens the inputs of `rows` have, and how many pairs attend.
 
     Tokens after different prefixes are distinct. Each attends to its prefix and to itself.
     """
     chains = chains_of(rows, "tree")
     sizes = [chain[-1].size - 1 for chain in chains]
-    repeated = _repeated(chains, "tree")
+    repeated = _count_repeated_tokens(chains, "tree")
     pairs = sum(
         (size * (size + 1) - shared * (shared + 1)) // 2
         for size, shared in zip(sizes, repeated, strict=True)
@@ -387,7 +387,7 @@ def tree_size(rows: Sequence[Row]) -> tuple[int, int]:
     return sum(sizes) - sum(repeated), pairs
 
 
-def share_out(
+def divide_among_processes(
     micro_batches: Sequence[Sequence[Row]], processes: int, *, way: Way = "tree"
 ) -> list[list[Sequence[Row]]]:
     """Divide micro-batches among processes: equally many for each, with about equally many tokens.

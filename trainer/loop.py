@@ -118,7 +118,7 @@ class Loop:
         async with self._engine.connect() as connection:
             killed = await claims.abandoned_in_a_row(connection, self._policy, KILLED)
         if killed > 1:
-            halved = partial(self._learner.take_less, killed - 1)
+            halved = partial(self._learner.halve_micro_batches, killed - 1)
             tokens = await in_thread(self._learner, halved)
             log.error(
                 "trainer_killed_again",

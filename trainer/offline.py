@@ -17,7 +17,7 @@ from store.claims import Claim
 from store.records import Episode, Group
 from trainer.errors import AdapterError, LearnerError, Unusable
 from trainer.exported import claimed_groups
-from trainer.learners.distributed import has_companions
+from trainer.learners.distributed import is_one_of_several
 from trainer.learners.kernels.process import keep_freed_memory
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import folders, read_manifest, version_folder
@@ -76,7 +76,7 @@ async def train_episodes(
     Raises:
         TrainerError: the model or the version cannot be used, or an update cannot be computed.
     """
-    if has_companions():
+    if is_one_of_several():
         raise LearnerError("`pawl train` is one process: start it without `accelerate launch`")
     # Must come before a second thread starts: only malloc's first arena may be used.
     keep_freed_memory()
@@ -89,9 +89,9 @@ async def train_episodes(
     parent = 0 if manifest is None else manifest.version
     begun = None if start is None else (parent, start.resolve())
     learner = Learner(model, recipe, seed, out / ".scratch")
-    misfit = None if start is None else learner.misfit(start)
-    if misfit is not None:
-        raise AdapterError(f"{start}: {misfit} than {model}: set PAWL_MODEL to that one")
+    why_another_base = None if start is None else learner.why_another_base(start)
+    if why_another_base is not None:
+        raise AdapterError(f"{start}: {why_another_base} than {model}: set PAWL_MODEL to that one")
     probe = learner.vocabulary_probe
     teacher = Teacher(recipe.teacher, probe, teacher_key) if recipe.teacher else None
     training = Training(learner, out, _Folders(out, policy, begun), teacher)

@@ -135,13 +135,13 @@ def plan(
     require_torch()
     import torch
 
-    from trainer.learners.kernels.process import whole_memory
+    from trainer.learners.kernels.process import total_memory
     from trainer.learners.memory import footprint
 
     device = "cuda" if gpu_gib is not None or torch.cuda.is_available() else "cpu"
     if gpus > 1 and device == "cpu":
         fail("there is no GPU here: say with --gpu-gib how much memory each of --gpus has")
-    memory_gib = whole_memory(device) / GIB if gpu_gib is None else gpu_gib
+    memory_gib = total_memory(device) / GIB if gpu_gib is None else gpu_gib
     try:
         chosen = load_recipe(recipe)
         takes = footprint(model, chosen, device)
@@ -180,11 +180,11 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
     from transformers import AutoConfig
 
     from trainer.batches import computed_tokens, with_logprobs
-    from trainer.learners.budget import says_no_room
+    from trainer.learners.budget import report_short_memory
     from trainer.learners.learner import Learner
     from trainer.learners.model import Base
     from trainer.learners.self_test import growing_rows
-    from trainer.learners.ways import compare
+    from trainer.learners.ways import compare_way
 
     words = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     ids = torch.randint(words, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -205,9 +205,9 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         peak = torch.cuda.max_memory_allocated() if on_gpu else of_process
         few = growing_rows(ids, min(turns, COMPARED_TURNS), min(context, COMPARED_TOKENS))
-        with says_no_room("while gradients were compared"):
+        with report_short_memory("while gradients were compared"):
             adapted = base.attach(learner, recipe, None, seed=0)
-            difference = compare(adapted, few, learner.way)
+            difference = compare_way(adapted, few, learner.way)
         return Rehearsal(
             way=learner.way,
             unique_tokens=computed_tokens(rows),
@@ -251,7 +251,7 @@ def memory_plan(
     from trainer.learners.memory import OVERHEAD
 
     memory, alone = int(memory_gib * GIB), takes
-    takes = alone.over(gpus)
+    takes = alone.per_process(gpus)
     if serve_share is None and device == "cpu":
         server = takes.served + CPU_CACHE_GIB * GIB
     else:
@@ -260,7 +260,7 @@ def memory_plan(
     room = max(0, memory - server - int(memory * LEFT_FREE if device == "cpu" else 0))
     serving, on_gpu = takes.served + context * takes.cached, device == "cuda"
     space = _Space(on_gpu=on_gpu, memory=memory, server=server, serving=serving, room=room)
-    longest = takes.longest(room, checkpointing=True)
+    longest = takes.tokens_that_fit(room, checkpointing=True)
     return MemoryPlan(
         model=model,
         family=takes.family,
@@ -277,10 +277,10 @@ def memory_plan(
         plain_mib=round(takes.plain / MIB, 3),
         checkpointed_mib=round(takes.checkpointed / MIB, 3),
         longest=longest,
-        longest_plain=takes.longest(room, checkpointing=False),
+        longest_plain=takes.tokens_that_fit(room, checkpointing=False),
         micro_batch_tokens=min(recipe.batch.micro_batch_tokens, longest),
         context=context,
-        context_gib=round(takes.needed(context, checkpointing=True) / GIB, 2),
+        context_gib=round(takes.needed_bytes(context, checkpointing=True) / GIB, 2),
         turns=turns,
         unique_tokens=context,
         # Calls grow by equal steps.
@@ -296,9 +296,9 @@ def _advice(
 
     Each alternative is enough by itself.
     """
-    takes = alone.over(gpus)
-    longest = takes.longest(space.room, checkpointing=True)
-    plain = takes.longest(space.room, checkpointing=False)
+    takes = alone.per_process(gpus)
+    longest = takes.tokens_that_fit(space.room, checkpointing=True)
+    plain = takes.tokens_that_fit(space.room, checkpointing=False)
     advice = []
     if space.on_gpu and 0 < space.server < space.serving:
         of_a_call = "" if space.server < takes.served else f" and a call of {context} tokens"
@@ -325,7 +325,7 @@ def _advice(
 def _serve_more(takes: "Footprint", space: "_Space", context: int) -> Sequence[str]:
     """Return the possible changes that let vLLM serve calls of `context` tokens on a GPU."""
     ways = []
-    if space.serving + takes.needed(context, checkpointing=True) <= space.memory:
+    if space.serving + takes.needed_bytes(context, checkpointing=True) <= space.memory:
         ways.append("give it more (PAWL_SERVE_GPU_SHARE)")
     # With room for the weights but not for such a call, vLLM serves shorter calls.
     lacking = takes.served if space.server < takes.served else space.serving
@@ -343,15 +343,15 @@ def _train_more(alone: "Footprint", gpus: int, space: "_Space", tokens: int) -> 
     ways = []
     if alone.packed is not None:
         packed = msgspec.structs.replace(alone, weights=alone.packed)
-        if packed.longest(space.room, checkpointing=True) >= tokens:
+        if packed.tokens_that_fit(space.room, checkpointing=True) >= tokens:
             ways.append("pack the weights (base_bits = 4 in the recipe)")
     if not space.on_gpu:
         return ways
-    needed = space.serving + alone.over(gpus).needed(tokens, checkpointing=True)
+    needed = space.serving + alone.per_process(gpus).needed_bytes(tokens, checkpointing=True)
     if space.serving < space.server and needed <= space.memory:
         ways.append("give vLLM less (PAWL_SERVE_GPU_SHARE)")
     for count in range(gpus if space.server else gpus + 1, MOST_GPUS + 1):
-        if alone.over(count).longest(space.memory, checkpointing=True) >= tokens:
+        if alone.per_process(count).tokens_that_fit(space.memory, checkpointing=True) >= tokens:
             own = " of its own" if space.server else ""
             many = f"{count} GPUs{own} (PAWL_TRAIN_GPUS), which share the weights"
             a_gpu = "a GPU of its own (PAWL_TRAIN_GPUS)"
@@ -388,7 +388,7 @@ def _table(plans: Sequence[MemoryPlan]) -> Table:
         ("libraries and fragments", f"{made.overhead_gib:g} GiB"),
         ("activations a token", f"{made.plain_mib:g} MiB"),
         ("with gradient checkpointing", f"{made.checkpointed_mib:g} MiB"),
-        ("longest call that can be trained", f"{made.longest} tokens"),
+        ("longest call that can be trained", f"{made.tokens_that_fit} tokens"),
         ("without gradient checkpointing", f"{made.longest_plain} tokens"),
         ("tokens a micro-batch", str(made.micro_batch_tokens)),
         (

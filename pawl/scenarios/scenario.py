@@ -154,10 +154,10 @@ def check_model(scenario: Scenario, model: str | None) -> None:
         return
     import torch
 
-    from trainer.learners.kernels.process import whole_memory
+    from trainer.learners.kernels.process import total_memory
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gib = whole_memory(device) / 2**30
+    gib = total_memory(device) / 2**30
     fit = [name for name, takes in scenario.models.items() if takes[device == "cuda"] <= gib]
     raise ScenarioFailed(
         f"the packaged model cannot do the tasks of {scenario.name}: name another with --model, by"

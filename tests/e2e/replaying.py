@@ -96,7 +96,7 @@ def trainers_differences(
         [version] = {call.policy_version or 0 for call in own}
         path = folders[version]
         learner.restore(None if path is None else Path(path))
-        batch = learner._base.checked(list(map(row_of, own)))
+        batch = learner._base.prepare_rows(list(map(row_of, own)))
         served = torch.tensor([value for one in batch for value in one.sampled_logprobs])
         for way in WAYS:
             with torch.no_grad():

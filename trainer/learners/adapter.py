@@ -87,7 +87,7 @@ class ModelModule(Record, frozen=True, kw_only=True):
     stacked: bool = False
 
 
-def choose(parts: Sequence[ModelModule]) -> list[str]:
+def choose_layers(parts: Sequence[ModelModule]) -> list[str]:
     """Return the paths of the linear layers that get an adapter if the recipe names none (pure).
 
     Attention and dense layers get one, including the shared experts of a mixture. Routers never do:
@@ -159,7 +159,7 @@ def attach_adapter(
             `left_out` has some.
         FilesUnread: a file in `adapter` cannot be read for now.
     """
-    model = _new(base, lora, seed, left_out) if adapter is None else _restored(base, adapter)
+    model = _add_new(base, lora, seed, left_out) if adapter is None else _restore(base, adapter)
     _name_layers(model)
     make_adapter_lean(model)
     # The frozen base computes as it is served: training mode would add dropout and router noise,
@@ -171,11 +171,11 @@ def attach_adapter(
 def _name_layers(model: PeftModel) -> None:
     """Write the paths of its layers into the configuration of an adapter."""
     for config in model.peft_config.values():
-        config.target_modules, config.target_parameters = _targets(model)
+        config.target_modules, config.target_parameters = _adapted_paths(model)
         config.exclude_modules = None
 
 
-def _targets(
+def _adapted_paths(
     model: PeftModel, layers: Collection[str] | None = None
 ) -> tuple[list[str], list[str] | None]:
     """Return the paths of linear layers with an adapter, and of experts' parameters with one.
@@ -195,7 +195,7 @@ def _targets(
     return sorted(modules), sorted(parameters) or None
 
 
-def detach(base: Any, kind: str | None = None) -> None:
+def detach_adapters(base: Any, kind: str | None = None) -> None:
     """Take adapters off `base`, in place: all, or those of the layers of other kinds than `kind`.
 
     An adapter whose files could not be read may be attached to a part of the layers.
@@ -214,9 +214,9 @@ def detach(base: Any, kind: str | None = None) -> None:
         del base.peft_config
 
 
-def keep_kind(model: PeftModel, kind: str) -> None:
+def keep_layers_of_kind(model: PeftModel, kind: str) -> None:
     """Remove all layers but those of `kind` from an adapter, in place."""
-    detach(model.get_base_model(), kind)
+    detach_adapters(model.get_base_model(), kind)
     _name_layers(model)
 
 
@@ -226,7 +226,7 @@ def layer_kind(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", path)
 
 
-def parts_of(base: Any) -> list[ModelModule]:
+def describe_modules(base: Any) -> list[ModelModule]:
     """Describe each module of `base`, for the choice of layers."""
     head = base.get_output_embeddings()
     return [
@@ -257,33 +257,33 @@ def _takes_adapter(base: Any, name: str) -> bool:
     return True
 
 
-def _restored(base: Any, adapter: Path) -> PeftModel:
-    with reading(adapter), _names_as_they_are():
+def _restore(base: Any, adapter: Path) -> PeftModel:
+    with reading(adapter), _adapt_named_layers_only():
         return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
 
 
-def _new(base: Any, lora: LoraOptions, seed: int, left_out: Mapping[str, str]) -> PeftModel:
+def _add_new(base: Any, lora: LoraOptions, seed: int, left_out: Mapping[str, str]) -> PeftModel:
     torch.manual_seed(seed)
-    parts = parts_of(base)
+    parts = describe_modules(base)
     try:
-        config = _config(base, lora, parts, left_out)
-        with _names_as_they_are():
+        config = _new_config(base, lora, parts, left_out)
+        with _adapt_named_layers_only():
             return get_peft_model(base, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise LearnerError(
             f"no adapter can be made: {error}; set lora.target_modules to names of linear layers of"
-            f" the model ({_leaves(parts)}), or leave it out"
+            f" the model ({_leaf_names(parts)}), or leave it out"
         ) from error
 
 
-def _config(
+def _new_config(
     base: Any, lora: LoraOptions, parts: list[ModelModule], left_out: Mapping[str, str]
 ) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, which names only modules that exist."""
     by_architecture = lora.target_modules == AUTO
     without = {name.removesuffix(INNER) for name in left_out}
-    chosen = [name for name in choose(parts) if name not in without]
-    outside = _outside_of_text(base, parts)
+    chosen = [name for name in choose_layers(parts) if name not in without]
+    outside = _non_text_modules(base, parts)
     experts = [
         part.name
         for part in parts
@@ -309,11 +309,11 @@ def _config(
     )
     if not by_architecture:
         convert_peft_config_for_transformers(config, base, None)
-        _check_names(config.target_modules, parts)
+        _check_layer_names(config.target_modules, parts)
     return config
 
 
-def _outside_of_text(base: Any, parts: Sequence[ModelModule]) -> str | None:
+def _non_text_modules(base: Any, parts: Sequence[ModelModule]) -> str | None:
     """Return a regular expression of the modules outside the language model; None without layers.
 
     These modules read images, and a policy is rewarded for text.
@@ -325,7 +325,7 @@ def _outside_of_text(base: Any, parts: Sequence[ModelModule]) -> str | None:
     return rf"(?!{re.escape(inside)}).*"
 
 
-def _check_names(names: Any, parts: list[ModelModule]) -> None:
+def _check_layer_names(names: Any, parts: list[ModelModule]) -> None:
     """Refuse names of layers that the model does not have; PEFT passes over single ones.
 
     Raises:
@@ -336,18 +336,18 @@ def _check_names(names: Any, parts: list[ModelModule]) -> None:
         if not any(part.name == name or part.name.endswith(f".{name}") for part in parts):
             raise LearnerError(
                 f"lora.target_modules names {name!r}, and no layer of the model is called so: set"
-                f" it to names of its linear layers ({_leaves(parts)}), or leave it out"
+                f" it to names of its linear layers ({_leaf_names(parts)}), or leave it out"
             )
 
 
-def _leaves(parts: list[ModelModule]) -> str:
+def _leaf_names(parts: list[ModelModule]) -> str:
     """Return the last parts of the names of a model's linear layers, each once."""
     names = (part.name.rpartition(".")[2] for part in parts if part.width and not part.head)
     return ", ".join(dict.fromkeys(name for name in names if not name.isdigit()))
 
 
 @contextmanager
-def _names_as_they_are() -> Iterator[None]:
+def _adapt_named_layers_only() -> Iterator[None]:
     """Let PEFT adapt the layers that a configuration names, and no others.
 
     PEFT takes `gate_proj`, `w1` and so on for the experts with these names before transformers 5,
@@ -355,14 +355,14 @@ def _names_as_they_are() -> Iterator[None]:
     linear layer". Names in a recipe are converted beforehand; chosen or saved names never are.
     """
     own = transformers_weight_conversion.convert_peft_config_for_transformers
-    transformers_weight_conversion.convert_peft_config_for_transformers = _leave
+    transformers_weight_conversion.convert_peft_config_for_transformers = _keep_config
     try:
         yield
     finally:
         transformers_weight_conversion.convert_peft_config_for_transformers = own
 
 
-def _leave(config: LoraConfig, model: Any, conversions: Any) -> None:
+def _keep_config(config: LoraConfig, model: Any, conversions: Any) -> None:
     """Replace PEFT's conversion of a configuration, which needs none."""
 
 
@@ -431,8 +431,8 @@ def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any
     return state
 
 
-def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path) -> None:
-    """Check the foreign adapter in `adapter`, and write it into `folder`, for `_restored`.
+def write_foreign_adapter(model: PeftModel, base_hash: str, adapter: Path, folder: Path) -> None:
+    """Check the foreign adapter in `adapter`, and write it into `folder`, for `_restore`.
 
     Its layers must be among those of `model`, which has a new adapter of the recipe; `base_hash` is
     the hash of the base of `model`.
@@ -449,15 +449,15 @@ def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path)
     try:
         with safe_open(str(path), "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-            why = why_other_layers(shapes, config["r"], _layers(model))
+            why = why_other_layers(shapes, config["r"], _adapted_shapes(model))
             weights = {name: file.get_tensor(name) for name in shapes} if why is None else {}
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
-    if why := why or _why_no_numbers(weights):
+    if why := why or _why_bad_weights(weights):
         raise refused(adapter, why)
     save_file(weights, folder / WEIGHTS)
     layers = {name.removeprefix(OF_PEFT).rpartition(".lora_")[0] for name in weights}
-    modules, parameters = _targets(model, layers)
+    modules, parameters = _adapted_paths(model, layers)
     LoraConfig(
         r=config["r"],
         lora_alpha=config.get("lora_alpha", USUAL_ALPHA),
@@ -468,7 +468,7 @@ def write_checked(model: PeftModel, base_hash: str, adapter: Path, folder: Path)
     ).save_pretrained(str(folder))
 
 
-def _layers(model: PeftModel) -> dict[str, tuple[int, int, int]]:
+def _adapted_shapes(model: PeftModel) -> dict[str, tuple[int, int, int]]:
     return {
         name: (module.in_features, module.out_features, getattr(module, "num_experts", 1))
         for name, module in model.named_modules()
@@ -476,7 +476,7 @@ def _layers(model: PeftModel) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def _why_no_numbers(weights: Mapping[str, Tensor]) -> str | None:
+def _why_bad_weights(weights: Mapping[str, Tensor]) -> str | None:
     for name, tensor in weights.items():
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             return f"its {name} is {tensor.dtype}: save it in 16 or 32 bits"

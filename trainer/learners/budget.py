@@ -33,8 +33,8 @@ NO_CPU_MEMORY: Final = "can't allocate memory"
 NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
 
 
-class NoRoom(Exception):
-    """Report that memory ran out in the computation of `rows`; `TokenBudget.fit` handles it.
+class MemoryRanOut(Exception):
+    """Report that memory ran out in computing `rows`; `TokenBudget.run_fitting` handles it.
 
     `rows` is empty if memory ran out only in another process.
     """
@@ -45,8 +45,8 @@ class NoRoom(Exception):
 
 
 @contextmanager
-def needs_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
-    """Raise `NoRoom` in all processes if the block runs out of memory in any of them.
+def catch_out_of_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
+    """Raise `MemoryRanOut` in all processes if the block runs out of memory in any of them.
 
     All processes run equally many blocks, and meet at the end of each: memory may run out in one
     after the block's last other meeting, and with a packed base there is no other meeting.
@@ -61,17 +61,17 @@ def needs_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
         if not error.is_memory:
             raise
         processes.recover()
-        raise NoRoom([]) from error
+        raise MemoryRanOut([]) from error
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         processes.meet(NO_MEMORY)
         processes.recover()
-        raise NoRoom(rows) from error
+        raise MemoryRanOut(rows) from error
 
 
 @contextmanager
-def says_no_room(doing: str) -> Iterator[None]:
+def report_short_memory(doing: str) -> Iterator[None]:
     """Raise `ShortOfMemory` if the block, which cannot be cut smaller, runs out of memory.
 
     `doing` completes "memory ran out …" in the error's message.
@@ -92,7 +92,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return any(words in str(error) for words in (NO_CPU_MEMORY, NO_DEVICE_MEMORY))
 
 
-def too_long(rows: Sequence[Row]) -> Unusable:
+def too_long_error(rows: Sequence[Row]) -> Unusable:
     """Return the error for rows that do not fit into memory, even one by one."""
     shortest = min(row.size for row in rows)
     return Unusable(
@@ -103,7 +103,7 @@ def too_long(rows: Sequence[Row]) -> Unusable:
     )
 
 
-def _size(row: Row) -> int:
+def _row_size(row: Row) -> int:
     return row.size
 
 
@@ -129,7 +129,7 @@ class TokenBudget:
         self.tokens = tokens
         self.checkpointed_share = 0.0
         self._most = inf
-        self._planned = 0
+        self._planned_tokens = 0
         self._checkpoint = checkpoint
         self._full = tokens
         self._way = way
@@ -139,9 +139,9 @@ class TokenBudget:
         self._wait = 1
         self._is_trying = False
         # The tokens of the longest row that was ever trained on.
-        self.longest = 0
+        self.tokens_that_fit = 0
 
-    def begin(self, share: float = 0.0, most: float = inf, planned: int = 0) -> None:
+    def begin_update(self, share: float = 0.0, most: float = inf, planned: int = 0) -> None:
         """Begin an update, at the full size again unless that failed a moment ago.
 
         After each failure the next attempt comes after twice as many updates. By the plan of the
@@ -149,7 +149,7 @@ class TokenBudget:
         once, and there should be room for `planned` tokens.
         """
         self._most = most
-        self._planned = planned
+        self._planned_tokens = planned
         self._calm += 1
         is_reduced = self.tokens < self._full or self.checkpointed_share > share
         self._is_trying = is_reduced and self._calm >= self._wait
@@ -164,7 +164,7 @@ class TokenBudget:
             self._checkpoint(share)
             self.checkpointed_share = share
 
-    def take_less(self, halvings: int) -> None:
+    def halve_micro_batches(self, halvings: int) -> None:
         """Checkpoint all layers and halve micro-batches `halvings` times, for the next updates."""
         self.tokens = max(SMALLEST_BUDGET, self._full >> halvings)
         self._set_checkpointed(1.0)
@@ -177,11 +177,11 @@ class TokenBudget:
         """
         if self._processes.count > 1 and self._way != "tree":
             return chains_of(rows, self._way)
-        planned = self._planned if self.tokens == self._full else 0
+        planned = self._planned_tokens if self.tokens == self._full else 0
         budget = int(min(self.tokens, self._most))
         return plan_micro_batches(rows, budget, way=self._way, most=planned)
 
-    def fit(
+    def run_fitting(
         self,
         rows: Sequence[Row],
         run: Callable[[MicroBatches], Result],
@@ -207,17 +207,17 @@ class TokenBudget:
             micro_batches = self.cut(rows)
             try:
                 result = run(micro_batches)
-            except NoRoom as error:
+            except MemoryRanOut as error:
                 failed, reason = error.rows, str(error.__cause__)
             else:
                 if trains:
-                    self.longest = max([self.longest, *(row.size for row in rows)])
+                    self.tokens_that_fit = max([self.tokens_that_fit, *(row.size for row in rows)])
                 return result, micro_batches
             # Only here is the error gone, and with it the tensors of the failed pass.
             undo()
-            self._answer(failed, reason, rows, fits, trains=trains)
+            self._take_less_memory(failed, reason, rows, fits, trains=trains)
 
-    def _answer(
+    def _take_less_memory(
         self,
         failed: Sequence[Row],
         reason: str,
@@ -230,20 +230,20 @@ class TokenBudget:
         torch.cuda.empty_cache()
         if trains and self._checkpoint is not None and self.checkpointed_share < 1:
             self._set_checkpointed(1.0)
-            self._note("checkpointing_switched_on", reason)
+            self._log_and_wait_longer("checkpointing_switched_on", reason)
             return
-        uncut = self._processes.gather(self._uncut(failed))
-        longest = max((row for row in rows if row.key in uncut), key=_size, default=None)
+        uncut = self._processes.gather(self._longest_of_uncuttable(failed))
+        longest = max((row for row in rows if row.key in uncut), key=_row_size, default=None)
         if longest is not None:
             self._refuse_too_long(longest, rows, fits)
-        self._shrink(reason)
+        self._halve_tokens(reason)
 
-    def _uncut(self, rows: Sequence[Row]) -> RowKey | None:
+    def _longest_of_uncuttable(self, rows: Sequence[Row]) -> RowKey | None:
         """Return the key of a micro-batch's longest row if the micro-batch cannot be cut.
 
         All its other rows are then parts of the longest row.
         """
-        longest = max(rows, key=_size, default=None)
+        longest = max(rows, key=_row_size, default=None)
         if longest is None or computed_tokens(rows, way=self._way) > longest.size - 1:
             return None
         return longest.key
@@ -254,22 +254,22 @@ class TokenBudget:
         A row no longer than a row trained on before is not to blame: something else has taken the
         memory since.
         """
-        shortest = min(rows, key=_size)
+        shortest = min(rows, key=_row_size)
         size = row.size
-        if size <= max(self.longest, shortest.size) or fits(row) or not fits(shortest):
+        if size <= max(self.tokens_that_fit, shortest.size) or fits(row) or not fits(shortest):
             return
-        raise too_long([other for other in rows if other.size >= size])
+        raise too_long_error([other for other in rows if other.size >= size])
 
-    def _shrink(self, reason: str) -> None:
+    def _halve_tokens(self, reason: str) -> None:
         if self.tokens < 2 * SMALLEST_BUDGET:
             raise ShortOfMemory(
                 f"the memory has no room for {self.tokens} tokens at once: {MEMORY_REMEDY}:"
                 f" {reason}"
             )
         self.tokens //= 2
-        self._note("micro_batches_made_smaller", reason)
+        self._log_and_wait_longer("micro_batches_made_smaller", reason)
 
-    def _note(self, event: str, reason: str) -> None:
+    def _log_and_wait_longer(self, event: str, reason: str) -> None:
         """Log an event, and wait longer before the full size is tried again."""
         if self._is_trying:
             self._wait = min(LONGEST_WAIT, 2 * self._wait)

@@ -36,7 +36,7 @@ def reply_ids(
         body = msgspec.json.decode(request or b"{}")
         if not (isinstance(body, dict) and body.get("messages")):
             return "no_messages"
-        before, whole = _rendered(tokenizer, body, text)
+        before, whole = _render_chat(tokenizer, body, text)
     except Exception:  # A template is a program, and it runs on an untrusted request.
         return "other_template"
     prompt, ids, alone = (
@@ -53,7 +53,7 @@ def reply_ids(
     return "no_end_of_turn" if end is None else tuple(reply[: end + 1])
 
 
-def _rendered(tokenizer: Any, body: dict[str, Any], text: str) -> tuple[str, str]:
+def _render_chat(tokenizer: Any, body: dict[str, Any], text: str) -> tuple[str, str]:
     """Return the text of a request's prompt, and the same with a reply."""
     messages = [_as_vllm_reads(message) for message in body["messages"]]
     named = {"tools": body.get("tools"), **(body.get("chat_template_kwargs") or {}), **_OURS}

@@ -60,7 +60,7 @@ def is_follower() -> bool:
     return int(os.environ.get("RANK", "0")) > 0
 
 
-def has_companions() -> bool:
+def is_one_of_several() -> bool:
     """Return True if this is one of several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
@@ -78,38 +78,38 @@ class _LeadingLearner:
         self._learner = learner
         self._lock = one_at_a_time
         self.interrupt = learner.interrupt
-        self.misfit = learner.misfit
+        self.why_another_base = learner.why_another_base
         self.why_unreplayable = learner.why_unreplayable
         self.reply_ids = learner.reply_ids
         self.probe_rows = learner.probe_rows
         self.vocabulary_probe = learner.vocabulary_probe
         self.policy_logprobs = learner.policy_logprobs
-        self.restore = partial(self._everywhere, learner.restore)
-        self.update = partial(self._everywhere, learner.update)
-        self.version_logprobs = partial(self._everywhere, learner.version_logprobs)
-        self.logprobs = partial(self._everywhere, learner.logprobs)
-        self.serve_context = partial(self._everywhere, learner.serve_context)
-        self.layer_kinds = partial(self._everywhere, learner.layer_kinds)
-        self.take_less = partial(self._everywhere, learner.take_less)
-        self.leave_out = partial(self._everywhere, learner.leave_out)
-        self.write_trial = partial(self._everywhere, learner.write_trial)
-        self.rehearse = partial(self._everywhere, learner.rehearse)
-        self.save = partial(self._everywhere, learner.save)
-        self.saved_as = partial(self._everywhere, learner.saved_as)
+        self.restore = partial(self._run_everywhere, learner.restore)
+        self.update = partial(self._run_everywhere, learner.update)
+        self.version_logprobs = partial(self._run_everywhere, learner.version_logprobs)
+        self.logprobs = partial(self._run_everywhere, learner.logprobs)
+        self.set_served_context = partial(self._run_everywhere, learner.set_served_context)
+        self.layer_kinds = partial(self._run_everywhere, learner.layer_kinds)
+        self.halve_micro_batches = partial(self._run_everywhere, learner.halve_micro_batches)
+        self.leave_out_kinds = partial(self._run_everywhere, learner.leave_out_kinds)
+        self.write_test_adapter = partial(self._run_everywhere, learner.write_test_adapter)
+        self.rehearse = partial(self._run_everywhere, learner.rehearse)
+        self.save = partial(self._run_everywhere, learner.save)
+        self.note_saved = partial(self._run_everywhere, learner.note_saved)
 
-    def _everywhere(self, command: Callable[..., T], *args: object) -> T:
+    def _run_everywhere(self, command: Callable[..., T], *args: object) -> T:
         with self._lock:
             self._learner.processes.broadcast((self._policy, command.__name__, *args))
             try:
-                result = _run(command, *args)
+                result = _run_command(command, *args)
             except Exception as error:
-                agree(self._learner, error)
+                check_all_succeeded(self._learner, error)
                 raise
-            agree(self._learner, None)
+            check_all_succeeded(self._learner, None)
             return result
 
 
-def _run(command: Callable[..., T], *args: object) -> T:
+def _run_command(command: Callable[..., T], *args: object) -> T:
     """Run one command in this process.
 
     Raises:
@@ -124,7 +124,7 @@ def _run(command: Callable[..., T], *args: object) -> T:
         raise ShortOfMemory(why) from error
 
 
-def agree(learner: "Learner", own: Exception | None) -> None:
+def check_all_succeeded(learner: "Learner", own: Exception | None) -> None:
     """Wait until a command has ended in all processes, in this one with the error `own` or None.
 
     If it failed in some processes, the others must not go on: they would compute with other
@@ -142,7 +142,7 @@ def agree(learner: "Learner", own: Exception | None) -> None:
     failures = [failure for failure in learner.processes.gather(reported) if failure is not None]
     if not failures or not (own is None or is_companions):
         return
-    learner.let_go()
+    learner.forget_model()
     why, is_short = failures[0]
     kind = ShortOfMemory if is_short else LearnerError
     raise kind(f"another process failed: {why}")
@@ -183,12 +183,12 @@ def follow(learners: "Mapping[str, Learner]") -> None:
         policy, name, *arguments = command
         failure: Exception | None = None
         try:
-            _run(getattr(learners[policy], name), *arguments)
+            _run_command(getattr(learners[policy], name), *arguments)
         except Exception as error:
             log.debug("follower_failed", policy=policy, method=name, reason=str(error))
             failure = error
         with suppress(LearnerError):
-            agree(learners[policy], failure)
+            check_all_succeeded(learners[policy], failure)
         if not (failure is None or isinstance(failure, TrainerError)):
             raise failure
     processes.close()

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from store.records import Record
-from trainer.batches import Row, tree_size
+from trainer.batches import Row, tokens_and_pairs
 from trainer.learners.scoring import decoder_of
 
 log = structlog.get_logger()
@@ -56,7 +56,7 @@ class ModelFlops(Record, frozen=True, kw_only=True):
     attention: int
     windows: tuple[int | None, ...]
 
-    def trained(self, tokens: int, pairs: int, scored: int) -> float:
+    def training_flops(self, tokens: int, pairs: int, scored: int) -> float:
         """Return the operations of one forward and backward pass that trains an adapter.
 
         A parameter costs 2 operations a token in the forward pass and 2 for the gradient of its
@@ -66,7 +66,7 @@ class ModelFlops(Record, frozen=True, kw_only=True):
 
         Args:
             tokens: number of distinct tokens, each computed once.
-            pairs: number of (query, key) pairs, a token with itself included (`tree_size`).
+            pairs: number of (query, key) pairs, a token with itself included (`tokens_and_pairs`).
             scored: how many tokens the head is computed for.
         """
         seen = sum(
@@ -75,7 +75,7 @@ class ModelFlops(Record, frozen=True, kw_only=True):
         return 4.0 * (self.matrices * tokens + self.head * scored) + 6.0 * self.attention * seen
 
 
-def counted_flops(base: Any) -> ModelFlops | None:
+def try_model_flops(base: Any) -> ModelFlops | None:
     """Return `model_flops`, or None with a warning if they are unknown: training goes on."""
     try:
         return model_flops(base)
@@ -90,7 +90,7 @@ def model_flops(base: Any) -> ModelFlops:
     decoder = decoder_of(base)
     embedding = decoder.get_input_embeddings().weight
     matrices = sum(
-        parameter.numel() * _share(name, text)
+        parameter.numel() * _active_share(name, text)
         for name, parameter in decoder.named_parameters()
         if parameter.dim() > 1 and parameter is not embedding
     )
@@ -101,7 +101,7 @@ def model_flops(base: Any) -> ModelFlops:
         matrices=round(matrices),
         head=base.get_output_embeddings().weight.numel(),
         attention=heads * (of_keys + (getattr(text, "v_head_dim", None) or of_keys)),
-        windows=tuple(_windows(text)),
+        windows=tuple(_layer_windows(text)),
     )
 
 
@@ -135,11 +135,11 @@ class Throughput:
         `mfu` is missing if the peak is unknown. `idle_share` is a share of the time since the end
         of the previous update; the first update has none.
         """
-        tokens, pairs = tree_size(rows)
+        tokens, pairs = tokens_and_pairs(rows)
         figures: dict[str, float] = {"tokens_per_second": round(epochs * tokens / seconds)}
         if self._peak is not None and self._flops is not None:
             scored = sum(len(row.sampled_ids) for row in rows)
-            trained = epochs * self._flops.trained(tokens, pairs, scored)
+            trained = epochs * self._flops.training_flops(tokens, pairs, scored)
             figures["mfu"] = trained / (seconds * self._peak)
         now = perf_counter()
         if self._ended is not None:
@@ -148,7 +148,7 @@ class Throughput:
         return figures
 
 
-def _share(name: str, text: Any) -> float:
+def _active_share(name: str, text: Any) -> float:
     """Return the share of a parameter that one token is multiplied with."""
     if ".experts." not in name:
         return 1.0
@@ -160,7 +160,7 @@ def _share(name: str, text: Any) -> float:
     return float(text.num_experts_per_tok / experts)
 
 
-def _windows(text: Any) -> list[int | None]:
+def _layer_windows(text: Any) -> list[int | None]:
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     width = {
         "full_attention": None,

@@ -40,7 +40,7 @@ MOST_TOKENS: Final = 16384
 ByRow = dict[RowKey, list[float]]
 
 
-def by_row(rows: Sequence[Row], values: Tensor) -> ByRow:
+def cut_by_row(rows: Sequence[Row], values: Tensor) -> ByRow:
     """Cut the values of a micro-batch's sampled tokens, (M,), into its rows."""
     remaining = iter(values.tolist())
     return {row.key: [next(remaining) for _ in row.sampled_ids] for row in rows}
@@ -140,7 +140,7 @@ def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> lis
     ]
 
 
-def metered_rows(rows: Sequence[Row], fewest: int | None = None) -> list[Row]:
+def measured_rows(rows: Sequence[Row], fewest: int | None = None) -> list[Row]:
     """Return the rows to measure: at least one, and as many as the bound on tokens allows.
 
     The bound is one in `PART` of all tokens, prompts included, and at least `fewest` tokens (None:
@@ -165,15 +165,15 @@ def kl_by_row(model: Any, rows: Sequence[Row], *, way: Way) -> ByRow:
     `model` is a PEFT model in evaluation mode, prepared for `way`.
     """
     if way == "whole":
-        return by_row(rows, torch.cat([_of_whole_row(model, row) for row in rows]))
+        return cut_by_row(rows, torch.cat([_whole_row_kl(model, row) for row in rows]))
     own, befores = states_of(model, rows, way)
     with model.disable_adapter():
         base, _ = states_of(model, rows, way)
     places = torch.tensor(befores, device=own.device)
-    return by_row(rows, head_kl(own[places], base[places], Head.of(model)))
+    return cut_by_row(rows, head_kl(own[places], base[places], Head.of(model)))
 
 
-def _of_whole_row(model: Any, row: Row) -> Tensor:
+def _whole_row_kl(model: Any, row: Row) -> Tensor:
     own = whole_logits(model, [row])[0]
     with model.disable_adapter():
         base = whole_logits(model, [row])[0]

@@ -29,35 +29,35 @@ from trainer.batches import (
 from trainer.errors import MEMORY_REMEDY, ShortOfMemory, Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
-    keep_kind,
+    keep_layers_of_kind,
     layer_kind,
     load_state,
     save_adapter,
     save_state,
-    write_checked,
+    write_foreign_adapter,
 )
 from trainer.learners.budget import (
     SMALLEST_BUDGET,
+    MemoryRanOut,
     MicroBatches,
-    NoRoom,
     TokenBudget,
-    says_no_room,
-    too_long,
+    report_short_memory,
+    too_long_error,
 )
-from trainer.learners.kernels.process import free_memory, give_freed_memory_back
-from trainer.learners.kl import ByRow, by_row, kl_by_row, kl_figures, metered_rows
+from trainer.learners.kernels.process import available_memory, give_freed_memory_back
+from trainer.learners.kl import ByRow, cut_by_row, kl_by_row, kl_figures, measured_rows
 from trainer.learners.losses.grpo import make_trainer
 from trainer.learners.losses.ppo import make_ppo_trainer
 from trainer.learners.losses.sft import make_sft_trainer
 from trainer.learners.losses.stored import View
-from trainer.learners.memory import Footprint, footprint, peak_of
-from trainer.learners.model import Base, checkpoint, is_checkpointed
+from trainer.learners.memory import Footprint, footprint, peak_bytes_of
+from trainer.learners.model import Base, checkpoint_layers, is_checkpointed
 from trainer.learners.off_policy import checked_metrics, mean_drift
-from trainer.learners.scoring import attend, plain_logprobs, score_rows
+from trainer.learners.scoring import plain_logprobs, score_rows, set_attention
 from trainer.learners.self_test import (
     growing_rows,
-    nudge,
     probe_rows,
+    randomise_adapter,
     rehearsal_rows,
     vocabulary_probe,
 )
@@ -65,8 +65,8 @@ from trainer.learners.steps import (
     Step,
     TrainedStep,
     check_view,
-    fits,
-    to_blame,
+    episodes_to_blame,
+    fits_in_memory,
     update_figures,
 )
 from trainer.learners.ways import choose_way
@@ -109,7 +109,7 @@ class Learner:
     _trainer: Any
     _step: Any
 
-    @says_no_room("while an adapter was put on the base model")
+    @report_short_memory("while an adapter was put on the base model")
     def __init__(
         self,
         model: str | Base,
@@ -140,10 +140,10 @@ class Learner:
         self.processes = self._base.processes
         self.probe_rows = partial(probe_rows, self._tokenizer)
         self.vocabulary_probe = partial(vocabulary_probe, self._tokenizer)
-        self.misfit = self._base.misfit
+        self.why_another_base = self._base.why_another_base
         self.why_unreplayable = self._base.why_unreplayable
         self.reply_ids = self._base.reply_ids
-        self.serve_context = self._base.serve_context
+        self.set_served_context = self._base.set_served_context
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
@@ -160,24 +160,24 @@ class Learner:
                 self._checkpoint if recipe.batch.gradient_checkpointing == "auto" else None
             ),
         )
-        self._prepare()
+        self._make_trainer()
         self._plan_memory()
 
     def interrupt(self) -> None:
         self._interrupted.set()
 
-    def let_go(self) -> None:
+    def forget_model(self) -> None:
         """Forget the model: another learner holds the base now, until this one is restored."""
         self._stands_at = IN_BETWEEN
         self._model = self._trainer = self._step = None
 
-    def _start(self, adapter: Path | None) -> None:
+    def _attach_adapter(self, adapter: Path | None) -> None:
         self._model = self._base.attach(self, self._recipe, adapter, self._seed)
-        self._prepare()
+        self._make_trainer()
 
-    def _prepare(self) -> None:
+    def _make_trainer(self) -> None:
         """Make the TRL trainer and the optimiser steps for the model as it stands."""
-        attend(self._model, self.way)
+        set_attention(self._model, self.way)
         always = self._recipe.batch.gradient_checkpointing is True
         self._checkpoint(1.0 if always else self._budget.checkpointed_share)
         make = TRAINERS[self._recipe.learner]
@@ -195,7 +195,7 @@ class Learner:
         takes = None
         try:
             takes = footprint(self._base.name, self._recipe, device)
-            takes = takes.over(self.processes.count)
+            takes = takes.per_process(self.processes.count)
         except Exception as error:  # Training may still work.
             log.warning("memory_not_planned", reason=f"{type(error).__name__}: {error}"[:500])
         return takes if all(self.processes.gather(takes is not None)) else None
@@ -209,7 +209,7 @@ class Learner:
             return
         if self._model.device.type == "cuda":
             self._correct_plan(self._takes)
-        longest = self._longest(self._takes)
+        longest = self._longest_row(self._takes)
         LONGEST.set(longest)
         context = self._takes.context
         if context is not None and longest < context:
@@ -224,7 +224,7 @@ class Learner:
             self._rehearse_longest(takes)
         except Exception as error:  # Calls may all be shorter.
             failure = error
-            self._forget()
+            self._undo_step()
             log.warning("longest_row_failed", reason=f"{type(error).__name__}: {error}"[:500])
         self.processes.regroup(failure)
 
@@ -235,11 +235,11 @@ class Learner:
         """
         most = min(LONGEST_TRIED, takes.context or self._recipe.batch.micro_batch_tokens)
         peak = None
-        while peak is None and (tokens := min(most, self._longest(takes))) >= SMALLEST_BUDGET:
+        while peak is None and (tokens := min(most, self._longest_row(takes))) >= SMALLEST_BUDGET:
             [row] = growing_rows(range(SMALLEST_BUDGET), 1, tokens, 1)
             self._takes = takes
-            self._budget.begin(math.ceil(self._checkpointed_share([row])))
-            peak = peak_of(self._model.device, partial(self._trains, row))
+            self._budget.begin_update(math.ceil(self._checkpointed_share([row])))
+            peak = peak_bytes_of(self._model.device, partial(self._can_train_on, row))
             saves = is_checkpointed(self._model.get_base_model())
             log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
             takes = takes.corrected(tokens, peak, checkpointing=saves)
@@ -249,30 +249,30 @@ class Learner:
             give_freed_memory_back()
         self._takes = takes
 
-    def _trains(self, row: Row) -> bool:
+    def _can_train_on(self, row: Row) -> bool:
         """Return whether there is memory to train on a row; the weights stay as they are."""
         try:
             seen = (
                 self._step.survey([[row]], self._trainer.view) if self._trainer.needs_view else []
             )
-        except NoRoom:
+        except MemoryRanOut:
             return False
         [row] = self._trainer.prepare([row], View.of(seen))
-        has_room = fits(self._trainer, self.processes, row)
-        self._forget()
+        has_room = fits_in_memory(self._trainer, self.processes, row)
+        self._undo_step()
         return has_room
 
-    def _longest(self, takes: Footprint) -> int:
+    def _longest_row(self, takes: Footprint) -> int:
         """Return the tokens of the longest row that fits into every process now."""
         checkpointing = self._recipe.batch.gradient_checkpointing is not False
-        longest = takes.longest(self._room(takes), checkpointing=checkpointing)
+        longest = takes.tokens_that_fit(self._room(takes), checkpointing=checkpointing)
         return min(self.processes.gather(longest))
 
     def _room(self, takes: Footprint) -> int:
-        return free_memory(self._model.device) + takes.loaded
+        return available_memory(self._model.device) + takes.loaded_bytes
 
     def _checkpoint(self, share: float) -> None:
-        checkpoint(self._model.get_base_model(), share)
+        checkpoint_layers(self._model.get_base_model(), share)
 
     def _checkpointed_share(self, rows: Sequence[Row], planned: int = 0) -> float:
         """Return the share of the layers to checkpoint, so that every process has room for `rows`.
@@ -291,7 +291,7 @@ class Learner:
             self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
         )
 
-    def _planned(self, rows: Sequence[Row]) -> int:
+    def _planned_tokens(self, rows: Sequence[Row]) -> int:
         """Return how many tokens of an update there should be room for at once, 0 without a plan.
 
         On a GPU any row is tried, because running out of memory is an error that is handled. On a
@@ -303,35 +303,35 @@ class Learner:
         """
         if self._takes is None:
             return 0
-        longest = self._longest(self._takes)
+        longest = self._longest_row(self._takes)
         refused = [row for row in rows if row.size > longest]
         if not refused or self._model.device.type == "cuda":
             return longest
-        had_room = any(row.size <= self._budget.longest for row in refused)
+        had_room = any(row.size <= self._budget.tokens_that_fit for row in refused)
         if had_room or len(refused) == len(rows):
             raise ShortOfMemory(
                 f"the memory has room for calls of {longest} tokens: {MEMORY_REMEDY}"
             )
-        raise too_long(refused)
+        raise too_long_error(refused)
 
-    @says_no_room("while a version was loaded")
+    @report_short_memory("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
         if adapter == self._stands_at:
             return
         self._stands_at = IN_BETWEEN
-        self._start(adapter)
+        self._attach_adapter(adapter)
         if adapter is not None:
-            load_state(self._resumed(), adapter)
+            load_state(self._resumable_objects(), adapter)
         self._stands_at = adapter
 
-    @says_no_room("while the adapter of a self-test was made")
-    def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
+    @report_short_memory("while the adapter of a self-test was made")
+    def write_test_adapter(self, folder: Path, kind: str | None = None) -> list[Row]:
         self.restore(None)
         self._stands_at = IN_BETWEEN
         if kind is not None:
-            keep_kind(self._model, kind)
+            keep_layers_of_kind(self._model, kind)
         rows = self.probe_rows()
-        nudge(self._model, rows, self._seed)
+        randomise_adapter(self._model, rows, self._seed)
         if self.processes.rank == 0:
             save_adapter(self._model, folder)
         return rows
@@ -342,17 +342,17 @@ class Learner:
         names = (name for name, _ in self._model.named_parameters() if "lora_B" in name)
         return list(dict.fromkeys(map(layer_kind, names)))
 
-    def take_less(self, halvings: int) -> int:
-        self._budget.take_less(halvings)
+    def halve_micro_batches(self, halvings: int) -> int:
+        self._budget.halve_micro_batches(halvings)
         return self._budget.tokens
 
-    @says_no_room("while an adapter was made anew")
-    def leave_out(self, kinds: Collection[str]) -> None:
+    @report_short_memory("while an adapter was made anew")
+    def leave_out_kinds(self, kinds: Collection[str]) -> None:
         """Leave layers of `kinds`, which the model server ignores, out of new adapters."""
         # The adapter of a self-test may have other layers.
         self.restore(None)
         self._stands_at = IN_BETWEEN
-        self._base.leave_out(self._recipe, kinds)
+        self._base.leave_out_kinds(self._recipe, kinds)
         self.restore(None)
 
     def rehearse(self) -> None:
@@ -363,7 +363,7 @@ class Learner:
         sampled = zip([row.key for row in rows], self.version_logprobs(None, rows), strict=True)
         self.update(with_logprobs(rows, dict(sampled)))
 
-    @says_no_room("while an adapter was imported")
+    @report_short_memory("while an adapter was imported")
     def adopt(self, adapter: Path) -> None:
         """Start a new learner from an adapter that was trained elsewhere.
 
@@ -372,28 +372,28 @@ class Learner:
             ShortOfMemory: memory ran out.
         """
         with TemporaryDirectory(prefix="pawl-adapter-") as name:
-            write_checked(self._model, self._base.hash, adapter, Path(name))
+            write_foreign_adapter(self._model, self._base.hash, adapter, Path(name))
             self._stands_at = IN_BETWEEN
-            self._start(Path(name))
+            self._attach_adapter(Path(name))
 
-    def _resumed(self) -> dict[str, Any]:
+    def _resumable_objects(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""
         return {OPTIMIZER: self._trainer.optimizer, **self._trainer.added_modules()}
 
-    @says_no_room("in an update, which was undone")
+    @report_short_memory("in an update, which was undone")
     def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
-        rows = self._base.checked(rows)
-        newest = self._version()
+        rows = self._base.prepare_rows(rows)
+        newest = self._model_version()
         self._stands_at = IN_BETWEEN
-        planned = self._planned(rows)
+        planned = self._planned_tokens(rows)
         most = planned if planned and self._model.device.type == "cpu" else math.inf
-        self._budget.begin(self._checkpointed_share(rows, planned), most, planned)
+        self._budget.begin_update(self._checkpointed_share(rows, planned), most, planned)
         self._step.share = step_share
         started = time.perf_counter()
-        view = self._view(rows)
+        view = self._view_before_steps(rows)
         check_view(rows, view)
         rows = self._trainer.prepare(rows, view)
-        metered = metered_rows(rows)
+        metered = measured_rows(rows)
         kept: dict[str, float] = {}
         # Imitation moves the policy to replies that it seldom gave: no drift, no trust region.
         if self._recipe.kept is not None:
@@ -407,9 +407,9 @@ class Learner:
             # Rows of the first step have log-probabilities from before the policy moved.
             first = split_steps(rows, self._recipe.batch.steps)[0]
             first = [row for row in first if not row.is_correction]
-            kept = self._shorten(metered_rows(first, FEWEST_MOVED), start) if first else {}
+            kept = self._shorten_step(measured_rows(first, FEWEST_MOVED), start) if first else {}
         metrics = self._take_metrics()
-        distance = self._meter(metered)
+        distance = self._measure_kl_to_base(metered)
         give_freed_memory_back()
         seconds = time.perf_counter() - started
         return {
@@ -440,7 +440,7 @@ class Learner:
         masked: list[bool] = []
 
         def check_drift() -> None:
-            seen = self.processes.gather(self._trainer.take_compared())
+            seen = self.processes.gather(self._trainer.take_comparisons())
             compared = [row for rows in seen for row in rows]
             masked.extend(row.masked for row in compared)
             # Only before the first step is the policy the newest version, and drift measurable.
@@ -455,12 +455,12 @@ class Learner:
         try:
             trained = [self._train_step(step, check_drift) for step in steps]
         except Unusable as error:
-            self._forget()
+            self._undo_step()
             if error.reason != NON_FINITE:
                 raise
             # Among all rows: a row of another step may be in the baseline of a row of this one.
-            with says_no_room("while it was looked for rows that are not finite"):
-                blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
+            with report_short_memory("while it was looked for rows that are not finite"):
+                blamed = episodes_to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
         if masked and all(masked) and not any(row.is_correction for row in rows):
             # Nothing was learned, but the optimiser's moments have changed.
@@ -468,7 +468,7 @@ class Learner:
             raise Unusable(why, dict.fromkeys((row.episode_id for row in rows), why), OFF_POLICY)
         return trained, off_policy
 
-    def _view(self, rows: Sequence[Row]) -> View:
+    def _view_before_steps(self, rows: Sequence[Row]) -> View:
         """Return the trainer's view of the rows before the first step; empty if it needs none."""
         if not self._trainer.needs_view:
             return View.of([])
@@ -480,11 +480,11 @@ class Learner:
                 taken: tuple[float, float] = self._step.take(cut, check_drift)
             return taken
 
-        (loss, norm), micro_batches = self._budget.fit(
+        (loss, norm), micro_batches = self._budget.run_fitting(
             rows,
             run,
-            self._forget,
-            partial(fits, self._trainer, self.processes),
+            self._undo_step,
+            partial(fits_in_memory, self._trainer, self.processes),
         )
         return TrainedStep(loss, norm, micro_batches)
 
@@ -501,20 +501,20 @@ class Learner:
         def can_be_seen(row: Row) -> bool:
             try:
                 run([[row]])
-            except NoRoom:
+            except MemoryRanOut:
                 return False
             return True
 
-        seen, _ = self._budget.fit(rows, run, self._forget, can_be_seen, trains=False)
+        seen, _ = self._budget.run_fitting(rows, run, self._undo_step, can_be_seen, trains=False)
         return seen
 
-    def _shorten(self, rows: Sequence[Row], start: Sequence[torch.Tensor]) -> dict[str, float]:
+    def _shorten_step(self, rows: Sequence[Row], start: Sequence[torch.Tensor]) -> dict[str, float]:
         """Move the trained parameters half-way back to `start` until they are in the trust region.
 
         This is TRPO's line search (arXiv:1502.05477, appendix C). In the region, the policies
         before and after overlap by at least `off_policy.min_overlap` on `rows`, which are of the
         first step. Return the `overlap`, and the share of the step that is kept (`step_kept`). An
-        overlap that is not finite is left to `_meter`.
+        overlap that is not finite is left to `_measure_kl_to_base`.
         """
         parameters, _ = self._trainer.trained_parameters()
         least, share = self._recipe.off_policy.min_overlap, 1.0
@@ -541,19 +541,19 @@ class Learner:
             kept += [math.exp(min(sum(part), 0.0)) for part in parts]
         return fmean(kept)
 
-    def _meter(self, metered: Sequence[Row]) -> dict[str, Any]:
+    def _measure_kl_to_base(self, metered: Sequence[Row]) -> dict[str, Any]:
         """Measure how far the policy is from its base model, on some of an update's rows."""
         measure = partial(kl_by_row, self._model, way=self.way)
         return kl_figures(metered, self._survey_in_parts(metered, measure))
 
-    def _forget(self) -> None:
+    def _undo_step(self) -> None:
         """Undo an unfinished step: clear gradients, figures, and scores that hold its tensors."""
         self._trainer.optimizer.zero_grad()
         self._trainer.scored = None
-        self._trainer.take_compared()
+        self._trainer.take_comparisons()
         self._trainer._metrics["eval"].clear()
 
-    def _version(self) -> int | None:
+    def _model_version(self) -> int | None:
         """Return the number of the version that the model is, or None if it is no version."""
         if isinstance(self._stands_at, Path):
             return int(self._stands_at.name)
@@ -561,15 +561,15 @@ class Learner:
 
     def _take_metrics(self) -> dict[str, float]:
         """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""
-        self._trainer.take_compared()
+        self._trainer.take_comparisons()
         kept = self._trainer._metrics["eval"]
         means = {ours: fmean(kept[theirs]) for theirs, ours in FIGURES.items() if kept.get(theirs)}
         kept.clear()
         return {**means, **self._trainer.figures()}
 
-    @says_no_room("while log-probabilities were computed")
+    @report_short_memory("while log-probabilities were computed")
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
-        rows = self._base.checked(rows)
+        rows = self._base.prepare_rows(rows)
         if adapter is None:
             with self._model.disable_adapter():
                 return self._row_logprobs(rows)
@@ -584,25 +584,25 @@ class Learner:
         def scored(micro_batch: Sequence[Row]) -> ByRow:
             with torch.no_grad():
                 scores = score_rows(self._model, micro_batch, way=self.way)
-            return by_row(micro_batch, scores.logprobs)
+            return cut_by_row(micro_batch, scores.logprobs)
 
         seen = self._survey_in_parts(rows, scored)
         values = {key: own for part in seen for key, own in part.items()}
         return [values[row.key] for row in rows]
 
-    @says_no_room("while log-probabilities were computed")
+    @report_short_memory("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         with self._base.throughput.computing():
             return plain_logprobs(self._model, rows, way=self.way)
 
-    @says_no_room("while a version was written")
+    @report_short_memory("while a version was written")
     def save(self, folder: Path) -> None:
         # All processes hold the same weights.
         if self.processes.rank > 0:
             return
         save_adapter(self._model, folder)
-        save_state(self._resumed(), self._base.hash, folder)
+        save_state(self._resumable_objects(), self._base.hash, folder)
 
-    def saved_as(self, adapter: Path) -> None:
+    def note_saved(self, adapter: Path) -> None:
         """Note that the trained state is `adapter` now, so that `restore` need not read it back."""
         self._stands_at = adapter

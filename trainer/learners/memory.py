@@ -27,9 +27,9 @@ from trainer.learners.model import (
     configuration,
     encode_positions,
     loader_of,
-    loading,
     precision,
     quantised_by,
+    translate_loading_errors,
     weight_bytes,
 )
 from trainer.learners.scoring import decoder_of, layers_of
@@ -94,25 +94,25 @@ class Footprint(Record, frozen=True, kw_only=True):
     gathered: int = 0
 
     @property
-    def fixed(self) -> int:
+    def fixed_bytes(self) -> int:
         """Return the bytes that do not grow with the tokens that are computed at once."""
         return self.weights + self.gathered + self.optimizer + self.head + OVERHEAD
 
     @property
-    def loaded(self) -> int:
+    def loaded_bytes(self) -> int:
         """Return the bytes that are taken once the model is loaded, before it is trained."""
         return self.weights + OVERHEAD
 
-    def needed(self, tokens: int, *, checkpointing: bool) -> int:
+    def needed_bytes(self, tokens: int, *, checkpointing: bool) -> int:
         """Return the bytes that it takes to train on `tokens` tokens at once."""
-        return self.fixed + tokens * (self.checkpointed if checkpointing else self.plain)
+        return self.fixed_bytes + tokens * (self.checkpointed if checkpointing else self.plain)
 
-    def longest(self, room: int, *, checkpointing: bool) -> int:
+    def tokens_that_fit(self, room: int, *, checkpointing: bool) -> int:
         """Return how many tokens `room` bytes suffice for at once; 0: the model does not fit."""
         a_token = self.checkpointed if checkpointing else self.plain
-        return max(0, room - self.fixed) // a_token
+        return max(0, room - self.fixed_bytes) // a_token
 
-    def over(self, processes: int) -> "Footprint":
+    def per_process(self, processes: int) -> "Footprint":
         """Return the footprint of each of several processes that share the weights."""
         if processes == 1 or not self.layers:
             return self
@@ -123,7 +123,7 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     def checkpointed_share(self, tokens: int, room: int) -> float:
         """Return the share of the layers to checkpoint, for `tokens` tokens in `room` bytes."""
-        lacking = self.needed(tokens, checkpointing=False) - room
+        lacking = self.needed_bytes(tokens, checkpointing=False) - room
         if lacking <= 0:
             return 0.0
         return min(1.0, lacking / max(1, tokens * (self.plain - self.checkpointed)))
@@ -146,7 +146,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
             pack a base that cannot be packed.
     """
     config = configuration(model, "planned")
-    with loading(model, "planned"):
+    with translate_loading_errors(model, "planned"):
         with torch.device("meta"):
             # Some operations of experts take no wider numbers.
             base = loader_of(config).from_config(config, dtype=torch.bfloat16)
@@ -164,7 +164,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
     text = config.get_text_config()
     hidden, width = text.hidden_size, precision(recipe, device).itemsize
     served_width = 4 if device == "cpu" else 2
-    kept, peak = _of_layers(base)
+    kept, peak = _measure_layers(base)
     wider = width // torch.bfloat16.itemsize
     # The head's inputs, gathered, and the expected output embeddings; then the gradients of both.
     at_head = hidden * (2 * width + 2 * 4)
@@ -228,7 +228,7 @@ def _cached_numbers(text: Any) -> int:
     return int(layers * 2 * (getattr(text, "num_key_value_heads", None) or heads) * width)
 
 
-def _of_layers(base: Any) -> tuple[list[int], int]:
+def _measure_layers(base: Any) -> tuple[list[int], int]:
     """Return the bytes a token that each layer keeps, and the most that a backward pass adds.
 
     Raises:
@@ -258,7 +258,7 @@ def _of_layers(base: Any) -> tuple[list[int], int]:
             )
         for hook in hooks:
             hook.remove()
-        by_kind = {kind: _of_layer(*call, known) for kind, call in calls.items()}
+        by_kind = {kind: _measure_layer(*call, known) for kind, call in calls.items()}
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise LearnerError(
             f"a layer of {type(base).__name__} cannot be run without values: {error}"
@@ -266,7 +266,7 @@ def _of_layers(base: Any) -> tuple[list[int], int]:
     return [by_kind[kind][0] for kind in kinds], max(peak for _, peak in by_kind.values())
 
 
-def _of_layer(
+def _measure_layer(
     layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], known: Sequence[Tensor]
 ) -> tuple[int, int]:
     """Return the bytes a token that a layer keeps, and the bytes that its backward pass adds."""
@@ -281,7 +281,7 @@ def _of_layer(
     return kept // TOKENS, max(0, living.most - kept) // TOKENS
 
 
-def peak_of(device: torch.device, run: Callable[[], bool]) -> int | None:
+def peak_bytes_of(device: torch.device, run: Callable[[], bool]) -> int | None:
     """Call `run`; return the most bytes that it took at once, or None if it returns False."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -41,20 +41,20 @@ from store import install_command
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.errors import CompanionFailed, LearnerError
-from trainer.learners.adapter import attach_adapter, detach, layer_kind
-from trainer.learners.budget import is_out_of_memory, says_no_room
+from trainer.learners.adapter import attach_adapter, detach_adapters, layer_kind
+from trainer.learners.budget import is_out_of_memory, report_short_memory
 from trainer.learners.corrections import reply_ids
-from trainer.learners.flops import Throughput, counted_flops
+from trainer.learners.flops import Throughput, try_model_flops
 from trainer.learners.kernels.layers import make_base_lean
 from trainer.learners.kernels.process import (
     be_deterministic,
     fuse_wide_attention,
-    whole_memory,
+    total_memory,
 )
 from trainer.learners.processes import Processes
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
-from trainer.learners.scoring import layers_of, own_attention
+from trainer.learners.scoring import attention_implementation, layers_of
 from trainer.learners.steps import check_ids
 from trainer.learners.ways import layers_without_gradient
 from trainer.publishing.adapters import read_base
@@ -86,8 +86,8 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 
 def may_fit(model: str, recipe: Recipe) -> bool:
     """Return whether the weights of `model` fit into the device's whole memory."""
-    base, device = outline(configuration(model, "planned")), _device()
-    return weight_bytes(base, recipe, device) <= whole_memory(device)
+    base, device = empty_model(configuration(model, "planned")), _device()
+    return weight_bytes(base, recipe, device) <= total_memory(device)
 
 
 def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
@@ -106,12 +106,12 @@ def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
         bits = 4 if base.config.quantization_config.get("load_in_4bit") else 8
     if bits is None:
         return whole
-    sizes = packable(base).values()
+    sizes = packable_weights(base).values()
     saved = int(sum(sizes) * (width - PACKED_BYTES[bits]))
     return whole - saved + max(sizes) * width
 
 
-def packable(base: Any) -> dict[str, int]:
+def packable_weights(base: Any) -> dict[str, int]:
     """Return the number of weights of each layer that bitsandbytes packs, by the layer's name.
 
     These are all linear layers but the LM head.
@@ -157,7 +157,7 @@ def configuration(model: str, done: str = "loaded") -> Any:
     Raises:
         LearnerError: there is no configuration, or models of its kind cannot be trained.
     """
-    with loading(model, done):
+    with translate_loading_errors(model, done):
         config = AutoConfig.from_pretrained(model)
         if config.is_encoder_decoder:
             raise ValueError("it is an encoder-decoder, not a causal language model")
@@ -176,7 +176,7 @@ def quantised_by(config: Any) -> str | None:
     return stored.get("quant_method") if isinstance(stored, dict) else None
 
 
-def outline(config: Any) -> Any:
+def empty_model(config: Any) -> Any:
     """Return a model with this configuration that has shapes and no values."""
     with torch.device("meta"):
         return loader_of(config).from_config(config)
@@ -194,19 +194,19 @@ def load_base(model: str, recipe: Recipe, processes: Processes | None = None) ->
     dtype = precision(recipe, device)
     if recipe.base_bits is None:
         with processes.sharding() if processes is not None else nullcontext():
-            base, tokenizer = _pretrained(model, dtype)
+            base, tokenizer = _load_model(model, dtype)
         base.to(device)
     else:
-        base, tokenizer = _packed(model, recipe.base_bits, dtype, device)
-    base.set_attn_implementation(own_attention(base))
+        base, tokenizer = _load_packed(model, recipe.base_bits, dtype, device)
+    base.set_attn_implementation(attention_implementation(base))
     encode_positions(base)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    make_base_lean(base, outline(base.config))
+    make_base_lean(base, empty_model(base.config))
     return base, tokenizer
 
 
-def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+def _load_packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
     """Return the causal LM, its linear layers packed as they are read, and its tokenizer.
 
     Raises:
@@ -217,8 +217,8 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
             f"base_bits = {bits} needs bitsandbytes: install it with"
             f" `{install_command('trainer')}`, or leave base_bits out of the recipe"
         )
-    shapes = outline(configuration(model))
-    packed = packable(shapes)
+    shapes = empty_model(configuration(model))
+    packed = packable_weights(shapes)
     linear = (name for name, part in shapes.named_modules() if type(part) is torch.nn.Linear)
     how = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
@@ -228,8 +228,8 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=[name for name in linear if name not in packed],
     )
-    with _stored_weights(bits) as stored:
-        base, tokenizer = _pretrained(
+    with _note_stored_weights(bits) as stored:
+        base, tokenizer = _load_model(
             model, dtype, quantization_config=how, device_map={"": device}
         )
     if not stored:
@@ -243,7 +243,7 @@ def _packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any
 
 
 @contextmanager
-def _stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
+def _note_stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
     """Note the shape and first values of each weight, by name, before loading packs it.
 
     Yield them for `base_hash`; they are complete once a model was loaded within the context.
@@ -267,7 +267,7 @@ def _stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
         operation.convert = own
 
 
-def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) -> tuple[Any, Any]:
+def _load_model(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) -> tuple[Any, Any]:
     """Return the causal LM and its tokenizer; the `dtype` "auto" keeps the stored precision.
 
     `how` are further arguments of transformers' `from_pretrained`.
@@ -278,7 +278,7 @@ def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) ->
     config = configuration(model)
     if (method := quantised_by(config)) in UNPACKED and not how:
         how["quantization_config"] = UNPACKED[method](dequantize=True)
-    with loading(model):
+    with translate_loading_errors(model):
         base, found = loader_of(config).from_pretrained(
             model, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **how
         )
@@ -296,7 +296,7 @@ def _pretrained(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) ->
 
 
 @contextmanager
-def loading(model: str, done: str = "loaded") -> Iterator[None]:
+def translate_loading_errors(model: str, done: str = "loaded") -> Iterator[None]:
     """Turn errors of loading within the block into a LearnerError: "cannot be `done`"."""
     try:
         yield
@@ -321,7 +321,7 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
         LearnerError: the model cannot be loaded, or is not the version's base model.
         OSError: the disk refused a write.
     """
-    base, tokenizer = _pretrained(model, "auto")
+    base, tokenizer = _load_model(model, "auto")
     if read_base(adapter) != base_hash(base):
         raise LearnerError(
             f"{model} is not the base model that the adapter in {adapter} was trained on: set"
@@ -368,7 +368,7 @@ def _encoded(
     return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
 
 
-def checkpoint(base: Any, share: float) -> None:
+def checkpoint_layers(base: Any, share: float) -> None:
     """Use gradient checkpointing in the first `share` of the layers from now on.
 
     The backward pass reaches the first layers last, when the others have freed their activations.
@@ -410,7 +410,7 @@ def _values(parameter: Tensor) -> Tensor:
     return (values.full_tensor() if isinstance(values, DTensor) else values).flatten()
 
 
-def _choice(recipe: Recipe) -> str:
+def _layer_choice_key(recipe: Recipe) -> str:
     """Return a key that recipes share if they choose the same layers."""
     return f"{recipe.lora.target_modules} {recipe.lora.experts}"
 
@@ -418,7 +418,7 @@ def _choice(recipe: Recipe) -> str:
 class Holder(Protocol):
     """A learner that may hold the base model while it is its turn."""
 
-    def let_go(self) -> None:
+    def forget_model(self) -> None:
         """Forget the adapted model and everything made for it: another learner gets the base."""
 
 
@@ -433,7 +433,7 @@ class Base:
         throughput: how fast the learners train.
     """
 
-    @says_no_room("while the base model was loaded")
+    @report_short_memory("while the base model was loaded")
     def __init__(self, model: str, recipe: Recipe) -> None:
         """Load `model` in the precision of `recipe`, which takes seconds to minutes.
 
@@ -453,10 +453,12 @@ class Base:
         self._grammars = Grammars(self.tokenizer, self._model.config.get_text_config().vocab_size)
         self.hash = base_hash(self._model)
         self.throughput = Throughput(
-            counted_flops(outline(self._model.config)), self._model.device, self.processes.count
+            try_model_flops(empty_model(self._model.config)),
+            self._model.device,
+            self.processes.count,
         )
         self._holder: Holder | None = None
-        # For each choice of layers (`_choice`): why some have no adapter, by their paths.
+        # For each choice of layers (`_layer_choice_key`): why some have no adapter, by their paths.
         self._left_out: dict[str, dict[str, str]] = {}
 
     def attach(self, holder: Holder, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
@@ -469,22 +471,22 @@ class Base:
             FilesUnread: a file of the adapter cannot be read for now.
         """
         if self._holder is not None and self._holder is not holder:
-            self._holder.let_go()
+            self._holder.forget_model()
             # The other policy's adapter and moments refer to each other.
             gc.collect()
         self._holder = holder
-        detach(self._model)
-        choice = _choice(recipe)
+        detach_adapters(self._model)
+        choice = _layer_choice_key(recipe)
         left_out = self._left_out.get(choice, {})
         model = attach_adapter(self._model, recipe.lora, adapter, seed, left_out)
         if adapter is not None or choice in self._left_out:
             return model
-        found = self._without_gradient(model)
+        found = self._layers_without_gradient(model)
         if found is not None:
             self._left_out[choice] = dict.fromkeys(found, GOES_PAST)
         return self.attach(holder, recipe, adapter, seed) if found else model
 
-    def _without_gradient(self, model: PeftModel) -> frozenset[str] | None:
+    def _layers_without_gradient(self, model: PeftModel) -> frozenset[str] | None:
         """Return the layers that get no gradient, or None if memory is too short to find out."""
         found, failure = None, None
         try:
@@ -496,31 +498,31 @@ class Base:
         self.processes.regroup(failure)
         return found if all(self.processes.gather(found is not None)) else None
 
-    def leave_out(self, recipe: Recipe, kinds: Collection[str]) -> None:
+    def leave_out_kinds(self, recipe: Recipe, kinds: Collection[str]) -> None:
         """Leave layers of `kinds`, which the server ignores, out of the recipe's new adapters."""
         of_kinds = {
             name: IS_IGNORED
             for name, module in self._model.named_modules()
             if isinstance(module, LoraLayer) and layer_kind(name) in kinds
         }
-        self._left_out.setdefault(_choice(recipe), {}).update(of_kinds)
+        self._left_out.setdefault(_layer_choice_key(recipe), {}).update(of_kinds)
 
-    def serve_context(self, tokens: int) -> None:
+    def set_served_context(self, tokens: int) -> None:
         """Encode positions as a server with a context of `tokens` tokens does."""
         encode_positions(self._model, tokens)
 
-    def checked(self, rows: Sequence[Row]) -> list[Row]:
+    def prepare_rows(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows with token ids for words in their settings, and with grammar masks.
 
         Raises:
             Unusable: some rows have ids of another vocabulary.
             Unreplayable: some row's grammar cannot be replayed.
         """
-        rows = Vocabulary(self.tokenizer, self._model).spell_out(rows)
+        rows = Vocabulary(self.tokenizer, self._model).with_token_ids(rows)
         check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
         return self._grammars.with_masks(rows)
 
-    def misfit(self, adapter: Path) -> str | None:
+    def why_another_base(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model, or None if it is.
 
         Names do not identify a model: a folder may be moved, and another model take its place. So
@@ -538,8 +540,8 @@ class Base:
         self, distribution: Distribution, sampled_ids: Sequence[int]
     ) -> str | None:
         """Return why the masks of a call's grammar cannot be made, or None if they can."""
-        spelled = Vocabulary(self.tokenizer, self._model).spelled(distribution)
-        return self._grammars.why_not(spelled, sampled_ids)
+        spelled = Vocabulary(self.tokenizer, self._model).settings_with_token_ids(distribution)
+        return self._grammars.why_no_masks(spelled, sampled_ids)
 
     def reply_ids(
         self, request: bytes | None, prompt_ids: Sequence[int], text: str

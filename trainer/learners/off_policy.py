@@ -75,7 +75,7 @@ def mean_drift(
     return min(0.0, max(-bound, mean))
 
 
-def keeps_loss(
+def loss_mask(
     log_ratios: Tensor,
     mask: Tensor,
     least: Tensor | float,
@@ -92,7 +92,7 @@ def keeps_loss(
     return ((ratios >= least) & (ratios <= most)).to(mask.dtype)
 
 
-def compare(
+def compare_rows(
     log_ratios: Tensor, mask: Tensor, keeps: Tensor, versions: Sequence[int | None], cap: float
 ) -> list[RowComparison]:
     """Return one comparison for each row; `log_ratios` (d) and `mask` are (B, T)."""
@@ -163,13 +163,13 @@ def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) ->
     served = [row for row in compared if row.version is not None]
     fresh = [row for row in served if row.version == newest]
     stale = [row for row in served if row.version != newest]
-    drift, older = (_a_token(rows, lambda row: row.divergence) for rows in (fresh, stale))
+    drift, older = (_mean_per_token(rows, lambda row: row.divergence) for rows in (fresh, stale))
     tokens = sum(row.tokens for row in compared)
     total = fsum(row.ratios for row in compared)
     squares = fsum(row.squared_ratios for row in compared)
     return {
         "drift_kl": drift,
-        "drift_logp_mean_abs": _a_token(fresh, lambda row: row.distance),
+        "drift_logp_mean_abs": _mean_per_token(fresh, lambda row: row.distance),
         "staleness_kl": None if drift is None or older is None else older - drift,
         "effective_sample_size": total * total / (tokens * squares),
         "ratio_cut_share": sum(row.cut for row in compared) / tokens,
@@ -196,7 +196,7 @@ def drifted_episodes(
     }
 
 
-def _a_token(
+def _mean_per_token(
     rows: Sequence[RowComparison], figure: Callable[[RowComparison], float]
 ) -> float | None:
     return fsum(map(figure, rows)) / sum(row.tokens for row in rows) if rows else None

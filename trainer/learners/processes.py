@@ -9,7 +9,7 @@ summed, so that all take the same step.
 A process that fails must not leave the others waiting for it. So all processes meet before each
 collective operation, and a failed process reports its failure there. Then all abandon the
 computation, and continue together where micro-batches are cut anew (`budget.TokenBudget`), or at
-the command's end (`distributed.agree`).
+the command's end (`distributed.check_all_succeeded`).
 """
 
 import os
@@ -105,7 +105,7 @@ class Processes:
         dist.all_gather_object(values, value, group=self._command_group)
         return values
 
-    def add_up(self, parameters: Iterable[torch.Tensor]) -> None:
+    def sum_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Replace every gradient by its sum over all processes."""
         if self.count == 1:
             return

@@ -53,26 +53,26 @@ class LearnerProtocol(Protocol):
             OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
         """
 
-    def saved_as(self, adapter: Path) -> None:
+    def note_saved(self, adapter: Path) -> None:
         """Note that the last saved state is now the version in `adapter`."""
 
-    def serve_context(self, tokens: int) -> None:
+    def set_served_context(self, tokens: int) -> None:
         """Encode positions as a server with a context of `tokens` tokens does."""
 
     def layer_kinds(self) -> Sequence[str]:
         """Return the kinds of layers that a new adapter has; a kind spans all blocks."""
 
-    def take_less(self, halvings: int) -> int:
+    def halve_micro_batches(self, halvings: int) -> int:
         """Halve micro-batches `halvings` times for some updates; return their size in tokens."""
 
-    def leave_out(self, kinds: Collection[str]) -> None:
+    def leave_out_kinds(self, kinds: Collection[str]) -> None:
         """Leave layers of these kinds out of new adapters.
 
         Raises:
             LearnerError: the recipe names them, or no layer is left.
         """
 
-    def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
+    def write_test_adapter(self, folder: Path, kind: str | None = None) -> list[Row]:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by.
 
         It has all layers or those of one `kind`, and moves the rows' log-probabilities by about
@@ -96,7 +96,7 @@ class LearnerProtocol(Protocol):
             LearnerError: an update would fail too.
         """
 
-    def misfit(self, adapter: Path) -> str | None:
+    def why_another_base(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model, or None if it is.
 
         Raises:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from trainer.batches import PLAIN, Row, RowKey, Way, build_tree, chains_of, padded, stretches_of
+from trainer.batches import PLAIN, Row, RowKey, Way, build_tree, chains_of, pad_tree, stretches_of
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import Head, head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
-from trainer.learners.replay.shaping import History, places_of, reshaped
+from trainer.learners.replay.shaping import History, places_of, score_for_autograd
 
 log = structlog.get_logger()
 
@@ -103,7 +103,7 @@ def _tree_states(model: Any, rows: Sequence[Row]) -> _States:
     if model.config._attn_implementation != NAME:
         raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
     device = next(model.parameters()).device
-    tree = padded(build_tree([row.inputs for row in rows]), SIZES[device.type])
+    tree = pad_tree(build_tree([row.inputs for row in rows]), SIZES[device.type])
     states = decoder_of(model.get_base_model())(
         input_ids=torch.tensor([tree.tokens], device=device),
         position_ids=torch.tensor([tree.depth], device=device),
@@ -200,23 +200,23 @@ class LayerStates(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> Any:
         """Return all keys and values that a layer's new tokens attend to."""
-        return self._from_before(layer_idx, KEYS).update(key_states, value_states)
+        return self._reset_layer(layer_idx, KEYS).update(key_states, value_states)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
     ) -> Any:
         """Return the inputs of a layer's convolution, after the earlier inputs that it sees."""
-        layer = self._from_before(layer_idx, CONVOLUTION, state_idx)
+        layer = self._reset_layer(layer_idx, CONVOLUTION, state_idx)
         return layer.update_conv_state(conv_states, state_idx, **how)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
     ) -> Any:
         """Return the new state of a layer's recurrence."""
-        layer = self._from_before(layer_idx, RECURRENCE, state_idx)
+        layer = self._reset_layer(layer_idx, RECURRENCE, state_idx)
         return layer.update_recurrent_state(recurrent_states, state_idx, **how)
 
-    def _from_before(self, index: int, names: set[str], state: int = 0) -> Any:
+    def _reset_layer(self, index: int, names: set[str], state: int = 0) -> Any:
         """Return a layer of `after`, its states `names` reset to those of the stretch before."""
         before, after = vars(self.layers[index]), vars(self.after[index])
         for name in before.keys() & names:
@@ -267,7 +267,7 @@ def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
     finally:
         hook.remove()
     return [
-        _scored(row, own[-len(row.sampled_ids) :], states[-len(row.sampled_ids) :])
+        _score_row(row, own[-len(row.sampled_ids) :], states[-len(row.sampled_ids) :])
         for row, own, states in zip(rows, logits, seen[0], strict=True)
     ]
 
@@ -287,29 +287,29 @@ def whole_logits(model: Any, rows: Sequence[Row]) -> Tensor:
     return logits
 
 
-def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
+def _score_row(row: Row, logits: Tensor, states: Tensor) -> Scored:
     """Score one row, from the logits (S, V) before each of its sampled tokens."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = torch.tensor(row.sampled_ids, dtype=torch.long, device=logits.device)
     if not row.distribution.is_plain:
         places = [(0, sampled) for sampled in range(len(row.sampled_ids))]
         history = History.of([row], places, logits.device)
-        return Scored(*reshaped(wide, row.distribution, history, labels), states)
+        return Scored(*score_for_autograd(wide, row.distribution, history, labels), states)
     distribution = torch.log_softmax(wide / row.distribution.temperature, dim=-1)
     with torch.no_grad():
         entropies = -torch.linalg.vecdot(distribution.exp(), distribution)
     return Scored(distribution.gather(1, labels[:, None])[:, 0], entropies, states)
 
 
-def attend(model: Any, way: Way) -> None:
+def set_attention(model: Any, way: Way) -> None:
     """Switch the base of `model` to attention along trees, or to its own attention."""
     base = model.get_base_model()
-    wanted = NAME if way == "tree" else own_attention(base)
+    wanted = NAME if way == "tree" else attention_implementation(base)
     if model.config._attn_implementation != wanted:
         base.set_attn_implementation(wanted)
 
 
-def own_attention(base: Any) -> str:
+def attention_implementation(base: Any) -> str:
     """Return the implementation of attention that computes the architecture of `base` correctly.
 
     torch's SDPA has no attention sinks, and does not cap scores though transformers selects it for

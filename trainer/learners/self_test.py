@@ -72,7 +72,7 @@ def vocabulary_probe(tokenizer: Any) -> tuple[str, list[int]]:
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def nudge(model: Any, rows: Sequence[Row], seed: int) -> None:
+def randomise_adapter(model: Any, rows: Sequence[Row], seed: int) -> None:
     """Give the new adapter of `model` an effect of `LEAST_EFFECT` to `MOST_EFFECT` on `rows`.
 
     The layers' second matrices become random numbers that follow from `seed`; their spread is found
@@ -86,7 +86,7 @@ def nudge(model: Any, rows: Sequence[Row], seed: int) -> None:
     effects: dict[float, float] = {}
     spread, below, above = FIRST_SPREAD, 0.0, math.inf
     while len(effects) < MOST_SPREADS and spread <= LARGEST_SPREAD:
-        _spread_out(moved, spread, seed)
+        _randomise_weights(moved, spread, seed)
         effect = effects[spread] = float((_logprobs(model, rows) - before).abs().mean())
         if LEAST_EFFECT <= effect <= MOST_EFFECT:
             return
@@ -102,11 +102,11 @@ def nudge(model: Any, rows: Sequence[Row], seed: int) -> None:
             "an adapter of these layers changes nothing: set lora.target_modules to linear layers"
             " of the model, or leave it out"
         )
-    _spread_out(moved, best, seed)
+    _randomise_weights(moved, best, seed)
 
 
 @torch.no_grad()
-def _spread_out(moved: Sequence[torch.Tensor], spread: float, seed: int) -> None:
+def _randomise_weights(moved: Sequence[torch.Tensor], spread: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for weights in moved:
         weights.copy_(torch.randn(weights.shape, generator=generator) * spread)
@@ -128,7 +128,7 @@ def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
     rows = []
     for number in range(count):
         own = list(islice(cycle(ids), number, number + length))
-        rows.append(_judged(number, own, length - length // 2, 1 / count))
+        rows.append(_made_up_row(number, own, length - length // 2, 1 / count))
     return rows
 
 
@@ -150,12 +150,12 @@ def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2
             # Episodes share the tokens of the task up to here.
             said[added // 2 - added] = ids[(episode + turn) % len(ids)]
             weight = 1 / (episodes * turns)
-            rows.append(_judged(episode, said, sampled, weight, position=turn))
+            rows.append(_made_up_row(episode, said, sampled, weight, position=turn))
             del said[len(said) - sampled : len(said) - sampled + thoughts]
     return rows
 
 
-def _judged(
+def _made_up_row(
     episode: int, ids: Sequence[int], sampled: int, weight: float, position: int = 0
 ) -> Row:
     """Return a row with `sampled` sampled tokens; odd episodes have a positive advantage."""

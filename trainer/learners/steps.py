@@ -15,9 +15,14 @@ from uuid import UUID
 import numpy as np
 import torch
 
-from trainer.batches import Row, computed_tokens, share_out
+from trainer.batches import Row, computed_tokens, divide_among_processes
 from trainer.errors import Interrupted, OtherVocabulary, Unusable
-from trainer.learners.budget import MicroBatches, NoRoom, needs_memory, says_no_room
+from trainer.learners.budget import (
+    MemoryRanOut,
+    MicroBatches,
+    catch_out_of_memory,
+    report_short_memory,
+)
 from trainer.learners.losses.stored import View
 from trainer.learners.off_policy import can_be_summed
 from trainer.learners.processes import Processes
@@ -82,13 +87,13 @@ class Step:
             Interrupted: the update was stopped; the learner must be restored.
         """
         results = []
-        for rows in self._share(micro_batches):
-            with needs_memory(rows, self._processes):
+        for rows in self._own_share(micro_batches):
+            with catch_out_of_memory(rows, self._processes):
                 results.append(view(rows))
         return [result for share in self._processes.gather(results) for result in share]
 
-    def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
-        shares = share_out(micro_batches, self._processes.count, way=self._trainer.way)
+    def _own_share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
+        shares = divide_among_processes(micro_batches, self._processes.count, way=self._trainer.way)
         for rows in shares[self._processes.rank]:
             self.stop_if_asked()
             yield rows
@@ -109,8 +114,8 @@ class Step:
         """
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
-        for rows in self._share(micro_batches):
-            with needs_memory(rows, self._processes):
+        for rows in self._own_share(micro_batches):
+            with catch_out_of_memory(rows, self._processes):
                 own = self._trainer.loss_of(rows) / share
                 self._trainer.accelerator.backward(own)
                 loss += float(own.detach())
@@ -118,7 +123,7 @@ class Step:
         total = sum(self._processes.gather(loss))
         if not math.isfinite(total):
             raise Unusable(f"the loss is {total}: the update was not applied")
-        return total, self._apply()
+        return total, self._apply_gradients()
 
     def stop_if_asked(self) -> None:
         """Stop all processes at the same micro-batch if one was asked to stop.
@@ -129,10 +134,10 @@ class Step:
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
 
-    @says_no_room("in the optimiser's step, which was undone")
-    def _apply(self) -> float:
+    @report_short_memory("in the optimiser's step, which was undone")
+    def _apply_gradients(self) -> float:
         policy, critic = self._trainer.trained_parameters()
-        self._processes.add_up([*policy, *critic])
+        self._processes.sum_gradients([*policy, *critic])
         # Clipped separately: a critic with much to learn must not shrink the policy's step.
         norms = [
             float(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM))
@@ -187,7 +192,7 @@ def check_view(rows: Sequence[Row], view: View) -> None:
         raise Unusable("log-probabilities or values of some rows are not finite", blamed)
 
 
-def to_blame(
+def episodes_to_blame(
     trainer: Any, rows: Sequence[Row], stop_if_asked: Callable[[], None]
 ) -> Mapping[UUID, str]:
     """Return the reasons, by episode, of episodes that make the gradient of `rows` infinite or NaN.
@@ -209,7 +214,7 @@ def to_blame(
 
 def _is_finite(trainer: Any, row: Row) -> bool:
     loss = trainer.loss_of([row])
-    compared = trainer.take_compared()
+    compared = trainer.take_comparisons()
     if not math.isfinite(float(loss.detach())) or not can_be_summed(compared):
         return False
     trainer.accelerator.backward(loss)
@@ -220,14 +225,14 @@ def _is_finite(trainer: Any, row: Row) -> bool:
     return finite
 
 
-def fits(trainer: Any, processes: Processes, row: Row) -> bool:
+def fits_in_memory(trainer: Any, processes: Processes, row: Row) -> bool:
     """Return whether there is memory to train on one row by itself; gradients are left empty."""
     try:
-        with needs_memory([row], processes):
+        with catch_out_of_memory([row], processes):
             trainer.accelerator.backward(trainer.loss_of([row]))
-    except NoRoom:
+    except MemoryRanOut:
         return False
     finally:
         trainer.optimizer.zero_grad()
-        trainer.take_compared()
+        trainer.take_comparisons()
     return True

@@ -17,7 +17,7 @@ from trainer.batches import STRETCH, WAYS, Row, Way, bare_row
 from trainer.errors import LearnerError
 from trainer.learners.budget import is_out_of_memory
 from trainer.learners.processes import Processes
-from trainer.learners.scoring import attend, score_rows
+from trainer.learners.scoring import score_rows, set_attention
 
 log = structlog.get_logger()
 
@@ -62,7 +62,7 @@ def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> 
             return way
         if processes.rank == 0:
             log.warning("way_passed_over", way=way, reason=why)
-    attend(model, ways[-1])
+    set_attention(model, ways[-1])
     return ways[-1]
 
 
@@ -86,7 +86,7 @@ def why_no_tree(model: Any) -> str | None:
 
 def _mismatch_reason(model: Any, way: Way) -> str | None:
     """Return how far a way is from the reference, or None if they agree."""
-    found = compare(model, _trial_rows(model.config.get_text_config().vocab_size), way)
+    found = compare_way(model, _trial_rows(model.config.get_text_config().vocab_size), way)
     limit = TOLERANCE[model.dtype]
     if not found.logprobs <= limit:
         return f"it differs from whole rows by {found.logprobs:.2g} nats a token"
@@ -96,7 +96,7 @@ def _mismatch_reason(model: Any, way: Way) -> str | None:
 
 
 @contextmanager
-def _short_windows(config: Any) -> Iterator[None]:
+def _shorten_windows(config: Any) -> Iterator[None]:
     """Shorten windows, so that a trial's short rows reach past them as long rows do."""
     own = {name: getattr(config, name, None) for name in WINDOWS}
     longer = {name: window for name, window in own.items() if window and window > STRETCH // 2}
@@ -109,17 +109,17 @@ def _short_windows(config: Any) -> Iterator[None]:
             setattr(config, name, window)
 
 
-def compare(model: Any, rows: Sequence[Row], way: Way) -> Difference:
+def compare_way(model: Any, rows: Sequence[Row], way: Way) -> Difference:
     """Return how far a way is from rows computed one by one; leave `model` prepared for the way.
 
     Its gradients are left empty.
     """
-    with _short_windows(model.config.get_text_config()):
-        attend(model, way)
-        logprobs, gradient = _tried(model, rows, way)
-        attend(model, "whole")
-        wanted, wanted_gradient = _tried(model, rows, "whole")
-        attend(model, way)
+    with _shorten_windows(model.config.get_text_config()):
+        set_attention(model, way)
+        logprobs, gradient = _logprobs_and_gradient(model, rows, way)
+        set_attention(model, "whole")
+        wanted, wanted_gradient = _logprobs_and_gradient(model, rows, "whole")
+        set_attention(model, way)
     off = gradient - wanted_gradient
     return Difference(
         logprobs=float((logprobs - wanted).abs().mean()),
@@ -129,7 +129,7 @@ def compare(model: Any, rows: Sequence[Row], way: Way) -> Difference:
 
 
 @torch.enable_grad()
-def _tried(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, Tensor]:
+def _logprobs_and_gradient(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (M,), and the gradient of their sum in one vector."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     logprobs = score_rows(model, rows, way=way).logprobs
@@ -154,7 +154,7 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     trained = [parameter for parameters in layers.values() for parameter in parameters]
     if not trained:
         return frozenset()
-    attend(model, "whole")
+    set_attention(model, "whole")
     rows = _trial_rows(model.config.get_text_config().vocab_size)
     try:
         with torch.enable_grad():

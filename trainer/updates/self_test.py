@@ -116,7 +116,7 @@ class ServerSelfTest:
         ]
         if contexts:
             # If another server's context matters, its log-probabilities show that.
-            await in_thread(self._learner, partial(self._learner.serve_context, max(contexts)))
+            await in_thread(self._learner, partial(self._learner.set_served_context, max(contexts)))
         servers = tuple(listed)
         try:
             why = await self._of_servers(servers, self._why_misfit)
@@ -151,13 +151,13 @@ class ServerSelfTest:
         if not ignored or len(ignored) == len(kinds):
             return False
         log.warning("layers_left_out", layers=ignored, until="the trainer starts again")
-        await in_thread(self._learner, partial(self._learner.leave_out, set(ignored)))
+        await in_thread(self._learner, partial(self._learner.leave_out_kinds, set(ignored)))
         return True
 
     def _write(self, kind: str | None) -> Sequence[Row]:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = self._learner.write_trial(self._folder, kind)
+        rows = self._learner.write_test_adapter(self._folder, kind)
         write_hashes(self._folder)
         return rows
 

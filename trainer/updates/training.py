@@ -187,7 +187,7 @@ class Training:
         assert folder is not None
         try:
             gone = adapters.read_manifest(folder) is None
-            why = f"{folder} has no version" if gone else self._learner.misfit(folder)
+            why = f"{folder} has no version" if gone else self._learner.why_another_base(folder)
             reason = VERSION_GONE if gone else OTHER_BASE
         except AdapterError as error:
             why, reason = str(error), VERSION_GONE
@@ -297,5 +297,5 @@ class Training:
                 log.error("version_not_written", reason=str(error), again_in_s=WRITE_AGAIN_S)
                 await asyncio.sleep(WRITE_AGAIN_S)
             else:
-                self._learner.saved_as(folder)
+                self._learner.note_saved(folder)
                 return folder

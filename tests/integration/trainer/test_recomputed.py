@@ -167,18 +167,18 @@ def test_version_of_another_base_model_does_not_fit_the_learner(
 ) -> None:
     one, _ = lineage(tiny_model, tmp_path / "ours")
     made = learner(tiny_model, tmp_path)
-    assert made.misfit(one) is None
+    assert made.why_another_base(one) is None
     half = recipe().model_copy(update={"dtype": "bfloat16"})
-    assert learner(tiny_model, tmp_path, half).misfit(one) is None
+    assert learner(tiny_model, tmp_path, half).why_another_base(one) is None
 
     other = write_tiny_model(tmp_path / "other", seed=1)
-    assert learner(other, tmp_path).misfit(one) == "it was trained on another base model"
+    assert learner(other, tmp_path).why_another_base(one) == "it was trained on another base model"
     (one / BASE_FILE).write_bytes(b"half")
     with pytest.raises(AdapterError, match="cannot be read"):
-        made.misfit(one)
+        made.why_another_base(one)
     (one / BASE_FILE).unlink()
     with pytest.raises(AdapterError, match="is not there; restore it"):
-        made.misfit(one)
+        made.why_another_base(one)
 
 
 # The loop
@@ -290,7 +290,7 @@ async def test_version_of_another_base_is_lost_and_later_credit_says_so(
     await bench.run_once()
     await fill(bench, "u", 1, has_logprobs=True)
     await bench.run_once()
-    monkeypatch.setattr(bench.learner, "misfit", lambda folder: "it is of another base")
+    monkeypatch.setattr(bench.learner, "why_another_base", lambda folder: "it is of another base")
     await fill(bench, "v", 1)
     # Version 2 is the parent, which is not asked; what it sampled is computed all the same.
     await fill(bench, "w", 2)

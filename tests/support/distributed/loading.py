@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class OnlyHolder:
-    def let_go(self) -> None:
+    def forget_model(self) -> None:
         pass
 
 

@@ -123,23 +123,23 @@ class FakeLearner:
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
         write_base(folder, f"base of {len(list(self._versions.glob('[0-9]*')))}")
 
-    def misfit(self, adapter: Path) -> str | None:
+    def why_another_base(self, adapter: Path) -> str | None:
         return None
 
-    def serve_context(self, tokens: int) -> None:
+    def set_served_context(self, tokens: int) -> None:
         assert tokens > 0
 
     def layer_kinds(self) -> list[str]:
         return self.kinds
 
-    def take_less(self, halvings: int) -> int:
+    def halve_micro_batches(self, halvings: int) -> int:
         self.halvings = halvings
         return 64
 
-    def leave_out(self, kinds: Collection[str]) -> None:
+    def leave_out_kinds(self, kinds: Collection[str]) -> None:
         self.kinds = [kind for kind in self.kinds if kind not in kinds]
 
-    def write_trial(self, folder: Path, kind: str | None = None) -> list[Row]:
+    def write_test_adapter(self, folder: Path, kind: str | None = None) -> list[Row]:
         self.trials += 1
         served = OWN if kind in self.ignored else self.trial_logprob
         if kind is None and self.ignored.intersection(self.kinds):
@@ -171,7 +171,7 @@ class FakeLearner:
         moved = adapter is not None and adapter.name == TRIAL
         return [[TRIAL_LOGPROB if moved else OWN] * len(row.sampled_ids) for row in rows]
 
-    def saved_as(self, adapter: Path) -> None:
+    def note_saved(self, adapter: Path) -> None:
         assert adapter.parent == self._versions
 
     def logprobs(self, rows: Any) -> list[list[float]]:

@@ -17,7 +17,7 @@ from store.values.sampling import Distribution
 from trainer.batches import Row, Way
 from trainer.learners.kernels.layers import make_adapter_lean, make_base_lean
 from trainer.learners.processes import Processes
-from trainer.learners.scoring import attend, score_rows
+from trainer.learners.scoring import score_rows, set_attention
 from trainer.learners.ways import choose_way
 
 RANK: Final = 16
@@ -130,7 +130,7 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
 
 def train(model: Any, batches: Sequence[Sequence[Row]], *, way: Way) -> None:
     """Compute truncated importance-weighted policy gradients, micro-batch by micro-batch."""
-    attend(model, way)
+    set_attention(model, way)
     for rows in batches:
         logprobs = score_rows(model, rows, way=way).logprobs
         sampled = logprobs.new_tensor([one for row in rows for one in row.sampled_logprobs])

@@ -38,7 +38,7 @@ def gradients_of_update(made: Learner, rows: Sequence[Row], monkeypatch: pytest.
         made._trainer.optimizer.zero_grad()
         return 0.0
 
-    monkeypatch.setattr(made._step, "_apply", keep)
+    monkeypatch.setattr(made._step, "_apply_gradients", keep)
     made.update(rows)
     return found
 

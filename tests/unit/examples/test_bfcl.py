@@ -231,7 +231,7 @@ def test_missing_model_option_is_refused_naming_the_models_that_fit_into_memory(
     monkeypatch: pytest.MonkeyPatch, gib: int, fit: str
 ) -> None:
     pytest.importorskip("torch")
-    memory = "trainer.learners.kernels.process.whole_memory"
+    memory = "trainer.learners.kernels.process.total_memory"
     monkeypatch.setattr(memory, lambda _: gib * 2**30)
     with pytest.raises(ScenarioFailed, match=f"with --model.* {gib} GiB .*{fit}"):
         check_model(find_scenario("bfcl"), None)

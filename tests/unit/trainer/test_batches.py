@@ -15,11 +15,11 @@ from trainer.batches import (
     Way,
     build_tree,
     computed_tokens,
+    divide_among_processes,
     plan_micro_batches,
-    share_out,
     split_steps,
     stretches_of,
-    tree_size,
+    tokens_and_pairs,
 )
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
@@ -61,7 +61,7 @@ def test_nodes_of_the_prefix_tree_are_the_distinct_prefixes_of_the_rows(
 def test_size_of_a_prefix_tree_counts_its_nodes_and_their_ancestors(rows: list[list[int]]) -> None:
     made = [row([9, *ids]) for ids in rows]
     tree = build_tree([r.inputs for r in made])
-    assert tree_size(made) == (len(tree.tokens), sum(tree.depth) + len(tree.depth))
+    assert tokens_and_pairs(made) == (len(tree.tokens), sum(tree.depth) + len(tree.depth))
 
 
 @given(ROWS)
@@ -107,7 +107,7 @@ def test_processes_get_equal_numbers_of_batches_and_no_row_is_lost(
     rows: list[list[int]], processes: int
 ) -> None:
     batches = [[row([0, *ids], weight=1.0 + index)] for index, ids in enumerate(rows)]
-    shares = share_out(batches, processes)
+    shares = divide_among_processes(batches, processes)
     assert len(shares) == processes
     assert len({len(share) for share in shares}) == 1
     weights = [one.weight for share in shares for batch in share for one in batch]

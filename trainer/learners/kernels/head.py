@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from store.values.sampling import Distribution
 from trainer.batches import Row
 from trainer.learners.kernels.layers import product
-from trainer.learners.replay.shaping import History, Places, ShapedPlaces, replay, shape
+from trainer.learners.replay.shaping import History, Places, ShapedPlaces, score_shaped, shape
 
 # Logits in a chunk, by device: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
 CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
@@ -121,11 +121,11 @@ class HeadLogprobs(Function):
             at, chosen = rows[tokens] - start, labels[tokens]
             states = hidden[start:stop]
             if shaping is None:
-                results, factors = _plain(states, head, temperatures[start:stop], at, chosen)
+                results, factors = _score_plain(states, head, temperatures[start:stop], at, chosen)
                 if replayed is not None:
                     replayed[1, tokens] = factors
             else:
-                results, shares, factors = _shaped(
+                results, shares, factors = _score_shaped(
                     states, head, shaping.part(start, stop), at, chosen
                 )
                 assert replayed is not None
@@ -156,7 +156,7 @@ class HeadLogprobs(Function):
 _Results = tuple[Tensor, Tensor, Tensor]
 
 
-def _plain(
+def _score_plain(
     states: Tensor, head: Head, temperatures: Tensor, at: Tensor, chosen: Tensor
 ) -> tuple[_Results, Tensor | float]:
     """Return the results of unshaped logits, and each token's factor.
@@ -178,13 +178,13 @@ def _plain(
     return (logprobs, normaliser - along, mean), 1.0 if slopes is None else slopes[at, chosen]
 
 
-def _shaped(
+def _score_shaped(
     states: Tensor, head: Head, shaping: Shaping, at: Tensor, chosen: Tensor
 ) -> tuple[_Results, Tensor, Tensor]:
     """Return the results of shaped logits, and each token's share and factor."""
     logits, slopes = head.logits(states)
     shaped = shape(logits, shaping.distribution, shaping.history, at, chosen)
-    values = replay(shaped, at, chosen)
+    values = score_shaped(shaped, at, chosen)
     weights, factors = values.weights, values.factors
     if slopes is not None:
         weights, factors = weights * slopes, factors * slopes[at, chosen]

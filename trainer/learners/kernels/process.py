@@ -37,10 +37,10 @@ def fuse_wide_attention() -> None:
     CUDA's fused kernels for grouped heads take only 16 bits, and torch's fallback keeps all scores.
     The kernel that takes float32 needs a key and a value for each head: they are repeated for it.
     """
-    sdpa_attention.use_gqa_in_sdpa = _knows_groups
+    sdpa_attention.use_gqa_in_sdpa = _takes_grouped_heads
 
 
-def _knows_groups(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
+def _takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
     is_wide = key.is_cuda and key.dtype == torch.float32
     return not is_wide and _OWN_KNOWS_GROUPS(mask, key, value)
 
@@ -91,7 +91,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 LEFT_FREE: Final = 0.1
 
 
-def free_memory(device: torch.device) -> int:
+def available_memory(device: torch.device) -> int:
     """Return how many bytes the trainer can still get on `device`, now."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -103,12 +103,12 @@ def free_memory(device: torch.device) -> int:
     )
     room = available - LEFT_FREE * total
     if (limit := _limit_of_container()) is not None:
-        used = int((CGROUP / "memory.current").read_text()) - _reclaimable()
+        used = int((CGROUP / "memory.current").read_text()) - _reclaimable_bytes()
         room = min(room, (1 - LEFT_FREE) * limit - used)
     return max(0, int(room))
 
 
-def whole_memory(device: str) -> int:
+def total_memory(device: str) -> int:
     """Return a device's total memory in bytes; for a CPU at most this container's limit."""
     if device != "cpu":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -124,7 +124,7 @@ def _limit_of_container() -> int | None:
     return None if limit == "max" else int(limit)
 
 
-def _reclaimable() -> int:
+def _reclaimable_bytes() -> int:
     """Return the bytes of a container's memory that hold reclaimable copies of files."""
     stat = (CGROUP / "memory.stat").read_text()
     return int(re.findall(r"^inactive_file (\d+)$", stat, re.MULTILINE)[0])

@@ -29,14 +29,14 @@ from trl import import_utils
 from store.values.packing import pack_logprobs
 from trainer.batches import Row, Way, with_logprobs
 from trainer.errors import LearnerError
-from trainer.learners.kl import by_row
-from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready
-from trainer.learners.off_policy import RowComparison, compare, keeps_loss
+from trainer.learners.kl import cut_by_row
+from trainer.learners.losses.stored import StoredRows, pad_rows, set_up_trainer, trl_arguments
+from trainer.learners.off_policy import RowComparison, compare_rows, loss_mask
 from trainer.recipes.recipe import OffPolicyOptions, Recipe
 
 
 @contextmanager
-def no_vllm() -> Iterator[None]:
+def hide_vllm() -> Iterator[None]:
     """Hide vLLM from TRL while its trainers are imported within the block.
 
     If vLLM is installed, TRL's GRPO trainer imports it to generate with it. Nothing is generated
@@ -50,7 +50,7 @@ def no_vllm() -> Iterator[None]:
         import_utils.is_vllm_available = real
 
 
-with no_vllm():
+with hide_vllm():
     from trl import GRPOConfig, GRPOTrainer
 
 AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
@@ -72,7 +72,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
         """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
         self.scored = self.score(rows, hidden=self.needs_hidden)
-        own = by_row(rows, self.scored.logprobs)
+        own = cut_by_row(rows, self.scored.logprobs)
         corrections = {row.key: own[row.key] for row in rows if row.is_correction}
         self._rows = with_logprobs(rows, corrections)
         loss: Tensor = self._compute_loss(self.model, self.tensors_of(self._rows))
@@ -97,7 +97,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
     def get_off_policy_mask(self, per_token_logps: Tensor, mask: Tensor, **_: Any) -> Tensor:
         """Return 1 for each sequence that carries loss and 0 for the others, (B, 1).
 
-        TRL multiplies its loss by it. TRL's own rule (DeepSeek-V3.2) is replaced by `keeps_loss`.
+        TRL multiplies its loss by it. TRL's own rule (DeepSeek-V3.2) is replaced by `loss_mask`.
         """
         policy = per_token_logps.detach()
         log_ratios = policy - _sampled_logprobs(self._rows).to(mask.device)
@@ -105,9 +105,9 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         versions = [None if row.recomputed else row.version for row in self._rows]
         bounds = torch.tensor([rule.sequence_bounds(len(row.sampled_ids)) for row in self._rows])
         least, most = bounds.to(mask.device).split(1, dim=1)
-        keeps = keeps_loss(log_ratios, mask, least, most, self.drift)
+        keeps = loss_mask(log_ratios, mask, least, most, self.drift)
         keeps[[row.is_correction for row in self._rows]] = 1.0
-        compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
+        compared = compare_rows(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [
             msgspec.structs.replace(
@@ -120,7 +120,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         ]
         return keeps
 
-    def take_compared(self) -> list[RowComparison]:
+    def take_comparisons(self) -> list[RowComparison]:
         taken, self._compared = self._compared, []
         return taken
 
@@ -133,7 +133,7 @@ def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
     process, because weights sum to one already.
     """
     lengths = [len(row.sampled_ids) for row in rows]
-    completion_ids = pad_rows(_flat([row.sampled_ids for row in rows], torch.long), lengths)
+    completion_ids = pad_rows(_flat_tensor([row.sampled_ids for row in rows], torch.long), lengths)
     mask = pad_rows(torch.ones(sum(lengths)), lengths)
     each = [
         advantage * row.weight / len(row.sampled_ids)
@@ -154,11 +154,11 @@ def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
 
 
 def _sampled_logprobs(rows: Sequence[Row]) -> Tensor:
-    flat = _flat([row.sampled_logprobs for row in rows], torch.float32)
+    flat = _flat_tensor([row.sampled_logprobs for row in rows], torch.float32)
     return pad_rows(flat, [len(row.sampled_ids) for row in rows])
 
 
-def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+def _flat_tensor(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for row in rows for value in row], dtype=dtype)
 
 
@@ -190,7 +190,7 @@ def build_trainer(
 ) -> AnyTrainer:
     """Return a trainer of class `kind`; `loss` holds TRL's arguments that select the surrogate."""
     config = GRPOConfig(
-        **arguments(model, recipe, folder),
+        **trl_arguments(model, recipe, folder),
         **loss,
         # TRL calls `get_off_policy_mask` only if this is set; the rule is in `off_policy`.
         off_policy_mask_threshold=recipe.off_policy.sequence_max,
@@ -208,5 +208,5 @@ def build_trainer(
         processing_class=tokenizer,
     )
     trainer.off_policy, trainer.drift, trainer._compared = recipe.off_policy, 0.0, []
-    ready(trainer, recipe, way=way)
+    set_up_trainer(trainer, recipe, way=way)
     return trainer

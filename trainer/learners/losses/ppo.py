@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.batches import Row, Way
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.credit.baselines import NORMALISATIONS
-from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
+from trainer.learners.kl import ByRow, concatenated, cut_by_row, token_weights
 from trainer.learners.losses.grpo import StoredGrpoTrainer, build_trainer
 from trainer.learners.losses.stored import View, pad_rows
 from trainer.learners.scoring import Scored
@@ -62,9 +62,9 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """Return a micro-batch as policy, critic and base see it before the update's first step."""
         with torch.no_grad():
             scored = self.score(rows, hidden=True)
-            values = by_row(rows, self._values(scored))
+            values = cut_by_row(rows, self._values(scored))
         return View(
-            policy=by_row(rows, scored.logprobs), base=self.base_logprobs(rows), values=values
+            policy=cut_by_row(rows, scored.logprobs), base=self.base_logprobs(rows), values=values
         )
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
@@ -89,7 +89,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         credit = self.recipe.credit
         if NORMALISATIONS[credit.normalisation].spread_over == "update":
             low, high = self.recipe.reward_range
-            advantages = normalised(advantages, weights, (high - low) * SMALLEST_SPREAD)
+            advantages = normalise_advantages(advantages, weights, (high - low) * SMALLEST_SPREAD)
         self._targets = Targets(
             old=view.policy,
             returns={row.key: own for row, own in zip(rows, returns, strict=True)},
@@ -130,7 +130,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
 
     def _values(self, scored: Scored) -> Tensor:
         low, high = self.recipe.reward_range
-        return values_of(self.critic, scored, high - low)
+        return critic_values(self.critic, scored, high - low)
 
     def _critic_loss(self, rows: Sequence[Row]) -> Tensor:
         """Return ½ (V − return)², each token with its weight in the surrogate."""
@@ -193,7 +193,7 @@ def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
     return head
 
 
-def values_of(critic: torch.nn.Linear, scored: Scored, width: float) -> Tensor:
+def critic_values(critic: torch.nn.Linear, scored: Scored, width: float) -> Tensor:
     """Return V (M,) before each token, from the hidden states that predict it.
 
     The states are detached: the value loss moves the critic and never the policy's adapter.
@@ -224,7 +224,7 @@ def call_rewards(totals: Sequence[float]) -> list[float]:
     return [here - after for here, after in pairwise([*totals, 0.0])]
 
 
-def estimate(rewards: Sequence[float], values: Sequence[float], trace: float) -> list[float]:
+def estimate_gae(rewards: Sequence[float], values: Sequence[float], trace: float) -> list[float]:
     """Return the GAE of one chain of T tokens; all shapes are (T,), `trace` is λ."""
     advantages = [0.0] * len(rewards)
     value_after, advantage_after = 0.0, 0.0
@@ -244,7 +244,7 @@ def episode_advantages(calls: Sequence[ValuedCall], trace: float) -> list[list[f
         for token, reward in enumerate(call.rewards)
     ]
     values = list(chain.from_iterable(call.values for call in calls))
-    remaining = iter(estimate(rewards, values, trace))
+    remaining = iter(estimate_gae(rewards, values, trace))
     return [[next(remaining) for _ in call.values] for call in calls]
 
 
@@ -294,7 +294,7 @@ def row_advantages(
     return by_row
 
 
-def normalised(
+def normalise_advantages(
     rows: Sequence[Sequence[float]], weights: Sequence[float], smallest_spread: float
 ) -> list[list[float]]:
     """Return the advantages minus their mean, divided by their spread.

@@ -25,7 +25,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from trainer.batches import Row, Way
 from trainer.errors import LearnerError
 from trainer.learners.kl import token_weights
-from trainer.learners.losses.stored import StoredRows, arguments, ready
+from trainer.learners.losses.stored import StoredRows, set_up_trainer, trl_arguments
 from trainer.recipes.recipe import Recipe
 
 
@@ -68,7 +68,7 @@ def make_sft_trainer(
     trainer = StoredSftTrainer(
         model=model,
         args=SFTConfig(
-            **arguments(model, recipe, folder),
+            **trl_arguments(model, recipe, folder),
             # Weights sum to one over all processes, whose gradients are added up.
             average_tokens_across_devices=False,
             dataset_kwargs={"skip_prepare_dataset": True},
@@ -77,5 +77,5 @@ def make_sft_trainer(
         train_dataset=Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]}),
         processing_class=tokenizer,
     )
-    ready(trainer, recipe, way=way)
+    set_up_trainer(trainer, recipe, way=way)
     return trainer

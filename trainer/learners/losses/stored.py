@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.batches import Row, Way
-from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
+from trainer.learners.kl import ByRow, KlToBase, cut_by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison
 from trainer.learners.scoring import Scored, score_rows
 from trainer.recipes.recipe import Recipe
@@ -44,7 +44,7 @@ class StoredRows:
 
     model: Any
     way: Way
-    # Set by `ready`.
+    # Set by `set_up_trainer`.
     recipe: Recipe
     kl: KlToBase
     # The scores of the current micro-batch.
@@ -65,7 +65,7 @@ class StoredRows:
         policy: ByRow = {}
         if self.kl.in_reward:
             with torch.no_grad():
-                policy = by_row(rows, self.score(rows).logprobs)
+                policy = cut_by_row(rows, self.score(rows).logprobs)
         return View(policy=policy, base=self.base_logprobs(rows), values={})
 
     def base_logprobs(self, rows: Sequence[Row]) -> ByRow:
@@ -73,7 +73,7 @@ class StoredRows:
         if not self.kl.is_wanted:
             return {}
         with torch.no_grad(), self.model.disable_adapter():
-            return by_row(rows, self.score(rows).logprobs)
+            return cut_by_row(rows, self.score(rows).logprobs)
 
     def score(self, rows: Sequence[Row], *, hidden: bool = False) -> Scored:
         """Score a micro-batch's sampled tokens under the model as it stands."""
@@ -96,7 +96,7 @@ class StoredRows:
         """Return the trained parameters of the policy, and those of the critic (none)."""
         return [p for p in self.model.parameters() if p.requires_grad], []
 
-    def take_compared(self) -> list[RowComparison]:
+    def take_comparisons(self) -> list[RowComparison]:
         """Return the comparisons of rows with the policy since the last call, and forget them."""
         return []
 
@@ -111,7 +111,7 @@ def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
 
 
-def arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
+def trl_arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Return the arguments of all of TRL's trainers, which may write into `folder` (none does)."""
     return {
         "output_dir": str(folder),
@@ -130,7 +130,7 @@ def arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
     }
 
 
-def ready(trainer: Any, recipe: Recipe, *, way: Way) -> None:
+def set_up_trainer(trainer: Any, recipe: Recipe, *, way: Way) -> None:
     """Give a new trainer its recipe and its optimiser."""
     ratio_cap = recipe.off_policy.ratio_cap if recipe.kept is None else None
     trainer.way, trainer.recipe, trainer.kl = way, recipe, KlToBase(recipe.kl, ratio_cap)

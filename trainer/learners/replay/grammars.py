@@ -59,7 +59,7 @@ class Grammars:
         Equal masks share one object: most of a reply's masks are equal.
 
         Raises:
-            Unreplayable: a mask cannot be made; `why_not` checks that beforehand.
+            Unreplayable: a mask cannot be made; `why_no_masks` checks that beforehand.
         """
         same: dict[bytes, bytes] = {}
 
@@ -74,10 +74,10 @@ class Grammars:
             for row in rows
         ]
 
-    def why_not(self, distribution: Distribution, sampled_ids: Sequence[int]) -> str | None:
+    def why_no_masks(self, distribution: Distribution, sampled_ids: Sequence[int]) -> str | None:
         """Return why the masks of a reply cannot be made, or None if they can."""
         try:
-            for _ in self._followed(distribution, sampled_ids):
+            for _ in self._follow(distribution, sampled_ids):
                 pass
         except Unreplayable as error:
             log.warning("grammar_not_replayed", reason=error.reason, why=str(error))
@@ -91,20 +91,20 @@ class Grammars:
             Unreplayable: xgrammar is missing or rejects the grammar, or a mask forbids a token.
         """
         bits = None
-        for matcher in self._followed(distribution, sampled_ids):
+        for matcher in self._follow(distribution, sampled_ids):
             if bits is None:
-                bits = _library().allocate_token_bitmask(1, self._words)
+                bits = _import_xgrammar().allocate_token_bitmask(1, self._words)
             if matcher.is_terminated():
                 bits.fill_(-1)
             else:
                 matcher.fill_next_token_bitmask(bits, 0)
             yield bits.numpy().tobytes()
 
-    def _followed(self, distribution: Distribution, sampled_ids: Sequence[int]) -> Iterator[Any]:
+    def _follow(self, distribution: Distribution, sampled_ids: Sequence[int]) -> Iterator[Any]:
         """Yield xgrammar's matcher as it stands before each sampled token."""
         assert distribution.grammar is not None
         try:
-            matcher = _library().GrammarMatcher(
+            matcher = _import_xgrammar().GrammarMatcher(
                 self._compiled(distribution.grammar),
                 override_stop_tokens=list(distribution.stop_token_ids) or None,
             )
@@ -119,14 +119,14 @@ class Grammars:
             raise Unreplayable(f"a grammar cannot be built: {error!s:.200}", NO_GRAMMAR) from error
 
     def _compile(self, grammar: Grammar) -> Any:
-        xgrammar = _library()
+        xgrammar = _import_xgrammar()
         if self._compiler is None:
             info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._words)
             self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
         return _COMPILE[grammar.kind](self._compiler, grammar.text)
 
 
-def allowed(masks: Sequence[bytes], words: int, device: torch.device) -> torch.Tensor:
+def allowed_tokens(masks: Sequence[bytes], words: int, device: torch.device) -> torch.Tensor:
     """Return which of the `words` tokens each of R packed masks allows, (R, V)."""
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(device)
     bits = packed.view(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=device)
@@ -135,7 +135,7 @@ def allowed(masks: Sequence[bytes], words: int, device: torch.device) -> torch.T
     return torch.nn.functional.pad(bits_of_words, (0, words - bits_of_words.shape[1]))
 
 
-def _library() -> Any:
+def _import_xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
@@ -143,23 +143,23 @@ def _library() -> Any:
     return xgrammar
 
 
-def _json(compiler: Any, text: str) -> Any:
-    if is_for_another(json.loads(text)):
+def _compile_json_schema(compiler: Any, text: str) -> Any:
+    if needs_other_library(json.loads(text)):
         raise Unreplayable("vLLM leaves this JSON schema to another library", NO_GRAMMAR)
     return compiler.compile_json_schema(text, any_whitespace=True, separators=None)
 
 
-def _grammar(compiler: Any, text: str) -> Any:
+def _compile_grammar(compiler: Any, text: str) -> Any:
     return compiler.compile_lark(text) if is_lark(text) else compiler.compile_grammar(text)
 
 
 _COMPILE: Final[dict[str, Callable[[Any, str], Any]]] = {
-    "json": _json,
+    "json": _compile_json_schema,
     "regex": lambda compiler, text: compiler.compile_regex(text),
     "choice": lambda compiler, text: compiler.compile_grammar(ebnf_of(json.loads(text))),
-    "grammar": _grammar,
+    "grammar": _compile_grammar,
     "tools": lambda compiler, text: compiler.compile_structural_tag(
-        structural_tag(_library(), text)
+        structural_tag(_import_xgrammar(), text)
     ),
 }
 
@@ -171,10 +171,10 @@ def is_lark(text: str) -> bool:
 
 def ebnf_of(choices: Sequence[str]) -> str:
     """Return the EBNF grammar of a list of texts."""
-    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
+    return "root ::= " + " | ".join(f'"{"".join(map(_escape, choice))}"' for choice in choices)
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     is_control = ord(letter) < 0x20 or ord(letter) == 0x7F
     return _ESCAPES.get(letter) or (f"\\u{ord(letter):04x}" if is_control else letter)
 
@@ -182,15 +182,15 @@ def _escaped(letter: str) -> str:
 Schema = dict[str, Any]
 
 
-def is_for_another(schema: Any) -> bool:
+def needs_other_library(schema: Any) -> bool:
     """Return whether a part of a JSON schema makes vLLM use another library, with other masks.
 
     The rules are those of `has_xgrammar_unsupported_json_features` in the same module of vLLM's.
     """
-    return any(map(_is_odd, _objects(schema)))
+    return any(map(_is_unsupported, _schema_objects(schema)))
 
 
-def _objects(schema: Any) -> Iterator[Schema]:
+def _schema_objects(schema: Any) -> Iterator[Schema]:
     """Yield all objects in a schema; lists within lists are not looked into."""
     waiting = [schema] if isinstance(schema, dict) else []
     while waiting:
@@ -201,13 +201,13 @@ def _objects(schema: Any) -> Iterator[Schema]:
             waiting += [part for part in parts if isinstance(part, dict)]
 
 
-def _is_odd(schema: Schema) -> bool:
+def _is_unsupported(schema: Schema) -> bool:
     types, all_of = _types(schema), schema.get("allOf")
     return (
         (bool(types & {"integer", "number"}) and "multipleOf" in schema)
         or ("array" in types and any(key in schema for key in OF_ARRAYS))
-        or ("string" in types and (_has_odd_format(schema) or _is_pattern_of_a_length(schema)))
-        or ("object" in types and _has_odd_names(schema))
+        or ("string" in types and (_has_odd_format(schema) or _limits_pattern_length(schema)))
+        or ("object" in types and _limits_names_twice(schema))
         or (isinstance(all_of, list) and len(all_of) >= 2)
     )
 
@@ -225,13 +225,13 @@ def _has_odd_format(schema: Schema) -> bool:
     )
 
 
-def _is_pattern_of_a_length(schema: Schema) -> bool:
+def _limits_pattern_length(schema: Schema) -> bool:
     return ("pattern" in schema or "format" in schema) and (
         "minLength" in schema or "maxLength" in schema
     )
 
 
-def _has_odd_names(schema: Schema) -> bool:
+def _limits_names_twice(schema: Schema) -> bool:
     """Return whether an object's names are limited in two ways at once."""
     patterns = schema.get("patternProperties")
     two_patterns = isinstance(patterns, dict) and ("properties" in schema or len(patterns) > 1)
@@ -239,7 +239,7 @@ def _has_odd_names(schema: Schema) -> bool:
         return two_patterns
     names = schema["propertyNames"]
     return (
-        (isinstance(names, dict) and _is_pattern_of_a_length(names))
+        (isinstance(names, dict) and _limits_pattern_length(names))
         or "patternProperties" in schema
         or "properties" in schema
         or schema.get("unevaluatedProperties", True) is not True
@@ -259,16 +259,16 @@ def structural_tag(xgrammar: Any, text: str) -> str:
     """
     recorded = parse_tag(text)
     tag = (
-        _of_marks(xgrammar, recorded)
+        _marked_tag(xgrammar, recorded)
         if recorded.model in MARKS
-        else _of_library(xgrammar, recorded)
+        else _library_tag(xgrammar, recorded)
     )
     if recorded.one_call:
         _end_after_one_call(tag.format)
     return json.dumps(tag.model_dump())
 
 
-def _of_library(xgrammar: Any, recorded: ToolTag) -> Any:
+def _library_tag(xgrammar: Any, recorded: ToolTag) -> Any:
     choice: Any = recorded.choice
     if choice == "forced":
         choice = {"type": "function", "function": {"name": recorded.tools[0].name}}
@@ -284,7 +284,7 @@ def _of_library(xgrammar: Any, recorded: ToolTag) -> Any:
     )
 
 
-def _of_marks(xgrammar: Any, recorded: ToolTag) -> Any:
+def _marked_tag(xgrammar: Any, recorded: ToolTag) -> Any:
     formats, mark = xgrammar.structural_tag, MARKS[recorded.model]
     begin, end = f"<{mark}>", f"</{mark}>"
     calls = [

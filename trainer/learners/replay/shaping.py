@@ -19,7 +19,7 @@ from torch import Tensor
 
 from store.values.sampling import Distribution
 from trainer.batches import Row
-from trainer.learners.replay.grammars import allowed
+from trainer.learners.replay.grammars import allowed_tokens
 
 Ids = tuple[int, ...]
 
@@ -41,10 +41,10 @@ class Vocabulary:
         listed = own if isinstance(own, list) else [own]
         self._ends = {end for end in (*listed, tokenizer.eos_token_id) if end is not None}
 
-    def spell_out(self, rows: Sequence[Row]) -> list[Row]:
+    def with_token_ids(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows, with token ids for the words and stops in their settings."""
         spelled = {
-            distribution: self.spelled(distribution)
+            distribution: self.settings_with_token_ids(distribution)
             for distribution in {row.distribution for row in rows}
         }
         return [
@@ -54,7 +54,7 @@ class Vocabulary:
             for row in rows
         ]
 
-    def spelled(self, settings: Distribution) -> Distribution:
+    def settings_with_token_ids(self, settings: Distribution) -> Distribution:
         """Return settings with token ids for their words and stops."""
         if settings.bad_words:
             settings = msgspec.structs.replace(
@@ -124,7 +124,7 @@ def places_of(rows: Sequence[Row], parents: Sequence[int]) -> Places:
     Two tokens share a place if they follow the same node with equal settings and, if these settings
     need the history, their prompts are equally long.
     """
-    settings = sorted({row.distribution for row in rows}, key=_plain_first)
+    settings = sorted({row.distribution for row in rows}, key=_plain_first_key)
     number = {distribution: index for index, distribution in enumerate(settings)}
     keys: list[_Key] = []
     first: dict[_Key, tuple[int, int]] = {}
@@ -141,16 +141,16 @@ def places_of(rows: Sequence[Row], parents: Sequence[int]) -> Places:
         nodes=[node for _, node, _ in ordered],
         temperatures=[settings[alike].temperature for alike, _, _ in ordered],
         of_tokens=[place[key] for key in keys],
-        groups=_groups(settings, ordered, [first[key] for key in ordered]),
+        groups=_group_places(settings, ordered, [first[key] for key in ordered]),
     )
 
 
-def _plain_first(distribution: Distribution) -> tuple[bool, str]:
+def _plain_first_key(distribution: Distribution) -> tuple[bool, str]:
     """Return a sort key that is the same in every process."""
     return not distribution.is_plain, repr(distribution)
 
 
-def _groups(
+def _group_places(
     settings: Sequence[Distribution],
     ordered: Sequence[_Key],
     histories: Sequence[tuple[int, int]],
@@ -210,7 +210,7 @@ class History:
         )
         return History(self._ids, rows, prompts, sampled, self.masks[start:stop])
 
-    def everything(self) -> Tensor:
+    def ids_so_far(self) -> Tensor:
         """Return all ids before each token, (R, T); shorter ones repeat their first id."""
         lengths = self._prompts + self.sampled
         places = torch.arange(int(lengths.max()), device=lengths.device)
@@ -227,7 +227,7 @@ class History:
         at = torch.where(there, places, 0) + self._prompts[:, None]
         return self._ids[self._rows[:, None], at], there
 
-    def ends_in(self, ids: Sequence[int]) -> Tensor:
+    def reply_ends_in(self, ids: Sequence[int]) -> Tensor:
         """Return whether the reply before each token ends in these ids, (R,)."""
         wanted = torch.tensor(ids, dtype=torch.long, device=self.sampled.device)
         places = torch.arange(len(ids), device=self.sampled.device) - len(ids)
@@ -249,7 +249,7 @@ class Factors(NamedTuple):
         """Multiply a tensor (R, V) by the factors, in place, and return it."""
         return tensor.scatter_(1, self.ids, tensor.gather(1, self.ids) * self.values)
 
-    def of(self, rows: Tensor, labels: Tensor) -> Tensor:
+    def at(self, rows: Tensor, labels: Tensor) -> Tensor:
         """Return the factors of tokens `labels` in rows `rows`, (M,)."""
         same = self.ids[rows] == labels[:, None]
         values = self.values[rows].gather(1, same.int().argmax(1)[:, None])[:, 0]
@@ -276,8 +276,8 @@ def shape(
     factors = _penalise(logits, distribution, history)
     logits /= distribution.temperature
     sampled = logits[rows, labels]
-    _forbid(logits, distribution, history)
-    drop_the_rest(logits, distribution)
+    _forbid_tokens(logits, distribution, history)
+    drop_unlikely_tokens(logits, distribution)
     return Shaped(logits, sampled, factors)
 
 
@@ -291,7 +291,7 @@ def _penalise(logits: Tensor, distribution: Distribution, history: History) -> F
     """Apply the penalties in place: for repetition, then by frequency, then for presence."""
     factors = None
     if distribution.repetition_penalty != 1:
-        factors = _repetition(logits, distribution.repetition_penalty, history)
+        factors = _repetition_factors(logits, distribution.repetition_penalty, history)
         factors.multiply(logits)
     if distribution.frequency_penalty or distribution.presence_penalty:
         ids, there = history.reply()
@@ -303,25 +303,25 @@ def _penalise(logits: Tensor, distribution: Distribution, history: History) -> F
     return factors
 
 
-def _repetition(logits: Tensor, penalty: float, history: History) -> Factors:
+def _repetition_factors(logits: Tensor, penalty: float, history: History) -> Factors:
     """Return the factors of all earlier tokens: logits above 0 are divided, others multiplied."""
-    ids = history.everything()
+    ids = history.ids_so_far()
     above = logits.gather(1, ids) > 0
     values = torch.where(above, 1 / penalty, torch.tensor(penalty, dtype=logits.dtype))
     return Factors(ids, values)
 
 
-def _forbid(logits: Tensor, distribution: Distribution, history: History) -> None:
+def _forbid_tokens(logits: Tensor, distribution: Distribution, history: History) -> None:
     """Set the logits of tokens that could not be sampled to −∞, in place."""
     if distribution.grammar is not None:
-        could = allowed(history.masks, logits.shape[-1], logits.device)
+        could = allowed_tokens(history.masks, logits.shape[-1], logits.device)
         logits.masked_fill_(~could, -math.inf)
     if distribution.allowed_token_ids:
         others = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
         others[list(distribution.allowed_token_ids)] = False
         logits.masked_fill_(others, -math.inf)
     for *begun, last in distribution.banned_ids:
-        logits[:, last].masked_fill_(history.ends_in(begun), -math.inf)
+        logits[:, last].masked_fill_(history.reply_ends_in(begun), -math.inf)
     if distribution.min_tokens and distribution.stop_token_ids:
         stops = list(distribution.stop_token_ids)
         too_early = history.sampled < distribution.min_tokens
@@ -342,7 +342,7 @@ class Replayed(NamedTuple):
     weights: Tensor
 
 
-def replay(shaped: Shaped, rows: Tensor, labels: Tensor) -> Replayed:
+def score_shaped(shaped: Shaped, rows: Tensor, labels: Tensor) -> Replayed:
     """Return the results of shaped logits, whose memory is reused for `weights`."""
     logits, sampled, factors = shaped
     normaliser = logits.logsumexp(-1)
@@ -355,19 +355,19 @@ def replay(shaped: Shaped, rows: Tensor, labels: Tensor) -> Replayed:
     return Replayed(
         logprobs=sampled - among,
         shares=torch.where(survives, 1.0, (normaliser[rows] - among).exp()),
-        factors=torch.ones_like(sampled) if factors is None else factors.of(rows, labels),
+        factors=torch.ones_like(sampled) if factors is None else factors.at(rows, labels),
         entropies=entropies,
         weights=weights if factors is None else factors.multiply(weights),
     )
 
 
-def reshaped(
+def score_for_autograd(
     logits: Tensor, distribution: Distribution, history: History, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies (S,) of tokens with logits (S, V), for autograd.
 
     The shaped values are computed outside the graph, and their derivative is added to it: this is
-    the reference for `replay`, which keeps no logits.
+    the reference for `score_shaped`, which keeps no logits.
     """
     rows = torch.arange(len(labels), device=logits.device)
     with torch.no_grad():
@@ -384,21 +384,21 @@ def reshaped(
     return torch.log_softmax(shaped, -1).gather(1, labels[:, None])[:, 0], entropies
 
 
-def drop_the_rest(logits: Tensor, distribution: Distribution) -> None:
+def drop_unlikely_tokens(logits: Tensor, distribution: Distribution) -> None:
     """Set the logits (R, V) of tokens that min-p, top-k and top-p drop to −∞, in place.
 
     As in vLLM (`topk_topp_sampler.py`), each rule is a smallest logit that survives. At the edge of
     top-p, vLLM may drop some of several equal logits; here all survive, as with top-k in both.
     """
     if distribution.min_p > 0:
-        _drop(logits, logits.amax(-1, keepdim=True) + math.log(distribution.min_p))
+        _drop_below(logits, logits.amax(-1, keepdim=True) + math.log(distribution.min_p))
     if 0 < distribution.top_k < logits.shape[-1]:
-        _drop(logits, logits.topk(distribution.top_k).values[:, -1:])
+        _drop_below(logits, logits.topk(distribution.top_k).values[:, -1:])
     if distribution.top_p < 1:
-        _drop(logits, _nucleus_floor(logits, distribution.top_p))
+        _drop_below(logits, _nucleus_floor(logits, distribution.top_p))
 
 
-def _drop(logits: Tensor, floor: Tensor) -> None:
+def _drop_below(logits: Tensor, floor: Tensor) -> None:
     logits.masked_fill_(logits < floor, -math.inf)
 
 

@@ -26,7 +26,7 @@ from trainer.learners.learner import Learner
 from trainer.learners.memory import footprint
 from trainer.learners.model import load_base
 from trainer.learners.scoring import decoder_of
-from trainer.learners.self_test import LEAST_EFFECT, MOST_EFFECT, nudge
+from trainer.learners.self_test import LEAST_EFFECT, MOST_EFFECT, randomise_adapter
 from trainer.recipes.recipe import LoraOptions
 
 # With smaller weights a model is hardly sure of anything.
@@ -80,7 +80,7 @@ def test_longrope_factors_depend_on_served_context_and_not_on_row_length(
     seen = []
     for context, factor in ((64, "short_factor"), (65, "long_factor"), (None, "long_factor")):
         if context is not None:
-            made.serve_context(context)
+            made.set_served_context(context)
         else:
             made = made_of(folder, tmp_path)
         own = made.version_logprobs(None, [short])
@@ -163,6 +163,6 @@ def test_self_test_adapter_has_a_bounded_effect_in_each_family(
     made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
     rows = grown(turns=4)
     before = torch.tensor(list(chain(*made.version_logprobs(None, rows))))
-    nudge(made._model, rows, seed=0)
+    randomise_adapter(made._model, rows, seed=0)
     after = torch.tensor(list(chain(*made.logprobs(rows))))
     assert LEAST_EFFECT <= float((after - before).abs().mean()) <= MOST_EFFECT

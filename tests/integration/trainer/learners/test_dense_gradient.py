@@ -226,7 +226,7 @@ def test_updates_gradient_equals_a_dense_loop(
     adapter.mkdir()
     made.save(adapter)
     dense, chance = Dense(model, adapter), random.Random(0)
-    spelled = Vocabulary(made._tokenizer, made._model).spell_out(wanted_rows(WAYS[way]))
+    spelled = Vocabulary(made._tokenizer, made._model).with_token_ids(wanted_rows(WAYS[way]))
     batch = [dense.sample(one, chance) for one in spelled]
     aim, cut = dense.gradients(batch)
     assert 0.1 < sum(cut) / len(cut) < 0.9

@@ -15,8 +15,8 @@ from tests.support.trainer.reference import (
 from tests.support.training import grown, recipe, sft_recipe
 from trainer.learners.learner import Learner
 from trainer.learners.memory import footprint
-from trainer.learners.model import checkpoint
-from trainer.learners.ways import compare
+from trainer.learners.model import checkpoint_layers
+from trainer.learners.ways import compare_way
 
 pytestmark = pytest.mark.usefixtures("short_plan")
 
@@ -66,7 +66,7 @@ def test_gradient_of_each_model_family_equals_whole_rows_in_double_precision(
     made._model.double()
     # Grouped products of experts have no double precision.
     made._model.get_base_model().set_experts_implementation("eager")
-    assert compare(made._model, grown(turns=6), made.way).largest < 1e-5
+    assert compare_way(made._model, grown(turns=6), made.way).largest < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1"])
@@ -74,8 +74,8 @@ def test_checkpointed_layers_give_the_gradient_of_whole_rows(tmp_path: Path, kin
     made = Learner(write_family(tmp_path / "model", kind), FEW, seed=0, scratch=tmp_path)
     made._model.double()
     made._model.get_base_model().set_experts_implementation("eager")
-    checkpoint(made._model.get_base_model(), 1.0)
-    assert compare(made._model, grown(turns=6), "stretches").largest < 1e-5
+    checkpoint_layers(made._model.get_base_model(), 1.0)
+    assert compare_way(made._model, grown(turns=6), "stretches").largest < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "mistral3", "llama4"])

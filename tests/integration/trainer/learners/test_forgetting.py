@@ -14,7 +14,7 @@ from trainer.batches import WAYS, Row, Way
 from trainer.errors import Unusable
 from trainer.learners import kl
 from trainer.learners.kernels.head import CHUNK, Head, head_kl, logits_kl
-from trainer.learners.kl import kl_figures, metered_rows
+from trainer.learners.kl import kl_figures, measured_rows
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
 
@@ -47,7 +47,7 @@ def test_kl_to_base_is_computed_over_the_whole_vocabulary(
     batch = rows()
     for _ in range(3):
         told = made.update(batch)
-    metered = metered_rows(batch)
+    metered = measured_rows(batch)
     assert told["kl_tokens"] == sum(len(row.sampled_ids) for row in metered)
     made._model.eval()
     wanted = plain_kl(made, metered)
@@ -91,7 +91,7 @@ def test_training_is_the_same_without_measuring_kl_to_the_base(
 
     with_it = train(tmp_path / "with")
     assert len(with_it) > 3
-    monkeypatch.setattr(Learner, "_meter", lambda *_: {})
+    monkeypatch.setattr(Learner, "_measure_kl_to_base", lambda *_: {})
     assert train(tmp_path / "without") == with_it
 
 
@@ -100,13 +100,13 @@ def test_calls_chosen_to_measure_kl_do_not_depend_on_their_order(
 ) -> None:
     batch = rows(groups=2, members=3)
     monkeypatch.setattr(kl, "FEWEST_TOKENS", 40)
-    chosen = metered_rows(batch)
+    chosen = measured_rows(batch)
     assert 1 < len(chosen) < len(batch)
     assert sum(len(row.ids) for row in chosen) <= 40
     for order in itertools.islice(itertools.permutations(batch), 20):
-        assert metered_rows(order) == chosen
+        assert measured_rows(order) == chosen
     monkeypatch.setattr(kl, "FEWEST_TOKENS", 1)
-    assert metered_rows(batch) == chosen[:1]
+    assert measured_rows(batch) == chosen[:1]
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])

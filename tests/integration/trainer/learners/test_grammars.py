@@ -24,12 +24,12 @@ from trainer.learners.replay.grammars import (
     NO_GRAMMAR,
     OUTSIDE,
     Grammars,
-    allowed,
+    allowed_tokens,
     ebnf_of,
-    is_for_another,
     is_lark,
+    needs_other_library,
 )
-from trainer.learners.replay.shaping import History, replay, shape
+from trainer.learners.replay.shaping import History, score_shaped, shape
 
 # Importing vLLM takes its time.
 pytestmark = pytest.mark.timeout(240)
@@ -75,7 +75,9 @@ def test_every_grammar_mask_equals_that_of_vllms_backend(
             else:
                 grammar.fill_bitmask(bits, 0)
             masks.append(bits.numpy().tobytes())
-            able = allowed(masks[-1:], 49152, torch.device("cpu"))[0].nonzero()[:, 0].tolist()
+            able = (
+                allowed_tokens(masks[-1:], 49152, torch.device("cpu"))[0].nonzero()[:, 0].tolist()
+            )
             reply.append(chance.choice(able))
             assert grammar.accept_tokens("r", reply[-1:])
         assert list(grammars.masks(held(said, stops), reply)) == masks
@@ -85,11 +87,11 @@ def test_a_reply_outside_its_grammar_is_not_replayed(grammars: Grammars, tokeniz
     end = tokenizer.eos_token_id
     inside, outside = tokenizer.encode('{"b": "x"}'), tokenizer.encode("Paris")
     asked = held(KINDS["json"], (end,))
-    assert grammars.why_not(asked, [*inside, end]) is None
-    assert grammars.why_not(asked, inside[:-1]) is None
-    assert grammars.why_not(asked, outside) == OUTSIDE
+    assert grammars.why_no_masks(asked, [*inside, end]) is None
+    assert grammars.why_no_masks(asked, inside[:-1]) is None
+    assert grammars.why_no_masks(asked, outside) == OUTSIDE
     # An end where the grammar has none.
-    assert grammars.why_not(asked, [*inside[:-1], end]) == OUTSIDE
+    assert grammars.why_no_masks(asked, [*inside[:-1], end]) == OUTSIDE
     with pytest.raises(Unreplayable, match="its token 0"):
         list(grammars.masks(asked, outside))
 
@@ -105,7 +107,7 @@ def test_a_reply_outside_its_grammar_is_not_replayed(grammars: Grammars, tokeniz
     ],
 )
 def test_grammar_refused_by_xgrammar_is_not_replayed(grammars: Grammars, grammar: Grammar) -> None:
-    assert grammars.why_not(held(grammar, ()), [5]) == NO_GRAMMAR
+    assert grammars.why_no_masks(held(grammar, ()), [5]) == NO_GRAMMAR
 
 
 def test_without_xgrammar_no_constrained_reply_is_replayed(
@@ -127,11 +129,11 @@ def test_token_ids_beyond_the_vocabulary_raise_no_error(grammars: Grammars, toke
     end, inside = tokenizer.eos_token_id, tokenizer.encode('{"b": "x"}')
     asked = held(KINDS["json"], (end,))
     for odd in (49152, 10**6, 2**31 - 1):
-        assert grammars.why_not(asked, [inside[0], odd]) == OUTSIDE
+        assert grammars.why_no_masks(asked, [inside[0], odd]) == OUTSIDE
         stopping = held(KINDS["json"], (end, odd))
-        assert grammars.why_not(stopping, [*inside, end]) in (None, NO_GRAMMAR)
+        assert grammars.why_no_masks(stopping, [*inside, end]) in (None, NO_GRAMMAR)
     # After its end a reply may go on: `ignore_eos`.
-    assert grammars.why_not(asked, [*inside, end, odd]) is None
+    assert grammars.why_no_masks(asked, [*inside, end, odd]) is None
 
 
 LEAVES = st.sampled_from(
@@ -200,16 +202,16 @@ def test_every_reply_allowed_by_a_schema_is_replayed(
     end, text = tokenizer.eos_token_id, json.dumps(schema)
     reply, seen = walk(compiler.compile_json_schema(text), end, chance)
     asked = msgspec.structs.replace(held(Grammar(kind="json", text=text), (end,)), temperature=heat)
-    assert grammars.why_not(asked, reply) is None
+    assert grammars.why_no_masks(asked, reply) is None
     [one] = grammars.with_masks(
         [msgspec.structs.replace(rows()[0], sampled_ids=tuple(reply), distribution=asked)]
     )
     at, labels = torch.arange(len(reply)), torch.tensor(reply)
-    assert allowed(one.masks, 49152, at.device)[at, labels].all()
+    assert allowed_tokens(one.masks, 49152, at.device)[at, labels].all()
 
     history = History.of([one], [(0, place) for place in range(len(reply))], at.device)
     shaped = shape(torch.stack([logits for logits, _ in seen]), asked, history, at, labels)
-    found = replay(shaped, at, labels)
+    found = score_shaped(shaped, at, labels)
     masked = torch.stack([logits for _, logits in seen]).double()
     dense = torch.log_softmax(masked / heat, -1)
     assert float((found.logprobs - dense[at, labels]).abs().max()) <= 1e-5
@@ -219,7 +221,7 @@ def test_every_reply_allowed_by_a_schema_is_replayed(
     other = torch.nonzero(masked[place] == -math.inf)[:, 0]
     if len(other):
         changed = [*reply[:place], int(chance.choice(other)), *reply[place + 1 :]]
-        assert grammars.why_not(asked, changed) == OUTSIDE
+        assert grammars.why_no_masks(asked, changed) == OUTSIDE
 
 
 def test_equal_grammar_masks_share_an_object(grammars: Grammars, tokenizer: Any) -> None:
@@ -275,7 +277,7 @@ def test_json_schemas_count_as_unsupported_by_xgrammar_exactly_as_in_vllm(
     except TypeError:
         # A format that is a list: vLLM refuses the request.
         return
-    assert is_for_another(schema) == theirs
+    assert needs_other_library(schema) == theirs
 
 
 @given(st.lists(st.text(), min_size=1, max_size=3), st.text("ab:=#/\n ", max_size=20))

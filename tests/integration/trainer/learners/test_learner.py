@@ -17,7 +17,7 @@ from tests.support.trainer.reference import shake
 from tests.support.training import recipe, rows, write_tiny_model
 from trainer.batches import Row, computed_tokens
 from trainer.errors import LearnerError
-from trainer.learners.kl import metered_rows
+from trainer.learners.kl import measured_rows
 from trainer.learners.learner import Learner
 from trainer.learners.losses.grpo import collate
 from trainer.learners.model import is_checkpointed, load_base, precision, save_merged
@@ -315,7 +315,7 @@ def test_overlap_with_the_old_policy_is_measured_on_short_replies_behind_long_pr
         msgspec.structs.replace(row, prompt_ids=row.prompt_ids * 20)
         for row in rows(groups=8, members=4)
     ]
-    assert len(metered_rows(batch)) == 2
+    assert len(measured_rows(batch)) == 2
     made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)

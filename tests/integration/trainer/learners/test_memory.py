@@ -158,7 +158,7 @@ def test_too_little_memory_for_a_learner_is_reported_with_the_remedy(
         learner(tiny_model, tmp_path)
 
 
-@pytest.mark.parametrize("what", ["restore", "write_trial"])
+@pytest.mark.parametrize("what", ["restore", "write_test_adapter"])
 def test_too_little_memory_for_an_adapter_is_reported_with_the_remedy(
     tiny_model: str, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +169,7 @@ def test_too_little_memory_for_an_adapter_is_reported_with_the_remedy(
         if what == "restore":
             made.restore(parent)
         else:
-            made.write_trial(tmp_path)
+            made.write_test_adapter(tmp_path)
 
     with monkeypatch.context() as patched:
         if what == "restore":
@@ -208,7 +208,7 @@ PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
     ),
     "writing": ("trainer.learners.learner.save_adapter", lambda made: made.save(Path("1"))),
     "import": (
-        "trainer.learners.learner.write_checked",
+        "trainer.learners.learner.write_foreign_adapter",
         lambda made: made.adopt(Path("1")),
     ),
 }
@@ -323,7 +323,7 @@ async def test_base_model_waits_for_memory_that_others_hold(
     assert list(await run._learners(settings, ["m"], [recipe()], tiny_model)) == ["m"]
     tries = 0
     # One that would not fit into an empty machine is not waited for.
-    monkeypatch.setattr("trainer.learners.model.whole_memory", lambda _: 1000)
+    monkeypatch.setattr("trainer.learners.model.total_memory", lambda _: 1000)
     with pytest.raises(ShortOfMemory, match="micro_batch_tokens"):
         await run._learners(settings, ["m"], [recipe()], tiny_model)
     assert tries == 1

@@ -12,7 +12,7 @@ from trainer.errors import LearnerError
 from trainer.learners.learner import Learner
 from trainer.learners.memory import footprint
 from trainer.learners.model import Base, load_base
-from trainer.learners.ways import compare
+from trainer.learners.ways import compare_way
 from trainer.recipes.recipe import Recipe
 
 
@@ -39,7 +39,7 @@ def test_update_on_a_packed_base_moves_the_adapter_alone(
     base, adapter = weights(made, trained=False), weights(made, trained=True)
     found = made.update(rows(0))
     assert 0 < found["grad_norm"] < float("inf")
-    assert compare(made._model, rows(0), made.way).largest < 1e-5
+    assert compare_way(made._model, rows(0), made.way).largest < 1e-5
     after = weights(made, trained=True)
     assert {weight.dtype for weight in after.values()} == {torch.float32}
     assert all(not torch.equal(after[name], adapter[name]) for name in after if "lora_B" in name)

@@ -287,7 +287,7 @@ def test_followed_advice_is_accepted_and_gone_from_the_next_memory_plan() -> Non
                 "give vLLM less": (change, gpu_gib, enough, context, count),
                 "give it more": (change, gpu_gib, enough, context, count),
                 "a GPU of its own": (change, gpu_gib, 0, context, 1),
-                "lower PAWL_MAX_MODEL_LEN": (change, gpu_gib, share, made.longest, count),
+                "lower PAWL_MAX_MODEL_LEN": (change, gpu_gib, share, made.tokens_that_fit, count),
             }
             for many in re.findall(r"(\d+) GPUs", line):
                 again[f"{many} GPUs"] = (change, gpu_gib, 0, context, int(many))
@@ -361,7 +361,7 @@ def test_plan_without_a_gpu_uses_this_machines_memory(
     qwen3_8b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(process, "whole_memory", lambda _: 200 * GIB)
+    monkeypatch.setattr(process, "total_memory", lambda _: 200 * GIB)
     done = CliRunner().invoke(app, ["plan", str(qwen3_8b), "--json"])
     made: dict[str, Any] = msgspec.json.decode(done.output)
     assert (made["device"], made["memory_gib"], made["context"]) == ("cpu", 200.0, 2048)
@@ -382,7 +382,7 @@ def test_plan_of_a_model_without_a_configuration_names_the_missing_file(tmp_path
 def has_room(monkeypatch: pytest.MonkeyPatch, takes: Footprint, a_token: int, tokens: int) -> None:
     """Let there be memory for so many tokens of so many bytes, once the model is loaded."""
     free = takes.optimizer + takes.head + a_token * tokens
-    monkeypatch.setattr("trainer.learners.learner.free_memory", lambda _: free)
+    monkeypatch.setattr("trainer.learners.learner.available_memory", lambda _: free)
 
 
 def test_trainer_says_at_its_start_which_calls_will_be_too_long(
@@ -421,11 +421,11 @@ def test_take_less_halves_the_micro_batch_tokens_and_checkpoints_layers(
     tiny_model: str, tmp_path: Path
 ) -> None:
     made = Learner(tiny_model, recipe(micro_batch_tokens=256), seed=0, scratch=tmp_path)
-    assert made.take_less(1) == 128
+    assert made.halve_micro_batches(1) == 128
     made.update(rows())
     assert made._budget.tokens == 128
     assert is_checkpointed(made._model.get_base_model())
-    assert made.take_less(9) == 64
+    assert made.halve_micro_batches(9) == 64
 
 
 def test_update_on_a_cpu_is_cut_into_micro_batches_that_fit(
@@ -483,14 +483,14 @@ def test_free_cpu_memory_is_that_of_the_container_minus_a_tenth(
     monkeypatch.setattr(process, "MEMINFO", meminfo)
     monkeypatch.setattr(process, "CGROUP", tmp_path)
     cpu = torch.device("cpu")
-    assert process.free_memory(cpu) == 600 * 1024
+    assert process.available_memory(cpu) == 600 * 1024
     (tmp_path / "memory.max").write_text("max\n")
-    assert process.free_memory(cpu) == 600 * 1024
+    assert process.available_memory(cpu) == 600 * 1024
     (tmp_path / "memory.max").write_text(f"{500 * 1024}\n")
     (tmp_path / "memory.current").write_text(f"{300 * 1024}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {50 * 1024}\nslab 2\n")
-    assert process.free_memory(cpu) == 200 * 1024
-    assert process.whole_memory("cpu") == 500 * 1024
+    assert process.available_memory(cpu) == 200 * 1024
+    assert process.total_memory("cpu") == 500 * 1024
 
 
 def test_model_that_cannot_be_planned_is_trained(
@@ -562,7 +562,7 @@ def test_rehearsal_of_the_longest_row_corrects_the_plan(
         return takes.head + 3 * (takes.checkpointed if saves else takes.plain) * tokens
 
     monkeypatch.setattr(made._trainer, "loss_of", with_little_room)
-    monkeypatch.setattr("trainer.learners.learner.peak_of", peak_of)
+    monkeypatch.setattr("trainer.learners.learner.peak_bytes_of", peak_of)
     made._rehearse_longest(takes)
     assert seen == tried
     with capture_logs() as logs:
@@ -588,7 +588,7 @@ def test_failed_rehearsal_of_a_bounded_row_is_logged_and_training_goes_on(
         raise ValueError("a kernel takes no more tokens")
 
     monkeypatch.setattr(made._trainer, "loss_of", fail)
-    monkeypatch.setattr("trainer.learners.learner.peak_of", lambda _, run: run())
+    monkeypatch.setattr("trainer.learners.learner.peak_bytes_of", lambda _, run: run())
     monkeypatch.setattr("trainer.learners.learner.LONGEST_TRIED", 100)
     with capture_logs() as logs:
         made._correct_plan(takes)

@@ -20,7 +20,7 @@ from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches import Row, bare_row
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.learners.learner import Learner
-from trainer.learners.losses.ppo import normalised, row_advantages, values_of
+from trainer.learners.losses.ppo import critic_values, normalise_advantages, row_advantages
 from trainer.learners.losses.stored import View
 from trainer.recipes.recipe import (
     KlOptions,
@@ -150,7 +150,7 @@ def test_untrained_critic_gives_all_tokens_of_a_success_equal_advantage() -> Non
     ]
     nothing = [[0.0] * 200 for _ in calls]
     found = row_advantages(calls, nothing, nothing, trace=rule.gae_lambda, by_agent=False)
-    found = normalised(found, [row.weight for row in calls], SMALLEST_SPREAD)
+    found = normalise_advantages(found, [row.weight for row in calls], SMALLEST_SPREAD)
     assert all(value == pytest.approx(-1.0) for own in found[:20] for value in own)
     assert all(value == pytest.approx(1.0) for own in found[20:] for value in own)
 
@@ -342,6 +342,6 @@ def test_critic_values_the_state_before_each_token(tiny_model: str, tmp_path: Pa
     stir(made)
     batch = begin(made, rows())
     made._trainer.loss_of(batch)
-    found = values_of(made._trainer.critic, made._trainer.scored, 1.0).detach()
+    found = critic_values(made._trainer.critic, made._trainer.scored, 1.0).detach()
     wanted = torch.cat([plain_values(made._model, row) for row in batch]).detach()
     assert torch.allclose(found, wanted, atol=1e-5)

@@ -221,7 +221,7 @@ def test_no_process_ever_has_the_whole_base_in_memory(launched: Path) -> None:
         assert whole / 2 < process["most"] < 0.7 * whole
         assert process["hash"] == base_hash(alone)
     # And never while it trains: that is what `pawl plan --gpus 2` says.
-    planned = footprint(found[0]["model"], recipe(), "cpu").over(2)
+    planned = footprint(found[0]["model"], recipe(), "cpu").per_process(2)
     for process in found:
         assert process["kept"] == pytest.approx(planned.weights, rel=0.01)
         own = process["computing"] - process["kept"]

@@ -17,7 +17,13 @@ from tests.support.training import PLAIN, rows
 from trainer.batches import Row
 from trainer.learners.kernels.head import CHUNK, Head, head_logprobs
 from trainer.learners.kernels.process import be_deterministic
-from trainer.learners.replay.shaping import History, places_of, replay, reshaped, shape
+from trainer.learners.replay.shaping import (
+    History,
+    places_of,
+    score_for_autograd,
+    score_shaped,
+    shape,
+)
 
 # Importing vLLM takes its time.
 pytestmark = pytest.mark.timeout(240)
@@ -172,7 +178,7 @@ def test_trainer_recomputes_the_servers_distribution(
             history = history_of(one).part(before, before + 1)
             shaped = shape(logits[before][None].clone(), wanted, history, at, able)
             assert torch.equal(shaped.logits[0] > -math.inf, served > -math.inf)
-            found = replay(shaped, at, able).logprobs
+            found = score_shaped(shaped, at, able).logprobs
             differences.append((found - served[able]).abs())
     assert float(torch.cat(differences).mean()) < 1e-6
     assert float(torch.cat(differences).max()) < 1e-4
@@ -249,7 +255,9 @@ def test_replayed_scores_and_gradient_equal_a_plain_loop(
     (aim,) = torch.autograd.grad((whole * worth).sum(), hidden, retain_graph=True)
     dense = torch.cat(
         [
-            reshaped(part, one.distribution, history_of(one), torch.tensor(one.sampled_ids))[0]
+            score_for_autograd(
+                part, one.distribution, history_of(one), torch.tensor(one.sampled_ids)
+            )[0]
             for one, part in zip(batch, logits.split([6, 2, 3, 3]), strict=True)
         ]
     )
@@ -280,7 +288,7 @@ def test_sampled_token_just_outside_top_k_top_p_or_min_p_keeps_a_probability(
     one = row([0], [2], msgspec.structs.replace(PLAIN, **settings_))
     at, label = torch.tensor([0]), torch.tensor([2])
     shaped = shape(logits.clone(), one.distribution, history_of(one), at, label)
-    found = replay(shaped, at, label)
+    found = score_shaped(shaped, at, label)
     among = logits[0, [*range(least), 2]]
     assert float(found.logprobs) == pytest.approx(float(torch.log_softmax(among, 0)[-1]))
     assert float(found.shares) == pytest.approx(1 - float(found.logprobs.exp()))
@@ -292,7 +300,7 @@ def test_tokens_with_equal_logits_at_the_cutoff_of_top_k_top_p_or_min_p_all_stay
         one = row([0], [2], msgspec.structs.replace(PLAIN, **settings_))
         at, label = torch.tensor([0]), torch.tensor([2])
         shaped = shape(logits.clone(), one.distribution, history_of(one), at, label)
-        found = replay(shaped, at, label)
+        found = score_shaped(shaped, at, label)
         assert float(found.logprobs) == pytest.approx(-math.log(3))
         assert float(found.entropies) == pytest.approx(math.log(3))
 
@@ -304,7 +312,7 @@ def test_sampled_token_has_probability_1_if_the_settings_exclude_all_tokens() ->
     )
     one, at, label = row([0], [1], only), torch.tensor([0]), torch.tensor([1])
     shaped = shape(torch.randn(1, 4), only, history_of(one), at, label)
-    found = replay(shaped, at, label)
+    found = score_shaped(shaped, at, label)
     assert float(found.logprobs) == 0.0
     assert all(torch.isfinite(value).all() for value in found)
     assert float(found.shares) == 0.0

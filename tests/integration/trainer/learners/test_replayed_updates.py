@@ -123,7 +123,7 @@ def test_banned_words_and_stop_tokens_have_the_token_ids_that_vllm_gives_them(
     asked = Distribution(
         temperature=1.0, bad_words=tuple(sorted(words)), min_tokens=2, stop_token_ids=(4, 9)
     )
-    [one] = Vocabulary(tiny._tokenizer, tiny._model).spell_out([row([3], [4], asked)])
+    [one] = Vocabulary(tiny._tokenizer, tiny._model).with_token_ids([row([3], [4], asked)])
     ends = tiny._model.generation_config.eos_token_id
     sequences, stopping = vllm_ids(tiny._tokenizer, words, stops, ends)
     assert sorted(map(list, one.distribution.banned_ids)) == sorted(sequences)
@@ -178,7 +178,7 @@ def test_kl_to_the_base_compares_distributions_under_the_sampling_settings(
     with torch.no_grad():
         base = [score_rows(tiny._model, [one]).logprobs.tolist() for one in card]
     shake(tiny)
-    tiny._trainer.prepare(card, tiny._view(card))
+    tiny._trainer.prepare(card, tiny._view_before_steps(card))
     for one, wanted in zip(card, base, strict=True):
         assert tiny._trainer.kl._reference[one.key] == pytest.approx(wanted, abs=1e-5)
     loss = tiny._trainer.loss_of(card)

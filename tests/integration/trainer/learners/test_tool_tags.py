@@ -13,7 +13,7 @@ from proxy.formats.sampling import TAGS
 from store.values.grammars import Choice, Grammar, OfferedTool, ToolTag, text_of_tag
 from store.values.sampling import Distribution
 from tests.support.training import PLAIN
-from trainer.learners.replay.grammars import NO_GRAMMAR, OUTSIDE, Grammars, allowed
+from trainer.learners.replay.grammars import NO_GRAMMAR, OUTSIDE, Grammars, allowed_tokens
 
 # Importing vLLM takes its time.
 pytestmark = pytest.mark.timeout(240)
@@ -117,7 +117,9 @@ def test_every_grammar_mask_of_a_tool_call_equals_that_of_vllms_backend(
             else:
                 grammar.fill_bitmask(bits, 0)
             masks.append(bits.numpy().tobytes())
-            able = allowed(masks[-1:], WORDS, torch.device("cpu"))[0].nonzero()[:, 0].tolist()
+            able = (
+                allowed_tokens(masks[-1:], WORDS, torch.device("cpu"))[0].nonzero()[:, 0].tolist()
+            )
             # What a syntax begins otherwise goes on by chance at once.
             coming = coming if coming and coming[0] in set(able) else []
             reply.append(coming.pop(0) if coming else chance.choice(able))
@@ -133,7 +135,7 @@ def test_only_replies_allowed_by_the_tool_tag_are_replayed(
     end = tokenizer.eos_token_id
 
     def why(text: str, said: ToolTag) -> str | None:
-        return grammars.why_not(held(said, (end,)), [*tokenizer.encode(text), end])
+        return grammars.why_no_masks(held(said, (end,)), [*tokenizer.encode(text), end])
 
     inside = (
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Lyon", "days": 2}}\n</tool_call>'
@@ -155,4 +157,4 @@ def test_only_replies_allowed_by_the_tool_tag_are_replayed(
 )
 def test_invalid_tool_tag_is_not_replayed(grammars: Grammars, text: str) -> None:
     asked = msgspec.structs.replace(PLAIN, grammar=Grammar(kind="tools", text=text))
-    assert grammars.why_not(asked, [5]) == NO_GRAMMAR
+    assert grammars.why_no_masks(asked, [5]) == NO_GRAMMAR

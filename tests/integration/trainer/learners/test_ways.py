@@ -33,7 +33,7 @@ from tests.support.trainer.merging import (
     train,
 )
 from tests.support.training import PLAIN, by_every_way, grown, recipe, rows
-from trainer.batches import WAYS, Way, build_tree, padded
+from trainer.batches import WAYS, Way, build_tree, pad_tree
 from trainer.errors import DriftOutOfBounds, LearnerError, Unusable
 from trainer.learners import scoring
 from trainer.learners.adapter import attach_adapter
@@ -42,7 +42,7 @@ from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, bl
 from trainer.learners.learner import Learner
 from trainer.learners.processes import Processes
 from trainer.learners.replay.shaping import places_of
-from trainer.learners.scoring import attend, score_rows
+from trainer.learners.scoring import score_rows, set_attention
 from trainer.learners.ways import choose_way
 from trainer.recipes.recipe import LoraOptions, OffPolicyOptions
 
@@ -67,7 +67,7 @@ def test_gradient_and_scores_of_each_way_of_computing_equal_whole_rows(
     merging: Any, plain: Any, seed: int, way: Way
 ) -> None:
     made = random_tree(seed, TINY.vocab_size)
-    attend(merging, way)
+    set_attention(merging, way)
     with torch.no_grad():
         ours = score_rows(merging, made, way=way, hidden=True)
         theirs = score_rows(plain, made, way="whole", hidden=True)
@@ -115,7 +115,7 @@ def test_key_runs_of_an_attention_batch_cover_exactly_the_visible_keys(
 @given(seed=st.integers(0, 10_000))
 def test_gpu_attention_mask_equals_the_prefix_trees_mask(seed: int) -> None:
     rows = [row.inputs * 12 for row in random_tree(seed, 3)]
-    tree = padded(build_tree(rows), 256)
+    tree = pad_tree(build_tree(rows), 256)
     end, size = torch.tensor(tree.end), len(tree.tokens)
 
     def seen(_: Any, __: Any, query: Any, key: Any) -> Any:
@@ -130,11 +130,11 @@ def test_gpu_attention_mask_equals_the_prefix_trees_mask(seed: int) -> None:
 
 def test_padding_nodes_of_the_prefix_tree_are_visible_only_to_themselves() -> None:
     tree = build_tree([[1, 2], [1, 3]])
-    full = padded(tree, 8)
+    full = pad_tree(tree, 8)
     assert len(full.tokens) == 8
     assert full.tokens[:3] == tree.tokens
     assert all(full.end[node] == node + 1 for node in range(3, 8))
-    assert padded(tree, 3) == tree
+    assert pad_tree(tree, 3) == tree
 
 
 @pytest.mark.parametrize(

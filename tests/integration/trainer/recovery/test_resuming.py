@@ -123,9 +123,9 @@ def test_rejected_version_leaves_no_trace_in_the_next_version(
 ) -> None:
     made = learner(tiny_model, tmp_path)
     made.update(rows(0))
-    made.saved_as(save(made, tmp_path / "7"))
+    made.note_saved(save(made, tmp_path / "7"))
     made.update(rows(2))
-    made.saved_as(save(made, tmp_path / "8"))
+    made.note_saved(save(made, tmp_path / "8"))
     made.restore(tmp_path / "7")
     made.update(rows(1))
     assert same(save(made, tmp_path / "again"), straight)

@@ -220,7 +220,7 @@ async def test_trainer_pauses_at_its_start_until_memory_is_free(
 ) -> None:
     async with bench.working() as loop:
         with monkeypatch.context() as patched:
-            patched.setattr(bench.learner, "write_trial", full)
+            patched.setattr(bench.learner, "write_test_adapter", full)
             await loop.check_server()
             assert loop._breaker.why == "the memory has no room"
             assert paused_for() == ["out_of_memory"]
@@ -239,7 +239,7 @@ async def test_version_of_a_killed_trainer_waits_for_the_self_test(
     async with Replicas([bench.fake.url]) as servers:
         loop = bench.loop(servers)
         with monkeypatch.context() as patched:
-            patched.setattr(bench.learner, "write_trial", full)
+            patched.setattr(bench.learner, "write_test_adapter", full)
             await loop.check_server()
             await loop.recover()
             assert (await bench.states())[1] == "written"

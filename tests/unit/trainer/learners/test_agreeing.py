@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import LearnerError, ShortOfMemory
-from trainer.learners.distributed import agree
+from trainer.learners.distributed import check_all_succeeded
 
 
 class OtherProcesses:
@@ -24,13 +24,13 @@ class OtherProcesses:
     def regroup(self, own: Exception | None) -> None:
         """There are no other processes that would wait."""
 
-    def let_go(self) -> None:
+    def forget_model(self) -> None:
         self.has_let_go = True
 
 
 def test_trainer_processes_go_on_if_all_succeeded() -> None:
     learner: Any = OtherProcesses(None, None)
-    agree(learner, None)
+    check_all_succeeded(learner, None)
     assert (learner.said, learner.has_let_go) == (None, False)
 
 
@@ -40,19 +40,19 @@ def test_failure_of_another_trainer_process_is_raised_in_this_process(
 ) -> None:
     learner: Any = OtherProcesses(None, ("no room", is_short))
     with pytest.raises(LearnerError, match="another process failed: no room") as raised:
-        agree(learner, None)
+        check_all_succeeded(learner, None)
     assert type(raised.value) is kind
     assert learner.has_let_go
 
 
 def test_own_failure_of_a_trainer_process_is_passed_on_to_the_others() -> None:
     learner: Any = OtherProcesses(("no room", True))
-    agree(learner, ShortOfMemory("no room here"))
+    check_all_succeeded(learner, ShortOfMemory("no room here"))
     assert (learner.said, learner.has_let_go) == (("no room here", True), False)
 
 
 def test_disk_error_of_a_trainer_process_does_not_fail_the_others() -> None:
     """What was trained is written again, and goes on from there."""
     learner: Any = OtherProcesses(None)
-    agree(learner, OSError("No space left on device"))
+    check_all_succeeded(learner, OSError("No space left on device"))
     assert learner.said is None

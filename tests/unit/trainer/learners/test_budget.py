@@ -12,11 +12,11 @@ from trainer.batches import Row, bare_row
 from trainer.errors import OUT_OF_MEMORY, TOO_LONG, CompanionFailed, Unusable
 from trainer.learners.budget import (
     LONGEST_WAIT,
+    MemoryRanOut,
     MicroBatches,
-    NoRoom,
     TokenBudget,
+    catch_out_of_memory,
     is_out_of_memory,
-    needs_memory,
 )
 from trainer.learners.processes import FINE, Processes
 
@@ -32,7 +32,7 @@ def computing(most: int) -> Callable[[MicroBatches], int]:
 
     def run(micro_batches: MicroBatches) -> int:
         for rows in micro_batches:
-            with needs_memory(rows, Processes()):
+            with catch_out_of_memory(rows, Processes()):
                 if sum(len(one.ids) for one in rows) > most:
                     raise torch.OutOfMemoryError("CUDA out of memory")
         return len(micro_batches)
@@ -41,7 +41,9 @@ def computing(most: int) -> Callable[[MicroBatches], int]:
 
 
 def fit(budget: TokenBudget, rows: list[Row], most: int) -> int:
-    found, _ = budget.fit(rows, computing(most), lambda: None, lambda one: len(one.ids) <= most)
+    found, _ = budget.run_fitting(
+        rows, computing(most), lambda: None, lambda one: len(one.ids) <= most
+    )
     return found
 
 
@@ -84,12 +86,12 @@ def test_training_row_that_fitted_before_is_not_blamed_for_a_lack_of_memory() ->
 def test_next_update_tries_the_recipes_micro_batch_size_again() -> None:
     made = budget()
     rows = [row(number, 100) for number in range(30)]
-    made.begin()
+    made.begin_update()
     calm = fit(made, rows, FULL)
-    made.begin()
+    made.begin_update()
     assert fit(made, rows, 300) > calm
     assert made.tokens == 256
-    made.begin()
+    made.begin_update()
     assert fit(made, rows, FULL) == calm
 
 
@@ -98,17 +100,17 @@ def test_attempts_at_larger_micro_batches_become_rare_while_memory_stays_short()
     rows = [row(number, 100) for number in range(30)]
     attempts = []
     for update in range(300):
-        made.begin()
+        made.begin_update()
         attempts += [update] if made.tokens == FULL else []
         fit(made, rows, 300)
     pauses = [after - before for before, after in pairwise(attempts)]
     assert pauses == [1, 2, 4, 8, 16, 32, *[LONGEST_WAIT] * (len(pauses) - 6)]
     while made.tokens < FULL:
-        made.begin()
+        made.begin_update()
     fit(made, rows, FULL)
-    made.begin()
+    made.begin_update()
     fit(made, rows, 300)
-    made.begin()
+    made.begin_update()
     assert made.tokens == FULL
 
 
@@ -116,10 +118,10 @@ def test_planned_checkpointing_of_layers_does_not_keep_larger_micro_batches_rare
     made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=lambda _: None)
     rows = [row(number, 100) for number in range(30)]
     for most in [300] * 100 + [FULL] * (LONGEST_WAIT + 1) + [300]:
-        made.begin(0.4)
+        made.begin_update(0.4)
         fit(made, rows, most)
     assert (made.checkpointed_share, made.tokens) == (1.0, 256)
-    made.begin(0.4)
+    made.begin_update(0.4)
     assert (made.checkpointed_share, made.tokens) == (0.4, FULL)
 
 
@@ -127,7 +129,7 @@ def test_only_memory_errors_count_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60)
     assert is_out_of_memory(raised.value)
-    with pytest.raises(RuntimeError, match="shapes"), needs_memory([], Processes()):
+    with pytest.raises(RuntimeError, match="shapes"), catch_out_of_memory([], Processes()):
         raise RuntimeError("shapes differ")
 
 
@@ -136,7 +138,7 @@ def test_trainer_process_that_ends_its_part_learns_that_another_has_no_memory() 
         def meet(self, own: int = FINE) -> None:
             raise CompanionFailed(is_memory=True)
 
-    with pytest.raises(NoRoom) as raised, needs_memory([row(0, 10)], Met()):
+    with pytest.raises(MemoryRanOut) as raised, catch_out_of_memory([row(0, 10)], Met()):
         pass
     assert raised.value.rows == []
 
@@ -174,8 +176,8 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
 
     made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=checkpoint)
     rows = [row(0, longest), *(row(number, 100) for number in range(1, 30))]
-    made.begin(planned)
-    made.fit(
+    made.begin_update(planned)
+    made.run_fitting(
         rows,
         run,
         lambda: None,
@@ -183,7 +185,7 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
     )
     assert (made.checkpointed_share, made.tokens) == (share, tokens)
     # The next update tries without.
-    made.begin()
+    made.begin_update()
     assert (made.checkpointed_share, made.tokens) == (0.0, FULL)
 
 
@@ -191,5 +193,5 @@ def test_forward_only_batches_are_cut_without_checkpointing() -> None:
     switched: list[float] = []
     made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=switched.append)
     rows = [row(number, 100) for number in range(30)]
-    made.fit(rows, computing(600), lambda: None, lambda _: True, trains=False)
+    made.run_fitting(rows, computing(600), lambda: None, lambda _: True, trains=False)
     assert (switched, made.tokens) == ([], FULL // 2)

@@ -11,11 +11,11 @@ from trainer.batches import bare_row
 from trainer.learners.flops import (
     ModelFlops,
     Throughput,
-    counted_flops,
     model_flops,
     peak_flops,
+    try_model_flops,
 )
-from trainer.learners.model import loader_of, outline
+from trainer.learners.model import empty_model, loader_of
 from trainer.learners.scoring import decoder_of
 
 TOKENS = 16
@@ -28,7 +28,7 @@ def test_estimated_operations_of_training_on_a_frozen_base_equal_torchs_count(ki
     extra, _ = FAMILIES[kind]
     given = extra if "text_config" in extra else TEXT | extra
     config = AutoConfig.for_model(kind, **given)
-    flops = model_flops(outline(config))
+    flops = model_flops(empty_model(config))
     base = loader_of(config).from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
@@ -39,14 +39,14 @@ def test_estimated_operations_of_training_on_a_frozen_base_equal_torchs_count(ki
         out = decoder_of(base)(inputs_embeds=states, use_cache=False)[0]
         base.get_output_embeddings()(out[:, -1:]).sum().backward()
     # Eager attention computes the pairs that the mask takes away, too.
-    assert flops.trained(TOKENS, TOKENS**2, 1) == counted.get_total_flops()
+    assert flops.training_flops(TOKENS, TOKENS**2, 1) == counted.get_total_flops()
 
 
 def test_attention_layers_with_a_window_are_counted_within_their_window() -> None:
-    flops = model_flops(outline(AutoConfig.for_model("gemma2", **TEXT | FAMILIES["gemma2"][0])))
+    flops = model_flops(empty_model(AutoConfig.for_model("gemma2", **TEXT | FAMILIES["gemma2"][0])))
     assert flops.windows == (6, None)
     alone = 4.0 * (flops.matrices * 100 + flops.head * 10)
-    seen = flops.trained(100, 5050, 10) - alone
+    seen = flops.training_flops(100, 5050, 10) - alone
     assert seen == 6.0 * flops.attention * (600 + 5050)
 
 
@@ -77,7 +77,7 @@ def test_model_of_unknown_operations_has_no_mfu(
     kinds = ["sliding_attention", "full_attention"]
     config = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, layer_types=kinds)
     with capture_logs() as logs:
-        flops = counted_flops(outline(config))
+        flops = try_model_flops(empty_model(config))
     assert [line["event"] for line in logs] == ["flops_not_counted"]
     monkeypatch.setattr("trainer.learners.flops.peak_flops", lambda _: 1000.0)
     measured = Throughput(flops, torch.device("cpu"), 1)

@@ -10,9 +10,9 @@ from trainer.learners.losses.ppo import (
     ValuedCall,
     call_rewards,
     episode_advantages,
-    estimate,
+    estimate_gae,
     explained_variance,
-    normalised,
+    normalise_advantages,
 )
 
 figures = st.floats(min_value=-4.0, max_value=4.0)
@@ -102,16 +102,16 @@ def test_recursion_of_gae_equals_the_explicit_sum(
         sum(trace ** (late - step) * deltas[late] for late in range(step, size))
         for step in range(size)
     ]
-    assert estimate(rewards, values, trace) == pytest.approx(wanted, abs=1e-9)
+    assert estimate_gae(rewards, values, trace) == pytest.approx(wanted, abs=1e-9)
 
 
 def test_episode_weighs_the_same_in_normalised_advantages_with_any_number_of_tokens() -> None:
     # Weighted mean 1, deviations ±1 each with half of the weight.
-    assert normalised([[2.0], [0.0] * 9], [0.5, 0.5], 0.1) == [[1.0], [-1.0] * 9]
+    assert normalise_advantages([[2.0], [0.0] * 9], [0.5, 0.5], 0.1) == [[1.0], [-1.0] * 9]
 
 
 def test_normalised_advantages_of_a_small_spread_are_not_blown_up() -> None:
-    assert normalised([[0.51], [0.49]], [0.5, 0.5], 0.1) == [
+    assert normalise_advantages([[0.51], [0.49]], [0.5, 0.5], 0.1) == [
         [pytest.approx(0.1)],
         [pytest.approx(-0.1)],
     ]

@@ -18,9 +18,9 @@ from trainer.learners.adapter import (
     STACKED,
     ModelModule,
     attach_adapter,
-    choose,
-    detach,
-    parts_of,
+    choose_layers,
+    describe_modules,
+    detach_adapters,
     save_adapter,
 )
 from trainer.recipes.recipe import LoraOptions
@@ -55,7 +55,7 @@ def in_layer(layer: int, *names: str) -> set[str]:
 
 
 def chosen(parts: list[ModelModule]) -> set[str]:
-    return set(choose(parts))
+    return set(choose_layers(parts))
 
 
 OF_ATTENTION = [f"self_attn.{name}" for name in ATTENTION]
@@ -169,9 +169,9 @@ def adapted(model: Any) -> set[str]:
 
 @pytest.mark.parametrize("kind", DENSE)
 def test_dense_models_have_adapters_on_all_linear_layers(kind: str) -> None:
-    parts = parts_of(outline(kind))
+    parts = describe_modules(outline(kind))
     every = [part.name for part in parts if part.width is not None and not part.head]
-    assert choose(parts) == every
+    assert choose_layers(parts) == every
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -195,7 +195,7 @@ def test_adapters_of_dense_models_are_the_bytes_that_peft_makes(kind: str, tmp_p
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_mixtures_have_adapters_neither_on_routers_nor_on_experts(kind: str) -> None:
-    assert leaves(choose(parts_of(outline(kind)))) == WANTED[kind]
+    assert leaves(choose_layers(describe_modules(outline(kind)))) == WANTED[kind]
 
 
 @pytest.mark.parametrize("experts", [True, False])
@@ -204,8 +204,8 @@ def test_peft_adapts_only_the_chosen_layers(kind: str, experts: bool, tmp_path: 
     """PEFT reads names of a mixture's layers as those of its experts, unless it is kept from it."""
     base = tiny_model(kind)
     lora = LoraOptions(rank=2, experts=experts)
-    wanted = set(choose(parts_of(base)))
-    stacks = [part.name for part in parts_of(base) if part.stacked]
+    wanted = set(choose_layers(describe_modules(base)))
+    stacks = [part.name for part in describe_modules(base) if part.stacked]
     assert all(name.endswith(".experts") for name in stacks)
     assert stacks
     wanted |= {f"{name}.{stack}" for name in stacks for stack in STACKED if experts}
@@ -214,7 +214,7 @@ def test_peft_adapts_only_the_chosen_layers(kind: str, experts: bool, tmp_path: 
     save_adapter(model, tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert written["target_modules"] == sorted(written["target_modules"])
-    detach(base)
+    detach_adapters(base)
     assert not any(isinstance(module, LoraLayer) for module in base.modules())
     assert adapted(attach_adapter(base, lora, tmp_path, seed=0)) == wanted
 

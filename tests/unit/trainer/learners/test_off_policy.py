@@ -13,8 +13,8 @@ from tests.support.training import rows as training_rows
 from trainer.batches import Row
 from trainer.learners.off_policy import (
     RowComparison,
-    compare,
-    keeps_loss,
+    compare_rows,
+    loss_mask,
     mean_drift,
     off_policy_metrics,
 )
@@ -39,13 +39,13 @@ def compared(
     rows: list[list[float]], versions: list[int | None], cap: float = 2.0
 ) -> list[RowComparison]:
     d, mask = padded(rows)
-    return compare(d, mask, keeps_loss(d, mask, 0.5, 2.0), versions, cap)
+    return compare_rows(d, mask, loss_mask(d, mask, 0.5, 2.0), versions, cap)
 
 
 @given(LOG_RATIOS)
 def test_a_sequence_is_masked_by_its_geometric_mean_ratio(rows: list[list[float]]) -> None:
     d, mask = padded(rows)
-    kept = keeps_loss(d, mask, 0.5, 2.0)[:, 0].tolist()
+    kept = loss_mask(d, mask, 0.5, 2.0)[:, 0].tolist()
     for row, keep in zip(rows, kept, strict=True):
         ratio = math.exp(math.fsum(row) / len(row))
         if not (math.isclose(ratio, 0.5) or math.isclose(ratio, 2.0)):
@@ -62,13 +62,13 @@ def test_bounds_are_narrower_for_longer_sequences(tokens: int, largest: float) -
     assert least == pytest.approx(1 / largest)
     for mean, kept in ((math.log(largest) - 1e-6, 1.0), (math.log(largest) + 1e-6, 0.0)):
         for sign in (1, -1):
-            assert float(keeps_loss(sign * mean * mask, mask, least, most)) == kept
+            assert float(loss_mask(sign * mean * mask, mask, least, most)) == kept
 
 
 def kept_within(least: float, most: float, d: torch.Tensor, mask: torch.Tensor) -> list[float]:
     rule = OffPolicyOptions(sequence_min=least, sequence_max=most)
     bounds = [rule.sequence_bounds(int(tokens)) for tokens in mask.sum(1)]
-    kept = keeps_loss(d, mask, *torch.tensor(bounds, dtype=torch.float64).split(1, dim=1))
+    kept = loss_mask(d, mask, *torch.tensor(bounds, dtype=torch.float64).split(1, dim=1))
     values: list[float] = kept[:, 0].tolist()
     return values
 
@@ -95,11 +95,11 @@ def test_long_reply_is_not_masked_for_a_drift_that_is_permitted(tokens: int) -> 
     assert drift == pytest.approx(-0.9 * bound)
     d, mask = padded([[-0.9 * bound] * tokens])
     least, most = OffPolicyOptions().sequence_bounds(tokens)
-    assert float(keeps_loss(d, mask, least, most, drift)) == 1.0
+    assert float(loss_mask(d, mask, least, most, drift)) == 1.0
     # What the drift does not explain is another policy still.
     apart = math.log(most) + 1e-6
-    assert float(keeps_loss(d + apart * mask, mask, least, most, drift)) == 0.0
-    assert float(keeps_loss(d - apart * mask, mask, least, most, drift)) == 0.0
+    assert float(loss_mask(d + apart * mask, mask, least, most, drift)) == 0.0
+    assert float(loss_mask(d - apart * mask, mask, least, most, drift)) == 0.0
 
 
 @pytest.mark.parametrize(
