@@ -34,7 +34,7 @@ from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
 from store.version_states import mark_unloaded
 from tests.support.shallow import write_shallow
-from trainer.importing import Import
+from trainer.importing import AdapterImport
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
 from trainer.policies import lock_policy
@@ -290,7 +290,7 @@ async def _publish_all(
     async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
         await lock_policy(guard, POLICY, "publish")
         await begin_policy(engine, POLICY, None, None)
-        imports = Import(settings, recipe, engine, learner, POLICY)
+        imports = AdapterImport(settings, recipe, engine, learner, POLICY)
         publisher = Publisher(engine, servers, POLICY, recipe)
         made = count()
 

@@ -52,7 +52,7 @@ async def run(settings: AdaptersSettings) -> None:
             aiohttp.ClientSession(connector=pool, timeout=limit, response_class=LimitedResponse)
         )
         server = AdapterServer(settings, session)
-        server.files.hold()
+        server.files.lock_folder()
         port = await serve_app(
             server.app(),
             settings.adapters_listen,
@@ -120,7 +120,7 @@ class AdapterServer:
             return _refusal(502, f"the model server does not answer ({type(error).__name__})")
         for model in listed["data"]:
             if model.get("root"):
-                model["root"] = self.files.at_trainer(str(model["root"]))
+                model["root"] = self.files.trainer_path(str(model["root"]))
         return web.json_response(listed)
 
     async def _listed(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class ExplainedUpdate(msgspec.Struct, frozen=True):
     @property
     def lines(self) -> list[CreditLine]:
         """Return the credit of each call, in the order of episodes and calls."""
-        refused = LeftOut.recorded(self.past.metrics).refused_corrections
+        refused = LeftOut.from_metrics(self.past.metrics).refused_corrections
         lines = []
         for credit in self.plan.credited:
             call = str(credit.call.id)
@@ -49,7 +49,7 @@ def explain_past(past: PastUpdate) -> ExplainedUpdate:
         RecipeError: this version of Pawl cannot read the update's recipe.
     """
     recipe = _recipe(past)
-    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
+    plan = plan_update(past.claim, recipe, LeftOut.from_metrics(past.metrics))
     notes = _differences(past, plan)
     if recipe.teacher is not None:
         notes.append("a teacher gave each token its advantage, which the ledger does not keep")

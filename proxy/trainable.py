@@ -283,7 +283,7 @@ def sampling_settings(
             settings[name] = value
         elif name not in rules.harmless:
             unknown.append(name)
-    unreadable = _parse_numbers(settings)
+    unreadable = _to_numbers(settings)
     # A value that none of our parsers reads (with 1e400, for example) is a text here.
     unreadable += [n for n in rules.objects if not isinstance(settings.get(n, {}), dict)]
     unreadable += unknown[:MOST_UNKNOWN]
@@ -317,7 +317,7 @@ def _grammar(
     return rules.grammar(request, tool_tag)
 
 
-def _parse_numbers(settings: dict[str, Any]) -> list[str]:
+def _to_numbers(settings: dict[str, Any]) -> list[str]:
     """Turn settings into the numbers that vLLM uses; return the names of those that are none.
 
     `settings` is changed in place.

@@ -52,16 +52,18 @@ def read_episodes(lines: Iterable[bytes], where: str) -> list[Episode]:
     Raises:
         CreditLineError: a line is no episode, or lacks what training needs; it names the field.
     """
-    return [_episode(line, where) for line in read_lines_as(lines, where, TokenEpisodeLine)]
+    return [_parse_episode(line, where) for line in read_lines_as(lines, where, TokenEpisodeLine)]
 
 
-def _episode(line: TokenEpisodeLine, where: str) -> Episode:
+def _parse_episode(line: TokenEpisodeLine, where: str) -> Episode:
     key = scoped(line.tenant, line.episode)
     own_id = uuid5(NAMESPACE_URL, key)
     said = (*line.feedback, *(item for call in line.calls for item in call.feedback))
     # Only corrections need the requests.
     full = any(item.correction for item in said)
-    calls = [_call(call, own_id, f"{where}, episode {line.episode!r}", full) for call in line.calls]
+    calls = [
+        _parse_call(call, own_id, f"{where}, episode {line.episode!r}", full) for call in line.calls
+    ]
     if line.state == "failed" and calls:
         # The state was derived from the last call's status.
         fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
@@ -79,9 +81,9 @@ def _episode(line: TokenEpisodeLine, where: str) -> Episode:
     )
 
 
-def _call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> TransitionRow:
+def _parse_call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> TransitionRow:
     if line.trainable or line.reason in IMITABLE:
-        why = _lacks(line)
+        why = _missing_field(line)
         if why is not None:
             raise CreditLineError(
                 f"{where}, call {line.call!r}: {why}; write the file again with this version's"
@@ -120,7 +122,7 @@ def _call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> Transit
     )
 
 
-def _lacks(line: TokenCallLine) -> str | None:
+def _missing_field(line: TokenCallLine) -> str | None:
     """Return which field of a call training cannot use, and why, or None."""
     for name in ("prompt_ids", "sampled_ids"):
         if not getattr(line, name):
@@ -149,7 +151,7 @@ def policies_of(episodes: Iterable[Episode]) -> list[str]:
     return sorted({c.policy for c in calls if c.policy and (c.trainable or c.reason in IMITABLE)})
 
 
-def claimed_groups(
+def groups_by_update(
     episodes: Sequence[Episode], recipe: Recipe, policy: str
 ) -> tuple[list[tuple[Group, ...]], Mapping[str, int]]:
     """Return the groups of each update, and the number of episodes in no update, by reason.
@@ -162,7 +164,7 @@ def claimed_groups(
     by_task: dict[str | UUID, list[tuple[int, Episode]]] = {}
     rule = recipe.claim
     for place, episode in enumerate(episodes):
-        if why := _why_not(episode, recipe, policy):
+        if why := _why_unused(episode, recipe, policy):
             left[why] += 1
         else:
             by_task.setdefault(episode.task or episode.id, []).append((place, episode))
@@ -189,19 +191,19 @@ def claimed_groups(
     return updates, left
 
 
-def _reward(episode: Episode, recipe: Recipe) -> float | None:
+def _episode_reward(episode: Episode, recipe: Recipe) -> float | None:
     own = reward_of(episode.feedback, recipe.reward_rule).value
     if own is None and episode.calls and episode.calls[-1].http_status in FAILED:
         return recipe.failed_reward
     return own
 
 
-def _why_not(episode: Episode, recipe: Recipe, policy: str) -> str | None:
+def _why_unused(episode: Episode, recipe: Recipe, policy: str) -> str | None:
     if episode.split == EVAL:
         return "evaluation"
     if episode.quarantined_reason is not None:
         return "quarantined"
-    imitated = IMITABLE if recipe.kept is not None else ()
+    imitated = IMITABLE if recipe.imitation_rule is not None else ()
     if not any(c.policy == policy and (c.trainable or c.reason in imitated) for c in episode.calls):
         return "no_trainable_call"
     if recipe.teacher is not None:
@@ -209,14 +211,16 @@ def _why_not(episode: Episode, recipe: Recipe, policy: str) -> str | None:
     of_calls = recipe.credit.pays_single_calls and any(
         reward_of(call.feedback, recipe.reward_rule).value is not None for call in episode.calls
     )
-    return None if of_calls or _reward(episode, recipe) is not None else "unscored"
+    return None if of_calls or _episode_reward(episode, recipe) is not None else "unscored"
 
 
 def _has_signal(group: Group, recipe: Recipe) -> bool:
     """Return whether the trainer would count a group as signal (`store.claim_query.ClaimRule`)."""
     if recipe.credit.pays_single_calls:
         return True
-    rewards = {_reward(episode, recipe) for episode in group.episodes}
-    if recipe.kept is not None:
-        return any(value is not None and value >= recipe.kept.min_reward for value in rewards)
+    rewards = {_episode_reward(episode, recipe) for episode in group.episodes}
+    if recipe.imitation_rule is not None:
+        return any(
+            value is not None and value >= recipe.imitation_rule.min_reward for value in rewards
+        )
     return len(rewards) > 1 or len(group.episodes) == 1 or not recipe.credit.compares_episodes

@@ -26,13 +26,13 @@ from trainer.publishing.adapters import BASE_FILE, NewVersion, sha256_of
 from trainer.publishing.foreign import (
     WEIGHTS,
     read_config,
-    refused,
+    refusal,
     why_another_base,
     why_not_plain,
 )
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.publishing.sources import trainers_files
+from trainer.publishing.sources import trainer_files
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.recording import KILLED, Recording, Recovery
@@ -59,22 +59,22 @@ async def import_adapter(
     recipe = load_recipe(chosen.recipe)
     check_publishing(chosen, recipe)
     config = read_config(directory)
-    _refuse(directory, why_not_plain(config, recipe.lora))
-    replicas = Replicas(settings.server_urls, files=trainers_files(settings))
+    _refuse_if(directory, why_not_plain(config, recipe.lora))
+    replicas = Replicas(settings.server_urls, files=trainer_files(settings))
     async with engine.connect() as guard, replicas as servers:
         try:
             await lock_policy(guard, name, "import")
             model = await base_model(settings, chosen, name, servers)
             # With the file, the learner compares the base models by hash.
             if not (directory / BASE_FILE).exists():
-                _refuse(directory, why_another_base(config, model))
+                _refuse_if(directory, why_another_base(config, model))
             learner = await asyncio.to_thread(
                 Learner, model, recipe, settings.seed, settings.scratch
             )
             await asyncio.to_thread(learner.adopt, directory)
             await claims.check_connected(guard)
             await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
-            imported = Import(settings, recipe, engine, learner, name)
+            imported = AdapterImport(settings, recipe, engine, learner, name)
             number = await imported.write(directory)
             publisher = Publisher(engine, servers, name, recipe, chosen.together)
             return await imported.publish(publisher, number)
@@ -83,7 +83,7 @@ async def import_adapter(
             await guard.invalidate()
 
 
-class Import:
+class AdapterImport:
     """Write, record and publish an adapter that a learner has adopted."""
 
     def __init__(
@@ -113,8 +113,8 @@ class Import:
             AdapterError: the serving version has the same weights.
         """
         await self._recovery.finish(KILLED)
-        adapters.sweep(self._folder, self._policy)
-        await self._refuse_what_serves(directory)
+        adapters.remove_half_written(self._folder, self._policy)
+        await self._refuse_serving_weights(directory)
         probe = await self._training.probe()
         number = await self._versions.next_number()
         recipe = self._recipe.model_dump(mode="json")
@@ -132,19 +132,19 @@ class Import:
         )
         try:
             folder = await self._training.write(new)
-            await self._recording.imported_version(new, folder)
+            await self._recording.record_imported_version(new, folder)
         except (Exception, asyncio.CancelledError):
             await self._recovery.finish_if_possible("the import was stopped")
             raise
         return new.version
 
-    async def _refuse_what_serves(self, directory: Path) -> None:
+    async def _refuse_serving_weights(self, directory: Path) -> None:
         """Refuse weights that serve already: the probe could not tell that they were loaded."""
         serving = await self._versions.serving()
         folder = self._versions.folder(serving.version)
         manifest = None if folder is None else adapters.read_manifest(folder)
         if manifest is not None and manifest.sha256[WEIGHTS] == sha256_of(directory / WEIGHTS):
-            _refuse(directory, f"{serving.served_name} has its weights and serves: all is done")
+            _refuse_if(directory, f"{serving.served_name} has its weights and serves: all is done")
 
     async def publish(self, publisher: Publisher, number: int) -> PolicyVersion:
         """Publish version `number`, and return it.
@@ -167,6 +167,6 @@ class Import:
         return version
 
 
-def _refuse(directory: Path, why: str | None) -> None:
+def _refuse_if(directory: Path, why: str | None) -> None:
     if why is not None:
-        raise refused(directory, why)
+        raise refusal(directory, why)

@@ -151,42 +151,42 @@ class Loop:
             PublishError: a server would not; the message says why, and what to do.
             UpstreamAway: no server answers.
         """
-        if not await self._has_room():
-            self._breaker.doubt(NO_SLOT, "no_slot")
+        if not await self._has_test_slot():
+            self._breaker.pause_until_test(NO_SLOT, "no_slot")
             self._log_pause()
             return
         try:
             await self._self_test.check()
         except (ShortOfMemory, TeacherError) as error:
-            self._breaker.doubt(str(error), _pause_reason(error))
+            self._breaker.pause_until_test(str(error), _pause_reason(error))
             self._log_pause()
         else:
-            self._breaker.settle()
+            self._breaker.end_doubt()
             self._breaker.tested_at = self._publisher.servers.returns
 
-    async def try_again(self) -> None:
+    async def test_if_due(self) -> None:
         """Test whether updates could go on, if training is paused and a test is due."""
         breaker = self._breaker
-        if breaker.test_is_due and await self._has_room():
+        if breaker.test_is_due and await self._has_test_slot():
             in_doubt = breaker.is_in_doubt
             test = self._self_test
-            why = await (test.why_unserved() if in_doubt else test.why_not())
+            why = await (test.why_unserved() if in_doubt else test.why_update_fails())
             breaker.tested_at = self._publisher.servers.returns
             breaker.note_test(why)
             if why is None:
-                await self._set_aside()
+                await self._set_aside_wrong_samples()
             if why is None and in_doubt:
                 await self._recovery.publish_written(self._publisher)
             log.warning("self_test", policy=self._policy, passed=why is None, reason=why)
         show_pause(self._policy, breaker.reason)
 
-    async def _has_room(self) -> bool:
+    async def _has_test_slot(self) -> bool:
         """Return whether the model servers have a slot for a test's adapter.
 
         Without one no update could be claimed either.
         """
         async with self._engine.begin() as connection:
-            return await self._pacing.has_room(connection)
+            return await self._pacing.has_test_slot(connection)
 
     async def watch_servers(self) -> None:
         """Check that model servers answer, and promote versions that waited for other policies'.
@@ -201,7 +201,7 @@ class Loop:
             await servers.ask(ModelServer.models)
             self._ask_at = perf_counter() + ASK_S
         if servers.returns != self._breaker.tested_at:
-            self._breaker.doubt("a model server was away, and may be another one now")
+            self._breaker.pause_until_test("a model server was away, and may be another one now")
         await self._publisher.go_live()
 
     async def stop(self) -> None:
@@ -224,12 +224,12 @@ class Loop:
         # A newer version would begin to wait for other policies' anew, perhaps for ever.
         together = len(self._publisher.together) > 1 and await self._versions.waits_to_go_live()
         if together or await self._versions.is_held():
-            await self._free_ahead()
+            await self._free_next_update()
             return False
         # Only after the check above: another trainer may promote this policy's waiting version,
         # while only this trainer makes versions that wait.
         parent = await self._versions.head()
-        await self._claiming.expire(parent.version)
+        await self._claiming.consume_expired(parent.version)
         await self._track_evaluation()
         try:
             if not await self._update_from(parent, looks_ahead=looks_ahead):
@@ -255,35 +255,35 @@ class Loop:
     async def _update_from(self, parent: PolicyVersion, *, looks_ahead: bool) -> bool:
         """Claim until an update of `parent` succeeds; return False if none can begin now."""
         while not self._breaker.is_open:
-            claim, plan = await self._next(parent)
+            claim, plan = await self._take_next_claim(parent)
             if claim is None:
                 return False
             try:
                 plan = plan or await self._training.plan(claim, self._recipe, self._test_servers)
-                await self._run(claim, plan, parent, looks_ahead=looks_ahead)
+                await self._run_update(claim, plan, parent, looks_ahead=looks_ahead)
             except LearnerError as error:
-                await self._undo(claim, error)
+                await self._undo_update(claim, error)
             except ClaimSpoilt as error:
-                await self._recovery.give_up(claim.update_id, str(error))
+                await self._recovery.abandon_update(claim.update_id, str(error))
                 parent = await self._versions.head()
             else:
                 return True
-        await self._free_ahead()
+        await self._free_next_update()
         return False
 
-    async def _next(self, parent: PolicyVersion) -> tuple[Claim | None, Plan | None]:
+    async def _take_next_claim(self, parent: PolicyVersion) -> tuple[Claim | None, Plan | None]:
         """Return the claim of the next update of `parent`, if any, and its plan, if made ahead."""
         if self._ahead is not None and self._ahead[0].parent_version == parent.version:
             (claim, plan), self._ahead = self._ahead, None
             return claim, plan
-        await self._free_ahead()
-        return await self._claiming.take(parent.version), None
+        await self._free_next_update()
+        return await self._claiming.claim_update(parent.version), None
 
-    async def _undo(self, claim: Claim, why: LearnerError) -> None:
-        await self._claiming.undo(claim.update_id, why)
+    async def _undo_update(self, claim: Claim, why: LearnerError) -> None:
+        await self._claiming.end_failed(claim.update_id, why)
         await self._note_error(why, claim)
 
-    async def _run(
+    async def _run_update(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, *, looks_ahead: bool
     ) -> None:
         """Make and publish the version of a claim, or record the update if there is no signal.
@@ -294,7 +294,7 @@ class Loop:
         number = await self._versions.next_number()
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
-            await self._recording.update(claim, plan, plan.metrics)
+            await self._recording.record_update(claim, plan, plan.metrics)
             self._trackers.log(self._policy, plan.metrics, number)
             return
         version, probe = await self._make_version(claim, plan, parent, number)
@@ -314,9 +314,11 @@ class Loop:
         """Train, write and record version `number`; return it, and its probe rows."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
         policy_logprobs = self._training.policy_logprobs()
-        new = await self._training.version(claim, plan, number, plan.metrics | trained)
+        new = await self._training.describe_version(claim, plan, number, plan.metrics | trained)
         folder = await self._training.write(new)
-        await self._recording.update(claim, plan, new.metrics, (number, folder), policy_logprobs)
+        await self._recording.record_update(
+            claim, plan, new.metrics, (number, folder), policy_logprobs
+        )
         self._trackers.log(self._policy, new.metrics, number)
         return await self._versions.numbered(number), new.probe
 
@@ -333,7 +335,7 @@ class Loop:
 
         # A version that waits for a decision has no traffic when it is published.
         serves = self._recipe.publish.serves_at_once
-        claim = await self._claiming.take(parent.version, parent_serves=serves)
+        claim = await self._claiming.claim_update(parent.version, parent_serves=serves)
         if claim is None:
             return
         try:
@@ -343,14 +345,14 @@ class Loop:
             await asyncio.wait([publishing])
             if not isinstance(error, LearnerError):
                 raise
-            await self._undo(claim, error)
+            await self._undo_update(claim, error)
 
-    async def _free_ahead(self) -> None:
+    async def _free_next_update(self) -> None:
         """Free the episodes of the update that was begun ahead, if there is one."""
         if self._ahead is not None:
             (claim, _), self._ahead = self._ahead, None
             why = "it was planned for a version that does not serve, or training is paused"
-            await self._recovery.give_up(claim.update_id, why)
+            await self._recovery.abandon_update(claim.update_id, why)
 
     async def _publish(self, version: PolicyVersion, probe: Sequence[ProbeRow]) -> None:
         """Publish a new version, and note success or rejection."""
@@ -388,7 +390,7 @@ class Loop:
             return
         if isinstance(error, TeacherError):
             # Another try would fail as well.
-            self._breaker.doubt(str(error), _pause_reason(error))
+            self._breaker.pause_until_test(str(error), _pause_reason(error))
             self._log_pause()
             return
         why: str | None = str(error)
@@ -396,13 +398,13 @@ class Loop:
             self._breaker.note_drift()
             why = await self._self_test.why_unserved()
         if why is None:
-            await self._set_aside()
+            await self._set_aside_wrong_samples()
             self._breaker.note_past_fault(str(error))
         else:
             self._breaker.note_failure(why, _pause_reason(error))
         self._log_pause()
 
-    async def _set_aside(self) -> None:
+    async def _set_aside_wrong_samples(self) -> None:
         """Set aside episodes sampled before now, if a server was at fault and passes its test now.
 
         Otherwise one update after the other would spend its share of them.

@@ -16,11 +16,11 @@ from pydantic import SecretStr
 from store.claims import Claim
 from store.records import Episode, Group
 from trainer.errors import AdapterError, LearnerError, Unusable
-from trainer.exported import claimed_groups
+from trainer.exported import groups_by_update
 from trainer.learners.distributed import is_one_of_several
 from trainer.learners.kernels.process import keep_freed_memory
 from trainer.learners.learner import Learner
-from trainer.publishing.adapters import folders, read_manifest, version_folder
+from trainer.publishing.adapters import read_manifest, version_folder, version_folders
 from trainer.recipes.recipe import Recipe
 from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import looks_like_a_fault
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 Show = Callable[[int, Path | None, Mapping[str, Any], int], None]
 
 
-class _Folders:
+class _LocalVersions:
     """Know the version that training starts from, and those that it writes."""
 
     def __init__(self, out: Path, policy: str, start: tuple[int, Path] | None) -> None:
@@ -80,12 +80,12 @@ async def train_episodes(
         raise LearnerError("`pawl train` is one process: start it without `accelerate launch`")
     # Must come before a second thread starts: only malloc's first arena may be used.
     keep_freed_memory()
-    if folders(out, policy):
+    if version_folders(out, policy):
         raise AdapterError(f"{out} has versions of {policy!r} already: name another folder")
     manifest = None if start is None else read_manifest(start)
     if start is not None and manifest is None:
         raise AdapterError(f"{start} is no version: name such a folder of PAWL_ADAPTER_DIR")
-    updates, left = claimed_groups(episodes, recipe, policy)
+    updates, left = groups_by_update(episodes, recipe, policy)
     parent = 0 if manifest is None else manifest.version
     begun = None if start is None else (parent, start.resolve())
     learner = Learner(model, recipe, seed, out / ".scratch")
@@ -94,11 +94,11 @@ async def train_episodes(
         raise AdapterError(f"{start}: {why_another_base} than {model}: set PAWL_MODEL to that one")
     probe = learner.vocabulary_probe
     teacher = Teacher(recipe.teacher, probe, teacher_key) if recipe.teacher else None
-    training = Training(learner, out, _Folders(out, policy, begun), teacher)
+    training = Training(learner, out, _LocalVersions(out, policy, begun), teacher)
     baselines = None if manifest is None else manifest.baselines
     number = first_number(episodes, policy, parent)
     for groups in updates:
-        made = await _update(training, recipe, policy, groups, parent, number, baselines)
+        made = await _run_update(training, recipe, policy, groups, parent, number, baselines)
         folder, metrics, baselines = made
         trackers.log(policy, metrics, number)
         show(number, folder, metrics, len(updates))
@@ -107,7 +107,7 @@ async def train_episodes(
     return left
 
 
-async def _update(
+async def _run_update(
     training: Training,
     recipe: Recipe,
     policy: str,
@@ -122,7 +122,7 @@ async def _update(
     metrics, and moving baselines.
     """
 
-    async def doubt(far: int, measured: int) -> None:
+    async def warn_off_policy(far: int, measured: int) -> None:
         log.warning("many_episodes_off_policy", policy=policy, far=far, measured=measured)
 
     while True:
@@ -134,7 +134,7 @@ async def _update(
             baselines=baselines,
         )
         try:
-            plan = await training.plan(claim, recipe, doubt)
+            plan = await training.plan(claim, recipe, warn_off_policy)
             after = plan.baselines or baselines
             if not plan.rows:
                 return None, plan.metrics, after
@@ -144,13 +144,13 @@ async def _update(
             if not error.is_poison or looks_like_a_fault(len(error.episodes), members):
                 raise
             log.error(f"episodes_{error.reason}", episodes=len(error.episodes), reason=str(error))
-            groups = _without(groups, error.episodes)
+            groups = _without_episodes(groups, error.episodes)
             continue
-        new = await training.version(claim, plan, number, metrics)
+        new = await training.describe_version(claim, plan, number, metrics)
         return await training.write(new), metrics, after
 
 
-def _without(groups: Sequence[Group], episodes: Collection[UUID]) -> tuple[Group, ...]:
+def _without_episodes(groups: Sequence[Group], episodes: Collection[UUID]) -> tuple[Group, ...]:
     kept = (
         msgspec.structs.replace(
             group, episodes=tuple(one for one in group.episodes if one.id not in episodes)

@@ -18,7 +18,7 @@ from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
 
-class Chosen(Record, frozen=True, kw_only=True):
+class ChosenPolicy(Record, frozen=True, kw_only=True):
     """A policy that this trainer trains.
 
     `policy` is None if the model server's base model is the policy. `base` is the model server's
@@ -35,7 +35,9 @@ class Chosen(Record, frozen=True, kw_only=True):
     tenant: str = DEFAULT
 
 
-def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tuple[Chosen, ...]:
+def chosen_policies(
+    settings: TrainerSettings, table: PolicyTable | None
+) -> tuple[ChosenPolicy, ...]:
     """Return the policies that a trainer with these settings trains.
 
     These are the policies with `trained = true` in `table`, the file of policies, or a selection by
@@ -46,7 +48,7 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
             differ.
     """
     if table is None:
-        return (Chosen(policy=settings.policy, base=None, recipe=settings.recipe),)
+        return (ChosenPolicy(policy=settings.policy, base=None, recipe=settings.recipe),)
     trained = {spec.name: spec for spec in table.specs if spec.trained}
     if not trained:
         raise TrainerError(
@@ -74,7 +76,7 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
             f" {wanted}"
         )
     return tuple(
-        Chosen(
+        ChosenPolicy(
             policy=name,
             base=trained[name].base,
             recipe=trained[name].recipe or settings.recipe,
@@ -86,7 +88,7 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
     )
 
 
-def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
+def load_recipes(chosen: Sequence[ChosenPolicy]) -> list[Recipe]:
     """Return the recipe of each policy.
 
     Raises:
@@ -124,7 +126,7 @@ def trained_recipes(settings: TrainerSettings) -> list[Recipe]:
     return load_recipes(chosen_policies(settings, open_policies(settings.policies)))
 
 
-def check_publishing(chosen: Chosen, recipe: Recipe) -> None:
+def check_publishing(chosen: ChosenPolicy, recipe: Recipe) -> None:
     """Refuse a decision or a control for a policy whose versions go live together with others'.
 
     Raises:
@@ -144,7 +146,7 @@ def check_publishing(chosen: Chosen, recipe: Recipe) -> None:
 
 def importing_policy(
     settings: TrainerSettings, table: PolicyTable | None, name: str, tenant: str | None = None
-) -> Chosen:
+) -> ChosenPolicy:
     """Return the trained policy `name`, which gets an adapter from elsewhere.
 
     With `tenant`, policies of other tenants do not exist.
@@ -184,7 +186,7 @@ async def lock_policy(guard: AsyncConnection, name: str, work: str) -> None:
 
 
 async def base_model(
-    settings: TrainerSettings, chosen: Chosen, name: str, servers: Replicas
+    settings: TrainerSettings, chosen: ChosenPolicy, name: str, servers: Replicas
 ) -> str:
     """Return the folder or name of the policy's base model.
 

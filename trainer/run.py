@@ -26,16 +26,16 @@ from trainer.learners.model import Base, may_fit
 from trainer.learners.protocol import LearnerProtocol
 from trainer.loop import Loop
 from trainer.metrics import show_pause
-from trainer.policies import Chosen, chosen_policies, load_recipes
+from trainer.policies import ChosenPolicy, chosen_policies, load_recipes
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.publisher import Publisher
-from trainer.publishing.sources import is_http, serve_files, trainers_files
+from trainer.publishing.sources import is_http, serve_files, trainer_files
 from trainer.recipes.recipe import Recipe
 from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
 from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import TEST_S, CircuitBreaker
-from trainer.updates.versions import begin_policy, score_by
+from trainer.updates.versions import apply_reward_rule, begin_policy
 
 log = structlog.get_logger()
 
@@ -58,12 +58,12 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     if is_follower():
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, signal.SIG_IGN)
-        await _follow(settings, chosen, recipes)
+        await _run_follower(settings, chosen, recipes)
         return
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    work = asyncio.create_task(_work(settings, chosen, recipes, once=once))
+    work = asyncio.create_task(_run_trainer(settings, chosen, recipes, once=once))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -75,15 +75,15 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
         work.result()
 
 
-async def _work(
+async def _run_trainer(
     settings: TrainerSettings,
-    chosen: Sequence[Chosen],
+    chosen: Sequence[ChosenPolicy],
     recipes: Sequence[Recipe],
     *,
     once: bool,
 ) -> None:
     async with AsyncExitStack() as stack:
-        replicas = Replicas(settings.server_urls, settings.adapter_slots, trainers_files(settings))
+        replicas = Replicas(settings.server_urls, settings.adapter_slots, trainer_files(settings))
         servers = await stack.enter_async_context(replicas)
         policies, model = await _policies_and_model(settings, chosen, servers)
         by_policy = {n: r.model_dump(mode="json") for n, r in zip(policies, recipes, strict=True)}
@@ -97,12 +97,12 @@ async def _work(
         app = port_app(settings, is_up, is_ready)
         port = await serve_app(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
         stack.push_async_callback(port.cleanup)
-        leader = Leader(await _learners(settings, policies, recipes, model))
+        leader = Leader(await _load_learners(settings, policies, recipes, model))
         stack.callback(leader.stop)
         is_up.set()
         breakers = {policy: CircuitBreaker() for policy in policies}
         workers = [
-            _worker(
+            _make_worker(
                 settings,
                 choice,
                 recipe,
@@ -117,7 +117,7 @@ async def _work(
         stack.callback(leader.interrupt)
         while True:
             try:
-                await _session(settings, workers, is_ready, once=once)
+                await _run_session(settings, workers, is_ready, once=once)
                 return
             except Exception as error:
                 if not (is_unavailable(error) or isinstance(error, UpstreamAway)):
@@ -125,7 +125,9 @@ async def _work(
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
                 if isinstance(error, UpstreamAway) and not isinstance(error, NotFetched):
                     for policy, breaker in breakers.items():
-                        breaker.doubt("the model servers were away, and may be others now")
+                        breaker.pause_until_test(
+                            "the model servers were away, and may be others now"
+                        )
                         show_pause(policy, breaker.reason)
             await asyncio.sleep(RETRY_S)
 
@@ -156,15 +158,15 @@ def port_app(
     return app
 
 
-async def _follow(
-    settings: TrainerSettings, chosen: Sequence[Chosen], recipes: Sequence[Recipe]
+async def _run_follower(
+    settings: TrainerSettings, chosen: Sequence[ChosenPolicy], recipes: Sequence[Recipe]
 ) -> None:
     async with Replicas([str(settings.upstream_url)]) as servers:
         policies, model = await _policies_and_model(settings, chosen, servers)
-    follow(await _learners(settings, policies, recipes, model))
+    follow(await _load_learners(settings, policies, recipes, model))
 
 
-async def _learners(
+async def _load_learners(
     settings: TrainerSettings, policies: Sequence[str], recipes: Sequence[Recipe], model: str
 ) -> dict[str, Learner]:
     """Load the base model once, and return each policy's learner on it.
@@ -197,7 +199,7 @@ async def _learners(
 
 
 async def _policies_and_model(
-    settings: TrainerSettings, chosen: Sequence[Chosen], servers: Replicas
+    settings: TrainerSettings, chosen: Sequence[ChosenPolicy], servers: Replicas
 ) -> tuple[list[str], str]:
     """Return the policies' names and their base model, from the settings or the model server."""
     named = [policy.policy for policy in chosen if policy.policy]
@@ -225,9 +227,9 @@ async def _policies_and_model(
     return named, settings.model or str(listed[base]["root"])
 
 
-def _worker(
+def _make_worker(
     settings: TrainerSettings,
-    chosen: Chosen,
+    chosen: ChosenPolicy,
     recipe: Recipe,
     servers: Replicas,
     learner: LearnerProtocol,
@@ -245,7 +247,7 @@ def _worker(
         """
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies, chosen.tenant)
-        await score_by(engine, policy, recipe)
+        await apply_reward_rule(engine, policy, recipe)
         known = chosen.known or (policy,)
         publisher = Publisher(engine, servers, policy, recipe, chosen.together, known)
         loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker, trackers)
@@ -261,7 +263,7 @@ def _worker(
     return PolicyWorker(policy, begin)
 
 
-async def _session(
+async def _run_session(
     settings: TrainerSettings,
     workers: Sequence[PolicyWorker],
     is_ready: asyncio.Event,

@@ -56,28 +56,28 @@ class PolicyWorker:
         self._waiting_was_logged = False
         begin_policy(policy)
 
-    def lost(self) -> None:
+    def forget_hold(self) -> None:
         """Forget the hold on the policy, which ended with its connection."""
         self._loop = None
 
-    async def take_up(self, guard: AsyncConnection, engine: AsyncEngine) -> bool:
+    async def try_to_hold(self, guard: AsyncConnection, engine: AsyncEngine) -> bool:
         """Hold the policy for as long as `guard` lives; return whether it can be worked on now.
 
         It cannot while another trainer holds it, and for a while after a failure.
         """
         if self._loop is not None:
-            await self._of_loop(guard, lambda loop: loop.try_again())
+            await self._call_loop(guard, lambda loop: loop.test_if_due())
             return self._loop is not None
         if monotonic() < self._not_before:
             return False
         if not await claims.hold_policy(guard, self.policy):
-            self._wait(f"another trainer works on policy {self.policy}")
+            self._wait_to_retry(f"another trainer works on policy {self.policy}")
             return False
         self._waiting_was_logged = False
         self._loop = await self._guarded(guard, lambda: self._begin(engine))
         return self._loop is not None
 
-    async def waiting(self, guard: AsyncConnection, *, alone: bool) -> float | None:
+    async def waiting_updates(self, guard: AsyncConnection, *, alone: bool) -> float | None:
         """Check the model servers; return the waiting signal in updates, or None after a failure.
 
         A policy that is `alone` returns 0, since no other competes for the turn.
@@ -87,14 +87,14 @@ class PolicyWorker:
             await loop.watch_servers()
             return 0.0 if alone else await loop.waiting_updates()
 
-        return await self._of_loop(guard, work)
+        return await self._call_loop(guard, work)
 
     async def update_once(self, guard: AsyncConnection, *, looks_ahead: bool) -> bool:
         """Run one update if enough episodes are ready; return whether there was one.
 
         With `looks_ahead` the policy's next update may be begun already (`Loop.update_once`).
         """
-        done = await self._of_loop(guard, lambda loop: loop.update_once(looks_ahead=looks_ahead))
+        done = await self._call_loop(guard, lambda loop: loop.update_once(looks_ahead=looks_ahead))
         if done:
             self._failures = 0
         return bool(done)
@@ -104,7 +104,7 @@ class PolicyWorker:
         if self._loop is not None:
             await self._loop.stop()
 
-    async def _of_loop(
+    async def _call_loop(
         self, guard: AsyncConnection, work: Callable[[Loop], Awaitable[T]]
     ) -> T | None:
         loop = self._loop
@@ -134,7 +134,7 @@ class PolicyWorker:
         await claims.release_policy(guard, self.policy)
         reason = f"{type(why).__name__}: {why}"
         if isinstance(why, ClaimLost):
-            self._wait(reason)
+            self._wait_to_retry(reason)
             return
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**self._failures)
         self._failures += 1
@@ -142,7 +142,7 @@ class PolicyWorker:
         self._show_failure(why)
         log.error("policy_left", policy=self.policy, reason=reason, again_in_s=pause)
 
-    def _wait(self, why: str) -> None:
+    def _wait_to_retry(self, why: str) -> None:
         self._not_before = monotonic() + RETRY_S
         if not self._waiting_was_logged:
             log.warning("trainer_waits", policy=self.policy, reason=why[:200])
@@ -168,7 +168,7 @@ class PolicyScheduler:
         self._engine = engine
         self._is_ready = is_ready
         for worker in workers:
-            worker.lost()
+            worker.forget_hold()
 
     async def run(self, poll_s: float, *, once: bool) -> None:
         """Run one update after the other; return after the first with `once`.
@@ -180,12 +180,12 @@ class PolicyScheduler:
         try:
             while True:
                 await claims.check_connected(self._guard)
-                held = await self._take_up()
+                held = await self._hold_workable()
                 self._check_failures()
                 self._is_ready.set()
                 # Not before: beginning with a policy takes long, and is no check of the store.
                 started = perf_counter()
-                updated = await self._turn(held, once=once)
+                updated = await self._run_turn(held, once=once)
                 if updated and once:
                     return
                 if not updated:
@@ -196,10 +196,10 @@ class PolicyScheduler:
                 await worker.stop()
             raise
 
-    async def _take_up(self) -> list[PolicyWorker]:
+    async def _hold_workable(self) -> list[PolicyWorker]:
         """Hold the policies that can be worked on, and return them."""
         workers = self._workers.values()
-        return [worker for worker in workers if await worker.take_up(self._guard, self._engine)]
+        return [worker for worker in workers if await worker.try_to_hold(self._guard, self._engine)]
 
     def _check_failures(self) -> None:
         """Check that some policy can be worked on, now or later.
@@ -213,7 +213,7 @@ class PolicyScheduler:
         if last is not None and not may_pass:
             raise last
 
-    async def _turn(self, held: Sequence[PolicyWorker], *, once: bool = False) -> bool:
+    async def _run_turn(self, held: Sequence[PolicyWorker], *, once: bool = False) -> bool:
         """Run one update of the first policy in turn with enough episodes; return if there is one.
 
         Raises:
@@ -221,10 +221,12 @@ class PolicyScheduler:
         """
         waiting, alone = [], len(self._workers) == 1
         for worker in held:
-            signal = await worker.waiting(self._guard, alone=alone)
+            signal = await worker.waiting_updates(self._guard, alone=alone)
             if signal is not None:
-                waiting.append(Waiting(policy=worker.policy, updates=signal, turns=worker.turns))
-        for name in in_turn(waiting):
+                waiting.append(
+                    WaitingSignal(policy=worker.policy, updates=signal, turns=worker.turns)
+                )
+        for name in turn_order(waiting):
             # With several policies it is not known whose update is next.
             looks_ahead = alone and not once
             if await self._workers[name].update_once(self._guard, looks_ahead=looks_ahead):
@@ -235,7 +237,7 @@ class PolicyScheduler:
         return False
 
 
-class Waiting(Record, frozen=True, kw_only=True):
+class WaitingSignal(Record, frozen=True, kw_only=True):
     """The signal that waits for one policy.
 
     `updates` is the signal in updates of the policy's recipe, so that small updates are not at a
@@ -247,7 +249,7 @@ class Waiting(Record, frozen=True, kw_only=True):
     turns: int
 
 
-def in_turn(waiting: Sequence[Waiting]) -> list[str]:
+def turn_order(waiting: Sequence[WaitingSignal]) -> list[str]:
     """Return the policies in the order in which they may have the next turn (pure).
 
     Most signal first; among equals, the policy that has waited for more turns. Policies that waited
@@ -256,7 +258,7 @@ def in_turn(waiting: Sequence[Waiting]) -> list[str]:
     """
     patience = PATIENCE * len(waiting)
 
-    def rank(policy: Waiting) -> tuple[bool, float, int]:
+    def rank(policy: WaitingSignal) -> tuple[bool, float, int]:
         is_overdue = policy.turns >= patience
         return not is_overdue, 0.0 if is_overdue else -policy.updates, -policy.turns
 

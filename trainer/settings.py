@@ -13,7 +13,7 @@ from store.settings import Listen, Names, PoliciesFile, Settings, StoreSettings,
 USUAL_SLOTS: Final = 8
 
 
-def _numbered(value: object) -> object:
+def _to_numbers(value: object) -> object:
     """Return the numbers in a list such as "0,2-4"; other parts stay text and fail validation."""
     cards: list[object] = []
     for part in value.split(",") if isinstance(value, str) else ():
@@ -24,10 +24,10 @@ def _numbered(value: object) -> object:
 
 
 Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(split_commas)]
-Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_numbered)]
+Cards = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(_to_numbers)]
 
 
-def _is_url(value: str) -> str:
+def _check_url(value: str) -> str:
     if not re.match(r"[a-z][a-z0-9+.-]*://.", value):
         raise ValueError(
             "it is no URL: write http://HOST:PORT/adapters, with the address of the trainer's"
@@ -44,7 +44,7 @@ class SourceSettings(Settings):
         description="folder of policy versions, which controller and model servers see under one "
         "path; with PAWL_ADAPTER_SOURCE each process has one of its own",
     )
-    adapter_source: Annotated[str, AfterValidator(_is_url)] | None = Field(
+    adapter_source: Annotated[str, AfterValidator(_check_url)] | None = Field(
         default=None,
         description="URL from which processes that cannot see the trainer's folder fetch versions: "
         "http://TRAINER:8102/adapters, which the trainer then serves, or a folder of an "

@@ -47,8 +47,8 @@ class Trackers:
         self._newest: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         if names:
-            made = _make(names, folder)
-            config = dict(flat(recipes))
+            made = _make_trackers(names, folder)
+            config = dict(flatten(recipes))
             # A tracker that hangs must not keep the process from its end.
             self._thread = threading.Thread(target=self._run, args=(made, config), daemon=True)
             self._thread.start()
@@ -69,7 +69,7 @@ class Trackers:
             return
         numbers = {
             f"{policy}/{name}": value
-            for name, value in flat({key: figures[key] for key in figures.keys() - BY_ID})
+            for name, value in flatten({key: figures[key] for key in figures.keys() - BY_ID})
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         try:
@@ -89,7 +89,7 @@ class Trackers:
 
     def _run(self, trackers: Sequence[Any], config: Figures) -> None:
         """Pass on waiting figures, all in one thread, as some trackers need."""
-        working = [_Working(tracker, config) for tracker in trackers]
+        working = [_LazyTracker(tracker, config) for tracker in trackers]
         while (item := self._waiting.get()) is not None:
             for tracker in working:
                 tracker.log(*item)
@@ -97,7 +97,7 @@ class Trackers:
             tracker.finish()
 
 
-class _Working:
+class _LazyTracker:
     """Start a tracker once it is needed, and log the first of several failures in a row."""
 
     def __init__(self, tracker: Any, config: Figures) -> None:
@@ -133,7 +133,7 @@ class _Working:
         self._fails = True
 
 
-def _make(names: Sequence[str], folder: Path) -> list[Any]:
+def _make_trackers(names: Sequence[str], folder: Path) -> list[Any]:
     # Local, because these import torch and not every trainer has trackers.
     from accelerate import tracking
     from accelerate.utils import LoggerType
@@ -155,11 +155,11 @@ def _make(names: Sequence[str], folder: Path) -> list[Any]:
     return made
 
 
-def flat(values: Figures, before: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Figures, before: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested tables by path; lists as JSON, and without None."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{before}{name}/")
+            yield from flatten(value, f"{before}{name}/")
         elif isinstance(value, str | int | float):
             yield f"{before}{name}", value
         elif value is not None:

@@ -114,7 +114,7 @@ def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:
                 f"{file} cannot be read: {error.strerror}; name a file that `pawl export` wrote"
             ) from error
     return credit_lines(
-        episodes, recipe.credit, recipe.kept, recipe.reward_rule, recipe.reward_range
+        episodes, recipe.credit, recipe.imitation_rule, recipe.reward_rule, recipe.reward_range
     )
 
 

@@ -36,7 +36,7 @@ from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.errors import FileMissing, FilesUnread, RecipeError
-from trainer.publishing.adapters import reading, why_altered
+from trainer.publishing.adapters import translate_errors, why_altered
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.claiming import claim_rule
@@ -358,7 +358,7 @@ def _of_files(version: PolicyVersion) -> dict[str, Any]:
         return {}
     folder = Path(version.adapter_path)
     try:
-        with reading(folder):
+        with translate_errors(folder):
             folder.stat()
         return {"altered": why_altered(version) is not None}
     except FileMissing:

@@ -33,7 +33,7 @@ from trainer.publishing.adapters import (
     MANIFEST,
     copy_adapter,
     export_adapter,
-    reading,
+    translate_errors,
     why_altered,
 )
 from trainer.publishing.foreign import read_config
@@ -176,7 +176,7 @@ async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
 def _problem(version: PolicyVersion) -> str | None:
     manifest = Path(version.adapter_path or "") / MANIFEST
     try:
-        with reading(manifest):
+        with translate_errors(manifest):
             manifest.stat()
         return why_altered(version)
     except FileMissing:

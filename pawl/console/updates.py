@@ -14,7 +14,7 @@ from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
 from pawl.console.versions import chosen_policy
 from store.read.lineage import MOST_MEMBERS, episodes_of_update, read_update, updates_of
 from trainer.metrics import FIGURES
-from trainer.trackers import BY_ID, flat
+from trainer.trackers import BY_ID, flatten
 
 MOST: Final = 100
 FAMILIES: Final = "Reward by family of tasks"
@@ -53,7 +53,7 @@ def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
     """Return the plots that have a point, in the form of `console.js`, oldest first (pure)."""
     done = [update for update in reversed(updates) if update.state == "done"]
     x = [round(update.claimed_at.timestamp(), 3) for update in done]
-    figures = [dict(flat(update.metrics)) for update in done]
+    figures = [dict(flatten(update.metrics)) for update in done]
     plots = {}
     for title, lines in shown_of(done).items():
         series = [
@@ -80,7 +80,7 @@ async def updates(request: Request) -> Response:
         updates=rows,
         outcomes=sum((Counter(row.outcomes) for row in rows), Counter()).most_common(),
         shown=shown_of(rows),
-        flat=flat,
+        flatten=flatten,
         plots=plots_of(rows),
         older=rows[-1].id if len(rows) == MOST else None,
     )
@@ -104,7 +104,7 @@ async def update(request: Request) -> Response:
         update=row,
         figures=[
             (name, value, FIGURES.get(name.partition("/")[0], ""))
-            for name, value in sorted(flat(row.metrics))
+            for name, value in sorted(flatten(row.metrics))
         ],
         groups=[(task, list(own)) for task, own in groupby(members, lambda row: row.task)],
         is_cut=len(members) == MOST_MEMBERS,

@@ -26,7 +26,7 @@ from trainer.errors import (
 )
 from trainer.publishing.adapters import check_files, probe_of
 from trainer.publishing.model_server import ModelServer
-from trainer.publishing.probe import compare, rejection_reason
+from trainer.publishing.probe import compare_served, rejection_reason
 from trainer.recipes.recipe import PublishOptions
 
 log = structlog.get_logger()
@@ -140,7 +140,7 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
         served, of_base = await asyncio.gather(
             server.probe_logprobs(name, rows), server.probe_logprobs(base, rows)
         )
-        probe = compare(served, [row.logprobs for row in rows], of_base)
+        probe = compare_served(served, [row.logprobs for row in rows], of_base)
         tolerance = version.probe_tolerance or PublishOptions().tolerance
         why = rejection_reason(probe, CHECKED_AGAIN * tolerance)
     except PublishError as error:

@@ -21,7 +21,7 @@ from store.database import explain_error, prevents_all_storing
 from store.metrics import show_version
 from store.settings import StoreSettings
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.sources import others_files
+from trainer.publishing.sources import reader_files
 
 log = structlog.get_logger()
 
@@ -37,7 +37,7 @@ async def controller(settings: ControllerSettings) -> None:
     poll_s = settings.controller_poll_s
     async with AsyncExitStack() as exits:
         replicas = await exits.enter_async_context(
-            Replicas(settings.server_urls, settings.adapter_slots, others_files(settings))
+            Replicas(settings.server_urls, settings.adapter_slots, reader_files(settings))
         )
         servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]

@@ -13,7 +13,7 @@ from store.adapter_slots import LONGEST_KEPT_S, free_slots
 from store.read.health import CallCount
 from store.records import EVAL, SIDE, TRAIN, Record
 from store.tenants import bare
-from trainer.publishing.pacing import more_slots
+from trainer.publishing.pacing import slots_remedy
 from trainer.settings import USUAL_SLOTS
 from trainer.updates.circuit_breaker import PauseReason
 from trainer.updates.training_warnings import MOST_UNTRAINED
@@ -388,7 +388,7 @@ def untrainable(facts: Facts) -> Iterator[Finding]:
     answered = {one.policy for one in kinds if one.policy is not None}
     for name in sorted(answered & trained.keys() or answered):
         recipe = trained[name].recipe if name in trained else None
-        imitates = recipe is not None and recipe.kept is not None
+        imitates = recipe is not None and recipe.imitation_rule is not None
         expected = {None, *BROKEN, *(IMITATED if imitates else ())}
         own = [one for one in kinds if one.policy == name]
         yield from _too_many(name, own, [one for one in own if one.reason not in expected])
@@ -515,6 +515,6 @@ def no_slot(facts: Facts) -> Iterator[Finding]:
                 title=f"{policy.name}: no update begins, as all {slots} adapter slots of the model"
                 " server are taken, by versions with episodes under way",
                 figures={"taken": live.total, "slots": slots, "kept_for_episodes": live.kept},
-                remedy=f"wait for at most {max(1, round(min(held)))} s, or {more_slots(slots)}",
+                remedy=f"wait for at most {max(1, round(min(held)))} s, or {slots_remedy(slots)}",
                 needs_person=live.serving + live.held >= slots,
             )

@@ -168,7 +168,7 @@ class Pairs:
     def __init__(self, job: EvaluationJob, runs: Sequence[RunKey]) -> None:
         self._job = job
         self._order = list(dict.fromkeys(key.task for key in runs))
-        self._planned_tokens = frozenset(runs)
+        self._planned = frozenset(runs)
         self._open: dict[str, dict[RunKey, ComparedEpisode]] = {}
         self._pairs: list[tuple[list[ComparedEpisode], list[ComparedEpisode]]] = []
         self._failures: Counter[tuple[str, str, str]] = Counter()
@@ -193,7 +193,7 @@ class Pairs:
 
     def add(self, key: RunKey, ended: Ended) -> None:
         """Add a run that ended; a run that is no longer planned is ignored."""
-        if key not in self._planned_tokens:
+        if key not in self._planned:
             return
         self.runs += 1
         if ended.outcome == "failed":

@@ -300,5 +300,5 @@ def tasks_a_wave(recipe: Recipe) -> int:
     Groups with and without spread are claimed separately; so are, if successes are imitated, groups
     with and without a success. Of twice as many as an update needs, one kind has enough.
     """
-    apart = recipe.credit.compares_episodes or recipe.kept is not None
+    apart = recipe.credit.compares_episodes or recipe.imitation_rule is not None
     return recipe.claim.groups * (2 if apart else 1)

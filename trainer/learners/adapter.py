@@ -33,13 +33,13 @@ from store.records import Record
 from trainer.errors import AdapterError, FilesUnread, LearnerError
 from trainer.learners.kernels.layers import make_adapter_lean
 from trainer.learners.scoring import decoder_of
-from trainer.publishing.adapters import BASE_FILE, STATE, read_base, reading, write_base
+from trainer.publishing.adapters import BASE_FILE, STATE, read_base, translate_errors, write_base
 from trainer.publishing.foreign import (
     SIDES,
     USUAL_ALPHA,
     WEIGHTS,
     read_config,
-    refused,
+    refusal,
     why_other_layers,
 )
 from trainer.recipes.recipe import AUTO, LoraOptions
@@ -258,7 +258,7 @@ def _takes_adapter(base: Any, name: str) -> bool:
 
 
 def _restore(base: Any, adapter: Path) -> PeftModel:
-    with reading(adapter), _adapt_named_layers_only():
+    with translate_errors(adapter), _adapt_named_layers_only():
         return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
 
 
@@ -413,7 +413,7 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
             log.warning("state_starts_anew", part=name, version=version_folder.name)
             continue
         try:
-            with reading(path):
+            with translate_errors(path):
                 state = torch.load(path, weights_only=True)
             stateful.load_state_dict(_with_recipe_settings(stateful, state))
         except FilesUnread:
@@ -441,7 +441,7 @@ def write_foreign_adapter(model: PeftModel, base_hash: str, adapter: Path, folde
         AdapterError: it cannot be a version; the message says why, and what to do.
     """
     if (adapter / BASE_FILE).exists() and read_base(adapter) != base_hash:
-        raise refused(
+        raise refusal(
             adapter,
             f"it was trained on another base model, says its {BASE_FILE}: import one of this",
         )
@@ -454,7 +454,7 @@ def write_foreign_adapter(model: PeftModel, base_hash: str, adapter: Path, folde
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
     if why := why or _why_bad_weights(weights):
-        raise refused(adapter, why)
+        raise refusal(adapter, why)
     save_file(weights, folder / WEIGHTS)
     layers = {name.removeprefix(OF_PEFT).rpartition(".lora_")[0] for name in weights}
     modules, parameters = _adapted_paths(model, layers)

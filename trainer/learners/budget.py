@@ -129,7 +129,7 @@ class TokenBudget:
         self.tokens = tokens
         self.checkpointed_share = 0.0
         self._most = inf
-        self._planned_tokens = 0
+        self._planned = 0
         self._checkpoint = checkpoint
         self._full = tokens
         self._way = way
@@ -149,7 +149,7 @@ class TokenBudget:
         once, and there should be room for `planned` tokens.
         """
         self._most = most
-        self._planned_tokens = planned
+        self._planned = planned
         self._calm += 1
         is_reduced = self.tokens < self._full or self.checkpointed_share > share
         self._is_trying = is_reduced and self._calm >= self._wait
@@ -177,7 +177,7 @@ class TokenBudget:
         """
         if self._processes.count > 1 and self._way != "tree":
             return chains_of(rows, self._way)
-        planned = self._planned_tokens if self.tokens == self._full else 0
+        planned = self._planned if self.tokens == self._full else 0
         budget = int(min(self.tokens, self._most))
         return plan_micro_batches(rows, budget, way=self._way, most=planned)
 

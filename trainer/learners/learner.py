@@ -396,7 +396,7 @@ class Learner:
         metered = measured_rows(rows)
         kept: dict[str, float] = {}
         # Imitation moves the policy to replies that it seldom gave: no drift, no trust region.
-        if self._recipe.kept is not None:
+        if self._recipe.imitation_rule is not None:
             trained, off_policy = self._take_steps(rows, newest)
         else:
             bound = self._recipe.off_policy.max_drift

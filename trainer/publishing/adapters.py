@@ -104,9 +104,9 @@ def write_hashes(folder: Path) -> str:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Check the files of a version's folder and return its manifest; None if it has none."""
-    manifest = _manifest(folder)
+    manifest = _parse_manifest(folder)
     for name, expected in manifest.sha256.items() if manifest is not None else ():
-        if written_sha256(folder / name) != expected:
+        if version_file_sha256(folder / name) != expected:
             raise AdapterError(
                 f"{folder / name} is not the file that was written: its SHA-256 is not the one in"
                 f" {MANIFEST}; restore it from a backup"
@@ -114,10 +114,10 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest
 
 
-def _manifest(folder: Path) -> Manifest | None:
+def _parse_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     try:
-        with reading(path):
+        with translate_errors(path):
             return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
@@ -127,7 +127,7 @@ def _manifest(folder: Path) -> Manifest | None:
 
 def probe_of(folder: Path) -> tuple[ProbeRow, ...]:
     """Return the probe rows of the version in a folder; none if it has no manifest."""
-    manifest = _manifest(folder)
+    manifest = _parse_manifest(folder)
     return () if manifest is None else manifest.probe
 
 
@@ -136,8 +136,8 @@ def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifes
 
     `FilesUnread` means that the update may have written a version.
     """
-    for _, folder in reversed(folders(root, policy)):
-        unchecked = _manifest(folder)
+    for _, folder in reversed(version_folders(root, policy)):
+        unchecked = _parse_manifest(folder)
         if unchecked is not None and unchecked.update_id == update_id:
             manifest = read_manifest(folder)
             assert manifest is not None
@@ -145,13 +145,13 @@ def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifes
     return None
 
 
-def folders(root: Path, policy: str) -> list[tuple[int, Path]]:
+def version_folders(root: Path, policy: str) -> list[tuple[int, Path]]:
     """Return the number and the folder of every version with a folder, oldest first."""
     parent = version_folder(root, policy, 0).parent
     return sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
 
 
-def sweep(root: Path, policy: str) -> None:
+def remove_half_written(root: Path, policy: str) -> None:
     """Remove half-written folders of killed updates, and folders of interrupted removals.
 
     A folder that the disk refuses to remove is logged, and stays until the next time.
@@ -164,11 +164,12 @@ def sweep(root: Path, policy: str) -> None:
             log.warning("folder_not_removed", folder=str(partial), reason=str(error))
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a folder atomically, by renaming it first; do nothing if there is none.
 
     Raises:
-        OSError: the disk refused; the folder may be renamed already, and `sweep` removes it then.
+        OSError: the disk refused; the folder may be renamed already: `remove_half_written` removes
+            it then.
     """
     if folder.exists():
         going = folder.with_name(f".{folder.name}-removed")
@@ -176,9 +177,9 @@ def remove(folder: Path) -> None:
         shutil.rmtree(going)
 
 
-def written_sha256(path: Path) -> str:
+def version_file_sha256(path: Path) -> str:
     """Return the SHA-256 of a version's file, in hexadecimal digits."""
-    with reading(path):
+    with translate_errors(path):
         return sha256_of(path)
 
 
@@ -189,7 +190,7 @@ def sha256_of(path: Path) -> str:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def translate_errors(path: Path) -> Iterator[None]:
     """Translate errors of reading `path` within this block.
 
     Raises:
@@ -228,7 +229,7 @@ def read_base(folder: Path) -> str:
     """Return the hash of the base model of the version in `folder`."""
     path = folder / BASE_FILE
     try:
-        with reading(path):
+        with translate_errors(path):
             return msgspec.json.decode(path.read_bytes(), type=BaseHash).base
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
@@ -263,9 +264,9 @@ def why_altered(version: PolicyVersion, folder: Path | None = None) -> str | Non
     try:
         manifest = read_manifest(folder)
         if manifest is None:
-            with reading(folder):
+            with translate_errors(folder):
                 return f"{folder / MANIFEST} is not there; {RESTORE if folder.exists() else MOUNT}"
-        if version.manifest_sha256 not in (None, written_sha256(folder / MANIFEST)):
+        if version.manifest_sha256 not in (None, version_file_sha256(folder / MANIFEST)):
             return f"{folder / MANIFEST} is not the one that its update wrote; {RESTORE}"
     except AdapterError as error:
         return str(error)

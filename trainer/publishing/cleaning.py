@@ -35,7 +35,7 @@ log = structlog.get_logger()
 IDLE_S: Final = 900.0
 
 
-def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
+def leftover_folders(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
     """Return the numbers of folders without a recorded version, or with a deleted one (pure).
 
     A folder above all versions that have files stays, so that its number is not given again.
@@ -68,34 +68,34 @@ class Cleaning:
             raise
 
     async def _clean(self) -> None:
-        adapters.sweep(self._root, self._policy)
-        marked = await self._mark()
+        adapters.remove_half_written(self._root, self._policy)
+        marked = await self._mark_deleted()
         if marked:
             log.info("versions_deleted", policy=self._policy, versions=sorted(marked))
         async with self._engine.connect() as connection:
             versions = await versions_with_files(connection, self._policy)
-        folders = dict(adapters.folders(self._root, self._policy))
-        for number in leftovers(versions, folders):
-            await self._delete(folders.pop(number))
+        folders = dict(adapters.version_folders(self._root, self._policy))
+        for number in leftover_folders(versions, folders):
+            await self._delete_files(folders.pop(number))
         for one in versions:
             if one.version in folders and not (one.is_servable or one.state == "written"):
                 state = folders[one.version] / adapters.STATE
                 await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
 
-    async def _mark(self) -> set[int]:
+    async def _mark_deleted(self) -> set[int]:
         """Mark versions as deleted that have no reader; a model server that has one is a reader."""
         async with self._engine.connect() as connection:
             unasked = await versions_with_unneeded_files(connection, self._policy, IDLE_S)
         if not unasked:
             return set()
-        loaded = await self._loaded()
+        loaded = await self._loaded_names()
         if loaded is None:
             return set()
         free = [version.version for version in unasked if version.served_name not in loaded]
         async with self._engine.begin() as connection:
             return await mark_files_deleted(connection, self._policy, free)
 
-    async def _loaded(self) -> set[str] | None:
+    async def _loaded_names(self) -> set[str] | None:
         """Return every name that some replica has loaded, or None if a replica does not answer.
 
         vLLM reads a folder again long after loading it, and its engine dies if the folder is gone.
@@ -108,10 +108,10 @@ class Cleaning:
             return None
         return {name for models in listed.values() for name in models}
 
-    async def _delete(self, folder: Path) -> None:
+    async def _delete_files(self, folder: Path) -> None:
         """Delete a version's files: at the source first, while the local folder still names it."""
         try:
             await self._servers.files.withdraw(folder)
-            await asyncio.to_thread(adapters.remove, folder)
+            await asyncio.to_thread(adapters.remove_folder, folder)
         except (NotFetched, OSError) as error:
             log.error("files_not_deleted", folder=str(folder), reason=str(error))

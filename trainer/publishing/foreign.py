@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
 
 
-def refused(folder: Path, why: str) -> AdapterError:
+def refusal(folder: Path, why: str) -> AdapterError:
     """Return the error that the adapter in `folder` cannot be imported, in one line."""
     # The reason quotes values of the adapter, which may have any length.
     line = "".join(one if one.isprintable() else " " for one in why[:600])

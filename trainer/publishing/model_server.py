@@ -117,14 +117,14 @@ class ModelServer:
     async def metrics(self) -> str:
         """Return the text of `/metrics`, or "" if the server has none."""
         root = self._base_url.removesuffix("/v1")
-        status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
+        status, body = await self._send("GET", f"{root}/metrics", None, LIST_S)
         return body if status == 200 and isinstance(body, str) else ""
 
     async def token_ids(self, model: str, text: str) -> list[int]:
         """Return the ids that a model's tokenizer gives a text, with no special tokens added."""
         root = self._base_url.removesuffix("/v1")
         asked = {"model": model, "prompt": text, "add_special_tokens": False}
-        status, body = await self._ask("POST", f"{root}/tokenize", asked, LIST_S)
+        status, body = await self._send("POST", f"{root}/tokenize", asked, LIST_S)
         try:
             return list(map(int, body["tokens"]))
         except _NOT_REPORTED as error:
@@ -139,11 +139,11 @@ class ModelServer:
         root = self._base_url.removesuffix("/v1")
         asked = {"model": model, "prompt": BETWEEN, "add_special_tokens": False}
         try:
-            _, body = await self._ask("POST", f"{root}/tokenize", asked, LIST_S)
+            _, body = await self._send("POST", f"{root}/tokenize", asked, LIST_S)
             between = list(map(int, body["tokens"]))
             joined = [part for one in ids for part in (*between, one)]
             asked = {"model": model, "tokens": joined}
-            _, body = await self._ask("POST", f"{root}/detokenize", asked, LIST_S)
+            _, body = await self._send("POST", f"{root}/detokenize", asked, LIST_S)
             texts = str(body["prompt"]).split(BETWEEN)[1:]
         except _NOT_REPORTED:
             # Another server than vLLM, or it has no such model.
@@ -174,9 +174,9 @@ class ModelServer:
             }
             status, answer = await self._request("POST", "/load_lora_adapter", body)
             if status == NOT_FETCHED:
-                raise NotFetched(f"{self.url} did not load {name}: {_message(answer)}")
+                raise NotFetched(f"{self.url} did not load {name}: {_error_message(answer)}")
             if status != 200:
-                refusal = await self._refusal(
+                refusal = await self._refusal_error(
                     status,
                     f"the model server did not load {name}: {status} {answer}; check that it"
                     f" reads {folder}, that it was started with --enable-lora, --max-lora-rank of"
@@ -209,7 +209,7 @@ class ModelServer:
         }
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
-            raise await self._refused_probe(name, status, answer)
+            raise await self._probe_error(name, status, answer)
         try:
             entries = answer["choices"][0]["prompt_logprobs"]
             return [
@@ -235,7 +235,7 @@ class ModelServer:
         """Return the name of the base model that adapter `name` was loaded for."""
         listed = (await self.models()).get(name)
         if listed is None:
-            raise self._has_lost(name)
+            raise self._lost_model_error(name)
         if not listed.get("parent"):
             raise PublishError(f"the model server lists {listed} as {name}, without its base model")
         return str(listed["parent"])
@@ -245,10 +245,10 @@ class ModelServer:
     ) -> list[tuple[int, float]]:
         """Return `tokens` sampled tokens after `ids`, each with its reported log-probability."""
         more = {"temperature": temperature, "max_tokens": tokens, "ignore_eos": True}
-        _, sampled = await self._sampled(name, ids, more)
+        _, sampled = await self._sample_choice(name, ids, more)
         return sampled
 
-    async def _sampled(
+    async def _sample_choice(
         self, name: str, ids: Sequence[int], settings: Mapping[str, float]
     ) -> tuple[dict[str, Any], list[tuple[int, float]]]:
         """Return the choice that the server gave, and its tokens with their log-probabilities."""
@@ -263,7 +263,7 @@ class ModelServer:
         }
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
-            raise await self._refused_probe(name, status, answer)
+            raise await self._probe_error(name, status, answer)
         try:
             choice = answer["choices"][0]
             logprobs = map(float, choice["logprobs"]["token_logprobs"])
@@ -285,7 +285,7 @@ class ModelServer:
         """
         settings = {"temperature": 1.0, "max_tokens": tokens, "seed": seed}
         fields = {"ignore_eos": False, "skip_special_tokens": False}
-        choice, sampled = await self._sampled(name, ids, {**settings, **fields})
+        choice, sampled = await self._sample_choice(name, ids, {**settings, **fields})
         return Completion(
             text=str(choice.get("text", "")),
             ids=tuple(token for token, _ in sampled),
@@ -293,24 +293,24 @@ class ModelServer:
             is_whole=choice.get("finish_reason") == "stop",
         )
 
-    async def _refused_probe(self, name: str, status: int, answer: object) -> TrainerError:
+    async def _probe_error(self, name: str, status: int, answer: object) -> TrainerError:
         """Return the error for a probe that was refused.
 
         A server that has lost the model was restarted: its refusal says nothing about the version.
         """
         if name not in await self.models():
-            return self._has_lost(name)
+            return self._lost_model_error(name)
         why = f"the model server refused a probe of {name}: {status} {answer}"
-        return await self._refusal(status, why)
+        return await self._refusal_error(status, why)
 
-    def _has_lost(self, name: str) -> UpstreamAway:
+    def _lost_model_error(self, name: str) -> UpstreamAway:
         """Return the error for a model that the server no longer has."""
         return UpstreamAway(
             f"{self.url} no longer has {name}: the server was restarted, or several"
             " servers share that address (list each in PAWL_REPLICA_URLS)"
         )
 
-    async def _refusal(self, status: int, why: str) -> TrainerError:
+    async def _refusal_error(self, status: int, why: str) -> TrainerError:
         """Return the error for a refused request.
 
         A server whose engine has died answers 5xx to everything until it exits. It counts as away,
@@ -319,15 +319,15 @@ class ModelServer:
         if status < SERVER_ERROR:
             return PublishError(why)
         health = self._base_url.removesuffix("/v1") + "/health"
-        status, _ = await self._ask("GET", health, None, LIST_S)
+        status, _ = await self._send("GET", health, None, LIST_S)
         return UpstreamAway(why) if status >= SERVER_ERROR else PublishError(why)
 
     async def _request(
         self, method: str, path: str, body: object, within_s: float = TIMEOUT_S
     ) -> tuple[int, Any]:
-        return await self._ask(method, self._base_url + path, body, within_s)
+        return await self._send(method, self._base_url + path, body, within_s)
 
-    async def _ask(self, method: str, url: str, body: object, within_s: float) -> tuple[int, Any]:
+    async def _send(self, method: str, url: str, body: object, within_s: float) -> tuple[int, Any]:
         limit = aiohttp.ClientTimeout(total=within_s)
         try:
             async with self._session.request(method, url, json=body, timeout=limit) as response:
@@ -393,7 +393,7 @@ class Replicas:
         All operations have ended when this returns.
         """
         asked = self.each if servers is None else tuple(servers)
-        ended = await asyncio.gather(*(_settled(operation(server)) for server in asked))
+        ended = await asyncio.gather(*(_result_or_error(operation(server)) for server in asked))
         answers: dict[ModelServer, T] = {}
         away: list[UpstreamAway] = []
         for server, result in zip(asked, ended, strict=True):
@@ -434,7 +434,7 @@ class Replicas:
         await self.ask(lambda server: server.unload(name))
 
 
-def _message(answer: object) -> str:
+def _error_message(answer: object) -> str:
     """Return the message of an error in OpenAI's format, or the whole answer."""
     try:
         return str(answer["error"]["message"])  # type: ignore[index]
@@ -442,7 +442,7 @@ def _message(answer: object) -> str:
         return str(answer)
 
 
-async def _settled(work: Awaitable[T]) -> list[T] | Exception:
+async def _result_or_error(work: Awaitable[T]) -> list[T] | Exception:
     """Return a list with the result of `work`, or the exception that it raised."""
     try:
         return [await work]

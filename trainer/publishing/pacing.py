@@ -37,7 +37,7 @@ def slots_named_in(metrics: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def more_slots(slots: int) -> str:
+def slots_remedy(slots: int) -> str:
     """Return the remedy where `slots` adapter slots are too few."""
     return (
         f"set PAWL_ADAPTER_SLOTS={2 * slots} and start Pawl again: `pawl up`, Compose and the chart"
@@ -81,14 +81,14 @@ class Pacing:
         # Whether an update waits for a slot.
         self.waits = False
 
-    async def allows(
+    async def allows_version(
         self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
     ) -> bool:
         """Return whether one more version may be made; the slots are locked until a commit.
 
         `is_wanted` returns whether an update could be claimed now; only then versions are unloaded.
         """
-        known, live = await self._look(connection)
+        known, live = await self._lock_slots(connection)
         free, kept = free_slots(live, known), list[KeptVersion]()
         if free < needed_slots(live, known, len(self._together)):
             if not await is_wanted():
@@ -96,38 +96,38 @@ class Pacing:
                 return False
             kept = await adapter_slots.kept_versions(connection, self._policy)
         giving = [version for version in kept if version.may_be_unloaded]
-        needed = self._needed(live, known, free + len(giving))
+        needed = self._needed_slots(live, known, free + len(giving))
         self.waits = free + len(giving) < needed
         if not self.waits:
-            await _unload(connection, giving[: max(0, needed - free)])
+            await _unload_kept(connection, giving[: max(0, needed - free)])
         self._show_wait(live, known, kept)
         return not self.waits
 
-    async def has_room(self, connection: AsyncConnection) -> bool:
+    async def has_test_slot(self, connection: AsyncConnection) -> bool:
         """Return whether there is a slot for the adapter of a self-test, loaded for a moment.
 
         No slot is reserved. Versions that are being made do not count: they are loaded later.
         """
-        known, live = await self._look(connection)
+        known, live = await self._lock_slots(connection)
         missing = 1 - free_slots(msgspec.structs.replace(live, coming=0), known)
         kept = await adapter_slots.kept_versions(connection, self._policy) if missing > 0 else []
         giving = [version for version in kept if version.may_be_unloaded]
-        await _unload(connection, giving[: max(0, missing)])
+        await _unload_kept(connection, giving[: max(0, missing)])
         return len(giving) >= missing
 
-    async def _look(self, connection: AsyncConnection) -> tuple[int, LiveCounts]:
+    async def _lock_slots(self, connection: AsyncConnection) -> tuple[int, LiveCounts]:
         """Return the number of slots and the versions that need one; lock slots until a commit."""
-        known = await self._known()
+        known = await self._known_slots()
         await adapter_slots.lock_slots(connection, self._policy)
         live = await adapter_slots.count_live_versions(
             connection, self._policy, self._together, self._known_policies
         )
-        self._warn(live, known)
+        self._warn_of_settings(live, known)
         LIVE.labels(self._policy).set(live.total)
         SLOTS.labels(self._policy).set(known)
         return known, live
 
-    def _needed(self, live: LiveCounts, known: int, free: int) -> int:
+    def _needed_slots(self, live: LiveCounts, known: int, free: int) -> int:
         """Return how many slots must be free; one after a long enough wait for partners' slots.
 
         Other policies may take each slot as soon as it is free, so the wait must end.
@@ -141,7 +141,7 @@ class Pacing:
         has_waited = self._clock() - self._short_since >= self._rule.wait_for_others_s
         return 1 if has_waited else needed
 
-    async def _known(self) -> int:
+    async def _known_slots(self) -> int:
         """Return the fewest slots that a replica reports, or the usual number before any did.
 
         A server may restart with another number, so they are asked again every `KNOWN_S`, and each
@@ -163,12 +163,12 @@ class Pacing:
             self._known_until = now + KNOWN_S
         return self._named
 
-    def _warn(self, live: LiveCounts, known: int) -> None:
+    def _warn_of_settings(self, live: LiveCounts, known: int) -> None:
         """Log, once each, settings that do not fit the server."""
         if live.serving + live.held >= known:
             self._warn_once(
                 "adapter_slots_too_few",
-                more_slots(known),
+                slots_remedy(known),
                 slots=known,
                 serving=live.serving,
             )
@@ -200,7 +200,7 @@ class Pacing:
         log.info("trainer_waits_for_a_slot" if self.waits else "trainer_has_a_slot", **slots)
 
 
-async def _unload(connection: AsyncConnection, going: Sequence[KeptVersion]) -> None:
+async def _unload_kept(connection: AsyncConnection, going: Sequence[KeptVersion]) -> None:
     await adapter_slots.unload_kept(connection, going, "its slot is needed", "trainer")
     for one in going:
         log.info("version_unloaded_for_slot", version=one.served_name, is_used=one.is_under_way)

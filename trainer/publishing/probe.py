@@ -1,7 +1,7 @@
 """Compare a model server's log-probabilities with the trainer's (pure).
 
-A new version is probed before it serves (`compare`), and the server itself is tested before the
-first update with an adapter that gets no traffic (`why_misfit`).
+A new version is probed before it serves (`compare_served`), and the server itself is tested before
+the first update with an adapter that gets no traffic (`why_misfit`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ class ProbeResult(Record, frozen=True, kw_only=True):
     tokens: int
 
 
-def compare(
+def compare_served(
     served: Sequence[Sequence[float]],
     trained: Sequence[Sequence[float]],
     before: Sequence[Sequence[float]],
@@ -97,7 +97,7 @@ class Effects(Record, frozen=True, kw_only=True):
         return _difference(self.served_base, self.own_base)
 
     @property
-    def arrived(self) -> float:
+    def effect_share(self) -> float:
         """Return the share of the adapter's effect that the server shows.
 
         It is the server's effect projected on the trainer's.
@@ -110,7 +110,7 @@ class Effects(Record, frozen=True, kw_only=True):
     @property
     def is_ignored(self) -> bool:
         """Return whether the server computes as if it had no adapter."""
-        return abs(self.arrived) <= IGNORED
+        return abs(self.effect_share) <= IGNORED
 
 
 class Compared(Effects, frozen=True, kw_only=True):
@@ -137,10 +137,10 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
             f" more than publish.tolerance = {tolerance:g}: serve the model that PAWL_MODEL names,"
             " in the recipe's dtype"
         )
-    if not WHOLE <= compared.arrived <= 1 / WHOLE:
+    if not WHOLE <= compared.effect_share <= 1 / WHOLE:
         what = "does not apply" if compared.is_ignored else "applies differently from the trainer"
         return (
-            f"the model server loads an adapter that it {what} ({compared.arrived:.0%} of its"
+            f"the model server loads an adapter that it {what} ({compared.effect_share:.0%} of its"
             " effect arrives): does it support LoRA in the layers of lora.target_modules?"
         )
     adapter = _difference(compared.served_adapter, compared.own_adapter)

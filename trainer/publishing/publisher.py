@@ -21,7 +21,7 @@ from trainer.errors import PublishError
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.adapters import check_files
 from trainer.publishing.model_server import ModelServer, Replicas
-from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
+from trainer.publishing.probe import ProbeResult, ProbeRow, compare_served, rejection_reason
 from trainer.recipes.recipe import PublishOptions, Recipe
 
 log = structlog.get_logger()
@@ -79,11 +79,11 @@ class Publisher:
             probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
             await self._reject(version, error)
-            return await self._take_back(version, error)
+            return await self._unload_rejected(version, error)
         try:
-            promoted = await self._admit(version)
+            promoted = await self._make_loaded(version)
         except (StateChanged, RolledBack) as error:
-            return await self._take_back(version, error)
+            return await self._unload_rejected(version, error)
         if not promoted:
             log.info("version_waits", version=version.served_name, goes_with=self.together)
         self._show_promoted(promoted)
@@ -98,7 +98,7 @@ class Publisher:
         )
         return None
 
-    async def _take_back(self, version: PolicyVersion, why: Exception) -> str:
+    async def _unload_rejected(self, version: PolicyVersion, why: Exception) -> str:
         """Unload a rejected version, and return the reason."""
         try:
             await self.servers.unload(version.served_name)
@@ -108,7 +108,7 @@ class Publisher:
         UPDATES.labels(self._policy, "rejected").inc()
         return str(why)
 
-    async def _admit(self, version: PolicyVersion) -> list[PolicyVersion]:
+    async def _make_loaded(self, version: PolicyVersion) -> list[PolicyVersion]:
         """Make a version that passed the probe `loaded`; return the versions that go live now.
 
         Raises:
@@ -165,14 +165,14 @@ class Publisher:
     ) -> ProbeResult:
         trained = [row.logprobs for row in rows]
         served = await server.probe_logprobs(name, rows)
-        other = await self._other_than(server, name, before)
-        probe = compare(served, trained, await server.probe_logprobs(other, rows))
+        other = await self._model_to_differ_from(server, name, before)
+        probe = compare_served(served, trained, await server.probe_logprobs(other, rows))
         reason = rejection_reason(probe, self._rule.tolerance)
         if reason is not None:
             raise PublishError(reason)
         return probe
 
-    async def _other_than(self, server: ModelServer, name: str, before: str) -> str:
+    async def _model_to_differ_from(self, server: ModelServer, name: str, before: str) -> str:
         """Return the model whose answers `name` must differ from: `before`, or the base model.
 
         A restarted server lacks `before` until the controller loads it, perhaps never, and waiting

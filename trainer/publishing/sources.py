@@ -32,7 +32,7 @@ from store.files import sync
 from store.records import Record
 from store.settings import without_login
 from trainer.errors import NotFetched, TrainerError
-from trainer.publishing.adapters import MANIFEST, SERVED, remove, sha256_of
+from trainer.publishing.adapters import MANIFEST, SERVED, remove_folder, sha256_of
 from trainer.settings import SourceSettings
 
 log = structlog.get_logger()
@@ -92,7 +92,7 @@ class AdapterFiles:
         """End transfers that are under way."""
 
 
-def trainers_files(settings: SourceSettings) -> AdapterFiles:
+def trainer_files(settings: SourceSettings) -> AdapterFiles:
     """Return how the trainer hands out its files; over HTTP it uploads nothing.
 
     Raises:
@@ -103,7 +103,7 @@ def trainers_files(settings: SourceSettings) -> AdapterFiles:
     return UploadedFiles(settings.adapter_source)
 
 
-def others_files(settings: SourceSettings) -> AdapterFiles:
+def reader_files(settings: SourceSettings) -> AdapterFiles:
     """Return how controller, commands and `pawl adapters` get the versions that the trainer wrote.
 
     Raises:
@@ -145,13 +145,13 @@ class Source:
                 f"PAWL_ADAPTER_SOURCE is {self.shown}, which cannot be read: {error}"
             ) from error
 
-    def place(self, folder: Path, name: str = "") -> str:
+    def path_of(self, folder: Path, name: str = "") -> str:
         """Return where a version's folder, or a file of it, is at the source."""
         parts = [*folder.parts[-2:], *([name] if name else [])]
         return "/".join([self._top, *(map(quote, parts) if self._is_http else parts)])
 
     @contextmanager
-    def asking(self, folder: Path) -> Iterator[None]:
+    def translate_errors(self, folder: Path) -> Iterator[None]:
         """Translate any error of the source within this block.
 
         Raises:
@@ -180,18 +180,18 @@ class Source:
 
     def sizes(self, folder: Path) -> dict[str, int]:
         """Return the size of each served file of a version, in bytes."""
-        with self.asking(folder):
-            sizes = {name: self.system.size(self.place(folder, name)) for name in SERVED}
+        with self.translate_errors(folder):
+            sizes = {name: self.system.size(self.path_of(folder, name)) for name in SERVED}
         if unknown := [name for name, size in sizes.items() if size is None]:
             raise NotFetched(f"{self.shown} does not say how large {unknown[0]} is")
         return sizes
 
     def pieces(self, folder: Path, name: str, start: int = 0) -> Iterator[bytes]:
         """Yield a file of a version from byte `start` on, in pieces."""
-        with self.asking(folder):
+        with self.translate_errors(folder):
             # Without a cache each piece is requested when it is read.
             options = {"block_size": CHUNK, "cache_type": "none"}
-            with self.system.open(self.place(folder, name), "rb", **options) as file:
+            with self.system.open(self.path_of(folder, name), "rb", **options) as file:
                 file.seek(start)
                 while piece := file.read(CHUNK):
                     yield bytes(piece)
@@ -200,7 +200,7 @@ class Source:
 InUse = Callable[[], Awaitable[Collection[Path]]]
 
 
-async def _nothing() -> Collection[Path]:
+async def _none_in_use() -> Collection[Path]:
     return ()
 
 
@@ -227,8 +227,8 @@ class UploadedFiles(AdapterFiles):
             manifest = (folder / MANIFEST).read_bytes()
         except OSError as error:
             raise NotFetched(f"{folder} cannot be uploaded ({error.strerror})") from error
-        system, place = self._source.system, self._source.place
-        with self._source.asking(folder):
+        system, place = self._source.system, self._source.path_of
+        with self._source.translate_errors(folder):
             is_there = all(system.exists(place(folder, name)) for name in (*SERVED, MANIFEST))
             if is_there and system.cat_file(place(folder, MANIFEST)) == manifest:
                 return
@@ -243,9 +243,9 @@ class UploadedFiles(AdapterFiles):
         await asyncio.to_thread(self._remove, folder)
 
     def _remove(self, folder: Path) -> None:
-        with self._source.asking(folder):
-            if self._source.system.exists(self._source.place(folder)):
-                self._source.system.rm(self._source.place(folder), recursive=True)
+        with self._source.translate_errors(folder):
+            if self._source.system.exists(self._source.path_of(folder)):
+                self._source.system.rm(self._source.path_of(folder), recursive=True)
 
     async def close(self) -> None:
         """End an upload after the current file."""
@@ -255,7 +255,7 @@ class UploadedFiles(AdapterFiles):
 class FetchedFiles(AdapterFiles):
     """Fetch versions to this machine's disk, one at a time, and keep the most recently used."""
 
-    def __init__(self, settings: SourceSettings, in_use: InUse = _nothing) -> None:
+    def __init__(self, settings: SourceSettings, in_use: InUse = _none_in_use) -> None:
         """Open the source; `in_use` returns folders that stay, however long ago the last use was.
 
         Raises:
@@ -273,7 +273,7 @@ class FetchedFiles(AdapterFiles):
         self._at_trainer: dict[Path, Path] = {}
         self._held: Any = None
 
-    def hold(self) -> None:
+    def lock_folder(self) -> None:
         """Lock the folder for this process, which alone knows which versions are in use there.
 
         Raises:
@@ -304,14 +304,14 @@ class FetchedFiles(AdapterFiles):
         fetch = self._fetches.get(key)
         if fetch is None:
             fetch = self._fetches[key] = asyncio.create_task(self._fetch(*key))
-            fetch.add_done_callback(lambda done: self._note_end(key, done))
+            fetch.add_done_callback(lambda done: self._forget_fetch(key, done))
         await asyncio.wait([fetch], timeout=WAIT_S)
         if not fetch.done():
             raise NotFetched(f"{_name(folder)} is still being fetched, which goes on")
         self._fetches.pop(key, None)
         return fetch.result()
 
-    def _note_end(self, key: tuple[Path, str | None], fetch: asyncio.Task[Path]) -> None:
+    def _forget_fetch(self, key: tuple[Path, str | None], fetch: asyncio.Task[Path]) -> None:
         """Forget a fetch, unless it failed: the next caller gets the error."""
         if fetch.cancelled() or fetch.exception() is None:
             self._fetches.pop(key, None)
@@ -327,10 +327,10 @@ class FetchedFiles(AdapterFiles):
         """Keep a version for some minutes longer, if it was fetched."""
         # The version may be gone, and the name may be no version's.
         with suppress(NotFetched, FileNotFoundError):
-            folder = self._place(Path(policy.replace("/", "--"), version))
+            folder = self._local_folder(Path(policy.replace("/", "--"), version))
             os.utime(folder / _MARK)
 
-    def at_trainer(self, place: str) -> str:
+    def trainer_path(self, place: str) -> str:
         """Return the trainer's path of the local folder `place`; they differ if it was fetched."""
         mark = Path(place) / _MARK
         if (known := self._at_trainer.get(mark.parent)) is not None:
@@ -341,7 +341,7 @@ class FetchedFiles(AdapterFiles):
         except (OSError, ValueError):
             return place
 
-    def _place(self, folder: Path) -> Path:
+    def _local_folder(self, folder: Path) -> Path:
         """Return the local folder of a version."""
         parts = folder.parts[-2:]
         if len(parts) < 2 or any(part[:1] in (".", "/") for part in parts):
@@ -351,10 +351,10 @@ class FetchedFiles(AdapterFiles):
     async def _fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
         try:
             # A version that is here does not wait for another's fetch.
-            place = await asyncio.to_thread(self._find, folder, manifest_sha256)
+            place = await asyncio.to_thread(self._find_intact, folder, manifest_sha256)
             if place is None:
                 async with self._lock:
-                    place = await asyncio.to_thread(self._find, folder, manifest_sha256)
+                    place = await asyncio.to_thread(self._find_intact, folder, manifest_sha256)
                     if place is None:
                         used = await self._in_use()
                         place = await asyncio.to_thread(
@@ -371,15 +371,15 @@ class FetchedFiles(AdapterFiles):
         self._at_trainer[place] = folder
         return place
 
-    def _find(self, folder: Path, expected: str | None) -> Path | None:
+    def _find_intact(self, folder: Path, expected: str | None) -> Path | None:
         """Return the local folder of a version if its files are here and right, else None."""
-        place = self._place(folder)
+        place = self._local_folder(folder)
         mark = place / _MARK
         is_fetched = mark.exists()
         if is_fetched:
             # Before the check, so that nothing removes the folder meanwhile.
             os.utime(mark)
-        if not _is_whole(place, expected):
+        if not _is_intact(place, expected):
             if place.exists() and not is_fetched:
                 raise NotFetched(
                     f"{place} was not fetched, and its files are not those that were written;"
@@ -400,13 +400,13 @@ class FetchedFiles(AdapterFiles):
         if self._stopped.is_set():
             raise NotFetched("the process is about to end")
         started = time.monotonic()
-        place = self._place(folder)
-        manifest = self._manifest(folder, expected)
+        place = self._local_folder(folder)
+        manifest = self._read_manifest(folder, expected)
         digest = sha256(manifest).hexdigest()
         sizes = self._source.sizes(folder)
         # Named by the manifest's hash, so that the next try continues only the same content.
         partial = place.with_name(f".{place.name}-{digest[:16]}")
-        self._make_room(sum(sizes.values()), {place, partial}, in_use)
+        self._evict_versions(sum(sizes.values()), {place, partial}, in_use)
         try:
             partial.mkdir(parents=True, exist_ok=True)
             (partial / _MARK).write_text(str(folder))
@@ -420,14 +420,14 @@ class FetchedFiles(AdapterFiles):
                 # Others need the room more; the next try begins anew.
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        remove(place)
+        remove_folder(place)
         partial.rename(place)
         sync(place.parent)
         seconds = round(time.monotonic() - started, 2)
         log.info("adapter_fetched", folder=str(place), seconds=seconds)
         return place
 
-    def _manifest(self, folder: Path, expected: str | None) -> bytes:
+    def _read_manifest(self, folder: Path, expected: str | None) -> bytes:
         """Return the source's manifest after checking that it is the expected one."""
         manifest = b""
         for piece in self._source.pieces(folder, MANIFEST):
@@ -443,7 +443,7 @@ class FetchedFiles(AdapterFiles):
             raise NotFetched(f"the manifest of {_name(folder)} at the source names other files")
         return manifest
 
-    def _make_room(self, needed: int, own: set[Path], in_use: Collection[Path]) -> None:
+    def _evict_versions(self, needed: int, own: set[Path], in_use: Collection[Path]) -> None:
         """Remove the least recently used versions until `needed` bytes fit.
 
         `own` are the folders of the version that is fetched.
@@ -474,7 +474,7 @@ class FetchedFiles(AdapterFiles):
             )
         for other in sorted(idle, key=lambda other: asked_at[other]):
             if held + needed > self._most:
-                remove(other)
+                remove_folder(other)
                 held -= sizes[other]
 
     def _fetch_file(
@@ -510,7 +510,7 @@ def _hashes(manifest: bytes) -> dict[str, str]:
         return {}
 
 
-def _is_whole(folder: Path, expected: str | None) -> bool:
+def _is_intact(folder: Path, expected: str | None) -> bool:
     """Return whether the files of a version are here, and right."""
     if not (folder / MANIFEST).exists():
         return False

@@ -28,7 +28,7 @@ from trainer.credit.baselines import BASELINES, NORMALISATIONS
 from trainer.errors import RecipeError
 
 
-def _fits(number: float) -> float:
+def _check_number(number: float) -> float:
     """Refuse numbers too large for an integer of PostgreSQL, or an interval added to a time."""
     if number > MOST:
         raise ValueError(f"the number is too large; use one up to {MOST}")
@@ -40,9 +40,9 @@ Number = Annotated[float, Field(strict=True)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
-Seconds = Annotated[Number, Field(gt=0), AfterValidator(_fits)]
-Whole = Annotated[int, Field(strict=True, ge=0), AfterValidator(_fits)]
-Count = Annotated[int, Field(strict=True, ge=1), AfterValidator(_fits)]
+Seconds = Annotated[Number, Field(gt=0), AfterValidator(_check_number)]
+Whole = Annotated[int, Field(strict=True, ge=0), AfterValidator(_check_number)]
+Count = Annotated[int, Field(strict=True, ge=1), AfterValidator(_check_number)]
 Text = Annotated[str, Field(min_length=1)]
 
 # Value of `lora.target_modules`: choose the layers by the model's architecture.
@@ -267,8 +267,8 @@ class BatchOptions(RecipeOptions):
     """Set `[batch]`: how an update is computed; only `steps` changes the result."""
 
     steps: Count = Field(default=1, description="Optimiser steps in an update.")
-    micro_batch_tokens: Annotated[int, Field(strict=True, ge=64), AfterValidator(_fits)] = Field(
-        default=1024, description="Tokens that are computed at once, at most."
+    micro_batch_tokens: Annotated[int, Field(strict=True, ge=64), AfterValidator(_check_number)] = (
+        Field(default=1024, description="Tokens that are computed at once, at most.")
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         default="auto",
@@ -728,7 +728,7 @@ class Recipe(RecipeOptions):
         return {**rule.model_dump(mode="json"), "evaluation": evaluation, "reward": reward}
 
     @property
-    def kept(self) -> SftOptions | None:
+    def imitation_rule(self) -> SftOptions | None:
         """Return the rule that selects the episodes to imitate; None: train all with a signal.
 
         SFT takes no ratios, so it does not matter which policy its rows were sampled from.

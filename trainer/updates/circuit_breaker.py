@@ -96,17 +96,17 @@ class CircuitBreaker:
             self._past_faults = 0
             self._pause(why, min(LONGEST_PAUSE_S, TEST_S * 2.0**self._in_vain), "drift")
 
-    def doubt(self, why: str, reason: PauseReason = "server_away") -> None:
+    def pause_until_test(self, why: str, reason: PauseReason = "server_away") -> None:
         """Pause without a failure until a test, which is due at once."""
         if not self.is_open:
             self._pause(why, 0.0, reason)
             self.is_in_doubt = True
 
-    def settle(self) -> None:
-        """End a pause that `doubt` began."""
+    def end_doubt(self) -> None:
+        """End a pause that `pause_until_test` began."""
         if self.is_in_doubt:
             self.is_in_doubt = False
-            self._go_on()
+            self._resume()
 
     def note_test(self, why: str | None) -> None:
         """Note a test that failed for the reason `why`, or succeeded if it is None."""
@@ -116,14 +116,14 @@ class CircuitBreaker:
             is_first = self.reason in ("server_away", "no_slot")
             self._pause(why, TEST_S, "server" if is_first else self.reason or "failed")
             return
-        self._go_on()
+        self._resume()
         if in_doubt:
             return
         # One more failure pauses training again.
         self._failures = FAILURES - 1
         self._in_vain += 1
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self.why = self.reason = None
 
     def _pause(self, why: str, pause_s: float, reason: PauseReason) -> None:

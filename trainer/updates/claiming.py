@@ -50,7 +50,9 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         needs_spread=credit.compares_episodes and compares,
         failed_reward=recipe.failed_reward,
         most_groups=PACED * rule.groups,
-        least_reward=recipe.kept.min_reward if recipe.kept is not None and compares else None,
+        least_reward=recipe.imitation_rule.min_reward
+        if recipe.imitation_rule is not None and compares
+        else None,
         finished_after_s=None if teacher is None else teacher.finished_after_s,
     )
 
@@ -77,7 +79,7 @@ class Claiming:
         self._last_look: tuple[int, float] | None = None
         self._warned: set[TrainingWarning] = set()
 
-    async def take(self, parent: int, *, parent_serves: bool = False) -> Claim | None:
+    async def claim_update(self, parent: int, *, parent_serves: bool = False) -> Claim | None:
         """Claim the episodes of an update of version `parent`, or return None if too few are ready.
 
         `parent_serves` applies the limits that hold once the parent serves, which it is about to.
@@ -92,8 +94,8 @@ class Claiming:
         while True:
             async with self._engine.begin() as connection:
                 has_waited = self._pacing is not None and self._pacing.waits
-                if self._pacing is not None and not await self._pacing.allows(
-                    connection, partial(self._is_enough, connection, parent, parent_serves)
+                if self._pacing is not None and not await self._pacing.allows_version(
+                    connection, partial(self._can_claim, connection, parent, parent_serves)
                 ):
                     return None
                 update_id = await claims.claim(
@@ -112,7 +114,7 @@ class Claiming:
             except Damaged as error:
                 await self._set_aside(update_id, error.episodes, DAMAGED, {"error": str(error)})
 
-    async def _is_enough(
+    async def _can_claim(
         self, connection: AsyncConnection, parent: int, parent_serves: bool
     ) -> bool:
         """Return whether an update of version `parent` could be claimed."""
@@ -122,7 +124,7 @@ class Claiming:
         )
         return bool(await lock_ready_episodes(connection, rule, oldest))
 
-    async def undo(self, update_id: UUID, why: LearnerError) -> None:
+    async def end_failed(self, update_id: UUID, why: LearnerError) -> None:
         """End an update that cannot be computed: spend the episodes to blame, free the others.
 
         Raises:
@@ -149,7 +151,7 @@ class Claiming:
         EPISODES.labels(self._rule.policy, reason).inc(spent)
         log.error(f"episodes_{reason}", update=str(update_id), episodes=spent, **metrics)
 
-    async def expire(self, parent: int) -> None:
+    async def consume_expired(self, parent: int) -> None:
         """Consume the episodes that are past the rule's limits for an update of version `parent`.
 
         Also count lacking episodes, and log each training warning as it begins. Do nothing within

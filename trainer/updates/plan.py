@@ -51,7 +51,7 @@ class LeftOut(Record, frozen=True, kw_only=True):
     refused_corrections: Mapping[str, str] = {}
 
     @classmethod
-    def recorded(cls, metrics: Mapping[str, Any]) -> "LeftOut":
+    def from_metrics(cls, metrics: Mapping[str, Any]) -> "LeftOut":
         """Return what an update left out, from the metrics that it recorded."""
         names = cls.__struct_fields__
         recorded = {name: metrics[name] for name in names if name in metrics}
@@ -98,8 +98,8 @@ def plan_update(
     Episodes that are too far off the policy count in the baseline of the others and are not
     trained.
     """
-    claim = _without(claim, left_out)
-    if recipe.kept is not None:
+    claim = _without_left_out(claim, left_out)
+    if recipe.imitation_rule is not None:
         claim = _with_imitable(claim)
     credited = assign_credit(
         claim.groups,
@@ -108,7 +108,7 @@ def plan_update(
         oldest_version=claim.oldest_version,
         baselines=msgspec.convert(claim.baselines or {}, MovingBaselines),
         withheld=dict.fromkeys(left_out.off_policy_episodes, OFF_POLICY),
-        kept=recipe.kept,
+        kept=recipe.imitation_rule,
         taught=recipe.teacher is not None,
         reward=recipe.reward_rule,
         reward_range=recipe.reward_range,
@@ -119,7 +119,7 @@ def plan_update(
     corrected = {call.id for call, _ in corrected_calls(claim) if str(call.id) not in refused}
     transitions = with_corrections(credited.transitions, corrected)
     credited = msgspec.structs.replace(credited, transitions=tuple(transitions))
-    rows = training_rows(credited.transitions, imitated=recipe.kept is not None)
+    rows = training_rows(credited.transitions, imitated=recipe.imitation_rule is not None)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_episodes(claim, credited, outcomes, recipe)
     whole = recipe.claim.groups * recipe.claim.group_size
@@ -196,7 +196,7 @@ def _signal_episodes(
     groups with a trained episode count in full.
     """
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
-    if recipe.kept is not None and recipe.claim.group_size > 1:
+    if recipe.imitation_rule is not None and recipe.claim.group_size > 1:
         having = [any(one.id in trained for one in group.episodes) for group in claim.groups]
         return recipe.claim.group_size * sum(having)
     if not recipe.credit.compares_episodes:
@@ -264,7 +264,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(present) if present else None
 
 
-def _without(claim: Claim, left_out: LeftOut) -> Claim:
+def _without_left_out(claim: Claim, left_out: LeftOut) -> Claim:
     """Return the claim with the calls that cannot be computed marked as not trainable."""
 
     def change(call: TransitionRow) -> TransitionRow:
@@ -437,7 +437,7 @@ def shares_by_episode(
     return {episode: effective_share(ratios, cap) for episode, ratios in log_ratios.items()}
 
 
-def too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:
+def episodes_too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:
     """Return the episodes whose share is below `least`.
 
     A share that is NaN is not included: the learner says what is wrong with the episode.
@@ -445,7 +445,7 @@ def too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:
     return {episode: share for episode, share in shares.items() if share < least}
 
 
-def smallest_in(shares: Mapping[UUID, float]) -> dict[str, float]:
+def smallest_share_metric(shares: Mapping[UUID, float]) -> dict[str, float]:
     """Return the smallest finite share as a metric of the update, if there is one."""
     numbers = [share for share in shares.values() if isfinite(share)]
     return {"smallest_effective_sample": min(numbers)} if numbers else {}

@@ -24,7 +24,7 @@ from trainer.batches import RowKey
 from trainer.errors import AdapterError, FilesUnread
 from trainer.metrics import EPISODES, UPDATE, UPDATES
 from trainer.publishing import adapters
-from trainer.publishing.adapters import MANIFEST, Manifest, NewVersion, written_sha256
+from trainer.publishing.adapters import MANIFEST, Manifest, NewVersion, version_file_sha256
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publisher import Publisher
 from trainer.updates.plan import Plan
@@ -43,7 +43,7 @@ class Recording:
         self._engine = engine
         self._policy = policy
 
-    async def update(
+    async def record_update(
         self,
         claim: Claim,
         plan: Plan,
@@ -68,7 +68,7 @@ class Recording:
         async with self._engine.begin() as connection:
             await claims.keep_policy_logprobs(connection, of_calls)
 
-    async def found_version(self, update_id: UUID, folder: Path, manifest: Manifest) -> None:
+    async def record_found_version(self, update_id: UUID, folder: Path, manifest: Manifest) -> None:
         """Record the update of an earlier trainer, from the manifest that it wrote."""
         made = (manifest.version, folder)
         await self._consume(
@@ -77,7 +77,7 @@ class Recording:
         self._count(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
 
-    async def imported_version(self, new: NewVersion, folder: Path) -> None:
+    async def record_imported_version(self, new: NewVersion, folder: Path) -> None:
         """Record the version `new`, whose adapter comes from elsewhere and lies in `folder` now."""
         made = (new.version, folder)
         await self._consume(new.update_id, new.outcomes, new.metrics, new.baselines, made)
@@ -99,7 +99,7 @@ class Recording:
         version, folder = made or (None, None)
         if folder is not None:
             # Reveals files that are swapped together with their manifest.
-            metrics = {**metrics, MANIFEST_SHA256: written_sha256(folder / MANIFEST)}
+            metrics = {**metrics, MANIFEST_SHA256: version_file_sha256(folder / MANIFEST)}
         async with self._engine.begin() as connection:
             await claims.record_update(
                 connection,
@@ -147,12 +147,12 @@ class Recovery:
             return
         written = adapters.find_update(self._adapter_dir, self._policy, running)
         if written is None:
-            await self.give_up(running, why)
+            await self.abandon_update(running, why)
             return
         try:
-            await self._recording.found_version(running, *written)
+            await self._recording.record_found_version(running, *written)
         except ClaimSpoilt as error:
-            await self.give_up(running, str(error))
+            await self.abandon_update(running, str(error))
 
     async def finish_if_possible(self, why: str) -> None:
         """Call `finish`; ignore that database or files are away, or another trainer took over.
@@ -187,7 +187,7 @@ class Recovery:
         serving = await self._versions.serving()
         return await publisher.publish(version, serving.served_name, probe)
 
-    async def give_up(self, update_id: UUID, why: str) -> None:
+    async def abandon_update(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.
 
         If it wrote a folder, no later version gets the folder's number.

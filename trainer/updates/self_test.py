@@ -27,7 +27,7 @@ from trainer.errors import (
     UpstreamAway,
 )
 from trainer.learners.protocol import LearnerProtocol
-from trainer.publishing.adapters import MANIFEST, write_hashes, written_sha256
+from trainer.publishing.adapters import MANIFEST, version_file_sha256, write_hashes
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import Compared, Effects, why_misfit
 from trainer.recipes.recipe import Recipe
@@ -68,7 +68,7 @@ class ServerSelfTest:
         self._name = f"{policy}@{TRIAL}"
         self._recipe = recipe
 
-    async def why_not(self) -> str | None:
+    async def why_update_fails(self) -> str | None:
         """Rehearse a step and test the servers; return why an update would fail, or None."""
         try:
             await in_thread(self._learner, self._learner.rehearse)
@@ -82,7 +82,7 @@ class ServerSelfTest:
         The learner must be restored before it trains.
         """
         try:
-            return await self._result()
+            return await self._find_problem()
         except LearnerError as error:
             return str(error)
 
@@ -95,7 +95,7 @@ class ServerSelfTest:
             TeacherError: the teacher cannot be used at the moment.
         """
         try:
-            why = await self._result()
+            why = await self._find_problem()
         except (ShortOfMemory, TeacherError):
             raise
         except LearnerError as error:
@@ -103,7 +103,7 @@ class ServerSelfTest:
         if why is not None:
             raise PublishError(why)
 
-    async def _result(self) -> str | None:
+    async def _find_problem(self) -> str | None:
         # First: without a teacher the rest is computed in vain.
         if self._teacher is not None:
             await self._teacher.logprobs(self._learner.probe_rows())
@@ -119,9 +119,9 @@ class ServerSelfTest:
             await in_thread(self._learner, partial(self._learner.set_served_context, max(contexts)))
         servers = tuple(listed)
         try:
-            why = await self._of_servers(servers, self._why_misfit)
+            why = await self._test_servers(servers, self._why_misfit)
             if why is not None and await self._leave_out_ignored(servers):
-                why = await self._of_servers(servers, self._why_misfit)
+                why = await self._test_servers(servers, self._why_misfit)
             return why
         finally:
             try:
@@ -140,10 +140,10 @@ class ServerSelfTest:
         ignored = {}
         for kind in kinds:
             try:
-                why = await self._of_servers(servers, self._why_ignored, kind)
+                why = await self._test_servers(servers, self._why_ignored, kind)
                 if why is not None:
                     # Once more: a failure by chance must not cost a layer.
-                    why = await self._of_servers(servers, self._why_ignored, kind)
+                    why = await self._test_servers(servers, self._why_ignored, kind)
             except NoEffect as error:
                 why = str(error)
             if why is not None:
@@ -154,25 +154,25 @@ class ServerSelfTest:
         await in_thread(self._learner, partial(self._learner.leave_out_kinds, set(ignored)))
         return True
 
-    def _write(self, kind: str | None) -> Sequence[Row]:
+    def _write_adapter(self, kind: str | None) -> Sequence[Row]:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         rows = self._learner.write_test_adapter(self._folder, kind)
         write_hashes(self._folder)
         return rows
 
-    async def _of_servers(
+    async def _test_servers(
         self, servers: Sequence[ModelServer], why_not: WhyNot, kind: str | None = None
     ) -> str | None:
         """Test an adapter of all layers, or of one kind; return the first reason of `why_not`.
 
         The servers are asked one after the other: the learner computes for one at a time.
         """
-        rows = await in_thread(self._learner, partial(self._write, kind))
+        rows = await in_thread(self._learner, partial(self._write_adapter, kind))
         away: list[UpstreamAway] = []
         for server in servers:
             try:
-                why = await self._of_server(server, rows, why_not)
+                why = await self._test_server(server, rows, why_not)
             except UpstreamAway as error:
                 away.append(error)
             else:
@@ -182,12 +182,12 @@ class ServerSelfTest:
             raise away[-1]
         return None
 
-    async def _of_server(
+    async def _test_server(
         self, server: ModelServer, rows: Sequence[Row], why_not: WhyNot
     ) -> str | None:
         try:
             await server.unload(self._name)
-            manifest_sha256 = written_sha256(self._folder / MANIFEST)
+            manifest_sha256 = version_file_sha256(self._folder / MANIFEST)
             await server.load(self._name, self._folder, manifest_sha256)
             return await why_not(server, rows)
         except PublishError as error:
@@ -224,9 +224,9 @@ class ServerSelfTest:
         """Return log-probabilities of server and trainer, under the base and the adapter."""
         base = await server.base_of(self._name)
         return Effects(
-            served_base=await _served(server, base, rows),
+            served_base=await _server_logprobs(server, base, rows),
             own_base=await self._trainer_logprobs(None, rows),
-            served_adapter=await _served(server, self._name, rows),
+            served_adapter=await _server_logprobs(server, self._name, rows),
             own_adapter=await self._trainer_logprobs(self._folder, rows),
         )
 
@@ -237,7 +237,9 @@ class ServerSelfTest:
         return tuple(chain(*await in_thread(self._learner, score)))
 
 
-async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[float, ...]:
+async def _server_logprobs(
+    server: ModelServer, name: str, rows: Sequence[Row]
+) -> tuple[float, ...]:
     by_row = [
         await server.last_logprobs(name, tuple(row.ids), len(row.sampled_ids)) for row in rows
     ]

@@ -33,13 +33,13 @@ from trainer.updates.plan import (
     Plan,
     calls_with_grammar,
     corrected_calls,
+    episodes_too_far,
     plan_update,
     refused_corrections,
     rows_to_compute,
     shares_by_episode,
-    smallest_in,
+    smallest_share_metric,
     taught_plan,
-    too_far,
     versions_to_ask,
 )
 from trainer.updates.teacher import Teacher
@@ -109,20 +109,20 @@ class Training:
         """
         refused, replies = await self._corrections(claim, recipe)
         left_out = LeftOut(refused_corrections=refused)
-        if recipe.kept is not None:
+        if recipe.imitation_rule is not None:
             # Imitation takes no ratios.
             return plan_update(claim, recipe, left_out, replies)
         left_out = msgspec.structs.replace(
             left_out,
             lost_versions=await self._lost_versions(claim),
-            unreplayed_calls=await self._unreplayed(claim),
+            unreplayed_calls=await self._unreplayable_calls(claim),
         )
         plan = plan_update(claim, recipe, left_out, replies)
         if not plan.rows:
             return plan
         limits = recipe.off_policy
-        rows, shares = await self._measure(claim.parent_version, plan.rows, limits.ratio_cap)
-        distant = too_far(shares, limits.min_effective_sample)
+        rows, shares = await self._measure_worth(claim.parent_version, plan.rows, limits.ratio_cap)
+        distant = episodes_too_far(shares, limits.min_effective_sample)
         if looks_like_a_fault(len(distant), len(shares)):
             await doubt(len(distant), len(shares))
         if distant:
@@ -132,7 +132,7 @@ class Training:
         plan = msgspec.structs.replace(
             plan,
             rows=tuple(with_logprobs(plan.rows, logprobs)),
-            metrics=plan.metrics | smallest_in(shares),
+            metrics=plan.metrics | smallest_share_metric(shares),
         )
         sampled = [row for row in plan.rows if not row.is_correction]
         if self._teacher is None or not sampled:
@@ -196,7 +196,7 @@ class Training:
         log.warning("version_lost", version=version, reason=reason, why=why)
         return reason
 
-    async def _unreplayed(self, claim: Claim) -> dict[str, str]:
+    async def _unreplayable_calls(self, claim: Claim) -> dict[str, str]:
         """Return why the grammars of a claim's calls cannot be replayed, by call id."""
 
         def work() -> dict[str, str]:
@@ -210,7 +210,7 @@ class Training:
 
         return await in_thread(self._learner, work)
 
-    async def _measure(
+    async def _measure_worth(
         self, parent: int, rows: Sequence[Row], cap: float
     ) -> tuple[Sequence[Row], dict[UUID, float]]:
         """Return `rows` with all log-probabilities, and the worth of episodes of other versions.
@@ -222,18 +222,18 @@ class Training:
 
         def work() -> tuple[Sequence[Row], dict[UUID, float]]:
             self._learner.restore(folder)
-            complete = self._recomputed(rows)
+            complete = self._fill_in_logprobs(rows)
             others = [row for row in complete if row.version != parent and not row.is_correction]
             if not others:
                 return complete, {}
-            # `_recomputed` may have loaded another version.
+            # `_fill_in_logprobs` may have loaded another version.
             self._learner.restore(folder)
             policy = self._learner.version_logprobs(folder, others)
             return complete, shares_by_episode(others, policy, cap)
 
         return await in_thread(self._learner, work)
 
-    def _recomputed(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def _fill_in_logprobs(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Fill in missing log-probabilities, from the versions that sampled the rows."""
         values: dict[RowKey, Sequence[float]] = {}
         for version, own in rows_to_compute(rows).items():
@@ -269,7 +269,7 @@ class Training:
             for row, logprobs in zip(rows, of_rows, strict=True)
         )
 
-    async def version(
+    async def describe_version(
         self, claim: Claim, plan: Plan, number: int, metrics: Mapping[str, Any]
     ) -> NewVersion:
         """Describe the trained policy as version `number`, which the update of a claim makes."""

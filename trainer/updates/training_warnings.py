@@ -69,9 +69,9 @@ async def training_warnings(
 ) -> dict[TrainingWarning, TrainingProblem]:
     """Return the policy's current warnings, by kind."""
     updates = await last_updates(connection, policy, HISTORY)
-    found = _of_updates(updates[:LATEST])
+    found = _warnings_of_updates(updates[:LATEST])
     held = await why_held(connection, policy)
-    worse = collapse(updates) if held is None else (held, None)
+    worse = describe_collapse(updates) if held is None else (held, None)
     if worse is not None:
         why, since = worse
         remedy = f"`pawl policies rollback {policy}` goes back; then lower optimizer.learning_rate"
@@ -79,7 +79,7 @@ async def training_warnings(
     return found
 
 
-def collapse(updates: Sequence[Row[Any]]) -> tuple[str, datetime] | None:
+def describe_collapse(updates: Sequence[Row[Any]]) -> tuple[str, datetime] | None:
     """Return how answers narrowed and rewards fell, and since when; None if they did not (pure).
 
     `updates` are ordered from the newest. Falling entropy alone is no collapse: it comes with
@@ -126,7 +126,7 @@ def _rewards(window: Sequence[Row[Any]]) -> dict[str, float]:
     return means
 
 
-def _of_updates(latest: Sequence[Row[Any]]) -> dict[TrainingWarning, TrainingProblem]:
+def _warnings_of_updates(latest: Sequence[Row[Any]]) -> dict[TrainingWarning, TrainingProblem]:
     """Return the warnings `untrained` and `no_signal` from the latest updates, newest first."""
     found: dict[TrainingWarning, TrainingProblem] = {}
     spent, dropped = 0, Counter[str]()

@@ -46,7 +46,7 @@ async def begin_policy(
         )
 
 
-async def score_by(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
+async def apply_reward_rule(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
     """Score the policy's past and future feedback by the recipe's sum of metrics.
 
     If the sum has changed, running comparisons of versions begin anew with it.
@@ -104,7 +104,7 @@ class PolicyVersions:
         async with self._engine.connect() as connection:
             free = await claims.next_version(connection, self._policy)
         # A trainer that had lost its claim may have written a version that nobody recorded.
-        written = adapters.folders(self._adapter_dir, self._policy)
+        written = adapters.version_folders(self._adapter_dir, self._policy)
         return max([free, *(number + 1 for number, _ in written)])
 
     async def deleted(self, asked: Collection[int]) -> set[int]:

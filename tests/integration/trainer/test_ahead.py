@@ -142,7 +142,7 @@ async def test_episodes_too_old_after_publishing_are_not_claimed_ahead(
 async def test_paused_trainer_holds_no_claimed_episodes(bench: Bench) -> None:
     async with bench.working() as loop:
         assert await loop.update_once(looks_ahead=True)
-        loop._breaker.doubt("a model server was away, and may be another one now")
+        loop._breaker.pause_until_test("a model server was away, and may be another one now")
         assert not await loop.update_once()
     assert await held(bench.engine) == 0
 

@@ -135,7 +135,7 @@ async def test_non_finite_update_without_a_blamed_episode_spends_no_episode(
         for _ in range(2):
             assert not await loop.update_once()
             loop._breaker._test_at = 0.0
-            await loop.try_again()
+            await loop.test_if_due()
         assert not await loop.update_once()
         assert len(await bench.outcomes()) == 2
         assert re.search("nan|not finite|too far", loop._breaker.why or "")

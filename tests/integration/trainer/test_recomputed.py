@@ -304,6 +304,6 @@ async def test_version_of_another_base_is_lost_and_later_credit_says_so(
         past = await past_update(connection, 4, "m")
         assert (await totals(connection)).twice_consumed_episodes == 0
     recipe = Recipe.model_validate(past.recipe)
-    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
+    plan = plan_update(past.claim, recipe, LeftOut.from_metrics(past.metrics))
     assert {one.reason for one in plan.outcomes} == {None, "no_trainable_call"}
     assert {one.call.reason for one in plan.credited} == {None, "other_base"}

@@ -105,7 +105,7 @@ async def test_policys_rejected_versions_do_not_stop_another_policy(policies: Po
     # After two in a row it holds, and its other episodes wait.
     async with policies.scheduler() as scheduler:
         for _ in range(6):
-            await scheduler._turn(await scheduler._take_up())
+            await scheduler._run_turn(await scheduler._hold_workable())
     assert sorted(await policies.updates()) == ["checker"] * 2 + ["writer"]
     assert await policies.serving() == {"writer": 1, "checker": 0}
     assert [s for name, s in (await policies.states()).items() if "checker" in name] == [
@@ -128,7 +128,7 @@ async def test_failed_policy_can_be_taken_by_another_trainer(policies: Policies)
     await policies.fill({"writer": 8, "checker": 8})
     policies.learners["checker"].restore_fails = AdapterError("its files are gone")
     async with policies.scheduler() as scheduler, policies.engine.connect() as other:
-        await scheduler._turn(await scheduler._take_up())
+        await scheduler._run_turn(await scheduler._hold_workable())
         assert await claims.hold_policy(other, "checker")
         assert not await claims.hold_policy(other, "writer")
         await other.invalidate()
@@ -138,7 +138,7 @@ async def test_slow_start_of_a_policy_does_not_delay_the_next_look_at_the_store(
     policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may take a minute to come up; the store is looked at as often as before."""
-    looks, now, taken = 0, 0.0, PolicyWorker.take_up
+    looks, now, taken = 0, 0.0, PolicyWorker.try_to_hold
     looked_again = asyncio.Event()
 
     async def slowly(self: PolicyWorker, guard: Any, engine: Any) -> bool:
@@ -148,7 +148,7 @@ async def test_slow_start_of_a_policy_does_not_delay_the_next_look_at_the_store(
             looked_again.set()
         return await taken(self, guard, engine)
 
-    monkeypatch.setattr(PolicyWorker, "take_up", slowly)
+    monkeypatch.setattr(PolicyWorker, "try_to_hold", slowly)
     # No time passes but in beginning: else the pause would depend on the machine.
     monkeypatch.setattr("trainer.scheduler.perf_counter", lambda: now)
     async with policies.scheduler(["writer"]) as scheduler:

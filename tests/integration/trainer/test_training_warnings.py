@@ -19,7 +19,7 @@ from tests.support.records import call, reward
 from trainer.recipes.recipe import Recipe
 from trainer.updates.claiming import Claiming, claim_rule
 from trainer.updates.plan import plan_update
-from trainer.updates.training_warnings import TrainingWarning, collapse, training_warnings
+from trainer.updates.training_warnings import TrainingWarning, describe_collapse, training_warnings
 
 RECIPE = {"claim": {"group_size": 2, "groups": 2, "max_age_s": 0.001}}
 
@@ -132,7 +132,7 @@ WIDE = [(2.1, 0.3), (2.1, 0.35), (2.1, 0.4), (1.5, 0.5), (1.5, 0.5), (1.5, 0.5)]
 
 
 def test_narrowed_answers_with_a_lower_reward_are_a_collapse() -> None:
-    assert collapse(figures(*WIDE, *[(0.3, 0.22)] * 3)) == (
+    assert describe_collapse(figures(*WIDE, *[(0.3, 0.22)] * 3)) == (
         "worse than version 5: answers narrowed, entropy 2.1 → 0.3, reward 0.5 → 0.22",
         NOON + timedelta(minutes=6),
     )
@@ -145,7 +145,7 @@ def test_collapsing_family_is_named_beside_improving_families() -> None:
         shipping=(*[0.24] * 6, *[0.0] * 3),
         account=(*[0.5] * 6, *[0.9] * 3),
     )
-    found = collapse(updates)
+    found = describe_collapse(updates)
     assert found is not None
     assert found[0] == (
         "worse than version 5: answers narrowed, entropy 2.1 → 0.3, shipping 0.24 → 0"
@@ -166,7 +166,7 @@ def test_collapsing_family_is_named_beside_improving_families() -> None:
 def test_updates_without_lasting_narrowing_and_lower_reward_are_no_collapse(
     updates: list[tuple[float, float]],
 ) -> None:
-    assert collapse(figures(*updates)) is None
+    assert describe_collapse(figures(*updates)) is None
 
 
 async def test_collapse_warning_names_the_roll_back_command(engine: AsyncEngine) -> None:
@@ -193,8 +193,8 @@ async def test_training_warning_is_logged_as_it_begins_counted_and_shown(
         await without_signal(engine, number)
     claiming = Claiming(engine, claim_rule(Recipe.model_validate(RECIPE), "m"), {})
     with capture_logs() as logs:
-        await claiming.expire(0)
-        await claiming.expire(1)
+        await claiming.consume_expired(0)
+        await claiming.consume_expired(1)
     assert [(log["kind"], log["log_level"]) for log in logs] == [("no_signal", "warning")]
     shown = {
         kind: REGISTRY.get_sample_value("pawl_training_warning", {"policy": "m", "reason": kind})

@@ -63,7 +63,7 @@ async def test_unreplayed_calls_are_left_out_and_later_credit_says_so(
     async with bench.engine.connect() as connection:
         past = await past_update(connection, 2, "m")
     recipe = Recipe.model_validate(past.recipe)
-    plan = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
+    plan = plan_update(past.claim, recipe, LeftOut.from_metrics(past.metrics))
     assert sorted(str(one.call.reason) for one in plan.credited) == [
         *("None", "None", "outside_grammar", "outside_grammar")
     ]

@@ -320,7 +320,7 @@ def paused_for() -> list[str]:
 async def try_again(loop: Loop) -> bool:
     """Do what the loop does once its pause is over."""
     loop._breaker._test_at = 0.0
-    await loop.try_again()
+    await loop.test_if_due()
     return await loop.update_once()
 
 

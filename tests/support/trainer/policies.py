@@ -90,7 +90,7 @@ class Policies:
     async def turn(self, names: Sequence[str] = NAMES) -> None:
         """Let a trainer of these policies take one turn."""
         async with self.scheduler(names) as scheduler:
-            await scheduler._turn(await scheduler._take_up())
+            await scheduler._run_turn(await scheduler._hold_workable())
 
     async def updates(self) -> list[str]:
         query = text("SELECT policy FROM updates WHERE state = 'done' ORDER BY claimed_at")

@@ -225,8 +225,8 @@ def boundaries() -> dict[str, Patch]:
         "after the probe": _before(version_states, "promote"),
         "in the transaction of the promotion": _after(version_states, "promote"),
         "after the promotion": _after(Publisher, "publish"),
-        "before the sweep": _before(adapters, "sweep", 2),
-        "after the sweep": _after(adapters, "sweep", 2),
+        "before the sweep": _before(adapters, "remove_half_written", 2),
+        "after the sweep": _after(adapters, "remove_half_written", 2),
     }
 
 

@@ -92,15 +92,15 @@ def test_past_faults_pause_training_only_once_there_are_many() -> None:
 
 def test_doubt_is_settled_by_a_server_test_and_keeps_the_count_of_failures() -> None:
     breaker = CircuitBreaker(Clock())
-    breaker.doubt("the server was away")
+    breaker.pause_until_test("the server was away")
     assert (breaker.is_open, breaker.test_is_due) == (True, True)
     breaker.note_test(None)
     breaker.note_failure("no")
     assert not breaker.is_open
-    breaker.doubt("the server was away")
+    breaker.pause_until_test("the server was away")
     breaker.note_test("its base model is another")
     assert (breaker.why, breaker.test_is_due) == ("its base model is another", False)
-    breaker.doubt("the server was away")
+    breaker.pause_until_test("the server was away")
     assert breaker.why == "its base model is another"
 
 
@@ -136,7 +136,7 @@ def test_reason_of_a_training_pause_is_shown_as_a_single_word() -> None:
     breaker.note_test(None)
     assert breaker.reason is None
     breaker.note_success()
-    breaker.doubt("no server answers")
+    breaker.pause_until_test("no server answers")
     assert breaker.reason == "server_away"
     # It answers, and is another one.
     breaker.note_test("its base model is another")
@@ -145,6 +145,6 @@ def test_reason_of_a_training_pause_is_shown_as_a_single_word() -> None:
 
 def test_settled_doubt_closes_the_breaker_and_clears_its_reason() -> None:
     breaker = CircuitBreaker(Clock())
-    breaker.doubt("the memory is short", "out_of_memory")
-    breaker.settle()
+    breaker.pause_until_test("the memory is short", "out_of_memory")
+    breaker.end_doubt()
     assert (breaker.is_open, breaker.reason) == (False, None)

@@ -22,13 +22,13 @@ from trainer.updates.plan import (
     Plan,
     calls_with_grammar,
     effective_share,
+    episodes_too_far,
     plan_update,
     refused_corrections,
     rows_to_compute,
     shares_by_episode,
-    smallest_in,
+    smallest_share_metric,
     taught_plan,
-    too_far,
     versions_to_ask,
 )
 
@@ -355,7 +355,7 @@ def test_calls_of_a_lost_version_are_not_trained_and_all_others_are() -> None:
     assert sum(credit.weight for credit in found.credited) == 1.0
     assert [row.recomputed for row in found.rows] == [True, False, False]
     assert found.metrics["lost_versions"] == {"1": "version_gone"}
-    assert LeftOut.recorded(found.metrics) == left_out
+    assert LeftOut.from_metrics(found.metrics) == left_out
 
 
 def test_calls_outside_their_grammar_are_not_trained_and_all_others_are() -> None:
@@ -373,7 +373,7 @@ def test_update_records_no_left_out_calls_if_none_is_left_out(call: TransitionRo
     asked = beside_a_failure(call)
     found = plan_update(asked, DEFAULT)
     assert not found.metrics.keys() & set(LeftOut.__struct_fields__)
-    assert LeftOut.recorded(found.metrics) == LeftOut()
+    assert LeftOut.from_metrics(found.metrics) == LeftOut()
     other = LeftOut(lost_versions={7: "version_gone"}, unreplayed_calls={"other": "outside"})
     assert plan_update(asked, DEFAULT, other).rows == found.rows
 
@@ -426,8 +426,8 @@ def test_effective_sample_size_of_tokens_that_the_policy_never_gives_is_0() -> N
 def test_effective_share_that_is_nan_is_left_to_the_learner() -> None:
     share = effective_share([0.0, math.nan], CAP)
     assert math.isnan(share)
-    assert too_far({UUID(int=1): share}, 0.5) == {}
-    assert smallest_in({UUID(int=1): share}) == {}
+    assert episodes_too_far({UUID(int=1): share}, 0.5) == {}
+    assert smallest_share_metric({UUID(int=1): share}) == {}
 
 
 def row(number: int, version: int, *logprobs: float) -> Row:
@@ -439,9 +439,9 @@ def test_effective_share_is_measured_over_a_whole_episode() -> None:
     rows = [row(2, 2, -1.0, -1.0), row(2, 1, -1.0), row(3, 4, -2.0)]
     found = shares_by_episode(rows, [[-1.0, -60.0], [-60.0], [-2.0]], CAP)
     assert found == {UUID(int=2): pytest.approx(1 / 3), UUID(int=3): 1.0}
-    assert set(too_far(found, 0.5)) == {UUID(int=2)}
-    assert too_far(found, 0.0) == {}
-    assert smallest_in(found) == {"smallest_effective_sample": pytest.approx(1 / 3)}
+    assert set(episodes_too_far(found, 0.5)) == {UUID(int=2)}
+    assert episodes_too_far(found, 0.0) == {}
+    assert smallest_share_metric(found) == {"smallest_effective_sample": pytest.approx(1 / 3)}
 
 
 def test_off_policy_episode_counts_in_the_baseline_and_is_not_trained() -> None:
@@ -455,7 +455,7 @@ def test_off_policy_episode_counts_in_the_baseline_and_is_not_trained() -> None:
     assert [one.advantage for one in found.rows] == [one.advantage for one in kept]
     assert sum(one.weight for one in found.rows) == pytest.approx(1.0)
     assert found.metrics["dropped"] == {"off_policy": 1}
-    assert LeftOut.recorded(found.metrics).off_policy_episodes == {gone.id: 0.25}
+    assert LeftOut.from_metrics(found.metrics).off_policy_episodes == {gone.id: 0.25}
     assert "off_policy_episodes" not in whole.metrics
 
 
@@ -559,7 +559,7 @@ def test_impossible_correction_is_refused_with_its_reason() -> None:
     assert found.metrics["corrections"] == 2
     counted = {"several_calls": 1, "other_policy": 2, "no_token_ids": 1}
     assert found.metrics["corrections_refused"] == counted
-    assert LeftOut.recorded(found.metrics) == left_out
+    assert LeftOut.from_metrics(found.metrics) == left_out
 
 
 def test_imitated_row_shares_its_weight_with_its_correction() -> None:

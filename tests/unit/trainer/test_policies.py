@@ -7,7 +7,7 @@ import pytest
 
 from store.policy_table import parse_policies
 from trainer.errors import TrainerError
-from trainer.policies import Chosen, chosen_policies, importing_policy, load_recipes
+from trainer.policies import ChosenPolicy, chosen_policies, importing_policy, load_recipes
 from trainer.settings import TrainerSettings
 
 FIXED = '[[policy]]\nname = "rest"\nbase = "qwen"\ntrained = false\n'
@@ -24,25 +24,25 @@ def settings(**values: Any) -> TrainerSettings:
 
 def test_settings_name_the_policy_to_train_without_a_policies_file() -> None:
     chosen = chosen_policies(settings(policies=None, policy="m", recipe="r"), None)
-    assert chosen == (Chosen(policy="m", base=None, recipe="r"),)
+    assert chosen == (ChosenPolicy(policy="m", base=None, recipe="r"),)
     [chosen_by_server] = chosen_policies(settings(policies=None), None)
     assert chosen_by_server.policy is None
 
 
 def test_the_only_trained_policy_of_a_file_need_not_be_named() -> None:
     [chosen] = chosen_policies(settings(), parse_policies(FIXED + ONE, "p.toml"))
-    assert chosen == Chosen(policy="writes", base="qwen", recipe="ppo", known=("writes",))
+    assert chosen == ChosenPolicy(policy="writes", base="qwen", recipe="ppo", known=("writes",))
 
 
 def test_named_policy_is_trained_with_the_recipe_of_the_settings_if_the_file_has_none() -> None:
     [chosen] = chosen_policies(settings(policy="checks", recipe="r"), parse_policies(TWO, "p.toml"))
-    assert chosen == Chosen(policy="checks", base="qwen", recipe="r", known=BOTH)
+    assert chosen == ChosenPolicy(policy="checks", base="qwen", recipe="r", known=BOTH)
 
 
 def test_all_policies_of_a_file_are_trained_unless_some_are_named() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
-    writes = Chosen(policy="writes", base="qwen", recipe="ppo", known=BOTH)
-    checks = Chosen(policy="checks", base="qwen", recipe="r", known=BOTH)
+    writes = ChosenPolicy(policy="writes", base="qwen", recipe="ppo", known=BOTH)
+    checks = ChosenPolicy(policy="checks", base="qwen", recipe="r", known=BOTH)
     assert chosen_policies(settings(recipe="r"), table) == (writes, checks)
     assert chosen_policies(settings(recipe="r", policy="checks, writes"), table) == (checks, writes)
 
@@ -61,7 +61,7 @@ def test_recipes_that_cannot_share_a_base_model_are_refused(
     one.write_text("")
     path.write_text(text)
     both = [
-        Chosen(policy=name, base="qwen", recipe=recipe)
+        ChosenPolicy(policy=name, base="qwen", recipe=recipe)
         for name, recipe in (("writes", str(one)), ("checks", str(path)))
     ]
     with pytest.raises(TrainerError, match=rf"'writes' and 'checks' have {key} = .*PAWL_POLICY"):
@@ -90,9 +90,9 @@ def test_ambiguous_or_unknown_policies_are_refused_with_the_setting(
 def test_imported_adapter_goes_to_the_named_policy_despite_the_settings() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
     chosen = importing_policy(settings(policy="checks", recipe="r"), table, "writes")
-    assert chosen == Chosen(policy="writes", base="qwen", recipe="ppo", known=BOTH)
+    assert chosen == ChosenPolicy(policy="writes", base="qwen", recipe="ppo", known=BOTH)
     chosen = importing_policy(settings(policies=None, policy="m", recipe="r"), None, "n")
-    assert chosen == Chosen(policy="n", base=None, recipe="r")
+    assert chosen == ChosenPolicy(policy="n", base=None, recipe="r")
 
 
 @pytest.mark.parametrize("name", ["rest", "other"])
@@ -132,8 +132,8 @@ def test_recipe_with_a_decision_or_control_is_refused_for_policies_that_go_live_
 ) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(f"[publish]\n{options}")
-    alone = Chosen(policy="writes", base="qwen", recipe=str(recipe))
+    alone = ChosenPolicy(policy="writes", base="qwen", recipe=str(recipe))
     load_recipes([alone])
-    together = Chosen(policy="writes", base="qwen", recipe=str(recipe), together=BOTH)
+    together = ChosenPolicy(policy="writes", base="qwen", recipe=str(recipe), together=BOTH)
     with pytest.raises(TrainerError, match=r"'writes' has publish_with, .*: set mode ="):
         load_recipes([together])

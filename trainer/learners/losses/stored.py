@@ -132,7 +132,7 @@ def trl_arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def set_up_trainer(trainer: Any, recipe: Recipe, *, way: Way) -> None:
     """Give a new trainer its recipe and its optimiser."""
-    ratio_cap = recipe.off_policy.ratio_cap if recipe.kept is None else None
+    ratio_cap = recipe.off_policy.ratio_cap if recipe.imitation_rule is None else None
     trainer.way, trainer.recipe, trainer.kl = way, recipe, KlToBase(recipe.kl, ratio_cap)
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer()

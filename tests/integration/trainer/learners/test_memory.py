@@ -320,10 +320,10 @@ async def test_base_model_waits_for_memory_that_others_hold(
 
     monkeypatch.setattr(model, "load_base", full_twice)
     settings = TrainerSettings.model_validate({"adapter_dir": tmp_path})
-    assert list(await run._learners(settings, ["m"], [recipe()], tiny_model)) == ["m"]
+    assert list(await run._load_learners(settings, ["m"], [recipe()], tiny_model)) == ["m"]
     tries = 0
     # One that would not fit into an empty machine is not waited for.
     monkeypatch.setattr("trainer.learners.model.total_memory", lambda _: 1000)
     with pytest.raises(ShortOfMemory, match="micro_batch_tokens"):
-        await run._learners(settings, ["m"], [recipe()], tiny_model)
+        await run._load_learners(settings, ["m"], [recipe()], tiny_model)
     assert tries == 1

@@ -229,7 +229,10 @@ async def test_experts_are_trained_unless_the_server_refuses_them(
     [experts] = [kind for kind in kinds if kind.endswith(".experts")]
     async with serving(mixture, refuses=refuses) as servers:
         with capture_logs() as logs:
-            assert await ServerSelfTest(made, tmp_path, servers, "m", recipe()).why_not() is None
+            assert (
+                await ServerSelfTest(made, tmp_path, servers, "m", recipe()).why_update_fails()
+                is None
+            )
     left_out = [line["layers"] for line in logs if line["event"] == "layers_left_out"]
     assert len(left_out) == refuses
     for whys in left_out:

@@ -135,14 +135,14 @@ async def test_update_makes_no_version_if_its_parent_is_rolled_back(
 ) -> None:
     await bench.update("t")
     await begin_trial(bench, 1)
-    real = Recording.update
+    real = Recording.record_update
 
     async def meanwhile(self: Recording, *args: Any) -> None:
         if (await bench.version(1)).state == "canary":
             await turn_back(bench, 1)
         await real(self, *args)
 
-    monkeypatch.setattr(Recording, "update", meanwhile)
+    monkeypatch.setattr(Recording, "record_update", meanwhile)
     await bench.update("v")
     # Its episodes are trained on from what is left.
     assert bench.learner.parent == 0
@@ -182,7 +182,7 @@ async def test_imported_version_waits_for_a_decision(bench: Bench) -> None:
     )
     bench.fake.logprobs["m@1"] = -2.0
     folder = adapters.write_version(bench.folder, new, bench.learner.save)
-    await Recording(bench.engine, "m").imported_version(new, folder)
+    await Recording(bench.engine, "m").record_imported_version(new, folder)
     async with bench.working():
         assert (await bench.states())[1] == "loaded"
 

@@ -117,10 +117,10 @@ class Disk:
             await Cleaning(self.engine, servers, "m", self.root).clean()
 
     def there(self) -> list[int]:
-        return [number for number, _ in adapters.folders(self.root, "m")]
+        return [number for number, _ in adapters.version_folders(self.root, "m")]
 
     def states(self) -> list[int]:
-        found = adapters.folders(self.root, "m")
+        found = adapters.version_folders(self.root, "m")
         return [number for number, folder in found if (folder / adapters.STATE).exists()]
 
     def weights(self, number: int) -> bytes:
@@ -343,7 +343,7 @@ async def test_version_files_marked_deleted_before_a_kill_are_removed_later(
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.publishing.adapters.remove", lambda _: None)
+        patched.setattr("trainer.publishing.adapters.remove_folder", lambda _: None)
         await disk.clean()
     versions = await disk.versions()
     assert versions[2].files_deleted

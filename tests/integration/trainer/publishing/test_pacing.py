@@ -232,7 +232,7 @@ async def allowed(bench: Bench, pacing: Pacing) -> bool:
         return True
 
     async with bench.engine.begin() as connection:
-        return await pacing.allows(connection, is_wanted)
+        return await pacing.allows_version(connection, is_wanted)
 
 
 async def test_first_of_policies_going_live_together_waits_for_slots_for_all(
@@ -308,10 +308,10 @@ async def test_self_test_waits_while_all_slots_have_episodes_under_way(bench: Be
     bench.slots = 2
     async with bench.working() as loop:
         await loop.check_server()
-        await loop.try_again()
+        await loop.test_if_due()
         assert bench.learner.trials == 0
         async with bench.engine.begin() as connection:
             await ingest(connection, [reward(1.0, episode="e1")])
-        await loop.try_again()
+        await loop.test_if_due()
         assert bench.learner.trials == 1
     assert await unloaded(bench) == [1]

@@ -41,7 +41,7 @@ async def test_off_policy_episode_is_spent_and_the_others_are_trained(
     assert past.metrics["smallest_effective_sample"] == pytest.approx(0.25)
     # What was measured is kept, so that the update's credit can be computed again.
     recipe = Recipe.model_validate(past.recipe)
-    again = plan_update(past.claim, recipe, LeftOut.recorded(past.metrics))
+    again = plan_update(past.claim, recipe, LeftOut.from_metrics(past.metrics))
     assert again.outcomes == tuple(past.outcomes)
     await bench.assert_spent_once(8)
 
@@ -69,7 +69,7 @@ async def test_model_server_that_samples_wrongly_pauses_training_and_spends_no_e
         bench.learner.trial_logprob = -3.0
         assert not await loop.update_once()
         assert bench.learner.trials == FAILURES
-        await loop.try_again()
+        await loop.test_if_due()
     assert paused_for() == ["server"]
     await bench.assert_spent_once(4)
 

@@ -201,9 +201,9 @@ async def test_idle_trainer_asks_its_servers_seldom_while_all_answer(
 
 async def test_a_server_that_was_away_is_tested_before_the_next_claim(bench: Bench) -> None:
     async with bench.working() as loop:
-        loop._breaker.doubt("the model servers were away")
+        loop._breaker.pause_until_test("the model servers were away")
         bench.fake.sampled_logprob = -4.0
-        await loop.try_again()
+        await loop.test_if_due()
         assert not await loop.update_once()
         assert (await bench.updates(), await bench.consumed()) == ([], 0)
         bench.fake.sampled_logprob = None
@@ -329,7 +329,7 @@ async def test_replica_back_with_another_base_pauses_training_and_spends_no_epis
             await loop.watch_servers()
             assert not back.loaded
             assert not await loop.update_once()
-            await loop.try_again()
+            await loop.test_if_due()
             assert "base model and the trainer's differ" in (loop._breaker.why or "")
             assert not await loop.update_once()
             assert (await bench.consumed(), await bench.claimed()) == (4, 4)

@@ -21,9 +21,9 @@ from trainer.publishing.adapters import (
     export_adapter,
     find_update,
     read_manifest,
-    remove,
+    remove_folder,
+    remove_half_written,
     sha256_of,
-    sweep,
     version_folder,
     why_altered,
     write_base,
@@ -96,7 +96,7 @@ def test_a_save_that_breaks_off_leaves_no_version(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write_version(tmp_path, new_version(policy="m"), broken)
     assert read_manifest(version_folder(tmp_path, "m", 1)) is None
-    sweep(tmp_path, "m")
+    remove_half_written(tmp_path, "m")
     assert list((tmp_path / "m").iterdir()) == []
 
 
@@ -104,7 +104,7 @@ def test_sweep_of_the_adapter_folder_keeps_every_version_whole(tmp_path: Path) -
     for version in range(1, 12):
         write(tmp_path, version)
     (tmp_path / "org--m" / ".3-removed").mkdir()
-    sweep(tmp_path, "org/m")
+    remove_half_written(tmp_path, "org/m")
     for version in range(1, 12):
         folder = version_folder(tmp_path, "org/m", version)
         assert (folder / "adapter_model.safetensors").exists()
@@ -115,10 +115,10 @@ def test_sweep_of_the_adapter_folder_keeps_every_version_whole(tmp_path: Path) -
 def test_a_removed_version_is_not_seen_half_removed(tmp_path: Path) -> None:
     folder = write(tmp_path)
     parent = folder.parent
-    remove(folder)
+    remove_folder(folder)
     assert list(parent.iterdir()) == []
     # A second one does nothing.
-    remove(folder)
+    remove_folder(folder)
 
 
 # Files that are not those that the update wrote

@@ -1,7 +1,7 @@
 """Which files stay of what once served, and which folders have no reader left."""
 
 from store.versions import PolicyState, PolicyVersion
-from trainer.publishing.cleaning import leftovers
+from trainer.publishing.cleaning import leftover_folders
 
 
 def version(number: int, state: PolicyState, *, deleted: bool = False) -> PolicyVersion:
@@ -18,9 +18,9 @@ def version(number: int, state: PolicyState, *, deleted: bool = False) -> Policy
 
 def test_unrecorded_version_folder_is_removed_once_a_newer_version_exists() -> None:
     versions = [version(0, "retired"), version(3, "serving")]
-    assert leftovers(versions, [1, 2, 3, 4]) == [1, 2]
+    assert leftover_folders(versions, [1, 2, 3, 4]) == [1, 2]
 
 
 def test_folder_of_a_version_marked_as_deleted_is_removed() -> None:
     versions = [version(1, "retired", deleted=True), version(2, "serving")]
-    assert leftovers(versions, [1, 2]) == [1]
+    assert leftover_folders(versions, [1, 2]) == [1]

@@ -8,26 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.publishing.pacing import slots_named_in
-from trainer.publishing.probe import Compared, compare, rejection_reason, why_misfit
+from trainer.publishing.probe import Compared, compare_served, rejection_reason, why_misfit
 
 TRAINED = [[-1.0, -2.0], [-3.0]]
 BEFORE = [[-1.5, -2.5], [-3.5]]
 
 
 def test_right_adapter_passes_the_probe() -> None:
-    probe = compare(TRAINED, TRAINED, BEFORE)
+    probe = compare_served(TRAINED, TRAINED, BEFORE)
     assert (probe.mean_difference, probe.moved, probe.tokens) == (0.0, 0.5, 3)
     assert rejection_reason(probe, 0.01) is None
 
 
 def test_probe_finds_the_old_version_served_under_the_new_name() -> None:
-    assert rejection_reason(compare(BEFORE, TRAINED, BEFORE), 0.01) is not None
-    assert rejection_reason(compare(TRAINED, TRAINED, TRAINED), 0.01) is not None
+    assert rejection_reason(compare_served(BEFORE, TRAINED, BEFORE), 0.01) is not None
+    assert rejection_reason(compare_served(TRAINED, TRAINED, TRAINED), 0.01) is not None
 
 
 def test_probe_rejects_log_probabilities_that_are_nan() -> None:
     nan = [[float("nan"), -2.0], [-3.0]]
-    assert rejection_reason(compare(nan, TRAINED, BEFORE), 0.01) is not None
+    assert rejection_reason(compare_served(nan, TRAINED, BEFORE), 0.01) is not None
 
 
 FITS = Compared(

@@ -19,7 +19,7 @@ from store.ids import new_id
 from trainer.errors import NotFetched, TrainerError
 from trainer.publishing import sources
 from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
-from trainer.publishing.sources import AdapterFiles, FetchedFiles, UploadedFiles, others_files
+from trainer.publishing.sources import AdapterFiles, FetchedFiles, UploadedFiles, reader_files
 from trainer.settings import SourceSettings
 
 WEIGHTS = SERVED[1]
@@ -84,7 +84,7 @@ async def serving(root: Path) -> AsyncIterator[tuple[Served, str]]:
 
 @asynccontextmanager
 async def fetching(url: str, root: Path, **settings: Any) -> AsyncIterator[FetchedFiles]:
-    files = others_files(SourceSettings(adapter_source=url, adapter_dir=root, **settings))
+    files = reader_files(SourceSettings(adapter_source=url, adapter_dir=root, **settings))
     assert isinstance(files, FetchedFiles)
     try:
         yield files
@@ -113,16 +113,14 @@ async def test_fetched_version_equals_the_trainers_files(
             assert place == tmp_path / "own" / written.parent.name / "1"
             assert same(place, written)
             assert not (place / "trainer").exists()
-            assert files.at_trainer(str(place)) == str(written)
+            assert files.trainer_path(str(place)) == str(written)
             # Once it is there the source is not asked.
             served.is_away = True
             assert await files.fetch(written, None) == place
 
 
-async def test_version_files_are_in_the_trainers_folder_without_an_adapter_source(
-    trainer: Path,
-) -> None:
-    files = others_files(SourceSettings(adapter_dir=trainer))
+async def test_version_files_are_in_the_trainers_folder_without_an_adapter_source(trainer: Path) -> None:
+    files = reader_files(SourceSettings(adapter_dir=trainer))
     assert await files.fetch(trainer / "m" / "1", "0" * 64) == trainer / "m" / "1"
 
 
@@ -182,9 +180,9 @@ async def test_folder_of_fetched_versions_is_locked_by_a_single_process(
 ) -> None:
     written, own = write(trainer), tmp_path / "own"
     async with fetching(f"file://{trainer}", own) as one, fetching(f"file://{trainer}", own) as two:
-        one.hold()
+        one.lock_folder()
         with pytest.raises(TrainerError, match="give each a PAWL_ADAPTER_DIR of its own"):
-            two.hold()
+            two.lock_folder()
         with pytest.raises(NotFetched, match="another process fetches into"):
             await two.fetch(written, None)
         place = await one.fetch(written, None)
@@ -199,7 +197,7 @@ async def test_path_of_fetched_files_is_mapped_to_the_trainers_path(
     shutil.copytree(trainer, own)
     async with fetching(f"file://{trainer}", own) as files:
         place = await files.fetch(written, None)
-        assert files.at_trainer(str(place)) == str(written)
+        assert files.trainer_path(str(place)) == str(written)
 
 
 @pytest.mark.parametrize(
@@ -383,14 +381,14 @@ async def test_uploaded_version_is_fetched_and_withdrawn(trainer: Path, tmp_path
 
 def test_trainer_with_an_http_adapter_source_keeps_versions_in_its_own_folder() -> None:
     settings = SourceSettings(adapter_source="http://trainer:8102/adapters/")
-    assert type(sources.trainers_files(settings)) is AdapterFiles
+    assert type(sources.trainer_files(settings)) is AdapterFiles
     assert settings.adapter_source == "http://trainer:8102/adapters"
 
 
 @pytest.mark.parametrize("source", ["nosuch://bucket/folder", "adlx://bucket"])
 def test_unknown_kind_of_adapter_source_is_an_error_at_the_start(source: str) -> None:
     with pytest.raises(TrainerError, match="PAWL_ADAPTER_SOURCE"):
-        others_files(SourceSettings(adapter_source=source))
+        reader_files(SourceSettings(adapter_source=source))
 
 
 def test_adapter_source_that_is_no_url_is_refused() -> None:
