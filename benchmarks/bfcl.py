@@ -27,7 +27,7 @@ from benchmarks.report import Bar, Rows, bars_table
 from benchmarks.stack import ROOT
 from pawl.judging.answers import metrics_of
 from pawl.rollout.journal import DECODER, Begun, Ended
-from pawl.scenarios.agent import examine
+from pawl.scenarios.agent import run_held_out
 from pawl.scenarios.scenario import find_scenario, make_tasks, stack_plan
 from pawl.stack.stack import running_stack
 from store.tenants import task_family
@@ -112,7 +112,7 @@ async def base_rewards(options: argparse.Namespace, console: Console) -> dict[st
     ) as stack:
         await stack.stop_training()
         console.print(f"the base model is asked {len(first)} tasks")
-        exam = await examine(scenario, stack.url, first, folder, name="base")
+        exam = await run_held_out(scenario, stack.url, first, folder, name="base")
     return exam.families
 
 

@@ -349,7 +349,7 @@ class Line:
             self.serving, self._comparison, self._share = self.control, None, 0.0
             self._is_held, self._began = False, {self.control: self.now}
         elif self._is_held:
-            if comparison.is_in_line:
+            if comparison.may_move_control:
                 self._is_held, self._share = False, self._rule.control_share
                 self._compare(self.now)
         elif comparison.fall is not None:

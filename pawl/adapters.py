@@ -72,7 +72,7 @@ class AdapterServer:
 
     def __init__(self, settings: AdaptersSettings, session: aiohttp.ClientSession) -> None:
         base_url = str(settings.upstream_url)
-        self.files = FetchedFiles(settings, self._loaded)
+        self.files = FetchedFiles(settings, self._loaded_folders)
         self.url = without_login(base_url)
         self._root_url = base_url.rstrip("/").removesuffix("/v1")
         self._session = session
@@ -91,31 +91,31 @@ class AdapterServer:
         return web.json_response({"status": "ok"})
 
     async def _pass_on(self, request: web.Request) -> web.Response:
-        return await self._ask(request.method, request.path, await request.read())
+        return await self._forward(request.method, request.path, await request.read())
 
     async def _load(self, request: web.Request) -> web.Response:
         """Fetch a version, have the server load it, and forward the server's answer."""
-        body = await _object(request)
+        body = await _json_body(request)
         manifest_sha256 = body.pop(MANIFEST_SHA256, None)
         folder = Path(str(body.get("lora_path")))
         try:
             place = await self.files.fetch(folder, manifest_sha256)
         except NotFetched as error:
             return _refusal(NOT_FETCHED, str(error))
-        return await self._ask("POST", request.path, {**body, "lora_path": str(place)})
+        return await self._forward("POST", request.path, {**body, "lora_path": str(place)})
 
     async def _unload(self, request: web.Request) -> web.Response:
         """Have the server unload a version; it may still read the files for a while."""
-        body = await _object(request)
+        body = await _json_body(request)
         policy, _, version = str(body.get("lora_name")).rpartition("@")
         if version.isdecimal():
             self.files.touch(policy, version)
-        return await self._ask("POST", request.path, body)
+        return await self._forward("POST", request.path, body)
 
     async def _models(self, _: web.Request) -> web.Response:
         """List the server's models, with the trainer's paths of their files."""
         try:
-            listed = await self._listed()
+            listed = await self._server_models()
         except aiohttp.ClientError as error:
             return _refusal(502, f"the model server does not answer ({type(error).__name__})")
         for model in listed["data"]:
@@ -123,7 +123,7 @@ class AdapterServer:
                 model["root"] = self.files.trainer_path(str(model["root"]))
         return web.json_response(listed)
 
-    async def _listed(self) -> dict[str, Any]:
+    async def _server_models(self) -> dict[str, Any]:
         """Return the server's list of its models.
 
         Raises:
@@ -138,19 +138,19 @@ class AdapterServer:
             raise aiohttp.ClientError("no list of models") from error
         return dict(listed)
 
-    async def _loaded(self) -> set[Path]:
+    async def _loaded_folders(self) -> set[Path]:
         """Return the folders of the loaded models, which the server may read at any time.
 
         Raises:
             NotFetched: the server does not answer with a list.
         """
         try:
-            listed = await self._listed()
+            listed = await self._server_models()
         except aiohttp.ClientError as error:
             raise NotFetched(f"{self.url} does not list what it has loaded: {error}") from error
         return {Path(str(model.get("root"))) for model in listed["data"]}
 
-    async def _ask(self, method: str, path: str, body: bytes | dict[str, Any]) -> web.Response:
+    async def _forward(self, method: str, path: str, body: bytes | dict[str, Any]) -> web.Response:
         data = {"data": body} if isinstance(body, bytes) else {"json": body}
         headers = {"Content-Type": "application/json"} if method == "POST" else {}
         try:
@@ -166,7 +166,7 @@ class AdapterServer:
             return _refusal(502, f"the model server does not answer ({type(error).__name__})")
 
 
-async def _object(request: web.Request) -> dict[str, Any]:
+async def _json_body(request: web.Request) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:

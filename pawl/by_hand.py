@@ -66,7 +66,7 @@ async def policy_versions(
     return versions
 
 
-def numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
+def version_numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
     """Return the version of a policy with this number.
 
     Raises:
@@ -108,7 +108,7 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
     return version
 
 
-async def why_waits(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
+async def approval_event(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
     """Return the event, with evidence, that made a version wait for approval, or None."""
     if not version.awaits_approval:
         return None
@@ -141,9 +141,9 @@ async def find_to_promote(
         raise UnknownPolicy(
             f"no version of {name!r} is a canary or loaded: name the one to promote, as {name}@N"
         )
-    chosen = numbered(versions, number)
+    chosen = version_numbered(versions, number)
     _check_can_serve(chosen)
-    return chosen, await why_waits(connection, chosen)
+    return chosen, await approval_event(connection, chosen)
 
 
 async def promote_by_hand(
@@ -164,11 +164,11 @@ async def promote_by_hand(
             await version_states.recall(connection, name, number, reason=reason, actor=OPERATOR)
         await wait_until_loaded(version)
     async with engine.begin() as connection:
-        await promote_as_seen(connection, version, reason, evidence)
+        await promote_unless_changed(connection, version, reason, evidence)
     return version
 
 
-async def promote_as_seen(
+async def promote_unless_changed(
     connection: AsyncConnection,
     version: PolicyVersion,
     reason: str,
@@ -256,7 +256,7 @@ async def roll_back_by_hand(
     if number is None:
         [chosen] = [one for one in versions if one.state == "serving"]
     else:
-        chosen = numbered(versions, number)
+        chosen = version_numbered(versions, number)
     return chosen, await version_states.roll_back(connection, chosen, reason=reason, actor=OPERATOR)
 
 
@@ -344,9 +344,9 @@ async def retrain_by_hand(
     """
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
-        base = numbered(versions, 0)
+        base = version_numbered(versions, 0)
         start = chosen_version(versions, number) if number else base
-        left_out = await _episodes(connection, base.tenant, without)
+        left_out = await _find_episodes(connection, base.tenant, without)
         if start.unloaded:
             why = "it is loaded, so that the policy's line can start again at it"
             await version_states.recall(connection, name, number, reason=why, actor=OPERATOR)
@@ -367,7 +367,7 @@ async def retrain_by_hand(
         return await retrain(connection)
 
 
-async def _episodes(
+async def _find_episodes(
     connection: AsyncConnection, tenant: str, without: Sequence[str | Selection]
 ) -> set[UUID]:
     names = [scoped(tenant, one) for one in without if isinstance(one, str)]
@@ -385,7 +385,7 @@ async def _episodes(
     return ids
 
 
-def as_text(retrained: Retrained, *, dry: bool) -> str:
+def describe_retrained(retrained: Retrained, *, dry: bool) -> str:
     """Describe in words what a retraining did, or with `dry` would do."""
     instead = f" in place of {retrained.served}" if retrained.served != retrained.serves else ""
     freed = ", ".join(f"{number} {why}" for why, number in sorted(retrained.freed.items()))

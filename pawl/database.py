@@ -58,7 +58,7 @@ async def open_engine(settings: StoreSettings, *, makes: bool) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
+async def keep_postgres_running(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
     """Run the embedded server, restart it whenever it is down, and stop it at the end.
 
     A server that another process started is left running.

@@ -33,21 +33,21 @@ MOST_DEPTH: Final = 4
 def shortened(event: Mapping[str, object]) -> dict[str, object]:
     """Return a log line's fields, with long texts cut in the middle and long lists at the end."""
     return {
-        _cut(name): _short(value, MOST_TRACE_CHARS if name == TRACE else MOST_CHARS, MOST_DEPTH)
+        _cut(name): _shorten(value, MOST_TRACE_CHARS if name == TRACE else MOST_CHARS, MOST_DEPTH)
         for name, value in event.items()
     }
 
 
-def _short(value: object, most: int, depth: int) -> object:
+def _shorten(value: object, most: int, depth: int) -> object:
     if isinstance(value, str):
         return _cut(value, most)
     if value is None or isinstance(value, bool | int | float | datetime):
         return value
     if isinstance(value, Mapping) and depth:
         pairs = islice(value.items(), MOST_ITEMS)
-        return {_cut(str(name)): _short(item, most, depth - 1) for name, item in pairs}
+        return {_cut(str(name)): _shorten(item, most, depth - 1) for name, item in pairs}
     if isinstance(value, list | tuple | set | frozenset) and depth:
-        return [_short(item, most, depth - 1) for item in islice(value, MOST_ITEMS)]
+        return [_shorten(item, most, depth - 1) for item in islice(value, MOST_ITEMS)]
     return _cut(str(value), most)
 
 
@@ -63,7 +63,7 @@ def _line_of(event: Mapping[str, object]) -> bytes:
     return line if len(line) <= MOST_LINE_BYTES else _encode(shortened(event))
 
 
-def _line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
+def _render_line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
     """Render a log line as JSON: the work of the usual processors, in one step for speed."""
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, level, event)
@@ -75,7 +75,7 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
 class LineLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]
     """Logs lines of level `debug`, one for each call, without structlog's own steps.
 
-    These take longer than writing the line. The result is the same if `_line` is the only
+    These take longer than writing the line. The result is the same if `_render_line` is the only
     processor.
     """
 
@@ -84,10 +84,10 @@ class LineLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type:
             super().debug(event, *args, **fields)
         else:
             fields["event"] = event
-            self._logger.debug(_line(self._logger, "debug", fields))
+            self._logger.debug(_render_line(self._logger, "debug", fields))
 
 
-class SureFile:
+class NeverRaisingFile:
     """A file whose writes never raise: a full disk must not stop a call.
 
     The number of lines that could not be written is logged (`log_lines_lost`) with the next write
@@ -124,7 +124,7 @@ class SureFile:
         """Do nothing: `write` does not buffer."""
 
 
-class GatheringLogger:
+class BufferedLogger:
     """Buffers lines, and writes them a few times a second.
 
     A write for each line would slow calls down. Warnings and errors are written at once, after the
@@ -134,7 +134,7 @@ class GatheringLogger:
     MOST_BYTES = 64 * 1024
     EVERY_S = 0.2
 
-    def __init__(self, file: SureFile) -> None:
+    def __init__(self, file: NeverRaisingFile) -> None:
         """Store the file, and register a flush at the process's exit."""
         self._file = file
         self._lines: list[bytes] = []
@@ -219,16 +219,16 @@ def configure_logging(*, gather: bool = False) -> None:
         factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors.append(structlog.processors.JSONRenderer(lambda event, **_: _line_of(event)))
-        file = SureFile(sys.stderr.fileno())
+        file = NeverRaisingFile(sys.stderr.fileno())
         # The cast is safe: the logger only calls `write` and `flush`.
         factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))
         if gather:
-            processors = [_line]
+            processors = [_render_line]
             if level == logging.DEBUG:
                 wrapper = LineLogger
-            logger = GatheringLogger(file)
+            logger = BufferedLogger(file)
 
-            def factory(*_: object) -> GatheringLogger:
+            def factory(*_: object) -> BufferedLogger:
                 return logger
 
     structlog.configure(

@@ -30,7 +30,7 @@ def run_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def showing_gpus(gpus: Sequence[int]) -> dict[str, str]:
+def gpu_environment(gpus: Sequence[int]) -> dict[str, str]:
     """Return variables that limit CUDA to these GPUs, numbered as by nvidia-smi.
 
     Without GPUs there are none, and CUDA shows what it did before.
@@ -49,7 +49,7 @@ def wait_passively() -> None:
     os.environ.setdefault(*PASSIVE_WAITING)
 
 
-def spinning_threads(environment: Mapping[str, str]) -> dict[str, str]:
+def spinning_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an environment that make waiting threads spin anyway.
 
     GOMP_SPINCOUNT overrides OMP_WAIT_POLICY, see the manual of GNU's libgomp.
@@ -63,7 +63,7 @@ def spinning_threads(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def yield_cores(niceness: int = 10) -> None:
+def lower_priority(niceness: int = 10) -> None:
     """Lower this process's priority for cores.
 
     Linux first divides cores among sessions (`sched_autogroup`, see sched(7)), so a process that

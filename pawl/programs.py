@@ -52,7 +52,7 @@ async def run_program(
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        env=not_ours(os.environ) if environment is None else environment,
+        env=without_pawl_settings(os.environ) if environment is None else environment,
         # Ctrl-C must reach only the parent.
         start_new_session=True,
         preexec_fn=die_with_parent,
@@ -75,7 +75,7 @@ async def run_program(
         with suppress(ProcessLookupError):
             os.killpg(transport.get_pid(), signal.SIGKILL)
         # A child may have left the group and survive, so do not wait for the end of the output.
-        hang_up(transport)
+        close_pipes(transport)
         await run.exited.wait()
         transport.close()
     return EndedProgram(
@@ -119,7 +119,7 @@ class _Run(asyncio.SubprocessProtocol):
         self.over.set()
 
 
-def hang_up(transport: asyncio.SubprocessTransport) -> None:
+def close_pipes(transport: asyncio.SubprocessTransport) -> None:
     """Close this side of a program's pipes, even if the other side is open.
 
     asyncio reports the end of a program to waiters only once its pipes are closed.
@@ -133,7 +133,7 @@ def hang_up(transport: asyncio.SubprocessTransport) -> None:
             pipe.close()
 
 
-def not_ours(environment: Mapping[str, str]) -> dict[str, str]:
+def without_pawl_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without Pawl's settings: agents must not see the database's URL."""
     return {
         name: value

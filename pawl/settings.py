@@ -22,11 +22,11 @@ PREFIX: Final = "PAWL_"
 Kind = TypeVar("Kind", bound=Settings)
 
 
-def _words(value: object) -> object:
+def _split_words(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
 
-Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_words)]
 
 
 class StackSettings(StoreSettings):
@@ -139,7 +139,7 @@ class DoctorSettings(
         return [str(first), *map(str, self.replica_urls)]
 
 
-def _prefix(value: str) -> str:
+def _check_prefix(value: str) -> str:
     path = value.rstrip("/")
     if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
         raise ValueError(f"{value!r:.80} is no path: write one such as /pawl, or leave it empty")
@@ -155,7 +155,7 @@ class ConsoleSettings(DoctorSettings):
     console_listen: Listen = Field(
         default="127.0.0.1:8105", description="address of the console's pages, and of its /healthz"
     )
-    console_prefix: Annotated[str, AfterValidator(_prefix)] = Field(
+    console_prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
         default="",
         description="path that the console's addresses begin with, such as /pawl, where a reverse "
         "proxy has other services beside it",
@@ -176,7 +176,7 @@ def known_variables() -> set[str]:
     return {PREFIX + name.upper() for name in names}
 
 
-def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
+def refuse_unknown_settings(environment: Mapping[str, str] | None = None) -> None:
     """Refuse unknown `PAWL_*` names: in `environment` (default: the process's), `.env` or secrets.
 
     Raises:
@@ -215,11 +215,11 @@ def read_settings(kind: type[Kind]) -> Kind:
         UnreadSettings: a `PAWL_*` variable is unknown, or a value cannot be read or used; the
             message names each such variable with the reason.
     """
-    refuse_unread()
+    refuse_unknown_settings()
     try:
         return kind()
     except ValidationError as error:
-        problems = "; ".join(_problem(kind, detail) for detail in error.errors())
+        problems = "; ".join(_describe_problem(kind, detail) for detail in error.errors())
         raise UnreadSettings(problems) from error
     except SettingsError as error:
         raise _unread_secret(error) from error
@@ -232,7 +232,7 @@ def _unread_secret(error: Exception) -> UnreadSettings:
     )
 
 
-def _problem(kind: type[Settings], detail: ErrorDetails) -> str:
+def _describe_problem(kind: type[Settings], detail: ErrorDetails) -> str:
     field, message = str(detail["loc"][0]), detail["msg"].removeprefix("Value error, ")
     name = field if field == "DATABASE_URL" else PREFIX + field.upper()
     if detail["type"] == "value_error":

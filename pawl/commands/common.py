@@ -41,13 +41,13 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def check_above(option: str, file: Path | None) -> None:
+def check_parent_folder(option: str, file: Path | None) -> None:
     """Exit with status 2 if the folder of an option's file, if given, does not exist."""
     if file is not None and not file.absolute().parent.is_dir():
         fail(f"{option}: there is no folder {file.absolute().parent}; make it, or name another")
 
 
-def a_tenant(name: str | None) -> str | None:
+def checked_tenant(name: str | None) -> str | None:
     """Return the value of `--tenant`, or exit with status 2 if it is not a valid tenant name."""
     if name is not None and not re.fullmatch(PATTERN, name):
         fail(
@@ -61,7 +61,9 @@ def a_tenant(name: str | None) -> str | None:
 OfTenant = Annotated[
     str | None,
     typer.Option(
-        "--tenant", callback=a_tenant, help="Only this tenant's data; default: every tenant's."
+        "--tenant",
+        callback=checked_tenant,
+        help="Only this tenant's data; default: every tenant's.",
     ),
 ]
 
@@ -71,17 +73,17 @@ AsJson = Annotated[
 ]
 
 
-def in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Result:
+def in_transaction(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Result:
     """Run `work` in a transaction, and return its result."""
 
     async def run(engine: "AsyncEngine") -> Result:
         async with engine.begin() as one:
             return await work(one)
 
-    return with_engine(run)
+    return run_with_engine(run)
 
 
-def with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Result:
+def run_with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Result:
     """Run `work`, which makes its own transactions, and return its result."""
     # Imported here, as not every command opens the database.
     from pawl.database import open_engine
@@ -98,12 +100,12 @@ def require_torch() -> None:
 
     Other import errors are faults of the code, and keep their traceback.
     """
-    from pawl.stack.preflight import unusable
+    from pawl.stack.preflight import torch_failure
 
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        fail(unusable(f"{type(error).__name__}: {error}"))
+        fail(torch_failure(f"{type(error).__name__}: {error}"))
 
 
 def with_zone(moment: datetime | None) -> datetime | None:
@@ -111,7 +113,7 @@ def with_zone(moment: datetime | None) -> datetime | None:
     return moment.astimezone() if moment is not None and moment.tzinfo is None else moment
 
 
-def takes(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
+def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
     """Decorate a function of a `flags` record as a command with the record's fields as options.
 
     Typer reads a command's options from its signature, which is the record's: a field's annotation
@@ -143,7 +145,7 @@ def write_lines(
         Console().print(table(lines))
 
 
-def grid(
+def make_table(
     names: Sequence[str],
     rows: Iterable[Iterable[Any]],
     *,

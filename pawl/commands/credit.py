@@ -9,9 +9,9 @@ from uuid import UUID
 import typer
 from rich.table import Table
 
-from pawl.commands.common import AsJson, OfTenant, fail, grid, in_database, write_lines
+from pawl.commands.common import AsJson, OfTenant, fail, in_transaction, make_table, write_lines
 from pawl.credit import explain_past
-from pawl.settings import refuse_unread
+from pawl.settings import refuse_unknown_settings
 from store.read.past import past_update
 from store.settings import MOST
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
@@ -70,11 +70,11 @@ def credit(
     try:
         if update is not None:
             which = _version_or_id(update)
-            past = in_database(lambda one: past_update(one, which, policy, tenant))
+            past = in_transaction(lambda one: past_update(one, which, policy, tenant))
             explained = explain_past(past)
             lines, notes = explained.lines, explained.notes
         else:
-            refuse_unread()
+            refuse_unknown_settings()
             rules = load_recipe(recipe or "default")
             if rules.teacher is not None:
                 fail("with this recipe a teacher gives each token its advantage: none is in a file")
@@ -83,7 +83,7 @@ def credit(
         fail(str(error))
     for note in notes:
         print(f"pawl: {note}", file=sys.stderr)
-    write_lines(lines, table, as_json=as_json)
+    write_lines(lines, credit_table, as_json=as_json)
 
 
 def _version_or_id(text: str) -> int | UUID:
@@ -118,18 +118,18 @@ def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:
     )
 
 
-def table(lines: Sequence[CreditLine]) -> Table:
+def credit_table(lines: Sequence[CreditLine]) -> Table:
     """Return the lines as a table for a terminal; optional fields only if any line has them."""
     names = [*CreditLine.__struct_fields__]
     for name in ("parts", "correction"):
         if not any(getattr(line, name) for line in lines):
             names.remove(name)
     numbers = {name for name in names if name.startswith("r_")} | {"advantage", "weight"}
-    rows = ([_shown(getattr(line, name)) for name in names] for line in lines)
-    return grid(names, rows, right=numbers, whole=numbers)
+    rows = ([_format_value(getattr(line, name)) for name in names] for line in lines)
+    return make_table(names, rows, right=numbers, whole=numbers)
 
 
-def _shown(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     """Format a value for the table; a reward's parts are shown with their metrics."""
     if not isinstance(value, dict):
         return value

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from pawl.commands.common import AsJson, OfTenant, grid, write_lines
+from pawl.commands.common import AsJson, OfTenant, make_table, write_lines
 from pawl.doctor.checks import Finding
 from pawl.doctor.examine import examine
 from pawl.settings import DoctorSettings, UnreadSettings, read_settings
@@ -51,4 +51,4 @@ def findings_table(found: Sequence[Finding]) -> Table:
         lines = [one.title + since, figures, f"→ {one.remedy}"]
         mark = "!" if one.needs_person else " " if one.is_outlook else "·"
         rows.append((mark, "\n".join(filter(None, lines))))
-    return grid(("", "what is wrong, and what to do"), rows)
+    return make_table(("", "what is wrong, and what to do"), rows)

@@ -19,11 +19,11 @@ from pawl.commands.common import (
     OfPolicy,
     OfTenant,
     Since,
-    a_tenant,
-    check_above,
+    check_parent_folder,
+    checked_tenant,
     fail,
-    takes,
-    with_engine,
+    run_with_engine,
+    with_flags,
     with_zone,
 )
 from pawl.settings import read_settings
@@ -77,17 +77,17 @@ def export(
     named with the reason, and all others are written; or --hold-out finds no task.
     """
     selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
-    check_above("--out", out)
+    check_parent_folder("--out", out)
     write, what = exporting.export, "episodes"
     if hold_out is not None:
         write, what = partial(exporting.hold_out, most=hold_out), "held-out tasks"
     if out is None:
-        with_engine(lambda engine: write(engine, selection, sys.stdout.buffer))
+        run_with_engine(lambda engine: write(engine, selection, sys.stdout.buffer))
         return
     damaged = None
     with atomic_file(out) as file:
         try:
-            count = with_engine(lambda engine: write(engine, selection, file))
+            count = run_with_engine(lambda engine: write(engine, selection, file))
         except Damaged as error:
             # Raised after the file is complete, as all other episodes are written.
             damaged = error
@@ -121,7 +121,7 @@ class DeleteFlags(Record, frozen=True, kw_only=True):
     tenant: Annotated[
         str,
         typer.Option(
-            callback=a_tenant,
+            callback=checked_tenant,
             help="Whose episodes: names and selections are of this tenant alone.",
         ),
     ] = DEFAULT
@@ -149,7 +149,7 @@ def episodes() -> None:
 
 
 @app.command()
-@takes(DeleteFlags)
+@with_flags(DeleteFlags)
 def delete(flags: DeleteFlags) -> None:
     """Delete episodes: their calls, feedback, judgements and all else, with a receipt for each.
 
@@ -169,7 +169,7 @@ def delete(flags: DeleteFlags) -> None:
             "the episodes to delete must be either named or selected: give names, or --task,"
             " --prefix, --since or --before; one of both"
         )
-    if with_engine(lambda engine: _delete(engine, flags, selection)):
+    if run_with_engine(lambda engine: _delete(engine, flags, selection)):
         raise SystemExit(1)
 
 
@@ -190,12 +190,12 @@ async def _delete(engine: AsyncEngine, flags: DeleteFlags, selection: Selection 
     spool_dir = read_settings(ProxySettings).spool_dir
     as_lines = flags.as_json or not sys.stdout.isatty()
     names = [scoped(flags.tenant, name) for name in flags.names or ()]
-    chosen = await choose(engine, names, selection, marking=flags.unrecorded)
+    chosen = await choose_episodes(engine, names, selection, marking=flags.unrecorded)
     async for kept in delete_episodes(engine, spool_dir, chosen, dry=flags.dry_run):
-        receipt = as_given(kept)
+        receipt = without_tenant(kept)
         line = msgspec.json.encode(receipt).decode() if as_lines else None
-        print(line or as_text(receipt, dry=flags.dry_run), flush=True)
-    left = 0 if flags.dry_run else await drained(engine, spool_dir, flags.patience_s)
+        print(line or describe_receipt(receipt, dry=flags.dry_run), flush=True)
+    left = 0 if flags.dry_run else await wait_until_drained(engine, spool_dir, flags.patience_s)
     if left:
         print(
             f"{left} records of deleted episodes still wait in {spool_dir}: the ingester of "
@@ -209,7 +209,7 @@ class UnknownEpisodes(StoreError):
     """No recorded episode has these names; nothing was deleted."""
 
 
-async def choose(
+async def choose_episodes(
     engine: AsyncEngine, names: Sequence[str], selection: Selection | None, *, marking: bool
 ) -> FoundEpisodes:
     """Return the episodes of the names, with their tenant, or of a selection.
@@ -241,7 +241,7 @@ async def delete_episodes(
     for name, whole in chosen.deleted_before.items():
         async with engine.connect() as connection:
             receipt = await receipt_of_deleted(connection, name, whole)
-        yield await _with_letters(engine, spool_dir, receipt, dry=dry)
+        yield await _remove_letters(engine, spool_dir, receipt, dry=dry)
     ones: list[UUID | str] = [*chosen.wholes, *chosen.unknown]
     for one in ones:
         async with engine.connect() as connection:
@@ -251,10 +251,10 @@ async def delete_episodes(
                 deleted = await mark_deleted(connection, one)
             await (connection.rollback() if dry else connection.commit())
         if deleted is not None:
-            yield await _with_letters(engine, spool_dir, deleted, dry=dry)
+            yield await _remove_letters(engine, spool_dir, deleted, dry=dry)
 
 
-async def _with_letters(
+async def _remove_letters(
     engine: AsyncEngine, spool_dir: Path, receipt: Receipt, *, dry: bool
 ) -> Receipt:
     """Remove an episode's dead letters on this machine, and add their number to the receipt."""
@@ -266,7 +266,7 @@ async def _with_letters(
     return msgspec.structs.replace(receipt, removed={**receipt.removed, "dead_letters": letters})
 
 
-async def drained(engine: AsyncEngine, spool_dir: Path, within_s: float) -> int:
+async def wait_until_drained(engine: AsyncEngine, spool_dir: Path, within_s: float) -> int:
     """Wait until no segment on this machine has records of deleted episodes.
 
     Return how many such records are left after at most `within_s` seconds.
@@ -281,7 +281,7 @@ async def drained(engine: AsyncEngine, spool_dir: Path, within_s: float) -> int:
         await asyncio.sleep(LOOK_S)
 
 
-def as_given(receipt: Receipt) -> Receipt:
+def without_tenant(receipt: Receipt) -> Receipt:
     """Return a receipt with names as clients gave them, without the tenant."""
     return msgspec.structs.replace(
         receipt,
@@ -291,7 +291,7 @@ def as_given(receipt: Receipt) -> Receipt:
     )
 
 
-def as_text(receipt: Receipt, *, dry: bool) -> str:
+def describe_receipt(receipt: Receipt, *, dry: bool) -> str:
     """Return a receipt as a line of text."""
     if receipt.state == "marked":
         return f"{receipt.episode}: not recorded; its calls and feedback will not be stored"

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pawl.by_hand import split_name
-from pawl.commands.common import check_above, fail, takes
+from pawl.commands.common import check_parent_folder, fail, with_flags
 from pawl.commands.rollout import AgentFlags, Display, stopped_by_signals
 from pawl.controller.comparison import ArmFigures, Figures
 from pawl.rollout.evaluation import (
@@ -94,7 +94,7 @@ class EvaluateFlags(AgentFlags, frozen=True, kw_only=True):
     json: Annotated[Path | None, typer.Option(help="File to write the result in as JSON.")] = None
 
 
-@takes(EvaluateFlags)
+@with_flags(EvaluateFlags)
 def evaluate_command(flags: EvaluateFlags) -> None:
     """Show whether a version is better than another: both run an agent on the same held-out tasks.
 
@@ -109,7 +109,7 @@ def evaluate_command(flags: EvaluateFlags) -> None:
     130: Ctrl-C.
     """
     for option, path in (("--json", flags.json), ("--picture", flags.picture)):
-        check_above(option, path)
+        check_parent_folder(option, path)
     # Checked before the work, not after it.
     if flags.picture is not None and importlib.util.find_spec("matplotlib") is None:
         fail("--picture needs matplotlib: install Pawl's extra `demo`, or leave it")
@@ -117,12 +117,12 @@ def evaluate_command(flags: EvaluateFlags) -> None:
         evaluation = asyncio.run(run_evaluation(flags))
     except RolloutError as error:
         fail(str(error))
-    Console().print(report(evaluation))
+    Console().print(render_report(evaluation))
     if flags.json is not None:
         with atomic_file(flags.json) as file:
             file.write(msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n")
     if flags.picture is not None:
-        draw(flags.picture, evaluation)
+        draw_report(flags.picture, evaluation)
     raise SystemExit(STATUS[evaluation.outcome])
 
 
@@ -143,7 +143,7 @@ async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
         headers=setup.headers, response_class=LimitedResponse
     ) as session:
         models = await ProxyClient(session, setup.url).models()
-    new, old = versions(models, flags.policy, flags.against)
+    new, old = versions_to_compare(models, flags.policy, flags.against)
     if flags.journal is None:
         name = f"{setup.tasks.stem}.{new}-{old.rpartition('@')[2]}.evaluation.jsonl"
         setup = msgspec.structs.replace(setup, journal=Path(name.replace("/", "-")))
@@ -164,7 +164,7 @@ async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
     return (await evaluate(job, show=show)).evaluation()
 
 
-def versions(models: Models, policy: str | None, against: str | None) -> tuple[str, str]:
+def versions_to_compare(models: Models, policy: str | None, against: str | None) -> tuple[str, str]:
     """Return the names, NAME@N, of the version to evaluate and the version to compare it with.
 
     Raises:
@@ -212,20 +212,20 @@ class EvaluationDisplay(Display):
         return {
             "tasks": f"{self._pairs.tasks}/{self._pairs.planned}",
             **cells,
-            "difference": _signed(comparison.difference),
-            "interval": _interval(figures),
+            "difference": _format_signed(comparison.difference),
+            "interval": _format_interval(figures),
             "seconds": seconds,
         }
 
 
-def report(evaluation: EvaluationReport) -> Group:
+def render_report(evaluation: EvaluationReport) -> Group:
     """Return the result as a table and in words."""
     return Group(
         Text(f"{evaluation.new} against {evaluation.old}"),
         _table(evaluation),
-        Text(f"{HOLDS}. {_counts(evaluation)}", style="dim"),
-        *_guards(evaluation.figures),
-        *_failures(evaluation.failures),
+        Text(f"{HOLDS}. {_describe_counts(evaluation)}", style="dim"),
+        *_guard_lines(evaluation.figures),
+        *_failure_lines(evaluation.failures),
         Text(f"{evaluation.new}: {_headline(evaluation)}", style="bold").append(
             f" ({evaluation.reason})", style="not bold"
         ),
@@ -252,10 +252,10 @@ def _table(evaluation: EvaluationReport) -> Table:
         table.add_row(
             Text(name),
             str(tasks),
-            _mean(figures.new),
-            _mean(figures.old),
-            _signed(figures.difference),
-            _interval(figures),
+            _format_mean(figures.new),
+            _format_mean(figures.old),
+            _format_signed(figures.difference),
+            _format_interval(figures),
             f"{figures.new.failed}/{figures.old.failed}",
             f"{figures.new.unscored}/{figures.old.unscored}",
             style="bold" if name is ALL else "",
@@ -263,7 +263,7 @@ def _table(evaluation: EvaluationReport) -> Table:
     return table
 
 
-def _counts(evaluation: EvaluationReport) -> str:
+def _describe_counts(evaluation: EvaluationReport) -> str:
     seen, tries = evaluation.figures, evaluation.tries
     clipped = seen.new.clipped + seen.old.clipped
     times = "1 try" if tries == 1 else f"{tries} tries"
@@ -275,13 +275,13 @@ def _counts(evaluation: EvaluationReport) -> str:
     return "; ".join(parts)
 
 
-def _guards(figures: Figures) -> Iterator[Text]:
+def _guard_lines(figures: Figures) -> Iterator[Text]:
     for guard in figures.guards:
         if guard.new is not None and guard.old is not None and (guard.new or guard.old):
             yield Text(f"{guard.name}: {guard.new:.1%} against {guard.old:.1%}", style="dim")
 
 
-def _failures(failures: Iterable[Failure]) -> Iterator[Text]:
+def _failure_lines(failures: Iterable[Failure]) -> Iterator[Text]:
     failures = list(failures)
     if failures:
         yield Text("The agent failed:", style="red")
@@ -292,18 +292,18 @@ def _failures(failures: Iterable[Failure]) -> Iterator[Text]:
         yield Text(f"  and {len(failures) - MOST_FAILURES} more (--json has all)", style="red")
 
 
-def _mean(arm: ArmFigures) -> str:
+def _format_mean(arm: ArmFigures) -> str:
     return "–" if arm.mean is None else f"{arm.mean:.3f}"
 
 
-def _signed(value: float | None) -> str:
+def _format_signed(value: float | None) -> str:
     return "–" if value is None else f"{value:+.3f}".replace("-", "−")
 
 
-def _interval(figures: Figures) -> str:
+def _format_interval(figures: Figures) -> str:
     if figures.difference is None:
         return "–"
-    return f"{_signed(figures.lower)} … {_signed(figures.upper)}"
+    return f"{_format_signed(figures.lower)} … {_format_signed(figures.upper)}"
 
 
 INK: Final = "#1f2933"
@@ -312,7 +312,7 @@ OLD: Final = "#adb5bd"
 HARM: Final = "#e8590c"
 
 
-def draw(path: Path, evaluation: EvaluationReport) -> None:
+def draw_report(path: Path, evaluation: EvaluationReport) -> None:
     """Draw the difference with its interval over the tasks, and the means by family."""
     import matplotlib as mpl
 

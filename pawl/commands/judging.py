@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pawl.commands.common import OfAgent, OfPolicy, Since, fail, takes
+from pawl.commands.common import OfAgent, OfPolicy, Since, fail, with_flags
 from store.records import Record
 
 
@@ -113,7 +113,7 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
     ] = False
 
 
-@takes(JudgeFlags)
+@with_flags(JudgeFlags)
 def judge(flags: JudgeFlags) -> None:
     """Judge finished episodes that nobody has scored, and post the verdicts as feedback.
 

@@ -8,7 +8,14 @@ import msgspec
 import typer
 from rich.table import Table
 
-from pawl.commands.common import AsJson, OfTenant, grid, in_database, takes, write_lines
+from pawl.commands.common import (
+    AsJson,
+    OfTenant,
+    in_transaction,
+    make_table,
+    with_flags,
+    write_lines,
+)
 from store.records import Record
 from store.tenants import DEFAULT
 
@@ -69,7 +76,7 @@ class KeyFlags(Record, frozen=True, kw_only=True):
 
 
 @app.command()
-@takes(KeyFlags)
+@with_flags(KeyFlags)
 def create(flags: KeyFlags) -> None:
     """Make a key and print it. It cannot be shown again: only its hash is kept.
 
@@ -88,7 +95,7 @@ def create(flags: KeyFlags) -> None:
         at_once=flags.at_once,
         tokens_per_minute=flags.tokens_per_minute,
     )
-    new = in_database(
+    new = in_transaction(
         lambda connection: create_key(connection, flags.name, scopes, limits, flags.tenant)
     )
     if flags.as_json:
@@ -110,11 +117,11 @@ def list_all(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     """
     from store.keys import list_keys
 
-    listed = in_database(lambda connection: list_keys(connection, tenant))
-    write_lines(listed, table, as_json=as_json)
+    listed = in_transaction(lambda connection: list_keys(connection, tenant))
+    write_lines(listed, keys_table, as_json=as_json)
 
 
-def table(keys: "Sequence[ApiKey]") -> Table:
+def keys_table(keys: "Sequence[ApiKey]") -> Table:
     from store.keys import ApiKey
 
     def shown(key: ApiKey) -> Iterable[Any]:
@@ -123,7 +130,7 @@ def table(keys: "Sequence[ApiKey]") -> Table:
             row[name] = row[name] and f"{row[name]:%Y-%m-%d %H:%M} UTC"
         return row.values()
 
-    return grid(ApiKey.__struct_fields__, map(shown, keys))
+    return make_table(ApiKey.__struct_fields__, map(shown, keys))
 
 
 @app.command()
@@ -141,7 +148,7 @@ def revoke(
     """
     from store.keys import revoke_key
 
-    revoked = in_database(lambda connection: revoke_key(connection, key, tenant))
+    revoked = in_transaction(lambda connection: revoke_key(connection, key, tenant))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(revoked) + b"\n")
     else:

@@ -13,7 +13,7 @@ from pawl.commands.common import fail
 from pawl.processes import stop_event
 from pawl.scenarios.run import DEMO, RunOptions, run_scenario
 from pawl.scenarios.scenario import ScenarioFailed
-from pawl.settings import ConsoleSettings, StackSettings, read_settings, refuse_unread
+from pawl.settings import ConsoleSettings, StackSettings, read_settings, refuse_unknown_settings
 from pawl.stack.model import unpacked_unless_stopped
 from pawl.stack.preflight import NotReady, check_folder, check_torch
 from pawl.stack.process import ProcessFailed
@@ -162,7 +162,7 @@ def example(
 
 
 def _run_scenario(options: RunOptions, what: str) -> None:
-    refuse_unread()
+    refuse_unknown_settings()
     try:
         check_torch()
         asyncio.run(run_scenario(options))

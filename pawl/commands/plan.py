@@ -11,8 +11,8 @@ import msgspec
 import typer
 from rich.table import Table
 
-from pawl.commands.common import AsJson, fail, grid, require_torch, write_lines
-from pawl.settings import refuse_unread
+from pawl.commands.common import AsJson, fail, make_table, require_torch, write_lines
+from pawl.settings import refuse_unknown_settings
 from pawl.stack.vllm import ALONE, CPU_CACHE_GIB, CPU_CONTEXT, SHARED, lacks_lora
 from store.records import Record
 from trainer.errors import TrainerError
@@ -131,7 +131,7 @@ def plan(
 
     Status 2: there is no such model or recipe, or the model cannot be planned.
     """
-    refuse_unread()
+    refuse_unknown_settings()
     require_torch()
     import torch
 
@@ -155,7 +155,7 @@ def plan(
         memory_gib=memory_gib,
         gpus=gpus,
         serve_share=serve_share,
-        context=context or _context(takes, chosen, device),
+        context=context or _default_context(takes, chosen, device),
         turns=turns,
     )
     if lacks_lora(takes.architecture):
@@ -218,7 +218,7 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         )
 
 
-def _context(takes: "Footprint", recipe: Recipe, device: str) -> int:
+def _default_context(takes: "Footprint", recipe: Recipe, device: str) -> int:
     """Return the default longest call of a server, in tokens."""
     context = takes.context or recipe.batch.micro_batch_tokens
     return min(context, CPU_CONTEXT) if device == "cpu" else context
@@ -304,14 +304,17 @@ def _advice(
         of_a_call = "" if space.server < takes.served else f" and a call of {context} tokens"
         stored = " in 16 bits" if takes.quantised is None else ""
         what = f"weights{of_a_call}{stored}"
-        ways = _serve_more(takes, space, context)
+        ways = _ways_to_serve(takes, space, context)
         advice.append(f"vLLM's share does not hold the {what}: {_either(ways)}")
     if longest < min(context, SHORTEST):
         beside = " beside vLLM" if space.server else ""
-        ways = [*_train_more(alone, gpus, space, min(context, SHORTEST)), "train a smaller model"]
+        ways = [
+            *_ways_to_train(alone, gpus, space, min(context, SHORTEST)),
+            "train a smaller model",
+        ]
         return [*advice, f"the weights do not fit{beside}: {_either(ways)}"]
     if longest < context:
-        ways = ["lower PAWL_MAX_MODEL_LEN to that", *_train_more(alone, gpus, space, context)]
+        ways = ["lower PAWL_MAX_MODEL_LEN to that", *_ways_to_train(alone, gpus, space, context)]
         advice.append(
             f"calls longer than {longest} tokens would not be trained (too_long): {_either(ways)}"
         )
@@ -322,7 +325,7 @@ def _advice(
     return advice
 
 
-def _serve_more(takes: "Footprint", space: "_Space", context: int) -> Sequence[str]:
+def _ways_to_serve(takes: "Footprint", space: "_Space", context: int) -> Sequence[str]:
     """Return the possible changes that let vLLM serve calls of `context` tokens on a GPU."""
     ways = []
     if space.serving + takes.needed_bytes(context, checkpointing=True) <= space.memory:
@@ -338,7 +341,7 @@ def _serve_more(takes: "Footprint", space: "_Space", context: int) -> Sequence[s
     return [*ways, "serve a smaller model"]
 
 
-def _train_more(alone: "Footprint", gpus: int, space: "_Space", tokens: int) -> Sequence[str]:
+def _ways_to_train(alone: "Footprint", gpus: int, space: "_Space", tokens: int) -> Sequence[str]:
     """Return the possible changes that let the trainer compute `tokens` tokens at once."""
     ways = []
     if alone.packed is not None:
@@ -363,7 +366,7 @@ def _either(ways: Sequence[str]) -> str:
     return f"{', '.join(ways[:-1])}{', or ' if ways[1:] else ''}{ways[-1]}"
 
 
-def _rehearsed(done: Rehearsal) -> Sequence[tuple[str, str]]:
+def _rehearsal_lines(done: Rehearsal) -> Sequence[tuple[str, str]]:
     ratio = done.computed_tokens / done.unique_tokens
     return [
         ("rehearsed by the way", done.way),
@@ -397,6 +400,6 @@ def _table(plans: Sequence[MemoryPlan]) -> Table:
         ),
         ("memory for such a call", f"{made.context_gib:g} GiB"),
         *(("to change", advice) for advice in made.advice),
-        *(_rehearsed(made.rehearsal) if made.rehearsal is not None else ()),
+        *(_rehearsal_lines(made.rehearsal) if made.rehearsal is not None else ()),
     ]
-    return grid((made.model, ""), rows)
+    return make_table((made.model, ""), rows)

@@ -11,15 +11,15 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.by_hand import policy_versions, why_waits
+from pawl.by_hand import approval_event, policy_versions
 from pawl.commands.common import (
     AsJson,
     OfTenant,
     PolicyName,
     cell,
     fail,
-    grid,
-    with_engine,
+    make_table,
+    run_with_engine,
     write_lines,
 )
 from pawl.commands.policy_files import check, export_version, import_version
@@ -77,7 +77,7 @@ def list_policies(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     """
     settings = read_settings(TrainerSettings)
     policies = open_policies(settings.policies)
-    lines = with_engine(lambda engine: policies_of(engine, policies, settings.recipe, tenant))
+    lines = run_with_engine(lambda engine: policies_of(engine, policies, settings.recipe, tenant))
     write_lines(lines, policies_table, as_json=as_json)
 
 
@@ -113,11 +113,11 @@ def show(
     settings = read_settings(TrainerSettings)
     policies = open_policies(settings.policies)
     if events:
-        changes = with_engine(lambda engine: events_of(engine, name, tenant))
+        changes = run_with_engine(lambda engine: events_of(engine, name, tenant))
         write_lines(changes, events_table, as_json=as_json)
     else:
         try:
-            lines = with_engine(
+            lines = run_with_engine(
                 lambda engine: versions_of(engine, name, policies, settings.recipe, tenant)
             )
         except RecipeError as error:
@@ -168,16 +168,16 @@ async def policies_of(
     stored: dict[str, list[PolicyVersion]] = {}
     for version in versions:
         stored.setdefault(version.name, []).append(version)
-    lines = _from_file(table, recipe)
+    lines = _lines_from_file(table, recipe)
     in_file = {line.name for line in lines}
     lines += [
-        _from_store(own, table, recipe) for name, own in stored.items() if name not in in_file
+        _line_from_store(own, table, recipe) for name, own in stored.items() if name not in in_file
     ]
     chosen = [line for line in lines if tenant in (None, line.tenant or DEFAULT)]
     return [_with_versions(line, stored.get(line.name, ()), waiting) for line in chosen]
 
 
-def _from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
+def _lines_from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
     """Return the lines of the file's policies."""
     return [
         PolicyLine(
@@ -196,7 +196,7 @@ def _from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
     ]
 
 
-def _from_store(
+def _line_from_store(
     versions: Sequence[PolicyVersion], table: PolicyTable | None, recipe: str
 ) -> PolicyLine:
     """Return the line of a policy that is only in the store; without a file it is trained."""
@@ -228,7 +228,7 @@ def policies_table(lines: Sequence[PolicyLine]) -> Table:
         if all(getattr(line, name) is UNSET for line in lines):
             names.remove(name)
     rows = ([getattr(line, name) for name in names] for line in lines)
-    return grid(names, rows, right=("versions", "waiting"))
+    return make_table(names, rows, right=("versions", "waiting"))
 
 
 class VersionLine(Record, frozen=True, kw_only=True):
@@ -295,7 +295,7 @@ async def versions_of(
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
         live, _ = await rewards_of(connection, name, [one.version for one in versions], None)
-        waits = {one.version: await why_waits(connection, one) for one in versions}
+        waits = {one.version: await approval_event(connection, one) for one in versions}
         # Without a file, each policy is trained.
         is_trained = policies is None or (spec is not None and spec.trained)
         problems = await training_warnings(connection, name) if is_trained else {}
@@ -328,7 +328,7 @@ async def versions_of(
             files_deleted=version.files_deleted,
             ended=version.ended,
             kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
-            **_of_files(version),
+            **_file_fields(version),
         )
         if (event := waits[version.version]) is not None:
             evidence = dict(event.evidence or {})
@@ -352,7 +352,7 @@ def arm_of(version: PolicyVersion) -> Arm | None:
     return "control" if version.share is not None else None
 
 
-def _of_files(version: PolicyVersion) -> dict[str, Any]:
+def _file_fields(version: PolicyVersion) -> dict[str, Any]:
     """Return the fields `altered` and `unread` of a version's files on this machine."""
     if version.adapter_path is None:
         return {}
@@ -396,7 +396,7 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
         reward = (line.eval_episodes, line.scored, line.mean, interval)
         figures = (getattr(line, figure) for figure in measured)
         rows.append((line.version, state, *reward, *figures))
-    return grid(names, rows, right=numbers, whole=names, caption="\n".join(notes) or None)
+    return make_table(names, rows, right=numbers, whole=names, caption="\n".join(notes) or None)
 
 
 class StateChangeLine(Record, frozen=True, kw_only=True):
@@ -448,4 +448,4 @@ def events_table(lines: Sequence[StateChangeLine]) -> Table:
         at = f"{line.at.astimezone():%Y-%m-%d %H:%M:%S}"
         rows.append((at, line.version, state, line.actor, line.reason))
     names = ("at", "version", "state", "by", "why")
-    return grid(names, rows, whole=names[:-1])
+    return make_table(names, rows, whole=names[:-1])

@@ -15,10 +15,10 @@ from pawl.commands.common import (
     OfTenant,
     PolicyName,
     fail,
-    grid,
-    in_database,
+    in_transaction,
+    make_table,
     require_torch,
-    with_engine,
+    run_with_engine,
     write_lines,
 )
 from pawl.processes import large_imports
@@ -50,7 +50,7 @@ def check(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
     Status 1: some versions lack files.
     """
-    lines = with_engine(lambda engine: faults(engine, tenant))
+    lines = run_with_engine(lambda engine: find_faults(engine, tenant))
     if lines:
         write_lines(lines, faults_table, as_json=as_json)
         raise SystemExit(1)
@@ -87,7 +87,7 @@ def export_version(
     or cannot be loaded, or the folder cannot be written.
     """
     settings = read_settings(TrainerSettings)
-    versions = in_database(lambda connection: policy_versions(connection, name, tenant))
+    versions = in_transaction(lambda connection: policy_versions(connection, name, tenant))
     chosen = chosen_version(versions, version)
     write = partial(_write_merged, settings.model) if merged else copy_adapter
     try:
@@ -133,7 +133,7 @@ def import_version(
             require_torch()
             from trainer.importing import import_adapter
 
-        version = with_engine(lambda engine: import_adapter(settings, engine, name, directory))
+        version = run_with_engine(lambda engine: import_adapter(settings, engine, name, directory))
     except TrainerError as error:
         fail(str(error))
     if version.state == "serving":
@@ -153,7 +153,7 @@ class Fault(Record, frozen=True, kw_only=True):
     problem: str
 
 
-async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
+async def find_faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
     """Return versions with missing, altered or unread files; with `tenant`, only that tenant's.
 
     Versions whose files Pawl deleted, as no request could use them any more, are no faults.
@@ -169,11 +169,11 @@ async def faults(engine: AsyncEngine, tenant: str | None = None) -> list[Fault]:
         )
         for version in versions
         if version.adapter_path is not None and tenant in (None, version.tenant)
-        if (problem := _problem(version)) is not None
+        if (problem := _file_problem(version)) is not None
     ]
 
 
-def _problem(version: PolicyVersion) -> str | None:
+def _file_problem(version: PolicyVersion) -> str | None:
     manifest = Path(version.adapter_path or "") / MANIFEST
     try:
         with translate_errors(manifest):
@@ -187,4 +187,4 @@ def _problem(version: PolicyVersion) -> str | None:
 
 def faults_table(lines: Sequence[Fault]) -> Table:
     rows = [(line.version, line.state, f"{line.folder}: {line.problem}") for line in lines]
-    return grid(("version", "state", "problem"), rows, whole=("version", "state"))
+    return make_table(("version", "state", "problem"), rows, whole=("version", "state"))

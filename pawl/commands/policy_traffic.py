@@ -8,7 +8,7 @@ import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.by_hand import (
-    as_text,
+    describe_retrained,
     find_to_promote,
     freeze_by_hand,
     promote_by_hand,
@@ -16,7 +16,7 @@ from pawl.by_hand import (
     retrain_by_hand,
     roll_back_by_hand,
 )
-from pawl.commands.common import OfTenant, PolicyName, in_database, with_engine
+from pawl.commands.common import OfTenant, PolicyName, in_transaction, run_with_engine
 from store.versions import PolicyVersion
 
 VersionName = Annotated[
@@ -54,7 +54,7 @@ def promote(
         evidence = None if waits is None else waits.evidence
         return await promote_by_hand(engine, version, reason, evidence)
 
-    print(f"{with_engine(run).served_name} serves")
+    print(f"{run_with_engine(run).served_name} serves")
 
 
 def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
@@ -68,7 +68,7 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
 
     Status 2: there is no such version, or it has no new episodes.
     """
-    chosen, serves = in_database(
+    chosen, serves = in_transaction(
         lambda connection: roll_back_by_hand(connection, name, reason, tenant)
     )
     print(f"{chosen.served_name} is rolled back")
@@ -111,12 +111,12 @@ def retrain(
     Status 2: there is no such version, episode or key, or the line cannot start at the version.
     """
     left_out = [read_query(query) for query in without or ()]
-    retrained = with_engine(
+    retrained = run_with_engine(
         lambda engine: retrain_by_hand(
             engine, name, start, left_out, reason, tenant, dry_run=dry_run
         )
     )
-    print(as_text(retrained, dry=dry_run))
+    print(describe_retrained(retrained, dry=dry_run))
 
 
 def freeze(
@@ -132,5 +132,7 @@ def freeze(
 
     Status 2: there is no such policy.
     """
-    in_database(lambda connection: freeze_by_hand(connection, name, reason, tenant, frozen=not off))
+    in_transaction(
+        lambda connection: freeze_by_hand(connection, name, reason, tenant, frozen=not off)
+    )
     print(f"{name} is {'no longer ' if off else ''}frozen")

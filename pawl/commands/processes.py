@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pawl.commands.common import fail, require_torch
-from pawl.processes import die_with_parent, end_if_hung, large_imports, showing_gpus
+from pawl.processes import die_with_parent, end_if_hung, gpu_environment, large_imports
 from pawl.settings import StackSettings, read_settings
 
 
@@ -95,7 +95,7 @@ def _use_gpus(gpus: Sequence[int], options: Sequence[str]) -> None:
         die_with_parent(signal.SIGKILL)
         return
     check_gpus("PAWL_TRAIN_GPUS", gpus)
-    os.environ.update(showing_gpus(gpus))
+    os.environ.update(gpu_environment(gpus))
     if len(gpus) < 2:
         return
     # The same as `-P`, for the processes to launch.
@@ -177,7 +177,7 @@ def console() -> None:
     _run(run(read_settings(ConsoleSettings)), "the console")
 
 
-class Checked(StrEnum):
+class CheckedProcess(StrEnum):
     """A process whose settings `pawl migrate` can check."""
 
     PROXY = "proxy"
@@ -186,7 +186,7 @@ class Checked(StrEnum):
     CONSOLE = "console"
 
 
-def _check(process: Checked) -> None:
+def _check_settings(process: CheckedProcess) -> None:
     """Fail if a process cannot use its settings, or a file that they name."""
     from pawl.serving.supervisor import check_files
     from pawl.settings import ConsoleSettings, ControllerSettings
@@ -196,16 +196,16 @@ def _check(process: Checked) -> None:
     from trainer.settings import TrainerSettings
 
     match process:
-        case Checked.PROXY:
+        case CheckedProcess.PROXY:
             check_files(read_settings(ProxySettings))
-        case Checked.TRAINER:
+        case CheckedProcess.TRAINER:
             try:
                 trained_recipes(read_settings(TrainerSettings))
             except TrainerError as error:
                 fail(str(error))
-        case Checked.CONTROLLER:
+        case CheckedProcess.CONTROLLER:
             read_settings(ControllerSettings)
-        case Checked.CONSOLE:
+        case CheckedProcess.CONSOLE:
             read_settings(ConsoleSettings)
 
 
@@ -217,7 +217,7 @@ def migrate(
         bool, typer.Option("--down", help="Go down to an older revision; may lose data.")
     ] = False,
     check: Annotated[
-        list[Checked] | None,
+        list[CheckedProcess] | None,
         typer.Option(
             help="Do nothing unless this process could use the settings here, and the files that "
             "they name. May be given several times.",
@@ -236,7 +236,7 @@ def migrate(
 
     settings = read_settings(StackSettings)
     for name in check or ():
-        _check(name)
+        _check_settings(name)
 
     async def run() -> None:
         async with open_database(settings, makes=True) as url:

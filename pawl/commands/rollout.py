@@ -18,11 +18,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pawl.commands.common import fail, takes
+from pawl.commands.common import fail, with_flags
 from pawl.rollout.journal import RolloutPlan
 from pawl.rollout.running import Rollout
 from pawl.rollout.setup import Setup
-from pawl.rollout.tasks import RolloutError, digest
+from pawl.rollout.tasks import RolloutError, tasks_digest
 from pawl.settings import ClientSettings, read_settings
 from store.records import Record, Split
 
@@ -129,7 +129,7 @@ class RolloutFlags(AgentFlags, frozen=True, kw_only=True):
     ] = False
 
 
-@takes(RolloutFlags)
+@with_flags(RolloutFlags)
 def rollout(flags: RolloutFlags) -> None:
     """Run an agent on a file of tasks, and post rewards for what comes out.
 
@@ -151,7 +151,7 @@ def rollout(flags: RolloutFlags) -> None:
         fail(str(error))
     if summary["hint"]:
         print(f"pawl: {summary['hint']}", file=sys.stderr)
-    print(_report(summary) if sys.stdout.isatty() else json.dumps(summary))
+    print(_describe_summary(summary) if sys.stdout.isatty() else json.dumps(summary))
     if _is_unfinished(summary):
         raise SystemExit(130)
     if summary["failed"] or summary["unjudged"] or "feedback refused" in summary["errors"]:
@@ -171,11 +171,11 @@ async def run_rollout(flags: RolloutFlags) -> dict[str, Any]:
     )
     tasks = setup.read_tasks()
     plan = RolloutPlan(
-        tasks=digest(tasks),
+        tasks=tasks_digest(tasks),
         samples=flags.samples,
         agent=setup.agent_name,
         judge=setup.judge_name,
-        split=_split(flags),
+        split=_checked_split(flags),
         policy=flags.policy or "",
         hidden=tuple(sorted(set(setup.hide))),
     )
@@ -252,7 +252,7 @@ def stopped_by_signals(rollout: Rollout) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _split(flags: RolloutFlags) -> Split | None:
+def _checked_split(flags: RolloutFlags) -> Split | None:
     match flags.split:
         case None | "train" | "eval":
             return flags.split
@@ -277,7 +277,7 @@ def proxy_address(url: str | None) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _report(summary: dict[str, Any]) -> str:
+def _describe_summary(summary: dict[str, Any]) -> str:
     reward = "no rewards" if summary["reward"] is None else f"mean reward {summary['reward']:.3f}"
     done = f"{summary['runs']} of {summary['planned']} runs, {summary['failed']} failed, {reward}"
     ending = "; the same command goes on" if _is_unfinished(summary) else ""

@@ -22,12 +22,12 @@ import aiohttp
 import typer
 
 from pawl.coding_agents import CODING_AGENTS, AgentSetup, Session
-from pawl.commands.common import fail, takes
+from pawl.commands.common import fail, with_flags
 from pawl.commands.rollout import proxy_address
 from pawl.judging.answers import JudgeError
 from pawl.judging.feedback import FeedbackClient
-from pawl.programs import not_ours
-from pawl.rollout.agents import named_url
+from pawl.programs import without_pawl_settings
+from pawl.rollout.agents import run_url
 from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.tasks import RolloutError
 from pawl.settings import ConsoleSettings, read_settings
@@ -68,7 +68,7 @@ class RunFlags(Record, frozen=True, kw_only=True):
     ] = None
 
 
-@takes(RunFlags)
+@with_flags(RunFlags)
 def run(flags: RunFlags) -> None:
     """Start an installed coding agent against Pawl; its session is one episode.
 
@@ -103,17 +103,17 @@ def _run(flags: RunFlags) -> int:
     if program is None:
         raise RolloutError(f"{flags.agent} is not on the PATH: install it with `{agent.install}`")
     settings, url = read_settings(ConsoleSettings), proxy_address(flags.url)
-    models = asyncio.run(_models(url, settings.headers))
+    models = asyncio.run(_ask_models(url, settings.headers))
     episode = f"{flags.agent}-{uuid4().hex[:12]}"
     # Not in the default temporary folder: Codex does not create its helper programs there.
     place = tempfile.TemporaryDirectory(
         prefix="pawl-run-", dir="/var/tmp", ignore_cleanup_errors=True
     )
-    model = _model(flags.policy, models)
+    model = _choose_model(flags.policy, models)
     with place as folder:
         setup = agent.setup(
             Session(
-                url=named_url(url, task=flags.task, episode=episode, split=None),
+                url=run_url(url, task=flags.task, episode=episode, split=None),
                 model=model,
                 key=settings.key or "unused",
                 folder=Path(folder),
@@ -125,7 +125,7 @@ def _run(flags: RunFlags) -> int:
         write_files(setup, Path(folder))
         status = _in_foreground(
             [program, *setup.arguments, *(flags.arguments or ())],
-            {**not_ours(os.environ), **setup.environment},
+            {**without_pawl_settings(os.environ), **setup.environment},
         )
     if Path(folder).exists():
         _say(f"{folder} could not be removed: remove it, as the agent's files there hold its key")
@@ -134,10 +134,10 @@ def _run(flags: RunFlags) -> int:
         console = f"http://{settings.console_listen}{settings.console_prefix}"
         _say(f"console: {console}/episodes?{urlencode({'text': episode})}")
     if flags.score is None:
-        _say(f"score it: {_curl(url, episode, has_key=settings.key is not None)}")
+        _say(f"score it: {_curl_command(url, episode, has_key=settings.key is not None)}")
     else:
-        reward = _score(flags.score)
-        asyncio.run(_post(url, settings.headers, episode, reward))
+        reward = _run_score(flags.score)
+        asyncio.run(_post_reward(url, settings.headers, episode, reward))
         _say(f"{flags.score!r} says: reward {reward:g}")
     return status
 
@@ -159,7 +159,7 @@ def write_files(setup: AgentSetup, folder: Path) -> None:
         ) from error
 
 
-def _model(policy: str | None, models: Models) -> str:
+def _choose_model(policy: str | None, models: Models) -> str:
     policies = {one.rpartition("@")[0] for one in models.serving} or models.names
     if policy is None and len(policies) == 1:
         return next(iter(policies))
@@ -196,13 +196,15 @@ def _in_foreground(command: Sequence[str], environment: Mapping[str, str]) -> in
     return 128 - status if status < 0 else status
 
 
-def _score(command: str) -> float:
+def _run_score(command: str) -> float:
     """Run a shell command, and return 1 for its status 0, else 0.
 
     Raises:
         RolloutError: the command did not run to its end, for which the agent is not at fault.
     """
-    status = subprocess.run(command, shell=True, check=False, env=not_ours(os.environ)).returncode
+    status = subprocess.run(
+        command, shell=True, check=False, env=without_pawl_settings(os.environ)
+    ).returncode
     if status in NOT_RUN or status < 0:
         raise RolloutError(
             f"--score: {command!r} did not run to its end (status {status}), so no reward is "
@@ -211,23 +213,23 @@ def _score(command: str) -> float:
     return float(status == 0)
 
 
-async def _models(url: str, headers: Mapping[str, str]) -> Models:
+async def _ask_models(url: str, headers: Mapping[str, str]) -> Models:
     async with aiohttp.ClientSession(headers=headers, response_class=LimitedResponse) as session:
         return await ProxyClient(session, url).models()
 
 
-async def _post(url: str, headers: Mapping[str, str], episode: str, reward: float) -> None:
+async def _post_reward(url: str, headers: Mapping[str, str], episode: str, reward: float) -> None:
     statement = {"metric": REWARD, "value": reward, "episode": episode}
     async with aiohttp.ClientSession(response_class=LimitedResponse) as session:
         client = FeedbackClient(session, f"{url}/feedback", key=headers)
         try:
             await client.post([statement], f"run-{episode}")
         except JudgeError as error:
-            again = _curl(url, episode, has_key=bool(headers), reward=reward)
+            again = _curl_command(url, episode, has_key=bool(headers), reward=reward)
             raise RolloutError(f"no reward is posted: {error}; post it: {again}") from error
 
 
-def _curl(url: str, episode: str, *, has_key: bool, reward: float = 1.0) -> str:
+def _curl_command(url: str, episode: str, *, has_key: bool, reward: float = 1.0) -> str:
     body = json.dumps({"metric": REWARD, "value": reward, "episode": episode})
     key = '-H "Authorization: Bearer $PAWL_API_KEY" ' if has_key else ""
     return f"curl {shlex.quote(f'{url}/feedback')} {key}-d {shlex.quote(body)}"

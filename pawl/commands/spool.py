@@ -12,7 +12,7 @@ import msgspec
 import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.common import OfTenant, with_engine
+from pawl.commands.common import OfTenant, run_with_engine
 from pawl.serving.supervisor import check_spans
 from pawl.settings import read_settings
 from proxy.ingester.removing import FOLDER, LETTER, REASON, names_in
@@ -48,7 +48,7 @@ def spool(
         redactor, max_reply = open_redactor(settings), settings.max_reply_mb * 2**20
 
         async def run(engine: AsyncEngine) -> tuple[int, list[str]]:
-            async with spans_of(settings) as send_spans:
+            async with span_sender(settings) as send_spans:
                 return await replay_letters(
                     folder,
                     engine,
@@ -59,19 +59,19 @@ def spool(
                     send_spans=send_spans,
                 )
 
-        stored, refused = with_engine(run)
+        stored, refused = run_with_engine(run)
         print(f"{stored} dead letters stored, {len(refused)} refused again", file=sys.stderr)
         for reason in refused:
             print(f"  {reason}", file=sys.stderr)
-    view = look(folder, tenant)
-    print(json.dumps(msgspec.to_builtins(view)) if as_json else "\n".join(as_lines(view)))
+    view = view_spool(folder, tenant)
+    print(json.dumps(msgspec.to_builtins(view)) if as_json else "\n".join(describe_view(view)))
 
 
 SendSpans = Callable[[Iterable[SpoolRecord]], None]
 
 
 @asynccontextmanager
-async def spans_of(settings: ProxySettings) -> AsyncIterator[SendSpans | None]:
+async def span_sender(settings: ProxySettings) -> AsyncIterator[SendSpans | None]:
     """Yield the function that sends spans of stored calls, or None without `PAWL_OTEL`.
 
     Raises:
@@ -116,7 +116,7 @@ class SpoolView(Record, frozen=True, kw_only=True):
     dead_letters: tuple[DeadLetterLine, ...]
 
 
-def look(folder: Path, tenant: str | None = None) -> SpoolView:
+def view_spool(folder: Path, tenant: str | None = None) -> SpoolView:
     """Return the contents of the spool directory `folder`; `tenant` filters its dead letters.
 
     Segments have records of all tenants. An unreadable letter belongs to no tenant.
@@ -139,11 +139,11 @@ def look(folder: Path, tenant: str | None = None) -> SpoolView:
         records=records,
         damaged=damaged,
         bytes=size,
-        dead_letters=tuple(_letters(letters, tenant)),
+        dead_letters=tuple(_dead_letter_lines(letters, tenant)),
     )
 
 
-def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetterLine]:
+def _dead_letter_lines(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetterLine]:
     for path in paths:
         payload, reason = path.read_bytes(), path.with_suffix(REASON)
         try:
@@ -159,11 +159,11 @@ def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetterLi
             path=str(path),
             reason=reason.read_text(errors="replace") if reason.exists() else "unknown",
             bytes=len(payload),
-            about=_about(frame),
+            about=_describe_record(frame),
         )
 
 
-def _about(record: Frame | None) -> str:
+def _describe_record(record: Frame | None) -> str:
     if record is None:
         return "not a record"
     if isinstance(record, CapturedCall):
@@ -193,7 +193,7 @@ async def replay_letters(
     """
     ingester = Ingester(question_of=question_of)
     stored, refused = 0, []
-    for letter in look(folder, tenant).dead_letters:
+    for letter in view_spool(folder, tenant).dead_letters:
         path = Path(letter.path)
         payload = path.read_bytes()
         try:
@@ -205,7 +205,7 @@ async def replay_letters(
             if prevents_all_storing(error):
                 raise
             # An error of one letter must not stop the next.
-            refused.append(f"{path.name}: {_first(str(error)) or type(error).__name__}")
+            refused.append(f"{path.name}: {_first_line(str(error)) or type(error).__name__}")
             continue
         if send_spans is not None and not left_out:
             send_spans([record])
@@ -215,16 +215,18 @@ async def replay_letters(
     return stored, refused
 
 
-def as_lines(view: SpoolView) -> list[str]:
+def describe_view(view: SpoolView) -> list[str]:
     lines = [
         f"{view.records} records wait to be stored; {view.segments} segments ({view.bytes} bytes)"
     ]
     if view.damaged:
         lines.append(f"{view.damaged} damaged records, which cannot be read")
     lines.append(f"{len(view.dead_letters)} dead letters")
-    lines += [f"  {Path(d.path).name}: {d.about}: {_first(d.reason)}" for d in view.dead_letters]
+    lines += [
+        f"  {Path(d.path).name}: {d.about}: {_first_line(d.reason)}" for d in view.dead_letters
+    ]
     return lines
 
 
-def _first(reason: str) -> str:
+def _first_line(reason: str) -> str:
     return reason.splitlines()[0][:200] if reason else ""

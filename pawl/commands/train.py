@@ -98,7 +98,7 @@ def train(
                     if as_lines:
                         print(msgspec.json.encode(line | dict(metrics)).decode(), flush=True)
                     else:
-                        progress.console.print(_row(chosen, line["version"], metrics))
+                        progress.console.print(_update_line(chosen, line["version"], metrics))
 
                 left = asyncio.run(
                     train_episodes(
@@ -125,7 +125,7 @@ def train(
         print(f"pawl: episodes in no update: {reasons}", file=sys.stderr)
 
 
-def _row(policy: str, version: Any, metrics: Mapping[str, Any]) -> Text:
+def _update_line(policy: str, version: Any, metrics: Mapping[str, Any]) -> Text:
     """Return an update as a line for a terminal, the reward first."""
     name = f"{policy}@{version}" if version else "no signal"
     figures = (f"{key} {value:.4g}" for key in SHOWN if (value := metrics.get(key)) is not None)

@@ -33,8 +33,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pawl.console import episode, episodes, overview, review, tokens, updates, versions
 from pawl.console.pages import NOBODY, WAIT_S, Console, Refusal, Viewer, console_of, form, page
-from pawl.database import kept_postgres
-from pawl.processes import stop_event, yield_cores
+from pawl.database import keep_postgres_running
+from pawl.processes import lower_priority, stop_event
 from pawl.settings import ConsoleSettings
 from proxy.error_replies import REFUSALS
 from proxy.errors import NoKey, ProxyError
@@ -85,9 +85,9 @@ async def run(settings: ConsoleSettings) -> None:
         if settings.database_url is not None:
             url = settings.database_url.get_secret_value()
         else:
-            url = (await exits.enter_async_context(kept_postgres(settings.data_dir))).url
+            url = (await exits.enter_async_context(keep_postgres_running(settings.data_dir))).url
         # Agents wait for the proxy and its PostgreSQL; viewers can wait a little.
-        yield_cores()
+        lower_priority()
         where = await exits.enter_async_context(serving(settings, url))
         log.info("console_up", address=where)
         await stop.wait()
@@ -180,7 +180,7 @@ def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, settings=settings)],
-        exception_handlers={HTTPException: failure},
+        exception_handlers={HTTPException: failure_page},
     )
     # A prefix's own end is no page's.
     app.router.redirect_slashes = False
@@ -237,7 +237,7 @@ class Guard:
         except Exception as error:
             if started:
                 raise
-            await failure(request, error)(scope, receive, answer)
+            await failure_page(request, error)(scope, receive, answer)
 
     async def _viewer(self, request: Request) -> Viewer:
         """Return who sent the request.
@@ -348,7 +348,7 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
 }
 
 
-def _note(request: Request, error: Exception) -> None:
+def _log_refusal(request: Request, error: Exception) -> None:
     """Log who was refused access, or a change."""
     path, client = request.url.path, request.client and request.client.host
     if isinstance(error, ProxyError):
@@ -358,9 +358,9 @@ def _note(request: Request, error: Exception) -> None:
         REFUSALS.note(error.status_code, error.title, path, who and who.name, client)
 
 
-def failure(request: Request, error: Exception) -> Response:
+def failure_page(request: Request, error: Exception) -> Response:
     """Return a page about a failure, and log the details that its reader may not see."""
-    _note(request, error)
+    _log_refusal(request, error)
     if isinstance(error, NoKey):
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         wrong = error.code != "missing_api_key"

@@ -88,10 +88,10 @@ NO_TEXTS: Final = CallTexts(None, None)
 def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
     """Return a call's reply and the messages that it adds to the call `before`."""
     reply = reply_in(own.reply)
-    fields, base = _fields(own.request), _fields(before.request) or {}
+    fields, base = _parse_fields(own.request), _parse_fields(before.request) or {}
     if fields is None:
         return Turn(reply)
-    members, known = _members(fields), _members(base)
+    members, known = _raw_messages(fields), _raw_messages(base)
     pairs = zip(members, known, strict=False)
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     new = members[same:]
@@ -104,8 +104,8 @@ def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
     ]
     messages = [message_of(readable_value(raw), "user") for raw in shown]
     answers = list(takewhile(lambda message: message.role == "assistant", messages))
-    spoken = _spoken(answers)
-    repeats_reply = bool(spoken) and spoken == _spoken(reply_in(before.reply))
+    spoken = _comparable_parts(answers)
+    repeats_reply = bool(spoken) and spoken == _comparable_parts(reply_in(before.reply))
     return Turn(
         reply=reply,
         messages=(*instructions, *messages[len(answers) if repeats_reply else 0 :]),
@@ -118,36 +118,36 @@ def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
 
 def question_in(turn: Turn) -> str:
     """Return the last text of a user in a request, or ""."""
-    asked = [_words(one) for one in turn.messages or () if one.role == "user"]
+    asked = [_message_text(one) for one in turn.messages or () if one.role == "user"]
     return next(filter(None, reversed(asked)), "")
 
 
 def answer_in(turn: Turn) -> str:
     """Return a reply's text, or its tool calls if it has none."""
-    texts = "\n".join(map(_words, turn.reply)).strip()
+    texts = "\n".join(map(_message_text, turn.reply)).strip()
     parts = [part for message in turn.reply for part in message.parts]
     return texts or "\n".join(
         f"{part.title} {part.text}" for part in parts if part.kind != "thought"
     )
 
 
-def _words(message: Message) -> str:
+def _message_text(message: Message) -> str:
     return "\n".join(part.text for part in message.parts if part.kind == "text").strip()
 
 
-def _fields(body: bytes | None) -> Object | None:
+def _parse_fields(body: bytes | None) -> Object | None:
     return None if body is None or nests_too_deep(body) else parse_object(body)
 
 
-def _members(fields: Object) -> list[msgspec.Raw]:
+def _raw_messages(fields: Object) -> list[msgspec.Raw]:
     """Return the messages of a request, unparsed; a format without turns has one prompt."""
     for name in ("messages", "input"):
         if name in fields:
-            return _listed(fields[name])
+            return _as_list(fields[name])
     return [fields["prompt"]] if "prompt" in fields else []
 
 
-def _listed(raw: msgspec.Raw) -> list[msgspec.Raw]:
+def _as_list(raw: msgspec.Raw) -> list[msgspec.Raw]:
     """Return the members of a list, or any other value as the only member."""
     try:
         return msgspec.json.decode(raw, type=list[msgspec.Raw] | None) or []
@@ -155,7 +155,7 @@ def _listed(raw: msgspec.Raw) -> list[msgspec.Raw]:
         return [raw]
 
 
-def _spoken(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
+def _comparable_parts(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
     """Return the parts of a reply that stay the same when its agent sends it back."""
     return [
         (part.kind, part.title, part.text.strip())
@@ -193,10 +193,10 @@ def message_of(member: Any, role: str) -> Message:
             role = named[:40]
         elif isinstance(kind, str):
             role = "tool" if _KINDS.get(kind) == "result" else "assistant"
-    return Message(role=role, parts=_first(_parts(member)))
+    return Message(role=role, parts=_first_parts(_parts(member)))
 
 
-def _first(parts: Iterator[Part]) -> tuple[Part, ...]:
+def _first_parts(parts: Iterator[Part]) -> tuple[Part, ...]:
     kept = tuple(islice(parts, MOST_PARTS))
     return kept if next(parts, None) is None else (*kept, MORE)
 
@@ -212,21 +212,21 @@ def _parts(value: Any) -> Iterator[Part]:
         if value is not None:
             yield Part(kind="other", text=_json(value))
     elif value.get("role") in TOOL_ROLES:
-        yield _part(value | {"type": "tool_result"})
+        yield _part_of(value | {"type": "tool_result"})
     elif value.get("type") in (None, "message") and not _MESSAGE.isdisjoint(value):
         thought = value.get("reasoning_content") or value.get("reasoning")
         if isinstance(thought, str):
             yield Part(kind="thought", text=thought)
         yield from _parts(value.get("content"))
         if isinstance(value.get("refusal"), str):
-            yield _part({"type": "refusal", "refusal": value["refusal"]})
+            yield _part_of({"type": "refusal", "refusal": value["refusal"]})
         for call in (*objects(value.get("tool_calls")), *objects([value.get("function_call")])):
-            yield _part({"type": "function"} | call)
+            yield _part_of({"type": "function"} | call)
     else:
-        yield _part(value)
+        yield _part_of(value)
 
 
-def _part(part: dict[str, Any]) -> Part:
+def _part_of(part: dict[str, Any]) -> Part:
     """Return the part that an object describes; an unknown type is shown as JSON."""
     named = part.get("type")
     name = named[:200] if isinstance(named, str) else ""
@@ -256,7 +256,7 @@ def _part(part: dict[str, Any]) -> Part:
 def _text_of(value: Any, *, is_json: bool) -> str:
     if is_json and not isinstance(value, str):
         return _json(value)
-    return "\n".join(part.text or part.title for part in _first(_parts(value)))
+    return "\n".join(part.text or part.title for part in _first_parts(_parts(value)))
 
 
 def _json(value: Any) -> str:

@@ -65,7 +65,7 @@ class Mark(NamedTuple):
     call: UUID
 
 
-def look_of(call: Row[Any], *, is_repeated: bool) -> str:
+def call_colour(call: Row[Any], *, is_repeated: bool) -> str:
     """Return the colour of a call: repeated, failed, trainable or not."""
     if is_repeated:
         return "again"
@@ -88,7 +88,7 @@ def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
         lane = lanes.setdefault("(others)" if is_other else call.agent, [])
         width = round(max(call.total_ms / 10 / seconds, LEAST_WIDTH), 3)
         x = round(min(100 * at / seconds, 100 - width), 3)
-        look = look_of(call, is_repeated=call.id in episode.tools.repeated_by)
+        look = call_colour(call, is_repeated=call.id in episode.tools.repeated_by)
         state = call.reason or ("trainable" if call.trainable else call.status)
         length = f"{call.total_ms / 1e3:.2f} s, {call.sampled_tokens} tokens"
         lane.append(Mark(x, width, look, f"call {numbers[call.id]}, {length}: {state}", call.id))
@@ -146,7 +146,7 @@ async def episode(request: Request) -> Response:
         turns=turns,
         numbers=numbers_of(detail),
         space=Space(),
-        waits={fate.policy: waits_for(fate, detail) for fate in detail.fates},
+        waits={fate.policy: why_not_consumed(fate, detail) for fate in detail.fates},
         before=ids[max(start - CALLS_A_PAGE, 0)] if start else None,
         after=ids[end] if end < len(ids) else detail.goes_on_from,
     )
@@ -173,7 +173,7 @@ async def _detail(
 # Outcome
 
 
-def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
+def why_not_consumed(fate: Row[Any], episode: EpisodeDetail) -> str:
     """Return in words why an episode is not consumed for a policy yet; "" if it is consumed."""
     reasons = (
         (fate.trained is not None, ""),
@@ -192,7 +192,7 @@ def waits_for(fate: Row[Any], episode: EpisodeDetail) -> str:
 # Why calls have their advantage: the arithmetic of `pawl credit`, a row for each step
 
 
-def worth_of(
+def credit_rows(
     explained: ExplainedUpdate, episode: UUID | None, task: str | None, tenant: str | None
 ) -> list[dict[str, Any]]:
     """Return the credit of the tenant's calls of an episode, or of a task's episodes.
@@ -222,7 +222,7 @@ def worth_of(
             alike.setdefault(key, []).append(credit)
     return [
         {
-            "calls": ranges_of([credit.position + 1 for credit in own]),
+            "calls": format_ranges([credit.position + 1 for credit in own]),
             "weights": [credit.weight for credit in own],
             "corrections": sum(credit.correction for credit in own),
             "credit": own[0],
@@ -233,7 +233,7 @@ def worth_of(
     ]
 
 
-def ranges_of(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text, consecutive ones as a range."""
     known = set(numbers)
     starts = [number for number in numbers if number - 1 not in known]
@@ -274,7 +274,7 @@ async def credit(request: Request) -> Response:
     query, tenant = request.query_params, viewer(request).tenant
     episode, task = uuid_in(query.get("episode")), query.get("task")
     explained, why = await explained_for(request, request.path_params["id"])
-    rows = [] if explained is None else worth_of(explained, episode, task, tenant)
+    rows = [] if explained is None else credit_rows(explained, episode, task, tenant)
     return part(
         request, "credit.html", rows=rows, explained=explained, why=why, by_attempt=bool(task)
     )

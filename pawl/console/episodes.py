@@ -36,7 +36,7 @@ LARGEST_LISTED: Final = 128 * 1024
 STATES: Final[tuple[State, ...]] = get_args(State)
 
 
-def _time(text: str) -> datetime:
+def _parse_time(text: str) -> datetime:
     """Parse a time; without a zone it is UTC, as the server does not know the viewer's zone."""
     moment = datetime.fromisoformat(text)
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
@@ -75,7 +75,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
             if text := parameters.get(field.name, "").strip():
                 how = HOW.get(field.name, NAME)
                 try:
-                    value = _time(text) if how is TIME else text
+                    value = _parse_time(text) if how is TIME else text
                     values[field.name] = msgspec.convert(value, field.type, strict=False)
                 except ValueError as error:
                     title = "This filter cannot be used"
@@ -88,7 +88,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-async def said_in(
+async def first_and_last_words(
     connection: AsyncConnection, episodes: Collection[UUID]
 ) -> dict[UUID, tuple[str, str]]:
     """Return the ends of each episode's first question and last answer."""
@@ -121,7 +121,7 @@ async def episodes(request: Request) -> Response:
     async with reading(request) as connection:
         tenant = viewer(request).tenant
         listed = await browse(connection, chosen, tenant, before=before, within_s=within_s)
-        said = await said_in(connection, {line.id for line in listed.lines})
+        said = await first_and_last_words(connection, {line.id for line in listed.lines})
     return page(
         request,
         "episodes.html",

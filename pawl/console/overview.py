@@ -25,10 +25,10 @@ NO_REWARDS: Final = Rewards(episodes=0, scored=0)
 
 async def overview(request: Request) -> Response:
     """Show the page at once; its parts are loaded separately."""
-    return page(request, "overview.html", days=_days(request), periods=PERIODS)
+    return page(request, "overview.html", days=_chosen_days(request), periods=PERIODS)
 
 
-def _days(request: Request) -> str:
+def _chosen_days(request: Request) -> str:
     days = request.query_params.get("days")
     return days if days in PERIODS else USUAL
 
@@ -51,7 +51,7 @@ async def doctor(request: Request) -> Response:
 async def figures(request: Request) -> Response:
     """Return how many calls are trainable, and the rewards and outcomes of each policy."""
     tenant = viewer(request).tenant
-    begun = datetime.now(UTC) - timedelta(days=int(_days(request)))
+    begun = datetime.now(UTC) - timedelta(days=int(_chosen_days(request)))
     async with reading(request) as connection:
         kinds = await newest_calls(connection, datetime.now(UTC), tenant)
         rows, since = await count_outcomes(connection, tenant, begun)
@@ -61,8 +61,8 @@ async def figures(request: Request) -> Response:
     for kind in kinds:
         reasons[kind.reason] += kind.calls
     cards = [
-        _card(policy, list(own), [row for row in promoted if row.policy == policy])
-        | {"lift": verdict(*lifts[policy]) if policy in lifts else None}
+        _policy_card(policy, list(own), [row for row in promoted if row.policy == policy])
+        | {"lift": compare_rewards(*lifts[policy]) if policy in lifts else None}
         for policy, own in groupby(rows, key=lambda row: row.policy)
     ]
     return part(
@@ -79,7 +79,7 @@ async def figures(request: Request) -> Response:
     )
 
 
-def verdict(new: Rewards, old: Rewards) -> dict[str, Any]:
+def compare_rewards(new: Rewards, old: Rewards) -> dict[str, Any]:
     """Return whether new rewards are `better` than old ones, `worse` or `unclear` (pure)."""
     lift, word = new.lift_over(old), "unclear"
     if lift is not None and (lift.low > 0 or lift.high < 0):
@@ -87,7 +87,7 @@ def verdict(new: Rewards, old: Rewards) -> dict[str, Any]:
     return {"word": word, "new": new, "old": old, "lift": lift}
 
 
-def _card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
+def _policy_card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
     """Return a policy's card, from its rows of `count_outcomes` and of `promotions`."""
     times: dict[Any, dict[str, Rewards]] = {}
     for row in rows:

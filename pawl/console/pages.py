@@ -1,7 +1,7 @@
 """Make pages: the viewer, database connections for reading and writing, and filters for values.
 
 Screens use this module and do not deal with keys, prefixes and headers (`pawl.console.app`). Text
-of agents and models is hostile: it is shown by `visible`, as plain text.
+of agents and models is hostile: it is shown by `visible_text`, as plain text.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Refusal(HTTPException):
         self.title = title
 
 
-class Shared(Generic[T]):
+class SharedCache(Generic[T]):
     """A cache of values, each computed once in a task for all requests that wait for it."""
 
     def __init__(self, kept_s: float, most: int) -> None:
@@ -118,14 +118,18 @@ class Console:
             lstrip_blocks=True,
         )
         self.templates.filters.update(
-            when=when, figure=figure, visible=visible, plain=plain, bare=bare
+            when=time_element,
+            figure=format_number,
+            visible=visible_text,
+            plain=plain_text,
+            bare=bare,
         )
         self.templates.globals.update(url=self.url, static=cache(self.static), nobody=NOBODY)
         # The doctor's findings, by tenant. Cached, as the doctor asks all processes.
-        self.examined: Shared[list[Finding]] = Shared(kept_s=10.0, most=20)
+        self.examined: SharedCache[list[Finding]] = SharedCache(kept_s=10.0, most=20)
         # The credit of an update, by tenant and update. Few, as each has the texts of its calls;
         # cached, as a viewer of an episode also looks at its calls and its update.
-        self.explained: Shared[ExplainedUpdate] = Shared(kept_s=60.0, most=2)
+        self.explained: SharedCache[ExplainedUpdate] = SharedCache(kept_s=60.0, most=2)
         # Held while a change is tried out, which takes the change's database locks.
         self.previewing = asyncio.Lock()
 
@@ -238,7 +242,7 @@ def part(request: Request, template: str, **context: Any) -> HTMLResponse:
 # How values are shown: the filters of the templates
 
 
-def when(moment: datetime | None) -> Markup:
+def time_element(moment: datetime | None) -> Markup:
     """Return a time as an element that `console.js` rewrites in the viewer's zone."""
     if moment is None:
         return Markup("–")
@@ -248,7 +252,7 @@ def when(moment: datetime | None) -> Markup:
     )
 
 
-def figure(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """Format a number: whole ones with grouped digits, others with `digits` significant digits."""
     if value is None:
         return "–"
@@ -273,7 +277,7 @@ _UNSEEN: Final = re.compile(
 )
 
 
-def plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return text of an agent or a model for a tooltip or a title; U+FFFD replaces `_UNSEEN`."""
     return _UNSEEN.sub("\ufffd", text)
 
@@ -282,7 +286,7 @@ def plain(text: str) -> str:
 _MARKS: Final = 4
 
 
-def visible(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Markup:
+def visible_text(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Markup:
     """Return text of an agent or a model as markup, with invisible characters made visible.
 
     It is cut after `limit` characters, and says so; `raw` is the address of the whole text.
@@ -293,14 +297,14 @@ def visible(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Mar
     if not kept.isascii():
         runs = groupby(kept, key=lambda letter: unicodedata.combining(letter) > 0)
         kept = "".join("".join(islice(run, _MARKS if marks else None)) for marks, run in runs)
-    shown = _UNSEEN.sub(_numbers, str(escape(kept)))
+    shown = _UNSEEN.sub(_code_points, str(escape(kept)))
     if len(text) > limit:
         rest = Markup('<a href="{}">raw</a>').format(raw) if raw else ""
         shown += f' <span class="cut">… {len(text) - limit:,} more {rest}</span>'
     return Markup('<bdi class="text">{}</bdi>').format(Markup(shown))
 
 
-def _numbers(unseen: re.Match[str]) -> str:
+def _code_points(unseen: re.Match[str]) -> str:
     """Return the code points of the first eight invisible characters, and the number of others."""
     named = " ".join(f"{ord(one):04X}" for one in unseen[0][:8])
     more = "" if len(unseen[0]) <= 8 else f" +{len(unseen[0]) - 8}"

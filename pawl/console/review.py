@@ -58,7 +58,7 @@ def statements_of(
     for scale in scales:
         stated = given.get(f"value:{scale.metric}", "").strip()
         if stated:
-            value = stated if stated in scale.texts else _number(stated, scale)
+            value = stated if stated in scale.texts else _parse_score(stated, scale)
             statements.append({"metric": scale.metric, "value": value, "episode": episode})
     if not statements:
         raise Refusal(400, "There is no score", "Choose a value, or skip it.")
@@ -68,7 +68,7 @@ def statements_of(
     return statements
 
 
-def _number(stated: str, scale: Scale) -> float:
+def _parse_score(stated: str, scale: Scale) -> float:
     with suppress(ValueError):
         value = float(stated)
         if scale.low <= value <= scale.high:
@@ -84,7 +84,7 @@ async def review(request: Request) -> Response:
     query = request.query_params
     doubt: Doubt = next((kind for kind in DOUBTS if kind == query.get("kind")), "unscored")
     if request.method == "POST":
-        return await _post(request, tenant, doubt)
+        return await _post_score(request, tenant, doubt)
     before, until = uuid_in(query.get("before")), uuid_in(query.get("at"))
     async with reading(request) as connection:
         policy, policies = await chosen_policy(request, connection, tenant)
@@ -94,8 +94,8 @@ async def review(request: Request) -> Response:
         queue = await review_queue(
             connection, policy.name, doubt, scales, tenant, before=before, until=until, most=MOST
         )
-        calls = await _calls(connection, queue[0].episode_id) if queue else {}
-        done = await _score(connection, uuid_in(query.get("done")), tenant)
+        calls = await _call_labels(connection, queue[0].episode_id) if queue else {}
+        done = await _scores(connection, uuid_in(query.get("done")), tenant)
     return page(
         request,
         "review.html",
@@ -113,7 +113,7 @@ async def review(request: Request) -> Response:
     )
 
 
-async def _score(connection: AsyncConnection, episode: UUID | None, tenant: str) -> str | None:
+async def _scores(connection: AsyncConnection, episode: UUID | None, tenant: str) -> str | None:
     """Return a tenant's episode with its scores so far, as text, or None."""
     key = None if episode is None else await key_to_review(connection, episode, tenant)
     if episode is None or key is None:
@@ -125,7 +125,7 @@ async def _score(connection: AsyncConnection, episode: UUID | None, tenant: str)
     return ", ".join([key, *(f"{one.metric} {one.label or one.value}" for one in said)])
 
 
-async def _calls(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
+async def _call_labels(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
     """Return the labels of the calls that can be corrected, by id, the last call first."""
     try:
         detail = await episode_detail(connection, episode)
@@ -141,7 +141,7 @@ async def _calls(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
     }
 
 
-async def _post(request: Request, tenant: str, doubt: Doubt) -> Response:
+async def _post_score(request: Request, tenant: str, doubt: Doubt) -> Response:
     """Post a score once: a repeat with the same `once` adds nothing."""
     require(request, "feedback")
     given = await form(request)

@@ -46,7 +46,7 @@ def tokens_of(
     ratio. Unknown values are None.
     """
     page = slice(start, start + TOKENS_A_PAGE)
-    known = zip_longest(ids[page], logprobs[page], map(_exp, log_ratios[page]), texts or ())
+    known = zip_longest(ids[page], logprobs[page], map(_capped_exp, log_ratios[page]), texts or ())
     return [
         {
             "place": place,
@@ -54,18 +54,18 @@ def tokens_of(
             "text": text,
             "logprob": logprob,
             "ratio": ratio,
-            "likely": None if logprob is None else bisect(LIKELY, _exp(logprob)),
+            "likely": None if logprob is None else bisect(LIKELY, _capped_exp(logprob)),
             "moved": None if ratio is None else bisect(RATIOS, ratio),
         }
         for place, (token, logprob, ratio, text) in enumerate(known, start)
     ]
 
 
-def _exp(value: float) -> float:
+def _capped_exp(value: float) -> float:
     return math.exp(min(value, 700.0))
 
 
-async def _texts(request: Request, model: str, ids: Sequence[int]) -> list[str] | None:
+async def _token_texts(request: Request, model: str, ids: Sequence[int]) -> list[str] | None:
     """Return the texts of tokens from the first model server that knows them, or None."""
     with suppress(TimeoutError):
         async with asyncio.timeout(TEXTS_S):
@@ -93,7 +93,7 @@ async def tokens(request: Request) -> Response:
     policy = unpack_logprobs(call.policy_logprobs or b"") if logprobs else []
     log_ratios = [now - then for now, then in zip(policy, logprobs, strict=bool(policy))]
     end = start + TOKENS_A_PAGE
-    texts = await _texts(request, call.model, ids[start:end])
+    texts = await _token_texts(request, call.model, ids[start:end])
     return part(
         request,
         "episode_tokens.html",
@@ -104,7 +104,7 @@ async def tokens(request: Request) -> Response:
         credit=next(own, None),
         why=why,
         # The geometric mean of the ratios decides whether a call carries loss.
-        ratio=_exp(fmean(log_ratios)) if log_ratios else None,
+        ratio=_capped_exp(fmean(log_ratios)) if log_ratios else None,
         off_policy=explained and explained.recipe.off_policy,
         after=end if end < len(ids) else None,
     )

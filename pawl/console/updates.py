@@ -41,7 +41,7 @@ SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-def shown_of(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
+def plotted_figures(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
     """Return `SHOWN`, and each task family's reward if the updates have several families."""
     families = sorted({one for own in updates for one in own.metrics.get("families", {})})
     lines = {f"families/{one}/reward": one or "(none)" for one in families}
@@ -55,7 +55,7 @@ def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
     x = [round(update.claimed_at.timestamp(), 3) for update in done]
     figures = [dict(flatten(update.metrics)) for update in done]
     plots = {}
-    for title, lines in shown_of(done).items():
+    for title, lines in plotted_figures(done).items():
         series = [
             {"name": label, "values": [own.get(name) for own in figures]}
             for name, label in lines.items()
@@ -79,7 +79,7 @@ async def updates(request: Request) -> Response:
         policies=known,
         updates=rows,
         outcomes=sum((Counter(row.outcomes) for row in rows), Counter()).most_common(),
-        shown=shown_of(rows),
+        shown=plotted_figures(rows),
         flatten=flatten,
         plots=plots_of(rows),
         older=rows[-1].id if len(rows) == MOST else None,

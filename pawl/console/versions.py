@@ -20,14 +20,14 @@ from starlette.routing import Route
 from pawl.by_hand import (
     find_to_promote,
     freeze_by_hand,
-    promote_as_seen,
+    promote_unless_changed,
     roll_back_by_hand,
 )
 from pawl.console.pages import (
     Refusal,
     console_of,
-    figure,
     form,
+    format_number,
     page,
     reading,
     require,
@@ -53,12 +53,12 @@ MOST: Final = 40
 MOST_EVENTS: Final = 50
 
 
-def words_of(version: Row[Any]) -> list[str]:
+def describe_version(version: Row[Any]) -> list[str]:
     """Return the state of a version of `store.read.lineage` in words, then its marks (pure)."""
     state = version.state.replace("_", " ")
     if version.share is not None:
         state = "control" if version.state == "retired" else state
-        state += f" with {figure(100 * version.share)} % of new episodes"
+        state += f" with {format_number(100 * version.share)} % of new episodes"
     more = {
         "unloaded": version.unloaded_at,
         "ended": version.ended_at,
@@ -115,10 +115,10 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
         StoreError: the change cannot be made; the message says why.
         Refusal: the tenant (None: anybody) has no such version, or there is no such action.
     """
-    await own_version(connection, change.policy, change.number, tenant)
+    await visible_version(connection, change.policy, change.number, tenant)
     await lock_policies(connection, [change.policy])
     places = await live_and_given_versions(connection, change.policy, [change.number])
-    before = {number: words_of(version) for number, version in places.items()}
+    before = {number: describe_version(version) for number, version in places.items()}
     match change.action:
         case "promote":
             start, waits = await find_to_promote(connection, change.named, tenant)
@@ -128,7 +128,7 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
                     f"{change.named} is on no model server: {command} loads it first"
                 )
             evidence = None if waits is None else waits.evidence
-            await promote_as_seen(connection, start, change.reason, evidence)
+            await promote_unless_changed(connection, start, change.reason, evidence)
             change = replace(change, waits=waits)
         case "rollback":
             await roll_back_by_hand(connection, change.named, change.reason, tenant)
@@ -138,7 +138,7 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
         case _:
             raise Refusal(404, "There is no such action", change.action)
     places = await live_and_given_versions(connection, change.policy, before)
-    after = {number: words_of(version) for number, version in places.items()}
+    after = {number: describe_version(version) for number, version in places.items()}
     moved = tuple(
         (number, before[number], now)
         for number, now in after.items()
@@ -152,7 +152,7 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
 # Pages
 
 
-async def own_version(
+async def visible_version(
     connection: AsyncConnection, policy: str, number: int, tenant: str | None
 ) -> Row[Any]:
     """Return a version that the tenant (None: anybody) may see.
@@ -220,7 +220,7 @@ async def versions(request: Request) -> Response:
         compared=compared,
         waits={one.version: events[one.version] for one in line if one.awaits_approval_at},
         older=numbers[MOST - 1] if len(numbers) >= MOST and numbers[MOST - 1] else None,
-        words_of=words_of,
+        words_of=describe_version,
     )
 
 
@@ -228,7 +228,7 @@ async def version(request: Request) -> Response:
     """Show one version: its figures, its parent, and the events that led to its state."""
     policy, number = request.path_params["policy"], request.path_params["number"]
     async with reading(request) as connection:
-        own = await own_version(connection, policy, number, viewer(request).tenant)
+        own = await visible_version(connection, policy, number, viewer(request).tenant)
         since = own.created_at if number else None
         live, held_out = await rewards_of(connection, policy, [number], since)
         events = await list_events(connection, policy, number, most=MOST_EVENTS)
@@ -240,7 +240,7 @@ async def version(request: Request) -> Response:
         held_out=held_out.get(number),
         events=events,
         is_waiting=own.awaits_approval_at is not None,
-        words=words_of(own),
+        words=describe_version(own),
         actions=actions_of(own),
     )
 

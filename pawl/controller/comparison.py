@@ -22,7 +22,7 @@ from pawl.controller.eprocess import (
     EProcess,
     Side,
     block_size,
-    bound,
+    difference_bound,
 )
 from pawl.controller.own_past import OwnPast, Scored
 
@@ -151,7 +151,7 @@ class _Slowness:
         self._bar: float | None = None
         self._seen = 0
 
-    def read(self, is_new: bool, episode: ComparedEpisode) -> bool | None:
+    def is_slow(self, is_new: bool, episode: ComparedEpisode) -> bool | None:
         """Return whether an episode is slow; None if its time or the median is unknown."""
         if episode.seconds is None:
             return None
@@ -181,7 +181,7 @@ class _Part:
         self._sums[is_new] = (total + value, count + 1)
         self.blocks.add(is_new, family, value)
 
-    def settle(self) -> None:
+    def settle_bets(self) -> None:
         block = self.blocks.close()
         if block is not None:
             self.against.update(block)
@@ -264,7 +264,7 @@ class Comparison:
 
     def add_past(self, episode: ComparedEpisode) -> None:
         """Add an episode that was served before the control lost the traffic."""
-        value = self._value(episode)
+        value = self._reward_share(episode)
         if value is not None and not episode.failed:
             self._own_past.add(Scored(episode.family, episode.task, value), is_past=True)
 
@@ -276,9 +276,9 @@ class Comparison:
         parts = *self._guards, *filter(None, [self._families.get(episode.family)])
         full = [part for part in parts if part.blocks.is_full]
         for part in full:
-            part.settle()
+            part.settle_bets()
         if self._rewards.is_full:
-            self._close()
+            self._settle_rewards()
             self._judge()
         elif full:
             self._judge()
@@ -292,8 +292,8 @@ class Comparison:
             for episode in episodes:
                 self._add_episode(is_new, episode)
         for part in (*self._guards, *self._families.values()):
-            part.settle()
-        self._close()
+            part.settle_bets()
+        self._settle_rewards()
         self._judge()
 
     @property
@@ -320,7 +320,7 @@ class Comparison:
         return self._known >= INFORMATION
 
     @property
-    def is_in_line(self) -> bool:
+    def may_move_control(self) -> bool:
         """Return whether there is enough information, and no sign of harm, to move the control."""
         return self._weight >= RENEWAL and not self.points_to_harm
 
@@ -335,7 +335,7 @@ class Comparison:
             for version, before in self._known_before.items()
             if self._known - before >= RENEWAL / 2
         ]
-        return max(known) if known and self.is_in_line else None
+        return max(known) if known and self.may_move_control else None
 
     @property
     def points_to_harm(self) -> bool:
@@ -357,8 +357,8 @@ class Comparison:
         """
         count = self.blocks
         if count > renewed * self._bounds[0]:
-            lower = bound(self._blocks, self._rule.mistakes, ABOVE)
-            upper = bound(self._blocks, self._rule.mistakes / 2, BELOW)
+            lower = difference_bound(self._blocks, self._rule.mistakes, ABOVE)
+            upper = difference_bound(self._blocks, self._rule.mistakes / 2, BELOW)
             self._bounds = (count, lower, upper)
         return Figures(
             new=self._figures_of(True),
@@ -384,14 +384,14 @@ class Comparison:
 
     def _add_episode(self, is_new: bool, episode: ComparedEpisode) -> None:
         """Count an episode, and put it into the open blocks."""
-        wrong = (episode.failed, episode.malformed, self._slowness.read(is_new, episode))
+        wrong = (episode.failed, episode.malformed, self._slowness.is_slow(is_new, episode))
         for guard, is_wrong in zip(self._guards, wrong, strict=True):
             if is_wrong is not None:
                 guard.add(is_new, episode.family, float(is_wrong))
         arm = self._arms[is_new]
         arm.episodes += 1
         arm.failed += episode.failed
-        value = self._value(episode)
+        value = self._reward_share(episode)
         if value is None:
             return
         if episode.reward is not None and not isnan(episode.reward):
@@ -415,7 +415,7 @@ class Comparison:
                 self._total = self._weight = 0.0
                 self._rewards.size = block_size(MOST_SHARE, MOST_SHARE)
 
-    def _value(self, episode: ComparedEpisode) -> float | None:
+    def _reward_share(self, episode: ComparedEpisode) -> float | None:
         """Return the reward as a share of its range, clipped.
 
         Without a reward, or with NaN, it is 0 for a failed episode and None (unscored) otherwise.
@@ -424,7 +424,7 @@ class Comparison:
             return 0.0 if episode.failed else None
         return min(max((episode.reward - self._low) / self._width, 0.0), 1.0)
 
-    def _close(self) -> None:
+    def _settle_rewards(self) -> None:
         """Settle the bets on the open block of rewards.
 
         A block without any reward, only failed episodes, says nothing: that is an outage.
@@ -451,7 +451,7 @@ class Comparison:
     def _judge(self) -> None:
         self.trade = self.trade or self._lost_family()
         if self.verdict is None:
-            self.verdict = self._found()
+            self.verdict = self._find_verdict()
 
     @property
     def _family_needed(self) -> float:
@@ -469,7 +469,7 @@ class Comparison:
                 return f"loses more on the tasks {lost.name!r}, {means}, than it gains on others"
         return None
 
-    def _found(self) -> Verdict | None:
+    def _find_verdict(self) -> Verdict | None:
         for guard in self._guards:
             if guard.against.value >= self._guard_needed:
                 shares = f"{guard.mean(True) or 0:.1%} against {guard.mean(False) or 0:.1%}"

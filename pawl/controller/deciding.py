@@ -137,7 +137,7 @@ class PolicyGate:
             return []
         act = (
             await self._watch(connection, stands)
-            or await self._try(connection, stands)
+            or await self._judge_trial(connection, stands)
             or await self._begin(connection, stands)
         )
         if act is None:
@@ -161,7 +161,7 @@ class PolicyGate:
             given = await last_traffic_gain(connection, self._name, number)
             is_back = given.from_state == "retired" and given.actor == CONTROLLER
             GATE_WATCHED.labels(self._name).set(is_back or not (number and rule.control_share))
-            self._hide("watch")
+            self._remove_gauges("watch")
             alone = _because("there is no control to tell why rewards fell: training goes on")
             go_on = partial(resume_training, connection, self._name, **alone)
             return go_on if stands.is_held else None
@@ -177,11 +177,11 @@ class PolicyGate:
         if comparison.verdict is not None:
             return partial(self._roll_back, connection, serving, _why(comparison, rule))
         if is_read:
-            self._show("watch", comparison)
-            return await self._follow(connection, stands, served, evidence)
+            self._show_gauges("watch", comparison)
+            return await self._act_on_watch(connection, stands, served, evidence)
         return None
 
-    async def _follow(
+    async def _act_on_watch(
         self, connection: AsyncConnection, stands: GatedPolicy, served: set[int], evidence: Evidence
     ) -> Act | None:
         """Return the next action on the serving arm, whose complete evidence proves no harm."""
@@ -190,7 +190,7 @@ class PolicyGate:
         why = partial(_why, comparison, rule)
         assert control is not None
         if comparison.fall is not None or stands.is_held:
-            return self._hold_or_go_on(connection, stands, comparison, why)
+            return self._hold_or_resume(connection, stands, comparison, why)
         if comparison.trade is not None and not evidence.is_said:
             evidence.is_said = True
             return partial(self._record_finding, connection, serving, why(comparison.trade))
@@ -199,7 +199,7 @@ class PolicyGate:
         is_tried = given.verdict == UNDECIDED and _share_of(control) > rule.control_share
         if is_tried and comparison.tells_against:
             lower = why(f"{serving.version.served_name} scores lower so far")
-            return partial(self._give_back, connection, serving, control, lower)
+            return partial(self._return_traffic, connection, serving, control, lower)
         version: int | None = None
         if is_tried:
             version = control.version.version if comparison.is_enough else None
@@ -214,7 +214,7 @@ class PolicyGate:
         share = rule.control_share
         return partial(move_control, connection, self._name, version, share, **in_line)
 
-    def _hold_or_go_on(
+    def _hold_or_resume(
         self,
         connection: AsyncConnection,
         stands: GatedPolicy,
@@ -231,9 +231,9 @@ class PolicyGate:
             return partial(hold_training, connection, serving.version, share, **why)
         why = because("it does no worse than its control: training goes on")
         go_on = partial(resume_training, connection, self._name, **why)
-        return go_on if comparison.is_in_line else None
+        return go_on if comparison.may_move_control else None
 
-    async def _give_back(
+    async def _return_traffic(
         self, connection: AsyncConnection, serving: VersionInRole, control: VersionInRole, why: Why
     ) -> list[Move]:
         """Let the control serve again; the version without proof is retired, not rolled back."""
@@ -245,14 +245,14 @@ class PolicyGate:
             Move(version, "serving", why["reason"]),
         ]
 
-    async def _try(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
+    async def _judge_trial(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
         """Compare the canary with the serving version: do its episodes suffice, or is time over?
 
         The trial outlasts its time while there is no evidence at all, unless a newer version waits.
         """
         serving, canary = stands.serving, stands.canary
         if canary is None:
-            self._hide("trial")
+            self._remove_gauges("trial")
             return None
         rule = _rule_of(canary)
         share = canary.version.share or 0.0
@@ -266,7 +266,7 @@ class PolicyGate:
         if not await evidence.catch_up(connection, given, stands.now):
             return None
         comparison = evidence.comparison
-        self._show("trial", comparison)
+        self._show_gauges("trial", comparison)
         is_over = stands.now - since >= timedelta(hours=rule.decide_within_h)
         may_end = comparison.difference is not None or stands.candidate is not None
         if comparison.verdict is None and not (is_over and may_end):
@@ -377,7 +377,7 @@ class PolicyGate:
             self._evidence[compared] = evidence
         return evidence
 
-    def _show(self, compared: Compared, comparison: Comparison) -> None:
+    def _show_gauges(self, compared: Compared, comparison: Comparison) -> None:
         """Set the gauges of a comparison."""
         figures = comparison.figures(RENEWED)
         for bound in BOUNDS:
@@ -385,7 +385,7 @@ class PolicyGate:
         for arm in ARMS:
             GATE_EPISODES.labels(self._name, compared, arm).set(getattr(figures, arm).episodes)
 
-    def _hide(self, compared: Compared) -> None:
+    def _remove_gauges(self, compared: Compared) -> None:
         if self._evidence.pop(compared, None) is not None:
             for bound in BOUNDS:
                 GATE_BOUND.remove(self._name, compared, bound)
@@ -394,8 +394,8 @@ class PolicyGate:
 
     async def forget(self) -> None:
         """Drop the gauges and evaluation of a policy that has no version to judge any more."""
-        self._hide("watch")
-        self._hide("trial")
+        self._remove_gauges("watch")
+        self._remove_gauges("trial")
         await self._evaluations.forget(self._name)
         for gauge in (GATE_FROZEN, GATE_FAILED, GATE_WATCHED):
             gauge.remove(self._name)
@@ -448,7 +448,7 @@ class Deciding:
         self._evaluations = evaluations
         self._policies: dict[str, PolicyGate] = {}
 
-    async def look(self, engine: AsyncEngine) -> None:
+    async def judge_all(self, engine: AsyncEngine) -> None:
         """Judge every policy once; a failure of one does not affect the others."""
         async with engine.connect() as connection:
             names = await gated_policies(connection)

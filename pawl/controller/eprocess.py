@@ -61,7 +61,7 @@ class EProcess:
 
     def update(self, block: Block) -> None:
         """Settle the bets on one block."""
-        won = _odds(block, self._null, self._side)
+        won = _bet_gain(block, self._null, self._side)
         self._parts = [
             min(part * (1 + bet * won), MOST_WEALTH)
             for part, bet in zip(self._parts, _bets(block.weight), strict=True)
@@ -88,7 +88,7 @@ class ChangeDetector(EProcess):
 
 def log_wealth(blocks: Iterable[Block], null: float, side: Side) -> float:
     """Return the logarithm of the value of an `EProcess` after these blocks."""
-    odds = [(_odds(block, null, side), _bets(block.weight)) for block in blocks]
+    odds = [(_bet_gain(block, null, side), _bets(block.weight)) for block in blocks]
     logs = [
         fsum([log1p(bets[player] * won) for won, bets in odds]) for player in range(len(STAKES))
     ]
@@ -103,7 +103,7 @@ def _bets(weight: float) -> tuple[float, ...]:
     return tuple([min(stake * weight, MOST_BET) for stake in STAKES])
 
 
-def _odds(block: Block, null: float, side: Side) -> float:
+def _bet_gain(block: Block, null: float, side: Side) -> float:
     """Return the gain of a bet of 1: −1 at worst, 0 on average if the difference is the null."""
     return side * (block.difference - null) / (block.reach + side * null)
 
@@ -124,7 +124,7 @@ class Blocks:
         self.size = size
         self._open: list[tuple[bool, str, float]] = []
         self._arms = set[bool]()
-        self._centres = Centres()
+        self._centres = FamilyMeans()
 
     def add(self, tested: bool, family: str, value: float) -> None:
         """Put a value of 0 to 1 into the open block."""
@@ -141,12 +141,12 @@ class Blocks:
         """Close the open block, whatever its size; return None if it has episodes of one arm."""
         episodes, self._open = self._open, []
         self._arms.clear()
-        block = self._compare(episodes)
+        block = self._compare_arms(episodes)
         for _, one, reward in episodes:
             self._centres.add(one, reward)
         return block
 
-    def _compare(self, episodes: list[tuple[bool, str, float]]) -> Block | None:
+    def _compare_arms(self, episodes: list[tuple[bool, str, float]]) -> Block | None:
         count = sum([tested for tested, _, _ in episodes])
         others = len(episodes) - count
         if not count or not others:
@@ -179,7 +179,7 @@ PRIOR: Final = 5
 MOST_CENTRES: Final = 10_000
 
 
-class Centres:
+class FamilyMeans:
     """The mean of each family, drawn towards the mean of all while the family has few episodes."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Centres:
 STEPS: Final = 500
 
 
-def bound(blocks: Collection[Block], mistakes: float, side: Side) -> float:
+def difference_bound(blocks: Collection[Block], mistakes: float, side: Side) -> float:
     """Return the bound, from −1 to 1, that the difference is shown to be above (or below).
 
     With probability 1 − `mistakes` the difference is never beyond it. Wealth is monotonic in the

@@ -54,7 +54,7 @@ class Evaluations:
         key = candidate.version.version, serving.version.version, candidate.gate
         if name not in self._tasks or self._tasks[name][0] != key:
             await self.forget(name)
-            task = asyncio.create_task(self._until_done(candidate, serving, rule))
+            task = asyncio.create_task(self._evaluate_with_retries(candidate, serving, rule))
             self._tasks[name] = key, task
         _, task = self._tasks[name]
         return task.result() if task.done() else None
@@ -71,7 +71,7 @@ class Evaluations:
         for name in list(self._tasks):
             await self.forget(name)
 
-    async def _until_done(
+    async def _evaluate_with_retries(
         self, candidate: VersionInRole, serving: VersionInRole, rule: PublishOptions
     ) -> Comparison:
         """Evaluate, and retry failures.

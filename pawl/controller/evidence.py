@@ -107,7 +107,7 @@ class Evidence:
                 connection, self._policy, waiting, until=end, within=self._delay, soon=self._soon
             ):
                 self._counted.add(self._waiting.pop(one.id).first_call_id)
-                self._add(one, given)
+                self._add_episode(one, given)
             self._at = end
             if self._at < until and clock() >= stop_at:
                 return False
@@ -127,7 +127,7 @@ class Evidence:
                 return
             first = UUID(int=begun[-1].first_call_id.int + 1)
 
-    def _add(self, one: ArmEpisode, given: Given) -> None:
+    def _add_episode(self, one: ArmEpisode, given: Given) -> None:
         read = {name: getattr(one, name) for name in ComparedEpisode.__struct_fields__}
         if one.began < self._since:
             if one.arm == self._new:

@@ -53,7 +53,7 @@ OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
 # Which adapters a server should have (pure)
 
 
-def belonging(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
+def versions_for_server(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
     """Return the servable versions of the policies whose base model the server has.
 
     Most requested first: serving versions, then canaries and controls, then the newest.
@@ -74,7 +74,7 @@ def has_other_files(version: PolicyVersion, listed: Listed) -> bool:
     return model is not None and model.get("root") != version.adapter_path
 
 
-def to_load(versions: Iterable[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
+def versions_to_load(versions: Iterable[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
     """Return the `versions` that the server lacks, then those that it has with other files."""
     versions = list(versions)
     lacking = [version for version in versions if version.served_name not in listed]
@@ -193,7 +193,7 @@ class Reconciler:
         self._settled: Collection[PolicyVersion] | None = None
         self._skips = 0
 
-    def gave_up(self, name: str) -> bool:
+    def has_given_up_on(self, name: str) -> bool:
         """Return whether the server has refused to load a version for a minute."""
         _, pause_s = self._pauses.get(name, (0.0, 0.0))
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
@@ -224,13 +224,13 @@ class Reconciler:
         self._settled = None
         try:
             listed = await self.server.models()
-            servable = belonging(versions or (), listed)
+            servable = versions_for_server(versions or (), listed)
             self.names = {version.served_name for version in servable}
             self.troubles = {n: why for n, why in self.troubles.items() if n in self.names}
             self._pauses = {
                 name: pause for name, pause in self._pauses.items() if name in self.names
             }
-            waiting = to_load(servable, listed)
+            waiting = versions_to_load(servable, listed)
             self.missing = len(waiting)
             for version in waiting:
                 self.missing -= await self._load(version, listed, may_load)

@@ -98,7 +98,7 @@ class ServableVersions:
         for one in self.versions:
             asked = [each for each in self.reconcilers if one.served_name in each.names]
             is_lost = bool(asked) and all(
-                each.gave_up(one.served_name) and serving.get(one.name) not in each.troubles
+                each.has_given_up_on(one.served_name) and serving.get(one.name) not in each.troubles
                 for each in asked
             )
             if is_lost and one.state in ("retired", "rolled_back"):
@@ -124,7 +124,7 @@ class ReplicaController:
         REPLICA_UP.labels(url).set(0)
         MISSING.labels(url).set(0)
 
-    async def follow(self) -> None:
+    async def reconcile_forever(self) -> None:
         """Reconcile the replica repeatedly; never return."""
         while True:
             servable = self._servable
@@ -133,15 +133,15 @@ class ReplicaController:
                     await self.reconciler.look(
                         servable.versions, may_load=servable.may_load, unserved=servable.unserved
                     )
-                    self._note(True)
+                    self._note_answer(True)
             except UpstreamAway as error:
-                self._note(False, str(error))
+                self._note_answer(False, str(error))
             except Exception:
                 log.exception("replica_not_kept", replica=self._url)
             MISSING.labels(self._url).set(self.reconciler.missing)
             await asyncio.sleep(self._poll_s)
 
-    def _note(self, up: bool, reason: str | None = None) -> None:
+    def _note_answer(self, up: bool, reason: str | None = None) -> None:
         """Show whether the replica answers; log it only when that changes."""
         REPLICA_UP.labels(self._url).set(up)
         if up is not self._up:

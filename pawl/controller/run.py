@@ -47,9 +47,9 @@ async def controller(settings: ControllerSettings) -> None:
         port = await serve_app(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
-        looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
-        reading = [follow(settings, poll_s, name, look) for name, look in looks.items()]
-        async with working(reading), working([each.follow() for each in controllers]):
+        looks = {"controller": servable.look, "gate": Deciding(evaluations).judge_all}
+        reading = [look_forever(settings, poll_s, name, look) for name, look in looks.items()]
+        async with working(reading), working([each.reconcile_forever() for each in controllers]):
             log.info("controller_up", replicas=settings.server_urls)
             await stop.wait()
     log.info("controller_down")
@@ -70,7 +70,7 @@ async def working(parts: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[N
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def follow(
+async def look_forever(
     settings: StoreSettings,
     poll_s: float,
     name: str,

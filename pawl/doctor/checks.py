@@ -165,7 +165,7 @@ def missing_key(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def database(facts: Facts) -> Iterator[Finding]:
+def database_away(facts: Facts) -> Iterator[Finding]:
     """Find a database that cannot be used, or was too slow to answer all questions."""
     if facts.database is not None and facts.proxy.ready.database == "up":
         yield Finding(
@@ -202,7 +202,7 @@ def all_away(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def storage(facts: Facts) -> Iterator[Finding]:
+def full_storage(facts: Facts) -> Iterator[Finding]:
     """Find disks that are nearly full, and records that are lost, refused or waiting on disk."""
     for disk in facts.disks:
         if disk.free_gib < DISK_GIB:
@@ -329,7 +329,7 @@ def no_calls(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def unmatched(facts: Facts) -> Iterator[Finding]:
+def unmatched_feedback(facts: Facts) -> Iterator[Finding]:
     """Find feedback about calls or episodes that never came: it scores nothing."""
     feedback = facts.unmatched
     if feedback.statements:
@@ -343,7 +343,7 @@ def unmatched(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def unanswered(facts: Facts) -> Iterator[Finding]:
+def unanswered_calls(facts: Facts) -> Iterator[Finding]:
     """Find calls for models that no policy answers."""
     kinds = [one for one in facts.calls if one.policy is None]
     calls, every = sum(one.calls for one in kinds), sum(one.calls for one in facts.calls)
@@ -369,14 +369,14 @@ def unanswered(facts: Facts) -> Iterator[Finding]:
 # Calls and episodes that cannot be trained
 
 
-def broken(facts: Facts) -> Iterator[Finding]:
+def broken_calls(facts: Facts) -> Iterator[Finding]:
     """Find policies with many calls that break off or get an error, evaluation included."""
     for name in sorted({one.policy for one in facts.calls if one.policy is not None}):
         own = [one for one in facts.calls if one.policy == name]
         yield from _too_many(name, own, [one for one in own if one.reason in BROKEN])
 
 
-def untrainable(facts: Facts) -> Iterator[Finding]:
+def untrainable_calls(facts: Facts) -> Iterator[Finding]:
     """Find policies with many complete calls that cannot be trained."""
     trained = {policy.name: policy for policy in facts.policies}
     kinds = [
@@ -430,7 +430,7 @@ def only_evaluation(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def too_long(facts: Facts) -> Iterator[Finding]:
+def too_long_contexts(facts: Facts) -> Iterator[Finding]:
     """Find that the model server accepts calls too long for the trainer's memory."""
     longest = facts.trainer.value("pawl_longest_call_tokens")
     served = [
@@ -449,7 +449,7 @@ def too_long(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def spinning(facts: Facts) -> Iterator[Finding]:
+def spinning_threads(facts: Facts) -> Iterator[Finding]:
     """Find environment variables of this shell that make Pawl's threads spin while they wait."""
     for name, value in facts.spinning.items():
         yield Finding(
@@ -478,7 +478,7 @@ def controller_away(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def paused(facts: Facts) -> Iterator[Finding]:
+def paused_training(facts: Facts) -> Iterator[Finding]:
     """Find policies that a running trainer left, or whose training is paused."""
     policies = {policy.name: policy for policy in facts.policies}
     # Without the database the policies to train are unknown, so all are shown.

@@ -13,24 +13,25 @@ from pawl.settings import DoctorSettings
 
 # Upstream causes come first.
 CHECKS: Final[tuple[Check, ...]] = (
-    *(checks.unusable_files, checks.database, checks.storage),
+    *(checks.unusable_files, checks.database_away, checks.full_storage),
     *(checks.proxy_away, checks.server_away, checks.trainer_away, checks.no_calls),
-    *(checks.unanswered, checks.broken, checks.untrainable, checks.only_evaluation),
-    *(checks.unmatched, policy_checks.quarantined, policy_checks.unrewarded),
-    *(policy_checks.equal_rewards, policy_checks.judges, checks.paused, checks.no_slot),
-    *(policy_checks.trained_badly, policy_checks.outside_range, policy_checks.drifted),
-    *(policy_checks.frozen, policy_checks.not_as_trained),
-    *(checks.controller_away, policy_checks.undecided),
-    *(checks.missing_key, checks.too_long, checks.spinning, policy_checks.learns),
+    *(checks.unanswered_calls, checks.broken_calls, checks.untrainable_calls),
+    *(checks.only_evaluation, checks.unmatched_feedback, policy_checks.quarantined_episodes),
+    *(policy_checks.missing_rewards, policy_checks.equal_rewards, policy_checks.unreliable_judges),
+    *(checks.paused_training, checks.no_slot, policy_checks.trained_badly),
+    *(policy_checks.rewards_outside_range, policy_checks.drifted_version),
+    *(policy_checks.frozen_policy, policy_checks.misserved_versions),
+    *(checks.controller_away, policy_checks.undecided_version, checks.missing_key),
+    *(checks.too_long_contexts, checks.spinning_threads, policy_checks.policy_outlook),
 )
 # Checks of processes, servers and disks, which all tenants share.
 OF_PARTS: Final[tuple[Check, ...]] = (
-    *(checks.unusable_files, checks.storage, checks.proxy_away, checks.server_away),
+    *(checks.unusable_files, checks.full_storage, checks.proxy_away, checks.server_away),
     *(checks.trainer_away, checks.no_slot, checks.controller_away, checks.missing_key),
-    checks.spinning,
+    checks.spinning_threads,
 )
 # Checks whose figures name such parts.
-NAME_PARTS: Final[tuple[Check, ...]] = (checks.database, policy_checks.not_as_trained)
+NAME_PARTS: Final[tuple[Check, ...]] = (checks.database_away, policy_checks.misserved_versions)
 
 
 async def examine(

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.by_hand import why_waits
+from pawl.by_hand import approval_event
 from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
-from pawl.processes import spinning_threads
+from pawl.processes import spinning_variables
 from pawl.settings import DoctorSettings
 from pawl.stack.preflight import GIB
 from proxy.errors import BadUpstreams
@@ -66,17 +66,17 @@ T = TypeVar("T")
 
 async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
     """Return the facts of all parts, which are asked concurrently."""
-    unusable, table = _files(settings)
+    unusable, table = _read_files(settings)
     async with aiohttp.ClientSession(response_class=LimitedResponse) as session:
         facts, proxy, trainer, controller, servers, (disks, letters) = await asyncio.gather(
-            _stored(settings, engine, tenant, table),
-            _process(session, settings.admin_listen, settings.headers),
-            _process(session, settings.trainer_listen, NOTHING),
-            _process(session, settings.controller_listen, NOTHING),
+            _stored_facts(settings, engine, tenant, table),
+            _ask_process(session, settings.admin_listen, settings.headers),
+            _ask_process(session, settings.trainer_listen, NOTHING),
+            _ask_process(session, settings.controller_listen, NOTHING),
             asyncio.gather(
-                *(_server(url, settings.adapter_slots) for url in settings.model_servers)
+                *(_ask_server(url, settings.adapter_slots) for url in settings.model_servers)
             ),
-            asyncio.to_thread(_of_disks, settings),
+            asyncio.to_thread(_read_disks, settings),
         )
     return replace(
         facts,
@@ -87,11 +87,11 @@ async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: s
         servers=tuple(servers),
         disks=disks,
         letters=0 if tenant is not None else letters,
-        spinning=spinning_threads(os.environ),
+        spinning=spinning_variables(os.environ),
     )
 
 
-def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None]:
+def _read_files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None]:
     """Return why settings' files cannot be used, by setting, and the policies' file, if any."""
     unusable, table = dict[str, str](), None
     try:
@@ -108,7 +108,7 @@ def _files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None
 # Processes
 
 
-async def _process(
+async def _ask_process(
     session: aiohttp.ClientSession, address: str, headers: Mapping[str, str]
 ) -> ProcessAnswer:
     """Return the `/metrics` of a process, and its `/readyz` if it has that."""
@@ -133,7 +133,7 @@ async def _process(
     return await _within(PROCESS_S, both, lambda why: ProcessAnswer(address=address, why_not=why))
 
 
-async def _server(url: str, slots: int | None) -> ReplicaAnswer:
+async def _ask_server(url: str, slots: int | None) -> ReplicaAnswer:
     """Return the models that a model server lists, and how many adapter slots it has."""
     async with ModelServer(url) as server:
 
@@ -162,7 +162,7 @@ async def _within(
         return without(str(error) or type(error).__name__)
 
 
-def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
+def _read_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
     """Return the disks of Pawl's folders on this machine, and the number of dead letters."""
     folders = {"PAWL_SPOOL_DIR": settings.spool_dir, "PAWL_ADAPTER_DIR": settings.adapter_dir}
     if settings.database_url is None:
@@ -187,7 +187,7 @@ def _of_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
 # The database
 
 
-async def _stored(
+async def _stored_facts(
     settings: DoctorSettings,
     engine: AsyncEngine | None,
     tenant: str | None,
@@ -198,7 +198,7 @@ async def _stored(
     facts = nothing
     try:
         async with asyncio.timeout(STORE_S), _engine(settings, engine) as opened:
-            async for more in _read(opened, settings, nothing, table):
+            async for more in _read_facts(opened, settings, nothing, table):
                 facts = more
     except Exception as error:
         is_out = isinstance(error, TimeoutError)
@@ -238,7 +238,7 @@ async def _engine(
         await own.dispose()
 
 
-async def _read(
+async def _read_facts(
     engine: AsyncEngine, settings: DoctorSettings, facts: Facts, table: PolicyTable | None
 ) -> AsyncIterator[Facts]:
     """Yield growing facts from the database: before the first policy, and after each policy."""
@@ -263,7 +263,7 @@ async def _read(
         )
         yield facts
         ready = await waiting_episodes(connection)
-        for about in _to_train(begun, known, settings.policy, calls):
+        for about in _policies_to_train(begun, known, settings.policy, calls):
             spec = None if table is None else table.named(about.name)
             try:
                 recipe = load_recipe((spec and spec.recipe) or settings.recipe)
@@ -271,12 +271,12 @@ async def _read(
                 facts = replace(facts, unusable={"PAWL_RECIPE": str(error)})
                 recipe = None
             policy = PolicyFacts(about=about, recipe=recipe, ready=ready.get(about.name, 0))
-            policy = await _policy(connection, settings, policy, now, known)
+            policy = await _read_policy(connection, settings, policy, now, known)
             facts = replace(facts, policies=(*facts.policies, policy))
             yield facts
 
 
-def _to_train(
+def _policies_to_train(
     begun: Sequence[TendedPolicy],
     known: Sequence[str] | None,
     chosen: str | None,
@@ -293,7 +293,7 @@ def _to_train(
     return [about for about in begun if about.is_held or about.name in used] or list(begun)
 
 
-async def _policy(
+async def _read_policy(
     connection: AsyncConnection,
     settings: DoctorSettings,
     policy: PolicyFacts,
@@ -323,7 +323,7 @@ async def _policy(
         lacks=await count_missing_rewards(connection, name),
         judges=tuple(await agreements(connection, name)),
         standing=standing,
-        waits=None if not tried else await why_waits(connection, tried.version),
+        waits=None if not tried else await approval_event(connection, tried.version),
         live=await count_live_versions(connection, name, known=known),
         kept=tuple(await kept_versions(connection, name)),
         # Fetched versions are in another folder on each machine.

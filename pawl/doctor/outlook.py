@@ -52,11 +52,11 @@ class Outlook(Record, frozen=True, kw_only=True):
         )
         unused = ", ".join(f"{number} {why}" for why, number in self.unused.items())
         because = f" (of {self.recorded}: {unused})" if unused else ""
-        update = f"in {about(self.next_update)}" if self.next_update else "now"
+        update = f"in {describe_time(self.next_update)}" if self.next_update else "now"
         text = f"about {usable} of {recorded} episodes {per} count towards an update{because};"
         text += f" the next update {update}"
         if self.first_seen is not None:
-            soonest, latest = map(about, self.first_seen)
+            soonest, latest = map(describe_time, self.first_seen)
             text += (
                 f"; a first difference in {soonest} to {latest.removeprefix('about ')}, if it takes"
                 f" {FIRST_SEEN[0]} episodes as the packaged task does, or {FIRST_SEEN[1]} as the"
@@ -97,7 +97,7 @@ def outlook_of(
     )
 
 
-def about(time: timedelta) -> str:
+def describe_time(time: timedelta) -> str:
     """Return a forecast in words, such as `about 3 hours`."""
     seconds = time.total_seconds()
     units = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))

@@ -23,7 +23,7 @@ FEWEST_EQUAL: Final = 8
 
 
 @of_each_policy
-def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
+def quarantined_episodes(_: Facts, policy: PolicyFacts) -> Finding | None:
     """Find that many of the newest episodes are quarantined, or any that need a name."""
     counts = policy.counts
     every = counts.episodes + counts.quarantined
@@ -44,7 +44,7 @@ def quarantined(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def unrewarded(facts: Facts, policy: PolicyFacts) -> Finding | None:
+def missing_rewards(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Find that no episodes have rewards, or many ended ones have none."""
     counts = policy.counts
     lacks = sum(policy.lacks.values())
@@ -121,7 +121,7 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def judges(_: Facts, policy: PolicyFacts) -> Finding | None:
+def unreliable_judges(_: Facts, policy: PolicyFacts) -> Finding | None:
     """Find the judge that agrees least with facts, or an unmeasured one."""
     unlike = [one for one in policy.judges if one.trust == 0.0]
     if not unlike and all(one.share is not None for one in policy.judges):
@@ -160,7 +160,7 @@ def trained_badly(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def outside_range(_: Facts, policy: PolicyFacts) -> Finding | None:
+def rewards_outside_range(_: Facts, policy: PolicyFacts) -> Finding | None:
     """Find rewards outside the recipe's range (default: 0 to 1)."""
     recipe, least, most = policy.recipe, policy.counts.least, policy.counts.most
     if recipe is None or recipe.reward or least is None or most is None:
@@ -179,7 +179,7 @@ def outside_range(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def drifted(facts: Facts, policy: PolicyFacts) -> Finding | None:
+def drifted_version(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Find that model server and trainer disagree about a version."""
     if policy.recipe is None:
         return None
@@ -206,7 +206,7 @@ def drifted(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def frozen(_: Facts, policy: PolicyFacts) -> Finding | None:
+def frozen_policy(_: Facts, policy: PolicyFacts) -> Finding | None:
     """Find that a person froze the policy: no new version gets the traffic."""
     if policy.about.frozen_at is None:
         return None
@@ -218,7 +218,7 @@ def frozen(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
+def misserved_versions(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Find versions that a server lacks, has from another folder, or serves otherwise."""
     ready = facts.controller.ready
     troubles = dict[str, Figure]()
@@ -248,7 +248,7 @@ def not_as_trained(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
+def undecided_version(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Find a version that waits for approval, cannot be judged, or is still being compared."""
     standing = policy.standing
     if standing is None:
@@ -291,7 +291,7 @@ def undecided(facts: Facts, policy: PolicyFacts) -> Finding | None:
 
 
 @of_each_policy
-def learns(facts: Facts, policy: PolicyFacts) -> Finding | None:
+def policy_outlook(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Report a policy's outlook: how many episodes are usable, and when updates come."""
     if policy.rule is None:
         return None

@@ -74,9 +74,9 @@ def read_answer(answer: bytes, episode: str) -> list[Statement]:
         raise JudgeFailed(f"the judge's answer is not JSON ({error}): {_shown(answer)}") from error
     statements = document if isinstance(document, list) else [document]
     return [
-        _about(statement, episode)
+        _with_target(statement, episode)
         for statement in statements
-        if _checked(statement).get("value") is not None
+        if _checked_statement(statement).get("value") is not None
     ]
 
 
@@ -132,7 +132,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def _checked(statement: Any) -> Statement:
+def _checked_statement(statement: Any) -> Statement:
     if isinstance(statement, dict) and "value" in statement:
         return statement
     shown = _shown(msgspec.json.encode(statement))
@@ -141,7 +141,7 @@ def _checked(statement: Any) -> Statement:
     )
 
 
-def _about(statement: Statement, episode: str) -> Statement:
+def _with_target(statement: Statement, episode: str) -> Statement:
     named = any(statement.get(target) is not None for target in TARGETS)
     return statement if named else statement | {"episode": episode}
 

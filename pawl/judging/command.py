@@ -66,20 +66,20 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
     ):
         async with engine.connect() as connection:
             tenant = await tenant_of_key(connection, client.key)
-        judge = await _judge(flags, proxy, session, _Recorded(engine, tenant, flags.quiet))
+        judge = await _make_judge(flags, proxy, session, _Reader(engine, tenant, flags.quiet))
         url = flags.feedback_url or feedback_url(proxy.listen)
-        feedback = FeedbackClient(session, _url("--feedback-url", url), key=client.headers)
+        feedback = FeedbackClient(session, _checked_url("--feedback-url", url), key=client.headers)
         if len(judge.name) > MAX_NAME:
             raise JudgeError(f"a judge's name has at most {MAX_NAME} characters: give it a --name")
         if flags.again:
             async with engine.begin() as connection:
                 await forget_unscored_judgements(connection, judge.name, tenant)
-        judging = Judging(engine, judge, feedback, _plan(flags, tenant))
+        judging = Judging(engine, judge, feedback, _make_plan(flags, tenant))
         await _run_until_stopped(judging, once=flags.once)
         return {outcome: judging.tally[outcome] for outcome in OUTCOMES}
 
 
-def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
+def _make_plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
     """Return the judge's plan; only episodes of its key's tenant are judged."""
     return JudgingPlan(
         compared=flags.compare,
@@ -92,7 +92,7 @@ def _plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
     )
 
 
-class _Recorded:
+class _Reader:
     """Reads data that judges need beside the episode itself."""
 
     def __init__(self, engine: AsyncEngine, tenant: str, quiet_s: float) -> None:
@@ -119,8 +119,8 @@ class _Recorded:
         return [(bare(one.key), encoded_line(one, now, self._quiet)) for one in found]
 
 
-async def _judge(
-    flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSession, recorded: _Recorded
+async def _make_judge(
+    flags: "JudgeFlags", proxy: ProxySettings, session: aiohttp.ClientSession, recorded: _Reader
 ) -> Judge:
     is_by_tests = flags.tests or flags.test_command is not None
     if is_by_tests or flags.git:
@@ -143,8 +143,8 @@ async def _judge(
         return ProgramJudge(tuple(flags.command), timeout_s=flags.timeout, name=flags.name)
     if flags.command:
         raise JudgeError("a judge is a program or a model: name one of them, not both")
-    base_url = _url("--base-url", flags.base_url or str(proxy.upstream_url))
-    if is_proxy(base_url, proxy.listen):
+    base_url = _checked_url("--base-url", flags.base_url or str(proxy.upstream_url))
+    if is_proxy_url(base_url, proxy.listen):
         raise JudgeError(
             f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
             "an agent's. Name the model's own server with --base-url"
@@ -162,14 +162,14 @@ async def _judge(
     if flags.next_turn:
         return NextTurnJudge(session, range_of=recorded.range_of, **options)
     if flags.relative:
-        rubric = _rubric(flags.rubric) if flags.rubric else relative.RUBRIC
+        rubric = _read_rubric(flags.rubric) if flags.rubric else relative.RUBRIC
         return relative.RelativeJudge(
             session, attempts_of=recorded.attempts_of, rubric=rubric, **options
         )
-    return RubricJudge(session, rubric=_rubric(flags.rubric), **options)
+    return RubricJudge(session, rubric=_read_rubric(flags.rubric), **options)
 
 
-def _url(option: str, value: str) -> str:
+def _checked_url(option: str, value: str) -> str:
     try:
         HttpUrl(value)
     except ValueError as error:
@@ -177,7 +177,7 @@ def _url(option: str, value: str) -> str:
     return value
 
 
-def _rubric(path: Path | None) -> str:
+def _read_rubric(path: Path | None) -> str:
     if path is None:
         raise JudgeError(
             "--model needs --rubric, --next-turn or --relative: name a text file that tells the "
@@ -192,7 +192,7 @@ def _rubric(path: Path | None) -> str:
     return rubric
 
 
-def is_proxy(base_url: str, listen: str) -> bool:
+def is_proxy_url(base_url: str, listen: str) -> bool:
     """Return whether a URL has the host and port of a proxy that listens on `listen`.
 
     A URL that reaches the proxy by another host name is not recognised.

@@ -55,7 +55,7 @@ class ExitStatusJudge:
         passed: bool | None = None
         sessions: dict[str, str] = {}
         for execution in executions(msgspec.json.decode(line, type=Line)):
-            script = _script(execution.arguments, sessions)
+            script = _shell_command(execution.arguments, sessions)
             is_own = has_tests_status(script, self.pattern)
             if is_own is not None:
                 passed = _passed(execution, is_own)
@@ -64,7 +64,7 @@ class ExitStatusJudge:
         return [] if passed is None else [{"value": int(passed), "episode": episode}]
 
 
-def _script(arguments: Any, sessions: dict[str, str]) -> str:
+def _shell_command(arguments: Any, sessions: dict[str, str]) -> str:
     """Return the shell command of a tool call, or the command whose session it continues."""
     given = arguments if isinstance(arguments, dict) else {}
     command = given.get("command") or given.get("cmd") or sessions.get(str(given.get("session_id")))

@@ -52,12 +52,12 @@ class GitJudge:
             NotYet: none of the files was committed after the episode's last call.
             JudgeFailed: git fails.
         """
-        share = await asyncio.to_thread(self._share, msgspec.json.decode(line, type=Line))
+        share = await asyncio.to_thread(self._committed_share, msgspec.json.decode(line, type=Line))
         return [] if share is None else [{"value": share, "episode": episode}]
 
-    def _share(self, line: Line) -> float | None:
+    def _committed_share(self, line: Line) -> float | None:
         times = [int(time_of(call.call).timestamp()) for call in line.calls]
-        files = {self._path(name): of for name, of in lines_written(executions(line)).items()}
+        files = {self._repo_path(name): of for name, of in lines_written(executions(line)).items()}
         written = {path: lines for path, lines in files.items() if path and lines}
         # On any local or remote branch; the newest commit comes first.
         since = ("rev-list", "--branches", "--remotes", f"--max-age={max(times) + 1}", "--")
@@ -69,14 +69,14 @@ class GitJudge:
         for path, lines in written.items():
             # A file without its own commit is compared in another's: unchanged, it lost its edits.
             commit = commits.get(path) or next(iter(commits.values()))
-            after = self._lines(commit, path)
+            after = self._lines_at_commit(commit, path)
             if path in commits or after is not None:
                 base = self._git("rev-list", "-1", f"--min-age={min(times)}", commit).strip()
-                own = lines - ((self._lines(base, path) if base else None) or set())
+                own = lines - ((self._lines_at_commit(base, path) if base else None) or set())
                 kept, total = kept + len(own & (after or set())), total + len(own)
         return kept / total if total else None
 
-    def _path(self, name: str) -> str | None:
+    def _repo_path(self, name: str) -> str | None:
         """Return a file's path in the repository; None if it is outside."""
         try:
             path = Path(os.path.realpath(self._folder / name))
@@ -85,7 +85,7 @@ class GitJudge:
             return None
         return str(path.relative_to(self._root)) if path.is_relative_to(self._root) else None
 
-    def _lines(self, commit: str, path: str) -> set[str] | None:
+    def _lines_at_commit(self, commit: str, path: str) -> set[str] | None:
         """Return the lines of a file in a commit; None if the commit lacks the file."""
         if not self._git("ls-tree", commit, "--", path):
             return None
@@ -120,13 +120,13 @@ def lines_written(executed: Iterable[Execution]) -> dict[str, set[str]]:
 def _edits(arguments: Any) -> Iterator[tuple[str, str | None, str]]:
     """Yield the edits of a tool call: file, removed text (None: all), and added text."""
     given = arguments if isinstance(arguments, dict) else {"patch": arguments}
-    if (path := _first(given, _PATHS)) is not None:
-        if (whole := _first(given, _WHOLE)) is not None:
+    if (path := _first_text(given, _PATHS)) is not None:
+        if (whole := _first_text(given, _WHOLE)) is not None:
             yield path, None, whole
         parts = given.get("edits")
         for part in (given, *(parts if isinstance(parts, list) else ())):
-            if isinstance(part, dict) and (new := _first(part, _NEW)) is not None:
-                yield path, _first(part, _OLD) or "", new
+            if isinstance(part, dict) and (new := _first_text(part, _NEW)) is not None:
+                yield path, _first_text(part, _OLD) or "", new
     for patch in given.values():
         for part in _FILE.split(patch)[1:] if isinstance(patch, str) else ():
             path, _, body = part.partition("\n")
@@ -135,5 +135,5 @@ def _edits(arguments: Any) -> Iterator[tuple[str, str | None, str]]:
             yield moved[1] if moved else path, old, new
 
 
-def _first(given: dict[str, Any], names: tuple[str, ...]) -> str | None:
+def _first_text(given: dict[str, Any], names: tuple[str, ...]) -> str | None:
     return next((given[name] for name in names if isinstance(given.get(name), str)), None)

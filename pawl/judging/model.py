@@ -45,16 +45,16 @@ class ModelJudge:
         self._parameters = {"model": model, "temperature": temperature}
         self._timeout_s = timeout_s
         self._max_chars = max_chars
-        self._headers = _key(api_key)
+        self._headers = _headers(api_key)
 
-    async def _answer(self, messages: list[Message]) -> str:
+    async def _ask_model(self, messages: list[Message]) -> str:
         """Return the model's answer.
 
         Raises:
             JudgeFailed: no answer in time, or a refused request.
             Away: the server does not answer, or with an error that is not about this request.
         """
-        return _content(await self._ask(self._parameters | {"messages": messages}))
+        return _reply_text(await self._ask(self._parameters | {"messages": messages}))
 
     async def _ask(self, request: dict[str, Any]) -> bytes:
         try:
@@ -85,7 +85,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-def _key(api_key: str | None) -> dict[str, str]:
+def _headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -98,7 +98,7 @@ async def base_model(session: aiohttp.ClientSession, base_url: str, api_key: str
     """
     url = base_url.rstrip("/") + "/models"
     try:
-        async with asyncio.timeout(SHORT_S), session.get(url, headers=_key(api_key)) as reply:
+        async with asyncio.timeout(SHORT_S), session.get(url, headers=_headers(api_key)) as reply:
             found = msgspec.json.decode(await reply.read(), type=_Models).data
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
         raise Away(f"{url} does not answer with its models: {error}") from error
@@ -120,20 +120,20 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
-def _content(body: bytes) -> str:
+def _reply_text(body: bytes) -> str:
     try:
         return msgspec.json.decode(body, type=_Completion).choices[0].message.content or ""
     except (msgspec.MsgspecError, ValueError, RecursionError, IndexError) as error:
         raise JudgeFailed(f"the model server's reply is no chat completion: {error}") from error
 
 
-def fenced(text: str, most: int, mark: str) -> str:
+def fence_text(text: str, most: int, mark: str) -> str:
     """Return `cut(text, most)` between marks that the text itself cannot close."""
-    shown = cut(text, most).replace(f"</{mark}", f"<\\/{mark}")
+    shown = cut_middle(text, most).replace(f"</{mark}", f"<\\/{mark}")
     return f"<{mark}>\n{shown}\n</{mark}>"
 
 
-def cut(text: str, most: int) -> str:
+def cut_middle(text: str, most: int) -> str:
     """Return `most` characters of a text; a note replaces the middle of a longer one."""
     if len(text) <= most:
         return text

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from pawl.by_hand import split_name
 from pawl.judging.answers import JudgeFailed, Statement
-from pawl.judging.model import Message, ModelJudge, fenced, last_object
-from pawl.judging.rubric import lines_of, members_of, number, reply_of, shared
+from pawl.judging.model import Message, ModelJudge, fence_text, last_object
+from pawl.judging.rubric import common_length, members_of, message_lines, parse_digits, reply_of
 
 SYSTEM: Final = """\
 You judge one reply of an AI agent by what happened next: by the message of the user, or the \
@@ -49,13 +49,13 @@ class NextTurnJudge(ModelJudge):
             JudgeFailed: no answer in time, an answer without a score, or a refused request.
             Away: the server does not answer, or with an error that is not about this request.
         """
-        calls = json.loads(line, parse_int=number)["calls"]
+        calls = json.loads(line, parse_int=parse_digits)["calls"]
         stated: list[Statement] = []
         for place, call in enumerate(calls):
-            after = next_of(place, calls)
+            after = messages_after(place, calls)
             if not after:
                 continue
-            score = _score(await self._answer(next_messages(call, after, self._max_chars)))
+            score = _read_score(await self._ask_model(next_messages(call, after, self._max_chars)))
             low, high = await self._range_of(split_name(call["policy"] or "")[0])
             stated.append({"call": call["call"], "value": low + (score + 1) / 2 * (high - low)})
         if len(calls) > 1 and stated:
@@ -64,7 +64,7 @@ class NextTurnJudge(ModelJudge):
         return stated
 
 
-def next_of(place: int, calls: list[dict[str, Any]]) -> list[Any]:
+def messages_after(place: int, calls: list[dict[str, Any]]) -> list[Any]:
     """Return the messages that followed the reply of the call at `place`, up to the next reply.
 
     They are in the first later call that repeats this call's conversation, or names its response.
@@ -77,7 +77,7 @@ def next_of(place: int, calls: list[dict[str, Any]]) -> list[Any]:
         follows = isinstance(later["request"], dict) and name is not None
         if follows and later["request"].get("previous_response_id") == name:
             return list(_up_to_a_reply(members))
-        if len(members) > len(asked) and shared(members, asked) == len(asked):
+        if len(members) > len(asked) and common_length(members, asked) == len(asked):
             return list(_up_to_a_reply(members[len(asked) :]))
     return []
 
@@ -86,7 +86,7 @@ def _up_to_a_reply(members: list[Any]) -> Iterator[Any]:
     """Skip leading messages of a model, and yield the others up to the model's next one."""
     begun = False
     for member in members:
-        if _is_replied(member):
+        if _is_by_model(member):
             if begun:
                 return
         else:
@@ -94,7 +94,7 @@ def _up_to_a_reply(members: list[Any]) -> Iterator[Any]:
             yield member
 
 
-def _is_replied(member: Any) -> bool:
+def _is_by_model(member: Any) -> bool:
     """Return whether a model wrote a message, in any of the wire formats."""
     if not isinstance(member, dict):
         return False
@@ -109,15 +109,15 @@ def next_messages(call: dict[str, Any], after: list[Any], max_chars: int) -> lis
     """
     most = max_chars // 3
     shown = {
-        "conversation": "\n".join(lines_of(members_of(call["request"]))),
+        "conversation": "\n".join(message_lines(members_of(call["request"]))),
         "reply": "\n".join(reply_of(call["reply"])),
-        "next": "\n".join(lines_of(after)),
+        "next": "\n".join(message_lines(after)),
     }
-    content = "\n".join(fenced(text, most, mark) for mark, text in shown.items())
+    content = "\n".join(fence_text(text, most, mark) for mark, text in shown.items())
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
 
 
-def _score(answer: str) -> int:
+def _read_score(answer: str) -> int:
     score = last_object(answer, "score")["score"]
     if isinstance(score, bool) or score not in SCORES:
         raise JudgeFailed(f"the model's score is {str(score)[:40]!r}, none of -1, 0 and 1")

@@ -13,8 +13,8 @@ from itertools import takewhile
 from typing import Any, Final
 
 from pawl.judging.answers import JudgeFailed, NotYet, Statement
-from pawl.judging.model import Message, ModelJudge, as_score, fenced, last_object
-from pawl.judging.rubric import number, transcript
+from pawl.judging.model import Message, ModelJudge, as_score, fence_text, last_object
+from pawl.judging.rubric import parse_digits, transcript
 
 SYSTEM: Final = """\
 You compare several attempts of an AI agent at the same task by this rubric:
@@ -73,7 +73,7 @@ class RelativeJudge(ModelJudge):
                 messages = relative_messages(
                     self._rubric, [shown for _, shown in attempts], self._max_chars
                 )
-                scores = read_scores(await self._answer(messages), len(attempts))
+                scores = read_scores(await self._ask_model(messages), len(attempts))
                 self._known |= dict(zip([key for key, _ in attempts], scores, strict=True))
                 for old in list(self._known)[:-MOST_KNOWN]:
                     del self._known[old]
@@ -85,13 +85,13 @@ def relative_messages(rubric: str, lines: Sequence[bytes], max_chars: int) -> li
 
     The transcripts' common beginning and each one's rest get equal parts of `max_chars` characters.
     """
-    texts = [transcript(json.loads(line, parse_int=number)).split("\n") for line in lines]
+    texts = [transcript(json.loads(line, parse_int=parse_digits)).split("\n") for line in lines]
     alike = list(takewhile(lambda same: len(set(same)) == 1, zip(*texts, strict=False)))
     begins = [line for line, *_ in alike]
     most = max_chars // (len(texts) + 1)
-    parts = [fenced("\n".join(begins), most, "beginning")] * bool(begins)
+    parts = [fence_text("\n".join(begins), most, "beginning")] * bool(begins)
     parts += [
-        f"Attempt {place}:\n" + fenced("\n".join(text[len(begins) :]), most, "attempt")
+        f"Attempt {place}:\n" + fence_text("\n".join(text[len(begins) :]), most, "attempt")
         for place, text in enumerate(texts, 1)
     ]
     return [

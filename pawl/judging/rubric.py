@@ -12,7 +12,7 @@ from typing import Any, Final
 import aiohttp
 
 from pawl.judging.answers import Statement
-from pawl.judging.model import Message, ModelJudge, fenced, read_score
+from pawl.judging.model import Message, ModelJudge, fence_text, read_score
 
 SYSTEM: Final = """\
 You judge the work of an AI agent by this rubric:
@@ -57,7 +57,7 @@ class RubricJudge(ModelJudge):
             Away: the server does not answer, or with an error that is not about this request.
         """
         messages = judge_messages(self._rubric, line, self._max_chars)
-        score = read_score(await self._answer(messages))
+        score = read_score(await self._ask_model(messages))
         return [] if score is None else [{"value": score, "episode": episode}]
 
 
@@ -66,14 +66,14 @@ def judge_messages(rubric: str, line: bytes, max_chars: int) -> list[Message]:
 
     `max_chars` characters of its transcript are shown; the middle is left out.
     """
-    shown = transcript(json.loads(line, parse_int=number))
+    shown = transcript(json.loads(line, parse_int=parse_digits))
     return [
         {"role": "system", "content": SYSTEM.format(rubric=rubric.strip())},
-        {"role": "user", "content": fenced(shown, max_chars, "transcript")},
+        {"role": "user", "content": fence_text(shown, max_chars, "transcript")},
     ]
 
 
-def number(digits: str) -> int | str:
+def parse_digits(digits: str) -> int | str:
     """Return an integer, or its digits if there are more than Python reads.
 
     The limit is `sys.get_int_max_str_digits`.
@@ -94,10 +94,10 @@ def transcript(episode: dict[str, Any]) -> str:
     known: list[list[Any]] = []
     for place, call in enumerate(episode["calls"], 1):
         members = members_of(call["request"])
-        begun = max((shared(members, earlier) for earlier in known), default=0)
+        begun = max((common_length(members, earlier) for earlier in known), default=0)
         known.append(members)
         parts.append(f"--- call {place}, agent {call['agent']} ---")
-        parts += lines_of(members[begun:])
+        parts += message_lines(members[begun:])
         parts += [f"reply: {text}" for text in reply_of(call["reply"])]
         parts += [f"tool {event['id']}: {event['status']}" for event in call["tool_events"]]
     return "\n".join("\n  ".join(part.splitlines()) for part in parts)
@@ -115,7 +115,7 @@ def members_of(request: Any) -> list[Any]:
     return system + (members if isinstance(members, list) else [members])
 
 
-def shared(members: list[Any], earlier: list[Any]) -> int:
+def common_length(members: list[Any], earlier: list[Any]) -> int:
     """Return the length of the common prefix of two conversations."""
     pairs = zip(members, earlier, strict=False)
     return next(
@@ -124,7 +124,7 @@ def shared(members: list[Any], earlier: list[Any]) -> int:
     )
 
 
-def lines_of(members: list[Any]) -> list[str]:
+def message_lines(members: list[Any]) -> list[str]:
     """Return the messages of a conversation as text, each with its role."""
     return [_line(member) for member in members]
 

@@ -131,7 +131,7 @@ class Judging:
             log.info("judge_up", judge=self._judge.name)
             pause_s = 0.0
             while True:
-                episodes = await self._round()
+                episodes = await self._judge_round()
                 if self._away is not None:
                     if once:
                         raise self._away
@@ -145,7 +145,7 @@ class Judging:
                     pause_s = max(self._plan.poll_s, LOOK_SHARE * self._looked_s)
                 await asyncio.sleep(pause_s)
 
-    async def _round(self) -> int:
+    async def _judge_round(self) -> int:
         """Judge the waiting episodes, and return how many there were."""
         self._away = None
         try:
@@ -192,7 +192,7 @@ class Judging:
             try:
                 async with self._engine.connect() as connection:
                     [episode] = await read_episodes(connection, [one.episode_id])
-                outcome = await self._judged(episode)
+                outcome = await self._judge_and_post(episode)
             except Away as error:
                 self._away = error
                 return
@@ -228,7 +228,7 @@ class Judging:
                 took_s=round(time.monotonic() - begun, 3),
             )
 
-    async def _judged(self, episode: Episode) -> Outcome:
+    async def _judge_and_post(self, episode: Episode) -> Outcome:
         """Ask the judge, or take its unsent answer, and post the answer.
 
         Raises:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from pawl.programs import TooMuchOutput, last_line, not_ours, run_program
+from pawl.programs import TooMuchOutput, last_line, run_program, without_pawl_settings
 from pawl.rollout.tasks import RolloutError
 from store.records import Record, Split
 
@@ -76,10 +76,10 @@ class CommandAgent(Agent):
                 msgspec.json.encode(request.task) + b"\n",
                 limit_s=request.limit_s,
                 most_bytes=MAX_OUTPUT,
-                environment=not_ours(os.environ) | request.environment,
+                environment=without_pawl_settings(os.environ) | request.environment,
             )
         except TimeoutError:
-            return out_of_time(request.limit_s)
+            return time_limit_result(request.limit_s)
         except TooMuchOutput as error:
             return Result(error="too much output", detail=str(error))
         except OSError as error:
@@ -88,19 +88,19 @@ class CommandAgent(Agent):
         return Result(
             # Stripped as by a shell's `$(…)`, and as a function's return value has no newline.
             output=ended.output.decode(errors="replace").rstrip("\n"),
-            error=_failure(ended.status),
+            error=_failure_kind(ended.status),
             detail=last_line(errors) if ended.status else "",
             status=ended.status,
             errors=errors[-KEPT_ERRORS:],
         )
 
 
-def out_of_time(limit_s: float) -> Result:
+def time_limit_result(limit_s: float) -> Result:
     """Return the result of a run that took too long."""
     return Result(error="time limit", detail=f"not done within {limit_s:g} s")
 
 
-def _failure(status: int) -> str | None:
+def _failure_kind(status: int) -> str | None:
     """Return a failure's kind from an exit status; None for 0."""
     if status >= 0:
         return f"exit status {status}" if status else None
@@ -110,14 +110,14 @@ def _failure(status: int) -> str | None:
         return f"signal {-status}"
 
 
-def named_url(url: str, *, task: str | None, episode: str, split: Split | None) -> str:
+def run_url(url: str, *, task: str | None, episode: str, split: Split | None) -> str:
     """Return the proxy's base URL for a run, without `/v1`; None leaves a name out."""
     named = url if task is None else f"{url}/task/{quote(task, safe='')}"
     named += f"/episode/{quote(episode, safe='')}"
     return named if split is None else f"{named}/split/{split}"
 
 
-def environment(
+def run_environment(
     base_url: str,
     *,
     model: str | None = None,

@@ -17,7 +17,7 @@ from pawl.judging.answers import metrics_of
 from pawl.rollout.journal import Ended, RolloutPlan, RunKey
 from pawl.rollout.running import Rollout
 from pawl.rollout.setup import Setup
-from pawl.rollout.tasks import RolloutError, Task, digest
+from pawl.rollout.tasks import RolloutError, Task, tasks_digest
 from store.records import REWARD, Feedback, Record
 from store.tenants import task_family
 from store.values.rewards import REWARD_ALONE, RewardRule, reward_of
@@ -60,7 +60,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
             raise RolloutError("say with --answer FIELD or --judge COMMAND what scores a run")
         low, high = rule.reward_range
         return RolloutPlan(
-            tasks=digest(tasks),
+            tasks=tasks_digest(tasks),
             samples=self.tries,
             agent=setup.agent_name,
             judge=setup.judge_name,
@@ -198,7 +198,7 @@ class Pairs:
         self.runs += 1
         if ended.outcome == "failed":
             self._failures[key.task, key.policy, ended.error or "failed"] += 1
-        self._open.setdefault(key.task, {})[key] = _episode(key, ended, self._job.rewards)
+        self._open.setdefault(key.task, {})[key] = _compared_episode(key, ended, self._job.rewards)
         while self.verdict is None and self.tasks < self.planned:
             episodes = self._open.get(self._order[self.tasks], {})
             if len(episodes) < 2 * self._job.tries:
@@ -268,7 +268,7 @@ class Pairs:
         return looks
 
 
-def _episode(key: RunKey, ended: Ended, rule: RewardRule) -> ComparedEpisode:
+def _compared_episode(key: RunKey, ended: Ended, rule: RewardRule) -> ComparedEpisode:
     is_done = ended.outcome == "done"
     said: dict[str, Any] = {
         one.get("metric") or REWARD: one["value"]
@@ -322,13 +322,13 @@ async def evaluate(
             if within_s is not None:
                 exits.callback(asyncio.get_running_loop().call_later(within_s, end).cancel)
             if show is not None:
-                exits.push_async_callback(_cancelled, asyncio.create_task(show(rollout, pairs)))
+                exits.push_async_callback(_cancel, asyncio.create_task(show(rollout, pairs)))
             await rollout.run()
         if rollout.hint:
             raise RolloutError(rollout.hint)
     return pairs
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])

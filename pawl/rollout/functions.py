@@ -21,15 +21,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from pawl.programs import not_ours
+from pawl.programs import without_pawl_settings
 from pawl.rollout.agents import (
     KEPT_ERRORS,
     MAX_OUTPUT,
     Agent,
     Request,
     Result,
-    environment,
-    out_of_time,
+    run_environment,
+    time_limit_result,
 )
 from pawl.rollout.tasks import RolloutError
 
@@ -75,7 +75,7 @@ class FunctionAgent(Agent):
             return Result(error="not started", detail=str(error))
         except TimeoutError:
             process.kill()
-            return out_of_time(request.limit_s)
+            return time_limit_result(request.limit_s)
         except BrokenProcessPool:
             process.kill()
             return Result(error="crashed", detail=f"its process ended; see {self._log}")
@@ -102,7 +102,7 @@ class _Process:
         context.set_forkserver_preload(ours)
         self._pool = ProcessPoolExecutor(1, context)
         others = multiprocessing.active_children()
-        preparing = self._pool.submit(_prepare, *self._prepared)
+        preparing = self._pool.submit(_import_function, *self._prepared)
         [self._child] = set(multiprocessing.active_children()).difference(others)
         try:
             trouble = await asyncio.wrap_future(preparing)
@@ -117,7 +117,7 @@ class _Process:
 
     async def call(self, request: Request) -> Result:
         assert self._pool is not None
-        calling = self._pool.submit(_call, request.task, request.environment)
+        calling = self._pool.submit(_call_function, request.task, request.environment)
         return Result(**await asyncio.wrap_future(calling))
 
     def kill(self) -> None:
@@ -138,7 +138,7 @@ _function: Callable[..., Any]
 _runner: asyncio.Runner
 
 
-def _prepare(name: str, folder: Path, log: Path) -> str | None:
+def _import_function(name: str, folder: Path, log: Path) -> str | None:
     """Import the function; return why it could not be imported."""
     global _function, _runner  # noqa: PLW0603
     # A process group of its own: it can be killed as a whole, and Ctrl-C does not reach it.
@@ -148,14 +148,14 @@ def _prepare(name: str, folder: Path, log: Path) -> str | None:
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    kept = not_ours(os.environ)
+    kept = without_pawl_settings(os.environ)
     for variable in os.environ.keys() - kept.keys():
         del os.environ[variable]
-    os.environ.update(environment(NOWHERE, given=kept))
+    os.environ.update(run_environment(NOWHERE, given=kept))
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     try:
-        _function = load(name)
+        _function = load_function(name)
     except BaseException as error:
         traceback.print_exc()
         trouble = traceback.format_exception_only(error)[-1].strip()
@@ -172,7 +172,7 @@ def _end_with_runner() -> None:
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def load(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Callable[..., Any]:
     """Return the function that `MODULE:FUNCTION` names, or raise LookupError."""
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -194,7 +194,7 @@ def load(name: str) -> Callable[..., Any]:
     return target  # type: ignore[no-any-return]
 
 
-def _call(task: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
+def _call_function(task: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     """Call the function; return the fields of a `Result`."""
     # Not set if the task is too long; the previous run's must not remain.
     os.environ.pop("ROLLOUT_TASK", None)

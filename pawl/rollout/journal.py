@@ -94,7 +94,7 @@ Line = RolloutPlan | Begun | Ended | Posted
 DECODER: Final = msgspec.json.Decoder(Line)
 
 
-class Past(NamedTuple):
+class JournalContent(NamedTuple):
     """The content of a journal.
 
     Ended attempts are without their outputs. `size` is the number of bytes in complete lines.
@@ -107,7 +107,7 @@ class Past(NamedTuple):
     size: int
 
 
-def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
+def read_journal(lines: Iterable[bytes], file: str, *, again: bool = False) -> JournalContent:
     """Return the content of a journal.
 
     A last line without a newline was cut off by a kill, and is ignored. With `again`, failed and
@@ -128,7 +128,7 @@ def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
                 raise RolloutError(f"--journal: {file} is no journal of a rollout; name another")
             break
         size += len(text)
-        match _line(text, number, file):
+        match _parse_line(text, number, file):
             case RolloutPlan() as line:
                 plan = plan or line
             case Begun() as line:
@@ -144,10 +144,10 @@ def replay(lines: Iterable[bytes], file: str, *, again: bool = False) -> Past:
             case Posted() as line:
                 unposted.pop(line.episode, None)
     under_way = [Begun(episode=episode, key=key) for episode, key in begun.items()]
-    return Past(plan, settled, list(unposted.values()), under_way, size)
+    return JournalContent(plan, settled, list(unposted.values()), under_way, size)
 
 
-def _line(text: bytes, number: int, file: str) -> Line:
+def _parse_line(text: bytes, number: int, file: str) -> Line:
     try:
         line: Line = DECODER.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -164,7 +164,7 @@ class Journal:
     """An open journal, locked for this process; `past` is its content when opened."""
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
-        """Open or create the journal, lock it, and read it (`replay`).
+        """Open or create the journal, lock it, and read it (`read_journal`).
 
         Raises:
             RolloutError: it cannot be opened, is not a journal, or is locked by another process.
@@ -185,7 +185,7 @@ class Journal:
             ) from error
         try:
             with path.open("rb") as lines:
-                self.past = replay(lines, str(path), again=again)
+                self.past = read_journal(lines, str(path), again=again)
         except RolloutError:
             self.close()
             raise

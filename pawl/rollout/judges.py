@@ -34,7 +34,7 @@ class AnswerJudge(RunJudge):
         self._field = field
 
     async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
-        value = compare(output, task.fields[self._field])
+        value = score_answer(output, task.fields[self._field])
         return [{"metric": REWARD, "value": value, "episode": episode}]
 
 
@@ -57,7 +57,7 @@ class CommandJudge(RunJudge):
         return read_verdict(await self._program.answer(given), episode)
 
 
-def compare(output: str, expected: Any) -> float:
+def score_answer(output: str, expected: Any) -> float:
     """Return 1.0 if the last line of an output is the answer, else 0.0.
 
     Numbers are compared as numbers, texts without regard to case and spacing; each answer of a list
@@ -65,10 +65,10 @@ def compare(output: str, expected: Any) -> float:
     """
     given = output.strip().rpartition("\n")[2]
     answers = expected if isinstance(expected, list) else [expected]
-    return float(any(_is_same(given, answer) for answer in answers))
+    return float(any(_is_answer(given, answer) for answer in answers))
 
 
-def _is_same(given: str, answer: Any) -> bool:
+def _is_answer(given: str, answer: Any) -> bool:
     if isinstance(answer, dict | list | bool) or answer is None:
         try:
             document = msgspec.json.decode(given)
@@ -76,13 +76,13 @@ def _is_same(given: str, answer: Any) -> bool:
             return False
         # In Python, 1 == True.
         return type(document) is type(answer) and bool(document == answer)
-    number, right = _number(given), _number(str(answer))
+    number, right = _parse_number(given), _parse_number(str(answer))
     if number is not None and right is not None:
         return math.isclose(number, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    return _plain(given) == _plain(str(answer))
+    return _normalised_text(given) == _normalised_text(str(answer))
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     """Parse a number, ignoring spaces, commas and a final full stop; None if it is none."""
     try:
         number = float(text.strip().removesuffix(".").replace(",", ""))
@@ -91,5 +91,5 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _plain(text: str) -> str:
+def _normalised_text(text: str) -> str:
     return " ".join(text.split()).removesuffix(".").casefold()

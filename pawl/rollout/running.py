@@ -16,7 +16,7 @@ import msgspec
 
 from pawl.judging.answers import JudgeFailed, metrics_of
 from pawl.judging.feedback import FeedbackClient
-from pawl.rollout.agents import Agent, Request, environment, named_url
+from pawl.rollout.agents import Agent, Request, run_environment, run_url
 from pawl.rollout.journal import Begun, Ended, Journal, Posted, RolloutPlan, RunKey
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
@@ -55,7 +55,7 @@ class Job(Record, frozen=True, kw_only=True):
         """Return the number of runs to make."""
         return len(self.tasks) * self.plan.samples if self.runs is None else len(self.runs)
 
-    def in_order(self) -> Iterator[RunKey]:
+    def runs_in_order(self) -> Iterator[RunKey]:
         """Yield all runs in order."""
         if self.runs is not None:
             yield from self.runs
@@ -201,7 +201,7 @@ class Rollout:
         self.unposted = {ended.episode: ended for ended in past.unposted}
         for begun in past.under_way:
             self._abandon(begun.episode)
-        work = self._work(list(self.unposted.values()))
+        work = self._work_items(list(self.unposted.values()))
         self._lanes = [asyncio.create_task(self._run_items(work)) for _ in range(self._job.at_once)]
         try:
             done, _ = await asyncio.wait(self._lanes, return_when=asyncio.FIRST_EXCEPTION)
@@ -215,9 +215,9 @@ class Rollout:
         # Statements of attempts that were given up.
         await asyncio.gather(*map(self._post, list(self.unposted.values())))
 
-    def _work(self, unposted: Iterable[Ended]) -> Iterator[Ended | RunKey]:
+    def _work_items(self, unposted: Iterable[Ended]) -> Iterator[Ended | RunKey]:
         yield from unposted
-        yield from (key for key in self._job.in_order() if key not in self.past)
+        yield from (key for key in self._job.runs_in_order() if key not in self.past)
 
     async def _run_items(self, work: Iterator[Ended | RunKey]) -> None:
         for item in work:
@@ -248,7 +248,7 @@ class Rollout:
         if ended.outcome == "failed" and model and not await self._proxy.has(model):
             self._abandon(episode, "model away", ended.detail)
             raise RolloutError(f"the proxy has no {model!r} any more: it was unloaded meanwhile")
-        self._end(ended)
+        self._record_end(ended)
         # Post only what is on disk: then the run is never repeated.
         await self._journal.sync()
         self._on_end(key, ended)
@@ -283,8 +283,8 @@ class Rollout:
         job, split = self._job, self._job.plan.split
         fields = {name: value for name, value in task.fields.items() if name not in job.hidden}
         sample = str(key.sample)
-        variables = environment(
-            named_url(job.url, task=task.name, episode=episode, split=split),
+        variables = run_environment(
+            run_url(job.url, task=task.name, episode=episode, split=split),
             model=key.policy or job.plan.policy or None,
             given=os.environ,
             names={
@@ -306,10 +306,10 @@ class Rollout:
             detail=detail,
             statements=({"metric": "run_abandoned", "value": 1, "episode": episode},),
         )
-        self._end(ended)
+        self._record_end(ended)
         return ended
 
-    def _end(self, ended: Ended) -> None:
+    def _record_end(self, ended: Ended) -> None:
         self._journal.append(ended)
         self.figures.add(ended)
         if ended.statements:
@@ -318,9 +318,9 @@ class Rollout:
     async def _post(self, ended: Ended) -> None:
         """Post an attempt's statements; once stopped, try for `LEAVE_S` only."""
         if ended.statements:
-            await self._until_stopped(self._posted(ended), LEAVE_S)
+            await self._until_stopped(self._try_to_post(ended), LEAVE_S)
 
-    async def _posted(self, ended: Ended) -> None:
+    async def _try_to_post(self, ended: Ended) -> None:
         # The same key at each try, even after a kill: the journal keeps the statements.
         body = msgspec.json.encode(ended.statements)
         key = "rollout-" + sha256(ended.episode.encode() + b"\0" + body).hexdigest()

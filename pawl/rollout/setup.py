@@ -86,7 +86,7 @@ class Setup(Record, frozen=True, kw_only=True):
         if self.python is not None:
             log = self.journal.with_suffix(".log").absolute()
             return FunctionAgent(self.python, log, self.at_once, folder=Path.cwd())
-        return CommandAgent(_words_of("the program", self.command or ""))
+        return CommandAgent(_split_command("the program", self.command or ""))
 
     def make_judge(self) -> RunJudge:
         """Return the judge; without `judge` and `answer` it makes no statements.
@@ -97,7 +97,7 @@ class Setup(Record, frozen=True, kw_only=True):
         if self.judge is not None and self.answer is not None:
             raise RolloutError("--judge and --answer both score a run: give one of them")
         if self.judge is not None:
-            return CommandJudge(_words_of("--judge", self.judge), self.limit_s)
+            return CommandJudge(_split_command("--judge", self.judge), self.limit_s)
         return RunJudge() if self.answer is None else AnswerJudge(self.answer)
 
     @asynccontextmanager
@@ -151,7 +151,7 @@ class Setup(Record, frozen=True, kw_only=True):
                 journal.close()
 
 
-def _words_of(option: str, command: str) -> list[str]:
+def _split_command(option: str, command: str) -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:

@@ -44,7 +44,7 @@ def parse_tasks(
         if not line.strip():
             continue
         where = f"{file}, line {number}"
-        task = _task(line, where)
+        task = _parse_task(line, where)
         if answer is not None and answer not in task.fields:
             raise RolloutError(f"{where}: the task has no field {answer!r}, which --answer names")
         if task.name in tasks:
@@ -63,7 +63,7 @@ def parse_tasks(
     return tuple(tasks.values())
 
 
-def _task(line: bytes, where: str) -> Task:
+def _parse_task(line: bytes, where: str) -> Task:
     try:
         fields = parse(line, dict[str, Any])
     except ValueError as error:
@@ -71,10 +71,10 @@ def _task(line: bytes, where: str) -> Task:
             f"{where} is no task ({error}): each line must be a JSON object such as "
             '{"id": "t1", "question": "…"}'
         ) from error
-    return Task(name=_name(fields, where), fields=fields)
+    return Task(name=_task_name(fields, where), fields=fields)
 
 
-def _name(fields: Mapping[str, Any], where: str) -> str:
+def _task_name(fields: Mapping[str, Any], where: str) -> str:
     value = fields.get(ID_FIELD)
     if value is None:
         return "task-" + sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:16]
@@ -90,6 +90,6 @@ def _name(fields: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def digest(tasks: tuple[Task, ...]) -> str:
+def tasks_digest(tasks: tuple[Task, ...]) -> str:
     """Return a hash of the tasks, by which a resumed rollout checks that they are the same."""
     return sha256(msgspec.json.encode(tasks, order="sorted")).hexdigest()[:16]

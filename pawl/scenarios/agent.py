@@ -19,16 +19,16 @@ import msgspec
 from pawl.judging.answers import JudgeFailed, Statement, metrics_of, read_verdict
 from pawl.judging.feedback import FeedbackClient
 from pawl.processes import die_with_parent
-from pawl.programs import not_ours
-from pawl.rollout.agents import Agent, Request, Result, environment, out_of_time
+from pawl.programs import without_pawl_settings
+from pawl.rollout.agents import Agent, Request, Result, run_environment, time_limit_result
 from pawl.rollout.functions import NOWHERE, FunctionAgent
 from pawl.rollout.journal import Ended, Journal, RolloutPlan, RunKey
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.running import Job, Rollout
-from pawl.rollout.tasks import RolloutError, Task, digest
+from pawl.rollout.tasks import RolloutError, Task, tasks_digest
 from pawl.scenarios import agent_host
-from pawl.scenarios.scenario import Scenario, ScenarioFailed, interpreter, missing_framework
+from pawl.scenarios.scenario import Scenario, ScenarioFailed, framework_remedy, interpreter
 from store.records import Record, Split
 from store.tenants import task_family
 
@@ -56,7 +56,7 @@ class HostedAgent(Agent):
         Raises:
             RolloutError: the function cannot be imported.
         """
-        kept = not_ours(os.environ)
+        kept = without_pawl_settings(os.environ)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -64,7 +64,7 @@ class HostedAgent(Agent):
                 stdout=PIPE,
                 stderr=log,
                 cwd=self._folder,
-                env=kept | environment(NOWHERE, given=kept),
+                env=kept | run_environment(NOWHERE, given=kept),
                 limit=agent_host.MAX_LINE,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
@@ -72,7 +72,7 @@ class HostedAgent(Agent):
         assert self._process.stdout is not None
         if not await self._process.stdout.readline():
             raise RolloutError(f"the agent {self._command[-1]} cannot be imported: see {self._log}")
-        self._reader = asyncio.create_task(self._read(self._process))
+        self._reader = asyncio.create_task(self._read_replies(self._process))
 
     async def stop(self) -> None:
         """Kill the process."""
@@ -105,11 +105,11 @@ class HostedAgent(Agent):
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            return out_of_time(request.limit_s)
+            return time_limit_result(request.limit_s)
         finally:
             self._waiting.pop(number, None)
 
-    async def _read(self, process: Process) -> None:
+    async def _read_replies(self, process: Process) -> None:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             reply = msgspec.json.decode(line)
@@ -141,7 +141,7 @@ class FunctionJudge(RunJudge):
         return read_verdict(result.output.encode(), episode)
 
 
-class Ran(Record, frozen=True, kw_only=True):
+class RunResult(Record, frozen=True, kw_only=True):
     """The result of an agent's run, the `sample`-th of its task.
 
     `output` is what the agent returned, `error` why it failed, or None; `metrics` are the judge's.
@@ -174,9 +174,9 @@ class WorkingAgent:
         self._judge = FunctionJudge(scenario.judge, scenario.folder, log)
         self._numbers = itertools.count(1)
         self._rollouts: list[tuple[Rollout, asyncio.Task[None]]] = []
-        self._fresh: list[Ran] = []
+        self._fresh: list[RunResult] = []
         self._unjudged: str | None = None
-        self.results: list[Ran] = []
+        self.results: list[RunResult] = []
 
     async def start(self, *, samples: int, concurrency: int, split: Split | None = None) -> None:
         """Start agent and judge; each task is run `samples` times, `concurrency` at a time.
@@ -191,13 +191,13 @@ class WorkingAgent:
             await self._judge.function.start()
         except RolloutError as error:
             await self.stop()
-            remedy = missing_framework(self._scenario) if self._scenario.python != "pawl" else ""
+            remedy = framework_remedy(self._scenario) if self._scenario.python != "pawl" else ""
             raise ScenarioFailed(f"{error}. {remedy}".removesuffix(". ")) from error
 
     def ask(self, tasks: Sequence[Task]) -> None:
         """Give tasks to the agent."""
         plan = RolloutPlan(
-            tasks=digest(tuple(tasks)),
+            tasks=tasks_digest(tuple(tasks)),
             samples=self._samples,
             agent=self._scenario.agent,
             judge=self._scenario.judge,
@@ -223,10 +223,10 @@ class WorkingAgent:
             ProxyClient(self._session, self._url),
             on_end=self._take,
         )
-        working = asyncio.create_task(self._work(rollout, journal, plan))
+        working = asyncio.create_task(self._run_rollout(rollout, journal, plan))
         self._rollouts.append((rollout, working))
 
-    async def _work(self, rollout: Rollout, journal: Journal, plan: RolloutPlan) -> None:
+    async def _run_rollout(self, rollout: Rollout, journal: Journal, plan: RolloutPlan) -> None:
         try:
             journal.begin(plan)
             await rollout.run()
@@ -238,7 +238,7 @@ class WorkingAgent:
             self._unjudged = ended.detail
         failed = ended.error is not None
         self._fresh.append(
-            Ran(
+            RunResult(
                 task=key.task,
                 sample=key.sample,
                 output=ended.output,
@@ -247,7 +247,7 @@ class WorkingAgent:
             )
         )
 
-    def collect(self) -> list[Ran]:
+    def collect(self) -> list[RunResult]:
         """Return the results since the last call.
 
         Raises:
@@ -279,12 +279,12 @@ class WorkingAgent:
         await self._session.close()
 
 
-class Exam(Record, frozen=True, kw_only=True):
+class HeldOutResults(Record, frozen=True, kw_only=True):
     """Results of the held-out tasks: mean scores, in all and by family, and all runs."""
 
     score: float | None
     families: dict[str, float]
-    results: list[Ran]
+    results: list[RunResult]
 
     @property
     def failed(self) -> int:
@@ -292,9 +292,9 @@ class Exam(Record, frozen=True, kw_only=True):
         return sum(result.error is not None for result in self.results)
 
 
-async def examine(
+async def run_held_out(
     scenario: Scenario, url: str, tasks: Sequence[Task], folder: Path, *, name: str
-) -> Exam:
+) -> HeldOutResults:
     """Run the agent on the held-out tasks, and judge the runs: an evaluation.
 
     The journal NAME-1.rollout.jsonl in `folder` has all results.
@@ -315,7 +315,7 @@ async def examine(
         if scenario.score in one.metrics:
             scores[task_family(one.task)].append(one.metrics[scenario.score])
     every = [score for of_family in scores.values() for score in of_family]
-    return Exam(
+    return HeldOutResults(
         score=round(fmean(every), 4) if every else None,
         families={name: round(fmean(some), 4) for name, some in sorted(scores.items())},
         results=results,

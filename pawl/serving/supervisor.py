@@ -35,7 +35,7 @@ log = structlog.get_logger()
 BACKLOG: Final = 4096
 
 
-def listening(listen: str, count: int) -> list[socket.socket]:
+def open_sockets(listen: str, count: int) -> list[socket.socket]:
     """Open the data port's sockets, one for each of `count` workers.
 
     The kernel spreads connections over the sockets; on a single socket, the worker that wakes
@@ -48,8 +48,8 @@ def listening(listen: str, count: int) -> list[socket.socket]:
     host, port = parse_address(listen)
     with explain_listen_failure(listen, "PAWL_LISTEN"):
         # With SO_REUSEPORT, binding succeeds on a port that another program shares: check first.
-        _bound(host, port, shared=False).close()
-        listeners = [_bound(host, port, shared=True) for _ in range(count)]
+        _bind_socket(host, port, shared=False).close()
+        listeners = [_bind_socket(host, port, shared=True) for _ in range(count)]
         for listener in listeners:
             listener.listen(BACKLOG)
     for listener in listeners:
@@ -58,7 +58,7 @@ def listening(listen: str, count: int) -> list[socket.socket]:
     return listeners
 
 
-def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
+def _bind_socket(host: str, port: int, *, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,7 +94,7 @@ async def serve(settings: ProxySettings) -> None:
             raise DoesNotStart(why) from error
     stop, replace = stop_event(), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, replace.set)
-    listeners = listening(settings.listen, settings.workers)
+    listeners = open_sockets(settings.listen, settings.workers)
     fleet = Fleet(settings, listeners)
     try:
         await fleet.start()

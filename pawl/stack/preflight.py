@@ -149,7 +149,7 @@ def check_vllm() -> None:
         )
 
 
-def unusable(reason: str) -> str:
+def torch_failure(reason: str) -> str:
     """Return the message for a failed import of torch, or of a package that needs it."""
     return (
         f"the trainer cannot be imported: {reason}. torch is missing, or its build does not fit "
@@ -171,4 +171,4 @@ def check_torch() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise NotReady(unusable(lines[-1]))
+        raise NotReady(torch_failure(lines[-1]))

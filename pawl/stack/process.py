@@ -65,7 +65,7 @@ class Process:
         """Start the process, and restart it from now on whenever it ends by itself."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         await self._spawn()
-        self._keeping = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
+        self._keeping = asyncio.create_task(self._keep_running(), name=f"keep-{self.name}")
 
     async def stop(self, within_s: float = math.inf) -> None:
         """Stop the process (SIGTERM, SIGKILL after `stop_s` seconds), and kill its children.
@@ -87,7 +87,7 @@ class Process:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
 
-    def last_words(self, lines: int = 12) -> str:
+    def last_log_lines(self, lines: int = 12) -> str:
         """Return the last lines of the log since the last start, at most 16 KiB."""
         if not self.log_file.exists():
             return ""
@@ -116,7 +116,7 @@ class Process:
                 preexec_fn=die_with_parent,
             )
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         loop = asyncio.get_running_loop()
         short_lives = 0
         while not self._stopping:
@@ -131,7 +131,7 @@ class Process:
             if short_lives > MOST_RESTARTS or code == 2:
                 self.failed = ProcessFailed(
                     f"{self.name} ended with code {code}; the end of {self.log_file}:\n"
-                    + self.last_words()
+                    + self.last_log_lines()
                 )
                 return
             await asyncio.sleep(RESTART_S)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from pawl.database import kept_postgres
+from pawl.database import keep_postgres_running
 from pawl.processes import run_module
 from pawl.settings import ConsoleSettings, ControllerSettings, StackSettings, read_settings
 from pawl.stack.preflight import (
@@ -27,7 +27,7 @@ from pawl.stack.vllm import (
     USUAL_TOOL_PARSER,
     VllmOptions,
     has_gpu,
-    stage,
+    log_message,
     vllm_command,
     vllm_environment,
 )
@@ -191,11 +191,11 @@ async def running_stack(
         postgres = None
         database_url = plan.database_url
         if database_url is None:
-            postgres = await exits.enter_async_context(kept_postgres(plan.data_dir))
+            postgres = await exits.enter_async_context(keep_postgres_running(plan.data_dir))
             database_url = postgres.url
         stack = Stack(plan, database_url, postgres)
         try:
-            for process in _processes(plan, database_url):
+            for process in _make_processes(plan, database_url):
                 await process.start()
                 exits.push_async_callback(process.stop)
                 stack.processes[process.name] = process
@@ -229,7 +229,7 @@ def preflight(plan: StackPlan) -> None:
     check_disk(plan.data_dir)
 
 
-def _processes(plan: StackPlan, database_url: str) -> list[Process]:
+def _make_processes(plan: StackPlan, database_url: str) -> list[Process]:
     """Return the processes of a plan, the slowest to come up first."""
     upstream = plan.upstream_url or f"http://127.0.0.1:{plan.vllm.port}/v1"
     environment = _environment(plan, database_url, upstream)
@@ -289,7 +289,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
     deadline = asyncio.get_running_loop().time() + READY_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while waiting:
-            tell(", ".join(_waited_for(stack, name) for name in sorted(waiting)))
+            tell(", ".join(_awaited_stage(stack, name) for name in sorted(waiting)))
             stack.check()
             for name, url in list(waiting.items()):
                 if await _answers(session, url):
@@ -298,14 +298,14 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
                 name = next(iter(waiting))
                 raise ProcessFailed(
                     f"{name} did not come up in {READY_S:.0f} s; the end of its log:\n"
-                    + stack.processes[name].last_words()
+                    + stack.processes[name].last_log_lines()
                 )
             await asyncio.sleep(POLL_S)
 
 
-def _waited_for(stack: Stack, name: str) -> str:
+def _awaited_stage(stack: Stack, name: str) -> str:
     """Return a process's name, and the stage of vLLM's start, which takes minutes when cold."""
-    doing = stage(stack.processes[name].last_words(1)) if name == "vllm" else ""
+    doing = log_message(stack.processes[name].last_log_lines(1)) if name == "vllm" else ""
     return f"{name} ({doing})" if doing else name
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pawl.processes import large_imports, run_module, showing_gpus, wait_passively
+from pawl.processes import gpu_environment, large_imports, run_module, wait_passively
 from store.records import Record
 from trainer.settings import USUAL_SLOTS
 
@@ -140,7 +140,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
 
 def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
     """Return the server's environment; `cores` is the number of threads it has without a GPU."""
-    environment = dict(os.environ) | showing_gpus(gpus)
+    environment = dict(os.environ) | gpu_environment(gpus)
     environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
     if not has_gpu():
         environment |= {
@@ -153,7 +153,7 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
     return environment
 
 
-def stage(line: str) -> str:
+def log_message(line: str) -> str:
     """Return a log line's message, without process, time, source and progress bar."""
     said = re.sub(r"^(\(\w+ pid=\d+\) )?\w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ", "", line)
     return said.partition("[")[0].strip(" |")[:MOST_SAID]

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from yarl import URL
 
 from benchmarks.stack import free_port
-from pawl.serving.supervisor import listening
+from pawl.serving.supervisor import open_sockets
 from proxy.ingester.ingester import run_ingester
 from proxy.policies.version_file import VersionFile, serving_versions
 from proxy.settings import ProxySettings
@@ -108,7 +108,7 @@ class Proxy:
 @asynccontextmanager
 async def working(settings: ProxySettings) -> AsyncIterator[None]:
     """A worker in this process."""
-    [listener] = listening(settings.listen, 1)
+    [listener] = open_sockets(settings.listen, 1)
     async with run_worker(settings, listener):
         yield
 

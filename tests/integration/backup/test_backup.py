@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.commands.policy_files import faults
-from pawl.commands.spool import look
+from pawl.commands.policy_files import find_faults
+from pawl.commands.spool import view_spool
 from proxy.ingester.ingester import run_ingester
 from store.claims import begin_update
 from store.database import make_engine
@@ -136,7 +136,7 @@ async def test_each_call_and_reward_answered_before_a_backup_is_restored_once(
         assert await awaited(missing, lambda names: not names) == []
 
         async def waiting() -> int:
-            return look(settings.spool_dir).records
+            return view_spool(settings.spool_dir).records
 
         assert await awaited(waiting, lambda records: not records) == 0
     async with engine.connect() as connection:
@@ -185,12 +185,12 @@ async def test_policies_check_reports_versions_with_missing_or_altered_files(
         return await asyncio.to_thread(CliRunner().invoke, app, ["policies", "check", "--json"])
 
     folders = [await version(engine, tmp_path / "adapters", number) for number in (1, 2, 3, 4)]
-    assert await faults(engine) == []
+    assert await find_faults(engine) == []
     assert (await checked()).exit_code == 0
     shutil.rmtree(folders[0])
     (folders[1] / SERVED[0]).write_text("other")
     (folders[2] / SERVED[0]).unlink()
-    found = await faults(engine)
+    found = await find_faults(engine)
     assert [one.version for one in found] == ["m@1", "m@2", "m@3"]
     words = ("not there", "SHA-256", "not there")
     assert all(word in one.problem for word, one in zip(words, found, strict=True))

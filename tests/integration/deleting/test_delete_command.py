@@ -14,7 +14,13 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.commands.episodes import UnknownEpisodes, as_text, choose, delete_episodes, drained
+from pawl.commands.episodes import (
+    UnknownEpisodes,
+    choose_episodes,
+    delete_episodes,
+    describe_receipt,
+    wait_until_drained,
+)
 from proxy.ingester import removing as deleting
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.spool.segments import Frame, decode_payload, encode_frame, encode_payload
@@ -39,7 +45,7 @@ async def receipts(
     engine: AsyncEngine, spool: Path, *names: str, dry: bool = False, **chosen: Any
 ) -> list[Receipt]:
     selection = Selection(**chosen) if chosen else None
-    found = await choose(engine, names, selection, marking=False)
+    found = await choose_episodes(engine, names, selection, marking=False)
     return [receipt async for receipt in delete_episodes(engine, spool, found, dry=dry)]
 
 
@@ -64,7 +70,7 @@ async def test_deleted_episode_is_removed_from_the_spool_and_stays_deleted(proxy
     assert late.status == 200
     status, _ = await proxy.feedback({"call": late.headers["x-pawl-call"], "value": 1.0})
     assert status in (200, 202)
-    assert await drained(proxy.engine, spool, 60) == 0
+    assert await wait_until_drained(proxy.engine, spool, 60) == 0
 
     async def counted() -> dict[str, float]:
         counters = await proxy.counters()
@@ -154,11 +160,11 @@ async def test_spooled_records_of_deleted_episodes_are_counted(
     segment = tmp_path / "0" / "a.open"
     segment.write_bytes(b"".join(map(encode_frame, frames)))
     await Ingester().store(engine, [call(GONE)])
-    assert await drained(engine, tmp_path, 0) == 0
+    assert await wait_until_drained(engine, tmp_path, 0) == 0
     await receipts(engine, tmp_path, GONE)
-    assert await drained(engine, tmp_path, 0) == 2
+    assert await wait_until_drained(engine, tmp_path, 0) == 2
     segment.unlink()
-    assert await drained(engine, tmp_path, 0) == 0
+    assert await wait_until_drained(engine, tmp_path, 0) == 0
 
 
 async def test_delete_refuses_an_unrecorded_episode_name_unless_asked_to_mark_it(
@@ -166,12 +172,12 @@ async def test_delete_refuses_an_unrecorded_episode_name_unless_asked_to_mark_it
 ) -> None:
     await Ingester().store(engine, [call("e1")])
     with pytest.raises(UnknownEpisodes, match=r"'e2'.*nothing was deleted"):
-        await choose(engine, ["e1", "e2"], None, marking=False)
+        await choose_episodes(engine, ["e1", "e2"], None, marking=False)
     assert list(await exported(engine)) == ["e1"]
-    chosen = await choose(engine, ["e1", "e2"], None, marking=True)
+    chosen = await choose_episodes(engine, ["e1", "e2"], None, marking=True)
     done = [receipt async for receipt in delete_episodes(engine, tmp_path, chosen, dry=False)]
     assert [receipt.state for receipt in done] == ["deleted", "marked"]
-    assert [as_text(receipt, dry=False) for receipt in done] == [
+    assert [describe_receipt(receipt, dry=False) for receipt in done] == [
         "e1: deleted (1 transitions)",
         "e2: not recorded; its calls and feedback will not be stored",
     ]

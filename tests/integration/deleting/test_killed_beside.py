@@ -76,7 +76,7 @@ class Caller:
         self._url = f"http://127.0.0.1:{stand.port}/v1/chat/completions"
         self._dice = random.Random(seed)
         self.seed = seed
-        self.imitation_rule: list[str] = []
+        self.kept: list[str] = []
 
     async def run(self, done: asyncio.Event) -> None:
         """Call until `done`, and note which calls were answered of episodes that are kept."""
@@ -95,7 +95,7 @@ class Caller:
                 ):
                     await reply.read()
                     if reply.status == ANSWERED and kind == "kept":
-                        self.imitation_rule.append(reply.headers["x-pawl-call"])
+                        self.kept.append(reply.headers["x-pawl-call"])
             except (aiohttp.ClientError, OSError):
                 # The proxy is being killed: what had no answer is nobody's to find.
                 await eventually(self._reached, within_s=LONG_S)

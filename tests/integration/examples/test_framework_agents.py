@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.rollout.agents import Request, named_url
+from pawl.rollout.agents import Request, run_url
 from pawl.scenarios.agent import HostedAgent
 from pawl.scenarios.scenario import CLIENTS, find_scenario
 from proxy.tool_events import parse_readers
@@ -235,7 +235,7 @@ async def an_episode(
     )
     calls = 2 if first == SQL else 4
     async with proxy_with(settings, engine) as proxy:
-        url = named_url(proxy.url, task="t", episode="e", split=None)
+        url = run_url(proxy.url, task="t", episode="e", split=None)
         printed = await run_program(scenario.folder, f"{url}/v1", ROLES)
         assert printed == f"{SQL}\n"
         [episode] = await proxy.episodes(calls)

@@ -18,7 +18,7 @@ import structlog
 
 from benchmarks.chaos.__main__ import broken_promises
 from benchmarks.chaos.calls import kills
-from pawl.serving.process import STOP, end
+from pawl.serving.process import STOP, end_process
 from tests.support.faults.ledger import Scrapes, drained, kept
 from tests.support.faults.load import Load
 from tests.support.faults.stand import (
@@ -369,7 +369,7 @@ async def test_process_that_ignores_sigterm_is_killed() -> None:
     assert process.stdout is not None
     await process.stdout.readline()
     began = time.monotonic()
-    await end(process, "deaf", STOP, 0.5)
+    await end_process(process, "deaf", STOP, 0.5)
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - began < 30
 

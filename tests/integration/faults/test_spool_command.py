@@ -4,7 +4,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.spool import as_lines, look, replay_letters
+from pawl.commands.spool import describe_view, replay_letters, view_spool
 from proxy.spool.segments import Frame, encode_frame, read_frames
 from store.ids import new_id
 from store.records import GapRecord
@@ -26,9 +26,9 @@ def write_dead_letters(folder: Path, name: str, data: bytes, reason: str) -> Non
 
 
 def test_spool_command_reports_no_records_for_a_missing_folder(tmp_path: Path) -> None:
-    view = look(tmp_path / "not there")
+    view = view_spool(tmp_path / "not there")
     assert (view.segments, view.records, view.dead_letters) == (0, 0, ())
-    assert as_lines(view)[0].startswith("0 records")
+    assert describe_view(view)[0].startswith("0 records")
 
 
 def test_spool_command_shows_waiting_records_and_dead_letters(tmp_path: Path) -> None:
@@ -37,12 +37,12 @@ def test_spool_command_shows_waiting_records_and_dead_letters(tmp_path: Path) ->
     (tmp_path / "0" / "a.open").write_bytes(frames + b"torn")
     write_dead_letters(tmp_path, "000000", payload(captured("e7")), "refused\nbecause")
     write_dead_letters(tmp_path, "000001", b"torn", "a torn frame")
-    view = look(tmp_path)
+    view = view_spool(tmp_path)
     assert (view.segments, view.records) == (1, 2)
     assert "episode e7" in view.dead_letters[0].about
     assert view.dead_letters[1].about == "not a record"
     assert view.dead_letters[1].reason == "a torn frame"
-    assert any("000000.letter" in line and "refused" in line for line in as_lines(view))
+    assert any("000000.letter" in line and "refused" in line for line in describe_view(view))
 
 
 async def test_only_the_tenants_own_dead_letters_are_shown_and_replayed(
@@ -56,7 +56,7 @@ async def test_only_the_tenants_own_dead_letters_are_shown_and_replayed(
     write_dead_letters(tmp_path, "torn", b"torn", "a torn frame")
 
     def shown(tenant: str | None) -> list[str]:
-        return [Path(letter.path).stem for letter in look(tmp_path, tenant).dead_letters]
+        return [Path(letter.path).stem for letter in view_spool(tmp_path, tenant).dead_letters]
 
     assert shown("a") == ["a", "gap"]
     assert shown("default") == ["default"]
@@ -77,7 +77,10 @@ async def test_replay_stores_valid_dead_letters_and_keeps_the_others(
     stored, refused = await replay_letters(tmp_path, engine)
     assert stored == 2
     assert [why.partition(":")[0] for why in refused] == ["1.letter", "2.letter"]
-    assert [Path(d.path).name for d in look(tmp_path).dead_letters] == ["1.letter", "2.letter"]
+    assert [Path(d.path).name for d in view_spool(tmp_path).dead_letters] == [
+        "1.letter",
+        "2.letter",
+    ]
     async with engine.connect() as connection:
         assert len(await select_episodes(connection)) == 1
     assert await replay_letters(tmp_path, engine) == (0, refused)

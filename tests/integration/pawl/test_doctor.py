@@ -371,7 +371,7 @@ async def test_doctor_cuts_off_and_reports_a_slow_database_read(
 
     await stack.work(("a", 1.0))
     monkeypatch.setattr("pawl.doctor.gather.STORE_S", 1.0)
-    monkeypatch.setattr("pawl.doctor.gather._policy", slow)
+    monkeypatch.setattr("pawl.doctor.gather._read_policy", slow)
     titles = [one.title for one in await stack.findings()]
     assert titles == ["The database took too long: some policies and calls were not looked at"]
 

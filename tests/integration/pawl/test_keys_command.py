@@ -6,7 +6,7 @@ from rich.console import Console
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.keys import table
+from pawl.commands.keys import keys_table
 from store.errors import BadKey, UnknownKey
 from store.grants import hash_of_key
 from store.keys import key_ring, list_keys
@@ -70,7 +70,7 @@ async def test_api_key_name_is_free_again_once_the_key_is_revoked(
             assert (alone.made, is_valid) == (True, key == second)
         console = Console(width=180)
         with console.capture() as shown:
-            console.print(table(await list_keys(connection)))
+            console.print(keys_table(await list_keys(connection)))
     head, *lines = shown.get().splitlines()
     assert head.split() == [
         *("id", "name", "tenant", "scopes", "per_minute", "at_once", "tokens_per_minute"),

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from pawl.database import kept_postgres
+from pawl.database import keep_postgres_running
 from proxy.lookup import Lookup
 from store import embedded
 from store.database import is_unavailable
@@ -413,7 +413,7 @@ async def test_postgres_starts_in_a_folder_too_long_for_a_socket_path(folder: Pa
 async def test_stacks_postgres_is_stopped_at_any_moment_of_its_watch(folder: Path) -> None:
     """At any moment of a look, also one that starts the server again."""
     for round_ in range(6):
-        async with kept_postgres(folder) as postgres:
+        async with keep_postgres_running(folder) as postgres:
             assert postgres.pid is not None
             connection = await asyncpg.connect(postgres.url)
             assert await connection.fetchval("SELECT 1") == 1
@@ -435,7 +435,7 @@ def interrupts(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("interrupts")
 async def test_cancelled_start_of_the_stack_leaves_no_postgres(folder: Path) -> None:
     async def run() -> None:
-        async with kept_postgres(folder):
+        async with keep_postgres_running(folder):
             raise AssertionError("it was cancelled before")
 
     running = asyncio.create_task(run())

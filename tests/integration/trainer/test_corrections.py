@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
-from pawl.commands.credit import table
+from pawl.commands.credit import credit_table
 from pawl.credit import ExplainedUpdate, explain_past
 from store.read.lines import encoded_line
 from store.read.past import past_update
@@ -108,7 +108,7 @@ async def test_correction_is_trained_beside_the_other_calls_of_its_claim(
         "t0-0": (fifth, fifth),
         **dict.fromkeys(("t0-1", "t1-0", "t1-1"), (fifth, msgspec.UNSET)),
     }
-    assert [column.header for column in table(shown.lines).columns][-1] == "correction"
+    assert [column.header for column in credit_table(shown.lines).columns][-1] == "correction"
     # The policy sampled none of it: nothing is kept of what the policy gave it.
     query = text("SELECT octet_length(policy_logprobs), octet_length(sampled_ids) FROM transitions")
     async with engine.connect() as connection:

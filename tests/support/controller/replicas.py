@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.reconciler import Reconciler
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
-from pawl.controller.run import app_of, follow, working
+from pawl.controller.run import app_of, look_forever, working
 from store.claims import begin_update, record_update
 from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base
@@ -105,8 +105,8 @@ async def controlling(
     async with AsyncExitStack() as exits:
         replicas = await exits.enter_async_context(Replicas(urls, files=files))
         controllers = [ReplicaController(server, servable, POLL_S) for server in replicas.each]
-        read = follow(settings_of(engine), POLL_S, "controller", servable.look)
-        async with working([read]), working([each.follow() for each in controllers]):
+        read = look_forever(settings_of(engine), POLL_S, "controller", servable.look)
+        async with working([read]), working([each.reconcile_forever() for each in controllers]):
             yield RunningController(servable, controllers)
 
 

@@ -14,7 +14,7 @@ from pawl.commands.policies import events_of
 from pawl.controller.comparison import Comparison
 from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluate, Evaluations
-from pawl.controller.run import follow, working
+from pawl.controller.run import look_forever, working
 from pawl.settings import ControllerSettings
 from store.claims import begin_update, record_update
 from store.read.gates import VersionInRole
@@ -65,7 +65,7 @@ def controller(engine: AsyncEngine, evaluate: Evaluate = never) -> Deciding:
 @asynccontextmanager
 async def following(engine: AsyncEngine, judge: Deciding) -> AsyncIterator[None]:
     """Let a controller look again and again."""
-    async with working([follow(settings_of(engine), 0.01, "gate", judge.look)]):
+    async with working([look_forever(settings_of(engine), 0.01, "gate", judge.look)]):
         yield
 
 

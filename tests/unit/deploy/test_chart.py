@@ -24,7 +24,7 @@ from pawl.settings import (
     ControllerSettings,
     DoctorSettings,
     read_settings,
-    refuse_unread,
+    refuse_unknown_settings,
 )
 from proxy.settings import ProxySettings
 from proxy.upstreams.file import parse_upstreams
@@ -260,7 +260,7 @@ def test_each_process_accepts_the_settings_rendered_by_the_chart(
             name: value.replace("/etc/pawl", str(tmp_path))
             for name, value in pod.environment.items()
         }
-        refuse_unread(told)
+        refuse_unknown_settings(told)
         with monkeypatch.context() as inside:
             for name, value in told.items():
                 inside.setenv(name, value)

@@ -20,7 +20,7 @@ from pawl.settings import (
     ConsoleSettings,
     ControllerSettings,
     known_variables,
-    refuse_unread,
+    refuse_unknown_settings,
 )
 from pawl.stack import vllm
 from pawl.stack.compose import GRAFANA, write_secrets, write_vllm_config
@@ -362,7 +362,7 @@ def test_postgres_18_keeps_its_data_on_the_volume() -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_pawl_reads_every_environment_variable_that_compose_sets(name: str) -> None:
-    refuse_unread(environment(name))
+    refuse_unknown_settings(environment(name))
 
 
 def test_env_example_offers_exactly_the_variables_that_compose_and_pawl_read() -> None:

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from pawl.scenarios.scenario import Keys, ScenarioFailed, parse_scenario
+from pawl.scenarios.scenario import ScenarioFailed, ScenarioKeys, parse_scenario
 from pawl.settings import (
     ClientSettings,
     ControllerSettings,
     StackSettings,
     UnreadSettings,
     read_settings,
-    refuse_unread,
+    refuse_unknown_settings,
 )
 from proxy.errors import BadRedaction, BadUpstreams
 from proxy.redaction import RuleSpec, parse_rules
@@ -99,7 +99,7 @@ FILES = {
     "scenario": File(
         lambda text: parse_scenario(text, Path("F.toml")),
         ScenarioFailed,
-        Keys,
+        ScenarioKeys,
         "",
         {"title": '"t"', "about": '"a"', "model": '"m"'},
     ),
@@ -288,7 +288,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_env_file_that_cannot_be_used_is_refused(content: bytes, message: str) -> None:
     Path(".env").write_bytes(content)
     with pytest.raises(UnreadSettings, match=message):
-        refuse_unread({})
+        refuse_unknown_settings({})
 
 
 @pytest.mark.usefixtures("_elsewhere")

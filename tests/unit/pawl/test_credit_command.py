@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pawl.cli import app
-from pawl.commands.credit import table
+from pawl.commands.credit import credit_table
 from tests.conftest import ROOT
 from tests.support.lines import call, calls, episode, event, reward
 from trainer.credit.lines import CreditLine
@@ -146,7 +146,7 @@ def test_credit_table_shows_markup_in_names_as_plain_text() -> None:
         episode="[red]e", call="c", agent="a", r_final=None, r_air=0.1, r_total=None,
         advantage=None, weight=0.0, reason="unscored",
     )  # fmt: skip
-    found = table([line])
+    found = credit_table([line])
     assert [str(cell) for column in found.columns for cell in column.cells] == [
         "[red]e", "c", "a", "", "0.1000", "", "", "0.0000", "unscored",
     ]  # fmt: skip

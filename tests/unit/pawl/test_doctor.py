@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 from pawl.doctor.checks import PAUSES, REASONS, Finding
 from pawl.doctor.examine import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
-from pawl.doctor.outlook import about
+from pawl.doctor.outlook import describe_time
 from proxy.trainable import Reason
 from store.adapter_slots import KeptVersion, LiveCounts
 from store.link.joins import DOUBTFUL_NEED
@@ -496,10 +496,8 @@ def test_there_is_no_outlook_where_nothing_can_be_trained() -> None:
         (timedelta(days=1.6), "about 2 days"),
     ],
 )
-def test_doctors_forecast_is_given_in_the_largest_fitting_unit_of_time(
-    time: timedelta, words: str
-) -> None:
-    assert about(time) == words
+def test_doctors_forecast_is_given_in_the_largest_fitting_unit_of_time(time: timedelta, words: str) -> None:
+    assert describe_time(time) == words
 
 
 def test_equal_rewards_within_groups_are_no_trouble_where_groups_are_not_compared() -> None:

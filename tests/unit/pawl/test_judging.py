@@ -16,10 +16,10 @@ from pawl.judging.answers import (
     read_answer,
     read_verdict,
 )
-from pawl.judging.command import is_proxy
+from pawl.judging.command import is_proxy_url
 from pawl.judging.feedback import feedback_url
 from pawl.judging.model import read_score
-from pawl.judging.next_turn import next_messages, next_of
+from pawl.judging.next_turn import messages_after, next_messages
 from pawl.judging.relative import read_scores, relative_messages
 from pawl.judging.rubric import judge_messages, transcript
 from pawl.judging.run import retry_at
@@ -301,10 +301,8 @@ def test_feedback_url_is_derived_from_the_proxys_listen_address(listen: str, url
         ("https://other/v1", "other:443", True),
     ],
 )
-def test_base_url_is_recognised_as_the_proxys_by_its_listen_address(
-    base_url: str, listen: str, is_it: bool
-) -> None:
-    assert is_proxy(base_url, listen) is is_it
+def test_base_url_is_recognised_as_the_proxys_by_its_listen_address(base_url: str, listen: str, is_it: bool) -> None:
+    assert is_proxy_url(base_url, listen) is is_it
 
 
 # What happened next
@@ -335,7 +333,7 @@ def test_messages_after_a_call_are_the_unsampled_messages_before_the_next_reply(
             *(user("No, 4."), user("Sorry, 3."), replied("Well"), user("Bye")),
         ),
     ]
-    assert [next_of(place, calls) for place in range(4)] == [
+    assert [messages_after(place, calls) for place in range(4)] == [
         [result],
         [],
         [user("No, 4."), user("Sorry, 3.")],
@@ -359,7 +357,7 @@ def test_messages_after_a_response_are_found_by_previous_response_id() -> None:
             "reply": {"id": "r3", "output": []},
         },
     ]
-    assert next_of(0, calls) == [output]
+    assert messages_after(0, calls) == [output]
 
 
 def test_content_shown_to_a_judge_cannot_close_the_tag_around_it() -> None:

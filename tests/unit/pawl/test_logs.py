@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pawl.logs import SureFile, shortened
+from pawl.logs import NeverRaisingFile, shortened
 
 # Logs what a client said, as a worker (gathered) and as the other processes do.
 SCRIPT = """
@@ -79,7 +79,7 @@ def test_log_on_a_full_disk_ends_no_process(how: str) -> None:
 def test_number_of_lost_log_lines_is_logged_once_there_is_room_again() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    file = SureFile(writing)
+    file = NeverRaisingFile(writing)
     line = b"x" * 1023 + b"\n"
     for _ in range(100):
         file.write(line)

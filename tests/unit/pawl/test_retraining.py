@@ -7,7 +7,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.by_hand import FIELDS, BadQuery, as_text, read_query
+from pawl.by_hand import FIELDS, BadQuery, describe_retrained, read_query
 from pawl.commands.policies import app
 from store.retraining import Retrained
 from store.selecting import Selection
@@ -82,7 +82,7 @@ def test_result_names_the_serving_version_and_freed_episodes() -> None:
         ended=7,
         max_staleness=4,
     )
-    assert as_text(retrained, dry=False).splitlines() == [
+    assert describe_retrained(retrained, dry=False).splitlines() == [
         "m@5 serves in place of m@12; versions ended: 7; episodes freed: 2 stale, 40 trained;"
         " episodes left out: 3",
         "m@5 learned from 1 of the episodes to leave out: start at an earlier version",
@@ -90,6 +90,6 @@ def test_result_names_the_serving_version_and_freed_episodes() -> None:
         " still wait expire; raise it until they are trained",
     ]
     none = Retrained(serves="m@5", served="m@5", freed={}, left_out=0, learned=0)
-    assert as_text(none, dry=True) == (
+    assert describe_retrained(none, dry=True) == (
         "m@5 would serve; versions ended: 0; episodes freed: none; episodes left out: 0"
     )

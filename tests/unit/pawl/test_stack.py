@@ -28,8 +28,8 @@ from pawl.stack.preflight import (
     check_ports,
 )
 from pawl.stack.process import Process, ProcessFailed
-from pawl.stack.stack import _processes, configured_plan
-from pawl.stack.vllm import lacks_lora, stage, vllm_command, vllm_environment
+from pawl.stack.stack import _make_processes, configured_plan
+from pawl.stack.vllm import lacks_lora, log_message, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from tests.conftest import ROOT
 from tests.support.waiting import until
@@ -292,7 +292,7 @@ async def test_stop_signal_during_the_start_of_pawl_up_stops_its_processes(
     monkeypatch.setattr(stack, "preflight", lambda _: None)
     monkeypatch.setattr(stack, "has_gpu", lambda: False)
     monkeypatch.setattr(stack, "_wait_until_ready", never)
-    monkeypatch.setattr(stack, "_processes", lambda *_: [Stubborn(one, done) for one in "ab"])
+    monkeypatch.setattr(stack, "_make_processes", lambda *_: [Stubborn(one, done) for one in "ab"])
     await local.run_stack(StackSettings())
     assert done[:4] == ["a starts", "b starts", "a stops within 4 s", "b stops within 4 s"]
 
@@ -340,7 +340,7 @@ def test_no_vllm_is_started_where_a_model_server_is_configured(tmp_path: Path) -
     plan = configured_plan(
         "m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, upstream_url="http://u/v1"
     )
-    started = [process.name for process in _processes(plan, "postgresql://h/d")]
+    started = [process.name for process in _make_processes(plan, "postgresql://h/d")]
     assert started == ["trainer", "controller", "console", "proxy"]
 
 
@@ -372,7 +372,7 @@ async def test_vllm_is_up_on_a_gpu_before_the_trainer_starts(
     monkeypatch.setattr(stack, "preflight", lambda _: None)
     monkeypatch.setattr(stack, "_wait_until_ready", wait)
     names = ("vllm", "trainer")
-    monkeypatch.setattr(stack, "_processes", lambda *_: [Noted(name, done) for name in names])
+    monkeypatch.setattr(stack, "_make_processes", lambda *_: [Noted(name, done) for name in names])
     plan = configured_plan("m", "m", 8, data_dir=tmp_path, log_dir=tmp_path, database_url="x")
     async with stack.running_stack(plan):
         pass
@@ -637,17 +637,17 @@ def test_vllm_on_a_gpu_has_the_models_own_context_and_its_own_number_of_requests
     ],
 )
 def test_log_line_of_vllm_is_shortened_to_its_stage(line: str, said: str) -> None:
-    assert stage(line) == said
+    assert log_message(line) == said
 
 
 async def test_last_lines_of_a_process_are_read_from_the_end_of_its_long_log(
     tmp_path: Path,
 ) -> None:
     process = Process("vllm", [], {}, tmp_path)
-    assert process.last_words() == ""
+    assert process.last_log_lines() == ""
     process.log_file.write_bytes(b"an earlier start\n" * 10_000 + b"10%\r50%\r100%")
-    assert process.last_words(2).split() == ["50%", "100%"]
-    assert len(process.last_words(10_000)) <= 16 * 1024
+    assert process.last_log_lines(2).split() == ["50%", "100%"]
+    assert len(process.last_log_lines(10_000)) <= 16 * 1024
 
 
 def test_lora_support_of_an_architecture_is_read_from_the_sources_of_vllm(

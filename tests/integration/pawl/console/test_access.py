@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.types import Message
 
-from pawl.console.app import MOST_AT_ONCE, app_of, failure
+from pawl.console.app import MOST_AT_ONCE, app_of, failure_page
 from pawl.console.pages import reading
 from pawl.doctor.checks import Finding
 from pawl.settings import ConsoleSettings
@@ -265,7 +265,7 @@ async def test_failure_page_names_no_server_address(
     database_url: str, error: Exception, title: str
 ) -> None:
     app = app_of(ConsoleSettings(), database_url)
-    shown = failure(Request({"type": "http", "app": app, "headers": [], "path": "/"}), error)
+    shown = failure_page(Request({"type": "http", "app": app, "headers": [], "path": "/"}), error)
     assert title in bytes(shown.body).decode()
     assert "203.0.113.9" not in bytes(shown.body).decode()
     await app.state.console.engine.dispose()

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.console import conversation, episode
 from pawl.console import tokens as token_screen
-from pawl.console.pages import figure
+from pawl.console.pages import format_number
 from pawl.credit import explain_past
 from store.ids import new_id
 from store.read import detail
@@ -295,7 +295,7 @@ async def test_tokens_are_shown_with_their_ratios_and_whether_the_call_is_masked
         await connection.execute(sqlalchemy.text(query), values)
     page = (await console.get(f"/calls/{call.id}/tokens")).body.decode()
     assert shown in page
-    assert f"ratio {figure(math.exp(min(log_ratios[5], 700)), 3)}"[:8] in page
+    assert f"ratio {format_number(math.exp(min(log_ratios[5], 700)), 3)}"[:8] in page
 
 
 async def test_tokens_are_shown_as_ids_while_the_model_server_hangs(

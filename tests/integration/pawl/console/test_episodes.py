@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.console.pages import figure
+from pawl.console.pages import format_number
 from store.keys import create_key
 from store.records import SpoolRecord
 from store.tenants import scoped
@@ -170,7 +170,7 @@ async def test_overview_says_whether_a_policy_is_better_than_version_0(
         await promote(connection, "m", 1)
         await ingest(connection, records)
     page = re.sub("<[^>]+>", "", await shown(console, "/overview/figures"))
-    means = f"reward {figure(before / 20)} → {figure(right / 20)}"
+    means = f"reward {format_number(before / 20)} → {format_number(right / 20)}"
     assert f"{verdict} since version 0: {means}, a difference of" in page
 
 

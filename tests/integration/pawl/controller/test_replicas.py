@@ -317,7 +317,7 @@ async def test_loading_of_a_recalled_version_is_retried_before_it_is_given_up_ag
 
         async def is_given_up() -> bool:
             await reconciler.look([base, version])
-            return reconciler.gave_up("m@1")
+            return reconciler.has_given_up_on("m@1")
 
         await eventually(is_given_up)
         before = server.tries["m@1"]
@@ -328,7 +328,7 @@ async def test_loading_of_a_recalled_version_is_retried_before_it_is_given_up_ag
             return server.tries["m@1"] > before
 
         await eventually(is_tried_again)
-        assert not reconciler.gave_up("m@1")
+        assert not reconciler.has_given_up_on("m@1")
 
 
 async def test_refused_adapter_is_retried_with_backoff_and_blocks_no_other(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pawl.rollout.tasks import Task
-from pawl.scenarios.agent import WorkingAgent, examine
+from pawl.scenarios.agent import WorkingAgent, run_held_out
 from pawl.scenarios.scenario import ScenarioFailed, find_scenario
 from tests.support.servers.fake_proxy import FakeProxy
 from tests.support.waiting import until
@@ -47,7 +47,7 @@ async def test_demo_agent_sends_its_environments_temperature_and_no_top_p_or_top
     fake: FakeProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENT_TEMPERATURE", "0.8")
-    await examine(DEMO, fake.url, QUESTIONS[:1], tmp_path, name="before")
+    await run_held_out(DEMO, fake.url, QUESTIONS[:1], tmp_path, name="before")
     [asked] = fake.asked
     assert asked["temperature"] == 0.8
     assert not {"top_p", "top_k"} & asked.keys()
@@ -56,7 +56,7 @@ async def test_demo_agent_sends_its_environments_temperature_and_no_top_p_or_top
 async def test_evaluation_is_marked_as_split_eval_and_writes_its_results(
     fake: FakeProxy, tmp_path: Path
 ) -> None:
-    exam = await examine(DEMO, fake.url, QUESTIONS, tmp_path, name="before")
+    exam = await run_held_out(DEMO, fake.url, QUESTIONS, tmp_path, name="before")
     assert (exam.score, len(exam.results), exam.failed) == (0.0, 4, 0)
     assert {call["split"] for call in fake.calls} == {"eval"}
     journal = (tmp_path / "before-1.rollout.jsonl").read_text().splitlines()
@@ -72,7 +72,7 @@ async def test_an_evaluation_has_the_score_of_each_family_of_tasks(
         Task(name=f"{'ab'[number % 2]}/{number}", fields=task.fields)
         for number, task in enumerate(QUESTIONS)
     ]
-    exam = await examine(DEMO, fake.url, tasks, tmp_path, name="before")
+    exam = await run_held_out(DEMO, fake.url, tasks, tmp_path, name="before")
     assert exam.families == {"a": 0.0, "b": 0.0}
 
 

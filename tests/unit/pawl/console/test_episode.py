@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from pawl.console.episode import MOST_LANES, lanes_of, numbers_of, ranges_of, waits_for
+from pawl.console.episode import MOST_LANES, format_ranges, lanes_of, numbers_of, why_not_consumed
 from store.read.assembly import ToolsByCall, rebuild_calls, whole_request
 from store.read.detail import EpisodeDetail
 from store.values.packing import delta
@@ -81,7 +81,7 @@ def test_episode_page_says_why_its_episode_is_not_trained(
 ) -> None:
     facts = ("trained", "update_id", "lacks", "rolled_back", "set_aside")
     known: dict[str, Any] = dict.fromkeys(facts) | {"scored": True} | fate
-    said: Any = waits_for(SimpleNamespace(**known), recorded([], **episode))
+    said: Any = why_not_consumed(SimpleNamespace(**known), recorded([], **episode))
     assert why in said
     assert bool(said) is bool(why)
 
@@ -111,7 +111,11 @@ def test_requests_stored_as_deltas_are_rebuilt_in_any_order_of_storage() -> None
 
 
 def test_consecutive_call_numbers_are_shown_as_a_range() -> None:
-    assert [ranges_of(numbers) for numbers in ((1, 2, 3, 7), (9,), ())] == ["1 to 3, 7", "9", ""]
+    assert [format_ranges(numbers) for numbers in ((1, 2, 3, 7), (9,), ())] == [
+        "1 to 3, 7",
+        "9",
+        "",
+    ]
 
 
 def test_call_and_its_repetition_have_the_same_number() -> None:

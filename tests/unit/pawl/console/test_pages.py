@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from pawl.console.pages import figure, visible, when
+from pawl.console.pages import format_number, time_element, visible_text
 
 VENDOR = files("pawl.console") / "static" / "vendor"
 # Of the packages htmx.org 2.0.11 and uplot 1.6.32 on npm.
@@ -40,14 +40,14 @@ def test_vendored_files_have_the_published_hashes() -> None:
     ],
 )
 def test_hostile_text_is_escaped_and_invisible_characters_are_shown(text: str, shown: str) -> None:
-    assert visible(text) == f'<bdi class="text">{shown}</bdi>'
+    assert visible_text(text) == f'<bdi class="text">{shown}</bdi>'
 
 
 def test_long_text_is_cut_and_says_so_with_a_link_to_the_rest() -> None:
-    shown = visible("x" * 50, 10, "/calls/1/reply?a=1&b=2")
+    shown = visible_text("x" * 50, 10, "/calls/1/reply?a=1&b=2")
     assert "xxxxxxxxxx <span" in shown
     assert '40 more <a href="/calls/1/reply?a=1&amp;b=2">raw</a>' in shown
-    assert len(visible("\u202e<" * 1_000_000)) < 100_000
+    assert len(visible_text("\u202e<" * 1_000_000)) < 100_000
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,13 @@ def test_long_text_is_cut_and_says_so_with_a_link_to_the_rest() -> None:
         (float("nan"), "nan"),
     ],
 )
-def test_numbers_are_shown_with_few_digits_and_grouped_thousands(
-    value: float | None, shown: str
-) -> None:
-    assert figure(value) == shown
+def test_numbers_are_shown_with_few_digits_and_grouped_thousands(value: float | None, shown: str) -> None:
+    assert format_number(value) == shown
 
 
 def test_time_is_marked_up_for_the_viewers_zone() -> None:
     moment = datetime(2026, 11, 26, 12, 0, 1, tzinfo=UTC)
-    assert when(moment) == (
+    assert time_element(moment) == (
         '<time datetime="2026-11-26T12:00:01.000+00:00">2026-11-26 12:00:01 UTC</time>'
     )
-    assert when(None) == "–"
+    assert time_element(None) == "–"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pawl.console.updates import plots_of
-from pawl.console.versions import Change, words_of
+from pawl.console.versions import Change, describe_version
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -29,7 +29,7 @@ def test_words_describe_the_state_of_a_version(
 ) -> None:
     names = ("share", "unloaded_at", "ended_at", "files_deleted_at", "frozen_at")
     row: Any = SimpleNamespace(**{"version": 0, **dict.fromkeys(names), **version})
-    assert words_of(row) == words
+    assert describe_version(row) == words
 
 
 def test_confirmation_of_a_change_depends_on_its_effects_and_not_on_its_reason() -> None:

@@ -155,7 +155,7 @@ def test_fall_of_rewards_below_their_own_past_is_detected_before_a_verdict() -> 
     comparison = followed((1_000, 1, 0.8, 0.8), (150, 2, 0.5, 0.8))
     assert comparison.fall == pytest.approx(0.3, abs=0.12)
     assert comparison.verdict is None
-    assert not comparison.is_in_line
+    assert not comparison.may_move_control
 
 
 @pytest.mark.parametrize(("tries", "falls"), [(1, True), (8, False)])

@@ -19,12 +19,12 @@ from pawl.controller.eprocess import (
     STEPS,
     Block,
     Blocks,
-    Centres,
     ChangeDetector,
     EProcess,
+    FamilyMeans,
     Side,
     block_size,
-    bound,
+    difference_bound,
     log_wealth,
 )
 
@@ -138,7 +138,7 @@ def test_blocks_are_larger_the_rarer_an_arm_is(tested: float, other: float, size
 
 
 def test_rewards_of_new_and_surplus_task_families_are_centred_by_the_overall_mean() -> None:
-    centres = Centres()
+    centres = FamilyMeans()
     assert centres.mean_of("new") == 0.5
     for number in range(MOST_CENTRES):
         centres.add(str(number), 0.0)
@@ -212,7 +212,10 @@ def test_change_detector_finds_a_late_change_that_the_e_process_misses() -> None
 def test_confidence_bounds_are_where_the_e_process_refutes_the_null(
     blocks: list[Block], mistakes: float
 ) -> None:
-    lower, upper = bound(blocks, mistakes, ABOVE), bound(blocks, mistakes, BELOW)
+    lower, upper = (
+        difference_bound(blocks, mistakes, ABOVE),
+        difference_bound(blocks, mistakes, BELOW),
+    )
     needed = log(1 / mistakes)
     assert -1 <= lower < upper <= 1
     if lower > -1:
@@ -222,10 +225,10 @@ def test_confidence_bounds_are_where_the_e_process_refutes_the_null(
     assert log_wealth(blocks, lower + 1 / STEPS, ABOVE) < needed
     assert log_wealth(blocks, upper - 1 / STEPS, BELOW) < needed
     turned = [block._replace(difference=-block.difference) for block in blocks]
-    assert bound(turned, mistakes, ABOVE) == -upper
+    assert difference_bound(turned, mistakes, ABOVE) == -upper
 
 
 def test_confidence_bounds_close_in_on_the_mean_block_difference() -> None:
     blocks = [Block(difference, 1.0, 1.0) for difference in (0.6, -0.2)] * 1000
-    lower, upper = bound(blocks, 0.05, ABOVE), bound(blocks, 0.05, BELOW)
+    lower, upper = difference_bound(blocks, 0.05, ABOVE), difference_bound(blocks, 0.05, BELOW)
     assert 0.15 <= lower < 0.2 < upper <= 0.25

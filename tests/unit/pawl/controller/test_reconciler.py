@@ -5,7 +5,7 @@ from typing import Final, get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.controller.reconciler import belonging, has_other_files, to_load
+from pawl.controller.reconciler import has_other_files, versions_for_server, versions_to_load
 from store.versions import PolicyState, PolicyVersion
 
 BASES: Final = ("base", "other")
@@ -52,20 +52,20 @@ def test_versions_to_load_are_ordered_serving_then_with_a_share_then_newest() ->
         version("a", 7, "rolled_back", unloaded=True),
         version("a", 8, "loaded"),
     ]
-    assert [one.version for one in belonging(versions, BASE)] == [2, 1, 8, 6]
+    assert [one.version for one in versions_for_server(versions, BASE)] == [2, 1, 8, 6]
 
 
 def test_adapter_of_another_base_model_does_not_belong_on_the_server() -> None:
     versions = [version("a", 0), version("a", 1), version("c", 0), version("c", 1)]
-    assert [one.name for one in belonging(versions, BASE)] == ["a"]
+    assert [one.name for one in versions_for_server(versions, BASE)] == ["a"]
     # A policy whose name is an adapter's here has no base here.
-    assert belonging(versions, adapter("base", 1)) == []
+    assert versions_for_server(versions, adapter("base", 1)) == []
 
 
 def test_version_loaded_from_another_folder_is_to_be_loaded_again() -> None:
     versions = [version("a", 1), version("a", 2), version("a", 3)]
     listed = BASE | adapter("a", 1) | adapter("a", 2, "/elsewhere")
-    assert [one.version for one in to_load(versions, listed)] == [3, 2]
+    assert [one.version for one in versions_to_load(versions, listed)] == [3, 2]
     assert [one.version for one in versions if has_other_files(one, listed)] == [2]
 
 
@@ -84,9 +84,9 @@ def test_no_version_is_missing_from_the_server_after_loading(
     }
     for number in there:
         listed |= adapter("a", number)
-    wanted = belonging(versions, listed)
+    wanted = versions_for_server(versions, listed)
     assert all(one.version and one.is_servable for one in wanted)
-    for one in to_load(wanted, listed):
+    for one in versions_to_load(wanted, listed):
         listed |= adapter(one.name, one.version)
-    assert belonging(versions, listed) == wanted
-    assert to_load(wanted, listed) == []
+    assert versions_for_server(versions, listed) == wanted
+    assert versions_to_load(wanted, listed) == []

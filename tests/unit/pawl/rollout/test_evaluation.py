@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pawl.commands.evaluate import draw, report, versions
+from pawl.commands.evaluate import draw_report, render_report, versions_to_compare
 from pawl.rollout.evaluation import EvaluationJob, EvaluationReport, Pairs
 from pawl.rollout.journal import Ended, RunKey
 from pawl.rollout.proxy import Models
@@ -175,15 +175,15 @@ def test_evaluation_compares_named_versions_or_by_default_newest_and_serving(
 ) -> None:
     if isinstance(expected, str):
         with pytest.raises(RolloutError, match=re.escape(expected)):
-            versions(LISTED, policy, against)
+            versions_to_compare(LISTED, policy, against)
     else:
-        assert versions(LISTED, policy, against) == expected
+        assert versions_to_compare(LISTED, policy, against) == expected
 
 
 def shown(evaluation: EvaluationReport) -> str:
     console = Console(width=120, color_system=None)
     with console.capture() as capture:
-        console.print(report(evaluation))
+        console.print(render_report(evaluation))
     return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
 
 
@@ -211,6 +211,6 @@ def test_evaluation_report_is_drawn_as_png_and_survives_json(tmp_path: Path) -> 
     found = evaluated(120, scored(1.0), scored(0.0))
     assert msgspec.json.decode(msgspec.json.encode(found), type=EvaluationReport) == found
     assert [look.tasks for look in found.looks][-1] == found.tasks
-    draw(tmp_path / "p.png", found)
-    draw(tmp_path / "none.png", evaluated(1, UNJUDGED, UNJUDGED))
+    draw_report(tmp_path / "p.png", found)
+    draw_report(tmp_path / "none.png", evaluated(1, UNJUDGED, UNJUDGED))
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -16,12 +16,12 @@ from pawl.rollout.journal import (
     Begun,
     Ended,
     Journal,
+    JournalContent,
     Line,
-    Past,
     Posted,
     RolloutPlan,
     RunKey,
-    replay,
+    read_journal,
 )
 from pawl.rollout.tasks import RolloutError
 
@@ -38,8 +38,8 @@ def abandoned(episode: str) -> Ended:
     return Ended(episode=episode, outcome="abandoned", statements=(statement,))
 
 
-def read(data: bytes) -> Past:
-    return replay(data.splitlines(keepends=True), "j", again=False)
+def read(data: bytes) -> JournalContent:
+    return read_journal(data.splitlines(keepends=True), "j", again=False)
 
 
 class Launch:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.rollout.agents import environment, named_url
-from pawl.rollout.judges import compare
-from pawl.rollout.tasks import RolloutError, digest, parse_tasks
+from pawl.rollout.agents import run_environment, run_url
+from pawl.rollout.judges import score_answer
+from pawl.rollout.tasks import RolloutError, parse_tasks, tasks_digest
 from proxy.routing import find_route
 
 FIELDS = st.dictionaries(
@@ -36,7 +36,7 @@ def test_name_of_a_task_depends_on_its_content_alone(fields: dict[str, Any]) -> 
     [one] = parse_tasks(lines(fields), "a.jsonl")
     [other] = parse_tasks(b"\n\n" + lines(turned), "b.jsonl")
     assert one.name == other.name
-    assert digest((one,)) == digest((other,))
+    assert tasks_digest((one,)) == tasks_digest((other,))
 
 
 def test_id_field_of_a_task_is_its_name() -> None:
@@ -95,20 +95,18 @@ NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infini
         ("", [], False),
     ],
 )
-def test_last_line_of_the_output_is_compared_with_the_tasks_answer(
-    output: str, expected: Any, right: bool
-) -> None:
-    assert compare(output, expected) == float(right)
+def test_last_line_of_the_output_is_compared_with_the_tasks_answer(output: str, expected: Any, right: bool) -> None:
+    assert score_answer(output, expected) == float(right)
 
 
 @given(st.text(), st.text() | NUMBERS | st.none() | st.booleans())
 def test_any_output_can_be_compared_with_any_answer(output: str, expected: Any) -> None:
-    assert compare(output, expected) in (0.0, 1.0)
+    assert score_answer(output, expected) in (0.0, 1.0)
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
 def test_output_that_ends_with_the_answers_text_is_right(text: str) -> None:
-    assert compare(f"so:\n{text}\n", text) == 1.0
+    assert score_answer(f"so:\n{text}\n", text) == 1.0
 
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1)
@@ -118,7 +116,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min
 def test_proxy_reads_task_episode_and_split_from_a_runs_base_url(
     task: str, episode: str, split: str | None
 ) -> None:
-    url = named_url("http://h:1", task=task, episode=episode, split=split)  # type: ignore[arg-type]
+    url = run_url("http://h:1", task=task, episode=episode, split=split)  # type: ignore[arg-type]
     route = find_route("POST", url.removeprefix("http://h:1") + "/v1/chat/completions")
     assert (route.task, route.episode, route.split) == (task, episode, split)
 
@@ -127,7 +125,7 @@ def variables(
     given: dict[str, str], task: bytes = b"{}", model: str | None = None
 ) -> dict[str, str]:
     names = {"TASK_ID": "t1"}
-    return environment("http://h/task/t1", model=model, given=given, names=names, task=task)
+    return run_environment("http://h/task/t1", model=model, given=given, names=names, task=task)
 
 
 def test_openais_and_anthropics_sdks_get_the_base_url_of_the_run() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pawl.scenarios.agent import Ran
+from pawl.scenarios.agent import RunResult
 from pawl.scenarios.ledger import (
     VersionRewards,
     curves_of,
@@ -16,7 +16,7 @@ from pawl.scenarios.ledger import (
     policy_facts,
     trainable_share,
 )
-from pawl.scenarios.progress import Ending, HeldOut, Progress, Wave, largest_fall, render
+from pawl.scenarios.progress import EndingRule, HeldOut, Progress, Wave, largest_fall, render
 from pawl.scenarios.report import closing_words, labelled_looks, write_report
 from store.ids import new_id
 from store.policy_table import PolicySpec
@@ -45,8 +45,8 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def ending(most_waves: int = 40, updates: int | None = None) -> Ending:
-    return Ending(learned=0.9, most_waves=most_waves, updates=updates)
+def ending(most_waves: int = 40, updates: int | None = None) -> EndingRule:
+    return EndingRule(learned=0.9, most_waves=most_waves, updates=updates)
 
 
 def counted(policy: str, calls: int, trainable: int, side: int = 0) -> PolicyTotals:
@@ -61,8 +61,8 @@ def counted(policy: str, calls: int, trainable: int, side: int = 0) -> PolicyTot
     )
 
 
-def ran(**metrics: float) -> Ran:
-    return Ran(task="t", sample=0, output="", error=None if metrics else "e", metrics=metrics)
+def ran(**metrics: float) -> RunResult:
+    return RunResult(task="t", sample=0, output="", error=None if metrics else "e", metrics=metrics)
 
 
 def update(policy: str, version: int | None, state: str = "done", **metrics: float) -> UpdateRow:
@@ -232,7 +232,7 @@ def test_fall_of_held_out_scores_is_measured_from_the_best_earlier_score(
     ],
 )
 def test_waves_end_once_the_target_or_a_limit_is_reached(
-    rule: Ending, seen: Progress, ends: bool
+    rule: EndingRule, seen: Progress, ends: bool
 ) -> None:
     assert rule.is_reached(seen) is ends
 

@@ -19,7 +19,7 @@ from pawl.scenarios.scenario import (
     ScenarioFailed,
     chat_template,
     find_scenario,
-    held,
+    lock_folder,
     make_tasks,
     parse_scenario,
     policies_of,
@@ -59,10 +59,10 @@ async def test_folder_in_use_is_refused_to_another_run(tmp_path: Path) -> None:
     options = RunOptions(
         name="calculator", minutes=1.0, seed=0, var=var, models=tmp_path / "models"
     )
-    with held(var), pytest.raises(ScenarioFailed, match=f"another run uses {var}"):
+    with lock_folder(var), pytest.raises(ScenarioFailed, match=f"another run uses {var}"):
         await Run(options).run()
     assert not (var / "data").exists()
-    with held(var):
+    with lock_folder(var):
         assert var.is_dir()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pawl.commands.credit import table
+from pawl.commands.credit import credit_table
 from store.values.rewards import REWARD_ALONE
 from tests.support.lines import call, credited, episode, reward
 from trainer.credit.lines import credit_lines, read_lines
@@ -111,11 +111,11 @@ def test_credit_lines_have_no_reward_parts_without_a_sum_of_metrics() -> None:
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
     found = credit_lines(read, CreditOptions(), None, Recipe().reward_rule)
     assert all(b"parts" not in msgspec.json.encode(line) for line in found)
-    assert "parts" not in [column.header for column in table(found).columns]
+    assert "parts" not in [column.header for column in credit_table(found).columns]
     assert Recipe().reward_rule == REWARD_ALONE
 
 
 def test_credit_table_shows_the_parts_of_a_summed_reward() -> None:
-    shown = table(list(credited([episode("e", *TABLE["all"][0])], earns=SUM).values()))
+    shown = credit_table(list(credited([episode("e", *TABLE["all"][0])], earns=SUM).values()))
     assert [column.header for column in shown.columns][-1] == "parts"
     assert str(next(iter(shown.columns[-1].cells))) == "right +1, cost -0.2, verdict -0.5"
