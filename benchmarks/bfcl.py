@@ -67,18 +67,18 @@ class Run(NamedTuple):
 
 
 def main() -> None:
-    options = parse()
+    options = parse_arguments()
     os.environ["BFCL_CATEGORIES"] = options.categories
     console = Console()
     base = asyncio.run(base_rewards(options, console))
-    runs = [run_of(seed, options) for seed in options.seeds]
+    runs = [run_example(seed, options) for seed in options.seeds]
     console.print(table(base, runs).rich())
     bars = [bar for run in runs for bar in bars_of(run, base)]
     console.print(bars_table(bars).rich())
     sys.exit(any(bar.holds is False for bar in bars))
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="folder or hub name")
     parser.add_argument("--categories", default=CATEGORIES)
@@ -116,7 +116,7 @@ async def base_rewards(options: argparse.Namespace, console: Console) -> dict[st
     return exam.families
 
 
-def run_of(seed: int, options: argparse.Namespace) -> Run:
+def run_example(seed: int, options: argparse.Namespace) -> Run:
     """Run the example, and return what it learned."""
     folder = options.out.absolute() / f"seed-{seed}"
     command = [sys.executable, "-P", "-m", "pawl.cli", "example", "bfcl", "--model", options.model]
@@ -130,13 +130,15 @@ def run_of(seed: int, options: argparse.Namespace) -> Run:
         seed=seed,
         before=looks[0],
         after=looks[-1],
-        live=list(rewards_in(sorted((folder / "data").glob("train-*.rollout.jsonl"), key=number))),
+        live=list(
+            rewards_in(sorted((folder / "data").glob("train-*.rollout.jsonl"), key=journal_number))
+        ),
         summary=summary,
         restarts=trainer.count('"event":"trainer_up"') - 1,
     )
 
 
-def number(journal: Path) -> int:
+def journal_number(journal: Path) -> int:
     return int(journal.name.partition("-")[2].partition(".")[0])
 
 

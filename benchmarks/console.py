@@ -27,7 +27,7 @@ from urllib.request import urlopen
 import asyncpg
 from rich.console import Console
 
-from benchmarks.ledger import LONG_RUN, POLICIES, VERSIONS, fill
+from benchmarks.ledger import LONG_RUN, POLICIES, VERSIONS, fill_database
 from benchmarks.proxy.__main__ import INTERVAL_S, load_streams, work_folder
 from benchmarks.proxy.peers import LOAD_CORE, Running
 from benchmarks.proxy.streams import Plan
@@ -43,7 +43,7 @@ LOOKERS: Final = 2
 
 
 @dataclass(slots=True)
-class Page:
+class PageTimes:
     """Hold what asking for a page came to: milliseconds and bytes of each request."""
 
     ms: list[float]
@@ -63,12 +63,13 @@ def main() -> None:
     with ExitStack() as stack:
         folder = options.ledger or stack.enter_context(work_folder())
         pages = asyncio.run(pages_of(folder, console))
-        proxy, address = stack.enter_context(everything(folder))
+        proxy, address = stack.enter_context(running_console(folder))
         measured = {
-            name: asked(address, addresses, options.requests) for name, addresses in pages.items()
+            name: request_page(address, addresses, options.requests)
+            for name, addresses in pages.items()
         }
         console.print(pages_table(measured).rich())
-        ratios = in_turns(proxy, address, pages, folder, options.rounds, options.seconds)
+        ratios = serving_ratios(proxy, address, pages, folder, options.rounds, options.seconds)
     console.print(
         bars_table(
             [
@@ -87,7 +88,7 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
     try:
         connection = await asyncpg.connect(url)
         if await connection.fetchval("SELECT to_regclass('episodes')") is None:
-            await fill(url, say=console.print)
+            await fill_database(url, say=console.print)
         some = await connection.fetch(
             "SELECT id, task, policy FROM episodes TABLESAMPLE SYSTEM (2) LIMIT 200"
         )
@@ -126,7 +127,7 @@ async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
 
 
 @contextmanager
-def everything(folder: Path) -> Iterator[tuple[Running, str]]:
+def running_console(folder: Path) -> Iterator[tuple[Running, str]]:
     """Run a model server, a proxy and a console on the database in `folder`."""
     upstream, port = free_port(), free_port()
     server = [sys.executable, "-m", "benchmarks.upstream", str(upstream), str(INTERVAL_S)]
@@ -147,20 +148,20 @@ def everything(folder: Path) -> Iterator[tuple[Running, str]]:
                 yield up, address
 
 
-def asked(address: str, paths: Sequence[str], count: int) -> Page:
+def request_page(address: str, paths: Sequence[str], count: int) -> PageTimes:
     """Ask for a page so often, each time another of its addresses; the first one warms up."""
-    dice, page = random.Random(7), Page([], [])
-    one_page(address + paths[0])
+    dice, page = random.Random(7), PageTimes([], [])
+    page_size(address + paths[0])
     for place in range(count):
         path = paths[place] if place < len(paths) else dice.choice(paths)
         began = time.perf_counter()
-        size = one_page(address + path)
+        size = page_size(address + path)
         page.ms.append((time.perf_counter() - began) * 1000)
         page.sizes.append(size)
     return page
 
 
-def one_page(url: str) -> int:
+def page_size(url: str) -> int:
     """Return the size of a page."""
     try:
         with urlopen(url, timeout=30) as reply:
@@ -169,7 +170,7 @@ def one_page(url: str) -> int:
         raise RuntimeError(f"{url} answers {error.code}: {error.read()[-600:]!r}") from error
 
 
-def in_turns(
+def serving_ratios(
     up: Running,
     address: str,
     pages: Mapping[str, Sequence[str]],
@@ -183,7 +184,7 @@ def in_turns(
     with on_core(LOAD_CORE):
         for turn in range(2 * rounds):
             busy = turn % 4 in (1, 2)
-            with looked_at(address, pages) if busy else ExitStack():
+            with people_looking(address, pages) if busy else ExitStack():
                 measured = load_streams(up, folder, plan)
             if measured["failed"]:
                 raise RuntimeError(f"streams failed: {json.dumps(measured['failed'])}")
@@ -195,14 +196,14 @@ def in_turns(
 
 
 @contextmanager
-def looked_at(address: str, pages: Mapping[str, Sequence[str]]) -> Iterator[None]:
+def people_looking(address: str, pages: Mapping[str, Sequence[str]]) -> Iterator[None]:
     """Let some people ask for one page after another."""
     stopping = threading.Event()
 
     def look(seed: int) -> None:
         dice = random.Random(seed)
         while not stopping.is_set():
-            one_page(address + dice.choice(pages[dice.choice(list(pages))]))
+            page_size(address + dice.choice(pages[dice.choice(list(pages))]))
 
     people = [threading.Thread(target=look, args=(seed,)) for seed in range(LOOKERS)]
     for one in people:
@@ -215,11 +216,11 @@ def looked_at(address: str, pages: Mapping[str, Sequence[str]]) -> Iterator[None
             one.join()
 
 
-def p95(page: Page) -> float:
+def p95(page: PageTimes) -> float:
     return percentile(page.ms, 0.95)
 
 
-def pages_table(pages: Mapping[str, Page]) -> Rows:
+def pages_table(pages: Mapping[str, PageTimes]) -> Rows:
     lines = [
         [
             name,

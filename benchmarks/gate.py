@@ -88,7 +88,7 @@ class DrawnComparison(Comparison):
         self._judge()
 
 
-class Live:
+class LiveComparison:
     """Compare two versions by live episodes, block after block."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Policy:
         self._means = BASE_MEAN + effect, BASE_MEAN
         self._random = numpy.random.default_rng(list(seed.encode()))
 
-    def live(self) -> "Policy":
+    def live_through(self) -> "Policy":
         """Try the version, and watch it if it serves, for DAYS."""
         rule = self._rule
         if rule.mode == "immediate":
@@ -141,7 +141,7 @@ class Policy:
             self._end(evaluate(rule, *self._means, self._random), 0.0, 0.0)
         else:
             share = canary_share(self._per_day / 24, rule)
-            trial = Live(rule, (share, 1 - share), begins=0.0, watches=False)
+            trial = LiveComparison(rule, (share, 1 - share), begins=0.0, watches=False)
             over, now = rule.decide_within_h / 24, 0.0
             while not trial.comparison.verdict and now < DAYS:
                 now = trial.due(self._per_day)
@@ -168,7 +168,7 @@ class Policy:
     def _watch(self, now: float, share: float) -> None:
         """Roll it back, or give the traffic back, if that is found by the end."""
         usual = self._rule.control_share
-        watch = Live(self._rule, (1 - usual, usual), begins=now, watches=True)
+        watch = LiveComparison(self._rule, (1 - usual, usual), begins=now, watches=True)
         while (now := watch.due(self._per_day, share)) < DAYS:
             watch.add(self._random.binomial, now, self._means, share)
             comparison = watch.comparison
@@ -206,7 +206,7 @@ class Fate(NamedTuple):
     serves: bool
 
 
-class One(NamedTuple):
+class OneVersion(NamedTuple):
     """Say which version comes, and how."""
 
     way: Way
@@ -214,22 +214,22 @@ class One(NamedTuple):
     effect: float
 
 
-def one_version(one: One, run: int) -> Fate:
-    policy = Policy(one.way.rule, one.per_day, one.effect, f"{one} {run}").live()
+def one_version(one: OneVersion, run: int) -> Fate:
+    policy = Policy(one.way.rule, one.per_day, one.effect, f"{one} {run}").live_through()
     day, tasks = policy.decided or (float("inf"), 0)
     return Fate(day, tasks, policy.serves)
 
 
-def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
+def measure_decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     lines, soon, harmful = [], 1.0, {}
     for way in WAYS:
         for per_day in RATES:
             line = [way.name, number(per_day)]
             for effect in EFFECTS:
                 count = 5 * runs if effect == HARMFUL else runs
-                fates = every(pool, one_version, One(way, per_day, effect), count)
+                fates = simulate_all(pool, one_version, OneVersion(way, per_day, effect), count)
                 serve = fmean(fate.serves for fate in fates)
-                line.append(f"{serve:.2f} ({_until(way, fates)})")
+                line.append(f"{serve:.2f} ({_median_time(way, fates)})")
                 if effect == HARMFUL:
                     harmful[way, per_day] = serve
                 if effect == 0.1 and way is EVALUATED:
@@ -246,7 +246,7 @@ def decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     return [Rows(title, heads, lines)], bars
 
 
-def _until(way: Way, fates: Sequence[Fate]) -> str:
+def _median_time(way: Way, fates: Sequence[Fate]) -> str:
     """Return the median of days, or of tasks, until something is decided about the version."""
     if way is EVALUATED:
         return number(percentile([fate.tasks for fate in fates], 0.5))
@@ -392,7 +392,7 @@ class Learning(NamedTuple):
     delay: int
 
 
-def learning(case: Learning, run: int) -> tuple[list[tuple[int, int]], int]:
+def watch_learning_line(case: Learning, run: int) -> tuple[list[tuple[int, int]], int]:
     """Return how far the control is behind as a line learns, and how often it is rolled back."""
     line = Line(FROM, case.per_update, f"{case} {run}", case.delay)
     line.step = lambda _: LEARNS * case.per_update / 1_000
@@ -410,7 +410,7 @@ class Fall(NamedTuple):
     drop: float
 
 
-class Found(NamedTuple):
+class FoundFall(NamedTuple):
     """Say when a fall was found: rewards of the versions that fell, and all episodes; None: not.
 
     `older` is how old what serves then was when the fall began, in episodes.
@@ -422,7 +422,7 @@ class Found(NamedTuple):
     older: int
 
 
-def falling(case: Fall, run: int) -> Found:
+def find_fall(case: Fall, run: int) -> FoundFall:
     line = Line(case.level, case.per_update, f"{case} {run}")
     line.live(2_000 + Random(run).randrange(2_000))
     fallen, times, holds = len(line.means), len(line.rolled_back), len(line.held)
@@ -436,12 +436,12 @@ def falling(case: Fall, run: int) -> Found:
         if held is None and len(line.held) > holds:
             held = own
     if len(line.rolled_back) == times:
-        return Found(held, None, None, 0)
+        return FoundFall(held, None, None, 0)
     assert line.means[control] == case.level
-    return Found(held, own, line.now - began, since - (line.now - began))
+    return FoundFall(held, own, line.now - began, since - (line.now - began))
 
 
-def staying(pace: int, run: int) -> tuple[float, list[tuple[int, int]], int]:
+def watch_steady_line(pace: int, run: int) -> tuple[float, list[tuple[int, int]], int]:
     """Return for how many weeks a line stays as it is, its roll-backs, and how often it is held."""
     level, weeks = (0.5, 0.9)[run % 2], max(WEEK, 60_000 // pace) / WEEK
     line = Line(level, PER_UPDATE[run // 2 % 2], f"{pace} {run}", round(pace / 144))
@@ -449,13 +449,15 @@ def staying(pace: int, run: int) -> tuple[float, list[tuple[int, int]], int]:
     return weeks, line.rolled_back, len(line.held)
 
 
-def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
+def measure_lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     tables, bars = [], list[Bar]()
     rows, worst = [], 0.0
     for per_update in PER_UPDATE:
         for pace in PACES:
             # `reward_delay_s` is ten minutes, a 144th of a day.
-            ended = every(pool, learning, Learning(per_update, round(pace / 144)), runs)
+            ended = simulate_all(
+                pool, watch_learning_line, Learning(per_update, round(pace / 144)), runs
+            )
             behind = [one for all_, _ in ended for one in all_]
             far = fmean(v > OLDEST and episodes > MOST_BEHIND for v, episodes in behind)
             worst = max(worst, far)
@@ -480,7 +482,7 @@ def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     never = float("inf")
     for per_update in PER_UPDATE:
         for level, drop in FALLS:
-            found = every(pool, falling, Fall(per_update, level, drop), 4 * runs)
+            found = simulate_all(pool, find_fall, Fall(per_update, level, drop), 4 * runs)
             kinds = [
                 [never if one.held is None else one.held for one in found],
                 [never if one.back is None else one.back for one in found],
@@ -490,7 +492,7 @@ def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
             rows.append([number(per_update), f"{level} − {drop}"])
             for values in kinds:
                 middle, most = (percentile(values, share) for share in (0.5, NEARLY_ALL))
-                rows[-1].append(f"{_count(middle)} ({_count(most)})")
+                rows[-1].append(f"{_format_count(middle)} ({_format_count(most)})")
             most_of = [percentile(values, NEARLY_ALL) for values in kinds]
             if drop >= LARGE:
                 held, back = max(held, most_of[0]), max(back, most_of[1])
@@ -528,7 +530,9 @@ def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     ]
     rows, often, oldest = [], 0.0, 0
     for pace in PACES:
-        ended = every(pool, staying, pace, max(4, runs // 5) if pace == SECOND else runs)
+        ended = simulate_all(
+            pool, watch_steady_line, pace, max(4, runs // 5) if pace == SECOND else runs
+        )
         weeks = sum(one for one, _, _ in ended)
         back_to = [behind for _, moves, _ in ended for behind in moves]
         holds = sum(one for _, _, one in ended) / weeks
@@ -565,7 +569,7 @@ def lines(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     return tables, bars
 
 
-def _count(value: float) -> str:
+def _format_count(value: float) -> str:
     return NONE if value == float("inf") else number(value)
 
 
@@ -662,7 +666,7 @@ def _evaluated(effect: float, random: Random) -> str | None:
     return None
 
 
-def mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
+def measure_mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     lines, shares, few = [], [], max(1, runs // 5)
     cases: list[tuple[int | None, str, int]]
     cases = [(None, f"evaluation: {TASKS} tasks, {TRIES} tries", runs)]
@@ -670,7 +674,7 @@ def mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
         cases.append((place, world.name, runs if place < PLAIN else few))
     for case, name, count in cases:
         equal, worse = (
-            every(pool, verdict, Claim(case, effect), count)
+            simulate_all(pool, verdict, Claim(case, effect), count)
             for effect in (0.0, -PublishOptions().margin)
         )
         own = (equal.count("worse") / count, worse.count("better") / count)
@@ -684,7 +688,9 @@ def mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
     return [Rows("Mistakes", heads, lines)], bars
 
 
-def every(pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: int) -> list[Any]:
+def simulate_all(
+    pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: int
+) -> list[Any]:
     """Simulate so many runs, in all processes."""
     chunk = max(1, runs // 20)
     return list(pool.map(partial(simulate, case), range(runs), chunksize=chunk))
@@ -743,7 +749,7 @@ def main() -> int:
     options = parser.parse_args()
     console, tables, bars = Console(), [], []
     with ProcessPoolExecutor() as pool:
-        for section, few in ((decisions, 5), (lines, 50), (mistakes, 1)):
+        for section, few in ((measure_decisions, 5), (measure_lines, 50), (measure_mistakes, 1)):
             own_tables, own_bars = section(pool, max(1, options.runs // few))
             for table in own_tables:
                 console.print(table.rich())

@@ -77,7 +77,7 @@ LEAST_MFU: Final = 0.35
 TRL: Final = "TRL's packing"
 
 
-class Measured(NamedTuple):
+class MeasuredUpdate(NamedTuple):
     """Hold what one update came to: `tokens` are distinct, `flops` what they need."""
 
     name: str
@@ -120,7 +120,7 @@ def main() -> None:
         measured = measure(Path(folder), rows, options.only)
         spent = None
         if "long" in options.only:
-            spent = too_long(Path(folder), made_rows(shape, options.turns, long, 2))
+            spent = count_too_long(Path(folder), made_rows(shape, options.turns, long, 2))
     promises = bars(measured, spent, counts=on_gpu and not options.quick)
     for table in (updates_table(measured, options, context), bars_table(promises)):
         Console().print(table.rich())
@@ -154,7 +154,7 @@ def training_recipe() -> Recipe:
     return recipe.model_copy(update={"off_policy": anything})
 
 
-def measure(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Measured]:
+def measure(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[MeasuredUpdate]:
     """Measure an update of `rows` in each of the ways, and as TRL packs it."""
     recipe = training_recipe()
     flops = needed_flops(folder, rows)
@@ -167,25 +167,25 @@ def measure(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Mea
         if way in names:
             learner = Learner(base, recipe, seed=0, scratch=folder / way, ways=(way,))
             learner.update(few)
-            seconds, peak, figures = timed(partial(learner.update, rows))
+            seconds, peak, figures = time_update(partial(learner.update, rows))
             computed = figures["computed_tokens"]
-            measured.append(Measured(way, seconds, distinct, computed, peak, flops))
+            measured.append(MeasuredUpdate(way, seconds, distinct, computed, peak, flops))
             learner.forget_model()
     del base
-    free()
+    free_gpu_memory()
     if "trl" in names and torch.cuda.is_available():
         torch.use_deterministic_algorithms(False)
         model = trl_model(folder, recipe)
         trl_packing(model, few, recipe).run()
         packed = trl_packing(model, rows, recipe)
-        seconds, peak, _ = timed(packed.run)
-        measured.append(Measured(TRL, seconds, distinct, packed.computed, peak, flops))
+        seconds, peak, _ = time_update(packed.run)
+        measured.append(MeasuredUpdate(TRL, seconds, distinct, packed.computed, peak, flops))
         del model, packed
-        free()
+        free_gpu_memory()
     return measured
 
 
-def timed(update: Callable[[], Any]) -> tuple[float, float, Any]:
+def time_update(update: Callable[[], Any]) -> tuple[float, float, Any]:
     """Return an update's seconds, its peak memory in GiB (0 without a GPU), and its result."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -199,7 +199,7 @@ def timed(update: Callable[[], Any]) -> tuple[float, float, Any]:
     return seconds, torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0, result
 
 
-def free() -> None:
+def free_gpu_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -322,10 +322,10 @@ def trl_loss(model: Any, packed: dict[str, Tensor], total: int) -> Tensor:
     return loss
 
 
-def too_long(folder: Path, rows: Sequence[Row]) -> int:
+def count_too_long(folder: Path, rows: Sequence[Row]) -> int:
     """Return how many of two long episodes are too long to be trained beside a server."""
     recipe = training_recipe()
-    with served():
+    with hold_server_memory():
         learner = Learner(str(folder), recipe, seed=0, scratch=folder / "long")
         try:
             learner.update(rows)
@@ -335,7 +335,7 @@ def too_long(folder: Path, rows: Sequence[Row]) -> int:
 
 
 @contextmanager
-def served() -> Iterator[None]:
+def hold_server_memory() -> Iterator[None]:
     """Hold as much of the card as a model server takes."""
     if torch.cuda.is_available():
         share = int(torch.cuda.mem_get_info()[1] * SERVED)
@@ -346,7 +346,7 @@ def served() -> Iterator[None]:
         yield
 
 
-def bars(measured: Sequence[Measured], spent: int | None, *, counts: bool) -> list[Bar]:
+def bars(measured: Sequence[MeasuredUpdate], spent: int | None, *, counts: bool) -> list[Bar]:
     """Return the bars; a tiny model's speed, or a CPU's, does not count."""
     found = {one.name: one for one in measured}
     ours = found.get("tree") or found.get("chain")
@@ -362,7 +362,7 @@ def bars(measured: Sequence[Measured], spent: int | None, *, counts: bool) -> li
     ]
 
 
-def updates_table(measured: Sequence[Measured], options: Any, context: int) -> Rows:
+def updates_table(measured: Sequence[MeasuredUpdate], options: Any, context: int) -> Rows:
     heads = ["", "tokens/s", "MFU", "seconds", "tokens", "computed", "peak GiB"]
     on_gpu = torch.cuda.is_available()
     card = torch.cuda.get_device_name() if on_gpu else "a CPU"

@@ -195,19 +195,19 @@ class Watch:
         found = re.search(rb"x-pawl-call: ([0-9a-f-]+)", head, re.IGNORECASE)
         return None if found is None else found[1].decode()
 
-    async def stored(self, calls: Sequence[str]) -> set[str]:
+    async def stored_calls(self, calls: Sequence[str]) -> set[str]:
         found = await self._pool.fetch("SELECT id FROM transitions WHERE id = ANY($1)", calls)
         return {str(row[0]) for row in found}
 
-    async def is_stored(self, call: str, within_s: float) -> float | None:
+    async def wait_until_stored(self, call: str, within_s: float) -> float | None:
         began = time.perf_counter()
         while (took := time.perf_counter() - began) < within_s:
-            if await self.stored([call]):
+            if await self.stored_calls([call]):
                 return took
             await asyncio.sleep(LOOK_S)
         return None
 
-    async def during(self, attack: Attack | None, name: str, others: int) -> Seen:
+    async def watch_during(self, attack: Attack | None, name: str, others: int) -> Seen:
         """Make `others` calls, one after the other, while an attack is repeated."""
         seen, is_over = Seen(), asyncio.Event()
         cpu = {who: sum(p.cpu_times()[:2]) for who, p in self._processes.items()}
@@ -215,7 +215,7 @@ class Watch:
 
         async def storing() -> None:
             while waiting or not is_over.is_set():
-                for call in await self.stored(list(waiting)) if waiting else ():
+                for call in await self.stored_calls(list(waiting)) if waiting else ():
                     seen.stored.append(time.perf_counter() - waiting.pop(call))
                 await asyncio.sleep(LOOK_S)
 
@@ -230,7 +230,7 @@ class Watch:
                 call = await self.attack(name)
                 seen.attacks += 1
                 if attack.mb and call is not None and first and seen.own_s is None:
-                    seen.own_s = await self.is_stored(call, REST_S)
+                    seen.own_s = await self.wait_until_stored(call, REST_S)
 
         watching, storage = asyncio.create_task(memory()), asyncio.create_task(storing())
         at_once = range(0 if attack is None else attack.at_once)
@@ -251,29 +251,29 @@ class Watch:
         return seen
 
 
-async def identical(watch: Watch, calls: int) -> list[float]:
+async def measure_equal_calls(watch: Watch, calls: int) -> list[float]:
     """Make that many equal calls, and return the stored calls a second of each tenth of them."""
     rates = []
     for _ in range(10):
         began, last = time.perf_counter(), ""
         for _ in range(0, calls // 10, 50):
             last = (await asyncio.gather(*(watch.call("m") for _ in range(50))))[-1]
-        await watch.is_stored(last, REST_S)
+        await watch.wait_until_stored(last, REST_S)
         rates.append(calls / 10 / (time.perf_counter() - began))
     return rates
 
 
-async def measured(proxy: Proxy, options: argparse.Namespace) -> AsyncIterator[Rows]:
+async def measure_attacks(proxy: Proxy, options: argparse.Namespace) -> AsyncIterator[Rows]:
     lines, bars = [], []
     async with aiohttp.ClientSession() as session, asyncpg.create_pool(proxy.database_url) as pool:
         watch = Watch(proxy, session, pool)
-        await watch.during(None, "", options.others // 10)
+        await watch.watch_during(None, "", options.others // 10)
         for name, attack in ATTACKS.items():
             if options.only not in name:
                 continue
-            quiet = await watch.during(None, "", options.others // 4)
+            quiet = await watch.watch_during(None, "", options.others // 4)
             before = watch._processes["worker"].memory_info().rss / MB
-            seen = await watch.during(attack, name, options.others)
+            seen = await watch.watch_during(attack, name, options.others)
             worker, ingester = (seen.memory[who] / MB for who in ("worker", "ingester"))
             alone, late = (1000 * percentile(one.late, 0.99) for one in (quiet, seen))
             read_mb = attack.mb * seen.attacks
@@ -296,7 +296,7 @@ async def measured(proxy: Proxy, options: argparse.Namespace) -> AsyncIterator[R
             if name == "text, 150 MB":
                 bars.append(Bar(f"{name}: stored after, s", seen.own_s, 10))
         if calls := options.calls:
-            rates = await identical(watch, calls)
+            rates = await measure_equal_calls(watch, calls)
             lines.append([f"{calls:,} equal calls, stored/s", number(rates[0]), number(rates[-1])])
             lines[-1] += [NONE] * 8
             bars.append(Bar("equal calls: last tenth to first", rates[-1] / rates[0], 0.8, True))
@@ -322,7 +322,7 @@ async def main() -> None:
         command = [sys.executable, "-m", "benchmarks.hostile", "--serve", str(port)]
         stack.enter_context(running(command, folder / "upstream.log"))
         proxy = stack.enter_context(running_proxy(folder, port, options.checkout.resolve()))
-        async for rows in measured(proxy, options):
+        async for rows in measure_attacks(proxy, options):
             Console(width=180, file=sys.stdout).print(rows.rich())
 
 

@@ -273,7 +273,7 @@ WHERE (version > 0 OR step IN (1, 2, 4)) AND (now <> 'canary' OR step < 4)
 """
 
 
-async def fill(
+async def fill_database(
     database_url: str,
     episodes: int = EPISODES,
     say: Callable[[str], None] = lambda line: None,
@@ -316,7 +316,7 @@ async def fill(
             await driver.execute(chosen, *texts, *packed, start, start + BATCH)
             say(f"{start + BATCH:,} episodes after {time.monotonic() - began:.0f} s")
         await driver.execute(_REST.format(**values))
-        await _long_run(engine)
+        await _store_long_run(engine)
         await driver.execute("VACUUM ANALYZE")
     finally:
         await driver.close()
@@ -324,7 +324,7 @@ async def fill(
     say(f"filled after {time.monotonic() - began:.0f} s")
 
 
-async def _long_run(engine: AsyncEngine) -> None:
+async def _store_long_run(engine: AsyncEngine) -> None:
     calls = agent_calls(random.Random(7), LONG_RUN_TURNS)
     served = {"episode": LONG_RUN, "policy": "code", "policy_version": VERSIONS, "agent": "coder"}
     await Ingester().store(engine, [replace(call, **served) for call in calls])
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("database_url")
     parser.add_argument("--episodes", type=int, default=EPISODES, help=f"({EPISODES})")
     options = parser.parse_args()
-    asyncio.run(fill(options.database_url, options.episodes, print))
+    asyncio.run(fill_database(options.database_url, options.episodes, print))
 
 
 if __name__ == "__main__":

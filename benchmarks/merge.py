@@ -100,18 +100,18 @@ def document_ids(model: Path) -> list[int]:
 
 
 def measure(source: Any, words: Sequence[int], size: Size, repeats: int) -> Result:
-    shared, turns = groups(size, words), thread(size, words)
+    shared, turns = make_groups(size, words), make_conversation(size, words)
     few = shared[: size.members] + turns[:3]
     return {
         "tiny": tiny_gradients(),
         "gradient": real_gradient(source, few),
-        "groups": against_trl(source, shared, repeats),
-        "thread": against_trl(source, turns, repeats),
-        "half": half_precision(source, few),
+        "groups": compare_with_trl(source, shared, repeats),
+        "thread": compare_with_trl(source, turns, repeats),
+        "half": bf16_cosine(source, few),
     }
 
 
-def groups(size: Size, words: Sequence[int]) -> list[Row]:
+def make_groups(size: Size, words: Sequence[int]) -> list[Row]:
     """Make `groups` × `members` rows; a group has one prompt of about `prompt` tokens."""
     dice = random.Random(0)
     rows = []
@@ -123,7 +123,7 @@ def groups(size: Size, words: Sequence[int]) -> list[Row]:
     return weighted(rows)
 
 
-def thread(size: Size, words: Sequence[int]) -> list[Row]:
+def make_conversation(size: Size, words: Sequence[int]) -> list[Row]:
     """Make one conversation: each turn's prompt is all that was before it."""
     dice = random.Random(1)
     rows = []
@@ -165,17 +165,17 @@ def real_gradient(source: Any, rows: Sequence[Row]) -> Result:
     }
 
 
-def against_trl(source: Any, rows: Sequence[Row], repeats: int) -> Result:
+def compare_with_trl(source: Any, rows: Sequence[Row], repeats: int) -> Result:
     """Measure one update against TRL's: tokens, and seconds (best of `repeats`, once warm)."""
     model = make_model(source, torch.float32)
     batches = plan_micro_batches(rows, BUDGET, way="tree")
     train(model, batches[:1], way="tree")
-    taken = best_s(model, lambda: train(model, batches, way="tree"), repeats)
+    taken = best_seconds(model, lambda: train(model, batches, way="tree"), repeats)
     merged = gradient(model)
     reference = make_model(source, torch.float32, lean=False)
     trl_update(reference, rows[:2])[0]()
     run, trl_tokens = trl_update(reference, rows)
-    trl_taken = best_s(reference, run, repeats)
+    trl_taken = best_seconds(reference, run, repeats)
     tokens = sum(computed_tokens(batch) for batch in batches)
     return {
         "rows": len(rows),
@@ -263,7 +263,7 @@ def _padded(rows: Sequence[Row]) -> dict[str, Tensor]:
     }
 
 
-def best_s(model: Any, update: Callable[[], object], repeats: int) -> float:
+def best_seconds(model: Any, update: Callable[[], object], repeats: int) -> float:
     taken = []
     for _ in range(repeats):
         model.zero_grad(set_to_none=True)
@@ -273,7 +273,7 @@ def best_s(model: Any, update: Callable[[], object], repeats: int) -> float:
     return min(taken)
 
 
-def half_precision(source: Any, rows: Sequence[Row]) -> float:
+def bf16_cosine(source: Any, rows: Sequence[Row]) -> float:
     """Return the cosine of the gradients in bf16 and float32."""
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):

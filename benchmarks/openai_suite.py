@@ -86,7 +86,7 @@ def measure(repository: str, tests: list[str]) -> dict[str, Any]:
     python = install(sources)
     # The mock server serves the description's paths under /v1, where a real server has them.
     spec = FOLDER / "openapi.v1.yml"
-    spec.write_text("\n".join(under_v1((sources / SPEC).read_text().split("\n"))))
+    spec.write_text("\n".join(prefix_paths((sources / SPEC).read_text().split("\n"))))
     port, log = free_port(), FOLDER / "mock.log"
     log.unlink(missing_ok=True)
     mock: list[str | Path] = [
@@ -217,7 +217,7 @@ def compare(direct: Mapping[str, Outcome], proxied: Mapping[str, Outcome]) -> di
     return {"tests": tests, "same": same, "refused": refused, "different": different}
 
 
-def under_v1(lines: list[str]) -> Iterator[str]:
+def prefix_paths(lines: list[str]) -> Iterator[str]:
     """Prefix each path in an OpenAPI description's lines with /v1."""
     inside = False
     for line in lines:

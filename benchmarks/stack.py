@@ -123,7 +123,7 @@ def wait_for(
         time.sleep(POLL_S)
 
 
-def fetched(url: str, body: object | None = None) -> Any:
+def fetch_json(url: str, body: object | None = None) -> Any:
     """Return the JSON at `url`, or that a POST of `body` gives."""
     data = None if body is None else json.dumps(body).encode()
     with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=30) as response:
@@ -178,7 +178,7 @@ def running_proxy(
 
     def has_database() -> bool:
         with suppress(URLError, OSError):
-            return bool(fetched(f"http://127.0.0.1:{admin}/readyz")["database"] == "up")
+            return bool(fetch_json(f"http://127.0.0.1:{admin}/readyz")["database"] == "up")
         return False
 
     try:

@@ -52,7 +52,7 @@ class Exchange(msgspec.Struct, frozen=True):
     reply: dict[str, Any]
 
 
-class Seen(msgspec.Struct):
+class SeenCall(msgspec.Struct):
     """Hold one call as its proxy recorded it; `run` is the truth."""
 
     run: int
@@ -131,20 +131,20 @@ def recorded_runs(plans: Iterable[tuple[str, str]], seed: int) -> list[list[Exch
     return runs
 
 
-def replay(runs: Sequence[Sequence[Exchange]], proxies: int, seed: int) -> list[Seen]:
+def replay(runs: Sequence[Sequence[Exchange]], proxies: int, seed: int) -> list[SeenCall]:
     """Replay all runs at once, each call at a proxy drawn at random, in the order they arrived."""
     random = Random(seed)
     memories = [CallMemory() for _ in range(proxies)]
     left = {run: list(exchanges) for run, exchanges in enumerate(runs)}
     connected: dict[int, CallMemory] = {}
-    flying: dict[int, tuple[Seen, Exchange, bytes, CallMemory]] = {}
-    seen: list[Seen] = []
+    flying: dict[int, tuple[SeenCall, Exchange, bytes, CallMemory]] = {}
+    seen: list[SeenCall] = []
     active = list(left)
     while active:
         place = random.randrange(len(active))
         run = active[place]
         if run in flying:
-            _finish(*flying.pop(run))
+            _finish_call(*flying.pop(run))
             if not left[run]:
                 active[place] = active[-1]
                 active.pop()
@@ -160,12 +160,12 @@ def replay(runs: Sequence[Sequence[Exchange]], proxies: int, seed: int) -> list[
         call = new_id()
         before = perf_counter()
         who = identify(exchange.headers, route, request, str(call), memory)
-        seen.append(Seen(run, call, who, perf_counter() - before))
+        seen.append(SeenCall(run, call, who, perf_counter() - before))
         flying[run] = (seen[-1], exchange, body, memory)
     return seen
 
 
-def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> None:
+def _finish_call(call: SeenCall, exchange: Exchange, body: bytes, memory: CallMemory) -> None:
     wire_format = FORMATS[exchange.dialect]
     summary = _summary(wire_format, exchange.reply)
     before = perf_counter()
@@ -187,7 +187,7 @@ def _summary(wire_format: WireFormat, reply: dict[str, Any]) -> ReplySummary:
     return parser.summary()
 
 
-def join_in_ledger(seen: Sequence[Seen]) -> list[tuple[str, bool]]:
+def join_in_ledger(seen: Sequence[SeenCall]) -> list[tuple[str, bool]]:
     """Return each call's episode, and whether it is in doubt, once the ledger knows all records.
 
     Of what a call needs, the surest fingerprint that other episodes provided counts. If they are
@@ -198,7 +198,7 @@ def join_in_ledger(seen: Sequence[Seen]) -> list[tuple[str, bool]]:
     for call in seen:
         for digest in call.provides:
             provided[digest].add(call.who.episode)
-    answers = {call.id: _answer(call, provided) for call in seen if call.who.needs}
+    answers = {call.id: _matching_episodes(call, provided) for call in seen if call.who.needs}
     roots = {call.who.episode: call.who.episode for call in seen}
 
     def root(key: str) -> str:
@@ -225,7 +225,7 @@ def join_in_ledger(seen: Sequence[Seen]) -> list[tuple[str, bool]]:
     return [(key, key in in_doubt) for key in ends]
 
 
-def _answer(call: Seen, provided: dict[bytes, set[str]]) -> set[str]:
+def _matching_episodes(call: SeenCall, provided: dict[bytes, set[str]]) -> set[str]:
     """Return the episodes that provide the surest fingerprint needed; a kind's ids are one."""
     levels: dict[int, set[str]] = defaultdict(set)
     for place, digest in enumerate(call.who.needs):
@@ -234,7 +234,7 @@ def _answer(call: Seen, provided: dict[bytes, set[str]]) -> set[str]:
     return next((levels[level] for level in sorted(levels) if levels[level]), set())
 
 
-def score(seen: Sequence[Seen], outcome: Sequence[tuple[str, bool]]) -> Score:
+def score(seen: Sequence[SeenCall], outcome: Sequence[tuple[str, bool]]) -> Score:
     """Score an episode with a doubtful call as quarantined whole, as it is trained whole."""
     doubted = {key for key, is_doubtful in outcome if is_doubtful}
     owner: dict[str, int] = {}

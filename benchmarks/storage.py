@@ -69,8 +69,8 @@ async def measure(runs: int) -> dict[str, dict[str, float]]:
             await upgrade(url)
             engine = make_engine(url)
             sizes = {
-                f"agent_{TURNS}_turns": await size(engine, agents),
-                "single_calls": await size(
+                f"agent_{TURNS}_turns": await stored_bytes(engine, agents),
+                "single_calls": await stored_bytes(
                     engine, [[one for one in singles if isinstance(one, CallRecord)]]
                 ),
             }
@@ -80,7 +80,9 @@ async def measure(runs: int) -> dict[str, dict[str, float]]:
     return sizes
 
 
-async def size(engine: AsyncEngine, episodes: Sequence[list[CallRecord]]) -> dict[str, float]:
+async def stored_bytes(
+    engine: AsyncEngine, episodes: Sequence[list[CallRecord]]
+) -> dict[str, float]:
     """Store them in an empty ledger; what a call takes against its plain JSON."""
     async with engine.begin() as connection:
         await connection.execute(
@@ -108,7 +110,7 @@ def single_call(dice: random.Random) -> bytes:
     record = captured(
         str(new_id()),
         method="own",
-        request=compact({"model": "m", "messages": messages}),
+        request=compact_json({"model": "m", "messages": messages}),
         reply=wire.reply(20).encode(),
         provides=(bytes((PREFIX,)) + dice.randbytes(15),),
         started_at=time.time(),
@@ -149,7 +151,7 @@ def agent_calls(dice: random.Random, turns: int = TURNS) -> list[CallRecord]:
             "tool_calls": [{"id": tool_call.id, "type": "function", "function": function}],
         }
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}
-        reply = compact(
+        reply = compact_json(
             {
                 "id": f"chatcmpl-{new_id().hex}",
                 "object": "chat.completion",
@@ -163,7 +165,7 @@ def agent_calls(dice: random.Random, turns: int = TURNS) -> list[CallRecord]:
         calls.append(
             call(
                 episode,
-                request=compact(
+                request=compact_json(
                     {"model": "m", "messages": messages, "tools": tools, "stream": False}
                 ),
                 reply=reply,
@@ -200,7 +202,7 @@ def some_ids(length: int, dice: random.Random) -> list[int]:
     return [dice.randrange(VOCABULARY) for _ in range(length // BYTES_PER_TOKEN)]
 
 
-def compact(value: Any) -> bytes:
+def compact_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 

@@ -109,7 +109,7 @@ class Call(NamedTuple):
     why: str | None
 
 
-class Load(NamedTuple):
+class AdapterLoad(NamedTuple):
     """Say when a version's weights were ready, its files were recorded, and it got the traffic."""
 
     version: str
@@ -118,7 +118,7 @@ class Load(NamedTuple):
     promoted: float
 
 
-class Seen(NamedTuple):
+class SeenAdapters(NamedTuple):
     """Say which adapters the model server had at a moment."""
 
     at: float
@@ -140,7 +140,7 @@ class Schedule(NamedTuple):
     def ends(self) -> float:
         return self.began + self.turns * self.turn_s
 
-    def due(self, at: float) -> int:
+    def loads_due(self, at: float) -> int:
         """Return how many loads should have begun at `at`: they come evenly, in turns with loads.
 
         What was late in one turn with loads is due in the next.
@@ -151,7 +151,7 @@ class Schedule(NamedTuple):
         loading_s = turn // 2 * self.turn_s + into_s
         return min(self.loads, int(loading_s * self.loads / (self.turns // 2 * self.turn_s)) + 1)
 
-    def has_loads(self, at: float, seen: Sequence[Seen]) -> bool | None:
+    def has_loads(self, at: float, seen: Sequence[SeenAdapters]) -> bool | None:
         """Return whether `at` is in a turn with loads; None: in neither kind.
 
         A turn without loads counts from when all but one of the adapters were unloaded again that
@@ -301,7 +301,7 @@ async def _publish_all(
             version = await imports.write(prepared)
             recorded = time.monotonic()
             await imports.publish(publisher, version)
-            events.append(Load(f"{POLICY}@{version}", step, recorded, time.monotonic()))
+            events.append(AdapterLoad(f"{POLICY}@{version}", step, recorded, time.monotonic()))
 
         async def look() -> int:
             """Give idle versions up, as a trainer does; return how many adapters the server has."""
@@ -312,7 +312,7 @@ async def _publish_all(
                 await mark_unloaded(connection, POLICY, idle, "nobody calls it", "trainer")
             listed = await servers.models()
             loaded = frozenset(name for name, model in listed.items() if model.get("parent"))
-            events.append(Seen(time.monotonic(), loaded))
+            events.append(SeenAdapters(time.monotonic(), loaded))
             await Cleaning(engine, servers, POLICY, settings.adapter_dir).clean()
             await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
             return len(loaded)
@@ -323,7 +323,7 @@ async def _publish_all(
         schedule: Schedule = plans.get()
         loads = 0
         while (now := time.monotonic()) < schedule.ends:
-            if loads < schedule.due(now):
+            if loads < schedule.loads_due(now):
                 await load()
                 loads += 1
             await look()
@@ -445,13 +445,13 @@ def figures(
     options: argparse.Namespace,
     schedule: Schedule,
     clients: Clients,
-    events: Sequence[Load | Seen],
+    events: Sequence[AdapterLoad | SeenAdapters],
     stored: Sequence[Any],
     retired: Mapping[int, Any],
 ) -> tuple[list[Rows], list[Bar]]:
     """Compute what a run comes to; its first load came before it, and is not counted."""
-    calls, seen = clients.calls, [event for event in events if isinstance(event, Seen)]
-    loads = [event for event in events if isinstance(event, Load)][1:]
+    calls, seen = clients.calls, [event for event in events if isinstance(event, SeenAdapters)]
+    loads = [event for event in events if isinstance(event, AdapterLoad)][1:]
     unloads = [
         (version, later.at)
         for one, later in pairwise(seen)
@@ -468,7 +468,7 @@ def figures(
     by_episode: dict[str, list[Any]] = {}
     for row in stored:
         by_episode.setdefault(row.key, []).append(row)
-    kinds = [kind(rows, retired) for rows in by_episode.values()]
+    kinds = [version_change(rows, retired) for rows in by_episode.values()]
     good = [call for call in calls if call.why is None]
     by_id = {row.id: f"{POLICY}@{row.version}" for row in stored}
     times = {
@@ -522,7 +522,7 @@ def figures(
     ]
 
 
-def kind(rows: Sequence[Any], retired: Mapping[int, Any]) -> str:
+def version_change(rows: Sequence[Any], retired: Mapping[int, Any]) -> str:
     """Return whether an episode kept its version, had to leave it, or changed it without need."""
     moves = [(one, other) for one, other in pairwise(rows) if one.version != other.version]
     if not moves:
@@ -533,7 +533,7 @@ def kind(rows: Sequence[Any], retired: Mapping[int, Any]) -> str:
     return "had to leave" if all(forced) else "changed"
 
 
-def longest_gaps(gaps: Iterable[tuple[float, float]], loads: Sequence[Load]) -> list[float]:
+def longest_gaps(gaps: Iterable[tuple[float, float]], loads: Sequence[AdapterLoad]) -> list[float]:
     """Return the longest gap of any stream while each of the loads went on, in seconds.
 
     A gap that had begun before a load, or ended after it, counts. There are too few of these for

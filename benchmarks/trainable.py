@@ -150,10 +150,12 @@ async def measure_row(stack: Stack, key: str) -> Result:
             )
     finally:
         await engine.dispose()
-    return count(key, title, episodes, failures)
+    return count_calls(key, title, episodes, failures)
 
 
-def count(key: str, title: str, episodes: Iterable[Episode], failures: Mapping[str, int]) -> Result:
+def count_calls(
+    key: str, title: str, episodes: Iterable[Episode], failures: Mapping[str, int]
+) -> Result:
     """Count the calls of the agent `key`; those of a quarantined episode are never trained."""
     by_episode = [
         [call.reason or episode.quarantined_reason for call in episode.calls if call.agent == key]

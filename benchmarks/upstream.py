@@ -57,14 +57,14 @@ class Connection(asyncio.Protocol):
         return length is None or body_bytes >= int(length[1])
 
     def _answer(self, transport: asyncio.Transport, request: bytes) -> None:
-        poison = wire.poisoned(request)
+        poison = wire.poisoned_reply(request)
         if request.startswith(b"GET "):
             body = wire.VERSION if b"/version" in request[:100] else wire.MODELS
             transport.write(wire.http_reply(body.encode()))
         elif not STREAM_ASKED.search(request):
             transport.write(wire.http_reply(WHOLE if poison is None else poison))
         elif poison is not None:
-            event = wire.framed(b"data: %b\n\n" % poison)
+            event = wire.as_http_chunk(b"data: %b\n\n" % poison)
             transport.write(wire.STREAM_HEAD + event + wire.STREAM_END)
         else:
             asked = TOKENS_ASKED.search(request)
@@ -77,7 +77,7 @@ class Connection(asyncio.Protocol):
             return
         is_last = number + 1 == chunks
         piece = wire.chunk(time.perf_counter(), first=number == 0, last=is_last, ids=ids)
-        self._transport.write(wire.framed(piece) + (wire.STREAM_END if is_last else b""))
+        self._transport.write(wire.as_http_chunk(piece) + (wire.STREAM_END if is_last else b""))
         if not is_last:
             due = began + (number + 1) * self._interval_s
             loop = asyncio.get_running_loop()

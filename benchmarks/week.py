@@ -43,7 +43,7 @@ from rich.progress import Progress
 
 from benchmarks.report import Bar, Rows, bars_table, number
 from benchmarks.stack import ROOT, free_port, running
-from benchmarks.strangers.__main__ import events, stack, wait_until_idle
+from benchmarks.strangers.__main__ import count_events, running_stack, wait_until_idle
 from pawl.scenarios.scenario import packaged_template
 from pawl.stack.model import unpacked_model
 
@@ -131,12 +131,12 @@ def mean_of(right: Sequence[float | None]) -> float:
 
 
 def main() -> None:
-    options = parse()
+    options = parse_arguments()
     console, runs = Console(), list[Run]()
     with Progress(console=console) as progress:
         for seed in options.seeds:
             for row in options.rows:
-                runs.append(asyncio.run(measured(row, seed, options, progress)))
+                runs.append(asyncio.run(measure_run(row, seed, options, progress)))
                 console.print(table(runs[-1:]).rich())
     console.print(table(runs).rich())
     bars = bars_of(runs)
@@ -144,7 +144,7 @@ def main() -> None:
     sys.exit(any(bar.holds is False for bar in bars))
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
@@ -168,7 +168,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-async def measured(row: str, seed: int, options: argparse.Namespace, progress: Progress) -> Run:
+async def measure_run(row: str, seed: int, options: argparse.Namespace, progress: Progress) -> Run:
     """Run `pawl up` and its users, and return what was learned."""
     folder = options.out.absolute() / f"{row}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -189,17 +189,17 @@ async def measured(row: str, seed: int, options: argparse.Namespace, progress: P
         "PAWL_MODEL": str(model_with_template(folder / "model")),
         "PAWL_POLICY": MODEL,
     }
-    with stack(folder, chosen, settings) as url:
-        async with users(url, row, seed) as ask:
+    with running_stack(folder, chosen, settings) as url:
+        async with simulated_users(url, row, seed) as ask:
             before = await work(ask, HELD_OUT, seed, progress, f"{folder.name} before", held=True)
-            async with scoring(row, folder, url):
+            async with running_judge(row, folder, url):
                 live = await work(
                     ask, options.episodes, seed, progress, folder.name, options.a_minute
                 )
                 trainer = folder / "var" / "logs" / "trainer.log"
                 await asyncio.to_thread(wait_until_idle, trainer)
             after = await work(ask, HELD_OUT, seed, progress, f"{folder.name} after", held=True)
-        updates = events(trainer, "update_done")
+        updates = count_events(trainer, "update_done")
     run = Run(row, seed, mean_of(before), mean_of(after), live, updates, time.monotonic() - began)
     (folder / "run.json").write_text(json.dumps(run._asdict()))
     return run
@@ -218,7 +218,7 @@ def model_with_template(folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
+async def simulated_users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
     """Yield what asks one question, as the row's users do, and returns whether it was right.
 
     It returns None of what the control answered.
@@ -263,14 +263,14 @@ async def users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
                 says = "Thanks." if right != (dice.random() < FLIPPED) else "No, that is wrong."
                 await follow_up(own, question.question, reply, attempt, says)
             elif row == "corrections" and not right and dice.random() < CORRECTED:
-                later(post(name, False, correction=right_reply(question.question)))
+                post_later(post(name, False, correction=right_reply(question.question)))
             elif row != TEACHER and dice.random() < REWARDED:
                 is_wrong = row in ("rewards", "corrections") and dice.random() < WRONG
-                later(post(name, right != is_wrong))
+                post_later(post(name, right != is_wrong))
             is_control = answered[name] == BASE and set(answered.values()) != {BASE}
             return None if is_control else float(right)
 
-        def later(posting: Coroutine[Any, Any, None]) -> None:
+        def post_later(posting: Coroutine[Any, Any, None]) -> None:
             task = asyncio.create_task(posting)
             told.add(task)
             task.add_done_callback(told.discard)
@@ -342,7 +342,7 @@ async def work(
 
 
 @asynccontextmanager
-async def scoring(row: str, folder: Path, url: str) -> AsyncIterator[None]:
+async def running_judge(row: str, folder: Path, url: str) -> AsyncIterator[None]:
     """Run the row's judge beside the stack, if it has one."""
     if row not in ("next-turn", "bad-judge"):
         yield

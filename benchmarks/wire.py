@@ -54,7 +54,7 @@ def prompt(mark: str, chars: int = PROMPT_CHARS) -> str:
     return json.dumps({"model": MODEL, "messages": [message]}, separators=(",", ":"))
 
 
-def streamed(body: str, chunks: int) -> str:
+def as_stream(body: str, chunks: int) -> str:
     """Ask for the same as a stream of so many chunks."""
     return f'{body[:-1]},"max_tokens":{chunks},"stream":true}}'
 
@@ -91,12 +91,12 @@ def chunk(written: float, *, first: bool, last: bool, ids: bool) -> bytes:
     ).encode()
 
 
-def framed(piece: bytes) -> bytes:
+def as_http_chunk(piece: bytes) -> bytes:
     """Write one piece in HTTP/1.1's chunked transfer coding (RFC 9112 §7.1)."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
-STREAM_END: Final = framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+STREAM_END: Final = as_http_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 # Replies that are hard to keep, by what stands after `POISON` in the request that asks for them.
 POISON: Final = "poison-"
@@ -118,7 +118,7 @@ POISONED: Final[Mapping[str, bytes]] = {
 }
 
 
-def poisoned(request: bytes) -> bytes | None:
+def poisoned_reply(request: bytes) -> bytes | None:
     """Return the reply that is hard to keep which a request asks for, if it does."""
     _, asked, rest = request.partition(POISON.encode())
     return POISONED[rest.partition(b" ")[0].decode()] if asked else None

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.air.policy import Arm, Look, one_thread, run_arm, write_base
+from benchmarks.air.policy import Arm, Look, run_arm, use_one_thread, write_base
 from benchmarks.air.task import BOTH, EASY, SPARSE, World
 from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting
 from benchmarks.stack import ROOT
@@ -53,7 +53,7 @@ Curves = Mapping[Arm, Mapping[int, Sequence[Look]]]
 
 
 def main() -> None:
-    options = parse()
+    options = parse_arguments()
     console = Console()
     worlds, steps = [SPARSE, BOTH, EASY], BASE_STEPS
     seeds, others = options.seeds, options.other_seeds
@@ -86,16 +86,16 @@ def main() -> None:
     sys.exit(0 if options.quick or all(bar.holds for bar in promises) else 1)
 
 
-def parse() -> argparse.Namespace:
-    def numbers(given: str) -> list[int]:
+def parse_arguments() -> argparse.Namespace:
+    def to_numbers(given: str) -> list[int]:
         return [int(number) for number in given.split(",") if number]
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.air", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--seeds", type=numbers, default=list(SEEDS), help="judged (1,2,3,4,5)")
+    parser.add_argument("--seeds", type=to_numbers, default=list(SEEDS), help="judged (1,2,3,4,5)")
     parser.add_argument(
-        "--other-seeds", type=numbers, default=list(OTHER_SEEDS), help="a check (6,7,8,9,10)"
+        "--other-seeds", type=to_numbers, default=list(OTHER_SEEDS), help="a check (6,7,8,9,10)"
     )
     parser.add_argument("--quick", action="store_true", help="one seed, short: does it run")
     parser.add_argument("--write", action="store_true", help=f"write {PICTURE.name}")
@@ -110,7 +110,7 @@ def run_worlds(
     curves: dict[str, dict[Arm, dict[int, Sequence[Look]]]] = {
         world.name: {arm: {} for arm in ARMS[world.name]} for world in worlds
     }
-    with ProcessPoolExecutor(mp_context=context, initializer=one_thread) as pool:
+    with ProcessPoolExecutor(mp_context=context, initializer=use_one_thread) as pool:
         writing = [pool.submit(write_base, folder / one.name, one, steps) for one in worlds]
         running = {
             pool.submit(run_arm, world, base.result(), arm, seed): (world.name, arm, seed)
@@ -126,44 +126,47 @@ def run_worlds(
     return dict(curves)
 
 
-def reached(curve: Sequence[Look]) -> int | None:
+def episodes_until_success(curve: Sequence[Look]) -> int | None:
     """Return the episodes before the first look that saw `SUCCESS`; None if none did."""
     return next((look.episodes for look in curve if look.r_final >= SUCCESS), None)
 
 
-def ratios(curves: Curves) -> dict[int, float | None]:
+def air_ratios(curves: Curves) -> dict[int, float | None]:
     """Return episodes with AIR per without, by seed; None where AIR did not get there.
 
     Where success was never reached without AIR this is an upper bound.
     """
     by_seed: dict[int, float | None] = {}
     for seed, curve in curves[WITH].items():
-        ours, theirs = reached(curve), reached(curves[WITHOUT][seed])
+        ours, theirs = episodes_until_success(curve), episodes_until_success(curves[WITHOUT][seed])
         by_seed[seed] = None if ours is None else ours / (theirs or curve[-1].episodes)
     return by_seed
 
 
 def median_ratio(curves: Curves) -> float | None:
     """Return the median over seeds; None where AIR did not get most of them there."""
-    values = [float("inf") if one is None else one for one in ratios(curves).values()]
+    values = [float("inf") if one is None else one for one in air_ratios(curves).values()]
     middle = median(values)
     return middle if middle < float("inf") else None
 
 
-def at_end(curves: Mapping[int, Sequence[Look]], figure: str = "r_final") -> list[float]:
+def means_at_end(curves: Mapping[int, Sequence[Look]], figure: str = "r_final") -> list[float]:
     """Return what each seed's curve ends at: the mean of its last looks."""
     return [fmean(getattr(look, figure) for look in one[-LAST_LOOKS:]) for one in curves.values()]
 
 
 def bars(worlds: Mapping[str, Curves]) -> list[Bar]:
     easy = worlds[EASY.name]
-    start, end = fmean(curve[0].r_final for curve in easy[WITH].values()), fmean(at_end(easy[WITH]))
+    start, end = (
+        fmean(curve[0].r_final for curve in easy[WITH].values()),
+        fmean(means_at_end(easy[WITH])),
+    )
     ratio = median_ratio(worlds[SPARSE.name])
     return [
         Bar("episodes_with_per_without", ratio, EPISODES_RATIO),
         Bar("both_with_per_without", median_ratio(worlds[BOTH.name]), BOTH_RATIO),
         Bar("easy_fall_from_start", start - end, 0.0),
-        Bar("easy_fall_from_without", fmean(at_end(easy[WITHOUT])) - end, NOISE),
+        Bar("easy_fall_from_without", fmean(means_at_end(easy[WITHOUT])) - end, NOISE),
     ]
 
 
@@ -171,9 +174,9 @@ def reach_table(title: str, curves: Curves) -> Rows:
     """Return the sparse task's table, with a line for each seed and one for the median."""
     heads = ["seed", "success at the start", "episodes with AIR", "without", "ratio"]
     lines = []
-    for seed, ratio in ratios(curves).items():
+    for seed, ratio in air_ratios(curves).items():
         both = curves[WITH][seed], curves[WITHOUT][seed]
-        counts = [reached(one) for one in both]
+        counts = [episodes_until_success(one) for one in both]
         shown = [
             f"> {one[-1].episodes:,}" if count is None else number(count)
             for count, one in zip(counts, both, strict=True)
@@ -193,8 +196,8 @@ def easy_table(title: str, curves: Curves) -> Rows:
         [
             arm.name,
             number(fmean(curve[0].r_final for curve in own.values()), 2),
-            *(number(of(at_end(own)), 2) for of in (fmean, min)),
-            *(number(fmean(at_end(own, figure)), 1) for figure in ("calls", "notes")),
+            *(number(of(means_at_end(own)), 2) for of in (fmean, min)),
+            *(number(fmean(means_at_end(own, figure)), 1) for figure in ("calls", "notes")),
         ]
         for arm, own in curves.items()
     ]

@@ -36,9 +36,9 @@ from benchmarks.air.task import (
     State,
     Task,
     World,
-    begin,
+    apply_call,
+    begin_state,
     new_task,
-    take,
 )
 from store.ids import new_id
 from store.records import Group, Tokens, ToolCall, ToolEvent, TransitionRow
@@ -124,12 +124,12 @@ def _batch(world: World, skill: float, draw: random.Random) -> tuple[Tensor, Ten
     ids, labels = torch.zeros(BATCH, length, dtype=torch.long), torch.full((BATCH, length), IGNORED)
     for row in range(BATCH):
         task = new_task("", world, draw)
-        state, words = begin(task), list(task.prompt)
+        state, words = begin_state(task), list(task.prompt)
         while not state.ended:
             said = _careless_call(task, state, skill, draw)
             start = len(words)
             labels[row, start : start + len(said)] = torch.tensor([ID[word] for word in said])
-            outcome = take(task, state, said)
+            outcome = apply_call(task, state, said)
             words += [*said, *outcome.reply]
             state = outcome.state
         ids[row, : len(words)] = torch.tensor([ID[word] for word in words])
@@ -169,7 +169,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Played:
+class PlayedEpisode:
     """Hold an episode as far as it came."""
 
     task: Task
@@ -194,17 +194,22 @@ class Sampler:
         set_peft_model_state_dict(self._model, load_file(adapter / "adapter_model.safetensors"))
 
     @torch.inference_mode()
-    def play(self, tasks: Sequence[Task]) -> list[Played]:
+    def play(self, tasks: Sequence[Task]) -> list[PlayedEpisode]:
         """Play one episode of each task (a task may be there many times), at temperature one."""
-        episodes = [Played(task, [ID[w] for w in task.prompt], begin(task), []) for task in tasks]
+        episodes = [
+            PlayedEpisode(task, [ID[w] for w in task.prompt], begin_state(task), [])
+            for task in tasks
+        ]
         self._cache, self._mask = DynamicCache(), torch.zeros(len(tasks), 0, dtype=torch.long)
-        logits = self._read([episode.ids for episode in episodes])
+        logits = self._next_logits([episode.ids for episode in episodes])
         while not all(episode.state.ended for episode in episodes):
-            said = self._say(logits, [episode.state.ended for episode in episodes])
-            logits = self._read([_answer(*pair) for pair in zip(episodes, said, strict=True)])
+            said = self._sample_calls(logits, [episode.state.ended for episode in episodes])
+            logits = self._next_logits(
+                [_apply_call(*pair) for pair in zip(episodes, said, strict=True)]
+            )
         return episodes
 
-    def _say(self, logits: Tensor, silent: list[bool]) -> list[list[tuple[int, float]]]:
+    def _sample_calls(self, logits: Tensor, silent: list[bool]) -> list[list[tuple[int, float]]]:
         """Sample each row's next call, token by token, with the log-probabilities of its tokens."""
         said: list[list[tuple[int, float]]] = [[] for _ in silent]
         ended = list(silent)
@@ -217,12 +222,12 @@ class Sampler:
                 if not ended[row]:
                     said[row].append((token, logprob))
                     fed[row], ended[row] = [token], token == ID[END]
-            logits = self._read(fed)
+            logits = self._next_logits(fed)
             if all(ended):
                 break
         return said
 
-    def _read(self, pieces: Sequence[Sequence[int]]) -> Tensor:
+    def _next_logits(self, pieces: Sequence[Sequence[int]]) -> Tensor:
         """Return logits (B, V) after each row's piece; of no meaning for a row that has none.
 
         A row that has less to read than others is padded, and the pads masked.
@@ -241,12 +246,12 @@ class Sampler:
         return logits
 
 
-def _answer(episode: Played, said: list[tuple[int, float]]) -> list[int]:
+def _apply_call(episode: PlayedEpisode, said: list[tuple[int, float]]) -> list[int]:
     """Take a row's call to its task; the ids of the reply that the policy reads next."""
     if episode.state.ended:
         return []
     sampled, logprobs = zip(*said, strict=True)
-    outcome = take(episode.task, episode.state, [WORDS[token] for token in sampled])
+    outcome = apply_call(episode.task, episode.state, [WORDS[token] for token in sampled])
     episode.turns.append(Turn(tuple(episode.ids), sampled, logprobs, outcome))
     episode.state = outcome.state
     reply = [] if outcome.state.ended else [ID[word] for word in outcome.reply]
@@ -254,7 +259,7 @@ def _answer(episode: Played, said: list[tuple[int, float]]) -> list[int]:
     return reply
 
 
-def as_groups(played: Sequence[Played], rewards: Sequence[float]) -> list[Group]:
+def as_groups(played: Sequence[PlayedEpisode], rewards: Sequence[float]) -> list[Group]:
     """Group neighbours with the same task, as the ledger would give them to the trainer."""
     episodes = [
         replace(episode(reward, task=one.task.name), calls=tuple(map(_call, one.turns)))
@@ -290,7 +295,7 @@ def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:
         version.mkdir()
         for wave in range(world.waves + 1):
             if wave % LOOK_EVERY == 0 or wave == world.waves:
-                looks.append(_look(wave * world.groups * GROUP_SIZE, sampler.play(held_out)))
+                looks.append(_summarise(wave * world.groups * GROUP_SIZE, sampler.play(held_out)))
             if wave == world.waves:
                 break
             tasks = new_tasks(world, world.groups, draw)
@@ -322,7 +327,7 @@ def new_tasks(world: World, count: int, draw: random.Random) -> list[Task]:
     return [new_task(str(number), world, draw) for number in range(count)]
 
 
-def credited_rows(played: Sequence[Played], arm: Arm, rule: CreditOptions) -> list[Row]:
+def credited_rows(played: Sequence[PlayedEpisode], arm: Arm, rule: CreditOptions) -> list[Row]:
     """Return what the trainer makes of a wave."""
     rewards = [episode.state.reward for episode in played]
     if arm.unbounded:
@@ -333,13 +338,13 @@ def credited_rows(played: Sequence[Played], arm: Arm, rule: CreditOptions) -> li
     return training_rows(credit.transitions)
 
 
-def _look(episodes: int, played: Sequence[Played]) -> Look:
+def _summarise(episodes: int, played: Sequence[PlayedEpisode]) -> Look:
     tools = [turn.outcome.tool for episode in played for turn in episode.turns]
     r_final = sum(episode.state.reward for episode in played) / len(played)
     return Look(episodes, r_final, len(tools) / len(played), tools.count(NOTE) / len(played))
 
 
-def one_thread() -> None:
+def use_one_thread() -> None:
     """Make a worker compute in one thread and show no progress of its own."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()

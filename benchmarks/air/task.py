@@ -97,11 +97,11 @@ def new_task(name: str, world: World, draw: random.Random) -> Task:
     return Task(name, world, keys, list(zip(values, results, strict=True)))
 
 
-def begin(task: Task) -> State:
+def begin_state(task: Task) -> State:
     return State(given=frozenset(task.keys))
 
 
-def take(task: Task, state: State, said: Sequence[str]) -> Outcome:
+def apply_call(task: Task, state: State, said: Sequence[str]) -> Outcome:
     """Apply the words `said` (one or more): always a call, be it of no known tool."""
     after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.world.turns)
     tool, arguments = said[0], " ".join(word for word in said[1:] if word != END)

@@ -24,8 +24,8 @@ from typing import Any, Final, Literal
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chaos.calls import kills, outage
-from benchmarks.chaos.feedback import feedback
+from benchmarks.chaos.calls import kill_under_load, measure_outage
+from benchmarks.chaos.feedback import check_feedback
 from benchmarks.chaos.trainer import trainer_kills
 from tests.support.controller.canary_kills import canary_kills
 from tests.support.faults.stand import CannotInjectFaults, standing
@@ -44,10 +44,10 @@ SHOWN: Final = 10
 
 
 def main() -> None:
-    options = parse()
+    options = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="pawl-chaos-") as folder:
         try:
-            by_name = run(options, Path(folder))
+            by_name = run_target(options, Path(folder))
         except CannotInjectFaults as error:
             sys.exit(str(error))
     console, broken = Console(stderr=options.json), []
@@ -56,7 +56,7 @@ def main() -> None:
         table = Table("", "", title=f"{options.target}: {name}")
         table.caption = "; ".join(own) or "all promises held"
         for key, value in report.items():
-            table.add_row(key, counted(value) or "none")
+            table.add_row(key, count_equal(value) or "none")
         console.print(table)
         broken += own
     if options.json:
@@ -64,7 +64,7 @@ def main() -> None:
     sys.exit(1 if broken else 0)
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=(__doc__ or "").splitlines()[0]
     )
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+def run_target(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Do what is asked for; return the reports by name."""
     if options.target == "trainer":
         how = {"policies": options.policies, "shared": options.shared, "plain": options.plain}
@@ -108,21 +108,21 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     has_faults = not (options.outage or options.feedback or options.plain)
     with standing(folder, workers=2, faults=has_faults) as stand:
         if options.feedback:
-            return {"feedback": asyncio.run(feedback(stand, options.feedback, options.seed))}
+            return {"feedback": asyncio.run(check_feedback(stand, options.feedback, options.seed))}
         if options.outage:
-            return {"outage": asyncio.run(outage(stand, options.outage))}
-        return {"kills": asyncio.run(kills(stand, options.kills, options.seed))}
+            return {"outage": asyncio.run(measure_outage(stand, options.outage))}
+        return {"kills": asyncio.run(kill_under_load(stand, options.kills, options.seed))}
 
 
 def broken_promises(report: dict[str, Any]) -> list[str]:
     """Return which of the promises that a run is about it broke; empty if none."""
-    broken = [f"{name}: {counted(report[name])}" for name in PROMISES if report.get(name)]
+    broken = [f"{name}: {count_equal(report[name])}" for name in PROMISES if report.get(name)]
     if report.get("drain_s", 0.0) is None:
         broken.append("the spool was not drained in time")
     return broken
 
 
-def counted(value: Any) -> str:
+def count_equal(value: Any) -> str:
     """Write a value; equal members of a list once, with their number."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {held}" for key, held in value.items())

@@ -7,7 +7,7 @@ record was refused by the disk: then a counter counts it, and the ledger says th
 misses a call, or that calls of that time were lost (an outage). After a fault nothing is killed
 until calls are recorded again, so that the ledger has the names.
 
-`outage` takes the database away for minutes instead: no request notices, and all is stored.
+`measure_outage` takes the database away for minutes instead: no request notices, and all is stored.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Kill(NamedTuple):
 
 
 @dataclass(slots=True)
-class Happened:
+class InjectedFaults:
     """Note what was done to the proxy.
 
     Attributes:
@@ -92,7 +92,9 @@ class Happened:
     stalled: list[str] = field(default_factory=list)
 
 
-async def kills(stand: Stand, count: int, seed: int, pause_s: float = PAUSE_S) -> dict[str, Any]:
+async def kill_under_load(
+    stand: Stand, count: int, seed: int, pause_s: float = PAUSE_S
+) -> dict[str, Any]:
     """Kill so many times, and report; the disk fails too where the stand has one of its own.
 
     Args:
@@ -106,7 +108,7 @@ async def kills(stand: Stand, count: int, seed: int, pause_s: float = PAUSE_S) -
     load = Load(
         stand.port, at_once=AT_ONCE, pause_s=pause_s, calls_per_episode=1, poisoned=has_faults
     )
-    scrapes, done = Scrapes(), Happened()
+    scrapes, done = Scrapes(), InjectedFaults()
     watching = asyncio.create_task(scraping(stand.admin, scrapes))
     load.start()
     events: list[Fault | None] = [None] * count
@@ -123,9 +125,9 @@ async def kills(stand: Stand, count: int, seed: int, pause_s: float = PAUSE_S) -
                 await stand.kill(part, dice.randrange(stand.workers))
                 done.kills.append(Kill(part, began, time.monotonic()))
             else:
-                await _fail(stand, event, dice.uniform(*FAULT_S), load, done)
+                await _fail_disk(stand, event, dice.uniform(*FAULT_S), load, done)
             if has_faults:
-                _lay(stand.spool, len(load.outcome.complete) // EVERY, dice, done)
+                _lay_segments(stand.spool, len(load.outcome.complete) // EVERY, dice, done)
     except NotReady as error:
         done.stalled.append(str(error))
     await load.stop()
@@ -138,12 +140,14 @@ async def kills(stand: Stand, count: int, seed: int, pause_s: float = PAUSE_S) -
     return (
         _report(done.kills, load.outcome, scrapes)
         | {"drain_s": drain_s}
-        | await _compared(stand, load.outcome, done, scrapes)
+        | await _compare_stored(stand, load.outcome, done, scrapes)
         | {"stalled": done.stalled, "ended_by_itself": stand.ended_by_itself}
     )
 
 
-async def _fail(stand: Stand, fault: Fault, seconds: float, load: Load, done: Happened) -> None:
+async def _fail_disk(
+    stand: Stand, fault: Fault, seconds: float, load: Load, done: InjectedFaults
+) -> None:
     """Let the disk fail, and wait until every worker that has calls has told of it."""
     assert stand.disk is not None
     await stand.disk.suffer(fault, seconds)
@@ -156,7 +160,7 @@ async def _fail(stand: Stand, fault: Fault, seconds: float, load: Load, done: Ha
         done.stalled.append(f"after {fault}")
 
 
-def _lay(spool: Path, wanted: int, dice: random.Random, done: Happened) -> None:
+def _lay_segments(spool: Path, wanted: int, dice: random.Random, done: InjectedFaults) -> None:
     """Put sealed segments into the spool, each in a folder of its own, as if a worker had left it.
 
     Each has what can only be a dead letter between two whole records: a frame of something else, or
@@ -186,15 +190,15 @@ def _lay(spool: Path, wanted: int, dice: random.Random, done: Happened) -> None:
         done.laid |= {str(UUID(bytes=call.id)): call.episode for call in (before, after)}
 
 
-async def _compared(
-    stand: Stand, outcome: Outcome, done: Happened, scrapes: Scrapes
+async def _compare_stored(
+    stand: Stand, outcome: Outcome, done: InjectedFaults, scrapes: Scrapes
 ) -> dict[str, Any]:
     """Compare what the clients saw, and what was laid down, with what is kept."""
     answered = outcome.episodes | done.laid
     stored = await kept(stand.url, list(answered), own_episodes=True)
     if stand.disk is None:
         return {"stored": stored.stored, "missing": stored.missing, "twice": stored.twice}
-    ended = await _ends(stand, answered, outcome.times())
+    ended = await _find_unstored(stand, answered, outcome.times())
     dropped = len(ended.marked) + len(ended.in_outage)
     buried = [path.name for path in (stand.spool / "dead").glob("*.reason") if path.stat().st_size]
     return {
@@ -216,7 +220,7 @@ async def _compared(
     }
 
 
-class Ends(NamedTuple):
+class UnstoredCalls(NamedTuple):
     """Tell where the calls ended that are not stored.
 
     Attributes:
@@ -236,9 +240,9 @@ class Ends(NamedTuple):
     not_aside: int
 
 
-async def _ends(
+async def _find_unstored(
     stand: Stand, answered: Mapping[str, str], times: Mapping[str, tuple[float, float]]
-) -> Ends:
+) -> UnstoredCalls:
     """Find where each call ended; `answered` is by call its episode, and `times` when it was."""
     connection = await asyncpg.connect(stand.url)
     try:
@@ -269,7 +273,7 @@ async def _ends(
         for call in unnamed & times.keys()
         if any(since <= times[call][1] and times[call][0] <= until for since, until in outages)
     }
-    return Ends(marked, in_outage, dead, unnamed - in_outage, len(outages), not_aside)
+    return UnstoredCalls(marked, in_outage, dead, unnamed - in_outage, len(outages), not_aside)
 
 
 def _dead_calls(spool: Path) -> set[str]:
@@ -289,7 +293,7 @@ def _report(done: Sequence[Kill], outcome: Outcome, scrapes: Scrapes) -> dict[st
     blamed: dict[str, Counter[str]] = {}
     unexplained = []
     for at, why in outcome.failed:
-        part = _blame(at, done)
+        part = _find_kill(at, done)
         if part is None:
             unexplained.append(why)
         else:
@@ -307,11 +311,11 @@ def _report(done: Sequence[Kill], outcome: Outcome, scrapes: Scrapes) -> dict[st
         "failed_how": {part: dict(reasons.most_common(5)) for part, reasons in blamed.items()},
         "failed_otherwise": unexplained,
         "refused_connections": outcome.refused,
-        **_scraped(scrapes),
+        **_scrape_counts(scrapes),
     }
 
 
-def _scraped(scrapes: Scrapes) -> dict[str, Any]:
+def _scrape_counts(scrapes: Scrapes) -> dict[str, Any]:
     return {
         "scrapes": scrapes.read,
         "scrapes_unanswered": scrapes.unanswered,
@@ -320,7 +324,7 @@ def _scraped(scrapes: Scrapes) -> dict[str, Any]:
     }
 
 
-def _blame(at: float, done: Sequence[Kill]) -> Part | None:
+def _find_kill(at: float, done: Sequence[Kill]) -> Part | None:
     """Return the kill that a failure at that time is due to."""
     for kill in reversed(done):
         if kill.part in COSTLY and kill.at <= at <= kill.back + SLACK_S:
@@ -328,7 +332,7 @@ def _blame(at: float, done: Sequence[Kill]) -> Part | None:
     return None
 
 
-async def outage(stand: Stand, seconds: float) -> dict[str, Any]:
+async def measure_outage(stand: Stand, seconds: float) -> dict[str, Any]:
     """Take the database away for so long; latency before and meanwhile, and what is stored."""
     await stand.ready()
     load, scrapes = Load(stand.port, at_once=8, pause_s=0.06, calls_per_episode=10), Scrapes()
@@ -366,7 +370,7 @@ async def outage(stand: Stand, seconds: float) -> dict[str, Any]:
         "drain_s": drain_s,
         "stored": stored.stored,
         "missing": stored.missing,
-        **_scraped(scrapes),
+        **_scrape_counts(scrapes),
     }
 
 

@@ -79,33 +79,33 @@ class Client:
     repeated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
 
-    async def work(self, episode: str, dice: random.Random) -> None:
+    async def state_all(self, episode: str, dice: random.Random) -> None:
         """Say all that is said of one episode, and make its call somewhere in between."""
         sent: list[tuple[str, dict[str, Any]]] = []
         call_at = dice.choice([0, dice.randrange(STATEMENTS_AN_EPISODE), STATEMENTS_AN_EPISODE])
         stated = self.stated.setdefault(episode, [])
         for number in range(STATEMENTS_AN_EPISODE):
             if number == call_at:
-                await self.call(episode)
+                await self.make_call(episode)
             metric = dice.choice(list(VALUES))
             value = dice.choice(VALUES[metric])
             statement: dict[str, Any] = {"metric": metric, "episode": episode}
             statement |= {"withdrawn": True} if value is None else {"value": value}
             sent.append((f"{episode}/{number}", statement))
-            await self.state(*sent[-1])
+            await self.post_statement(*sent[-1])
             at = START + timedelta(seconds=number)
             stated.append(Feedback(metric=metric, value=value, at=at))
             if dice.random() < AGAIN:
                 self.repeated += 1
-                await self.state(*dice.choice(sent))
+                await self.post_statement(*dice.choice(sent))
         if call_at == STATEMENTS_AN_EPISODE:
-            await self.call(episode)
+            await self.make_call(episode)
 
-    async def state(self, key: str, statement: dict[str, Any]) -> None:
+    async def post_statement(self, key: str, statement: dict[str, Any]) -> None:
         self.sent += 1
         await self._send("/feedback", statement, {"Idempotency-Key": key})
 
-    async def call(self, episode: str) -> None:
+    async def make_call(self, episode: str) -> None:
         body = {"model": wire.MODEL, "messages": [{"role": "user", "content": episode}]}
         await self._send(wire.CHAT, body, {"x-pawl-episode": episode})
 
@@ -125,7 +125,7 @@ class Client:
                 await asyncio.sleep(RETRY_S)
 
 
-async def feedback(stand: Stand, statements: int, seed: int) -> dict[str, Any]:
+async def check_feedback(stand: Stand, statements: int, seed: int) -> dict[str, Any]:
     """Send so many statements under kills and an outage; compare what is stored."""
     await stand.ready()
     dice = random.Random(seed)
@@ -138,12 +138,12 @@ async def feedback(stand: Stand, statements: int, seed: int) -> dict[str, Any]:
 
         async def work(own: random.Random) -> None:
             while queue:
-                await client.work(queue.pop(), own)
+                await client.state_all(queue.pop(), own)
 
         await asyncio.gather(*(work(random.Random(dice.random())) for _ in range(AT_ONCE)))
     killed = await killing
     drain_s = await drained(stand.admin, Scrapes(), within_s=DRAIN_S)
-    compared = await _compared(stand.url, policy, client.stated)
+    compared = await _compare_stored(stand.url, policy, client.stated)
     await asyncio.to_thread(stand.stop)
     return {
         "statements": sum(map(len, client.stated.values())),
@@ -168,7 +168,7 @@ async def _begin_policy(stand: Stand, session: aiohttp.ClientSession) -> str:
     is_known = text("SELECT EXISTS (SELECT FROM episode_policies)")
     async with engine.connect() as connection:
         while not await connection.scalar(is_known):
-            await Client(stand, session).call("before")
+            await Client(stand, session).make_call("before")
             await connection.rollback()
             await asyncio.sleep(RETRY_S)
     await engine.dispose()
@@ -191,7 +191,9 @@ async def _kill(stand: Stand, kills: int, dice: random.Random) -> Counter[str]:
     return killed
 
 
-async def _compared(url: str, policy: str, stated: Mapping[str, list[Feedback]]) -> dict[str, Any]:
+async def _compare_stored(
+    url: str, policy: str, stated: Mapping[str, list[Feedback]]
+) -> dict[str, Any]:
     """Compare what is stored with what was said, in order: statements, and what they come to."""
     engine = make_engine(url)
     async with engine.connect() as connection:
@@ -213,20 +215,22 @@ async def _compared(url: str, policy: str, stated: Mapping[str, list[Feedback]])
         "twice": sum(max(0, stored.get(k, 0) - len(own)) for k, own in stated.items()),
         "episodes": len(wanted),
         "without_reward": sum(value is None for value in wanted.values()),
-        "returns_differ": _differing(wanted, by_credit),
-        "scores_differ": _differing(wanted, rewards),
+        "returns_differ": _differences(wanted, by_credit),
+        "scores_differ": _differences(wanted, rewards),
     }
 
 
-def _differing(wanted: Mapping[str, float | None], stored: Mapping[str, float | None]) -> list[str]:
+def _differences(
+    wanted: Mapping[str, float | None], stored: Mapping[str, float | None]
+) -> list[str]:
     return [
         f"{name}: {stored.get(name)} for {value}"
         for name, value in wanted.items()
-        if name not in stored or not _same(value, stored[name])
+        if name not in stored or not _is_same(value, stored[name])
     ]
 
 
-def _same(one: float | None, other: float | None) -> bool:
+def _is_same(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return one is other
     return abs(one - other) < 1e-12

@@ -112,7 +112,7 @@ class NotStaged(Exception):
     """Report that the ledger could not be made; the message ends with what was said of it."""
 
 
-class NotComeBy(Exception):
+class BoundaryNotReached(Exception):
     """Report a boundary at which nothing dies, which every life must come by."""
 
 
@@ -150,10 +150,12 @@ def trainer_kills(
     each = of_trainers if shared else of_trainers // policies
     dice = {name: random.Random(seed + n) for n, name in enumerate(trained(policies))}
     task = Task(folder, updates, seed, policies, shared, beside)
-    return compared(task, lambda run, update_s: run.kill(each, dice[run.place.names[0]], update_s))
+    return compare_runs(
+        task, lambda run, update_s: run.kill(each, dice[run.place.names[0]], update_s)
+    )
 
 
-def compared(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, dict[str, Any]]:
+def compare_runs(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, dict[str, Any]]:
     """Train a ledger twice, the second time while `disturb` is at each run.
 
     `disturb` also gets the seconds that an undisturbed update takes. What became of each policy is
@@ -168,15 +170,17 @@ def compared(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, d
             database = Database(postgres)
             calm_places = _places(task, "calm", database, alone)
             places = _places(task, "killed", database, [tuple(names)] if task.shared else alone)
-            _stage(forks, task, [calm_places[0].database_url, places[0].database_url])
-            with Beside(forks, database, calm_places[0], names, None) as beside:
+            _make_ledgers(forks, task, [calm_places[0].database_url, places[0].database_url])
+            with ServerAndController(forks, database, calm_places[0], names, None) as beside:
                 runs = [Run(forks, database, place, beside) for place in calm_places]
                 calm = _to_their_ends(runs, lambda _: None)
 
             def disturbed(run: Run) -> None:
                 disturb(run, max(calm[name].update_s for name in run.place.names))
 
-            with Beside(forks, database, places[0], names, task.kills_beside) as beside:
+            with ServerAndController(
+                forks, database, places[0], names, task.kills_beside
+            ) as beside:
                 runs = [Run(forks, database, place, beside) for place in places]
                 killed = _to_their_ends(runs, disturbed)
                 beside.kill_in_the_end(random.Random(task.seed))
@@ -189,7 +193,7 @@ def compared(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, d
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunPlace:
     """Name where a trainer of one policy or more works; `updates` is of each policy."""
 
     folder: Path
@@ -237,17 +241,17 @@ class Place:
 
 def _places(
     task: Task, name: str, database: "Database", trainers: list[tuple[str, ...]]
-) -> list[Place]:
+) -> list[RunPlace]:
     """Make the places of a run, one for each of its trainers; its database is empty yet."""
     folder, url, model = task.folder / name, database.create(name), task.folder / "model"
     folder.mkdir()
     (folder / "recipe.toml").write_text(recipe_toml())
     (folder / "policies.toml").write_text(POLICIES_TOML)
     policies = folder / "policies.toml" if task.policies > 1 else None
-    return [Place(folder, url, names, model, policies, task.updates) for names in trainers]
+    return [RunPlace(folder, url, names, model, policies, task.updates) for names in trainers]
 
 
-def _stage(forks: Zygote, task: Task, urls: list[str]) -> None:
+def _make_ledgers(forks: Zygote, task: Task, urls: list[str]) -> None:
     log, model = task.folder / "stage.log", str(task.folder / "model")
     arguments = {"updates": task.updates, "seed": task.seed, "policies": task.policies}
     pid = forks.start("stage", log, {}, model=model, database_urls=urls, **arguments)
@@ -264,7 +268,7 @@ class Database:
         self._changed = threading.Condition()
 
     @contextmanager
-    def up(self) -> Iterator[None]:
+    def keep_up(self) -> Iterator[None]:
         """Let nobody kill it within this block."""
         with self._changed:
             self._counting_on_it += 1
@@ -277,7 +281,7 @@ class Database:
 
     def ask(self, url: str, query: str, *arguments: Any) -> list[Any]:
         """Return the rows of a query, during which nobody kills it."""
-        with self.up():
+        with self.keep_up():
             return asyncio.run(_rows(url, query, *arguments))
 
     def kill_and_start(self) -> None:
@@ -311,7 +315,9 @@ class Run:
         stopped_after: seconds from SIGTERM to the end, of those that were asked.
     """
 
-    def __init__(self, forks: Zygote, database: Database, place: Place, beside: "Beside") -> None:
+    def __init__(
+        self, forks: Zygote, database: Database, place: RunPlace, beside: "ServerAndController"
+    ) -> None:
         self.place, self.idle = place, 0
         self.killed: Counter[str] = Counter()
         self.by_themselves: list[str] = []
@@ -334,9 +340,9 @@ class Run:
         for name in self._forks.boundaries:
             for boundary in [CLAIMED, name] if name in OF_A_RELEASE else [name]:
                 before = self.killed[boundary]
-                self._life(boundary, LONGEST_S)
+                self._kill_life(boundary, LONGEST_S)
                 if self.killed[boundary] == before:
-                    raise NotComeBy(f"no trainer died '{boundary}': mend the boundaries")
+                    raise BoundaryNotReached(f"no trainer died '{boundary}': mend the boundaries")
 
     def kill(self, times: int, dice: random.Random, update_s: float) -> None:
         """Start so many lives, ended at boundaries and at random, spread over the whole ledger.
@@ -352,24 +358,26 @@ class Run:
             if progress >= 1.0 and self._all_spent():
                 self.idle += 1
             if number % ASKED_EVERY == 0:
-                with self._database.up():
-                    self._asked(dice.uniform(0.0, update_s))
-            victims = self._beside.due(number / times, dice)
+                with self._database.keep_up():
+                    self._stop_at_work(dice.uniform(0.0, update_s))
+            victims = self._beside.next_victims(number / times, dice)
             if victims:
                 kill = partial(self._beside.kill, victims, dice)
-                self._life_beside(kill, dice.uniform(0.0, update_s), victims)
+                self._kill_life_and_others(kill, dice.uniform(0.0, update_s), victims)
             elif dice.random() < AT_BOUNDARY:
                 # A boundary that it does not come by in this time is none of this life's.
-                self._life(dice.choice(early if is_ahead else boundaries), 4.0 * update_s)
+                self._kill_life(dice.choice(early if is_ahead else boundaries), 4.0 * update_s)
             elif not is_ahead and dice.random() < OF_POSTGRES:
                 kill_postgres = self._database.kill_and_start
-                self._life_beside(kill_postgres, dice.uniform(0.0, update_s), ["PostgreSQL"])
+                self._kill_life_and_others(
+                    kill_postgres, dice.uniform(0.0, update_s), ["PostgreSQL"]
+                )
             elif dice.random() < IN_START:
-                self._life(None, dice.uniform(0.0, self._start_s), once_up=False)
+                self._kill_life(None, dice.uniform(0.0, self._start_s), once_up=False)
             else:
-                self._life(None, dice.uniform(0.0, update_s * (1.0 if is_ahead else 3.0)))
+                self._kill_life(None, dice.uniform(0.0, update_s * (1.0 if is_ahead else 3.0)))
 
-    def _life(self, boundary: str | None, seconds: float, *, once_up: bool = True) -> None:
+    def _kill_life(self, boundary: str | None, seconds: float, *, once_up: bool = True) -> None:
         """Start a life that dies at a boundary, or after so many seconds (at work if `once_up`)."""
         pid, status = self._begin(boundary, once_up=once_up)
         if status is None:
@@ -379,9 +387,9 @@ class Run:
             status = self._forks.end(pid, signal.SIGKILL)
         else:
             by = boundary or "by itself"
-        self._count(by, status)
+        self._count_kill(by, status)
 
-    def _life_beside(
+    def _kill_life_and_others(
         self, kill: Callable[[], None], seconds: float, victims: Sequence[str]
     ) -> None:
         """Start a life, kill others at its work and start them again, then kill the life."""
@@ -394,16 +402,16 @@ class Run:
             status = self._forks.wait(pid, RETRY_S + seconds)
         if status is None:
             status = self._forks.end(pid, signal.SIGKILL)
-        self._count(f"some time after {' and '.join(victims)}", status)
+        self._count_kill(f"some time after {' and '.join(victims)}", status)
 
-    def _count(self, by: str, status: int | None) -> None:
+    def _count_kill(self, by: str, status: int | None) -> None:
         self.killed[by] += 1
         if status != -signal.SIGKILL:
             self._note(f"status {status}, to be killed: {by}")
 
-    def _asked(self, seconds: float) -> None:
+    def _stop_at_work(self, seconds: float) -> None:
         """Start a life, and ask it to stop at work (SIGTERM): it goes soon, and holds nothing."""
-        held = self._held()
+        held = self._running_updates()
         pid, status = self._begin(None)
         if status is None:
             status = self._forks.wait(pid, seconds)
@@ -414,7 +422,7 @@ class Run:
         if status != 0:
             self._note(f"status {status}, asked to stop")
         # What the life before it left may still be there: it had no time to look.
-        if self._held() - held:
+        if self._running_updates() - held:
             self._note("asked to stop, it kept its claim")
 
     def _begin(self, boundary: str | None, *, once_up: bool = True) -> tuple[int, int | None]:
@@ -451,7 +459,7 @@ class Run:
         [row] = self._database.ask(self.place.database_url, _SPENT, list(self.place.names))
         return bool(row[0])
 
-    def _held(self) -> set[UUID]:
+    def _running_updates(self) -> set[UUID]:
         """Return the policies' updates that hold episodes now."""
         [row] = self._database.ask(self.place.database_url, _HELD, list(self.place.names))
         return set(row[0] or ())
@@ -461,7 +469,7 @@ class Run:
         self.by_themselves.append(f"{event}: {self.place.logged()[-1500:].decode()}")
 
 
-class Computing:
+class ComputingServer:
     """Run a model server that computes: it is up at once, and has no adapter then.
 
     What bytes it was given under a name outlives it: other ones are refused for ever.
@@ -499,7 +507,7 @@ class Computing:
             return None
 
 
-class Beside:
+class ServerAndController:
     """Keep a model server and a controller beside a run's trainers, and kill them.
 
     `place` is that of any of the run's trainers, which train `policies`; `kills` are all of both,
@@ -510,11 +518,11 @@ class Beside:
         self,
         forks: Zygote,
         database: Database,
-        place: Place,
+        place: RunPlace,
         policies: Sequence[str],
         kills: int | None,
     ) -> None:
-        self.server = Computing(forks, place.folder, place.model)
+        self.server = ComputingServer(forks, place.folder, place.model)
         self._forks, self._database, self._place = forks, database, place
         self._policies, self._has_controller = list(policies), kills is not None
         self._meanwhile = max(0, (kills or 0) - sum(map(len, IN_THE_END)))
@@ -526,7 +534,7 @@ class Beside:
         self._not_loaded: list[str] = []
         self._by_themselves: list[str] = []
 
-    def __enter__(self) -> "Beside":
+    def __enter__(self) -> "ServerAndController":
         self.server.start()
         if self._has_controller:
             self._start_controller()
@@ -544,7 +552,7 @@ class Beside:
         )
         self._controller = self._forks.start("controller", log, settings)
 
-    def due(self, share: float, dice: random.Random) -> Sequence[str]:
+    def next_victims(self, share: float, dice: random.Random) -> Sequence[str]:
         """Return what is to be killed next, when a share of the trainers' kills is done."""
         left = self._meanwhile - self._killed.total()
         return (
@@ -574,15 +582,15 @@ class Beside:
                 else:
                     self._start_controller()
             if "model server" in victims and dice.random() < 1 / 2:
-                self._see_loaded(self._loaded_after)
+                self._wait_until_loaded(self._loaded_after)
 
     def kill_in_the_end(self, dice: random.Random) -> None:
         """Kill with the trainers down: what is loaded then, the controller has loaded."""
         for victims in IN_THE_END if self._has_controller else ():
             self.kill(victims, dice)
-            self._see_loaded(self._loaded_without_trainer)
+            self._wait_until_loaded(self._loaded_without_trainer)
 
-    def _see_loaded(self, taken: list[float]) -> None:
+    def _wait_until_loaded(self, taken: list[float]) -> None:
         """Wait until the server has what the store lists, and note how long that took.
 
         The list is read again and again: a controller that started unloads what had ended.
@@ -715,11 +723,11 @@ def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]
         # Episodes that no update that is done has spent.
         "lost": [key for one in both.values() for key, out in one.outcomes.items() if out is None],
         "twice": [*calm.twice, *killed.twice],
-        "spent_otherwise": _differing(calm.outcomes, killed.outcomes),
+        "spent_otherwise": _differing_keys(calm.outcomes, killed.outcomes),
         "versions": {name: max(one.states) for name, one in both.items()},
-        "states_differ": _differing(calm.states, killed.states),
+        "states_differ": _differing_keys(calm.states, killed.states),
         "files": len(calm.files),
-        "files_differ": _differing(_kept_files(calm, killed), killed.files),
+        "files_differ": _differing_keys(_kept_files(calm, killed), killed.files),
         "final_adapter": {name: one.files.get(adapter, "")[:16] for name, one in both.items()},
         "an_update_s": round(calm.update_s, 2),
     }
@@ -739,12 +747,12 @@ def _kept_files(calm: Result, killed: Result) -> dict[str, str]:
     }
 
 
-def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[str]:
+def _differing_keys(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[str]:
     keys = sorted({*one, *other}, key=str)
     return [str(key) for key in keys if one.get(key) != other.get(key)]
 
 
-async def _ledger_report(place: Place, policies: list[str]) -> dict[str, Any]:
+async def _ledger_report(place: RunPlace, policies: list[str]) -> dict[str, Any]:
     """Report who called in a run's ledger, and what it has of policies that no trainer is for."""
     url, strange = place.database_url, {one.name for one in place.adapters.glob("[!.]*")}
     others = [row[0] for row in await _rows(url, _OF_OTHERS, policies)]

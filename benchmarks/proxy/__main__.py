@@ -111,7 +111,7 @@ class Peer:
 
 
 def main() -> None:
-    options = parse()
+    options = parse_arguments()
     for tool in ("nginx", "wrk"):
         if shutil.which(tool) is None:
             sys.exit(f"benchmarks.proxy needs {tool}: install it (Debian: nginx-light, wrk)")
@@ -124,22 +124,22 @@ def main() -> None:
     os.sched_setaffinity(0, {LOAD_CORE})
     round_s = max(1, options.seconds // options.rounds)
     if options.against is not None:
-        ratios = in_turns(options.against, options.rounds, round_s, console)
+        ratios = compare_checkouts(options.against, options.rounds, round_s, console)
         console.print(ratios_table(ratios, str(options.against), options.rounds).rich())
         if options.json:
             print(json.dumps(ratios))
         return
     peers = {name: Peer(CONTENDERS[name]) for name in options.peers}
-    whole_calls(list(peers.values()), options.rounds, round_s, console)
+    measure_calls(list(peers.values()), options.rounds, round_s, console)
     for peer in peers.values():
         if not (peer.missing or peer.contender.no_streams):
-            streams(peer, options.seconds, console)
+            measure_streams(peer, options.seconds, console)
     promises = bars(peers)
     tables = [calls_table(peers.values()), streams_table(peers.values())]
     for table in [*tables, bars_table(promises)]:
         console.print(table.rich())
     if options.write:
-        write_figures(PAGE, tables, promises, machine(), PICTURE.name)
+        write_figures(PAGE, tables, promises, describe_machine(), PICTURE.name)
         draw(peers.values())
     if options.json:
         judged = {bar.name: bar._asdict() | {"holds": bar.holds} for bar in promises}
@@ -147,7 +147,7 @@ def main() -> None:
         print(json.dumps({"bars": judged, "tables": rows, "busy_before": busy}))
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.proxy", description=(__doc__ or "").splitlines()[0]
     )
@@ -168,14 +168,14 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def whole_calls(peers: Sequence[Peer], rounds: int, round_s: int, console: Console) -> None:
+def measure_calls(peers: Sequence[Peer], rounds: int, round_s: int, console: Console) -> None:
     """Bring all up at once, and let them take turns."""
     with ExitStack() as stack:
         up: list[tuple[Peer, Running, Path]] = []
         for peer in peers:
             with missing_unless_ours(peer, console):
                 places.install(peer.contender, console)
-                up.append((peer, *brought_up(peer.contender, stack)))
+                up.append((peer, *bring_up(peer.contender, stack)))
         for at_once, chars in LOADS.items():
             console.print(f"{at_once} at once, prompts of {chars} characters, {rounds} rounds")
             for _ in range(rounds):
@@ -186,7 +186,7 @@ def whole_calls(peers: Sequence[Peer], rounds: int, round_s: int, console: Conso
                             peer.rounds.setdefault(at_once, []).append(calls)
             for peer, started, _ in up:
                 if not peer.missing:
-                    peer.calls[at_once] = combined(peer.rounds[at_once])
+                    peer.calls[at_once] = combine_rounds(peer.rounds[at_once])
                     note_memory(peer, started)
 
 
@@ -210,7 +210,7 @@ def work_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
+def bring_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
     """Bring one up with a model server of its own, check that it answers right, and warm it."""
     upstream = free_port()
     with ExitStack() as own:
@@ -253,37 +253,37 @@ def one_call(up: Running, body: str) -> tuple[set[str], Any]:
 
 def load_calls(up: Running, folder: Path, seconds: int, at_once: int, chars: int) -> Calls:
     """Run wrk once; a peer that stores has stored all before and after."""
-    stored_before = settled(up, 0)[0]
+    stored_before = wait_until_stored(up, 0)[0]
     watch = Watch(up)
     before = watch.cpu_seconds()
     script = folder / "calls.lua"
-    script.write_text(lua(up, chars))
+    script.write_text(wrk_script(up, chars))
     command = ["wrk", "-t1", f"-c{at_once}", f"-d{seconds}s", "--timeout", "30s", "--latency"]
     with on_core(LOAD_CORE):
         output = subprocess.run(
             [*command, "-s", str(script), up.url], check=True, capture_output=True, text=True
         ).stdout
-    asked = int(matched(r"(\d+) requests in", output)[0])
-    refused = sum(map(int, matched(r"Non-2xx or 3xx responses: (\d+)", output, "0")))
+    asked = int(match_output(r"(\d+) requests in", output)[0])
+    refused = sum(map(int, match_output(r"Non-2xx or 3xx responses: (\d+)", output, "0")))
     errors = r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)"
-    broken = sum(map(int, matched(errors, output, "0")))
+    broken = sum(map(int, match_output(errors, output, "0")))
     calls = asked - refused
     if not calls:
         raise WrongAnswer(f"none of {at_once} calls at once was answered in {seconds} s")
-    stored, drain_s = settled(up, stored_before + calls)
+    stored, drain_s = wait_until_stored(up, stored_before + calls)
     return Calls(
         calls=calls,
         failed=refused + broken,
-        calls_per_s=float(matched(r"Requests/sec:\s+([\d.]+)", output)[0]) * calls / asked,
+        calls_per_s=float(match_output(r"Requests/sec:\s+([\d.]+)", output)[0]) * calls / asked,
         median_ms=latency_ms("50%", output),
         p99_ms=latency_ms("99%", output),
-        cpu_us=each_us(before, watch.cpu_seconds(), calls),
+        cpu_us=cpu_us_per_call(before, watch.cpu_seconds(), calls),
         stored=stored - stored_before if up.database_url else None,
         drain_s=drain_s if up.database_url else None,
     )
 
 
-def lua(up: Running, chars: int) -> str:
+def wrk_script(up: Running, chars: int) -> str:
     """Write wrk's script: requests that differ in a number of fixed width."""
     zeros = "0" * 16
     body = wire.prompt(f"{uuid4().hex} {zeros} ", chars)
@@ -300,7 +300,7 @@ end
 """
 
 
-def matched(pattern: str, output: str, *default: str) -> Sequence[str]:
+def match_output(pattern: str, output: str, *default: str) -> Sequence[str]:
     """Return what a pattern's groups match of wrk's output; raise where there is no default."""
     match = re.search(pattern, output)
     if match is None and not default:
@@ -309,11 +309,11 @@ def matched(pattern: str, output: str, *default: str) -> Sequence[str]:
 
 
 def latency_ms(share: str, output: str) -> float:
-    value, unit = matched(rf"{share}\s+([\d.]+)(us|ms|s|m)\b", output)
+    value, unit = match_output(rf"{share}\s+([\d.]+)(us|ms|s|m)\b", output)
     return float(value) * MILLISECONDS[unit]
 
 
-def combined(rounds: Sequence[Calls]) -> Calls:
+def combine_rounds(rounds: Sequence[Calls]) -> Calls:
     """Combine the rounds of one load: add counts up, and take the median of the rest."""
     is_stored = rounds[0].stored is not None
     return Calls(
@@ -328,7 +328,7 @@ def combined(rounds: Sequence[Calls]) -> Calls:
     )
 
 
-def streams(peer: Peer, seconds: int, console: Console) -> None:
+def measure_streams(peer: Peer, seconds: int, console: Console) -> None:
     """Keep so many streams open at once, one number after the other."""
     upstream = free_port()
     server = [sys.executable, "-m", "benchmarks.upstream", str(upstream), str(INTERVAL_S)]
@@ -356,7 +356,7 @@ def streams(peer: Peer, seconds: int, console: Console) -> None:
 
 def load_streams(up: Running, folder: Path, plan: Plan) -> dict[str, Any]:
     """Run the generator once; CPU is what was used while its window was open."""
-    stored = settled(up, 0)[0]
+    stored = wait_until_stored(up, 0)[0]
     watch = Watch(up)
     cpu: list[dict[str, float]] = []
     measured: dict[str, Any] = {}
@@ -372,11 +372,11 @@ def load_streams(up: Running, folder: Path, plan: Plan) -> dict[str, Any]:
                 cpu.append(watch.cpu_seconds())
     if load.returncode:
         raise RuntimeError("the generator of streams failed")
-    settled(up, stored + measured["started"] - sum(measured["failed"].values()))
-    return measured | {"cpu_us": each_us(cpu[0], cpu[1], measured["chunks"])}
+    wait_until_stored(up, stored + measured["started"] - sum(measured["failed"].values()))
+    return measured | {"cpu_us": cpu_us_per_call(cpu[0], cpu[1], measured["chunks"])}
 
 
-def settled(up: Running, wanted: int) -> tuple[int, float]:
+def wait_until_stored(up: Running, wanted: int) -> tuple[int, float]:
     """Wait until so many calls are stored, and until no more come.
 
     Return how many there are, and after how many seconds the wanted ones were. A peer that stores
@@ -387,10 +387,10 @@ def settled(up: Running, wanted: int) -> tuple[int, float]:
     """
     if not up.database_url:
         return 0, 0.0
-    return asyncio.run(_settled(up.database_url, wanted))
+    return asyncio.run(_wait_until_stored(up.database_url, wanted))
 
 
-async def _settled(database_url: str, wanted: int) -> tuple[int, float]:
+async def _wait_until_stored(database_url: str, wanted: int) -> tuple[int, float]:
     began, drain_s, before = time.monotonic(), None, -1
     connection = await asyncpg.connect(database_url)
     try:
@@ -455,7 +455,7 @@ def note_memory(peer: Peer, up: Running) -> None:
         peer.memory_mib[group] = max(now, peer.memory_mib.get(group, 0.0))
 
 
-def each_us(
+def cpu_us_per_call(
     before: Mapping[str, float], after: Mapping[str, float], count: int
 ) -> dict[str, float]:
     return {
@@ -467,7 +467,7 @@ def each_us(
 Ratios = dict[int, dict[str, list[float]]]
 
 
-def in_turns(checkout: Path, rounds: int, round_s: int, console: Console) -> Ratios:
+def compare_checkouts(checkout: Path, rounds: int, round_s: int, console: Console) -> Ratios:
     """Return the ratios of this checkout's figures to the other's, by calls at once.
 
     Both are up at once, each with a PostgreSQL and a model server of its own: what disturbs a
@@ -475,7 +475,7 @@ def in_turns(checkout: Path, rounds: int, round_s: int, console: Console) -> Rat
     """
     ratios: Ratios = {}
     with ExitStack() as stack:
-        sides = [brought_up(places.of_checkout(path), stack) for path in (checkout, ROOT)]
+        sides = [bring_up(places.of_checkout(path), stack) for path in (checkout, ROOT)]
         for at_once, chars in LOADS.items():
             ratios[at_once] = {}
             for turn in range(rounds):
@@ -569,9 +569,11 @@ def calls_table(peers: Iterable[Peer]) -> Rows:
                 number(many.p99_ms, 2),
                 number(alone.median_ms, 3),
                 number(alone.p99_ms, 3),
-                parts(many.cpu_us),
-                parts(peer.calls[LARGE_AT_ONCE].cpu_us if LARGE_AT_ONCE in peer.calls else {}),
-                parts(peer.memory_mib),
+                format_parts(many.cpu_us),
+                format_parts(
+                    peer.calls[LARGE_AT_ONCE].cpu_us if LARGE_AT_ONCE in peer.calls else {}
+                ),
+                format_parts(peer.memory_mib),
             ]
         )
     return Rows("Whole calls", heads, lines, notes)
@@ -597,13 +599,13 @@ def streams_table(peers: Iterable[Peer]) -> Rows:
                     number(one["batched"]),
                     *(number(one[name], 2) for name in times),
                     # One stream leaves the process idle: what is counted then is the clock's ticks.
-                    parts(one["cpu_us"] if at_once > ALONE else {}),
+                    format_parts(one["cpu_us"] if at_once > ALONE else {}),
                 ]
             )
     return Rows("Streams of ten chunks a second", heads, lines, notes)
 
 
-def parts(of: Mapping[str, float]) -> str:
+def format_parts(of: Mapping[str, float]) -> str:
     """Write a sum, and what it is made of where that is more than one thing."""
     if not of:
         return NONE
@@ -611,7 +613,7 @@ def parts(of: Mapping[str, float]) -> str:
     return number(sum(of.values())) + (f" ({shown})" if len(of) > 1 else "")
 
 
-def machine() -> str:
+def describe_machine() -> str:
     model = "an unknown processor"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

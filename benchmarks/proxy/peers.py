@@ -20,7 +20,7 @@ from typing import Final
 from rich.console import Console
 
 from benchmarks import wire
-from benchmarks.stack import ROOT, answers, fetched, free_port, running, running_proxy, wait_for
+from benchmarks.stack import ROOT, answers, fetch_json, free_port, running, running_proxy, wait_for
 
 # What is measured has this core to itself; the load and the model server share the other.
 MEASURED_CORE, LOAD_CORE = 0, 1
@@ -105,7 +105,7 @@ def litellm(folder: Path, upstream: int) -> Iterator[Running]:
     config.write_text(json.dumps(models))
     environment = {"LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
     environment |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": wire.KEY}
-    command = [program("litellm", "litellm"), "--config", str(config), "--host", "127.0.0.1"]
+    command = [program_path("litellm", "litellm"), "--config", str(config), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
     with running(command, log, environment, MEASURED_CORE) as process:
         wait_for(lambda: answers(f"http://127.0.0.1:{port}/health/liveliness"), process, log)
@@ -117,15 +117,15 @@ def agent_lightning(folder: Path, upstream: int) -> Iterator[Running]:
     """Start Agent Lightning's server, which keeps calls in memory."""
     port, log = free_port(), folder / "agent-lightning.log"
     root = f"http://127.0.0.1:{port}"
-    command = [program("agent-lightning", "python"), "-m", "agentlightning.server"]
+    command = [program_path("agent-lightning", "python"), "-m", "agentlightning.server"]
     command += ["host=127.0.0.1", f"port={port}", f"default_proxy.model_name={wire.MODEL}"]
     # Hydra writes its own log beside it.
     command += [f"hydra.run.dir={folder}"]
     with running(command, log, {}, MEASURED_CORE) as process:
         wait_for(lambda: answers(f"{root}/healthz"), process, log)
         endpoint = f"http://127.0.0.1:{upstream}/v1"
-        fetched(f"{root}/api/models", [{"model": wire.MODEL, "endpoint": endpoint}])
-        fetched(f"{root}/api/rollouts", [{"input": {}, "rollout_id": ROLLOUT}])
+        fetch_json(f"{root}/api/models", [{"model": wire.MODEL, "endpoint": endpoint}])
+        fetch_json(f"{root}/api/rollouts", [{"input": {}, "rollout_id": ROLLOUT}])
         path = f"/proxy/rollout/{ROLLOUT}/attempt/0/mode/train/openai{wire.CHAT}"
         yield Running(port, path=path, roots={"proxy": process.pid})
 
@@ -175,7 +175,7 @@ CONTENDERS: Final = {
 }
 
 
-def program(peer: str, name: str) -> str:
+def program_path(peer: str, name: str) -> str:
     return str(ROOT / "var" / "peers" / peer / "bin" / name)
 
 
@@ -191,7 +191,7 @@ def install(contender: Contender, console: Console) -> None:
         return
     console.print(f"installing {contender.name} into {folder} (minutes, once)")
     venv.create(folder, with_pip=True, clear=True)
-    pip = [program(contender.name, "python"), "-m", "pip", "install", "--quiet"]
+    pip = [program_path(contender.name, "python"), "-m", "pip", "install", "--quiet"]
     for packages in contender.packages:
         for _ in range(TRIES):
             ended = subprocess.run([*pip, *packages], capture_output=True, text=True, check=False)

@@ -96,7 +96,7 @@ class Load:
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         """Read one stream to its end; return what was wrong with it, or nothing."""
         began = time.perf_counter()
-        body = wire.streamed(wire.prompt(f"{self._started} {began} "), self._plan.chunks)
+        body = wire.as_stream(wire.prompt(f"{self._started} {began} "), self._plan.chunks)
         headers = {"Authorization": f"Bearer {wire.KEY}"}
         writer.write(wire.post("127.0.0.1", self._plan.path, body, headers))
         rest, chunks, shows_ids, is_done = b"", 0, False, False

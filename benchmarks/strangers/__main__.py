@@ -86,14 +86,14 @@ def is_lower(before: Sequence[float], after: Sequence[float]) -> bool:
 
 
 def main() -> None:
-    options = parse()
+    options = parse_arguments()
     console = Console()
     runs = []
     with Progress(console=console) as progress:
         for seed in options.seeds:
             for stranger in options.only:
                 for once in (False, True) if options.once is None else (options.once,):
-                    runs.append(measured(stranger, seed, once, options, progress))
+                    runs.append(measure_run(stranger, seed, once, options, progress))
                     console.print(table(runs[-1:]).rich())
     console.print(table(runs).rich())
     bars = bars_of(runs)
@@ -101,7 +101,7 @@ def main() -> None:
     sys.exit(any(bar.holds is False for bar in bars))
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=STRANGERS, default=list(STRANGERS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
@@ -121,7 +121,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(
+def measure_run(
     stranger: str, seed: int, once: bool, options: argparse.Namespace, progress: Progress
 ) -> Run:
     """Run `pawl up` and one agent, and return what it learned."""
@@ -150,7 +150,7 @@ def measured(
             sys.exit(f"the agent ended with an error: {folder / name}.log")
         return [json.loads(line) for line in lines]
 
-    with stack(folder, options) as url:
+    with running_stack(folder, options) as url:
         before = work("before", HELD_OUT, "--held-out", "--attempts", "1")
         pace = ["--a-minute", str(options.a_minute)] if options.a_minute else []
         live = work("live", options.episodes, "--attempts", "1" if once else str(ATTEMPTS), *pace)
@@ -165,14 +165,14 @@ def measured(
         by_family(before),
         by_family(after),
         [fmean(rewards[at : at + BLOCK]) for at in range(0, len(rewards), BLOCK)],
-        events(trainer, "update_done"),
-        events(trainer, "training_paused"),
+        count_events(trainer, "update_done"),
+        count_events(trainer, "training_paused"),
         (time.monotonic() - began) / 60,
     )
 
 
 @contextmanager
-def stack(
+def running_stack(
     folder: Path, options: argparse.Namespace, more: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Run `pawl up` in a folder of its own, with `more` settings; yield the proxy's address."""
@@ -202,7 +202,7 @@ def stack(
         yield f"http://127.0.0.1:{port}"
 
 
-def events(log: Path, name: str) -> int:
+def count_events(log: Path, name: str) -> int:
     return sum(f'"event":"{name}"' in line for line in log.read_text().splitlines())
 
 

@@ -126,7 +126,7 @@ MESSAGES = {
 }
 
 
-def a_message(rng: random.Random, desk: str) -> Task:
+def make_message(rng: random.Random, desk: str) -> Task:
     text = rng.choice(MESSAGES[desk]).format(
         product=rng.choice(PRODUCTS),
         month=rng.choice(MONTHS),
@@ -136,7 +136,7 @@ def a_message(rng: random.Random, desk: str) -> Task:
     return Task(desk, text, desk)
 
 
-def named(task: Task, answer: str) -> float:
+def reward_message(task: Task, answer: str) -> float:
     return float(answer.strip().strip(".").lower() == task.right)
 
 
@@ -161,7 +161,7 @@ NAMES = [
 COUNTS = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
 
 
-def an_order(rng: random.Random, form: str) -> Task:
+def make_order(rng: random.Random, form: str) -> Task:
     word = rng.choice(list(COUNTS))
     product, place, name = rng.choice(PRODUCTS[:10]), rng.choice(PLACES), rng.choice(NAMES)
     right = {"item": product, "count": COUNTS[word], "city": place}
@@ -173,7 +173,7 @@ def an_order(rng: random.Random, form: str) -> Task:
     return Task(form, text, right)
 
 
-def fields_right(task: Task, answer: str) -> float:
+def reward_order(task: Task, answer: str) -> float:
     """Return the share of fields that are right; what is no JSON object has none."""
     try:
         given = json.loads(answer)
@@ -246,13 +246,13 @@ TOWN_ENDS = [
 ]
 
 
-def a_question(rng: random.Random, tool: str) -> Task:
+def make_question(rng: random.Random, tool: str) -> Task:
     town = rng.choice(TOWN_BEGINS) + rng.choice(TOWN_ENDS)
     asked = rng.choice(TOOLS[tool]).format(place=town)
     return Task(tool, asked, {"tool": tool, "town": town})
 
 
-def tool_used(task: Task, answer: Mapping[str, str]) -> float:
+def reward_question(task: Task, answer: Mapping[str, str]) -> float:
     """Half for the right tool, a quarter for the right town, a quarter for saying what it gave."""
     if answer["tool"] != task.right["tool"]:
         return 0.0
@@ -265,13 +265,13 @@ def tool_used(task: Task, answer: Mapping[str, str]) -> float:
 UNITS = {"km": ("m", 1000), "m": ("cm", 100), "kg": ("g", 1000), "cm": ("mm", 10)}
 
 
-def a_length(rng: random.Random, unit: str) -> Task:
+def make_length(rng: random.Random, unit: str) -> Task:
     number = rng.randint(2, 999)
     other, factor = UNITS[unit]
     return Task(unit, f"{number} {unit} in {other}", f"{number * factor} {other}")
 
 
-def converted(task: Task, answer: str) -> float:
+def reward_length(task: Task, answer: str) -> float:
     return float(answer.strip().strip(".") == task.right)
 
 
@@ -299,7 +299,7 @@ THINGS = (
 )
 
 
-def a_list(rng: random.Random, size: str) -> Task:
+def make_list(rng: random.Random, size: str) -> Task:
     count = rng.randint(*{"short": (2, 5), "long": (8, 20)}[size])
     thing = rng.choice(THINGS)
     return Task(
@@ -307,7 +307,7 @@ def a_list(rng: random.Random, size: str) -> Task:
     )
 
 
-def listed(task: Task, answer: str) -> float:
+def reward_list(task: Task, answer: str) -> float:
     """Right is a list of so many numbered lines, of one to three words each, no two alike.
 
     Each line too many, too few, twice or in another form costs its share.
@@ -338,7 +338,7 @@ JOBS = [
 FIELDS = ("name", "age", "city", "job")
 
 
-def a_form(rng: random.Random, calls: str) -> Task:
+def make_form(rng: random.Random, calls: str) -> Task:
     person = {
         "name": rng.choice(NAMES),
         "age": str(rng.randint(18, 90)),
@@ -350,18 +350,22 @@ def a_form(rng: random.Random, calls: str) -> Task:
     return Task(calls, {"text": text, "asked": asked}, [person[name] for name in asked])
 
 
-def filled_in(task: Task, answer: list[str]) -> float:
+def reward_form(task: Task, answer: list[str]) -> float:
     pairs = zip(answer, task.right, strict=True)
     return fmean(float(given.strip().strip(".") == known) for given, known in pairs)
 
 
 STRANGERS = {
-    "desk": Stranger({"billing": 0.55, "account": 0.15, "shipping": 0.3}, a_message, named),
-    "order": Stranger({"plain": 0.6, "polite": 0.25, "turned": 0.15}, an_order, fields_right),
-    "tool": Stranger(
-        {"weather": 0.5, "clock": 0.25, "people": 0.15, "trains": 0.1}, a_question, tool_used
+    "desk": Stranger(
+        {"billing": 0.55, "account": 0.15, "shipping": 0.3}, make_message, reward_message
     ),
-    "unit": Stranger({"km": 0.5, "m": 0.2, "kg": 0.2, "cm": 0.1}, a_length, converted),
-    "list": Stranger({"short": 0.6, "long": 0.4}, a_list, listed, names_tasks=False),
-    "form": Stranger({"1 call": 0.5, "2 calls": 0.2, "4 calls": 0.3}, a_form, filled_in),
+    "order": Stranger({"plain": 0.6, "polite": 0.25, "turned": 0.15}, make_order, reward_order),
+    "tool": Stranger(
+        {"weather": 0.5, "clock": 0.25, "people": 0.15, "trains": 0.1},
+        make_question,
+        reward_question,
+    ),
+    "unit": Stranger({"km": 0.5, "m": 0.2, "kg": 0.2, "cm": 0.1}, make_length, reward_length),
+    "list": Stranger({"short": 0.6, "long": 0.4}, make_list, reward_list, names_tasks=False),
+    "form": Stranger({"1 call": 0.5, "2 calls": 0.2, "4 calls": 0.3}, make_form, reward_form),
 }

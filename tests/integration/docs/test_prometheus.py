@@ -24,7 +24,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from benchmarks.chaos.trainer import Computing, Place
+from benchmarks.chaos.trainer import ComputingServer, RunPlace
 from benchmarks.stack import free_port
 from tests.support.controller.canary_kills import RECIPE, Clients
 from tests.support.docs.guides import CLIENTS
@@ -208,7 +208,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
     async with AsyncExitStack() as exits:
         chatting = await exits.enter_async_context(fake_upstream())
         forks = exits.enter_context(zygote(folder / "zygote.log"))
-        server = Computing(forks, folder, folder / "model")
+        server = ComputingServer(forks, folder, folder / "model")
         server.start()
         exits.callback(server.kill)
         local = f"http://127.0.0.1:{server.port}/v1"
@@ -217,7 +217,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
             environment.setenv("PAWL_UPSTREAMS", str(folder / "upstreams.toml"))
             environment.setenv("PAWL_POLICIES", str(folder / "policies.toml"))
             stand = await exits.enter_async_context(running_stand(folder, local, workers=2))
-        place = Place(folder, stand.url, (BASE,), folder / "model")
+        place = RunPlace(folder, stand.url, (BASE,), folder / "model")
         settings = place.settings(server.port)
         for role in ("trainer", "controller"):
             pid = forks.start(role, folder / f"{role}.log", settings)

@@ -17,7 +17,7 @@ import pytest
 import structlog
 
 from benchmarks.chaos.__main__ import broken_promises
-from benchmarks.chaos.calls import kills
+from benchmarks.chaos.calls import kill_under_load
 from pawl.serving.process import STOP, end_process
 from tests.support.faults.ledger import Scrapes, drained, kept
 from tests.support.faults.load import Load
@@ -380,7 +380,7 @@ def test_ten_process_kills_lose_no_call_store_no_call_twice_and_the_counters_add
     tmp_path: Path,
 ) -> None:
     with standing(tmp_path, 2) as stand:
-        found = asyncio.run(kills(stand, 10, seed=3, pause_s=PAUSE_S))
+        found = asyncio.run(kill_under_load(stand, 10, seed=3, pause_s=PAUSE_S))
     assert sum(found["kills"].values()) == 10
     assert len(found["kills"]) >= 3
     assert found["answered"] > 100
@@ -398,7 +398,7 @@ def test_process_kills_disk_faults_and_poison_records_lose_no_call_and_stop_no_p
     """Six kills, a full disk, I/O errors, and poison in one record of 200."""
     try:
         with standing(tmp_path, 2, faults=True) as stand:
-            found = asyncio.run(kills(stand, 6, seed=5, pause_s=PAUSE_S))
+            found = asyncio.run(kill_under_load(stand, 6, seed=5, pause_s=PAUSE_S))
     except CannotInjectFaults as error:
         pytest.skip(str(error))
     assert broken_promises(found) == []

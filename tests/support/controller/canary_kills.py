@@ -27,7 +27,7 @@ from rich.progress import Progress
 from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from benchmarks.chaos.trainer import Computing, Place
+from benchmarks.chaos.trainer import ComputingServer, RunPlace
 from store.database import make_engine
 from store.version_queries import list_events, list_versions
 from store.versions import PolicyEvent, PolicyState, PolicyVersion
@@ -133,12 +133,12 @@ class Parts:
     """Hold all that can be killed, and count what was."""
 
     def __init__(self, forks: Zygote, folder: Path) -> None:
-        self.server = Computing(forks, folder, folder / "model")
+        self.server = ComputingServer(forks, folder, folder / "model")
         self.server.start()
         self.stand = Stand(folder, f"http://127.0.0.1:{self.server.port}/v1", workers=2)
         self.killed: Counter[str] = Counter()
         self.by_themselves: list[str] = []
-        self._place = Place(folder, self.stand.url, (BASE,), folder / "model")
+        self._place = RunPlace(folder, self.stand.url, (BASE,), folder / "model")
         self._forks, self._pids = forks, dict[str, int]()
 
     def start(self, role: str) -> None:

@@ -115,7 +115,7 @@ class Load:
         kinds = tuple(wire.POISONED)
         mark = f"{wire.POISON}{kinds[number // EVERY % len(kinds)]} " if is_poisoned else ""
         body = wire.prompt(f"{mark}{number} ", PROMPT_CHARS)
-        body = wire.streamed(body, CHUNKS) if is_streamed else body
+        body = wire.as_stream(body, CHUNKS) if is_streamed else body
         episode = f"chaos-{number // self._calls_per_episode}"
         request = wire.post("pawl", wire.CHAT, body, {"x-pawl-episode": episode})
         try:

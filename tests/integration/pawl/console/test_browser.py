@@ -11,7 +11,7 @@ from playwright.async_api import Browser
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.ledger import LONG_RUN, fill
+from benchmarks.ledger import LONG_RUN, fill_database
 from pawl.console.pages import LARGEST_PAGE
 from store.embedded import EmbeddedPostgres
 from store.keys import create_key
@@ -49,7 +49,7 @@ _HOSTILE_ROWS: Final = """
 def ledger(postgres: EmbeddedPostgres, psql: Psql, template: str) -> Iterator[str]:
     """A ledger of every kind of record, which no test of this file changes."""
     with database_of(postgres, psql, template) as url:
-        asyncio.run(fill(url, episodes=480))
+        asyncio.run(fill_database(url, episodes=480))
         yield url
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.trainer import Task, compared
+from benchmarks.chaos.trainer import Task, compare_runs
 from tests.support.trainer.scored_episodes import BASE
 
 UPDATES = 14
@@ -15,7 +15,7 @@ def test_trainer_killed_at_every_step_boundary_writes_the_same_version_files(
     tmp_path: Path,
 ) -> None:
     task = Task(tmp_path, UPDATES, 1)
-    found = compared(task, lambda run, _: run.kill_at_each_boundary())[BASE]
+    found = compare_runs(task, lambda run, _: run.kill_at_each_boundary())[BASE]
     for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):
         assert found[promise] == [], promise
     assert found["by_themselves"] == []
