@@ -27,7 +27,7 @@ KEPT = {"role", "content", "tool_calls"}
 
 
 @functools.cache
-def usual_client() -> AsyncOpenAI:
+def shared_client() -> AsyncOpenAI:
     return AsyncOpenAI()
 
 
@@ -35,7 +35,7 @@ async def answer(
     task: dict[str, Any], base_url: str | None = None, model: str | None = None
 ) -> str:
     """Return the calls that the model made, as JSON."""
-    client = usual_client()
+    client = shared_client()
     if base_url is not None:
         client = client.with_options(base_url=base_url)
     ask = functools.partial(
@@ -45,14 +45,14 @@ async def answer(
         max_tokens=MOST_TOKENS,
     )
     if task["category"] in SEVERAL_TURNS:
-        return json.dumps({"turns": await several_turns(task, ask)})
+        return json.dumps({"turns": await run_turns(task, ask)})
     reply = await ask(messages=task["question"], tools=tools(task["function"]))
     message = reply.choices[0].message
     made = [{name: arguments} for _, name, arguments in calls_of(message)]
     return json.dumps({"calls": made, "well_formed": bool(message.tool_calls)})
 
 
-async def several_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]:
+async def run_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]:
     """Return the calls of each step of each turn, which were run on the simulated APIs."""
     name = f"run_{uuid4().hex}"
     run = functools.partial(run_calls, task, name)
@@ -63,13 +63,13 @@ async def several_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]
             added = task["missed_function"].get(str(number), [])
             functions += added
             messages += [{"role": "user", "content": ADDED}] if added else said
-            turns.append(await one_turn(ask, run, functions, messages))
+            turns.append(await run_turn(ask, run, functions, messages))
     finally:
         forget(name)
     return turns
 
 
-async def one_turn(
+async def run_turn(
     ask: Any, run: Any, functions: list[dict[str, Any]], messages: list[Any]
 ) -> list[list[str]]:
     """Let the model call functions until a reply has no call; add all messages to `messages`."""
@@ -81,22 +81,22 @@ async def one_turn(
         messages.append(message.model_dump(exclude_none=True, include=KEPT))
         if not made:
             break
-        written = [as_written(name, arguments, known) for _, name, arguments in made]
+        written = [python_call(name, arguments, known) for _, name, arguments in made]
         results = run(written)
         steps.append(written)
         for (call_id, _, _), result in zip(made, results, strict=True):
-            messages.append(answered(call_id, result))
+            messages.append(result_message(call_id, result))
     return steps
 
 
-def answered(call_id: str | None, result: str) -> dict[str, Any]:
+def result_message(call_id: str | None, result: str) -> dict[str, Any]:
     """Return a call's result as a message; a call that was written as text has no id."""
     if call_id is None:
         return {"role": "user", "content": result}
     return {"role": "tool", "tool_call_id": call_id, "content": result}
 
 
-def as_written(name: str, arguments: dict[str, Any], known: set[str]) -> str:
+def python_call(name: str, arguments: dict[str, Any], known: set[str]) -> str:
     """Return a call as Python, which the leaderboard runs: so only of known names."""
     if name not in known or not all(map(str.isidentifier, arguments)):
         return "unknown_function()"
@@ -112,7 +112,7 @@ def calls_of(message: ChatCompletionMessage) -> list[tuple[str | None, str, dict
         return [(None, *call) for call in written_calls(message.content or "")]
     made = []
     for call in message.tool_calls:
-        arguments = parsed(call.function.arguments)
+        arguments = parse_json(call.function.arguments)
         made.append((call.id, call.function.name, arguments if isinstance(arguments, dict) else {}))
     return made
 
@@ -131,7 +131,7 @@ def written_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield found["name"], arguments
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from leaderboard import SEVERAL_TURNS, is_right, went_right
+from leaderboard import SEVERAL_TURNS, is_right, is_right_in_turns
 
 
-def verdict(told: dict[str, Any]) -> dict[str, float]:
-    """Return the reward of one run: `told` has the task, with its answer, and the output.
+def verdict(run: dict[str, Any]) -> dict[str, float]:
+    """Return the reward of one run: `run` has the task, with its answer, and the output.
 
     `well_formed` says whether the server could read the calls, if a task of one turn needs some.
     """
-    task, made = told["task"], json.loads(told["output"])
+    task, made = run["task"], json.loads(run["output"])
     if task["category"] in SEVERAL_TURNS:
-        return {"reward": float(went_right(task, made["turns"], f"judged_{told['episode']}"))}
+        return {"reward": float(is_right_in_turns(task, made["turns"], f"judged_{run['episode']}"))}
     reward = {"reward": float(is_right(task, made["calls"]))}
     if "irrelevance" in task["category"]:
         return reward

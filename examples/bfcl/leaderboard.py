@@ -54,18 +54,18 @@ def data_folder() -> Path:
     return Path(spec.origin).parent / "data"
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def entries(category: str) -> list[dict[str, Any]]:
     """Return the leaderboard's entries of a category, each with its functions and `answer`."""
     folder, name = data_folder(), f"BFCL_v4_{category}.json"
-    found = lines(folder / name)
+    found = read_lines(folder / name)
     # Entries and answers are in the same order; some ids are written differently.
     no_call = [{"ground_truth": []}] * len(found)
     is_irrelevant = "irrelevance" in category
-    answers = no_call if is_irrelevant else lines(folder / "possible_answer" / name)
+    answers = no_call if is_irrelevant else read_lines(folder / "possible_answer" / name)
     for entry, answer in zip(found, answers, strict=True):
         entry["answer"] = answer["ground_truth"]
         if category in SEVERAL_TURNS:
@@ -76,7 +76,7 @@ def entries(category: str) -> list[dict[str, Any]]:
 def add_functions(entry: dict[str, Any], folder: Path) -> None:
     """Add the functions of an entry's classes; those missing at first go to `missed_function`."""
     files = [folder / MULTI_TURN_FUNC_DOC_FILE_MAPPING[name] for name in entry["involved_classes"]]
-    known = {one["name"]: one for file in files for one in lines(file)}
+    known = {one["name"]: one for file in files for one in read_lines(file)}
     later = entry.get("missed_function", {})
     entry["missed_function"] = {
         turn: [known.pop(name) for name in names] for turn, names in later.items()
@@ -90,12 +90,12 @@ def tools(functions: Functions) -> list[dict[str, Any]]:
         {
             "type": "function",
             "function": {
-                "name": underscored(one["name"]),
+                "name": underscored_name(one["name"]),
                 "description": one["description"],
                 "parameters": {
                     **one["parameters"],
                     "type": "object",
-                    "properties": typed(one["parameters"]["properties"]),
+                    "properties": with_json_types(one["parameters"]["properties"]),
                 },
             },
         }
@@ -103,24 +103,24 @@ def tools(functions: Functions) -> list[dict[str, Any]]:
     ]
 
 
-def underscored(name: str) -> str:
+def underscored_name(name: str) -> str:
     return name.replace(".", "_")
 
 
-def typed(properties: dict[str, Any]) -> dict[str, Any]:
-    return {name: typed_one(one) for name, one in properties.items()}
+def with_json_types(properties: dict[str, Any]) -> dict[str, Any]:
+    return {name: with_json_type(one) for name, one in properties.items()}
 
 
-def typed_one(one: dict[str, Any]) -> dict[str, Any]:
+def with_json_type(one: dict[str, Any]) -> dict[str, Any]:
     """Return a property with JSON schema's type in place of Python's."""
     turned = {**one, "type": GORILLA_TO_OPENAPI.get(one.get("type", "string"), "string")}
     if one.get("type") == "float":
         said = f"{one.get('description', '')} This is a float type value."
         turned |= {"format": "float", "description": said}
     if "properties" in one:
-        turned["properties"] = typed(one["properties"])
+        turned["properties"] = with_json_types(one["properties"])
     if "items" in one:
-        turned["items"] = typed_one(one["items"])
+        turned["items"] = with_json_type(one["items"])
     return turned
 
 
@@ -169,7 +169,9 @@ def forget(name: str) -> None:
         del kept[key]
 
 
-def went_right(task: dict[str, Any], turns: Sequence[Sequence[Sequence[str]]], name: str) -> bool:
+def is_right_in_turns(
+    task: dict[str, Any], turns: Sequence[Sequence[Sequence[str]]], name: str
+) -> bool:
     """Return whether the leaderboard's checker accepts the calls of all steps of all turns."""
     if len(turns) != len(task["answer"]):
         return False

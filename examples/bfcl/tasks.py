@@ -25,7 +25,7 @@ def split_of(entry: str) -> str:
     return SPLITS[hashlib.sha256(entry.encode()).digest()[0] % 2]
 
 
-def of_category(category: str, seed: int, split: str) -> Iterator[dict[str, Any]]:
+def tasks_of_category(category: str, seed: int, split: str) -> Iterator[dict[str, Any]]:
     """Yield the tasks of one category and split in any order; held-out ones once."""
     rng = random.Random(f"{category}-{split}-{seed}")
     known = [one for one in entries(category) if split_of(one["id"]) == split]
@@ -51,7 +51,7 @@ def task_of(entry: dict[str, Any], category: str, split: str, passed: int) -> di
 
 def tasks(count: int, seed: int, split: str, categories: list[str]) -> Iterator[dict[str, Any]]:
     """Yield at most `count` tasks; the categories take turns while they have tasks."""
-    left = [of_category(category, seed, split) for category in categories]
+    left = [tasks_of_category(category, seed, split) for category in categories]
     while left and count:
         for one in list(left):
             task = next(one, None)

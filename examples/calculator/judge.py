@@ -87,13 +87,13 @@ def feedback(result: Item, verdict: Verdict) -> list[Item]:
     return items
 
 
-def verdict(told: Item) -> list[Item]:
+def verdict(run: Item) -> list[Item]:
     """Judge one run, for a program that runs the agent: its task and its output line.
 
     The tool's status is for its call; the other items are for the whole run, and name no target.
     """
-    result = json.loads(told["output"])
-    judged = judge(result, float(told["task"]["answer"]))
+    result = json.loads(run["output"])
+    judged = judge(result, float(run["task"]["answer"]))
     items = feedback(result, judged)
     items = [item if item["metric"] == "tool_status" else without_target(item) for item in items]
     return [*items, {"metric": "well_formed", "value": int(judged.well_formed)}]
@@ -151,7 +151,7 @@ def post(url: str, key: str | None, body: bytes) -> None:
         response.read()
 
 
-def permanent(error: Exception) -> bool:
+def is_permanent(error: Exception) -> bool:
     if not isinstance(error, urllib.error.HTTPError):
         return False
     return error.code < 500 and error.code not in RETRIED_STATUSES
@@ -166,7 +166,7 @@ def deliver(send: Callable[[bytes], None], items: list[Item], patience: float) -
             return send(body)
         except (OSError, http.client.HTTPException) as error:
             late = time.monotonic() + pause > deadline
-            if permanent(error) or late:
+            if is_permanent(error) or late:
                 raise Undelivered(describe(error)) from error
         time.sleep(pause)
         pause = min(pause * 2, LONGEST_PAUSE)

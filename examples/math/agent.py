@@ -73,7 +73,7 @@ def evaluate(node: ast.expr) -> float:
     raise ValueError("only numbers, + - * / and parentheses are read")
 
 
-def shown_before() -> list[LLMMessage]:
+def worked_examples() -> list[LLMMessage]:
     messages: list[LLMMessage] = []
     for number, (problem, expression, result) in enumerate(EXAMPLES):
         call = FunctionCall(
@@ -99,7 +99,7 @@ def solver(client: OpenAIChatCompletionClient) -> AssistantAgent:
         client,
         tools=[FunctionTool(calculator, description="Works out an expression.")],
         model_context=BufferedChatCompletionContext(
-            buffer_size=MOST_MESSAGES, initial_messages=shown_before()
+            buffer_size=MOST_MESSAGES, initial_messages=worked_examples()
         ),
         system_message=SYSTEM,
         reflect_on_tool_use=True,

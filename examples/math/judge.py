@@ -8,8 +8,8 @@ from typing import Any
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def verdict(told: dict[str, Any]) -> dict[str, float]:
-    """Return the reward of one run: `told` has the task, with its answer, and the output."""
-    numbers = NUMBER.findall(told["output"])
+def verdict(run: dict[str, Any]) -> dict[str, float]:
+    """Return the reward of one run: `run` has the task, with its answer, and the output."""
+    numbers = NUMBER.findall(run["output"])
     given = float(numbers[-1].replace(",", "")) if numbers else None
-    return {"reward": float(given == told["task"]["answer"])}
+    return {"reward": float(given == run["task"]["answer"])}

@@ -52,7 +52,7 @@ def split_of(question: str) -> str:
     return "held-out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
 
 
-def draft(rng: random.Random, kind: Kind) -> tuple[str, int]:
+def make_question(rng: random.Random, kind: Kind) -> tuple[str, int]:
     a, b, c = rng.randint(11, 99), rng.randint(11, 99), rng.randint(3, 9)
     return kind.text.format(a=a, b=b, c=c, m=a + b), kind.answer(a, b, c)
 
@@ -63,9 +63,9 @@ def tasks(count: int, seed: int, split: str) -> list[dict[str, object]]:
     made: dict[str, dict[str, object]] = {}
     while len(made) < count:
         for kind in rng.sample(KINDS, len(KINDS)):
-            question, answer = draft(rng, kind)
+            question, answer = make_question(rng, kind)
             while question in made or split_of(question) != split:
-                question, answer = draft(rng, kind)
+                question, answer = make_question(rng, kind)
             name = f"{split}-{seed}-{len(made)}"
             made[question] = {"id": name, "kind": kind.name, "question": question, "answer": answer}
     return list(made.values())[:count]

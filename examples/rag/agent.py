@@ -90,7 +90,7 @@ def search(query: str) -> str:
     return str(found)
 
 
-def shown_before() -> list[Any]:
+def worked_examples() -> list[Any]:
     items: list[Any] = []
     for question, searches, answer in EXAMPLES:
         items.append({"role": "user", "content": question})
@@ -105,12 +105,12 @@ def shown_before() -> list[Any]:
 
 
 @functools.cache
-def usual_client() -> AsyncOpenAI:
+def shared_client() -> AsyncOpenAI:
     return AsyncOpenAI()
 
 
 def model_of(name: str, base_url: str | None) -> Model:
-    client = usual_client()
+    client = shared_client()
     if base_url is not None:
         client = client.with_options(base_url=base_url)
     if os.environ.get("OPENAI_API") == "chat_completions":
@@ -129,7 +129,7 @@ async def answer(
         model=model_of(model or os.environ.get("OPENAI_MODEL", "rag"), base_url),
         model_settings=ModelSettings(temperature=1.0, max_tokens=48),
     )
-    asked = [*shown_before(), {"role": "user", "content": task["question"]}]
+    asked = [*worked_examples(), {"role": "user", "content": task["question"]}]
     try:
         result = await Runner.run(agent, asked, max_turns=MOST_TURNS)
     except (MaxTurnsExceeded, ModelBehaviorError):

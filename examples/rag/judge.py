@@ -9,12 +9,12 @@ from typing import Any
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def verdict(told: dict[str, Any]) -> dict[str, float]:
-    """Return the reward of one run: `told` has the task, with its answer, and the output."""
-    tags = TAG.findall(told["output"])
+def verdict(run: dict[str, Any]) -> dict[str, float]:
+    """Return the reward of one run: `run` has the task, with its answer, and the output."""
+    tags = TAG.findall(run["output"])
     if not tags:
         return {"reward": 0.0, "well_formed": 0.0}
-    return {"reward": f1(words(tags[-1]), words(told["task"]["answer"])), "well_formed": 1.0}
+    return {"reward": f1(words(tags[-1]), words(run["task"]["answer"])), "well_formed": 1.0}
 
 
 def f1(given: Counter[str], right: Counter[str]) -> float:

@@ -27,7 +27,7 @@ def split_of(town: str) -> str:
     return "held-out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
 
 
-def asked(town: Town, kind: str) -> tuple[str, str]:
+def make_question(town: Town, kind: str) -> tuple[str, str]:
     """Return a question about a town, and its answer."""
     if kind == TWO_HOPS:
         return ASKED_TWICE.format(town=town.name), town.mayor_born_in
@@ -48,7 +48,7 @@ def tasks(count: int, seed: int, split: str) -> list[dict[str, object]]:
     for kind, number in zip(kinds_in_turn(rng), range(count), strict=False):
         if not left.get(kind):
             left[kind] = rng.sample(places, len(places))
-        question, answer = asked(left[kind].pop(), kind)
+        question, answer = make_question(left[kind].pop(), kind)
         name = f"{split}-{seed}-{number}"
         made.append({"id": name, "kind": kind, "question": question, "answer": answer})
     return made

@@ -54,8 +54,8 @@ class State(TypedDict, total=False):
 def prompt(asked: str, schema: str | None) -> ChatPromptTemplate:
     """Return a role's prompt: the nearest worked examples for the small company, else none."""
     if schema is not None:
-        told = SYSTEM_OF_MANY.format(tables=create(schema))
-        return ChatPromptTemplate.from_messages([("system", told), ("human", asked)])
+        system = SYSTEM_OF_MANY.format(tables=create(schema))
+        return ChatPromptTemplate.from_messages([("system", system), ("human", asked)])
     examples = FewShotChatMessagePromptTemplate(
         input_variables=["question"],
         example_selector=NearestExamples(2),
@@ -73,16 +73,16 @@ def execute(state: State) -> State:
     return {"result": json.dumps({"rows": rows[:5]}), "found": not is_empty(rows)}
 
 
-def after_check(state: State) -> str:
+def next_node(state: State) -> str:
     return END if state["accepted"] or state["tries"] == MOST_TRIES else "rewrite"
 
 
-def shown(result: str) -> str:
+def describe_result(result: str) -> str:
     """Return a result in the words of the examples."""
-    told = json.loads(result)
-    if "error" in told:
-        return str(told["error"])[:80]
-    return json.dumps(told["rows"])[:80] if told["rows"] else "nothing found"
+    outcome = json.loads(result)
+    if "error" in outcome:
+        return str(outcome["error"])[:80]
+    return json.dumps(outcome["rows"])[:80] if outcome["rows"] else "nothing found"
 
 
 def query_in(reply: str) -> str:
@@ -127,8 +127,8 @@ class Agents:
         return {"accepted": state["found"] and not refused}
 
     async def rewrite(self, state: State) -> State:
-        told = {"question": state["question"], "result": shown(state["result"])}
-        reply = await self._rewriter.ainvoke(told)
+        inputs = {"question": state["question"], "result": describe_result(state["result"])}
+        reply = await self._rewriter.ainvoke(inputs)
         return {"sql": query_in(str(reply.content)), "tries": state["tries"] + 1}
 
     def graph(self) -> Any:
@@ -140,7 +140,7 @@ class Agents:
         graph.add_edge(START, "write")
         graph.add_edge("write", "execute")
         graph.add_edge("execute", "check")
-        graph.add_conditional_edges("check", after_check, [END, "rewrite"])
+        graph.add_conditional_edges("check", next_node, [END, "rewrite"])
         graph.add_edge("rewrite", "execute")
         return graph.compile()
 

@@ -94,11 +94,11 @@ def company() -> sqlite3.Connection:
         row = (title, rng.choice(DEPARTMENTS), rng.randint(10, 400))
         db.execute("INSERT INTO project VALUES (?, ?, ?)", row)
     db.commit()
-    may_only_be_read(db)
+    make_read_only(db)
     return db
 
 
-def may_only_be_read(db: sqlite3.Connection) -> None:
+def make_read_only(db: sqlite3.Connection) -> None:
     """Make a database read-only from now on."""
     db.set_authorizer(
         lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY

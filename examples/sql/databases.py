@@ -15,7 +15,7 @@ import sqlite3
 from pathlib import Path
 from typing import NamedTuple
 
-from company import company, may_only_be_read
+from company import company, make_read_only
 
 DATA = json.loads(Path(__file__).with_name("databases.json").read_text())
 SCHEMAS, WORDS = DATA["schemas"], DATA["words"]
@@ -96,7 +96,7 @@ def database(schema: str | None) -> sqlite3.Connection:
             marks = ", ".join("?" * (len(values) + 1))
             db.execute(f"INSERT INTO {table.name} VALUES ({marks})", (number + 1, *values))
     db.commit()
-    may_only_be_read(db)
+    make_read_only(db)
     return db
 
 

@@ -9,12 +9,12 @@ from company import is_empty, rows_of
 from databases import database
 
 
-def verdict(told: dict[str, Any]) -> dict[str, float]:
-    """Return the reward of one run: `told` has the task, with the right query, and the output."""
-    db = database(told["task"].get("schema"))
-    right = rows_of(db, told["task"]["answer"])
+def verdict(run: dict[str, Any]) -> dict[str, float]:
+    """Return the reward of one run: `run` has the task, with the right query, and the output."""
+    db = database(run["task"].get("schema"))
+    right = rows_of(db, run["task"]["answer"])
     try:
-        given = rows_of(db, told["output"])
+        given = rows_of(db, run["output"])
     except (sqlite3.Error, sqlite3.Warning, UnicodeEncodeError):
         return {"reward": 0.0, "well_formed": 0.0}
     same = sorted(map(repr, given)) == sorted(map(repr, right))

@@ -20,7 +20,7 @@ MOST_ROWS = 40
 Draft = tuple[str, str]
 
 
-def said(column: Column) -> str:
+def spoken_name(column: Column) -> str:
     return column.name.replace("_", " ")
 
 
@@ -33,15 +33,15 @@ def condition(table: Table, rng: random.Random, alias: str = "") -> Draft:
     column = rng.choice([*table.of_kind("numbers"), *table.of_kind("words")])
     if column.words:
         word = rng.choice(column.words)
-        return f"{said(column)} is {word}", f"{alias}{column.name} = '{word}'"
+        return f"{spoken_name(column)} is {word}", f"{alias}{column.name} = '{word}'"
     assert column.numbers is not None
     low, high = column.numbers
     number = rng.randint(low + (high - low) // 4, high - (high - low) // 4)
     word, sign = rng.choice((("above", ">"), ("below", "<")))
-    return f"{said(column)} is {word} {number}", f"{alias}{column.name} {sign} {number}"
+    return f"{spoken_name(column)} is {word} {number}", f"{alias}{column.name} {sign} {number}"
 
 
-def pairs(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
+def keyed_pairs(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
     """Return each table with a key, the key, and the table it refers to, whose rows have names."""
     return [
         (child, key, schema[key.key_of])
@@ -53,7 +53,9 @@ def pairs(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
 
 def with_conditions(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
     """Return the pairs whose first table has a column for a condition."""
-    return [one for one in pairs(schema) if one[0].of_kind("numbers") or one[0].of_kind("words")]
+    return [
+        one for one in keyed_pairs(schema) if one[0].of_kind("numbers") or one[0].of_kind("words")
+    ]
 
 
 def over_two_keys(schema: dict[str, Table]) -> list[tuple[Table, Column, Table, Column, Table]]:
@@ -72,24 +74,24 @@ def over_two_keys(schema: dict[str, Table]) -> list[tuple[Table, Column, Table, 
 
 
 def ranked(schema: dict[str, Table], db: Any, rng: random.Random, place: str = "") -> Draft:
-    child, key, parent = rng.choice(pairs(schema))
+    child, key, parent = rng.choice(keyed_pairs(schema))
     numbers = child.of_kind("numbers")
     what, order = f"the {place}most {child.rows}", "COUNT(*)"
     if numbers and rng.random() < 0.5:
         column = rng.choice(numbers)
-        what = f"the {place}highest total {said(column)} of its {child.rows}"
+        what = f"the {place}highest total {spoken_name(column)} of its {child.rows}"
         order = f"SUM(c.{column.name})"
     return (
-        f"Which {singular(parent)} has {what}? Give its {said(parent.called)} alone.",
+        f"Which {singular(parent)} has {what}? Give its {spoken_name(parent.called)} alone.",
         f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)}"
         f" GROUP BY p.id ORDER BY {order} DESC LIMIT 1",
     )
 
 
 def grouped(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    child, key, parent = rng.choice(pairs(schema))
+    child, key, parent = rng.choice(keyed_pairs(schema))
     number = rng.randint(2, 6)
-    each = f"List the {said(parent.called)} of each {singular(parent)}"
+    each = f"List the {spoken_name(parent.called)} of each {singular(parent)}"
     return f"{each} with more than {number} {child.rows}.", (
         f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)}"
         f" GROUP BY p.id HAVING COUNT(*) > {number}"
@@ -110,11 +112,11 @@ def counted_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> D
 
 
 def above_their_average(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    able = [one for one in pairs(schema) if one[0].called.name and one[0].of_kind("numbers")]
+    able = [one for one in keyed_pairs(schema) if one[0].called.name and one[0].of_kind("numbers")]
     child, key, parent = rng.choice(able)
     column = rng.choice(child.of_kind("numbers")).name
     spoken = column.replace("_", " ")
-    every = f"List the {said(child.called)} of all {child.rows}"
+    every = f"List the {spoken_name(child.called)} of all {child.rows}"
     return f"{every} whose {spoken} is above the average {spoken} of their {singular(parent)}.", (
         f"SELECT c.{child.called.name} FROM {child.name} c WHERE c.{column} >"
         f" (SELECT AVG(d.{column}) FROM {child.name} d WHERE d.{key.name} = c.{key.name})"
@@ -124,7 +126,7 @@ def above_their_average(schema: dict[str, Table], db: Any, rng: random.Random) -
 def without_any(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
     child, key, parent = rng.choice(with_conditions(schema))
     words, where = condition(child, rng, "c.")
-    each = f"List the {said(parent.called)} of each {singular(parent)}"
+    each = f"List the {spoken_name(parent.called)} of each {singular(parent)}"
     return f"{each} that has none of the {child.rows} whose {words}.", (
         f"SELECT p.{parent.called.name} FROM {parent.name} p WHERE NOT EXISTS"
         f" (SELECT 1 FROM {child.name} c WHERE c.{key.name} = p.id AND {where})"
@@ -135,7 +137,7 @@ def ranked_among(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft
     child, key, parent = rng.choice(with_conditions(schema))
     words, where = condition(child, rng, "c.")
     which = f"Which {singular(parent)} has the most {child.rows} whose {words}?"
-    return f"{which} Give its {said(parent.called)} alone.", (
+    return f"{which} Give its {spoken_name(parent.called)} alone.", (
         f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)} WHERE {where}"
         " GROUP BY p.id ORDER BY COUNT(*) DESC LIMIT 1"
     )
@@ -147,7 +149,7 @@ def ranked_among(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft
 def each_with_its_count(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
     child, key, parent = rng.choice(with_conditions(schema))
     words, where = condition(child, rng, "c.")
-    each = f"For each {singular(parent)} give its {said(parent.called)} and the number"
+    each = f"For each {singular(parent)} give its {spoken_name(parent.called)} and the number"
     return f"{each} of its {child.rows} whose {words}, which may be 0.", (
         f"SELECT p.{parent.called.name}, COUNT(c.id) FROM {parent.name} p LEFT JOIN {child.name} c"
         f" ON c.{key.name} = p.id AND {where} GROUP BY p.id"
@@ -163,8 +165,10 @@ def grouped_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> D
     able = [way for way in over_two_keys(schema) if way[0].of_kind("numbers")]
     child, key, parent, upper, top = rng.choice(able)
     column = rng.choice(child.of_kind("numbers"))
-    each = f"For each {singular(top)} that has any, give its {said(top.called)} and the average"
-    return f"{each} {said(column)} of the {child.rows} of its {parent.rows}.", (
+    each = (
+        f"For each {singular(top)} that has any, give its {spoken_name(top.called)} and the average"
+    )
+    return f"{each} {spoken_name(column)} of the {child.rows} of its {parent.rows}.", (
         f"SELECT t.{top.called.name}, AVG(c.{column.name}) FROM {joined(child, key, parent)}"
         f" JOIN {top.name} t ON p.{upper.name} = t.id GROUP BY t.id"
     )

@@ -28,7 +28,7 @@ KINDS = ("count", "filter", "extreme", "value", "join")
 SHOWN = {sql for _, sql, _ in POOL}
 
 
-def compared(rng: random.Random) -> tuple[str, str, str, str, str]:
+def number_condition(rng: random.Random) -> tuple[str, str, str, str, str]:
     """Return plural, table, its column of names, and a condition on a number: words and SQL."""
     word = rng.choice(list(SIGNS))
     if rng.random() < 0.4:
@@ -47,9 +47,9 @@ def compared(rng: random.Random) -> tuple[str, str, str, str, str]:
     return "employees", "employee", "name", said, meant
 
 
-def draft(rng: random.Random, kind: str) -> tuple[str, str]:
+def make_question(rng: random.Random, kind: str) -> tuple[str, str]:
     """Return a question of one kind, and the query that answers it."""
-    plural, table, name, said, meant = compared(rng)
+    plural, table, name, said, meant = number_condition(rng)
     if kind == "count":
         return f"How many {plural} have {said}?", f"SELECT COUNT(*) FROM {table} WHERE {meant}"
     if kind == "filter":
@@ -97,9 +97,9 @@ def tasks(count: int, seed: int, split: str) -> list[dict[str, object]]:
     made: list[dict[str, object]] = []
     while len(made) < count:
         for kind in rng.sample(KINDS, len(KINDS)):
-            question, sql = draft(rng, kind)
+            question, sql = make_question(rng, kind)
             while not may_be_asked(sql, split) or is_empty(rows_of(db, sql)):
-                question, sql = draft(rng, kind)
+                question, sql = make_question(rng, kind)
             name = f"{split}-{seed}-{len(made)}"
             made.append({"id": name, "kind": kind, "question": question, "answer": sql})
     return made[:count]

@@ -172,7 +172,7 @@ def test_right_calls_in_each_turn_earn_the_reward(files: SimpleNamespace, catego
         for number, calls in enumerate(task["answer"]):
             script += [said(calls, known, number)] if calls else []
             script.append({"content": "Done."})
-        turns = asyncio.run(files.agent.several_turns(task, ask_by(iter(script))))
+        turns = asyncio.run(files.agent.run_turns(task, ask_by(iter(script))))
         told = {"task": task, "episode": "e"}
         assert files.judge.verdict({**told, "output": json.dumps({"turns": turns})}) == {
             "reward": 1.0
