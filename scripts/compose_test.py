@@ -95,7 +95,7 @@ class Failed(Exception):
     """Report that the containers did not do what they should."""
 
 
-def until(what: str, look: Callable[[], T], seconds: float = STEP_S) -> T:
+def wait_until(what: str, look: Callable[[], T], seconds: float = STEP_S) -> T:
     """Return what `look` returns once that is true.
 
     Raises:
@@ -124,7 +124,7 @@ def step(what: str) -> Iterator[list[str]]:
     print(f"{what:<34}{time.monotonic() - begun:>7.1f} s   {'; '.join(notes)}", flush=True)
 
 
-def why(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return in one line what failed, and why."""
     lines = str(error).strip().splitlines()
     # The first line is the command; programs say last why they end.
@@ -151,9 +151,9 @@ class Containers:
             copy(source, folder / name)
         (folder / "config" / "recipe.toml").write_text(RECIPE)
         self.settings = {"COMPOSE_PROFILES": "cpu,watch", "PAWL_RECIPE": "config/recipe.toml"}
-        self.change(IMAGE_TAG=PROJECT)
+        self.change_settings(IMAGE_TAG=PROJECT)
 
-    def change(self, **settings: str) -> None:
+    def change_settings(self, **settings: str) -> None:
         """Change settings in `.env`."""
         self.settings |= settings
         lines = [f"{name}={value}\n" for name, value in self.settings.items()]
@@ -236,7 +236,7 @@ class Containers:
         """Start what is not running, and wait until it is healthy."""
         self.compose("up", "--no-build", "--detach", "--wait", "--wait-timeout", f"{UP_S:.0f}")
 
-    def inside(self, service: str, *command: str) -> str:
+    def run_inside(self, service: str, *command: str) -> str:
         """Return what a command prints in a service's container."""
         return self.compose("exec", "-T", service, *command)
 
@@ -280,7 +280,7 @@ class Containers:
         finally:
             connection.close()
 
-    def up_since(self, moment: float) -> set[str]:
+    def jobs_up_since(self, moment: float) -> set[str]:
         """Return the jobs whose last scrape was after `moment`, and was answered.
 
         A Prometheus that does not answer yet has none.
@@ -289,7 +289,7 @@ class Containers:
         server = "http://127.0.0.1:9090"
         asked = ("promtool", "query", "instant", "-o", "json", server, query)
         try:
-            said = self.inside("prometheus", *asked)
+            said = self.run_inside("prometheus", *asked)
         except Failed:
             return set()
         return {series["metric"]["job"] for series in json.loads(said)}
@@ -360,10 +360,10 @@ class Agent(threading.Thread):
         self.refused += 1
         return None
 
-    def works(self) -> None:
+    def wait_until_answered(self) -> None:
         """Wait until one more call is answered and rewarded."""
         count = len(self.rewarded)
-        until("a rewarded call", lambda: len(self.rewarded) > count or not self.is_alive())
+        wait_until("a rewarded call", lambda: len(self.rewarded) > count or not self.is_alive())
         if not self.is_alive():
             raise Failed("the agent has ended, see its traceback above")
 
@@ -394,9 +394,11 @@ def is_free(port: int) -> bool:
     return False
 
 
-def lost(containers: Containers, agent: Agent) -> set[str]:
+def lost_episodes(containers: Containers, agent: Agent) -> set[str]:
     """Return the episodes of which the database has not the call, or not the reward."""
-    lines = [json.loads(line) for line in containers.inside("proxy", "pawl", "export").splitlines()]
+    lines = [
+        json.loads(line) for line in containers.run_inside("proxy", "pawl", "export").splitlines()
+    ]
     stored = {
         line["episode"]: line["feedback"][-1]["value"]
         for line in lines
@@ -405,7 +407,7 @@ def lost(containers: Containers, agent: Agent) -> set[str]:
     return {name for name, value in agent.rewarded.items() if stored.get(name) != value}
 
 
-def use(containers: Containers, agent: Agent) -> None:
+def use_containers(containers: Containers, agent: Agent) -> None:
     """Do all that the containers are for, and all that may happen to them."""
     with step("no PostgreSQL beside one's own"):
         (containers.folder / "own.env").write_text("DATABASE_URL=postgresql://elsewhere/pawl\n")
@@ -413,7 +415,7 @@ def use(containers: Containers, agent: Agent) -> None:
         if json.loads(shown)["services"]["postgres"].get("scale") != 0:
             raise Failed("PostgreSQL is started all the same")
     with step("up, until all are healthy") as notes:
-        containers.change(**free_ports(PORTS))
+        containers.change_settings(**free_ports(PORTS))
         containers.up()
         services = containers.services()
         if missing := set(services) - containers.healthy():
@@ -421,26 +423,30 @@ def use(containers: Containers, agent: Agent) -> None:
         notes.append(f"{len(services)} services")
     agent.start()
     with step("calls and rewards") as notes:
-        until("8 rewarded calls", lambda: len(agent.rewarded) >= 8)
+        wait_until("8 rewarded calls", lambda: len(agent.rewarded) >= 8)
         notes.append(f"{len(agent.rewarded)} so far")
     with step("an update is published") as notes:
-        notes.append(until("a call that a trained version answers", lambda: trained(agent)))
+        notes.append(
+            wait_until("a call that a trained version answers", lambda: trained_version(agent))
+        )
     with step("the console shows the policy"):
         if (status := containers.page("/")[0]) != 200:
             raise Failed(f"its first page has status {status}")
-        until("figures of the policy", lambda: "smollm2" in containers.page("/overview/figures")[1])
+        wait_until(
+            "figures of the policy", lambda: "smollm2" in containers.page("/overview/figures")[1]
+        )
     with step("Prometheus scrapes without keys") as notes:
-        until("scrapes", lambda: containers.up_since(0) >= JOBS)
+        wait_until("scrapes", lambda: containers.jobs_up_since(0) >= JOBS)
         notes.append(", ".join(sorted(JOBS)))
     with step("Prometheus scrapes with keys") as notes:
         containers.run_documented(KEYS, "docker compose restart prometheus")
-        agent.key = containers.inside("proxy", "pawl", "keys", "create", "agent").strip()
-        until(
+        agent.key = containers.run_inside("proxy", "pawl", "keys", "create", "agent").strip()
+        wait_until(
             "a call without a key is refused",
             lambda: containers.post("/v1/chat/completions", {}, {})[0] == 401,
         )
         moment = time.time()
-        until("scrapes", lambda: containers.up_since(moment) >= JOBS)
+        wait_until("scrapes", lambda: containers.jobs_up_since(moment) >= JOBS)
         notes.append("a call without one is refused")
     watching = sorted(WATCHING & set(services))
     for killed in (watching, *([service] for service in services if service not in watching)):
@@ -448,13 +454,15 @@ def use(containers: Containers, agent: Agent) -> None:
             before = agent.refused
             containers.compose("kill", *killed)
             containers.up()
-            agent.works()
+            agent.wait_until_answered()
             notes.append(f"{agent.refused - before} requests unanswered meanwhile")
     upgrade(containers, agent)
     with step("nothing is lost") as notes:
-        until("a call that a trained version answers", lambda: trained(agent))
+        wait_until("a call that a trained version answers", lambda: trained_version(agent))
         agent.stop()
-        until("all calls and rewards in the database", lambda: not lost(containers, agent))
+        wait_until(
+            "all calls and rewards in the database", lambda: not lost_episodes(containers, agent)
+        )
         notes.append(f"{len(agent.rewarded)} calls and rewards in the database")
 
 
@@ -466,19 +474,19 @@ def upgrade(containers: Containers, agent: Agent) -> None:
     with step("upgrade") as notes:
         before = agent.refused
         change_tag(containers, NEXT, "docker compose run --rm --no-deps proxy migrate")
-        agent.works()
+        agent.wait_until_answered()
         notes.append(f"{agent.refused - before} requests unanswered meanwhile")
 
 
 def change_tag(containers: Containers, tag: str, line: str) -> None:
     """Name the tag in `.env`, and run the page's commands that have this line."""
-    containers.change(IMAGE_TAG=tag)
+    containers.change_settings(IMAGE_TAG=tag)
     containers.run_documented(OPERATE, line)
     if (tags := containers.tags()) != {tag}:
         raise Failed(f"images with the tags {', '.join(sorted(tags))} run")
 
 
-def trained(agent: Agent) -> str:
+def trained_version(agent: Agent) -> str:
     """Return the version that a new episode gets, or "" if it is the base model."""
     version = agent.ask(f"look-{time.monotonic_ns()}", "look") or ""
     return version if version.partition("@")[2] not in ("", "0") else ""
@@ -491,10 +499,12 @@ def start_again(containers: Containers, agent: Agent) -> None:
         containers.run_documented(OPERATE, "docker compose exec -T postgres pg_dump", attempts=5)
     with step("down, without volumes, and restored") as notes:
         containers.compose("down", "--volumes")
-        containers.change(IMAGE_TAG=PROJECT)
+        containers.change_settings(IMAGE_TAG=PROJECT)
         containers.run_documented(OPERATE, "docker compose exec -T postgres pg_restore")
-        notes.append(until("a call that a trained version answers", lambda: trained(agent)))
-        if missing := lost(containers, agent):
+        notes.append(
+            wait_until("a call that a trained version answers", lambda: trained_version(agent))
+        )
+        if missing := lost_episodes(containers, agent):
             raise Failed(f"{len(missing)} episodes are gone, such as {missing.pop()}")
         notes.append(f"{len(agent.rewarded)} calls and rewards in the database")
     with step("roll-back"):
@@ -503,7 +513,7 @@ def start_again(containers: Containers, agent: Agent) -> None:
         containers.run_documented(OPERATE, "docker compose exec -T proxy pawl keys revoke metrics")
         containers.run_documented(KEYS, "docker compose restart prometheus")
         moment = time.time()
-        until("scrapes", lambda: containers.up_since(moment) >= JOBS)
+        wait_until("scrapes", lambda: containers.jobs_up_since(moment) >= JOBS)
 
 
 def main() -> None:
@@ -522,10 +532,10 @@ def main() -> None:
             with step("images"):
                 containers.build()
             agent = Agent(containers)
-            use(containers, agent)
+            use_containers(containers, agent)
             start_again(containers, agent)
         except (Exception, KeyboardInterrupt) as error:
-            result = f"failed: {why(error)}"
+            result = f"failed: {describe_error(error)}"
             print(f"{result}\n")
             traceback.print_exception(error, file=sys.stdout)
             result += f"; the logs are in {containers.show_end()}"

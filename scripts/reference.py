@@ -145,10 +145,10 @@ def _settings() -> Iterator[str]:
         properties = _schema(kind)["properties"]
         new = {name: schema for name, schema in properties.items() if name not in seen}
         seen |= new.keys()
-        rows = [(f"`{variable(name)}`", *_described(schema)) for name, schema in new.items()]
+        rows = [(f"`{variable(name)}`", *_describe_field(schema)) for name, schema in new.items()]
         if not rows:
             continue
-        yield f"## {title}\n\n{_sentences(kind)}"
+        yield f"## {title}\n\n{_docstring(kind)}"
         yield _table(("variable", "type, limits", "default", "meaning"), rows)
 
 
@@ -170,7 +170,8 @@ def _recipe() -> Iterator[str]:
     top = {k: v for k, v in schema["properties"].items() if k not in tables and "$ref" not in v}
     top = {name: part for name, part in top.items() if f"{name}.METRIC" not in tables}
     yield "## Packaged recipes\n\n" + "\n".join(
-        f"- [`{name}`](../../trainer/recipes/{name}.toml): {text}" for name, text in _packaged()
+        f"- [`{name}`](../../trainer/recipes/{name}.toml): {text}"
+        for name, text in _packaged_recipes()
     )
     yield "## Top level\n\n" + _keys(top)
     for title, part in tables.items():
@@ -178,11 +179,11 @@ def _recipe() -> Iterator[str]:
 
 
 def _keys(properties: dict[str, Any]) -> str:
-    rows = [(f"`{name}`", *_described(schema)) for name, schema in properties.items()]
+    rows = [(f"`{name}`", *_describe_field(schema)) for name, schema in properties.items()]
     return _table(("key", "type, limits", "default", "meaning"), rows)
 
 
-def _packaged() -> Iterator[tuple[str, str]]:
+def _packaged_recipes() -> Iterator[tuple[str, str]]:
     """Yield name and first sentence of each packaged recipe."""
     recipes = [one for one in files("trainer.recipes").iterdir() if one.name.endswith(".toml")]
     for recipe in sorted(recipes, key=lambda one: one.name):
@@ -196,7 +197,7 @@ def _schema(model: type[BaseModel]) -> dict[str, Any]:
         return model.model_json_schema(schema_generator=Schema)
 
 
-def _described(schema: dict[str, Any]) -> tuple[str, str, str]:
+def _describe_field(schema: dict[str, Any]) -> tuple[str, str, str]:
     """Return type, default and meaning of a field.
 
     Raises:
@@ -249,7 +250,7 @@ def _toml(value: object) -> str:
     return str(value)
 
 
-def _sentences(kind: type) -> str:
+def _docstring(kind: type) -> str:
     return " ".join((kind.__doc__ or "").split())
 
 

@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("demo", type=Path)
     parser.add_argument("example", type=Path)
     options = parser.parse_args()
-    asyncio.run(_take(options.demo, options.example))
+    asyncio.run(_take_pictures(options.demo, options.example))
 
 
-async def _take(demo: Path, example: Path) -> None:
+async def _take_pictures(demo: Path, example: Path) -> None:
     async with chromium() as browser:
         for folder, wanted in (
             (demo, ("overview", "versions", "version", "updates", "update", "review")),
@@ -57,7 +57,7 @@ async def _take(demo: Path, example: Path) -> None:
                 async with serving(ConsoleSettings(console_listen="127.0.0.1:0"), url) as address:
                     for name in wanted:
                         for width in (WIDE, NARROW):
-                            picture = await _picture(browser, address, addresses[name], width)
+                            picture = await _take_picture(browser, address, addresses[name], width)
                             picture.save(IMAGES / f"console-{name}-{width}.png", optimize=True)
             finally:
                 server.stop()
@@ -81,7 +81,7 @@ async def _addresses(url: str) -> dict[str, str]:
     }
 
 
-async def _picture(browser: Browser, address: str, path: str, width: int) -> Image.Image:
+async def _take_picture(browser: Browser, address: str, path: str, width: int) -> Image.Image:
     async with view(browser, address, width) as tab:
         await tab.open(path)
         png = await tab.page.screenshot(full_page=True, animations="disabled")

@@ -11,7 +11,15 @@ from typing import Final
 import pytest
 
 from scripts import compose_test
-from scripts.compose_test import OFFERED, PORTS, Containers, Failed, free_ports, step, why
+from scripts.compose_test import (
+    OFFERED,
+    PORTS,
+    Containers,
+    Failed,
+    describe_error,
+    free_ports,
+    step,
+)
 from tests.conftest import ROOT
 
 # An engine that answers, and has no registry.
@@ -81,7 +89,7 @@ def test_compose_test_takes_an_unreachable_prometheus_for_no_scraped_targets(
     containers: Containers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compose_test, "ENGINE", ("false",))
-    assert containers.up_since(0) == set()
+    assert containers.jobs_up_since(0) == set()
 
 
 def test_documented_shell_block_is_retried_up_to_the_given_attempts(
@@ -118,9 +126,9 @@ def test_reason_of_a_failed_compose_test_names_step_command_and_last_output_line
     said = "`docker compose up`:\n Container a  Waiting\naddress already in use\n"
     with pytest.raises(Failed) as failed, step("up"):
         raise Failed(said)
-    assert why(failed.value) == "up: `docker compose up`: … address already in use"
-    assert why(KeyError("x")) == "KeyError: 'x'"
-    assert why(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert describe_error(failed.value) == "up: `docker compose up`: … address already in use"
+    assert describe_error(KeyError("x")) == "KeyError: 'x'"
+    assert describe_error(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
 # An engine that has three images, fails to build, and says what it was told.
