@@ -391,7 +391,7 @@ def _table(plans: Sequence[MemoryPlan]) -> Table:
         ("libraries and fragments", f"{made.overhead_gib:g} GiB"),
         ("activations a token", f"{made.plain_mib:g} MiB"),
         ("with gradient checkpointing", f"{made.checkpointed_mib:g} MiB"),
-        ("longest call that can be trained", f"{made.tokens_that_fit} tokens"),
+        ("longest call that can be trained", f"{made.longest} tokens"),
         ("without gradient checkpointing", f"{made.longest_plain} tokens"),
         ("tokens a micro-batch", str(made.micro_batch_tokens)),
         (

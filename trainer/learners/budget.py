@@ -139,7 +139,7 @@ class TokenBudget:
         self._wait = 1
         self._is_trying = False
         # The tokens of the longest row that was ever trained on.
-        self.tokens_that_fit = 0
+        self.longest = 0
 
     def begin_update(self, share: float = 0.0, most: float = inf, planned: int = 0) -> None:
         """Begin an update, at the full size again unless that failed a moment ago.
@@ -211,7 +211,7 @@ class TokenBudget:
                 failed, reason = error.rows, str(error.__cause__)
             else:
                 if trains:
-                    self.tokens_that_fit = max([self.tokens_that_fit, *(row.size for row in rows)])
+                    self.longest = max([self.longest, *(row.size for row in rows)])
                 return result, micro_batches
             # Only here is the error gone, and with it the tensors of the failed pass.
             undo()
@@ -256,7 +256,7 @@ class TokenBudget:
         """
         shortest = min(rows, key=_row_size)
         size = row.size
-        if size <= max(self.tokens_that_fit, shortest.size) or fits(row) or not fits(shortest):
+        if size <= max(self.longest, shortest.size) or fits(row) or not fits(shortest):
             return
         raise too_long_error([other for other in rows if other.size >= size])
 

@@ -307,7 +307,7 @@ class Learner:
         refused = [row for row in rows if row.size > longest]
         if not refused or self._model.device.type == "cuda":
             return longest
-        had_room = any(row.size <= self._budget.tokens_that_fit for row in refused)
+        had_room = any(row.size <= self._budget.longest for row in refused)
         if had_room or len(refused) == len(rows):
             raise ShortOfMemory(
                 f"the memory has room for calls of {longest} tokens: {MEMORY_REMEDY}"

@@ -287,7 +287,7 @@ def test_followed_advice_is_accepted_and_gone_from_the_next_memory_plan() -> Non
                 "give vLLM less": (change, gpu_gib, enough, context, count),
                 "give it more": (change, gpu_gib, enough, context, count),
                 "a GPU of its own": (change, gpu_gib, 0, context, 1),
-                "lower PAWL_MAX_MODEL_LEN": (change, gpu_gib, share, made.tokens_that_fit, count),
+                "lower PAWL_MAX_MODEL_LEN": (change, gpu_gib, share, made.longest, count),
             }
             for many in re.findall(r"(\d+) GPUs", line):
                 again[f"{many} GPUs"] = (change, gpu_gib, 0, context, int(many))
