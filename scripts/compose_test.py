@@ -95,7 +95,7 @@ class Failed(Exception):
     """Report that the containers did not do what they should."""
 
 
-def wait_until(what: str, look: Callable[[], T], seconds: float = STEP_S) -> T:
+def wait_until(name: str, look: Callable[[], T], seconds: float = STEP_S) -> T:
     """Return what `look` returns once that is true.
 
     Raises:
@@ -104,24 +104,24 @@ def wait_until(what: str, look: Callable[[], T], seconds: float = STEP_S) -> T:
     deadline = time.monotonic() + seconds
     while not (found := look()):
         if time.monotonic() > deadline:
-            raise Failed(f"{what}: not within {seconds:.0f} s")
+            raise Failed(f"{name}: not within {seconds:.0f} s")
         time.sleep(PAUSE_S)
     return found
 
 
 @contextlib.contextmanager
-def step(what: str) -> Iterator[list[str]]:
+def step(name: str) -> Iterator[list[str]]:
     """Print a line with the seconds that the block took, and the notes that it left.
 
-    An error of the block is noted with `what`.
+    An error of the block is noted with `name`.
     """
     begun, notes = time.monotonic(), list[str]()
     try:
         yield notes
     except BaseException as error:
-        error.add_note(what)
+        error.add_note(name)
         raise
-    print(f"{what:<34}{time.monotonic() - begun:>7.1f} s   {'; '.join(notes)}", flush=True)
+    print(f"{name:<34}{time.monotonic() - begun:>7.1f} s   {'; '.join(notes)}", flush=True)
 
 
 def describe_error(error: BaseException) -> str:

@@ -162,7 +162,7 @@ class Loop:
             self._log_pause()
         else:
             self._breaker.end_doubt()
-            self._breaker.tested_at = self._publisher.servers.returns
+            self._breaker.tested_return_count = self._publisher.servers.return_count
 
     async def test_if_due(self) -> None:
         """Test whether updates could go on, if training is paused and a test is due."""
@@ -171,7 +171,7 @@ class Loop:
             in_doubt = breaker.is_in_doubt
             test = self._self_test
             why = await (test.why_unserved() if in_doubt else test.why_update_fails())
-            breaker.tested_at = self._publisher.servers.returns
+            breaker.tested_return_count = self._publisher.servers.return_count
             breaker.note_test(why)
             if why is None:
                 await self._set_aside_wrong_samples()
@@ -200,7 +200,7 @@ class Loop:
         if servers.is_any_away or perf_counter() >= self._ask_at:
             await servers.ask(ModelServer.models)
             self._ask_at = perf_counter() + ASK_S
-        if servers.returns != self._breaker.tested_at:
+        if servers.return_count != self._breaker.tested_return_count:
             self._breaker.pause_until_test("a model server was away, and may be another one now")
         await self._publisher.go_live()
 

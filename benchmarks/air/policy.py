@@ -246,11 +246,11 @@ class Sampler:
         return logits
 
 
-def _apply_call(episode: PlayedEpisode, said: list[tuple[int, float]]) -> list[int]:
+def _apply_call(episode: PlayedEpisode, tokens: list[tuple[int, float]]) -> list[int]:
     """Take a row's call to its task; the ids of the reply that the policy reads next."""
     if episode.state.ended:
         return []
-    sampled, logprobs = zip(*said, strict=True)
+    sampled, logprobs = zip(*tokens, strict=True)
     outcome = apply_call(episode.task, episode.state, [WORDS[token] for token in sampled])
     episode.turns.append(Turn(tuple(episode.ids), sampled, logprobs, outcome))
     episode.state = outcome.state

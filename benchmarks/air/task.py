@@ -101,12 +101,12 @@ def begin_state(task: Task) -> State:
     return State(given=frozenset(task.keys))
 
 
-def apply_call(task: Task, state: State, said: Sequence[str]) -> Outcome:
-    """Apply the words `said` (one or more): always a call, be it of no known tool."""
+def apply_call(task: Task, state: State, words: Sequence[str]) -> Outcome:
+    """Apply `words` (one or more): always a call, be it of no known tool."""
     after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.world.turns)
-    tool, arguments = said[0], " ".join(word for word in said[1:] if word != END)
+    tool, arguments = words[0], " ".join(word for word in words[1:] if word != END)
     taken = TAKES[tool] if tool in task.world.tools else ()
-    if len(said) != 3 or said[2] != END or said[1] not in taken:
+    if len(words) != 3 or words[2] != END or words[1] not in taken:
         return Outcome(after, tool, arguments, "malformed")
     if tool == NOTE:
         return Outcome(after, tool, arguments, "ok")

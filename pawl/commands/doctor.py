@@ -43,9 +43,9 @@ def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     print("nothing to do", file=sys.stderr)
 
 
-def findings_table(found: Sequence[Finding]) -> Table:
+def findings_table(findings: Sequence[Finding]) -> Table:
     rows = []
-    for one in found:
+    for one in findings:
         since = f" (since {one.since.astimezone():%Y-%m-%d %H:%M})" if one.since else ""
         figures = ", ".join(f"{name}: {value}" for name, value in one.figures.items())
         lines = [one.title + since, figures, f"→ {one.remedy}"]

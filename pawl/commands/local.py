@@ -161,7 +161,7 @@ def example(
     _run_scenario(options, f"the example {name}")
 
 
-def _run_scenario(options: RunOptions, what: str) -> None:
+def _run_scenario(options: RunOptions, name: str) -> None:
     refuse_unknown_settings()
     try:
         check_torch()
@@ -169,7 +169,7 @@ def _run_scenario(options: RunOptions, what: str) -> None:
     except (NotReady, ScenarioFailed, RecipeError) as error:
         fail(str(error))
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM
-        print(f"pawl: interrupted; everything that {what} started is stopped.", file=sys.stderr)
+        print(f"pawl: interrupted; everything that {name} started is stopped.", file=sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -173,7 +173,7 @@ class _Part:
         self.name = name
         self.blocks = Blocks(size)
         self.against = evidence(null, side)
-        self.weight = self._told = 0.0
+        self.weight = self._weighted_sum = 0.0
         self._sums = {True: (0.0, 0), False: (0.0, 0)}
 
     def add(self, is_new: bool, family: str, value: float) -> None:
@@ -186,11 +186,11 @@ class _Part:
         if block is not None:
             self.against.update(block)
             self.weight += block.weight
-            self._told += block.weight * block.difference
+            self._weighted_sum += block.weight * block.difference
 
     @property
     def difference(self) -> float:
-        return self._told / self.weight if self.weight else 0.0
+        return self._weighted_sum / self.weight if self.weight else 0.0
 
     def mean(self, is_new: bool) -> float | None:
         total, count = self._sums[is_new]
@@ -252,13 +252,13 @@ class Comparison:
         self._better_needed = 1 / rule.mistakes
         self._worse_needed = FALSE_ONCE_IN / self._size if watches else 2 / rule.mistakes
         self._guard_needed = len(self._guards) * self._worse_needed
-        # `_total` and `_weight` sum over `_blocks`; `_told` and `_known` over all blocks so far.
-        self._total = self._weight = self._told = self._known = 0.0
+        # `_total` and `_weight` sum over `_blocks`, `…_ever` over all blocks so far.
+        self._total = self._weight = self._total_ever = self._weight_ever = 0.0
         self._bounds = (0, -1.0, 1.0)
         self.is_watch = watches
         self._own_past = OwnPast()
-        # `_known` at the first episode of each new version.
-        self._known_before: dict[int, float] = {}
+        # `_weight_ever` at the first episode of each new version.
+        self._weight_before: dict[int, float] = {}
         self.verdict: Verdict | None = None
         self.trade: str | None = None
 
@@ -271,7 +271,7 @@ class Comparison:
     def add(self, is_new: bool, episode: ComparedEpisode) -> None:
         """Add a live episode; episodes must come in the order in which they count."""
         if is_new:
-            self._known_before.setdefault(episode.version, self._known)
+            self._weight_before.setdefault(episode.version, self._weight_ever)
         self._add_episode(is_new, episode)
         parts = *self._guards, *filter(None, [self._families.get(episode.family)])
         full = [part for part in parts if part.blocks.is_full]
@@ -311,13 +311,13 @@ class Comparison:
 
     @property
     def tells_against(self) -> bool:
-        """Return whether there is enough evidence and by it the new version scores lower."""
-        return self.is_enough and self._told < 0
+        """Return whether `is_enough` holds and the new version scores lower."""
+        return self.is_enough and self._total_ever < 0
 
     @property
     def is_enough(self) -> bool:
         """Return whether there is as much information as decides a trial."""
-        return self._known >= INFORMATION
+        return self._weight_ever >= INFORMATION
 
     @property
     def may_move_control(self) -> bool:
@@ -332,8 +332,8 @@ class Comparison:
         """
         known = [
             version
-            for version, before in self._known_before.items()
-            if self._known - before >= RENEWAL / 2
+            for version, before in self._weight_before.items()
+            if self._weight_ever - before >= RENEWAL / 2
         ]
         return max(known) if known and self.may_move_control else None
 
@@ -437,8 +437,8 @@ class Comparison:
         if block is not None:
             self._blocks.append(block)
             self.blocks += 1
-            self._told += block.weight * block.difference
-            self._known += block.weight
+            self._total_ever += block.weight * block.difference
+            self._weight_ever += block.weight
             self._total += block.weight * block.difference
             self._weight += block.weight
             while self.is_watch and self._weight - self._blocks[0].weight >= 1.5 * RENEWAL:

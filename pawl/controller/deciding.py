@@ -191,8 +191,8 @@ class PolicyGate:
         assert control is not None
         if comparison.fall is not None or stands.is_held:
             return self._hold_or_resume(connection, stands, comparison, why)
-        if comparison.trade is not None and not evidence.is_said:
-            evidence.is_said = True
+        if comparison.trade is not None and not evidence.is_loss_reported:
+            evidence.is_loss_reported = True
             return partial(self._record_finding, connection, serving, why(comparison.trade))
         # A canary that was promoted without a verdict has the trial's share until it is compared.
         given = await last_traffic_gain(connection, self._name, serving.version.version)

@@ -54,7 +54,7 @@ class Evidence:
     Attributes:
         key: identifies what is compared; another key needs new evidence.
         comparison: the comparison of all episodes read so far.
-        is_said: whether the loss on a family of tasks was reported.
+        is_loss_reported: whether the loss on a family of tasks was reported.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Evidence:
         """Compare episodes that begin from `since` on; `new` is the arm of the new version."""
         self.key = key
         self.comparison = comparison
-        self.is_said = False
+        self.is_loss_reported = False
         self._policy = policy
         self._delay = timedelta(seconds=rule.reward_delay_s)
         # A watch counts an episode once it has a reward. A trial waits the whole delay for episodes

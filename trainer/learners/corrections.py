@@ -45,8 +45,8 @@ def reply_ids(
     added = tokenizer.added_tokens_decoder
     if any(token in added and added[token].special for token in alone):
         return "special_tokens"
-    is_said = whole.startswith(before) and text.strip() in whole[len(before) :]
-    if not is_said or prompt != list(prompt_ids) or ids[: len(prompt)] != prompt:
+    has_text = whole.startswith(before) and text.strip() in whole[len(before) :]
+    if not has_text or prompt != list(prompt_ids) or ids[: len(prompt)] != prompt:
         return "other_template"
     reply = ids[len(prompt) :]
     end = next((place for place, token in enumerate(reply) if token in ends), None)

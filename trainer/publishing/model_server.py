@@ -51,13 +51,13 @@ _NOT_REPORTED: Final = (LookupError, TypeError, ValueError)
 class Completion(Record, frozen=True, kw_only=True):
     """A completion: its text, and the ids (S,) and log-probabilities (S,) of its tokens.
 
-    `is_whole`: the model ended it, not the token limit.
+    `is_complete`: the model ended it, not the token limit.
     """
 
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    is_whole: bool
+    is_complete: bool
 
 
 class ModelServer:
@@ -290,7 +290,7 @@ class ModelServer:
             text=str(choice.get("text", "")),
             ids=tuple(token for token, _ in sampled),
             logprobs=tuple(logprob for _, logprob in sampled),
-            is_whole=choice.get("finish_reason") == "stop",
+            is_complete=choice.get("finish_reason") == "stop",
         )
 
     async def _probe_error(self, name: str, status: int, answer: object) -> TrainerError:
@@ -350,7 +350,7 @@ class Replicas:
     Attributes:
         each: the replicas.
         slots: adapter slots of each replica, as configured; None: ask the replicas.
-        returns: how often a replica answered again after it was away; it may have been replaced.
+        return_count: how often a replica answered again after absence; it may have been replaced.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class Replicas:
         self.files = files or AdapterFiles()
         self.each = tuple(ModelServer(url, self.files) for url in base_urls)
         self._away: set[ModelServer] = set()
-        self.returns = 0
+        self.return_count = 0
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -410,7 +410,7 @@ class Replicas:
             else:
                 if server in self._away:
                     self._away.remove(server)
-                    self.returns += 1
+                    self.return_count += 1
                 [answers[server]] = result
         if not answers:
             raise away[0]

@@ -42,7 +42,7 @@ class CircuitBreaker:
         is_in_doubt: nothing failed, and a test is due.
         why: why training is paused; None if it is not.
         reason: the same in a word.
-        tested_at: `Replicas.returns` at the last test.
+        tested_return_count: `Replicas.return_count` at the last test.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -57,7 +57,7 @@ class CircuitBreaker:
         self.is_in_doubt = False
         self.why: str | None = None
         self.reason: PauseReason | None = None
-        self.tested_at = 0
+        self.tested_return_count = 0
 
     @property
     def is_open(self) -> bool:

@@ -142,7 +142,7 @@ async def test_failed_adapter_fetch_does_not_count_as_a_model_server_outage(
             await servers.load("m@1", written)
         port.is_away = False
         assert len(await servers.load("m@1", written)) == 2
-        assert servers.returns == 0
+        assert servers.return_count == 0
 
 
 async def test_adapter_load_that_the_gateway_leaves_unanswered_counts_as_a_server_outage(
