@@ -448,7 +448,7 @@ class Deciding:
         self._evaluations = evaluations
         self._policies: dict[str, PolicyGate] = {}
 
-    async def judge_all(self, engine: AsyncEngine) -> None:
+    async def look(self, engine: AsyncEngine) -> None:
         """Judge every policy once; a failure of one does not affect the others."""
         async with engine.connect() as connection:
             names = await gated_policies(connection)

@@ -47,7 +47,7 @@ async def controller(settings: ControllerSettings) -> None:
         port = await serve_app(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
-        looks = {"controller": servable.look, "gate": Deciding(evaluations).judge_all}
+        looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
         reading = [look_forever(settings, poll_s, name, look) for name, look in looks.items()]
         async with working(reading), working([each.reconcile_forever() for each in controllers]):
             log.info("controller_up", replicas=settings.server_urls)

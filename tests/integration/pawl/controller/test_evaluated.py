@@ -216,7 +216,7 @@ async def test_evaluations_end_with_the_controller(engine: AsyncEngine) -> None:
     evaluator = Evaluator(0.4)
     evaluations = Evaluations(evaluator)
     await loaded(engine, 0, rule=EVALUATED)
-    await Deciding(evaluations).judge_all(engine)
+    await Deciding(evaluations).look(engine)
     await eventually(evaluator.has_begun)
     await evaluations.close()
     assert evaluator.ended == 1

@@ -122,7 +122,7 @@ def test_without_xgrammar_no_constrained_reply_is_replayed(
 
     monkeypatch.setattr(builtins, "__import__", without)
     made = Grammars(tokenizer, 49152)
-    assert made.why_not(held(KINDS["json"], ()), [5]) == NO_GRAMMAR
+    assert made.why_no_masks(held(KINDS["json"], ()), [5]) == NO_GRAMMAR
 
 
 def test_token_ids_beyond_the_vocabulary_raise_no_error(grammars: Grammars, tokenizer: Any) -> None:
