@@ -208,7 +208,7 @@ async def test_no_group_is_filled_up_with_a_damaged_member(engine: AsyncEngine) 
     await consumed_threads(engine, ["early0", "early1", "early2"])
     await store(engine, call("late", task="t"), reward(1.0, episode="late"))
     await damage(engine, "early1", DAMAGES["an id is cut"][0])
-    again = await Claiming(engine, SHORT, {}).take(0)
+    again = await Claiming(engine, SHORT, {}).claim_update(0)
     assert again is not None
     assert keys(again) == ["late"]
     assert sorted(one.key for one in again.groups[0].earlier) == ["early0", "early2"]
