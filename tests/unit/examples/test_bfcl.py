@@ -216,9 +216,9 @@ def test_bfcl_agent_replaces_calls_of_unknown_functions_and_escapes_arguments(
     files: SimpleNamespace, name: str, arguments: dict[str, Any]
 ) -> None:
     """The leaderboard runs what it is given as Python."""
-    assert files.agent.as_written(name, arguments, {"cd"}) == "unknown_function()"
+    assert files.agent.python_call(name, arguments, {"cd"}) == "unknown_function()"
     value = "a'); __import__('os').getcwd(); ('"
-    assert parsed(files.agent.as_written("cd", {"folder": value}, {"cd"}), {"cd": []}) == (
+    assert parsed(files.agent.python_call("cd", {"folder": value}, {"cd"}), {"cd": []}) == (
         "cd",
         {"folder": value},
     )
