@@ -220,7 +220,7 @@ async def versions(request: Request) -> Response:
         compared=compared,
         waits={one.version: events[one.version] for one in line if one.awaits_approval_at},
         older=numbers[MOST - 1] if len(numbers) >= MOST and numbers[MOST - 1] else None,
-        words_of=describe_version,
+        describe_version=describe_version,
     )
 
 
