@@ -496,7 +496,9 @@ def test_there_is_no_outlook_where_nothing_can_be_trained() -> None:
         (timedelta(days=1.6), "about 2 days"),
     ],
 )
-def test_doctors_forecast_is_given_in_the_largest_fitting_unit_of_time(time: timedelta, words: str) -> None:
+def test_doctors_forecast_is_given_in_the_largest_fitting_unit_of_time(
+    time: timedelta, words: str
+) -> None:
     assert describe_time(time) == words
 
 

@@ -301,7 +301,9 @@ def test_feedback_url_is_derived_from_the_proxys_listen_address(listen: str, url
         ("https://other/v1", "other:443", True),
     ],
 )
-def test_base_url_is_recognised_as_the_proxys_by_its_listen_address(base_url: str, listen: str, is_it: bool) -> None:
+def test_base_url_is_recognised_as_the_proxys_by_its_listen_address(
+    base_url: str, listen: str, is_it: bool
+) -> None:
     assert is_proxy_url(base_url, listen) is is_it
 
 

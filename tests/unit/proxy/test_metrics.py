@@ -162,7 +162,9 @@ def test_metrics_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> Non
     new.remove()
 
 
-def test_metrics_folder_of_a_supervisor_that_starts_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_folder_of_a_supervisor_that_starts_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, others = shared_memory.lock_file, list[SharedFolder]()
     with monkeypatch.context() as patch:
 

@@ -170,7 +170,9 @@ def test_no_text_makes_a_redaction_pattern_slow() -> None:
         (b'{"a": {"x": 1, "y": "2"}}', "a.*", b'{"a":{"x":"[redacted]","y":"[redacted]"}}'),
     ],
 )
-def test_field_to_redact_is_replaced_with_any_value_or_nesting(document: bytes, path: str, expected: bytes) -> None:
+def test_field_to_redact_is_replaced_with_any_value_or_nesting(
+    document: bytes, path: str, expected: bytes
+) -> None:
     assert replace_field(document, path.split("."), GONE) == expected
 
 

@@ -65,7 +65,9 @@ def test_long_text_is_cut_and_says_so_with_a_link_to_the_rest() -> None:
         (float("nan"), "nan"),
     ],
 )
-def test_numbers_are_shown_with_few_digits_and_grouped_thousands(value: float | None, shown: str) -> None:
+def test_numbers_are_shown_with_few_digits_and_grouped_thousands(
+    value: float | None, shown: str
+) -> None:
     assert format_number(value) == shown
 
 

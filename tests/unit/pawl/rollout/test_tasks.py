@@ -95,7 +95,9 @@ NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infini
         ("", [], False),
     ],
 )
-def test_last_line_of_the_output_is_compared_with_the_tasks_answer(output: str, expected: Any, right: bool) -> None:
+def test_last_line_of_the_output_is_compared_with_the_tasks_answer(
+    output: str, expected: Any, right: bool
+) -> None:
     assert score_answer(output, expected) == float(right)
 
 

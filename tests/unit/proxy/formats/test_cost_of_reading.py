@@ -127,7 +127,9 @@ def test_reading_stream_comments_takes_less_memory_than_their_length(api: str) -
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_it(api: str) -> None:
+def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_it(
+    api: str,
+) -> None:
     parser = FORMATS[api].reply_parser(read_request(b"{}"), None, streamed=True)
     begin, rest = b'data: {"odd": "' + b"x" * 100, b'y"}\r\n\r\n'
     assert parser.feed(begin) == b""

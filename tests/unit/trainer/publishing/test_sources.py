@@ -119,7 +119,9 @@ async def test_fetched_version_equals_the_trainers_files(
             assert await files.fetch(written, None) == place
 
 
-async def test_version_files_are_in_the_trainers_folder_without_an_adapter_source(trainer: Path) -> None:
+async def test_version_files_are_in_the_trainers_folder_without_an_adapter_source(
+    trainer: Path,
+) -> None:
     files = reader_files(SourceSettings(adapter_dir=trainer))
     assert await files.fetch(trainer / "m" / "1", "0" * 64) == trainer / "m" / "1"
 
