@@ -157,13 +157,13 @@ class IdempotencyStore:
         self._running[key] = _Running(body_hash, outcome)
         answer = None
         try:
-            answer = await self._answer_first(key, body_hash, state)
+            answer = await self._check_key_and_answer(key, body_hash, state)
         finally:
             del self._running[key]
             outcome.set_result(answer)
         return answer
 
-    async def _answer_first(self, key: str, body_hash: str, state: State) -> FeedbackAnswer:
+    async def _check_key_and_answer(self, key: str, body_hash: str, state: State) -> FeedbackAnswer:
         earlier = self._body_hashes.get(key)
         if earlier is not None:
             if earlier != body_hash:

@@ -68,8 +68,8 @@ def _parsed(body: bytes) -> Any:
     size = size_within(body, MOST)
     if size is None:
         raise BadRequest(
-            f"The body holds more than {MAX_ITEMS} statements, each an object of plain "
-            "values; send them in parts",
+            f"The body is larger than {MAX_ITEMS} feedback statements can be: send fewer in one"
+            " request, and no lists or objects within a statement",
             code="too_many_values",
         )
     check_depth(body, size)

@@ -124,7 +124,7 @@ def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
         # Other extended parameters (`name*`) repeat a name (RFC 2231).
         is_again = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
         if parameter is None or is_again:
-            raise ValueError("a header has malformed or repeated parameters")
+            raise ValueError("a header of a form's part has malformed or repeated parameters")
         parameters[name] = parameter[2]
         at = parameter.end()
     return parameters

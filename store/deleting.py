@@ -231,7 +231,10 @@ def _tombstone_names(keys: Sequence[str], calls: Sequence[Any]) -> list[Named]:
 async def store_additions_whole(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], calls: Sequence[UUID]
 ) -> int:
-    """Store other episodes' additions to these calls whole; return how many there were."""
+    """Store calls whole that are stored as additions to `calls`, which are to be deleted.
+
+    Calls of the episodes `ids` are left as they are. Return how many were stored whole.
+    """
     adding = [row[0] for row in await driver.fetch(_ADDING, ids, calls)]
     if not adding:
         return 0

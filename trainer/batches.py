@@ -237,7 +237,7 @@ def _set_ends(nodes: Sequence[int], end: list[int], size: int) -> None:
         end[node] = size
 
 
-def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
+def split_into_optimiser_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
     """Divide an update into at most `steps` optimiser steps of about equally many episodes.
 
     An episode stays whole, as its rows share prefixes. Episodes are dealt out by their first row in

@@ -281,7 +281,10 @@ def server_away(facts: Facts) -> Iterator[Finding]:
 
 
 def trainer_away(facts: Facts) -> Iterator[Finding]:
-    """Find that no trainer runs, or none works on a policy, by its port and the policies held."""
+    """Find that no trainer runs, or that none has claimed a policy to work on it.
+
+    A trainer runs if its port answers, or if some policy is locked by one in the database.
+    """
     trained = [policy.about.trained_at for policy in facts.policies]
     since = max((at for at in trained if at is not None), default=None)
     left = facts.trainer.values("pawl_policy_left")

@@ -127,10 +127,11 @@ class Conversation:
             self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
 
     def open_reply(self) -> tuple[bytes, bool] | None:
-        """Return the prefix that ends with the last assistant run, if nothing followed that.
+        """Return the conversation up to its last assistant messages, if nothing follows these.
 
         Returns:
-            Its digest and whether it contains a unique tool call id; None if there is none.
+            The digest, by which a later request that repeats it is joined, and whether a tool call
+            in it has a unique id; None if the conversation does not end with the assistant.
         """
         if not (self._texts or self._calls):
             return None
@@ -421,7 +422,7 @@ class Turns:
 def tool_result(
     tool_id: Any, content: Any, calls: Calls, is_error: bool | None = None
 ) -> Iterable[ToolResult]:
-    """Return the tool result, or nothing if its id is missing or cannot be stored."""
+    """Return the tool result, or nothing if its id is missing or PostgreSQL cannot store it."""
     if not isinstance(tool_id, str) or not tool_id or not _is_storable(tool_id):
         return ()
     call = calls.get(tool_id)

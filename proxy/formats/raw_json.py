@@ -117,7 +117,7 @@ def replace_members(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
 
 
 def _end_of_value(data: bytes, at: int, member: Replacement) -> int | None:
-    """Return where a member's value ends, or None if it is not to be replaced."""
+    """Return where a member's value ends; None if `member` does not match this value."""
     sign = data[at : at + 1]
     if not sign or sign not in member.opens:
         return None

@@ -36,7 +36,7 @@ class OwnersFile:
     """The owners of policies, read again whenever their file changes."""
 
     def __init__(self, path: Path | None) -> None:
-        """Store the file's path; the first `current_owners` reads it."""
+        """Store the path of the policies file; the first `current_owners` reads it."""
         self._path = path
         self._seen: Mark = "unread"
         self._trouble = ""

@@ -302,10 +302,10 @@ def rebuild_calls(
 
 def whole_texts(rows: Sequence[Any]) -> WholeTexts:
     """Rebuild each call's request and prompt ids from its row and the calls that it adds to."""
-    return WholeTexts(*rebuild_calls(rows, [row.id for row in rows], _rebuild_texts))
+    return WholeTexts(*rebuild_calls(rows, [row.id for row in rows], _rebuild_request_and_prompt))
 
 
-def _rebuild_texts(row: Any, base: Any, whole: Texts | None) -> Texts:
+def _rebuild_request_and_prompt(row: Any, base: Any, whole: Texts | None) -> Texts:
     if any(len(values) % ITEM_BYTES for values in (row.sampled_ids, row.sampled_logprobs)):
         raise ValueError(
             f"its sampled ids or log-probabilities are not a multiple of {ITEM_BYTES} bytes"

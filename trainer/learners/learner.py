@@ -23,7 +23,7 @@ from trainer.batches import (
     Way,
     computed_tokens,
     plan_micro_batches,
-    split_steps,
+    split_into_optimiser_steps,
     with_logprobs,
 )
 from trainer.errors import MEMORY_REMEDY, ShortOfMemory, Unusable
@@ -284,7 +284,7 @@ class Learner:
             return 0.0
         batch, sizes = self._recipe.batch, [row.size for row in rows]
         tokens = max(*sizes, min(batch.micro_batch_tokens, sum(sizes)))
-        for step in split_steps(rows, batch.steps):
+        for step in split_into_optimiser_steps(rows, batch.steps):
             cut = plan_micro_batches(step, batch.micro_batch_tokens, way=self.way, most=planned)
             tokens = max(tokens, *(computed_tokens(own, way=self.way) for own in cut))
         return max(
@@ -405,7 +405,7 @@ class Learner:
             start = [parameter.detach().clone() for parameter in parameters]
             trained, off_policy = self._take_steps(rows, newest)
             # Rows of the first step have log-probabilities from before the policy moved.
-            first = split_steps(rows, self._recipe.batch.steps)[0]
+            first = split_into_optimiser_steps(rows, self._recipe.batch.steps)[0]
             first = [row for row in first if not row.is_correction]
             kept = self._shorten_step(measured_rows(first, FEWEST_MOVED), start) if first else {}
         metrics = self._take_metrics()
@@ -451,7 +451,7 @@ class Learner:
                 if row.key is not None:
                     self._policy_logprobs.setdefault(row.key, row.policy_logprobs)
 
-        steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
+        steps = split_into_optimiser_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
         try:
             trained = [self._train_step(step, check_drift) for step in steps]
         except Unusable as error:

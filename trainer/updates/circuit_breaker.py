@@ -109,7 +109,7 @@ class CircuitBreaker:
             self._resume()
 
     def note_test(self, why: str | None) -> None:
-        """Note a test that failed for the reason `why`, or succeeded if it is None."""
+        """Note the result of a self-test during a pause: why it failed, or None if it passed."""
         in_doubt, self.is_in_doubt = self.is_in_doubt, False
         if why is not None:
             # The first test after the wait for a server or a slot: the server is at fault.

@@ -21,9 +21,10 @@ AT_ONCE: Final = 8
 
 
 class Teacher(NamedTuple):
-    """Ask the teacher of one policy.
+    """Ask a policy's teacher model for log-probabilities of what the policy sampled.
 
-    `probe` returns a text that tells tokenizers apart, and its ids by the policy's tokenizer.
+    `probe` returns a text that different tokenizers split differently, and its token ids by the
+    policy's tokenizer: the teacher's must be the same.
     """
 
     options: TeacherOptions

@@ -17,7 +17,7 @@ from trainer.batches import (
     computed_tokens,
     divide_among_processes,
     plan_micro_batches,
-    split_steps,
+    split_into_optimiser_steps,
     stretches_of,
     tokens_and_pairs,
 )
@@ -95,7 +95,7 @@ def test_optimizer_steps_get_whole_episodes_in_nearly_equal_numbers(
         msgspec.structs.replace(row([9, *ids]), episode_id=UUID(int=number // 2))
         for number, ids in enumerate(rows)
     ]
-    dealt = split_steps(made, steps)
+    dealt = split_into_optimiser_steps(made, steps)
     assert sorted(r.ids for step in dealt for r in step) == sorted(r.ids for r in made)
     episodes = [{r.episode_id for r in step} for step in dealt]
     assert sum(map(len, episodes)) == len(set.union(*episodes))

@@ -283,7 +283,9 @@ async def test_served_since_counts_only_versions_that_got_the_traffic(engine: As
 # Which versions servers keep
 
 
-async def test_servers_keep_only_versions_that_episodes_may_use(engine: AsyncEngine) -> None:
+async def test_model_servers_keep_only_versions_that_episodes_may_use(
+    engine: AsyncEngine,
+) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 1, 0)
         await promote(connection, "m", 1, rule=RULE)

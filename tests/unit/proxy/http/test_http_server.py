@@ -354,7 +354,7 @@ async def test_refused_head_request_gets_no_body() -> None:
         (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"200"),
     ],
 )
-async def test_request_needs_a_single_valid_host_and_a_served_version(
+async def test_request_needs_a_single_valid_host_header_and_http_version_1(
     request_bytes: bytes, status: bytes
 ) -> None:
     connection, wire = client(seen := Seen())
