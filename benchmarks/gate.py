@@ -121,7 +121,7 @@ class LiveComparison:
 
 
 class Policy:
-    """Let one version come, and go, as the controller does (pawl/controller/deciding.py)."""
+    """Let one version come, and go, as the controller does (pawl/controller/gate.py)."""
 
     def __init__(self, rule: PublishOptions, per_day: int, effect: float, seed: str) -> None:
         self.serves = False

@@ -1,7 +1,8 @@
 """Define what workers know of API keys: hashes, scopes and limits."""
 
+from collections.abc import Mapping
 from hashlib import sha256
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from store.records import Record
 from store.tenants import DEFAULT
@@ -10,7 +11,15 @@ MARK: Final = b"pawl_"
 ID_BYTES: Final = 8
 
 Scope = Literal["infer", "feedback", "read", "train", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = get_args(Scope)
+# What a key with the scope may be used for.
+ALLOWED: Final[Mapping[Scope, str]] = {
+    "infer": "calls",
+    "feedback": "feedback",
+    "read": "metrics, the console",
+    "train": "moving traffic in the console",
+    "admin": "the account at the provider, all tenants in the console",
+}
+SCOPES: Final[tuple[Scope, ...]] = tuple(ALLOWED)
 
 
 class Limits(Record, frozen=True, kw_only=True):

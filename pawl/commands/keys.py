@@ -16,6 +16,7 @@ from pawl.commands.common import (
     with_flags,
     write_lines,
 )
+from store.grants import ALLOWED
 from store.records import Record
 from store.tenants import DEFAULT
 
@@ -39,9 +40,9 @@ class KeyFlags(Record, frozen=True, kw_only=True):
     scope: Annotated[
         str,
         typer.Option(
-            help="What it may be used for, comma-separated: infer (calls), feedback, read "
-            "(metrics, the console), admin (the account at the provider, all tenants in the "
-            "console), train (moving traffic in the console)."
+            help="What it may be used for, comma-separated: "
+            + "; ".join(f"{scope} ({allowed})" for scope, allowed in ALLOWED.items())
+            + "."
         ),
     ] = "infer,feedback"
     tenant: Annotated[

@@ -10,8 +10,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluations, evaluate_candidate
+from pawl.controller.gate import Gate
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.database import open_engine
 from pawl.processes import stop_event
@@ -47,7 +47,7 @@ async def controller(settings: ControllerSettings) -> None:
         port = await serve_app(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
-        looks = {"controller": servable.look, "gate": Deciding(evaluations).look}
+        looks = {"controller": servable.look, "gate": Gate(evaluations).look}
         reading = [look_forever(settings, poll_s, name, look) for name, look in looks.items()]
         async with working(reading), working([each.reconcile_forever() for each in controllers]):
             log.info("controller_up", replicas=settings.server_urls)

@@ -1,7 +1,8 @@
 """Send requests to a model server (one or several replicas of the same models), and read replies.
 
-A request that could not be sent to one replica goes to the next. `proxy.calls.call` decides when a
-call that a server refused is sent again.
+A request is sent again in three cases only, because a model must not answer a call twice. If it
+could not be sent to one replica, it goes to the next. If a server does not know the version, or
+refuses the fields that the proxy added, the call is sent again (`Call._retry_refused`).
 
 A request for ids asks for `identity`, but some servers and balancers compress all the same, and
 token ids can only be removed from a decoded reply. A compressed stream is passed on decoded. A

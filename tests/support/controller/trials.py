@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policies import events_of
 from pawl.controller.comparison import Comparison
-from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluate, Evaluations
+from pawl.controller.gate import Gate
 from pawl.controller.run import look_forever, working
 from pawl.settings import ControllerSettings
 from store.claims import begin_update, record_update
@@ -57,13 +57,13 @@ async def never(
     raise AssertionError
 
 
-def controller(engine: AsyncEngine, evaluate: Evaluate = never) -> Deciding:
+def controller(engine: AsyncEngine, evaluate: Evaluate = never) -> Gate:
     """Return what decides in a controller that was just started."""
-    return Deciding(Evaluations(evaluate))
+    return Gate(Evaluations(evaluate))
 
 
 @asynccontextmanager
-async def following(engine: AsyncEngine, judge: Deciding) -> AsyncIterator[None]:
+async def following(engine: AsyncEngine, judge: Gate) -> AsyncIterator[None]:
     """Let a controller look again and again."""
     async with working([look_forever(settings_of(engine), 0.01, "gate", judge.look)]):
         yield
@@ -173,7 +173,7 @@ async def changes(engine: AsyncEngine) -> list[tuple[str, str]]:
     ]
 
 
-async def begin_trial(engine: AsyncEngine, judge: Deciding, rule: Mapping[str, Any] = RULE) -> None:
+async def begin_trial(engine: AsyncEngine, judge: Gate, rule: Mapping[str, Any] = RULE) -> None:
     """Try version 1 as a canary, while the base model serves; no episode has begun yet."""
     await loaded(engine, 0, rule=rule)
     await judge.look(engine)
@@ -182,7 +182,7 @@ async def begin_trial(engine: AsyncEngine, judge: Deciding, rule: Mapping[str, A
 
 async def on_trial(
     engine: AsyncEngine,
-    judge: Deciding,
+    judge: Gate,
     rule: Mapping[str, Any] = RULE,
     *,
     mine: Sequence[float] = GOOD,

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.controller.deciding import Deciding
+from pawl.controller.gate import Gate
 from tests.support.controller.trials import controller
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 
 
 @pytest.fixture
-def judge(engine: AsyncEngine) -> Deciding:
+def judge(engine: AsyncEngine) -> Gate:
     return controller(engine)
 
 

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from pawl.commands.policies import events_of
 from pawl.controller.comparison import ComparedEpisode, Comparison
-from pawl.controller.deciding import Deciding
 from pawl.controller.evaluating import Evaluations
+from pawl.controller.gate import Gate
 from store.read.gates import VersionInRole
 from tests.support.controller.trials import (
     RULE,
@@ -68,7 +68,7 @@ class Evaluator:
         return len(self.of) == self.ended
 
 
-async def evaluated(engine: AsyncEngine, judge: Deciding, evaluator: Evaluator) -> None:
+async def evaluated(engine: AsyncEngine, judge: Gate, evaluator: Evaluator) -> None:
     """Look until the evaluation has ended, and what it came to is acted on."""
     await judge.look(engine)
     await eventually(evaluator.has_begun)
@@ -216,7 +216,7 @@ async def test_evaluations_end_with_the_controller(engine: AsyncEngine) -> None:
     evaluator = Evaluator(0.4)
     evaluations = Evaluations(evaluator)
     await loaded(engine, 0, rule=EVALUATED)
-    await Deciding(evaluations).look(engine)
+    await Gate(evaluations).look(engine)
     await eventually(evaluator.has_begun)
     await evaluations.close()
     assert evaluator.ended == 1

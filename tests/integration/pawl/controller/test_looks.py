@@ -11,8 +11,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.controller import deciding, evidence
-from pawl.controller.deciding import Deciding
+from pawl.controller import evidence, gate
+from pawl.controller.gate import Gate
 from store import version_states
 from store.read.gates import GatedPolicy, read_gated_policy
 from store.version_queries import list_versions
@@ -64,13 +64,13 @@ async def hang(_: AsyncConnection) -> None:
 
 
 async def test_slow_decision_about_a_policy_is_logged_and_delays_no_other_policy(
-    engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, judge: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await loaded(engine, 0, name="a")
     await loaded(engine, 0)
     with capture_logs() as logs, monkeypatch.context() as patched:
-        patched.setattr(deciding, "read_gated_policy", where_a(hang))
-        patched.setattr(deciding, "LOOK_S", 5.0)
+        patched.setattr(gate, "read_gated_policy", where_a(hang))
+        patched.setattr(gate, "LOOK_S", 5.0)
         await judge.look(engine)
     assert (await states(engine))[1] == "canary"
     [error] = [one for one in logs if one["log_level"] == "error"]
@@ -84,7 +84,7 @@ async def test_slow_decision_about_a_policy_is_logged_and_delays_no_other_policy
 
 
 async def test_unreadable_gate_rule_is_logged_once_and_delays_no_other_policy(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await loaded(engine, 0, name="a", rule={**RULE, "margin": "none"})
     await loaded(engine, 0)
@@ -113,7 +113,7 @@ async def test_query_about_a_policy_cancelled_by_the_database_delays_no_other_po
 
     await loaded(engine, 0, name="a")
     await loaded(engine, 0)
-    monkeypatch.setattr(deciding, "read_gated_policy", where_a(too_long))
+    monkeypatch.setattr(gate, "read_gated_policy", where_a(too_long))
     async with following(engine, controller(engine)):
         await eventually(is_tried, within_s=120.0)
     assert await state_of_a(engine) == "loaded"
@@ -165,7 +165,7 @@ async def promotes_another(connection: AsyncConnection) -> None:
 @pytest.mark.parametrize("better", [True, False])
 async def test_gate_decision_does_not_undo_an_operators_concurrent_change(
     engine: AsyncEngine,
-    judge: Deciding,
+    judge: Gate,
     monkeypatch: pytest.MonkeyPatch,
     does: Callable[[AsyncConnection], Awaitable[None]],
     better: bool,
@@ -204,7 +204,7 @@ async def test_policy_frozen_during_a_gate_decision_gets_no_canary(
 
     await loaded(engine, 0)
     reads = [None]
-    monkeypatch.setattr(deciding, "read_gated_policy", frozen_then)
+    monkeypatch.setattr(gate, "read_gated_policy", frozen_then)
     await controller(engine).look(engine)
     assert not reads
     assert (await states(engine))[1] == "loaded"
@@ -216,7 +216,7 @@ async def test_failure_of_the_gate_other_than_a_database_outage_is_logged_as_gat
     async def broken(_: object) -> None:
         raise ValueError("for the test")
 
-    monkeypatch.setattr(deciding, "gated_policies", broken)
+    monkeypatch.setattr(gate, "gated_policies", broken)
     with capture_logs() as logs:
         async with following(engine, controller(engine)):
             await until(lambda: bool(logs), within_s=120.0)
@@ -244,19 +244,19 @@ async def test_several_controllers_move_the_control_once(engine: AsyncEngine) ->
     assert await changes(engine) == [("m@2", "retired")]
 
 
-async def begins(engine: AsyncEngine, judge: Deciding) -> None:
+async def begins(engine: AsyncEngine, judge: Gate) -> None:
     await loaded(engine, 0)
 
 
-async def is_better(engine: AsyncEngine, judge: Deciding) -> None:
+async def is_better(engine: AsyncEngine, judge: Gate) -> None:
     await on_trial(engine, judge)
 
 
-async def is_worse(engine: AsyncEngine, judge: Deciding) -> None:
+async def is_worse(engine: AsyncEngine, judge: Gate) -> None:
     await on_trial(engine, judge, mine=BAD, others=GOOD)
 
 
-async def falls(engine: AsyncEngine, judge: Deciding) -> None:
+async def falls(engine: AsyncEngine, judge: Gate) -> None:
     await loaded(engine, 0, rule=IMMEDIATE)
     await serves(engine, 2, 1)
     await live(engine, {("control", 0): GOOD, ("serving", 2): BAD})
@@ -274,9 +274,9 @@ async def falls(engine: AsyncEngine, judge: Deciding) -> None:
 @pytest.mark.parametrize("when", ["before", "in the middle", "before the commit"])
 async def test_controller_killed_during_a_change_of_state_leaves_nothing_half_done(
     engine: AsyncEngine,
-    judge: Deciding,
+    judge: Gate,
     monkeypatch: pytest.MonkeyPatch,
-    due: Callable[[AsyncEngine, Deciding], Awaitable[None]],
+    due: Callable[[AsyncEngine, Gate], Awaitable[None]],
     function: str,
     made: Mapping[str, str],
     when: str,
@@ -286,7 +286,7 @@ async def test_controller_killed_during_a_change_of_state_leaves_nothing_half_do
     if when == "in the middle" and due is not is_worse:
         kill = killing(version_states, "change_state", after=True)
     else:
-        kill = killing(deciding, function, after=when == "before the commit")
+        kill = killing(gate, function, after=when == "before the commit")
     kill(monkeypatch)
     with pytest.raises(Killed):
         await judge.look(engine)
@@ -309,10 +309,10 @@ async def test_gate_decides_again_after_a_database_outage(
     async def promoted() -> bool:
         return (await states(engine))[1] == "serving"
 
-    real = deciding.gated_policies
-    monkeypatch.setattr(deciding, "gated_policies", away)
+    real = gate.gated_policies
+    monkeypatch.setattr(gate, "gated_policies", away)
     async with following(engine, controller(engine)):
         await refused.wait()
-        monkeypatch.setattr(deciding, "gated_policies", real)
+        monkeypatch.setattr(gate, "gated_policies", real)
         await eventually(promoted)
     assert await states(engine) == {0: "retired", 1: "serving"}

@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.commands.policies import events_of
-from pawl.controller.deciding import Deciding
 from pawl.controller.evidence import Evidence
+from pawl.controller.gate import Gate
 from store.records import Arm
 from tests.support.controller.trials import (
     BAD,
@@ -41,7 +41,7 @@ async def earns(engine: AsyncEngine) -> None:
 
 
 async def test_changed_reward_restarts_a_trial_on_new_episodes_only(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     """By the old range all rewards of the new sum would be its highest."""
     await begin_trial(engine, judge)
@@ -87,7 +87,7 @@ async def test_changed_reward_restarts_a_watch_on_new_episodes_only(
 
 
 async def test_gate_decides_nothing_while_the_policys_reward_changes(
-    engine: AsyncEngine, judge: Deciding, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, judge: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await on_trial(engine, judge)
     catch_up = Evidence.catch_up

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.commands.policies import events_of
-from pawl.controller.deciding import Deciding
+from pawl.controller.gate import Gate
 from pawl.controller.metrics import GATE_EPISODES
 from store.records import Arm, SpoolRecord
 from store.version_states import freeze
@@ -56,7 +56,7 @@ async def last_event(engine: AsyncEngine) -> Any:
     ],
 )
 async def test_share_of_a_canary_follows_the_traffic(
-    engine: AsyncEngine, judge: Deciding, episodes: int, share: float
+    engine: AsyncEngine, judge: Gate, episodes: int, share: float
 ) -> None:
     await loaded(engine, 0)
     began = [ago(60.0 + number, 1) for number in range(episodes)]
@@ -71,7 +71,7 @@ async def test_share_of_a_canary_follows_the_traffic(
 
 
 async def test_better_version_is_promoted_and_previous_version_becomes_control(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await on_trial(engine, judge)
     with capture_logs() as logs:
@@ -94,7 +94,7 @@ async def test_better_version_is_promoted_and_previous_version_becomes_control(
 
 
 async def test_worse_version_is_rolled_back_and_its_descendants_are_rejected(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await begin_trial(engine, judge)
     await next_version(engine, 2, 1, RULE)
@@ -121,7 +121,7 @@ async def test_worse_version_is_rolled_back_and_its_descendants_are_rejected(
 )
 async def test_reward_difference_so_far_decides_a_trial_at_its_deadline(
     engine: AsyncEngine,
-    judge: Deciding,
+    judge: Gate,
     more: Mapping[str, Any],
     mine: Sequence[float],
     others: Sequence[float],
@@ -142,7 +142,7 @@ async def test_reward_difference_so_far_decides_a_trial_at_its_deadline(
 
 
 async def test_trial_deadline_restarts_when_the_serving_version_changes(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await begin_trial(engine, judge, {**AT_ONCE, "margin": 0.01})
     async with engine.begin() as connection:
@@ -154,7 +154,7 @@ async def test_trial_deadline_restarts_when_the_serving_version_changes(
 
 
 async def test_trial_without_rewards_outlasts_its_deadline_until_a_newer_version(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await begin_trial(engine, judge, AT_ONCE)
     await live(engine, {("serving", 0): GOOD, ("canary", 1): GOOD}, are_late=True)
@@ -168,7 +168,7 @@ async def test_trial_without_rewards_outlasts_its_deadline_until_a_newer_version
 
 
 async def test_control_share_falls_to_the_recipes_value_once_the_new_version_is_proven(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     rule = {**AT_ONCE, "margin": 0.01}
     await on_trial(engine, judge, rule, mine=MORE, others=LESS)
@@ -185,7 +185,7 @@ async def test_control_share_falls_to_the_recipes_value_once_the_new_version_is_
 
 @pytest.mark.parametrize("more", [{}, {"decide_within_h": 0.5, "margin": 0.01}])
 async def test_decided_canary_waits_for_approval_with_a_single_event(
-    pawl: Pawl, engine: AsyncEngine, judge: Deciding, more: Mapping[str, Any]
+    pawl: Pawl, engine: AsyncEngine, judge: Gate, more: Mapping[str, Any]
 ) -> None:
     good = not more
     rule = {**RULE, **more, "approve": True}
@@ -204,7 +204,7 @@ async def test_decided_canary_waits_for_approval_with_a_single_event(
 
 
 async def test_immediate_version_waits_for_approval_with_a_single_event(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await loaded(engine, 0, rule={**RULE, "mode": "immediate", "approve": True})
     for one in (judge, judge, controller(engine)):
@@ -214,16 +214,14 @@ async def test_immediate_version_waits_for_approval_with_a_single_event(
 
 
 async def test_worse_version_is_rolled_back_without_approval(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await on_trial(engine, judge, {**RULE, "approve": True}, mine=BAD, others=GOOD)
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
 
 
-async def test_traffic_of_a_frozen_policy_is_not_moved(
-    engine: AsyncEngine, judge: Deciding
-) -> None:
+async def test_traffic_of_a_frozen_policy_is_not_moved(engine: AsyncEngine, judge: Gate) -> None:
     await on_trial(engine, judge)
     for frozen in (True, False):
         async with engine.begin() as connection:
@@ -234,7 +232,7 @@ async def test_traffic_of_a_frozen_policy_is_not_moved(
 
 
 async def test_next_version_is_tried_after_the_previous_trial(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await on_trial(engine, judge)
     await next_version(engine, 2, 1, RULE)
@@ -247,7 +245,7 @@ async def test_next_version_is_tried_after_the_previous_trial(
 
 
 async def test_canary_older_than_the_serving_version_is_retired(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await begin_trial(engine, judge)
     await next_version(engine, 2, 0, RULE)
@@ -258,7 +256,7 @@ async def test_canary_older_than_the_serving_version_is_retired(
 
 
 async def test_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     """Nothing is said of an episode that hangs; all others are as good as those of what serves."""
     await begin_trial(engine, judge)
@@ -295,7 +293,7 @@ def shown(compared: str, version: str) -> str:
 
 
 async def test_metrics_show_a_comparisons_figures_while_it_runs(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     GATE_EPISODES.clear()
     await on_trial(engine, judge, mine=MORE, others=MORE)

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands.policies import events_of
-from pawl.controller.deciding import Deciding
+from pawl.controller.gate import Gate
 from store.version_queries import why_held
 from store.version_states import freeze, mark_unloaded
 from tests.support.controller.trials import (
@@ -49,7 +49,7 @@ def is_watched() -> bool:
 
 
 async def test_reward_drop_rolls_back_every_version_since_the_control(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     """Before any episode of a bad version counts, others have followed it."""
     for number in (1, 2, 3):
@@ -77,7 +77,7 @@ async def test_reward_drop_rolls_back_every_version_since_the_control(
 
 
 async def test_successive_versions_are_judged_by_their_pooled_episodes(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     """The controller has seen some of them before the next one serves."""
     few = MANY // 8
@@ -96,7 +96,7 @@ async def test_successive_versions_are_judged_by_their_pooled_episodes(
 
 
 async def test_version_that_turns_bad_as_it_serves_is_rolled_back(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await serves(engine, 1, 0)
     await live(engine, {("control", 0): BAD, ("serving", 1): GOOD}, "a", to_s=1400.0)
@@ -106,7 +106,7 @@ async def test_version_that_turns_bad_as_it_serves_is_rolled_back(
 
 
 async def test_reward_drop_in_both_arms_rolls_nothing_back(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await serves(engine, 1, 0)
     await live(engine, {("control", 0): FAIR, ("serving", 1): GOOD}, "a", to_s=1400.0)
@@ -116,7 +116,7 @@ async def test_reward_drop_in_both_arms_rolls_nothing_back(
     assert is_watched()
 
 
-async def moved(engine: AsyncEngine, judge: Deciding) -> None:
+async def moved(engine: AsyncEngine, judge: Gate) -> None:
     """Let four versions serve, of which none has enough episodes to be compared by itself."""
     for number in (1, 2, 3, 4):
         await serves(engine, number, number - 1)
@@ -128,7 +128,7 @@ async def moved(engine: AsyncEngine, judge: Deciding) -> None:
 
 
 async def test_control_moves_on_with_pooled_evidence_of_later_versions(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await moved(engine, judge)
     [control] = await shares(engine)
@@ -141,7 +141,7 @@ async def test_control_moves_on_with_pooled_evidence_of_later_versions(
     assert await changes(engine) == before
 
 
-async def test_roll_back_returns_to_the_moved_control(engine: AsyncEngine, judge: Deciding) -> None:
+async def test_roll_back_returns_to_the_moved_control(engine: AsyncEngine, judge: Gate) -> None:
     """Versions that were better than the first control prove nothing for one that is worse."""
     await moved(engine, judge)
     [control] = await shares(engine)
@@ -156,7 +156,7 @@ async def test_roll_back_returns_to_the_moved_control(engine: AsyncEngine, judge
 
 @pytest.mark.parametrize(("control", "ends"), [(BAD, "serving"), (GOOD, "rolled_back")])
 async def test_reward_drop_over_time_holds_training_until_the_control_decides(
-    engine: AsyncEngine, judge: Deciding, control: list[float], ends: str
+    engine: AsyncEngine, judge: Gate, control: list[float], ends: str
 ) -> None:
     """The world got worse for all; or the version alone did."""
 
@@ -177,7 +177,7 @@ async def test_reward_drop_over_time_holds_training_until_the_control_decides(
     assert (await states(engine))[1] == ends
 
 
-async def fall_and_hold(engine: AsyncEngine, judge: Deciding) -> None:
+async def fall_and_hold(engine: AsyncEngine, judge: Gate) -> None:
     """Let the rewards of what serves fall, so that training is held."""
     await serves(engine, 1, 0)
     await live(engine, {("control", 0): GOOD, ("serving", 1): GOOD}, "a", to_s=1400.0, many=100)
@@ -188,7 +188,7 @@ async def fall_and_hold(engine: AsyncEngine, judge: Deciding) -> None:
 
 
 async def test_hold_on_training_ends_if_no_server_can_load_the_control(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     """Nothing new could serve, so nothing would ever tell why rewards fell."""
     await fall_and_hold(engine, judge)
@@ -201,7 +201,7 @@ async def test_hold_on_training_ends_if_no_server_can_load_the_control(
 
 
 async def test_training_resumed_by_a_person_is_not_held_again_for_the_same_drop(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await fall_and_hold(engine, judge)
     async with engine.begin() as connection:
@@ -215,7 +215,7 @@ async def test_training_resumed_by_a_person_is_not_held_again_for_the_same_drop(
 
 @pytest.mark.parametrize(("undecided", "ends"), [("promote", "serving"), ("keep", "rolled_back")])
 async def test_reward_loss_in_a_task_family_is_reported_and_rolled_back_if_the_recipe_asks(
-    engine: AsyncEngine, judge: Deciding, undecided: str, ends: str
+    engine: AsyncEngine, judge: Gate, undecided: str, ends: str
 ) -> None:
     await serves(engine, 1, 0, {**IMMEDIATE, "undecided": undecided})
     for family, old, new in (("sum", FAIR, GOOD), ("sql", GOOD, BAD)):
@@ -231,7 +231,7 @@ async def test_reward_loss_in_a_task_family_is_reported_and_rolled_back_if_the_r
 
 @pytest.mark.parametrize(("verdict", "serving"), [("undecided", 0), (None, 1)])
 async def test_canary_promoted_without_proof_can_lose_the_traffic_again(
-    engine: AsyncEngine, judge: Deciding, verdict: str | None, serving: int
+    engine: AsyncEngine, judge: Gate, verdict: str | None, serving: int
 ) -> None:
     """As much is known in the end as a trial needs, and it tells against it; not so if a person
     promoted it. What was trained on it is not thrown away.
@@ -253,9 +253,7 @@ async def test_canary_promoted_without_proof_can_lose_the_traffic_again(
     assert await shares(engine) == ({} if serving == 0 else {0: 0.5})
 
 
-async def test_version_after_a_roll_back_is_watched_again(
-    engine: AsyncEngine, judge: Deciding
-) -> None:
+async def test_version_after_a_roll_back_is_watched_again(engine: AsyncEngine, judge: Gate) -> None:
     for number in (1, 2):
         await serves(engine, number, 0)
         assert await shares(engine) == {0: 0.3}
@@ -267,7 +265,7 @@ async def test_version_after_a_roll_back_is_watched_again(
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 async def test_version_without_its_control_is_not_judged_and_shown_as_unwatched(
-    engine: AsyncEngine, judge: Deciding, share: float
+    engine: AsyncEngine, judge: Gate, share: float
 ) -> None:
     await serves(engine, 1, 0, {**IMMEDIATE, "control_share": share})
     async with engine.begin() as connection:
@@ -279,7 +277,7 @@ async def test_version_without_its_control_is_not_judged_and_shown_as_unwatched(
 
 
 async def test_operators_promotion_is_judged_by_its_own_episodes_only(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     """It may be a repair, and what it repairs has episodes that count only later."""
     await serves(engine, 1, 0)
@@ -297,7 +295,7 @@ async def test_operators_promotion_is_judged_by_its_own_episodes_only(
 
 
 async def test_control_serving_after_a_roll_back_is_not_shown_as_unwatched(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await moved(engine, judge)
     [control] = await shares(engine)
@@ -309,7 +307,7 @@ async def test_control_serving_after_a_roll_back_is_not_shown_as_unwatched(
     assert is_watched()
 
 
-async def test_canary_is_rolled_back_with_its_parent(engine: AsyncEngine, judge: Deciding) -> None:
+async def test_canary_is_rolled_back_with_its_parent(engine: AsyncEngine, judge: Gate) -> None:
     await serves(engine, 1, 0)
     await next_version(engine, 2, 1, RULE)
     await judge.look(engine)
@@ -320,7 +318,7 @@ async def test_canary_is_rolled_back_with_its_parent(engine: AsyncEngine, judge:
 
 
 async def test_promoted_control_leaves_the_policy_without_a_control(
-    engine: AsyncEngine, judge: Deciding
+    engine: AsyncEngine, judge: Gate
 ) -> None:
     await serves(engine, 1, 0)
     async with engine.begin() as connection:

@@ -1,5 +1,9 @@
 """Decide about the versions of each policy by their episodes' results, and move the traffic.
 
+The serving version is rolled back once it is shown to be worse than its control, in reward or in a
+guard (failed, malformed, slow); a canary, than the serving version. `pawl.controller.comparison`
+has the test. Rewards that fall below their own past hold training, and roll nothing back.
+
 A look is one transaction: it reads the evidence, locks the policy, and if the policy has not
 changed meanwhile, changes states and adds their events. So a kill or a lost database leaves nothing
 half done, and several controllers decide as a single one would. It needs neither a trainer nor a
@@ -441,7 +445,7 @@ def _why(comparison: Comparison, rule: PublishOptions, reason: str | None = None
     )
 
 
-class Deciding:
+class Gate:
     """Judge each policy that has versions to decide about."""
 
     def __init__(self, evaluations: Evaluations) -> None:
