@@ -133,7 +133,7 @@ class ReplyTorn(UpstreamBroke):
 
 
 class Redirected(ProxyError, status=502, fault="upstream", kind="upstream_error"):
-    """Report that the upstream redirects a client with a key of the proxy to another address."""
+    """Report a redirect that is not passed on: the client would send its Pawl key elsewhere."""
 
 
 class UnreadableCoding(ProxyError, status=502, fault="upstream", kind="upstream_error"):

@@ -68,8 +68,8 @@ def _parsed(body: bytes) -> Any:
     size = size_within(body, MOST)
     if size is None:
         raise BadRequest(
-            f"The body is larger than {MAX_ITEMS} feedback statements can be: send fewer in one"
-            " request, and no lists or objects within a statement",
+            f"The body holds more values than {MAX_ITEMS} feedback statements can: send fewer in"
+            " one request, and no lists or objects within a statement",
             code="too_many_values",
         )
     check_depth(body, size)

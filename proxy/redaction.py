@@ -1,10 +1,13 @@
 """Redaction: rules take secrets out of calls and feedback before they are recorded.
 
-A worker applies the rules before a record is on its disk. It reads the captured call as the
-ingester does, since a stream may split a secret over its events. If a rule hits, it spools the
-ingester's record without values derived from the redacted texts: token ids spell a text out, and a
-fingerprint can be checked against a guess. A call that cannot be redacted is recorded without its
-content. The ingester also applies the rules, for records from before they were set
+A worker applies the rules before anything of a call is on its disk. A stream may split a secret
+over its events, so the worker first makes the call's record, as the ingester would later, and
+searches that. If no rule hits, it spools the captured call as always. If one hits, it spools the
+redacted record, without what was derived from the texts: token ids spell a text out, and a
+fingerprint of words can be checked against a guess. A call that cannot be redacted is recorded
+without its content.
+
+The ingester applies the rules too, for what was spooled before they were set
 (docs/howto/redact.md).
 """
 

@@ -106,7 +106,7 @@ def _boundary(content_type: str) -> bytes:
     kind = given.partition(b";")[0]
     if kind.strip().lower() != FORM.encode() or not extends_ascii(content_type):
         raise ValueError("its Content-Type is not multipart/form-data in UTF-8")
-    named = _parameters(given, len(kind))
+    named = _parameters(given, len(kind), "its Content-Type")
     boundary = named.get(b"boundary", b"")
     if _QUOTED.fullmatch(boundary):
         return boundary[1:-1]
@@ -115,8 +115,11 @@ def _boundary(content_type: str) -> bytes:
     return boundary
 
 
-def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
-    """Return the parameters of a header from `at` on, by lower-case name, quotes included."""
+def _parameters(header: bytes, at: int, whose: str) -> dict[bytes, bytes]:
+    """Return the parameters of a header from `at` on, by lower-case name, quotes included.
+
+    `whose` names the header in the error's message.
+    """
     parameters: dict[bytes, bytes] = {}
     while at < len(header):
         parameter = _PARAMETER.match(header, at)
@@ -124,7 +127,7 @@ def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
         # Other extended parameters (`name*`) repeat a name (RFC 2231).
         is_again = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
         if parameter is None or is_again:
-            raise ValueError("a header of a form's part has malformed or repeated parameters")
+            raise ValueError(f"{whose} has malformed or repeated parameters")
         parameters[name] = parameter[2]
         at = parameter.end()
     return parameters
@@ -164,7 +167,7 @@ def _head(raw: bytes) -> _Head:
     disposition = headers.get(b"content-disposition", b"")
     content_type = headers.get(b"content-type", b"").decode("latin-1")
     kind = disposition.partition(b";")[0]
-    named = _parameters(disposition, len(kind))
+    named = _parameters(disposition, len(kind), "the Content-Disposition of a part")
     own = _NAME.fullmatch(named.get(b"name", b""))
     if kind.strip().lower() != b"form-data" or own is None:
         raise ValueError("a part has no name, or one that is not of letters, digits and . _ - [ ]")

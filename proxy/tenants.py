@@ -604,7 +604,7 @@ async def check_continued(
     # PostgreSQL neither stores U+0000 in a text nor accepts it in a query.
     is_possible = "\x00" not in named
     while True:
-        known = {name for name, digest in digests.items() if memory.is_provided(digest)}
+        known = {name for name, digest in digests.items() if memory.remembers_fingerprint(digest)}
         is_answered = True
         if not known and is_possible:
             stored = await lookup.ask(ask, within_s=LOOK_S)

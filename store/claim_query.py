@@ -372,9 +372,10 @@ async def _claimable_conditions(
 
 
 async def set_aside_after_fault(connection: AsyncConnection, policy: str) -> int:
-    """Set aside episodes that a past fault may have affected; return the number of free ones.
+    """Keep updates from claiming episodes that a model server's past fault may have spoilt.
 
-    The fault is assumed to have begun after the claim of the last update whose version went live.
+    They are those that began before now and had a call since the last good claim: that of the last
+    update whose version went live. Return how many set-aside episodes no update has claimed yet.
     """
     now = (await connection.execute(text("SELECT now()"))).scalar_one()
     await connection.execute(_NOTE, {"policy": policy, "began_before": lowest_id_at(now)})

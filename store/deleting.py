@@ -231,9 +231,10 @@ def _tombstone_names(keys: Sequence[str], calls: Sequence[Any]) -> list[Named]:
 async def store_additions_whole(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], calls: Sequence[UUID]
 ) -> int:
-    """Store calls whole that are stored as additions to `calls`, which are to be deleted.
+    """Make calls of other episodes independent of `calls`, which are about to be deleted.
 
-    Calls of the episodes `ids` are left as they are. Return how many were stored whole.
+    Such a call is stored as an addition to one of `calls`; afterwards it is stored whole. `ids` are
+    the episodes of `calls`. Return how many calls were stored whole.
     """
     adding = [row[0] for row in await driver.fetch(_ADDING, ids, calls)]
     if not adding:

@@ -191,7 +191,10 @@ async def tenants_of_policy(connection: AsyncConnection, name: str) -> set[str]:
 
 
 async def version_to_train_from(connection: AsyncConnection, name: str) -> PolicyVersion:
-    """Return the version that a policy is trained from: the newest that serves or may, or 0."""
+    """Return the version that the next update starts from: the newest that may still serve.
+
+    Rejected, retired, rolled-back and ended versions are passed over; version 0 never is.
+    """
     return version_of((await connection.execute(_HEAD, {"name": name})).one())
 
 

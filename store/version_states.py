@@ -268,7 +268,10 @@ async def add_event(
     is_first: bool = False,
     **why: Unpack[Why],
 ) -> None:
-    """Record why a version stays in `state`, or begins in it (`is_first`)."""
+    """Record an event that changes no state: why a version stays in `state`.
+
+    With `is_first` the version is new, and `state` its first. `change_state` records changes.
+    """
     before = None if is_first else state
     values = {"name": name, "version": version, "from": before, "to": state}
     await connection.execute(_STAYS, values | _event_values(why))

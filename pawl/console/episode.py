@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pawl.console.conversation import NO_TEXTS, Space, Turn, turn_of
-from pawl.console.pages import Refusal, console_of, page, part, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, console_of, page, part, reading, uuid_in, viewer_of
 from pawl.credit import ExplainedUpdate, explain_past
 from store.errors import Damaged, UnknownUpdate
 from store.read.detail import (
@@ -164,7 +164,7 @@ async def _detail(
         detail = await episode_detail(connection, request.path_params["id"], since)
     except Damaged as error:
         raise Refusal(409, "The episode cannot be read back", str(error)) from error
-    tenant = viewer(request).tenant
+    tenant = viewer_of(request).tenant
     if detail is None or tenant not in (None, tenant_of(detail.key)):
         raise Refusal(404, "There is no such episode", "It may have been deleted.")
     return detail
@@ -247,7 +247,7 @@ async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpd
 
     Takes the pool's only connection: the caller must not hold it.
     """
-    tenant = viewer(request).tenant
+    tenant = viewer_of(request).tenant
     try:
         explained = await console_of(request).explained.get(
             (tenant, update_id), lambda: _explained(request, update_id, tenant)
@@ -271,7 +271,7 @@ async def _explained(request: Request, update_id: UUID, tenant: str | None) -> E
 
 async def credit(request: Request) -> Response:
     """Show why calls of an update have their advantage, for one episode or one task."""
-    query, tenant = request.query_params, viewer(request).tenant
+    query, tenant = request.query_params, viewer_of(request).tenant
     episode, task = uuid_in(query.get("episode")), query.get("task")
     explained, why = await explained_for(request, request.path_params["id"])
     rows = [] if explained is None else credit_rows(explained, episode, task, tenant)
@@ -289,7 +289,7 @@ async def raw(request: Request) -> Response:
     body = None
     if which in ("request", "reply"):
         async with reading(request) as connection:
-            body = await raw_body(connection, call, which, viewer(request).tenant)
+            body = await raw_body(connection, call, which, viewer_of(request).tenant)
     if body is None:
         raise Refusal(404, "There are no such bytes", "The call has none, or is gone.")
     headers = {"Content-Disposition": f'attachment; filename="{call}-{which}.txt"'}

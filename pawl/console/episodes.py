@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pawl.console.conversation import NO_TEXTS, answer_in, question_in, turn_of
-from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, page, part, reading, uuid_in, viewer_of
 from store.ids import time_of
 from store.read.browsing import (
     LONGEST_NAME,
@@ -96,12 +96,14 @@ async def first_and_last_words(
     firsts, lasts = [row.first for row in ends], [row.last for row in ends]
     texts = await call_texts(connection, firsts, lasts, LARGEST_LISTED)
 
-    def said(row: Row[Any]) -> tuple[str, str]:
+    def first_question_and_last_answer(row: Row[Any]) -> tuple[str, str]:
         first, last = (texts.get(call, NO_TEXTS) for call in (row.first, row.last))
         turn = turn_of(CallTexts(first.request, last.reply))
         return end_of(question_in(turn)), end_of(answer_in(turn))
 
-    return await asyncio.to_thread(lambda: {row.episode: said(row) for row in ends})
+    return await asyncio.to_thread(
+        lambda: {row.episode: first_question_and_last_answer(row) for row in ends}
+    )
 
 
 def end_of(words: str) -> str:
@@ -119,7 +121,7 @@ async def episodes(request: Request) -> Response:
         raise Refusal(400, title, "before: write the id of an episode.")
     within_s = LOOK_FURTHER_S if "further" in request.query_params else LOOK_S
     async with reading(request) as connection:
-        tenant = viewer(request).tenant
+        tenant = viewer_of(request).tenant
         listed = await browse(connection, chosen, tenant, before=before, within_s=within_s)
         said = await first_and_last_words(connection, {line.id for line in listed.lines})
     return page(
@@ -139,7 +141,7 @@ async def counts(request: Request) -> Response:
     """Return how many episodes are in which state, and how their rewards are distributed."""
     chosen = Filter.of(request.query_params)
     async with reading(request) as connection:
-        counted = await count_episodes(connection, chosen, viewer(request).tenant)
+        counted = await count_episodes(connection, chosen, viewer_of(request).tenant)
     return part(request, "episodes_counts.html", chosen=chosen, counted=counted, states=STATES)
 
 

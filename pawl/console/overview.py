@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.pages import console_of, page, part, reading, viewer
+from pawl.console.pages import console_of, page, part, reading, viewer_of
 from pawl.doctor.examine import examine
 from store.read.browsing import MOST_COUNTED, Rows, count_outcomes, promotions
 from store.read.evaluations import Rewards, rewards_from_row
@@ -35,7 +35,7 @@ def _chosen_days(request: Request) -> str:
 
 async def doctor(request: Request) -> Response:
     """Return the findings and outlooks of `pawl doctor`."""
-    console, tenant = console_of(request), viewer(request).tenant
+    console, tenant = console_of(request), viewer_of(request).tenant
     findings = await console.examined.get(
         tenant,
         lambda: examine(console.settings, console.unqueued, tenant, of_parts=tenant is None),
@@ -50,7 +50,7 @@ async def doctor(request: Request) -> Response:
 
 async def figures(request: Request) -> Response:
     """Return how many calls are trainable, and the rewards and outcomes of each policy."""
-    tenant = viewer(request).tenant
+    tenant = viewer_of(request).tenant
     begun = datetime.now(UTC) - timedelta(days=int(_chosen_days(request)))
     async with reading(request) as connection:
         kinds = await newest_calls(connection, datetime.now(UTC), tenant)

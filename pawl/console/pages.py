@@ -148,7 +148,8 @@ def console_of(request: Request) -> Console:
     return cast("Console", request.app.state.console)
 
 
-def viewer(request: Request) -> Viewer:
+def viewer_of(request: Request) -> Viewer:
+    """Return who asks for the page, as `app.Guard` found by their key."""
     return cast("Viewer", request.state.viewer)
 
 
@@ -181,7 +182,7 @@ def require(request: Request, scope: Scope) -> None:
     if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         title = "A link of another site leads here"
         raise Refusal(403, title, "Open the console itself, and ask for the change there.")
-    who = viewer(request)
+    who = viewer_of(request)
     if scope not in who.scopes:
         raise Refusal(
             403,

@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from pawl.console.episode import numbers_of
-from pawl.console.pages import Refusal, console_of, form, page, reading, require, uuid_in, viewer
+from pawl.console.pages import Refusal, console_of, form, page, reading, require, uuid_in, viewer_of
 from pawl.console.versions import chosen_policy
 from pawl.judging.answers import Away, Statement
 from pawl.judging.feedback import TAKEN, feedback_url, post_once
@@ -39,7 +39,7 @@ DOUBTS: Final[Mapping[Doubt, str]] = {
 
 
 def steps_of(scale: Scale) -> list[float]:
-    """Return the values of the number keys on a metric's scale, the lowest first (pure)."""
+    """Return the scores that the keys 1, 2, … give: `STEPS`, evenly up the scale (pure)."""
     width = scale.high - scale.low
     return [round(scale.low + width * step / (STEPS - 1), 6) for step in range(STEPS)]
 
@@ -80,7 +80,7 @@ def _parse_score(stated: str, scale: Scale) -> float:
 async def review(request: Request) -> Response:
     """Show the next episode of the queue, or post a score and go on to the next."""
     # A key can score only its own tenant's episodes, even if the viewer may see all tenants'.
-    tenant = viewer(request).tenant or DEFAULT
+    tenant = viewer_of(request).tenant or DEFAULT
     query = request.query_params
     doubt: Doubt = next((kind for kind in DOUBTS if kind == query.get("kind")), "unscored")
     if request.method == "POST":

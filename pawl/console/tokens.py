@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pawl.console.episode import explained_for
-from pawl.console.pages import Refusal, console_of, part, reading, viewer
+from pawl.console.pages import Refusal, console_of, part, reading, viewer_of
 from store.read.detail import call_tokens
 from store.values.packing import unpack_ids, unpack_logprobs
 from trainer.errors import TrainerError
@@ -82,7 +82,7 @@ async def tokens(request: Request) -> Response:
     given = request.query_params.get("from", "")
     start = int(given) if given.isdecimal() and len(given) < 9 else 0
     async with reading(request) as connection:
-        call = await call_tokens(connection, request.path_params["id"], viewer(request).tenant)
+        call = await call_tokens(connection, request.path_params["id"], viewer_of(request).tenant)
     if call is None:
         raise Refusal(404, "There is no such call")
     explained, why = None, "no update has consumed its episode yet"

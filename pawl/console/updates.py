@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pawl.console.pages import Refusal, page, reading, uuid_in, viewer
+from pawl.console.pages import Refusal, page, reading, uuid_in, viewer_of
 from pawl.console.versions import chosen_policy
 from store.read.lineage import MOST_MEMBERS, episodes_of_update, read_update, updates_of
 from trainer.metrics import FIGURES
@@ -69,7 +69,7 @@ def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
 async def updates(request: Request) -> Response:
     before = uuid_in(request.query_params.get("before"))
     async with reading(request) as connection:
-        policy, known = await chosen_policy(request, connection, viewer(request).tenant)
+        policy, known = await chosen_policy(request, connection, viewer_of(request).tenant)
         name = "" if policy is None else policy.name
         rows = await updates_of(connection, name, before, MOST, BY_ID)
     return page(
@@ -92,7 +92,7 @@ async def update(request: Request) -> Response:
     Raises:
         Refusal: there is no such update, or it is another tenant's.
     """
-    of, tenant = request.path_params["id"], viewer(request).tenant
+    of, tenant = request.path_params["id"], viewer_of(request).tenant
     async with reading(request) as connection:
         row = await read_update(connection, of, tenant, BY_ID)
         if row is None:

@@ -31,7 +31,7 @@ from pawl.console.pages import (
     page,
     reading,
     require,
-    viewer,
+    viewer_of,
     writing,
 )
 from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy, WrongVersionState
@@ -187,7 +187,7 @@ async def versions(request: Request) -> Response:
     given = request.query_params.get("before", "")
     before = int(given) if given.isascii() and given.isdigit() and len(given) < 10 else None
     async with reading(request) as connection:
-        policy, known = await chosen_policy(request, connection, viewer(request).tenant)
+        policy, known = await chosen_policy(request, connection, viewer_of(request).tenant)
         standing = None if policy is None else await read_gated_policy(connection, policy.name)
         if policy is None or standing is None:
             return page(request, "versions.html", policy=None, policies=known)
@@ -228,7 +228,7 @@ async def version(request: Request) -> Response:
     """Show one version: its figures, its parent, and the events that led to its state."""
     policy, number = request.path_params["policy"], request.path_params["number"]
     async with reading(request) as connection:
-        own = await visible_version(connection, policy, number, viewer(request).tenant)
+        own = await visible_version(connection, policy, number, viewer_of(request).tenant)
         since = own.created_at if number else None
         live, held_out = await rewards_of(connection, policy, [number], since)
         events = await list_events(connection, policy, number, most=MOST_EVENTS)
@@ -260,13 +260,13 @@ async def confirm(request: Request) -> Response:
         policy=request.path_params["policy"],
         number=request.path_params["number"],
         # The viewer is stored for good, at the end of the events' reason.
-        reason=f"{reason or 'by hand'} (by {viewer(request).name}, in the console)",
+        reason=f"{reason or 'by hand'} (by {viewer_of(request).name}, in the console)",
     )
     # Previews wait for each other, so that their locks do not hold up other work.
     tried_alone = nullcontext() if is_posted else console_of(request).previewing
     try:
         async with tried_alone, writing(request) as connection:
-            tried = await carry_out(connection, change, viewer(request).tenant)
+            tried = await carry_out(connection, change, viewer_of(request).tenant)
             is_seen = is_posted and given.get("saw") == tried.digest
             if not is_seen:
                 await connection.rollback()

@@ -281,9 +281,10 @@ def server_away(facts: Facts) -> Iterator[Finding]:
 
 
 def trainer_away(facts: Facts) -> Iterator[Finding]:
-    """Find that no trainer runs, or that none has claimed a policy to work on it.
+    """Find that no trainer runs, or that some policies have no trainer that works on them.
 
-    A trainer runs if its port answers, or if some policy is locked by one in the database.
+    A trainer runs if its port answers, or if the lock of a policy is held in the database; it works
+    on the policies whose locks are held. `paused_training` finds those that it left.
     """
     trained = [policy.about.trained_at for policy in facts.policies]
     since = max((at for at in trained if at is not None), default=None)

@@ -30,7 +30,7 @@ async def main(name: str) -> None:
     def reply(message: dict[str, Any]) -> None:
         print(json.dumps(message, ensure_ascii=False), file=replies, flush=True)
 
-    async def run_function(request: dict[str, Any]) -> None:
+    async def run_task_and_reply(request: dict[str, Any]) -> None:
         known = {"base_url": request["base_url"], "model": request["model"]}
         named = {name: value for name, value in known.items() if name in takes}
         try:
@@ -51,7 +51,7 @@ async def main(name: str) -> None:
     reply({"id": None})
     running = set()
     while line := await requests.readline():
-        task = asyncio.create_task(run_function(json.loads(line)))
+        task = asyncio.create_task(run_task_and_reply(json.loads(line)))
         running.add(task)
         task.add_done_callback(running.discard)
     os._exit(0)

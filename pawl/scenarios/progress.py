@@ -83,12 +83,12 @@ class Progress:
     failed_runs: int = 0
 
     @property
-    def score_before(self) -> float | None:
+    def base_model_score(self) -> float | None:
         """Return the base model's mean score on the held-out tasks, 0 to 1."""
         return self.held_out[0].score if self.held_out else None
 
     @property
-    def score_after(self) -> float | None:
+    def latest_version_score(self) -> float | None:
         """Return the last score on the held-out tasks, unless it is the base model's."""
         return self.held_out[-1].score if len(self.held_out) > 1 else None
 
@@ -123,7 +123,7 @@ def _facts(progress: Progress) -> Table:
         "staleness": "–" if staleness is None else f"{staleness:.1f}",
         "calls recorded": str(sum(one.calls for one in progress.totals)),
         "episodes trained": str(sum(one.trained_episodes for one in progress.totals)),
-        "held-out before": _format_share(progress.score_before),
+        "held-out before": _format_share(progress.base_model_score),
     }
     grid.add_row(*[Text(name, style="dim") for name in cells])
     grid.add_row(*[Text(value, style="bold") for value in cells.values()])
@@ -193,8 +193,8 @@ class EndingRule(Record, frozen=True, kw_only=True):
 def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
     """Return a run's result: scores before and after, updates and time."""
     return {
-        "before": progress.score_before,
-        "after": progress.score_after,
+        "before": progress.base_model_score,
+        "after": progress.latest_version_score,
         "best": None if progress.best is None else progress.best.score,
         "largest_fall": largest_fall([one.score for one in progress.held_out]),
         "seconds": round(seconds, 1),

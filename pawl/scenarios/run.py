@@ -257,8 +257,9 @@ class Run:
                 before, deadline = now, time.monotonic() + STUCK_S
             if time.monotonic() > deadline:
                 raise ScenarioFailed(
-                    f"no progress for {STUCK_S:.0f} s ({self.progress.phase}): "
-                    f"see the logs in {stack.plan.log_dir}"
+                    f"{self.progress.phase}: for {STUCK_S:.0f} s the agent had no result and the "
+                    f"trainer ended no update; see {self._data / 'agent.log'} and the logs in "
+                    f"{stack.plan.log_dir}"
                 )
             await asyncio.sleep(LOOK_S)
 

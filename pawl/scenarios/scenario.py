@@ -226,10 +226,10 @@ def recipe_file(scenario: Scenario, recipe: str | None) -> str:
 
 
 def policies_of(scenario: Scenario) -> tuple[PolicySpec, ...]:
-    """Return the scenario's policies, in the order of its file.
+    """Return the policies of the scenario's file, in its order; without one, that of its model.
 
     Raises:
-        ScenarioFailed: there is no such file.
+        ScenarioFailed: the scenario names a file that does not exist.
         BadPolicies: the file cannot be used.
     """
     table = open_policies(policies_file(scenario))

@@ -127,11 +127,14 @@ class Conversation:
             self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
 
     def open_reply(self) -> tuple[bytes, bool] | None:
-        """Return the conversation up to its last assistant messages, if nothing follows these.
+        """Return the digest of the conversation, if it ends with the assistant.
+
+        By the digest, a later request that begins with the same conversation is joined to it.
 
         Returns:
-            The digest, by which a later request that repeats it is joined, and whether a tool call
-            in it has a unique id; None if the conversation does not end with the assistant.
+            The digest, and whether a tool call or result in the conversation has a unique id:
+            without one, other conversations may have the same digest. None if the conversation
+            does not end with the assistant.
         """
         if not (self._texts or self._calls):
             return None
@@ -422,7 +425,7 @@ class Turns:
 def tool_result(
     tool_id: Any, content: Any, calls: Calls, is_error: bool | None = None
 ) -> Iterable[ToolResult]:
-    """Return the tool result, or nothing if its id is missing or PostgreSQL cannot store it."""
+    """Return the tool result; nothing if its id is missing, above `MAX_TEXT`, or has U+0000."""
     if not isinstance(tool_id, str) or not tool_id or not _is_storable(tool_id):
         return ()
     call = calls.get(tool_id)

@@ -95,7 +95,11 @@ class MessagesReply(ReplyParser):
         return NOTHING_SAMPLED
 
     def _is_too_deep(self) -> bool:
-        """Return whether a text of the reply, parsed as a structure, nests too deep."""
+        """Return whether JSON in a string, given to the client as an object, nests too deep.
+
+        Such a reply is passed on, and the call recorded without it (`nested_too_deep`). Only
+        translation from a chat makes objects of strings: a tool call's arguments.
+        """
         return False
 
 

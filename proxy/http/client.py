@@ -332,7 +332,7 @@ class Pool:
         self._idle.append((connection, monotonic()))
 
     def sweep(self, silence_s: float) -> None:
-        """Close connections that were idle too long, and fail calls of silent servers."""
+        """Close connections idle for too long; fail calls whose server was silent `silence_s` s."""
         now = monotonic()
         while self._idle and self._idle[0][1] < now - KEEPALIVE_S:
             self._idle.popleft()[0].transport.close()

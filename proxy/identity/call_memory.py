@@ -130,8 +130,8 @@ class CallMemory:
             return JoinedEpisode(provider.episode, METHODS[kind], confidence, provider.follows)
         return Doubt() if doubt or candidates else None
 
-    def is_provided(self, digest: bytes) -> bool:
-        """Return whether a remembered call provides a fingerprint."""
+    def remembers_fingerprint(self, digest: bytes) -> bool:
+        """Return whether a remembered call provided this fingerprint (content to be repeated)."""
         return self._provided.get(digest) is not None
 
     def likely_episode(self, needs: Iterable[bytes]) -> str | None:

@@ -173,7 +173,7 @@ def _not_stored(path: Path) -> RecordingOutage | None:
     try:
         file = OutageFile(path.parent)
         try:
-            file.end(time(), named=False)
+            file.mark_records_lost_until(time(), named=False)
         finally:
             file.close()
     finally:

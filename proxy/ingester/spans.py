@@ -159,7 +159,11 @@ class _Ids(IdGenerator):
         self._trace = self._span = 0
 
     def use_ids_of(self, record: CallRecord) -> None:
-        """Give the next span the ids of this call: in UUIDv7, the last 8 bytes are random."""
+        """Set the next span's ids: a trace for each episode, a span for each call.
+
+        The trace id is a hash of the episode's name; a client's `traceparent` takes precedence.
+        The span id is the last 8 bytes of the call's id, which are random in a UUIDv7.
+        """
         digest = blake2b(record.episode.encode(errors="replace"), digest_size=16).digest()
         self._trace = int.from_bytes(digest)
         self._span = int.from_bytes(record.id.bytes[8:])

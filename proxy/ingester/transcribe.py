@@ -351,7 +351,7 @@ def _blocks(raw: bytes) -> Iterator[bytes]:
 
 
 def _is_deep(block: bytes) -> bool:
-    """Return whether the JSON of some line of a stored text is nested too deeply to be parsed."""
+    """Return whether a line of this part of a stream has JSON nested too deeply to be parsed."""
     if block.count(b"[") + block.count(b"{") <= MAX_DEPTH:
         return False
     return any(map(nests_too_deep, block.split(b"\n")))

@@ -1,15 +1,16 @@
 """Share among a proxy's workers which version an episode keeps, from the start of its first call.
 
-A worker remembers the versions of its own episodes, and the database knows an episode once a call
-of it is stored. A second call may reach another worker before that: from a client that calls in
-parallel, or while workers are replaced. If a version was promoted in between, that worker would
-choose it, and two versions would sample one episode. So the workers agree here.
+An episode keeps the version of its first call. A worker remembers this for its own episodes; the
+database knows it for all, but only once a call of the episode is stored. Before that, a second call
+may reach another worker: a client calls in parallel, or workers are replaced. If a version was
+promoted in between, that worker would choose it, and two versions would sample one episode. So the
+first worker writes its choice into a table that all workers share, and the others follow it.
 
-The page is a file in memory. It is read and written with pread(2) and pwrite(2): where memory is
-short these fail, while a mapped page would kill the process. Layout, little-endian: `SETS` sets of
-`WAYS` entries, the newest first. An entry has a digest of policy and episode (0 in a free entry)
-and the version's number. The oldest entry of a full set is dropped: by then its episode is in the
-database.
+The table is a file in memory (the page). It is read and written with pread(2) and pwrite(2), which
+fail where memory is short; a mapped page would kill the process then. It has `SETS` sets of `WAYS`
+entries, the newest first. An entry has, little-endian, a digest of policy and episode (0 if it is
+free) and the version's number. A full set drops its oldest entry, whose episode is in the database
+by then.
 """
 
 import fcntl

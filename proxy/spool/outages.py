@@ -118,8 +118,8 @@ class OutageFile:
         """Return when the present outage began (Unix time), or infinity if none lasts."""
         return self._outage.since if self.is_lasting and self._outage is not None else inf
 
-    def begin(self, now: float) -> bool:
-        """Begin an outage at `now`; return False if the present outage covers `now` already.
+    def mark_records_lost_from(self, now: float) -> bool:
+        """Mark on disk that records are lost from `now` on; return False if that is marked already.
 
         Raises:
             OSError: the write failed; nothing is marked.
@@ -140,7 +140,7 @@ class OutageFile:
             self._set(RecordingOutage(new_id().bytes, now, None))
         return True
 
-    def end(self, now: float, *, named: bool) -> RecordingOutage | None:
+    def mark_records_lost_until(self, now: float, *, named: bool) -> RecordingOutage | None:
         """End the present outage; return it, or None if there is none or it need not be stored.
 
         `named`: all episodes that lost a record since it began are marked by name. The outage is

@@ -194,7 +194,7 @@ class SegmentWriter:
         if self._outage is None:
             return
         try:
-            if self._outage.begin(self._unmarked_since):
+            if self._outage.mark_records_lost_from(self._unmarked_since):
                 log.error(
                     "recording_outage_began",
                     reason="records are lost, and no room is left for names",
@@ -213,8 +213,8 @@ class SegmentWriter:
             return
         try:
             if self._unmarked_since < inf and not named:
-                self._outage.begin(self._unmarked_since)
-            outage = self._outage.end(time.time(), named=named)
+                self._outage.mark_records_lost_from(self._unmarked_since)
+            outage = self._outage.mark_records_lost_until(time.time(), named=named)
         except Exception as error:
             # `seal` tries again.
             self._lose_outage(error)

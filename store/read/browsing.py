@@ -159,7 +159,7 @@ _NEWEST: Final = UUID(int=2**128 - 1)
 APART: Final = 86_400_000 << 80
 
 
-def _limit_for_slow_filters(most: int, chosen: EpisodeFilter) -> int:
+def _most_episodes_to_read(most: int, chosen: EpisodeFilter) -> int:
     """Return how many episodes a filter reads in the time of `most` without reading calls."""
     given = [name for name in _SLOWER if getattr(chosen, name) is not None]
     return most // max([1, *(_SLOWER[name] for name in given)])
@@ -254,7 +254,7 @@ async def browse(
     chunk, until = 0, monotonic() + within_s
     while last and len(lines) <= most:
         values["before"] = last
-        chunk += _limit_for_slow_filters(_FIRST, chosen)
+        chunk += _most_episodes_to_read(_FIRST, chosen)
         last = await _last_of_newest(connection, values | {"tenant": None}, chunk)
         asked = _values_down_to(last, values) | {"most": most + 1 - len(lines)}
         lines += await connection.execute(query, asked)
@@ -299,7 +299,7 @@ async def count_episodes(
 ) -> FilteredCounts:
     """Count the newest episodes of a filter, of a tenant or of all, without its reward limits."""
     sql, values = _filter_query(msgspec.structs.replace(chosen, low=None, high=None), tenant)
-    most = _limit_for_slow_filters(MOST_COUNTED, chosen)
+    most = _most_episodes_to_read(MOST_COUNTED, chosen)
     last = await _last_of_newest(connection, values, most)
     rows = (
         await connection.execute(text(_COUNTED.format(chosen=sql)), _values_down_to(last, values))

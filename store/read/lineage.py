@@ -131,9 +131,9 @@ async def live_and_given_versions(
 async def rewards_of(
     connection: AsyncConnection, policy: str, versions: Collection[int], since: datetime | None
 ) -> tuple[dict[int, Rewards], dict[int, Rewards]]:
-    """Return rewards by version: of live episodes, and of evaluation.
+    """Return rewards by version: of episodes that may be trained on, and of the `eval` split.
 
-    Only episodes that began at `since` or later count (None: all).
+    Of the episodes that began at `since` or later (None: all), the newest `MOST_EPISODES` count.
     """
     values = {
         "policy": policy,

@@ -15,10 +15,15 @@ GRAMMAR: Final = "grammar"
 
 
 class Grammar(Record, frozen=True, kw_only=True):
-    """The source of a model server's masks; equal grammars compare and hash equal.
+    """What a reply was constrained to (structured output): the server masked all other tokens.
 
-    `text` is, by kind, a JSON schema whose order of keys counts (`json`), a list of texts as JSON
-    (`choice`), a regular expression, a grammar in EBNF or Lark, or a `ToolTag` as JSON (`tools`).
+    `text` is, by `kind`:
+
+    - `json`: a JSON schema; the order of its keys counts
+    - `choice`: a JSON list of the allowed replies
+    - `regex`: a regular expression
+    - `grammar`: a grammar in EBNF or Lark
+    - `tools`: a `ToolTag` as JSON
     """
 
     kind: Kind

@@ -108,7 +108,12 @@ def _row_size(row: Row) -> int:
 
 
 class TokenBudget:
-    """Cut rows into micro-batches of at most `tokens` computed tokens each."""
+    """Cut rows into micro-batches that fit into memory, and repeat with less if it runs out.
+
+    A micro-batch computes up to about `tokens` tokens, or one longer row. When memory runs out,
+    layers are checkpointed, if the recipe leaves that open, then `tokens` is halved; later updates
+    try the recipe's number again.
+    """
 
     def __init__(
         self,
@@ -190,14 +195,22 @@ class TokenBudget:
         *,
         trains: bool = True,
     ) -> tuple[Result, MicroBatches]:
-        """Call `run` with `rows` cut into micro-batches; return its result, and the micro-batches.
+        """Call `run` with `rows` cut into micro-batches, until an attempt fits into memory.
 
-        When memory runs out, all layers are checkpointed, then micro-batches are halved, and `run`
-        is called again.
+        After an attempt that ran out of memory the next one takes less: first all layers are
+        checkpointed, if the recipe leaves that open, then the micro-batches are halved, again and
+        again.
 
-        `undo` is called after each attempt that ran out of memory. `fits` says whether there is
-        memory to do the same with one row by itself. Without `trains`, `run` has no backward pass:
-        checkpointing saves nothing, and a success does not prove that a row can be trained on.
+        Args:
+            rows: what to compute.
+            run: computes micro-batches.
+            undo: undoes an attempt that ran out of memory, before the next.
+            fits: returns whether there is memory to do the same with one row by itself.
+            trains: whether `run` has a backward pass. Without one, checkpointing saves nothing and
+                is left out, and a success does not prove that a row can be trained on.
+
+        Returns:
+            The result of `run`, and the micro-batches of the attempt that succeeded.
 
         Raises:
             Unusable: a row is too long to be computed by itself, though others are not.

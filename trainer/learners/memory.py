@@ -56,23 +56,26 @@ class Footprint(Record, frozen=True, kw_only=True):
     Attributes:
         family: the model's type, as its configuration names it.
         architecture: the class of the model, which model servers call the same.
-        why_no_tree: why shared prefixes cannot be computed as trees; None if a trial decides.
+        why_no_tree: why the configuration rules out shared prefixes as trees; None: it does not,
+            and a trial decides when the model is loaded.
         context: the most tokens that the model has positions for; None if unknown.
         parameters: count of the base's parameters.
         trained: count of the adapter's parameters.
         weights: weights of the base; if they are packed, with the largest layer unpacked as well.
         packed: `weights` with `base_bits = 4`; None if they cannot be packed.
         layers: each decoder layer, if processes can shard it; packed layers are whole in each.
-        gathered: the sharded layer that a process has whole for its turn: once as its parts came,
-            once as it is used.
+        gathered: if layers are sharded, two copies of the largest: one as its parts came from the
+            other processes, one to compute with; else 0.
         quantised: the method that the stored weights are quantised by, or None.
         served: weights in a model server: 32 bits on a CPU; on a GPU 16, or as stored in fp8 and
             mxfp4.
         cached: keys and values of a token in a model server.
         optimizer: the adapter before and after the step, its gradient and the optimiser's moments.
         head: the LM head's logits, which are computed in chunks.
-        plain: a token at the end of the forward pass.
-        checkpointed: a token with gradient checkpointing, while one layer is computed again.
+        plain: for each token of a micro-batch, at the peak: what all layers keep for the backward
+            pass, and what that adds for one layer or the head.
+        checkpointed: the same with gradient checkpointing: each layer's input, and all that the
+            one layer keeps that is computed again.
     """
 
     family: str

@@ -67,10 +67,10 @@ def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> 
 
 
 def why_no_tree(model: Any) -> str | None:
-    """Return why the configuration rules trees out, or None: a tree needs arbitrary masks.
+    """Return why its configuration keeps a model from sharing prefixes as trees; None if it may.
 
-    That is: attention without a window, no state that runs along the sequence, and scores that
-    are not capped.
+    A tree needs attention with any mask. Sliding windows, recurrent layers (such as Mamba's),
+    capped scores, or attention that transformers cannot replace rule it out.
     """
     config = model.config.get_text_config()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})

@@ -109,7 +109,7 @@ class CircuitBreaker:
             self._resume()
 
     def note_test(self, why: str | None) -> None:
-        """Note the result of a self-test during a pause: why it failed, or None if it passed."""
+        """Note a self-test in a pause: None (it passed) ends the pause, a reason prolongs it."""
         in_doubt, self.is_in_doubt = self.is_in_doubt, False
         if why is not None:
             # The first test after the wait for a server or a slot: the server is at fault.

@@ -47,7 +47,7 @@ class Teacher(NamedTuple):
                     raise PublishError(f"{server.url} serves {', '.join(sorted(listed))}")
                 text, ids = self.probe()
                 if await server.token_ids(name, text) != list(ids):
-                    raise PublishError("its tokenizer is another than the policy's")
+                    raise PublishError("the teacher's tokenizer is not the policy's")
                 # The teacher also samples one token.
                 most = listed[name].get("max_model_len") or inf
                 too_long = {row.episode_id: str(row.size) for row in rows if row.size >= most}

@@ -145,7 +145,7 @@ class Training:
         """Return why corrections cannot be trained, and the others' token ids, by call id."""
         refused = refused_corrections(claim, recipe)
 
-        def work() -> dict[str, tuple[int, ...] | str]:
+        def make_reply_ids() -> dict[str, tuple[int, ...] | str]:
             return {
                 str(call.id): self._learner.reply_ids(
                     call.request, unpack_ids(call.tokens.prompt_ids), text
@@ -154,7 +154,7 @@ class Training:
                 if str(call.id) not in refused
             }
 
-        made = await in_thread(self._learner, work)
+        made = await in_thread(self._learner, make_reply_ids)
         refused |= {call: why for call, why in made.items() if isinstance(why, str)}
         for call, why in refused.items():
             log.warning("correction_refused", about=call, reason=why)
@@ -176,11 +176,13 @@ class Training:
             why = "its files were deleted, as nothing could ask for them any more"
             log.warning("version_lost", version=version, reason=VERSION_GONE, why=why)
 
-        def work() -> dict[int, str]:
+        def find_lost_versions() -> dict[int, str]:
             reasons = {version: self._why_lost(version) for version in sorted(asked - deleted)}
             return {version: why for version, why in reasons.items() if why is not None}
 
-        return dict.fromkeys(asked & deleted, VERSION_GONE) | await in_thread(self._learner, work)
+        return dict.fromkeys(asked & deleted, VERSION_GONE) | await in_thread(
+            self._learner, find_lost_versions
+        )
 
     def _why_lost(self, version: int) -> str | None:
         folder = self._versions.folder(version)
@@ -199,7 +201,7 @@ class Training:
     async def _unreplayable_calls(self, claim: Claim) -> dict[str, str]:
         """Return why the grammars of a claim's calls cannot be replayed, by call id."""
 
-        def work() -> dict[str, str]:
+        def find_unreplayable_calls() -> dict[str, str]:
             reasons = {
                 str(call.id): self._learner.why_unreplayable(
                     distribution_of(call.sampling), tuple(unpack_ids(call.tokens.sampled_ids))
@@ -208,7 +210,7 @@ class Training:
             }
             return {call: why for call, why in reasons.items() if why is not None}
 
-        return await in_thread(self._learner, work)
+        return await in_thread(self._learner, find_unreplayable_calls)
 
     async def _measure_worth(
         self, parent: int, rows: Sequence[Row], cap: float
@@ -220,7 +222,7 @@ class Training:
         """
         folder = self._versions.folder(parent)
 
-        def work() -> tuple[Sequence[Row], dict[UUID, float]]:
+        def complete_and_measure() -> tuple[Sequence[Row], dict[UUID, float]]:
             self._learner.restore(folder)
             complete = self._fill_in_logprobs(rows)
             others = [row for row in complete if row.version != parent and not row.is_correction]
@@ -231,7 +233,7 @@ class Training:
             policy = self._learner.version_logprobs(folder, others)
             return complete, shares_by_episode(others, policy, cap)
 
-        return await in_thread(self._learner, work)
+        return await in_thread(self._learner, complete_and_measure)
 
     def _fill_in_logprobs(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Fill in missing log-probabilities, from the versions that sampled the rows."""
@@ -244,11 +246,11 @@ class Training:
     async def train(self, parent: int, rows: Sequence[Row], step_share: float) -> dict[str, Any]:
         """Train version `parent` on `rows`, and return the metrics (`LearnerProtocol.update`)."""
 
-        def work() -> dict[str, Any]:
+        def restore_and_update() -> dict[str, Any]:
             self._learner.restore(self._versions.folder(parent))
             return self._learner.update(rows, step_share)
 
-        return await in_thread(self._learner, work)
+        return await in_thread(self._learner, restore_and_update)
 
     def policy_logprobs(self) -> Mapping[RowKey, bytes]:
         """Return the policy's log-probabilities of the last update's tokens (`LearnerProtocol`)."""

@@ -75,7 +75,10 @@ class PolicyVersions:
         return next(v for v in await self._live() if v.state == "serving")
 
     async def head(self) -> PolicyVersion:
-        """Return the newest version that serves or still may, which training goes on from."""
+        """Return the version that the next update starts from: the newest that may still serve.
+
+        Rejected, retired, rolled-back and ended versions are passed over; version 0 never is.
+        """
         async with self._engine.connect() as connection:
             return await version_queries.version_to_train_from(connection, self._policy)
 

@@ -209,7 +209,7 @@ async def test_recording_outage_waits_for_the_database_and_is_stored_once(spoole
     worker = recorder_on(spooled.folder)
     assert await take(worker, "cut short")
     await worker.close()
-    OutageFile(folder).begin(time.time())
+    OutageFile(folder).mark_records_lost_from(time.time())
     away = make_engine("postgresql://nobody@127.0.0.1:1/nothing")
     with pytest.raises(OSError, match="Connect call failed"):
         await RecordingOutages(spooled.folder).store(away)
@@ -229,8 +229,8 @@ async def test_recording_outage_is_stored_again_if_its_file_cannot_be_marked_as_
     assert await take(worker, "cut short")
     await worker.close()
     file = OutageFile(folder)
-    file.begin(time.time())
-    file.end(time.time(), named=False)
+    file.mark_records_lost_from(time.time())
+    file.mark_records_lost_until(time.time(), named=False)
     recording_outages = RecordingOutages(spooled.folder)
 
     def refuse(*_: Any) -> None:

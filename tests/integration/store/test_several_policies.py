@@ -162,7 +162,7 @@ async def test_late_calling_policy_claims_episodes_consumed_by_another(engine: A
     assert await take(engine, "writes") is None
 
 
-async def test_late_group_member_is_compared_with_members_that_its_policy_consumed(
+async def test_late_group_member_is_compared_with_members_consumed_by_the_same_policy(
     engine: AsyncEngine,
 ) -> None:
     await two_episodes(engine, ["writer", "checker"])

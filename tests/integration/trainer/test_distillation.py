@@ -119,7 +119,7 @@ async def test_trainer_pauses_at_its_start_until_the_teacher_fits(
     teacher.texts = {8: "words"}
     async with taught.working() as loop:
         await loop.check_server()
-        assert "its tokenizer is another than the policy's" in (loop._breaker.why or "")
+        assert "the teacher's tokenizer is not the policy's" in (loop._breaker.why or "")
         assert not await loop.update_once()
         assert await taught.updates() == []
         teacher.texts = {7: "words"}
@@ -149,7 +149,7 @@ def probe() -> tuple[str, list[int]]:
     ("changes", "model", "why"),
     [
         ({}, "other", "serves m: serve it, or name in"),
-        ({"texts": {8: "words"}}, "m", "its tokenizer is another than the policy's"),
+        ({"texts": {8: "words"}}, "m", "the teacher's tokenizer is not the policy's"),
         ({"texts": {}}, "m", "no token ids at http.*/tokenize: 404"),
         ({"key": "other"}, "m", "401 .*PAWL_TEACHER_API_KEY"),
         ({"longest": 3}, "m", "maximum context length is 3 tokens"),

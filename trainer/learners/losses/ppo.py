@@ -176,10 +176,10 @@ def make_ppo_trainer(
 def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
     """Add a critic to the trainer's model, and its parameters to the optimiser; return it.
 
-    It is one linear layer on the LM head's inputs, and a child of the PEFT wrapper, not of the base
-    model: `unload` leaves it behind, LoRA's "all-linear" does not adapt it, and PEFT's adapter
-    file, which the model server reads, does not contain it. It starts at zero, so that the first
-    update's advantages are its returns.
+    It is one linear layer on the LM head's inputs. As a child of the PEFT wrapper, and not of the
+    base model, it goes when the wrapper goes: the base that other policies share keeps no critic.
+    LoRA's "all-linear" does not adapt it, and PEFT's adapter file, which the model server reads,
+    does not contain it. It starts at zero, so that the first update's advantages are its returns.
     """
     model = trainer.model
     width = model.get_output_embeddings().in_features

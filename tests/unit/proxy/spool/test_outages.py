@@ -35,32 +35,32 @@ def span(outage: Any) -> tuple[float, float | None]:
 def test_recording_outage_begins_once_and_ends(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
     assert read_outage(tmp_path / OUTAGE).not_stored is None
-    assert file.begin(10.0)
-    assert not file.begin(11.0)
+    assert file.mark_records_lost_from(10.0)
+    assert not file.mark_records_lost_from(11.0)
     lasting = read_outage(tmp_path / OUTAGE).not_stored
     assert span(lasting) == (10.0, None)
-    ended = file.end(12.0, named=False)
+    ended = file.mark_records_lost_until(12.0, named=False)
     assert ended == lasting._replace(until=12.0)
     assert read_outage(tmp_path / OUTAGE).not_stored == ended
-    assert file.end(13.0, named=False) is None
+    assert file.mark_records_lost_until(13.0, named=False) is None
     assert size(tmp_path) == PAGE * PAGES
 
 
 def test_recording_outage_that_lost_only_named_episodes_is_discarded(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
-    file.begin(10.0)
-    assert file.end(12.0, named=True) is None
+    file.mark_records_lost_from(10.0)
+    assert file.mark_records_lost_until(12.0, named=True) is None
     assert read_outage(tmp_path / OUTAGE).not_stored is None
 
 
 def test_stored_outage_makes_room_for_the_next(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
-    file.begin(10.0)
-    first = file.end(12.0, named=False)
+    file.mark_records_lost_from(10.0)
+    first = file.mark_records_lost_until(12.0, named=False)
     assert first is not None
     note_stored(tmp_path / OUTAGE, first)
     assert read_outage(tmp_path / OUTAGE).not_stored is None
-    file.begin(20.0)
+    file.mark_records_lost_from(20.0)
     second = read_outage(tmp_path / OUTAGE).not_stored
     assert second is not None
     assert (second.id != first.id, second.since) == (True, 20.0)
@@ -68,27 +68,27 @@ def test_stored_outage_makes_room_for_the_next(tmp_path: Path) -> None:
 
 def test_unstored_outage_is_extended_by_the_next_and_not_withdrawn(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
-    file.begin(10.0)
-    first = file.end(12.0, named=False)
-    file.begin(20.0)
-    both = file.end(21.0, named=True)
+    file.mark_records_lost_from(10.0)
+    first = file.mark_records_lost_until(12.0, named=False)
+    file.mark_records_lost_from(20.0)
+    both = file.mark_records_lost_until(21.0, named=True)
     assert first is not None
     assert both == first._replace(until=21.0)
 
 
 def test_outage_of_a_killed_worker_is_not_withdrawn(tmp_path: Path) -> None:
-    OutageFile(tmp_path).begin(10.0)
+    OutageFile(tmp_path).mark_records_lost_from(10.0)
     file = OutageFile(tmp_path)
     assert file.is_lasting
-    assert span(file.end(30.0, named=True)) == (10.0, 30.0)
+    assert span(file.mark_records_lost_until(30.0, named=True)) == (10.0, 30.0)
 
 
 def test_clock_that_is_set_back_makes_the_outage_longer(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
-    file.begin(10.0)
-    file.begin(90.0)
-    assert file.begin(5.0)
-    assert span(file.end(6.0, named=False)) == (5.0, 90.0)
+    file.mark_records_lost_from(10.0)
+    file.mark_records_lost_from(90.0)
+    assert file.mark_records_lost_from(5.0)
+    assert span(file.mark_records_lost_until(6.0, named=False)) == (5.0, 90.0)
 
 
 @given(cut=st.integers(0, 60), ending=st.booleans())
@@ -98,13 +98,13 @@ def test_torn_write_of_the_outage_file_leaves_its_previous_state(
     folder = tmp_path_factory.mktemp("torn")
     file = OutageFile(folder)
     if ending:
-        file.begin(10.0)
+        file.mark_records_lost_from(10.0)
     before = (folder / OUTAGE).read_bytes()
     state = parse_state(before)
     if ending:
-        file.end(12.0, named=False)
+        file.mark_records_lost_until(12.0, named=False)
     else:
-        file.begin(10.0)
+        file.mark_records_lost_from(10.0)
     after = (folder / OUTAGE).read_bytes()
     changed = [at for at in range(len(after)) if before[at] != after[at]]
     torn = after[: changed[0] + min(cut, len(changed) - 1)]
@@ -120,7 +120,7 @@ def test_failed_write_of_the_outage_file_changes_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = OutageFile(tmp_path)
-    file.begin(10.0)
+    file.mark_records_lost_from(10.0)
     lasting = read_outage(tmp_path / OUTAGE).outage
 
     def refuse(*_: Any) -> int:
@@ -129,13 +129,13 @@ def test_failed_write_of_the_outage_file_changes_no_state(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
         with pytest.raises(OSError, match="Input/output"):
-            file.end(12.0, named=False)
+            file.mark_records_lost_until(12.0, named=False)
     assert read_outage(tmp_path / OUTAGE).outage == lasting
-    assert span(file.end(13.0, named=False)) == (10.0, 13.0)
+    assert span(file.mark_records_lost_until(13.0, named=False)) == (10.0, 13.0)
 
 
 def test_truncated_outage_file_is_extended_and_keeps_its_outage(tmp_path: Path) -> None:
-    OutageFile(tmp_path).begin(10.0)
+    OutageFile(tmp_path).mark_records_lost_from(10.0)
     os.truncate(tmp_path / OUTAGE, 2 * PAGE)
     assert OutageFile(tmp_path).is_lasting
     assert size(tmp_path) == PAGE * PAGES
@@ -145,7 +145,7 @@ def test_mark_of_an_outage_fails_if_its_file_was_removed(tmp_path: Path) -> None
     file = OutageFile(tmp_path)
     (tmp_path / OUTAGE).unlink()
     with pytest.raises(FileNotFoundError, match="removed"):
-        file.begin(10.0)
+        file.mark_records_lost_from(10.0)
 
 
 class Clock:
