@@ -13,9 +13,8 @@ import msgspec
 
 from proxy.formats.conversation import Turns, texts_of
 from proxy.formats.raw_json import UNREADABLE, Object
+from proxy.identity.identify import codex_turn
 
-# Codex (0.171.0) describes each request in a JSON text of its `client_metadata`.
-CODEX: Final = "x-codex-turn-metadata"
 CODEX_KINDS: Final = frozenset({"compaction", "memory", "prewarm"})
 
 
@@ -60,25 +59,14 @@ def side_kind(
         shown: all of its fields, unparsed; None if it is not a JSON object.
         turns: the reader of its conversation.
     """
-    kind = _stated_kind(fields.get("client_metadata"))
-    if kind is not None:
+    kind = codex_turn(fields).get("request_kind")
+    if isinstance(kind, str) and kind in CODEX_KINDS:
         return kind
     for prompt, beginning in _CANDIDATES:
         # Nearly all requests contain no known beginning, and are not read.
         if beginning in body and shown is not None and _has_prompt(prompt, fields, shown, turns):
             return prompt.kind
     return None
-
-
-def _stated_kind(metadata: Any) -> str | None:
-    """Return the kind of a side call that Codex's metadata states."""
-    text = metadata.get(CODEX) if isinstance(metadata, dict) else None
-    try:
-        stated = msgspec.json.decode(text, type=dict[str, Any]) if isinstance(text, str) else {}
-    except UNREADABLE:
-        return None
-    kind = stated.get("request_kind")
-    return kind if isinstance(kind, str) and kind in CODEX_KINDS else None
 
 
 def _has_prompt(prompt: Prompt, fields: dict[str, Any], shown: Object, turns: Turns) -> bool:

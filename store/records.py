@@ -127,6 +127,10 @@ class CallFacts(Record, frozen=True, kw_only=True):
     # A doubtful call excludes its episode from training.
     confidence: Annotated[Confidence, StoredColumn("How sure that assignment is.")] = "certain"
     agent: Annotated[str, StoredColumn("Agent that made the call.")]
+    lane: Annotated[
+        str | None,
+        StoredColumn("Thread of a sub-agent within the episode; null: the main agent's."),
+    ] = None
     policy: Annotated[str | None, StoredColumn("Policy that served it; null: none.")]
     policy_version: Annotated[int | None, StoredColumn("Policy version that served it.")]
     status: Annotated[CallStatus, StoredColumn("How the call ended.")]

@@ -74,8 +74,15 @@ def call_colour(call: Row[Any], *, is_repeated: bool) -> str:
     return "good" if call.trainable else "plain"
 
 
+def lane_of(call: Row[Any]) -> str:
+    return call.agent if call.lane is None else f"{call.agent} {call.lane}"
+
+
 def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
-    """Return a lane for each agent, in order of first calls, and the length of all in seconds."""
+    """Return the marks by lane, in order of first calls, and the length of all in seconds.
+
+    Each agent has a lane, and each thread of a sub-agent.
+    """
     if not episode.calls:
         return {}, 0.0
     begin: datetime = min(call.started_at for call in episode.calls)
@@ -84,8 +91,9 @@ def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
     lanes: dict[str, list[Mark]] = {}
     numbers = numbers_of(episode)
     for at, call in begun:
-        is_other = len(lanes) >= MOST_LANES and call.agent not in lanes
-        lane = lanes.setdefault("(others)" if is_other else call.agent, [])
+        name = lane_of(call)
+        is_other = len(lanes) >= MOST_LANES and name not in lanes
+        lane = lanes.setdefault("(others)" if is_other else name, [])
         width = round(max(call.total_ms / 10 / seconds, LEAST_WIDTH), 3)
         x = round(min(100 * at / seconds, 100 - width), 3)
         look = call_colour(call, is_repeated=call.id in episode.tools.repeated_by)
@@ -103,13 +111,13 @@ async def turns_of(
 ) -> dict[UUID, Turn]:
     """Read the texts of the calls `shown`; return what each adds, and its reply.
 
-    A call is compared with the call that it is stored as an extension of, or its agent's last.
+    A call is compared with the call that it is stored as an extension of, or its lane's last.
     """
     newest: dict[str, UUID] = {}
     bases: dict[UUID, UUID | None] = {}
     for call in calls:
-        bases[call.id] = call.parent_id or newest.get(call.agent)
-        newest[call.agent] = call.id
+        bases[call.id] = call.parent_id or newest.get(lane_of(call))
+        newest[lane_of(call)] = call.id
     wanted = {call for own in shown for call in (own.id, bases[own.id]) if call is not None}
     texts: Mapping[Any, CallTexts] = await call_texts(connection, wanted, wanted)
 
@@ -145,6 +153,7 @@ async def episode(request: Request) -> Response:
         calls=shown,
         turns=turns,
         numbers=numbers_of(detail),
+        lane_of=lane_of,
         space=Space(),
         waits={fate.policy: why_not_consumed(fate, detail) for fate in detail.fates},
         before=ids[max(start - CALLS_A_PAGE, 0)] if start else None,

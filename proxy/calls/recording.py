@@ -132,6 +132,7 @@ def _capture_call(call: "Call", status: CallStatus, provided: tuple[bytes, ...])
         api_key=call.exchange.api_key,
         trace=identity.trace,
         reply_bytes=0 if answer is None else answer.buffer.total,
+        lane=identity.lane,
     )
 
 

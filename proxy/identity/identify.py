@@ -108,6 +108,15 @@ _SUB_AGENT_HEADERS: Final = ("x-claude-code-agent-id", "x-parent-session-id")
 _AGENT_HEADERS: Final = (("x-openai-subagent", ""), ("x-litellm-agent-id", ""))
 _AGENT_METADATA: Final = (("agent_name", ""),)
 _AGENT_BAGGAGE: Final = (("gen_ai.agent.name", ""),)
+# Names of the thread that a sub-agent works in: the session's own, where it names its parent's.
+_LANE_HEADERS: Final = (
+    ("x-claude-code-agent-id", ""),
+    ("x-session-id", ""),
+    ("x-session-affinity", ""),
+)
+# Codex (0.171.0) describes each request in a JSON text of its `client_metadata`.
+CODEX_TURN: Final = "x-codex-turn-metadata"
+_CODEX_MAIN_AGENT: Final = "/root"
 _IN_USER_ID: Final = (("session_id", "claude-code"),)
 _IN_CONVERSATION: Final = (("id", "conversation"),)
 _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})", re.DOTALL)
@@ -256,7 +265,8 @@ _LONGEST_COUNT: Final = 3
 class CallIdentity(msgspec.Struct, frozen=True):
     """A call's episode, agent, task and split, and the method and confidence of the episode.
 
-    `needs` are the fingerprints that the database joins by. `follows` is the episode whose policy
+    `lane` is the sub-agent's thread within the episode; None: the main agent's. `needs` are the
+    fingerprints that the database joins by. `follows` is the episode whose policy
     version the call keeps: its own, or the episode that this proxy believes it continues (a wrong
     guess costs nothing, for any live version may answer). `conversation` is the request's, if it
     was read, for `provided_fingerprints`. `trace` is the client's trace context. Episodes and task
@@ -277,6 +287,7 @@ class CallIdentity(msgspec.Struct, frozen=True):
     conversation: Conversation | None = None
     split: Split = TRAIN
     trace: str | None = None
+    lane: str | None = None
 
 
 class _Episode(msgspec.Struct, frozen=True):
@@ -338,6 +349,7 @@ def identify(
         retry_of=episode.retry_of,
         conversation=conversation,
         trace=trace_context(headers),
+        lane=_lane(headers, request.fields, warnings),
     )
 
 
@@ -452,6 +464,31 @@ def _agent_or_task(
         return None
     name = _first_usable(chain(ours, hints.own_names(role), others), warnings)
     return None if name is None else name.key
+
+
+def _lane(headers: Mapping[str, str], fields: dict[str, Any], warnings: list[str]) -> str | None:
+    """Return the thread of a sub-agent, as its client names it; None for the main agent."""
+    names: Iterable[Name] = ()
+    if not _ROLE_HEADERS.isdisjoint(headers) and any(
+        name in headers for name in _SUB_AGENT_HEADERS
+    ):
+        names = _names_in(headers, _LANE_HEADERS, "session", "")
+    elif "client_metadata" in fields:
+        agent = codex_turn(fields).get("agent_name")
+        if isinstance(agent, str) and agent != _CODEX_MAIN_AGENT:
+            names = (Name(agent, "metadata", "client_metadata agent_name"),)
+    name = _first_usable(names, warnings)
+    return None if name is None else name.value
+
+
+def codex_turn(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what Codex states of a request in `client_metadata`; empty for other clients."""
+    metadata = fields.get("client_metadata")
+    text = metadata.get(CODEX_TURN) if isinstance(metadata, dict) else None
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any]) if isinstance(text, str) else {}
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
 
 
 def _our_names(headers: Mapping[str, str], role: str, from_url: str | None) -> Sequence[Name]:

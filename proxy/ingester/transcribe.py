@@ -244,6 +244,7 @@ def _record(
         method=captured.method,
         confidence=captured.confidence,
         agent=captured.agent,
+        lane=captured.lane,
         task=captured.task,
         dialect=captured.dialect,
         policy=captured.policy,

@@ -102,6 +102,8 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     trace: str | None = None
     # Length of the whole reply in bytes, inflated; 0: unknown.
     reply_bytes: int = 0
+    # The thread of a sub-agent (`proxy.identity.identify.CallIdentity.lane`).
+    lane: str | None = None
 
     @property
     def too_long(self) -> bool:

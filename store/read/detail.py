@@ -63,7 +63,7 @@ _PARTS: Final = text(
 # Calls without their texts; sizes are in bytes, of bodies that are JSON or not.
 _HEADS: Final = text(
     f"""
-    SELECT id, parent_id, retry_of, agent, policy, policy_version, served_model, status,
+    SELECT id, parent_id, retry_of, agent, lane, policy, policy_version, served_model, status,
         http_status, finish, confidence, trainable, reason, side, started_at, total_ms, text_digest,
         CAST(tool_calls AS text) AS tool_calls,
         COALESCE(octet_length(request) + COALESCE(request_prefix + request_suffix, 0),

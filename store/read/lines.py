@@ -95,6 +95,7 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
         "sampling": {name: call.sampling[name] for name in call.sampling if name != EXPLORED},
         "trainable": call.trainable,
         "reason": call.reason,
+        **({"lane": call.lane} if call.lane else {}),
         **({"side": call.side} if call.side else {}),
         "tool_events": [_event(event) for event in matched_events(call)],
         "feedback": _statements(call.feedback),

@@ -46,6 +46,21 @@ async def work(proxy: Proxy, episode: str) -> None:
 MORE = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "go on"}]
 
 
+async def test_threads_of_sub_agents_are_exported_as_lanes_of_one_episode(proxy: Proxy) -> None:
+    session = {"x-claude-code-session-id": "s"}
+    for agent in (None, "a1", "b2", "a1"):
+        headers = session if agent is None else session | {"x-claude-code-agent-id": agent}
+        assert (await proxy.chat(headers=headers)).status == 200
+    [episode] = await proxy.episodes(4)
+    calls = json.loads(encoded_line(episode, START))["calls"]
+    assert [(call["agent"], call.get("lane")) for call in calls] == [
+        ("default", None),
+        ("subagent", "a1"),
+        ("subagent", "b2"),
+        ("subagent", "a1"),
+    ]
+
+
 def without_side_calls(claim: Claim) -> Claim:
     def work_of(episode: Episode) -> Episode:
         return replace(episode, calls=tuple(c for c in episode.calls if c.side is None))

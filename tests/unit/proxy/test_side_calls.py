@@ -10,8 +10,9 @@ import pytest
 
 from proxy.formats.raw_json import parse_object
 from proxy.formats.registry import FORMATS
+from proxy.identity.identify import CODEX_TURN
 from proxy.ingester.transcribe import transcribe
-from proxy.side_calls import CODEX, CODEX_KINDS, PROMPTS, Prompt, side_kind
+from proxy.side_calls import CODEX_KINDS, PROMPTS, Prompt, side_kind
 from store.records import CallRecord
 from tests.conftest import ROOT
 from tests.support.recordings import FOLDER
@@ -46,16 +47,17 @@ def test_side_calls_of_real_clients_are_told_from_their_work(sent: Any, as_sent:
 
 @pytest.mark.parametrize("kind", [*sorted(CODEX_KINDS), "turn", "review", "", None, 7])
 def test_kind_of_a_side_call_is_read_from_codexs_metadata(kind: Any) -> None:
-    metadata = {CODEX: json.dumps({"request_kind": kind, "agent_name": "/root"})}
+    metadata = {CODEX_TURN: json.dumps({"request_kind": kind, "agent_name": "/root"})}
     request = {"model": "m", "input": "q", "client_metadata": metadata}
     assert kind_of("responses", request) == (kind if kind in CODEX_KINDS else None)
 
 
 @pytest.mark.parametrize(
-    "metadata", [None, "compaction", [], {}, {CODEX: None}, {CODEX: "{"}, {CODEX: "[1]"}]
+    "metadata",
+    [None, "compaction", [], {}, {CODEX_TURN: None}, {CODEX_TURN: "{"}, {CODEX_TURN: "[1]"}],
 )
 def test_malformed_codex_metadata_states_no_kind_of_side_call(metadata: Any) -> None:
-    request = {"model": "m", "input": f"what is {CODEX}?", "client_metadata": metadata}
+    request = {"model": "m", "input": f"what is {CODEX_TURN}?", "client_metadata": metadata}
     assert kind_of("responses", request) is None
 
 

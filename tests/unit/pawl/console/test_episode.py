@@ -19,6 +19,7 @@ def head(number: int, **changes: Any) -> SimpleNamespace:
     facts: dict[str, Any] = {
         "id": UUID(int=number),
         "agent": "a",
+        "lane": None,
         "status": "complete",
         "http_status": 200,
         "trainable": True,
@@ -57,6 +58,8 @@ def test_agents_have_lanes_on_a_shared_time_axis() -> None:
         "b": [(25.0, 25.0, "plain", "call 12")],
     }
     assert seconds == 4.0
+    threads = [head(1), head(2, agent="subagent", lane="x"), head(3, agent="subagent", lane="y")]
+    assert list(lanes_of(recorded(threads))[0]) == ["a", "subagent x", "subagent y"]
     many, _ = lanes_of(recorded([head(number, agent=f"agent {number}") for number in range(50)]))
     assert [len(many), list(many)[-1]] == [MOST_LANES + 1, "(others)"]
 

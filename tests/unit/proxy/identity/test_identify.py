@@ -130,6 +130,27 @@ def test_agent_is_named_by_tools_metadata_and_baggage(
     assert who(headers, fields=fields).agent == agent
 
 
+@pytest.mark.parametrize(
+    ("headers", "agent_name", "lane"),
+    [
+        ({}, None, None),
+        ({"x-claude-code-session-id": "s"}, None, None),
+        ({"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a1b2"}, None, "a1b2"),
+        ({"x-session-affinity": "s"}, None, None),
+        ({"x-parent-session-id": "p", "x-session-affinity": "s"}, None, "s"),
+        ({}, "/root", None),
+        ({}, "/root/reviewer", "/root/reviewer"),
+        ({}, 7, None),
+    ],
+)
+def test_lane_is_the_thread_that_a_client_names_for_its_sub_agent(
+    headers: dict[str, str], agent_name: object, lane: str | None
+) -> None:
+    turn = json.dumps({"request_kind": "turn", "agent_name": agent_name})
+    fields = {"client_metadata": {"x-codex-turn-metadata": turn}} if agent_name else {}
+    assert who(headers, fields=fields).lane == lane
+
+
 def test_task_is_named_by_metadata_and_baggage() -> None:
     assert who(fields={"metadata": {"pawl_task": "t1"}}).task == "t1"
     assert who({"baggage": "pawl.task=t2"}).task == "t2"

@@ -205,16 +205,22 @@ def test_gap_with_its_id_as_bytes_is_read() -> None:
 
 
 def test_spooled_call_without_the_latest_fields_is_read() -> None:
-    """Its tools' syntax, its episode's arm, its key and its trace are then unknown, as before."""
-    last = ["hermes", "canary", "0123456789abcdef", "00-1-2-01", 9]
-    call = captured(tool_tag="hermes", arm="canary", api_key=last[2], trace=last[3], reply_bytes=9)
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call))
-    assert fields[-5:] == last
-    for missing in (1, 2, 3, 4, 5):
+    """They are then unknown, as before."""
+    last = {
+        "tool_tag": "hermes",
+        "arm": "canary",
+        "api_key": "0123456789abcdef",
+        "trace": "00-1-2-01",
+        "reply_bytes": 9,
+        "lane": "a1b2",
+    }
+    unknown = dict.fromkeys(last) | {"reply_bytes": 0}
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(captured(**last)))
+    assert fields[-len(last) :] == list(last.values())
+    for missing in range(1, len(last) + 1):
         old = decode_payload(msgspec.msgpack.encode(fields[:-missing]))
-        assert isinstance(old, CapturedCall)
-        there = last[: 5 - missing] + [None, None, None, None, 0][5 - missing :]
-        assert [old.tool_tag, old.arm, old.api_key, old.trace, old.reply_bytes] == there
+        present = dict(list(last.items())[: len(last) - missing])
+        assert {name: getattr(old, name) for name in last} == unknown | present
 
 
 @pytest.fixture
