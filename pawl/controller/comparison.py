@@ -312,7 +312,7 @@ class Comparison:
     @property
     def tells_against(self) -> bool:
         """Return whether there is enough evidence and by it the new version scores lower."""
-        return self.is_enough and self._told < 0
+        return self.is_enough and self._total_ever < 0
 
     @property
     def is_enough(self) -> bool:
