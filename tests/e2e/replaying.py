@@ -91,18 +91,25 @@ def trainers_differences(
     folders: dict[int, str | None],
 ) -> dict[str, float]:
     """The mean difference a token for each way of sampling, by each way of computing rows."""
-    means = {}
+    by_version: dict[int, list[tuple[str, Row]]] = {}
     for name, own in calls.items():
-        [version] = {call.policy_version or 0 for call in own}
+        for number, call in enumerate(own):
+            row = msgspec.structs.replace(row_of(call), position=number)
+            by_version.setdefault(row.version, []).append((name, row))
+    found: dict[str, list[torch.Tensor]] = {}
+    for version, named in by_version.items():
         path = folders[version]
         learner.restore(None if path is None else Path(path))
-        batch = learner._base.prepare_rows(list(map(row_of, own)))
-        served = torch.tensor([value for one in batch for value in one.sampled_logprobs])
+        # All at once: calls of the same prompt share its computation, where the way allows.
+        batch = learner._base.prepare_rows([row for _, row in named])
+        lengths = [len(row.sampled_logprobs) for row in batch]
         for way in WAYS:
             with torch.no_grad():
-                found = score_rows(learner._model, batch, way=way).logprobs
-            means[f"{name}, {way}"] = float((found - served).abs().mean())
-    return means
+                scores = score_rows(learner._model, batch, way=way).logprobs
+            for (name, _), row, own in zip(named, batch, scores.split(lengths), strict=True):
+                served = torch.tensor(row.sampled_logprobs)
+                found.setdefault(f"{name}, {way}", []).append((own - served).abs())
+    return {name: float(torch.cat(differences).mean()) for name, differences in found.items()}
 
 
 def recomputed_differences(

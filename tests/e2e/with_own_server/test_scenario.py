@@ -60,8 +60,8 @@ async def test_math_example_trains_versions_and_writes_its_summary(
         name="math",
         minutes=25,
         seed=0,
-        # A wave of two groups gives none, one or two updates: for three, there is a look between.
-        updates=3,
+        # A wave of two groups gives none, one or two updates.
+        updates=2,
         held_out_every=1,
         var=var,
         models=Path(model_dir).parent,
@@ -72,9 +72,9 @@ async def test_math_example_trains_versions_and_writes_its_summary(
     summary = json.loads((var / "summary.json").read_text())
     waves = each(summary, "waves")
     assert waves == list(range(len(waves)))
-    assert len(waves) >= 3
+    assert len(waves) >= 2
     assert each(summary, "updates")[0] == 0
-    assert summary["updates"] >= 3
+    assert summary["updates"] >= 2
     assert [summary["before"], summary["after"]] == [
         summary["held_out"][0]["score"],
         summary["held_out"][-1]["score"],
@@ -82,6 +82,6 @@ async def test_math_example_trains_versions_and_writes_its_summary(
     assert summary["recorded"] == summary["calls"] > 0
     assert summary["trainable_share"] >= 0.95
     assert summary["failed_requests"] == summary["failed_runs"] == 0
-    assert summary["policies"]["math"]["versions"] >= 3
+    assert summary["policies"]["math"]["versions"] >= 2
     assert summary["policies"]["math"]["trained_episodes"] >= 4
     assert (var / "reward.png").stat().st_size > 10_000

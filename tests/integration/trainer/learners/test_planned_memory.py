@@ -1,7 +1,7 @@
 """Memory is planned from a configuration: what a hand calculation gives, and what torch keeps."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.support.trainer.families import ALL, LONG, OTHERS, write_family
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.batches import Row, computed_tokens
 from trainer.errors import TOO_LONG, LearnerError, ShortOfMemory, Unusable
+from trainer.learners import memory
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels import process
 from trainer.learners.kernels.layers import make_base_lean
@@ -32,6 +33,23 @@ from trainer.recipes.recipe import Recipe
 
 MIB = 2**20
 ON_A_CARD = ("--gpu-gib", "80")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once() -> Iterator[None]:
+    """Let plans of the same model by the same recipe share its footprint, which takes seconds."""
+    known: dict[tuple[str, str, str], Footprint] = {}
+
+    def measured(model: str, chosen: Recipe, device: str = "cuda") -> Footprint:
+        key = (model, chosen.model_dump_json(), device)
+        if key not in known:
+            known[key] = footprint(model, chosen, device)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        # `pawl plan` imports it when it runs.
+        patch.setattr(memory, "footprint", measured)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +172,7 @@ def test_plan_counts_activations_of_used_experts_only(tmp_path: Path) -> None:
     ],
 )
 def test_plan_advises_how_to_make_training_fit(qwen3_8b: Path, more: list[str], said: str) -> None:
-    asked = ["plan", str(qwen3_8b / "config.json"), *ON_A_CARD, "--json", *more]
+    asked = ["plan", str(qwen3_8b), *ON_A_CARD, "--json", *more]
     done = CliRunner().invoke(app, asked)
     assert said in msgspec.json.decode(done.output)["advice"][0]
 
@@ -362,7 +380,7 @@ def test_plan_without_a_gpu_uses_this_machines_memory(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(process, "total_memory", lambda _: 200 * GIB)
-    done = CliRunner().invoke(app, ["plan", str(qwen3_8b), "--json"])
+    done = CliRunner().invoke(app, ["plan", str(qwen3_8b / "config.json"), "--json"])
     made: dict[str, Any] = msgspec.json.decode(done.output)
     assert (made["device"], made["memory_gib"], made["context"]) == ("cpu", 200.0, 2048)
     # In float32, here and there, and a tenth of the memory stays free.
