@@ -1,8 +1,8 @@
 """Run the serving role's tests on the Python that runs this, without torch (`make serving`).
 
-Those of `make slow` are left to it, what PostgreSQL answers is left to `make test`, and properties
-are tried with few examples: what statements, kills, full disks and odd values do is hardly a matter
-of Python's version.
+Those of `make slow` are left to it, what PostgreSQL answers and generated requests are left to
+`make test`, and properties are tried with few examples: what statements, kills, full disks and odd
+values do is hardly a matter of Python's version.
 
 They run in an environment of their own, `var/serving-3.13` for Python 3.13, that holds what
 `requirements/serving-tests.txt` locks. A second run with nothing changed installs nothing. The
@@ -23,7 +23,6 @@ INPUTS = (LOCK, os.path.join(ROOT, "pyproject.toml"), os.path.abspath(__file__))
 TESTS = (
     "tests/unit/store",
     "tests/unit/proxy",
-    "tests/fuzz",
     "tests/integration/proxy",
     "tests/integration/faults",
 )

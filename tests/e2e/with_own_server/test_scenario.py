@@ -61,7 +61,7 @@ async def test_math_example_trains_versions_and_writes_its_summary(
         minutes=25,
         seed=0,
         # A wave of two groups gives none, one or two updates.
-        updates=2,
+        updates=1,
         held_out_every=1,
         var=var,
         models=Path(model_dir).parent,
@@ -74,7 +74,7 @@ async def test_math_example_trains_versions_and_writes_its_summary(
     assert waves == list(range(len(waves)))
     assert len(waves) >= 2
     assert each(summary, "updates")[0] == 0
-    assert summary["updates"] >= 2
+    assert summary["updates"] >= 1
     assert [summary["before"], summary["after"]] == [
         summary["held_out"][0]["score"],
         summary["held_out"][-1]["score"],
@@ -82,6 +82,6 @@ async def test_math_example_trains_versions_and_writes_its_summary(
     assert summary["recorded"] == summary["calls"] > 0
     assert summary["trainable_share"] >= 0.95
     assert summary["failed_requests"] == summary["failed_runs"] == 0
-    assert summary["policies"]["math"]["versions"] >= 2
+    assert summary["policies"]["math"]["versions"] >= 1
     assert summary["policies"]["math"]["trained_episodes"] >= 4
     assert (var / "reward.png").stat().st_size > 10_000
