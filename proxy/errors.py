@@ -109,7 +109,7 @@ class NotServed(BadRequest, status=404):
 
 
 class NotContinued(BadRequest, status=404):
-    """Report that the call continues a response that is not known as its tenant's."""
+    """Report that the call names an earlier response, and its tenant has none of that id."""
 
 
 class NotKnownNow(ProxyError, status=503, retry_after_s=2):

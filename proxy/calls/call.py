@@ -219,7 +219,7 @@ class Call:
         return self.conversation is not None
 
     async def run(self) -> None:
-        """Take the steps, and answer and record the call however they end."""
+        """Route, send, answer and record the call; it is answered and recorded if a step fails, too."""
         try:
             self._identify()
             upstream = await self._route()

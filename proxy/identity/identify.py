@@ -25,6 +25,7 @@ import msgspec
 
 from proxy.formats.base import ModelRequest
 from proxy.formats.conversation import Conversation
+from proxy.formats.raw_json import UNREADABLE
 from proxy.identity.call_memory import CallMemory, Doubt, JoinedEpisode, needed_fingerprints
 from proxy.routing import Route
 from store.records import EVAL, EVAL_TASKS, OWN_EPISODE, SPLITS, TRAIN, Confidence, Split
@@ -469,9 +470,7 @@ def _agent_or_task(
 def _lane(headers: Mapping[str, str], fields: dict[str, Any], warnings: list[str]) -> str | None:
     """Return the thread of a sub-agent, as its client names it; None for the main agent."""
     names: Iterable[Name] = ()
-    if not _ROLE_HEADERS.isdisjoint(headers) and any(
-        name in headers for name in _SUB_AGENT_HEADERS
-    ):
+    if any(name in headers for name in _SUB_AGENT_HEADERS):
         names = _names_in(headers, _LANE_HEADERS, "session", "")
     elif "client_metadata" in fields:
         agent = codex_turn(fields).get("agent_name")
@@ -487,7 +486,7 @@ def codex_turn(fields: dict[str, Any]) -> dict[str, Any]:
     text = metadata.get(CODEX_TURN) if isinstance(metadata, dict) else None
     try:
         return msgspec.json.decode(text, type=dict[str, Any]) if isinstance(text, str) else {}
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return {}
 
 

@@ -158,7 +158,7 @@ class RecordingOutages:
 
 
 def _not_stored(path: Path) -> RecordingOutage | None:
-    """Return a file's outage unless it is stored; end it first if its worker is gone.
+    """Return the outage in a file that the database lacks, or None; end it if its worker is gone.
 
     Raises:
         OSError: the file cannot be read, or the outage cannot be ended.

@@ -303,7 +303,7 @@ class LitellmUpstream:
         await self._library.close_litellm_async_clients()
 
     def close_abandoned(self, stream: Any) -> None:
-        """Close an abandoned stream, so that the provider stops."""
+        """Close a stream whose client went away, so that the provider stops generating."""
         closing = asyncio.create_task(stream.aclose(), name="pawl-litellm-close")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

@@ -96,7 +96,7 @@ class VersionInRole(Record, frozen=True, kw_only=True):
 
 
 class GatedPolicy(Record, frozen=True, kw_only=True):
-    """A policy at the time `now` of the database, with at most one version for each role.
+    """A policy's versions by role, read at the database's time `now`.
 
     `candidate` is the oldest version that is loaded and waits. `control` is the version that later
     serving ones are compared with. `frozen`: only operators change which version has traffic.

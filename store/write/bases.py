@@ -83,7 +83,7 @@ class BaseCache:
         return stored
 
     def tips_of(self, episode: str) -> list[BaseCall]:
-        """Return the tips of an episode."""
+        """Return an episode's recent calls that no later call extends."""
         return self._tips.get(episode, [])
 
     def _tips_for_needs(self, needs: Iterable[bytes]) -> list[BaseCall]:

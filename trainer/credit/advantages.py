@@ -74,7 +74,7 @@ class AdvantageSteps(Record, frozen=True, kw_only=True):
 
 
 class Advantage(Record, frozen=True, kw_only=True):
-    """A call's advantage, with its comparison.
+    """A call's advantage, and the steps by which it was computed.
 
     `value` is None if the call is unscored, and 0 if the comparison gives no signal; `reason` says
     why not. `comparison` is None if the call was not compared.

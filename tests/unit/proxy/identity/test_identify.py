@@ -32,6 +32,8 @@ from store.tenants import DEFAULT, scoped, tenant_of
 
 CALL, EARLIER = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56"), UUID(int=1)
 PATH = "/v1/chat/completions"
+# The name of Codex's main agent; a sub-agent's is a path below it.
+CODEX_MAIN = "/root"
 PLAIN = find_route("POST", PATH)
 NAMED = find_route("POST", "/task/t/episode/u/agent/a" + PATH)
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -138,8 +140,8 @@ def test_agent_is_named_by_tools_metadata_and_baggage(
         ({"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a1b2"}, None, "a1b2"),
         ({"x-session-affinity": "s"}, None, None),
         ({"x-parent-session-id": "p", "x-session-affinity": "s"}, None, "s"),
-        ({}, "/root", None),
-        ({}, "/root/reviewer", "/root/reviewer"),
+        ({}, CODEX_MAIN, None),
+        ({}, f"{CODEX_MAIN}/reviewer", f"{CODEX_MAIN}/reviewer"),
         ({}, 7, None),
     ],
 )
