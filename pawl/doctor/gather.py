@@ -92,7 +92,7 @@ async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: s
 
 
 def _read_files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None]:
-    """Return errors of the files that settings name, by setting, and the file of policies, if any."""
+    """Return errors of the files that settings name, by setting, and the policies' file, if any."""
     unusable, table = dict[str, str](), None
     try:
         table = open_policies(settings.policies)

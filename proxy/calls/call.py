@@ -219,7 +219,7 @@ class Call:
         return self.conversation is not None
 
     async def run(self) -> None:
-        """Route, send, answer and record the call; it is answered and recorded if a step fails, too."""
+        """Route, send, answer and record the call; a failed step is answered and recorded, too."""
         try:
             self._identify()
             upstream = await self._route()
