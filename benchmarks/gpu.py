@@ -1,7 +1,7 @@
 """Measure updates of a large model on one GPU, beside TRL's asynchronous GRPO on the same rows.
 
 A model of random weights, of the shape of Qwen3-8B or of `--config`, trains on episodes whose calls
-only grow. One update is timed in each way that can compute it, and then as TRL 1.16 packs it
+only grow. One update is timed in each layout that can compute it, and then as TRL 1.16 packs it
 (`trl.experimental.async_grpo`): prefix trees, its fused head and its loss, with PEFT's own layers.
 TRL takes FlashAttention 3 from a hub; where that cannot be reached it gets torch's FlashAttention.
 Last, half of the card is taken, as by a model server, and an episode whose longest call has 32,768
@@ -36,7 +36,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.report import Bar, Rows, bars_table, number
 from tests.support.training import write_words
-from trainer.batches import Row, Way, tokens_and_pairs
+from trainer.batches import Layout, Row, tokens_and_pairs
 from trainer.errors import Unusable
 from trainer.learners.flops import model_flops, peak_flops
 from trainer.learners.learner import Learner
@@ -155,21 +155,21 @@ def training_recipe() -> Recipe:
 
 
 def measure(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[MeasuredUpdate]:
-    """Measure an update of `rows` in each of the ways, and as TRL packs it."""
+    """Measure an update of `rows` in each of the layouts, and as TRL packs it."""
     recipe = training_recipe()
     flops = needed_flops(folder, rows)
     distinct, _ = tokens_and_pairs(rows)
     few = [row for row in rows if row.episode_id.int < 2]
     measured = []
     base = Base(str(folder), recipe)
-    ways: tuple[Way, ...] = ("tree", "chain")
-    for way in ways:
-        if way in names:
-            learner = Learner(base, recipe, seed=0, scratch=folder / way, ways=(way,))
+    layouts: tuple[Layout, ...] = ("tree", "chain")
+    for layout in layouts:
+        if layout in names:
+            learner = Learner(base, recipe, seed=0, scratch=folder / layout, layouts=(layout,))
             learner.update(few)
             seconds, peak, figures = time_update(partial(learner.update, rows))
             computed = figures["computed_tokens"]
-            measured.append(MeasuredUpdate(way, seconds, distinct, computed, peak, flops))
+            measured.append(MeasuredUpdate(layout, seconds, distinct, computed, peak, flops))
             learner.forget_model()
     del base
     free_gpu_memory()

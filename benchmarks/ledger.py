@@ -115,7 +115,7 @@ CREATE FUNCTION pg_temp.at(ms bigint) RETURNS timestamptz
 LANGUAGE sql IMMUTABLE AS $$ SELECT to_timestamp(ms / 1000.0) $$;
 """
 # Of every twenty runs one has no score and one is an evaluation, of fifty one failed, of a hundred
-# one is a part of another, of two hundred one is set aside.
+# one is a part of another, of two hundred one is quarantined.
 _RUNS: Final = """
 CREATE TEMP TABLE runs AS
 SELECT *, pg_temp.made_at(ms, n * 64) AS id, policy || '/' || (k / {group}) % {tasks} AS task,

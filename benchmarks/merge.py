@@ -142,8 +142,8 @@ def tiny_gradients() -> float:
     worst = 0.0
     for seed in range(SEEDS):
         rows = random_tree(seed, TINY.vocab_size)
-        train(model, [rows], way="tree")
-        train(reference, [rows], way="whole")
+        train(model, [rows], layout="tree")
+        train(reference, [rows], layout="whole")
         worst = max(worst, largest_difference(gradient(model), gradient(reference)))
     return worst
 
@@ -151,12 +151,12 @@ def tiny_gradients() -> float:
 def real_gradient(source: Any, rows: Sequence[Row]) -> Result:
     """Compare merged in float32 with separate, and with transformers' and PEFT's own layers."""
     model = make_model(source, torch.float32)
-    train(model, plan_micro_batches(rows, BUDGET, way="tree"), way="tree")
+    train(model, plan_micro_batches(rows, BUDGET, layout="tree"), layout="tree")
     merged = gradient(model)
-    train(model, [[row] for row in rows], way="whole")
+    train(model, [[row] for row in rows], layout="whole")
     separate = gradient(model)
     reference = make_model(source, torch.float32, lean=False)
-    train(reference, [[row] for row in rows], way="whole")
+    train(reference, [[row] for row in rows], layout="whole")
     stock = gradient(reference)
     return {
         "from_separate": largest_difference(merged, separate),
@@ -168,9 +168,9 @@ def real_gradient(source: Any, rows: Sequence[Row]) -> Result:
 def compare_with_trl(source: Any, rows: Sequence[Row], repeats: int) -> Result:
     """Measure one update against TRL's: tokens, and seconds (best of `repeats`, once warm)."""
     model = make_model(source, torch.float32)
-    batches = plan_micro_batches(rows, BUDGET, way="tree")
-    train(model, batches[:1], way="tree")
-    taken = best_seconds(model, lambda: train(model, batches, way="tree"), repeats)
+    batches = plan_micro_batches(rows, BUDGET, layout="tree")
+    train(model, batches[:1], layout="tree")
+    taken = best_seconds(model, lambda: train(model, batches, layout="tree"), repeats)
     merged = gradient(model)
     reference = make_model(source, torch.float32, lean=False)
     trl_update(reference, rows[:2])[0]()
@@ -278,7 +278,7 @@ def bf16_cosine(source: Any, rows: Sequence[Row]) -> float:
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(source, dtype)
-        train(model, plan_micro_batches(rows, BUDGET, way="tree"), way="tree")
+        train(model, plan_micro_batches(rows, BUDGET, layout="tree"), layout="tree")
         gradients.append(gradient(model))
     return float(torch.cosine_similarity(gradients[0], gradients[1], dim=0))
 

@@ -223,7 +223,7 @@ async def simulated_users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
 
     It returns None of what the control answered.
     """
-    dice, told = random.Random(seed), set[asyncio.Task[None]]()
+    dice, posts = random.Random(seed), set[asyncio.Task[None]]()
     answered = dict[str, str]()
 
     async def note(response: Any) -> None:
@@ -272,11 +272,11 @@ async def simulated_users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
 
         def post_later(posting: Coroutine[Any, Any, None]) -> None:
             task = asyncio.create_task(posting)
-            told.add(task)
-            task.add_done_callback(told.discard)
+            posts.add(task)
+            task.add_done_callback(posts.discard)
 
         yield ask
-        await asyncio.gather(*told)
+        await asyncio.gather(*posts)
 
 
 def right_reply(question: str) -> str:

@@ -47,7 +47,7 @@ FOLDER: Final = "keys"
 # Clients repeat within minutes; APIs with idempotency keys commonly promise a day.
 KEEP_S: Final = 86_400.0
 # Most keys that are kept, the newest first: each link takes an inode.
-MOST: Final = 200_000
+MAX_KEYS: Final = 200_000
 
 
 class KeyFiles:
@@ -82,7 +82,7 @@ class KeyFiles:
             log.error("idempotency_key_not_freed", reason=str(error))
 
     def clean(self, now: float | None = None) -> int:
-        """Delete keys older than a day, and the oldest beyond `MOST`; return how many.
+        """Delete keys older than a day, and the oldest beyond `MAX_KEYS`; return how many.
 
         `now` is Unix time in seconds, by default the present.
         """
@@ -94,7 +94,7 @@ class KeyFiles:
                     links.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
         links.sort(reverse=True)
         oldest = (time.time() if now is None else now) - KEEP_S
-        old = [path for number, (at, path) in enumerate(links) if number >= MOST or at < oldest]
+        old = [path for number, (at, path) in enumerate(links) if number >= MAX_KEYS or at < oldest]
         for path in old:
             with suppress(FileNotFoundError):
                 os.unlink(path)

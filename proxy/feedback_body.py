@@ -33,7 +33,9 @@ MAX_LABEL: Final = 256
 # Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
 MAX_TARGET_BYTES: Final = 2048
 # Limits of a list of statements that hold only text and numbers.
-MOST: Final = Size(containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(OF_METRICS | ABOUT_TOOLS) + 1))
+MAX_SIZE: Final = Size(
+    containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(OF_METRICS | ABOUT_TOOLS) + 1)
+)
 
 
 def parse_feedback(
@@ -65,7 +67,7 @@ def parse_feedback(
 
 
 def _parsed(body: bytes) -> Any:
-    size = size_within(body, MOST)
+    size = size_within(body, MAX_SIZE)
     if size is None:
         raise BadRequest(
             f"The body holds more values than {MAX_ITEMS} feedback statements can: send fewer in"

@@ -22,13 +22,13 @@ from store.values.documents import MAX_DEPTH, Size, nests_too_deep, size_bound, 
 
 # Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
 SMALL: Final = 4 * 2**20
-# 1 / `SET_ASIDE` of the budget is reserved for small requests.
-SET_ASIDE: Final = 4
+# 1 / `RESERVED` of the budget is kept for small requests.
+RESERVED: Final = 4
 # Most lists and objects in one body: a conversation of 30,000 messages in parts. Most values of
 # any kind: a prompt of a million token ids.
 MAX_CONTAINERS: Final = 100_000
 MAX_VALUES: Final = 1_000_000
-MOST: Final = Size(MAX_CONTAINERS, MAX_VALUES)
+MAX_SIZE: Final = Size(MAX_CONTAINERS, MAX_VALUES)
 # Memory that a container or a value takes in Python, in bytes (approximate).
 CONTAINER_BYTES: Final = 200
 VALUE_BYTES: Final = 60
@@ -47,7 +47,7 @@ class Budget:
         """Begin unused; `limit` is in bytes."""
         self.limit = limit
         # A small budget lowers the bound: a small request must fit into the reserved part.
-        self.small = min(SMALL, limit // SET_ASIDE)
+        self.small = min(SMALL, limit // RESERVED)
         self.used = 0
         self._small = 0
         self._large_claims = 0
@@ -60,7 +60,7 @@ class Budget:
         if self.used - held + wanted <= self.limit:
             return True
         if wanted <= self.small:
-            return self._small - held + wanted <= self.limit // SET_ASIDE
+            return self._small - held + wanted <= self.limit // RESERVED
         return self._large_claims == (1 if held > self.small else 0)
 
     def _resize_claim(self, held: int, now: int) -> None:
@@ -138,7 +138,7 @@ def check_shape(body: bytes) -> Size:
         TooLarge: the body holds too many of them.
         BadRequest: the body nests too deep.
     """
-    size = size_within(body, MOST)
+    size = size_within(body, MAX_SIZE)
     if size is None:
         raise TooLarge(
             f"The body holds more than {MAX_CONTAINERS} lists and objects, or more than "

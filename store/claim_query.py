@@ -35,7 +35,7 @@ from store.ids import lowest_id_at
 from store.read.agreement import trust_in_judges
 from store.records import Record
 from store.schema.tables import FREE, HAD_TRAFFIC
-from store.settings import MOST
+from store.settings import MAX_INT32
 from store.values.rewards import TERMS_OF_POLICY
 
 # Number of the last updates that are searched for members to compare a late member with.
@@ -284,7 +284,7 @@ async def lock_free_episodes(
 
 # A condition on rows of `episode_policies`. An episode's id is that of its first stored call, so
 # comparing it limits the time at which it began.
-NOT_ASIDE: Final = """
+OUTSIDE_FAULT_TIMES: Final = """
     NOT EXISTS (
         SELECT FROM fault_times f
         WHERE f.policy = :policy AND last_call_at >= f.called_since AND episode_id < f.began_before)
@@ -301,8 +301,9 @@ _NOTE: Final = text(
         SET began_before = GREATEST(known.began_before, excluded.began_before)
     """
 )
-_ASIDE: Final = text(
-    f"SELECT count(*) FROM episode_policies WHERE policy = :policy AND {FREE} AND NOT ({NOT_ASIDE})"
+_IN_FAULT_TIMES: Final = text(
+    f"SELECT count(*) FROM episode_policies WHERE policy = :policy AND {FREE}"
+    f" AND NOT ({OUTSIDE_FAULT_TIMES})"
 )
 
 
@@ -368,18 +369,20 @@ async def _claimable_conditions(
     faults = await connection.scalar(_WERE_FAULTS, values)
     rolled_back = await connection.scalar(_WERE_ROLLED_BACK, values)
     left = [HAS_ROLLED_BACK] * bool(rolled_back) + [_UNTRUSTED] * bool(untrusted)
-    return (f" AND {NOT_ASIDE}" if faults else "") + "".join(f" AND NOT {one}" for one in left)
+    return (f" AND {OUTSIDE_FAULT_TIMES}" if faults else "") + "".join(
+        f" AND NOT {one}" for one in left
+    )
 
 
-async def set_aside_after_fault(connection: AsyncConnection, policy: str) -> int:
+async def exclude_after_fault(connection: AsyncConnection, policy: str) -> int:
     """Keep updates from claiming episodes that a model server's past fault may have spoilt.
 
     They are those that began before now and had a call since the last good claim: that of the last
-    update whose version went live. Return how many set-aside episodes no update has claimed yet.
+    update whose version went live. Return how many of these episodes no update has claimed yet.
     """
     now = (await connection.execute(text("SELECT now()"))).scalar_one()
     await connection.execute(_NOTE, {"policy": policy, "began_before": lowest_id_at(now)})
-    return int((await connection.execute(_ASIDE, {"policy": policy})).scalar_one())
+    return int((await connection.execute(_IN_FAULT_TIMES, {"policy": policy})).scalar_one())
 
 
 async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: int) -> list[UUID]:
@@ -395,7 +398,7 @@ async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: i
 
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
     """Return how many updates of the least size the waiting groups with a signal would make."""
-    ready = await _ready_groups(connection, rule, 0, MOST)
+    ready = await _ready_groups(connection, rule, 0, MAX_INT32)
     return float(sum(row.members for row in ready if row.has_signal)) / rule.episodes_needed
 
 

@@ -47,7 +47,7 @@ from store.version_states import add_version, lock_policies
 # The metric that marks the update of an imported version: where the adapter came from.
 IMPORTED_FROM: Final = "imported_from"
 # Most episodes that a message about a spoilt claim names.
-TOLD: Final = 5
+MAX_NAMED: Final = 5
 
 
 class Claim(Record, frozen=True, kw_only=True):
@@ -369,7 +369,7 @@ async def _refuse_evaluation(connection: AsyncConnection, update_id: UUID) -> No
     held = await connection.execute(_HELD_SPLITS, {"update_id": update_id})
     turned = [row.key for row in held if row.split == EVAL]
     if turned:
-        named = ", ".join(map(repr, turned[:TOLD]))
+        named = ", ".join(map(repr, turned[:MAX_NAMED]))
         raise ClaimSpoilt(
             f"a call said that {len(turned)} of its episodes are evaluation after update"
             f" {update_id} had claimed them ({named}): release the update, and claim again"
@@ -387,7 +387,7 @@ async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_i
     values = {"policy": policy, "update_id": update_id}
     held = list((await connection.execute(_HELD_ROLLED_BACK, values)).scalars())
     if held:
-        named = ", ".join(map(repr, held[:TOLD]))
+        named = ", ".join(map(repr, held[:MAX_NAMED]))
         raise ClaimSpoilt(
             f"a version that sampled {len(held)} of its episodes was rolled back after update"
             f" {update_id} had claimed them ({named}): release the update, and claim again"

@@ -199,7 +199,7 @@ async def hold_judge(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
 # Episodes for a person to score
 
 # Why an episode is shown to a person.
-Doubt = Literal["unscored", "disagreeing", "uncertain"]
+ReviewReason = Literal["unscored", "disagreeing", "uncertain"]
 # Prefix of the idempotency keys of scores that a person gave in the console.
 REVIEWED: Final = "review-"
 # A metric, 0 to 1, that a judge may state beside its score; below UNSURE_BELOW it is uncertain.
@@ -216,7 +216,7 @@ _SAID: Final = f"""
     FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {NEWEST}) f
     JOIN feedback_requests r ON r.id = f.request_id WHERE f.episode_id IS NOT NULL
 """
-_DOUBTS: Final[Mapping[Doubt, str]] = {
+_REVIEWED_IF: Final[Mapping[ReviewReason, str]] = {
     "unscored": "p.scored_at IS NULL AND p.call_scored_at IS NULL"
     " AND p.last_call_at < now() - make_interval(secs => :quiet_s)",
     "disagreeing": f"""p.episode_id IN (
@@ -236,7 +236,7 @@ _DOUBTS: Final[Mapping[Doubt, str]] = {
 _QUEUE: Final = """
     SELECT p.episode_id, e.key, p.task, p.version, p.reward, p.last_call_at
     FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
-    WHERE p.policy = :policy AND p.claimed_by IS NULL AND p.claimable AND {doubt}
+    WHERE p.policy = :policy AND p.claimed_by IS NULL AND p.claimable AND {reason}
         AND (CAST(:until AS uuid) IS NULL OR p.episode_id <= :until)
         AND (CAST(:before AS uuid) IS NULL OR p.episode_id < :before)
         AND NOT EXISTS (SELECT FROM feedback f JOIN feedback_requests r ON r.id = f.request_id
@@ -280,7 +280,7 @@ async def scales_of(connection: AsyncConnection, policy: str) -> list[Scale]:
 async def review_queue(
     connection: AsyncConnection,
     policy: str,
-    doubt: Doubt,
+    reason: ReviewReason,
     scales: Sequence[Scale],
     tenant: str,
     *,
@@ -304,7 +304,7 @@ async def review_queue(
         "until": until,
         "most": most,
     }
-    query = text(_QUEUE.format(doubt=_DOUBTS[doubt]))
+    query = text(_QUEUE.format(reason=_REVIEWED_IF[reason]))
     rows = await connection.execute(query, values)
     return [row for row in rows if tenant_of(row.key) == tenant]
 

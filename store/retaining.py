@@ -2,8 +2,8 @@
 
 An episode is outdated once the last calls of all its parts are older than the first day that is
 kept. Outdated episodes are removed first, some in each transaction; then whole days of calls, while
-episodes that go on are set aside (docs/decisions/070-deleting-episodes.md). One ingester does this
-at a time.
+episodes that go on are quarantined (docs/decisions/070-deleting-episodes.md). One ingester at a
+time does this.
 
 Batches of records wait only briefly: the days are noted first and no call of them is stored any
 more, so that outdated episodes are searched, and calls counted, without a lock.
@@ -29,7 +29,7 @@ from store.tombstones import PREFIX, forget_matched
 RETAIN_LOCK: Final = 0x5041574F
 PENDING_LOCK: Final = 0x50415750
 # Most episodes, statements or requests that one transaction removes.
-MOST: Final = 200
+AT_ONCE: Final = 200
 # Most statements of a tenant that wait for their target.
 MOST_PENDING: Final = 100_000
 WHY: Final = "an episode that it held was outdated"
@@ -70,7 +70,7 @@ _DAYS: Final = """
     SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
     WHERE i.inhparent = 'transitions'::regclass AND c.relname < $1 ORDER BY 1 LIMIT 1
 """
-# Episodes with calls of a day that are not set aside yet.
+# Episodes with calls of a day that are not quarantined yet.
 _GOING_ON: Final = """
     SELECT id FROM episodes e
     WHERE deleted_at IS NULL AND NOT (doubtful AND quarantined_reason IS NOT NULL)
@@ -149,7 +149,7 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
             return 0
         # The earlier of two clocks: one that is a month ahead must not drop all statements.
         now = min(datetime.now(UTC), await driver.fetchval("SELECT now()"))
-        limits = MOST_PENDING, now - timedelta(days=days), MOST
+        limits = MOST_PENDING, now - timedelta(days=days), AT_ONCE
         gone = await driver.fetch(_PENDING.format(table="feedback", key="request_id"), *limits)
         requests = [row[0] for row in gone]
         await driver.execute(f"DELETE FROM feedback_requests r WHERE {_EMPTY}", requests)
@@ -174,7 +174,7 @@ async def remove_some(engine: AsyncEngine, before: date, after: UUID = NOWHERE) 
         for remove in (
             _record_last_removed_day,
             _remove_outdated,
-            _set_aside_or_drop_day,
+            _quarantine_or_drop_day,
             _remove_unmatched,
         ):
             if (removed := await remove(step)) is not None:
@@ -198,7 +198,7 @@ async def _record_last_removed_day(step: _Step) -> Removed | None:
 
 async def _remove_outdated(step: _Step) -> Removed | None:
     driver = step.driver
-    some = await driver.fetch(_SOME_OUTDATED, step.first_id, step.after, MOST)
+    some = await driver.fetch(_SOME_OUTDATED, step.first_id, step.after, AT_ONCE)
     if not some:
         return None
     outdated = [row[0] for row in some]
@@ -226,13 +226,15 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     )
 
 
-async def _set_aside_or_drop_day(step: _Step) -> Removed | None:
-    """Set aside episodes that go on after the oldest outdated day, or drop that day if none do."""
+async def _quarantine_or_drop_day(step: _Step) -> Removed | None:
+    """Quarantine episodes that go on after the oldest outdated day, or drop that day if none do."""
     driver = step.driver
     partition = await driver.fetchval(_DAYS, partition_name(step.before))
     if partition is None:
         return None
-    going_on = [row[0] for row in await driver.fetch(_GOING_ON.format(partition=partition), MOST)]
+    going_on = [
+        row[0] for row in await driver.fetch(_GOING_ON.format(partition=partition), AT_ONCE)
+    ]
     if not going_on:
         return await _drop_day(step, partition)
     await keep_writers_out(driver)
@@ -243,7 +245,7 @@ async def _set_aside_or_drop_day(step: _Step) -> Removed | None:
 
 
 async def _drop_day(step: _Step, partition: str) -> Removed:
-    """Drop a day's calls; no more are stored, and their episodes are set aside.
+    """Drop a day's calls; no more are stored, and their episodes are quarantined.
 
     Calls of an episode that is deleted between the count and the lock are counted, too.
     """
@@ -261,9 +263,9 @@ async def _remove_unmatched(step: _Step) -> Removed | None:
     """Remove outdated statements whose target never came, and requests without statements."""
     driver, at = step.driver, _midnight(step.before)
     done = [
-        await driver.execute(_STRAY.format(table=table), at, MOST)
+        await driver.execute(_STRAY.format(table=table), at, AT_ONCE)
         for table in ("feedback", "tool_events")
     ]
-    done.append(await driver.execute(_REQUESTS, step.first_id, at, MOST))
+    done.append(await driver.execute(_REQUESTS, step.first_id, at, AT_ONCE))
     removed = sum(int(status.rpartition(" ")[2]) for status in done)
     return Removed(statements=removed, last=step.after) if removed else None

@@ -39,7 +39,7 @@ _AFTER: Final = """
         to_timestamp(0))
 """
 # The episodes of finished updates after the version, trained or not, and stale ones. Episodes that
-# were set aside for other reasons stay consumed.
+# were consumed untrained for other reasons stay consumed.
 _TO_FREE: Final = f"""
     SELECT c.episode_id FROM consumptions c JOIN updates u ON u.id = c.update_id
     JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)

@@ -25,7 +25,7 @@ from pydantic_settings import (
 from store.errors import StoreError
 
 # PostgreSQL's integers, and numbers of bytes, have this limit or a larger one.
-MOST: Final = 2**31 - 1
+MAX_INT32: Final = 2**31 - 1
 
 
 # Addresses are here because proxy and trainer both listen on some, and share `store` only.
@@ -236,8 +236,8 @@ class Settings(BaseSettings):
     @field_validator("*", mode="after")
     @classmethod
     def _has_a_usual_size(cls, value: Any) -> Any:
-        if isinstance(value, int) and value > MOST:
-            raise ValueError(f"the number is too large; use one up to {MOST}")
+        if isinstance(value, int) and value > MAX_INT32:
+            raise ValueError(f"the number is too large; use one up to {MAX_INT32}")
         return value
 
 

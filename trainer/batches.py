@@ -3,7 +3,7 @@
 Token ids and log-probabilities are the recorded ones, except for the replies of corrections.
 
 Rows of an update share prefixes: the tasks' prompts, and earlier calls that an episode's calls
-repeat. A model's `Way` says how much of them it computes only once (`trainer.learners.scoring`):
+repeat. A model's `Layout` says how much of them it computes only once (`trainer.learners.scoring`):
 
     tree       one forward pass over the prefix tree: each distinct token is computed once
     stretches  the tree's branches one after the other, each continuing the states behind it
@@ -30,9 +30,9 @@ from trainer.credit.assign import TransitionCredit
 RowKey = tuple[UUID, int]
 PLAIN: Final = Distribution(temperature=1.0)
 
-Way = Literal["tree", "stretches", "chain", "whole"]
-# From the way that computes the fewest tokens to the way that works with every model.
-WAYS: Final[tuple[Way, ...]] = ("tree", "stretches", "chain", "whole")
+Layout = Literal["tree", "stretches", "chain", "whole"]
+# From the layout that computes the fewest tokens to the layout that works with every model.
+LAYOUTS: Final[tuple[Layout, ...]] = ("tree", "stretches", "chain", "whole")
 # Stretches begin at multiples of so many tokens: a shorter stretch would cost as long a pass over
 # the weights, and layers with a state along the sequence compute in chunks of this size.
 STRETCH: Final = 64
@@ -253,22 +253,22 @@ def split_into_optimiser_steps(rows: Sequence[Row], steps: int) -> list[list[Row
     return dealt
 
 
-def chains_of(rows: Sequence[Row], way: Way) -> list[list[Row]]:
+def chains_of(rows: Sequence[Row], layout: Layout) -> list[list[Row]]:
     """Group rows that are computed along one path, the longest last, in the order of computation.
 
-    Except in the way `whole`, a row is in the chain of a row that it is a prefix of. Chains that
-    share a prefix are adjacent; in the ways `chain` and `whole` chains are ordered by length.
+    Except in the layout `whole`, a row is in the chain of a row that it is a prefix of. Chains that
+    share a prefix are adjacent; in the layouts `chain` and `whole` chains are ordered by length.
     """
     chains: list[list[Row]] = []
     before = b""
     # A row is followed by all rows that it is a prefix of.
     for key, row in sorted(((_lexicographic_key(row), row) for row in rows), key=itemgetter(0)):
-        if chains and way != "whole" and key[0].startswith(before):
+        if chains and layout != "whole" and key[0].startswith(before):
             chains[-1].append(row)
         else:
             chains.append([row])
         before = key[0]
-    if way not in ("tree", "stretches"):
+    if layout not in ("tree", "stretches"):
         chains.sort(key=lambda chain: chain[-1].size)
     return chains
 
@@ -282,17 +282,17 @@ def _lexicographic_key(row: Row) -> tuple[bytes, int]:
 
 
 def plan_micro_batches(
-    rows: Sequence[Row], budget: int, *, way: Way = "tree", most: int = 0
+    rows: Sequence[Row], budget: int, *, layout: Layout = "tree", most: int = 0
 ) -> list[list[Row]]:
     """Cut rows into micro-batches with the fewest computed tokens, then the fewest micro-batches.
 
     A micro-batch computes at most `budget` tokens, or as many as its longest row has, or twice as
     many up to `most`: so an episode whose calls drop earlier thoughts is not computed again for
-    each call. No chain is cut. In the way `tree`, tokens are distinct nodes of the prefix tree.
+    each call. No chain is cut. In the layout `tree`, tokens are distinct nodes of the prefix tree.
     """
-    chains = chains_of(rows, way)
+    chains = chains_of(rows, layout)
     sizes = [chain[-1].size - 1 for chain in chains]
-    repeated = _count_repeated_tokens(chains, way)
+    repeated = _count_repeated_tokens(chains, layout)
     # best[n]: tokens, micro-batches and start of the last one in the best cut of n chains.
     best = [(0, 0, 0)]
     largest = max([budget, most, *sizes])
@@ -315,13 +315,13 @@ def plan_micro_batches(
     return cut[::-1]
 
 
-def _count_repeated_tokens(chains: Sequence[Sequence[Row]], way: Way) -> list[int]:
+def _count_repeated_tokens(chains: Sequence[Sequence[Row]], layout: Layout) -> list[int]:
     """Return how many tokens of each chain the chain before it has computed already."""
-    if way not in ("tree", "stretches"):
+    if layout not in ("tree", "stretches"):
         return [0] * len(chains)
     inputs = [chain[-1].inputs for chain in chains]
     shared = [0, *(shared_prefix_length(*pair) for pair in pairwise(inputs))]
-    if way == "tree":
+    if layout == "tree":
         return shared
     # No stretch has a single token: models compute that as in decoding, in place.
     most = [0, *(max(0, min(map(len, pair)) - 2) for pair in pairwise(inputs))]
@@ -366,10 +366,10 @@ def stretches_of(rows: Sequence[Row]) -> tuple[list[Stretch], dict[RowKey, int]]
     return stretches, last
 
 
-def computed_tokens(rows: Sequence[Row], *, way: Way = "tree") -> int:
+def computed_tokens(rows: Sequence[Row], *, layout: Layout = "tree") -> int:
     """Return how many tokens a micro-batch computes."""
-    chains = chains_of(rows, way)
-    return sum(chain[-1].size - 1 for chain in chains) - sum(_count_repeated_tokens(chains, way))
+    chains = chains_of(rows, layout)
+    return sum(chain[-1].size - 1 for chain in chains) - sum(_count_repeated_tokens(chains, layout))
 
 
 def tokens_and_pairs(rows: Sequence[Row]) -> tuple[int, int]:
@@ -388,7 +388,7 @@ def tokens_and_pairs(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def divide_among_processes(
-    micro_batches: Sequence[Sequence[Row]], processes: int, *, way: Way = "tree"
+    micro_batches: Sequence[Sequence[Row]], processes: int, *, layout: Layout = "tree"
 ) -> list[list[Sequence[Row]]]:
     """Divide micro-batches among processes: equally many for each, with about equally many tokens.
 
@@ -397,7 +397,7 @@ def divide_among_processes(
     """
     if processes == 1:
         return [list(micro_batches)]
-    sized = [(computed_tokens(rows, way=way), rows) for rows in micro_batches]
+    sized = [(computed_tokens(rows, layout=layout), rows) for rows in micro_batches]
     sized.sort(key=lambda pair: -pair[0])
     tokens, smallest = sized[-1]
     idle = [msgspec.structs.replace(row, weight=0.0) for row in smallest]

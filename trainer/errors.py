@@ -71,12 +71,12 @@ class LearnerError(TrainerError):
     """Report that the learner cannot train this model, or that an update failed.
 
     The update's episodes are free again, except the episodes to blame (`Unusable`). `is_poison`
-    says that these are spent, so that the next update can succeed, and `doubts_servers` that a
+    says that these are spent, so that the next update can succeed, and `suspects_servers` that a
     model server at fault may have sampled the episodes.
     """
 
     is_poison: bool = False
-    doubts_servers: bool = False
+    suspects_servers: bool = False
 
 
 class NoEffect(LearnerError):
@@ -135,7 +135,7 @@ class OtherVocabulary(Unusable):
     """Report token ids that the base model has no embedding for: another model sampled them."""
 
     # The server may still have another base model.
-    doubts_servers = True
+    suspects_servers = True
     reason = "damaged"
 
 
@@ -143,7 +143,7 @@ class DriftOutOfBounds(Unusable):
     """Report that server and trainer compute different log-probabilities for the newest version."""
 
     # The server's model, precision or options may differ.
-    doubts_servers = True
+    suspects_servers = True
 
     def __init__(
         self, message: str, episodes: Mapping[UUID, str], metrics: Mapping[str, Any]

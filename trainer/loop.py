@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claim_query, claims
-from store.claim_query import set_aside_after_fault
+from store.claim_query import exclude_after_fault
 from store.claims import Claim
 from store.errors import ClaimSpoilt
 from store.read.evaluations import Evaluation, evaluations
@@ -132,11 +132,11 @@ class Loop:
     async def recover(self) -> None:
         """Finish or abandon the update that a killed trainer left, and publish a written version.
 
-        While the model servers are in doubt, publishing waits for their test.
+        While the model servers are suspected, publishing waits for their test.
         """
         await self.finish_killed()
         await self._cleaning.clean()
-        if not self._breaker.is_in_doubt:
+        if not self._breaker.suspects_servers:
             await self._recovery.publish_written(self._publisher)
         # Fewer older versions are needed once a new one has the traffic.
         await self._cleaning.clean()
@@ -161,21 +161,21 @@ class Loop:
             self._breaker.pause_until_test(str(error), _pause_reason(error))
             self._log_pause()
         else:
-            self._breaker.end_doubt()
+            self._breaker.end_suspicion()
             self._breaker.tested_return_count = self._publisher.servers.return_count
 
     async def test_if_due(self) -> None:
         """Test whether updates could go on, if training is paused and a test is due."""
         breaker = self._breaker
         if breaker.test_is_due and await self._has_test_slot():
-            in_doubt = breaker.is_in_doubt
+            is_suspect = breaker.suspects_servers
             test = self._self_test
-            why = await (test.why_unserved() if in_doubt else test.why_update_fails())
+            why = await (test.why_unserved() if is_suspect else test.why_update_fails())
             breaker.tested_return_count = self._publisher.servers.return_count
             breaker.note_test(why)
             if why is None:
-                await self._set_aside_wrong_samples()
-            if why is None and in_doubt:
+                await self._exclude_wrong_samples()
+            if why is None and is_suspect:
                 await self._recovery.publish_written(self._publisher)
             log.warning("self_test", policy=self._policy, passed=why is None, reason=why)
         show_pause(self._policy, breaker.reason)
@@ -394,25 +394,25 @@ class Loop:
             self._log_pause()
             return
         why: str | None = str(error)
-        if error.doubts_servers:
+        if error.suspects_servers:
             self._breaker.note_drift()
             why = await self._self_test.why_unserved()
         if why is None:
-            await self._set_aside_wrong_samples()
+            await self._exclude_wrong_samples()
             self._breaker.note_past_fault(str(error))
         else:
             self._breaker.note_failure(why, _pause_reason(error))
         self._log_pause()
 
-    async def _set_aside_wrong_samples(self) -> None:
-        """Set aside episodes sampled before now, if a server was at fault and passes its test now.
+    async def _exclude_wrong_samples(self) -> None:
+        """Exclude episodes sampled before now, if a server was at fault and passes its test now.
 
         Otherwise one update after the other would spend its share of them.
         """
         if self._breaker.sampled_wrongly:
             async with self._engine.begin() as connection:
-                episodes = await set_aside_after_fault(connection, self._policy)
-            log.warning("episodes_set_aside", policy=self._policy, episodes=episodes)
+                episodes = await exclude_after_fault(connection, self._policy)
+            log.warning("episodes_excluded", policy=self._policy, episodes=episodes)
 
     def _log_pause(self) -> None:
         if self._breaker.is_open:
@@ -421,7 +421,7 @@ class Loop:
 
 
 def _pause_reason(error: LearnerError) -> PauseReason:
-    if error.doubts_servers or isinstance(error, ServerAtFault):
+    if error.suspects_servers or isinstance(error, ServerAtFault):
         return "server"
     if isinstance(error, TeacherError):
         return "teacher"

@@ -36,7 +36,7 @@ PROMISES: Final = (
     *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
     *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
     *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
-    *("not_loaded", "not_aside", "returns_differ", "scores_differ", "scores_missing"),
+    *("not_loaded", "unquarantined", "returns_differ", "scores_differ", "scores_missing"),
     *("without_arm", "wrong_events"),
 )
 # Of the members of a list so many are shown.

@@ -58,7 +58,7 @@ SLACK_S: Final = 0.5
 COSTLY: Final[frozenset[Part]] = frozenset({"worker", "supervisor"})
 FOREIGN: Final = b"\x93\x01\x02"
 # Episodes that were under way in an outage, and may be trained on all the same.
-_NOT_ASIDE: Final = """
+_UNQUARANTINED: Final = """
     SELECT count(*) FROM episodes e WHERE quarantined_reason IS NULL AND EXISTS (
         SELECT FROM recording_outages
         WHERE e.last_call_at >= called_since AND e.first_call_id < began_before)
@@ -209,7 +209,7 @@ async def _compare_stored(
         "dropped_and_marked": len(ended.marked),
         "dropped_in_outages": len(ended.in_outage),
         "recording_outages": ended.outages,
-        "not_aside": ended.not_aside,
+        "unquarantined": ended.unquarantined,
         "dropped_uncounted": max(0, dropped - int(scrapes.dropped)),
         "poisoned_calls": outcome.poisoned,
         "poisoned_calls_dead": len(ended.dead),
@@ -229,7 +229,7 @@ class UnstoredCalls(NamedTuple):
         dead: the record cannot be read or stored, and lies beside the spool with the reason.
         missing: none of these.
         outages: number of outages.
-        not_aside: how many episodes of the time of an outage were not set aside.
+        unquarantined: how many episodes of the time of an outage were not quarantined.
     """
 
     marked: set[str]
@@ -237,7 +237,7 @@ class UnstoredCalls(NamedTuple):
     dead: set[str]
     missing: set[str]
     outages: int
-    not_aside: int
+    unquarantined: int
 
 
 async def _find_unstored(
@@ -256,7 +256,7 @@ async def _find_unstored(
         )
         marked_episodes = {row["key"] for row in rows}
         rows = await connection.fetch("SELECT called_since, began_before FROM recording_outages")
-        not_aside = int(await connection.fetchval(_NOT_ASIDE))
+        unquarantined = int(await connection.fetchval(_UNQUARANTINED))
     finally:
         await connection.close()
     # From when to when each was, without the time that is added at both ends.
@@ -273,7 +273,7 @@ async def _find_unstored(
         for call in unnamed & times.keys()
         if any(since <= times[call][1] and times[call][0] <= until for since, until in outages)
     }
-    return UnstoredCalls(marked, in_outage, dead, unnamed - in_outage, len(outages), not_aside)
+    return UnstoredCalls(marked, in_outage, dead, unnamed - in_outage, len(outages), unquarantined)
 
 
 def _dead_calls(spool: Path) -> set[str]:

@@ -271,8 +271,8 @@ async def episode(
         url += f"/task/{task.family.replace(' ', '-')}:{options.seed}-{number}"
     answer = await ANSWERS[options.stranger](task.given, f"{url}/episode/{name}{split}/v1")
     reward = STRANGERS[options.stranger].reward(task, answer)
-    told = await client.post(f"{options.url}/feedback", json={"episode": name, "value": reward})
-    told.raise_for_status()
+    posted = await client.post(f"{options.url}/feedback", json={"episode": name, "value": reward})
+    posted.raise_for_status()
     return reward, answer
 
 

@@ -13,7 +13,7 @@ from pawl.commands.common import AsJson, OfTenant, fail, in_transaction, make_ta
 from pawl.credit import explain_past
 from pawl.settings import refuse_unknown_settings
 from store.read.past import past_update
-from store.settings import MOST
+from store.settings import MAX_INT32
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.errors import CreditLineError, TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
@@ -90,8 +90,8 @@ def _version_or_id(text: str) -> int | UUID:
     try:
         which = int(text) if text.isdecimal() else UUID(text)
     except ValueError:
-        which = MOST + 1
-    if isinstance(which, int) and which > MOST:
+        which = MAX_INT32 + 1
+    if isinstance(which, int) and which > MAX_INT32:
         fail(f"--update is a version's number or an update's id, not {text!r:.80}")
     return which
 

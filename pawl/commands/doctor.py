@@ -8,7 +8,7 @@ from rich.table import Table
 
 from pawl.commands.common import AsJson, OfTenant, make_table, write_lines
 from pawl.doctor.checks import Finding
-from pawl.doctor.examine import examine
+from pawl.doctor.diagnosis import diagnose
 from pawl.settings import DoctorSettings, UnreadSettings, read_settings
 
 
@@ -27,7 +27,7 @@ def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     one comes.
     """
     try:
-        found = asyncio.run(examine(read_settings(DoctorSettings), tenant=tenant))
+        found = asyncio.run(diagnose(read_settings(DoctorSettings), tenant=tenant))
     except UnreadSettings as error:
         found = [
             Finding(

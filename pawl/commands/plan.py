@@ -40,7 +40,7 @@ class Rehearsal(Record, frozen=True, kw_only=True):
     computed one by one, as a share of its largest entry.
     """
 
-    way: str
+    layout: str
     unique_tokens: int
     computed_tokens: int
     seconds: float
@@ -59,7 +59,7 @@ class MemoryPlan(Record, frozen=True, kw_only=True):
 
     model: str
     family: str
-    way: str
+    layout: str
     parameters: int
     device: str
     gpus: int
@@ -181,10 +181,10 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
 
     from trainer.batches import computed_tokens, with_logprobs
     from trainer.learners.budget import report_short_memory
+    from trainer.learners.layouts import compare_layout
     from trainer.learners.learner import Learner
     from trainer.learners.model import Base
     from trainer.learners.self_test import growing_rows
-    from trainer.learners.ways import compare_way
 
     words = AutoConfig.from_pretrained(model).get_text_config().vocab_size
     ids = torch.randint(words, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -207,9 +207,9 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         few = growing_rows(ids, min(turns, COMPARED_TURNS), min(context, COMPARED_TOKENS))
         with report_short_memory("while gradients were compared"):
             adapted = base.attach(learner, recipe, None, seed=0)
-            difference = compare_way(adapted, few, learner.way)
+            difference = compare_layout(adapted, few, learner.layout)
         return Rehearsal(
-            way=learner.way,
+            layout=learner.layout,
             unique_tokens=computed_tokens(rows),
             computed_tokens=metrics["computed_tokens"],
             seconds=round(seconds, 3),
@@ -264,7 +264,7 @@ def memory_plan(
     return MemoryPlan(
         model=model,
         family=takes.family,
-        way="tree" if takes.why_no_tree is None else f"stretches ({takes.why_no_tree})",
+        layout="tree" if takes.why_no_tree is None else f"stretches ({takes.why_no_tree})",
         parameters=takes.parameters,
         device=device,
         gpus=gpus,
@@ -369,7 +369,7 @@ def _either(ways: Sequence[str]) -> str:
 def _rehearsal_lines(done: Rehearsal) -> Sequence[tuple[str, str]]:
     ratio = done.computed_tokens / done.unique_tokens
     return [
-        ("rehearsed by the way", done.way),
+        ("rehearsed in the layout", done.layout),
         ("distinct tokens", f"{done.unique_tokens}, computed {ratio:.2f} times"),
         ("seconds", f"{done.seconds:g}: {done.computed_tokens / done.seconds:.0f} tokens/s"),
         ("peak memory", f"{done.peak_gib:g} GiB"),
@@ -382,7 +382,7 @@ def _table(plans: Sequence[MemoryPlan]) -> Table:
     each = f", as each of {made.gpus}" if made.gpus > 1 else ""
     rows = [
         ("family", f"{made.family}, {made.parameters / 1e9:.2f} billion parameters"),
-        ("shared prefixes", made.way),
+        ("shared prefixes", made.layout),
         ("GPU" if made.device == "cuda" else "memory", f"{made.memory_gib:g} GiB{each}"),
         ("vLLM", f"{made.server_gib:g} GiB"),
         ("weights", f"{made.weights_gib:g} GiB"),

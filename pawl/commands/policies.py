@@ -11,7 +11,6 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.by_hand import approval_event, policy_versions
 from pawl.commands.common import (
     AsJson,
     OfTenant,
@@ -25,6 +24,7 @@ from pawl.commands.common import (
 from pawl.commands.policy_files import check, export_version, import_version
 from pawl.commands.policy_traffic import freeze, promote, retrain, rollback
 from pawl.doctor.outlook import outlook_of
+from pawl.operator_moves import approval_event, policy_versions
 from pawl.settings import read_settings
 from store.claim_query import waiting_episodes, waiting_updates
 from store.policy_table import PolicyTable, open_policies

@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.by_hand import chosen_version, policy_versions
 from pawl.commands.common import (
     AsJson,
     OfTenant,
@@ -21,6 +20,7 @@ from pawl.commands.common import (
     run_with_engine,
     write_lines,
 )
+from pawl.operator_moves import chosen_version, policy_versions
 from pawl.processes import large_imports
 from pawl.settings import read_settings
 from store.policy_table import open_policies

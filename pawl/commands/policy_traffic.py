@@ -1,5 +1,6 @@
 """`pawl policies promote`, `rollback`, `retrain` and `freeze`: move traffic by hand."""
 
+import asyncio
 import sys
 from typing import Annotated, Final
 
@@ -7,7 +8,8 @@ import msgspec
 import typer
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.by_hand import (
+from pawl.commands.common import OfTenant, PolicyName, in_transaction, run_with_engine
+from pawl.operator_moves import (
     describe_retrained,
     find_to_promote,
     freeze_by_hand,
@@ -16,14 +18,20 @@ from pawl.by_hand import (
     retrain_by_hand,
     roll_back_by_hand,
 )
-from pawl.commands.common import OfTenant, PolicyName, in_transaction, run_with_engine
+from pawl.settings import ControllerSettings, read_settings
+from store.errors import WrongVersionState
 from store.versions import PolicyVersion
+from trainer.errors import UpstreamAway
+from trainer.publishing.model_server import ModelServer, Replicas
 
 VersionName = Annotated[
     str, typer.Argument(metavar="NAME[@N]", help="The policy, or a version.", show_default=False)
 ]
 Reason = Annotated[str, typer.Option(help="Why, for the policy's events.")]
 BY_HAND: Final = "by hand"
+# How long to wait for a recalled version, and the pause between requests to the model servers.
+LOADED_WITHIN_S: Final = 60.0
+ASKED_EVERY_S: Final = 0.5
 
 
 def promote(
@@ -52,7 +60,9 @@ def promote(
             if not yes and sys.stdin.isatty():
                 typer.confirm(f"Promote {version.served_name}?", abort=True)
         evidence = None if waits is None else waits.evidence
-        return await promote_by_hand(engine, version, reason, evidence)
+        return await promote_by_hand(
+            engine, version, reason, evidence, wait_until_loaded=wait_until_loaded
+        )
 
     print(f"{run_with_engine(run).served_name} serves")
 
@@ -113,7 +123,14 @@ def retrain(
     left_out = [read_query(query) for query in without or ()]
     retrained = run_with_engine(
         lambda engine: retrain_by_hand(
-            engine, name, start, left_out, reason, tenant, dry_run=dry_run
+            engine,
+            name,
+            start,
+            left_out,
+            reason,
+            tenant,
+            dry_run=dry_run,
+            wait_until_loaded=wait_until_loaded,
         )
     )
     print(describe_retrained(retrained, dry=dry_run))
@@ -136,3 +153,31 @@ def freeze(
         lambda connection: freeze_by_hand(connection, name, reason, tenant, frozen=not off)
     )
     print(f"{name} is {'no longer ' if off else ''}frozen")
+
+
+async def wait_until_loaded(version: PolicyVersion) -> None:
+    """Wait until every replica that answers lists a recalled version.
+
+    Raises:
+        WrongVersionState: the version is not listed within `LOADED_WITHIN_S` seconds.
+    """
+    name = version.served_name
+    print(f"{name} was unloaded: waiting for the model servers to load it", file=sys.stderr)
+    clock = asyncio.get_running_loop().time
+    until, why = clock() + LOADED_WITHIN_S, ""
+    async with Replicas(read_settings(ControllerSettings).server_urls) as replicas:
+        while clock() < until:
+            try:
+                listed = await replicas.ask(ModelServer.models)
+            except UpstreamAway as error:
+                why = str(error)
+            else:
+                lacking = [server.url for server, models in listed.items() if name not in models]
+                if not lacking:
+                    return
+                why = f"{', '.join(lacking)} has not loaded it"
+            await asyncio.sleep(ASKED_EVERY_S)
+    raise WrongVersionState(
+        f"{name} was not loaded within {LOADED_WITHIN_S:g} s, so it does not serve: {why}; let a"
+        " `pawl controller` run, which loads it, see its log, and run this again"
+    )

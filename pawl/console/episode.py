@@ -188,12 +188,12 @@ def why_not_consumed(fate: Row[Any], episode: EpisodeDetail) -> str:
         (fate.trained is not None, ""),
         (fate.update_id is not None, "an update holds it, and is training"),
         (episode.split == EVAL, "it is evaluation, which is never trained on"),
-        (episode.quarantined_reason, f"it is set aside: {episode.quarantined_reason}"),
+        (episode.quarantined_reason, f"it is quarantined: {episode.quarantined_reason}"),
         (fate.lacks == "missing_metric", "a metric that its reward is the sum of was not stated"),
         (fate.lacks == "undeclared_text", "its recipe gives no value to a text that was stated"),
         (not fate.scored, "nobody has scored it yet"),
         (fate.rolled_back, "a version that sampled it was rolled back"),
-        (fate.set_aside, "it was sampled while a model server was at fault"),
+        (fate.in_fault_time, "it was sampled while a model server was at fault"),
     )
     return next((why for applies, why in reasons if applies), "it waits for the next update")
 

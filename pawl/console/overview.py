@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pawl.console.pages import console_of, page, part, reading, viewer_of
-from pawl.doctor.examine import examine
+from pawl.doctor.diagnosis import diagnose
 from store.read.browsing import MOST_COUNTED, Rows, count_outcomes, promotions
 from store.read.evaluations import Rewards, rewards_from_row
 from store.read.health import newest_calls
@@ -38,7 +38,7 @@ async def doctor(request: Request) -> Response:
     console, tenant = console_of(request), viewer_of(request).tenant
     findings = await console.examined.get(
         tenant,
-        lambda: examine(console.settings, console.unqueued, tenant, of_parts=tenant is None),
+        lambda: diagnose(console.settings, console.unqueued, tenant, of_parts=tenant is None),
     )
     return part(
         request,

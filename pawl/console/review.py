@@ -21,16 +21,16 @@ from pawl.console.versions import chosen_policy
 from pawl.judging.answers import Away, Statement
 from pawl.judging.feedback import TAKEN, feedback_url, post_once
 from store.errors import Damaged
-from store.judging import REVIEWED, Doubt, Scale, key_to_review, review_queue, scales_of
+from store.judging import REVIEWED, ReviewReason, Scale, key_to_review, review_queue, scales_of
 from store.read.detail import episode_detail
 from store.tenants import DEFAULT
 
 # Episodes of the queue that are listed beside the one shown.
-MOST: Final = 12
+PAGE_SIZE: Final = 12
 # Values on a metric's scale that have a number key.
 STEPS: Final = 5
 # The description of each part of the queue.
-DOUBTS: Final[Mapping[Doubt, str]] = {
+REASONS: Final[Mapping[ReviewReason, str]] = {
     "unscored": "Ended ten minutes ago or more, and nobody has scored them.",
     "disagreeing": "Two judges or API keys scored them, and differ by more than a quarter of the "
     "metric’s range.",
@@ -82,9 +82,9 @@ async def review(request: Request) -> Response:
     # A key can score only its own tenant's episodes, even if the viewer may see all tenants'.
     tenant = viewer_of(request).tenant or DEFAULT
     query = request.query_params
-    doubt: Doubt = next((kind for kind in DOUBTS if kind == query.get("kind")), "unscored")
+    reason: ReviewReason = next((kind for kind in REASONS if kind == query.get("kind")), "unscored")
     if request.method == "POST":
-        return await _post_score(request, tenant, doubt)
+        return await _post_score(request, tenant, reason)
     before, until = uuid_in(query.get("before")), uuid_in(query.get("at"))
     async with reading(request) as connection:
         policy, policies = await chosen_policy(request, connection, tenant)
@@ -92,7 +92,14 @@ async def review(request: Request) -> Response:
             return page(request, "review.html", policy=None, policies=policies)
         scales = await scales_of(connection, policy.name)
         queue = await review_queue(
-            connection, policy.name, doubt, scales, tenant, before=before, until=until, most=MOST
+            connection,
+            policy.name,
+            reason,
+            scales,
+            tenant,
+            before=before,
+            until=until,
+            most=PAGE_SIZE,
         )
         calls = await _call_labels(connection, queue[0].episode_id) if queue else {}
         done = await _scores(connection, uuid_in(query.get("done")), tenant)
@@ -101,8 +108,8 @@ async def review(request: Request) -> Response:
         "review.html",
         policy=policy,
         policies=policies,
-        doubts=DOUBTS,
-        doubt=doubt,
+        reasons=REASONS,
+        reason=reason,
         queue=queue,
         scales=scales,
         calls=calls,
@@ -141,7 +148,7 @@ async def _call_labels(connection: AsyncConnection, episode: UUID) -> dict[UUID,
     }
 
 
-async def _post_score(request: Request, tenant: str, doubt: Doubt) -> Response:
+async def _post_score(request: Request, tenant: str, reason: ReviewReason) -> Response:
     """Post a score once: a repeat with the same `once` adds nothing."""
     require(request, "feedback")
     given = await form(request)
@@ -171,7 +178,7 @@ async def _post_score(request: Request, tenant: str, doubt: Doubt) -> Response:
     if status not in TAKEN:
         why = f"{url} answered {status}: {answer}"
         raise Refusal(max(status, 400), "The proxy refused the score", why)
-    query = {"policy": policy.name, "kind": doubt, "before": episode, "done": episode}
+    query = {"policy": policy.name, "kind": reason, "before": episode, "done": episode}
     return RedirectResponse(console.url("review", query=query), 303)
 
 

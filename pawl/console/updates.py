@@ -16,7 +16,7 @@ from store.read.lineage import MOST_MEMBERS, episodes_of_update, read_update, up
 from trainer.metrics import FIGURES
 from trainer.trackers import BY_ID, flatten
 
-MOST: Final = 100
+PAGE_SIZE: Final = 100
 FAMILIES: Final = "Reward by family of tasks"
 # The plots and lists: for each title, its figures by name, with their labels. The figures of
 # FAMILIES depend on the updates.
@@ -71,7 +71,7 @@ async def updates(request: Request) -> Response:
     async with reading(request) as connection:
         policy, known = await chosen_policy(request, connection, viewer_of(request).tenant)
         name = "" if policy is None else policy.name
-        rows = await updates_of(connection, name, before, MOST, BY_ID)
+        rows = await updates_of(connection, name, before, PAGE_SIZE, BY_ID)
     return page(
         request,
         "updates.html",
@@ -82,7 +82,7 @@ async def updates(request: Request) -> Response:
         shown=plotted_figures(rows),
         flatten=flatten,
         plots=plots_of(rows),
-        older=rows[-1].id if len(rows) == MOST else None,
+        older=rows[-1].id if len(rows) == PAGE_SIZE else None,
     )
 
 

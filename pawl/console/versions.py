@@ -17,12 +17,6 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from pawl.by_hand import (
-    find_to_promote,
-    freeze_by_hand,
-    promote_unless_changed,
-    roll_back_by_hand,
-)
 from pawl.console.pages import (
     Refusal,
     console_of,
@@ -33,6 +27,12 @@ from pawl.console.pages import (
     require,
     viewer_of,
     writing,
+)
+from pawl.operator_moves import (
+    find_to_promote,
+    freeze_by_hand,
+    promote_unless_changed,
+    roll_back_by_hand,
 )
 from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy, WrongVersionState
 from store.read.gates import read_gated_policy
@@ -49,7 +49,7 @@ from store.version_states import lock_policies
 from store.versions import PolicyEvent
 
 # Versions on one page, and events shown of one version.
-MOST: Final = 40
+PAGE_SIZE: Final = 40
 MOST_EVENTS: Final = 50
 
 
@@ -191,7 +191,7 @@ async def versions(request: Request) -> Response:
         standing = None if policy is None else await read_gated_policy(connection, policy.name)
         if policy is None or standing is None:
             return page(request, "versions.html", policy=None, policies=known)
-        line = await versions_in_line(connection, policy.name, before, MOST)
+        line = await versions_in_line(connection, policy.name, before, PAGE_SIZE)
         numbers = [version.version for version in line]
         # A version's episodes began after it was made, except for the base model's.
         since = None if 0 in numbers else min((row.created_at for row in line), default=None)
@@ -219,7 +219,9 @@ async def versions(request: Request) -> Response:
         standing=standing,
         compared=compared,
         waits={one.version: events[one.version] for one in line if one.awaits_approval_at},
-        older=numbers[MOST - 1] if len(numbers) >= MOST and numbers[MOST - 1] else None,
+        older=numbers[PAGE_SIZE - 1]
+        if len(numbers) >= PAGE_SIZE and numbers[PAGE_SIZE - 1]
+        else None,
         describe_version=describe_version,
     )
 

@@ -108,8 +108,8 @@ def _bet_gain(block: Block, null: float, side: Side) -> float:
     return side * (block.difference - null) / (block.reach + side * null)
 
 
-FEWEST: Final = 2
-MOST: Final = 64
+MIN_BLOCK_SIZE: Final = 2
+MAX_BLOCK_SIZE: Final = 64
 # Expected episodes of the rarer arm among as many episodes as a block has at least.
 RARER: Final = 0.5
 # A block is dropped if the other arm has not come after this many episodes.
@@ -170,7 +170,11 @@ def block_size(tested: float, other: float) -> int:
     """
     share = tested / (tested + other) if tested + other > 0 else 0.0
     rarity = share * (1 - share)
-    return min(max(round(RARER / rarity), FEWEST), MOST) if rarity > 0 else MOST
+    return (
+        min(max(round(RARER / rarity), MIN_BLOCK_SIZE), MAX_BLOCK_SIZE)
+        if rarity > 0
+        else MAX_BLOCK_SIZE
+    )
 
 
 # A family's mean counts as if this many episodes had scored as all families do together.

@@ -31,7 +31,7 @@ from trainer.recipes.recipe import PublishOptions
 # Episodes are read in parts of about EACH, of a bounded time span, to bound time and memory.
 EACH: Final = 2_000
 SHORTEST, LONGEST = timedelta(minutes=15), timedelta(days=1)
-MOST: Final = 5_000
+MAX_EPISODES: Final = 5_000
 # A call's record is looked for this long after the call began: it is stored once the call ends.
 LONGEST_CALL: Final = timedelta(hours=1)
 # Longest past that the serving arm's rewards are compared with.
@@ -119,11 +119,11 @@ class Evidence:
         first = lowest_id_at(self._at - min(self._delay, LONGEST_CALL) - STORED)
         self._counted = {one for one in self._counted if one >= first}
         while True:
-            begun = await begun_episodes(connection, self._policy, first, end, MOST)
+            begun = await begun_episodes(connection, self._policy, first, end, MAX_EPISODES)
             self._waiting |= {
                 one.id: one for one in begun if one.first_call_id not in self._counted
             }
-            if len(begun) < MOST:
+            if len(begun) < MAX_EPISODES:
                 return
             first = UUID(int=begun[-1].first_call_id.int + 1)
 

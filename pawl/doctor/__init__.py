@@ -1,1 +1,1 @@
-"""Find why a policy does not learn: gather facts once, and check them by pure rules."""
+"""Find why a policy does not learn: collect facts once, and check them by pure rules."""

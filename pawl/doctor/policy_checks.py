@@ -5,7 +5,7 @@ from typing import Final
 from pawl.doctor.checks import LONGEST, MOST_NAMED, PAUSES, Figure, Finding, named, of_each_policy
 from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.doctor.outlook import outlook_of
-from store.link.joins import DOUBTFUL_CALL, DOUBTFUL_NEED, TOLD_MORE_THAN_ONE
+from store.link.joins import AMBIGUOUS_MATCH, DOUBTFUL_CALL, DOUBTFUL_NEED
 from store.link.outages import IN_OUTAGE, LOST_CALL
 from store.read.agreement import FEWEST, LEAST_AGREEMENT
 from store.tenants import bare
@@ -27,7 +27,7 @@ def quarantined_episodes(_: Facts, policy: PolicyFacts) -> Finding | None:
     """Find that many of the newest episodes are quarantined, or any that need a name."""
     counts = policy.counts
     every = counts.episodes + counts.quarantined
-    is_unnamed = counts.quarantined_as in (DOUBTFUL_CALL, DOUBTFUL_NEED, TOLD_MORE_THAN_ONE)
+    is_unnamed = counts.quarantined_as in (DOUBTFUL_CALL, DOUBTFUL_NEED, AMBIGUOUS_MATCH)
     if not counts.quarantined or (not is_unnamed and counts.quarantined <= MOST_UNTRAINED * every):
         return None
     is_disk = counts.quarantined_as in (IN_OUTAGE, LOST_CALL)

@@ -113,7 +113,7 @@ class _Reader:
         key, quiet_since = scoped(self._tenant, episode), now - self._quiet
         async with self._engine.connect() as connection:
             ids = await attempts_at_task(
-                connection, key, quiet_since=quiet_since, most=relative.MOST
+                connection, key, quiet_since=quiet_since, most=relative.MAX_ATTEMPTS
             )
             found = await read_episodes(connection, ids)
         return [(bare(one.key), encoded_line(one, now, self._quiet)) for one in found]

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from math import fsum
 from typing import Any, Final
 
-from pawl.by_hand import split_name
 from pawl.judging.answers import JudgeFailed, Statement
 from pawl.judging.model import Message, ModelJudge, fence_text, last_object
 from pawl.judging.rubric import common_length, members_of, message_lines, parse_digits, reply_of
+from pawl.operator_moves import split_name
 
 SYSTEM: Final = """\
 You judge one reply of an AI agent by what happened next: by the message of the user, or the \

@@ -32,7 +32,7 @@ RUBRIC: Final = """\
 Good work reaches the goal that the user states. Among attempts that reach it, the one is better \
 that takes less and claims nothing untrue; among those that do not, the one that comes closer."""
 # Most attempts compared in one prompt.
-MOST: Final = 8
+MAX_ATTEMPTS: Final = 8
 # Most scores kept of attempts that were not asked about yet.
 MOST_KNOWN: Final = 1000
 

@@ -63,7 +63,7 @@ class JoinedEpisode(msgspec.Struct, frozen=True):
     follows: str
 
 
-class Doubt(msgspec.Struct, frozen=True):
+class Ambiguous(msgspec.Struct, frozen=True):
     """Report that a call's content points to several episodes."""
 
 
@@ -103,14 +103,14 @@ class CallMemory:
             elif known.follows != provider.follows:
                 self._provided.put(digest, _SEVERAL)
 
-    def find_episode(self, needs: Iterable[bytes]) -> JoinedEpisode | Doubt | None:
-        """Return the episode that provided the needed fingerprints, doubt if several did, or None.
+    def find_episode(self, needs: Iterable[bytes]) -> JoinedEpisode | Ambiguous | None:
+        """Return the episode that provided the needed fingerprints; `Ambiguous` if several did.
 
         Fingerprints of one kind must agree, and a surer kind decides before the others. Only the
         longest prefix is looked up: if only a shorter prefix is known here, another proxy knows
         more, and the database decides.
         """
-        doubt = False
+        is_ambiguous = False
         kind = 0
         candidates: dict[str, _Provider] = {}
         for digest in needs:
@@ -119,7 +119,7 @@ class CallMemory:
             kind = digest[0]
             known = None if kind == PREFIX else self._provided.get(digest)
             if known is _SEVERAL:
-                doubt = True
+                is_ambiguous = True
             elif known is not None:
                 candidates[known.episode] = known
             if kind in PREFIXES:
@@ -128,7 +128,7 @@ class CallMemory:
             provider = next(iter(candidates.values()))
             confidence: Confidence = "likely" if kind in PREFIXES else "certain"
             return JoinedEpisode(provider.episode, METHODS[kind], confidence, provider.follows)
-        return Doubt() if doubt or candidates else None
+        return Ambiguous() if is_ambiguous or candidates else None
 
     def remembers_fingerprint(self, digest: bytes) -> bool:
         """Return whether a remembered call provided this fingerprint (content to be repeated)."""

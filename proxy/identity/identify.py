@@ -26,7 +26,7 @@ import msgspec
 from proxy.formats.base import ModelRequest
 from proxy.formats.conversation import Conversation
 from proxy.formats.raw_json import UNREADABLE
-from proxy.identity.call_memory import CallMemory, Doubt, JoinedEpisode, needed_fingerprints
+from proxy.identity.call_memory import Ambiguous, CallMemory, JoinedEpisode, needed_fingerprints
 from proxy.routing import Route
 from store.records import EVAL, EVAL_TASKS, OWN_EPISODE, SPLITS, TRAIN, Confidence, Split
 from store.tenants import bare, keyed_digests, name_in_same_tenant, tenant_of
@@ -436,7 +436,7 @@ def _unnamed_episode(
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
     if isinstance(joined, JoinedEpisode):
         return _Episode(joined.episode, joined.method, joined.confidence, (), follows)
-    if isinstance(joined, Doubt):
+    if isinstance(joined, Ambiguous):
         return _Episode(own, OWN_EPISODE, "doubtful", needs)
     context = trace_context(headers)
     if context is not None:

@@ -54,7 +54,7 @@ ENDS_INGESTERS: Final = f"{MOST_BEGUN} ingesters ended while they read its reply
 # Longest time to read pieces, in seconds, before the records in them are stored.
 READ_S: Final = 0.25
 
-TOLD: Final[dict[Why, str]] = {
+REASONS: Final[dict[Why, str]] = {
     "letter": "a dead letter cannot be written to disk",
     "suspect": "storing a record fails, and none of its kind could be stored since",
     "unanswered": "PostgreSQL answers, and does not take a record",
@@ -288,7 +288,7 @@ class BatchWriter:
                 if is_due(held, self._stored, monotonic()):
                     moved += await self._try_again(engine, segment, held)
                 if held.piece.start in segment.held:
-                    self.trouble = TOLD[held.why]
+                    self.trouble = REASONS[held.why]
         if self._long is read:
             self._long = None
         return moved

@@ -121,17 +121,17 @@ async def _run_with_lock(
     keys = asyncio.create_task(key_file.watch(gate.replace_keys), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
-    aside = _start_side_tasks(settings, database)
+    side_tasks = _start_side_tasks(settings, database)
     log.info("ingester_up", admin=settings.admin_listen)
     try:
         yield
     finally:
-        for task in aside:
+        for task in side_tasks:
             task.cancel()
         await _drain_rest(drainer, draining, settings.last_drain_s)
         if spans is not None:
             await spans.close(settings.spans_end_s)
-        await asyncio.wait(aside)
+        await asyncio.wait(side_tasks)
         database.stop()
         await asyncio.wait([watching])
         await database.close()

@@ -54,7 +54,7 @@ BATCH: Final = 512
 # Longer texts are cut: servers choose ids and finish reasons.
 LONGEST: Final = 256
 # Protobuf has no larger integers: a larger one would lose the whole batch.
-MOST: Final = 2**63
+INT64_END: Final = 2**63
 ERRORS: Final = 400
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND: Final = timedelta(microseconds=1)
@@ -287,7 +287,7 @@ def _number(value: object) -> int | float | None:
     """Return the value if it is a number that protobuf can hold, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if isinstance(value, float) or -MOST <= value < MOST else None
+    return value if isinstance(value, float) or -INT64_END <= value < INT64_END else None
 
 
 def _tokens(usage: Mapping[str, object], names: Iterable[str], ids: bytes) -> int:

@@ -25,7 +25,7 @@ MOST_PROVIDERS: Final = 8
 
 DOUBTFUL_CALL = "a call was joined to this episode in doubt"
 DOUBTFUL_NEED = "a call matches several episodes"
-TOLD_MORE_THAN_ONE = "a call that matches this episode may belong to another"
+AMBIGUOUS_MATCH = "a call that matches this episode may belong to another"
 TOO_LATE = "the episode that this one continues was claimed before it was known"
 
 # Method and confidence of a join, by the level of the need (`store.values.digests.digest_levels`).
@@ -95,7 +95,7 @@ def resolve_joins(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
         joined[call_id] = None
         doubts.setdefault(needed_by, DOUBTFUL_NEED)
         for provided in () if too_common or level >= ACROSS else provided_by:
-            doubts.setdefault(provided, TOLD_MORE_THAN_ONE)
+            doubts.setdefault(provided, AMBIGUOUS_MATCH)
     by_root: dict[UUID, list[EpisodePart]] = {}
     for part in parts:
         by_root.setdefault(_root(roots, part.id), []).append(part)

@@ -28,9 +28,9 @@ SLACK: Final = timedelta(hours=1)
 # Any other reason is more precise. `LEAST` prefers it, whatever the order of arrival.
 IN_OUTAGE: Final = "calls may have been lost while this episode was under way: a disk was full"
 
-# Most episodes that one transaction sets aside because of an outage. An outage of days has the
+# Most episodes that one transaction quarantines because of an outage. An outage of days has the
 # episodes of days, and other transactions wait for their rows and for the settle lock.
-MOST: Final = 1000
+AT_ONCE: Final = 1000
 
 # The first call of some episodes, and the time of their last one.
 Span = tuple[UUID, datetime]
@@ -58,7 +58,7 @@ _SOME: Final = f"""
     SELECT e.id, e.linked FROM recording_outages l JOIN episodes e ON {_UNDER_WAY}
     WHERE l.id = ANY($1) AND NOT e.doubtful LIMIT $2
 """
-_SET_ASIDE: Final = f"""
+_QUARANTINE: Final = f"""
     UPDATE episodes SET doubtful = true,
         quarantined_reason = LEAST(quarantined_reason, '{IN_OUTAGE}')
     WHERE id = ANY($1)
@@ -83,7 +83,7 @@ async def note_outages(driver: Driver, outages: Sequence[OutageRecord]) -> list[
 async def find_in_outage(
     driver: Driver, episodes: Sequence[UUID], span: Span | None
 ) -> dict[UUID, bool]:
-    """Return which of these episodes are to be set aside, and whether each is linked to others.
+    """Return which of these episodes are to be quarantined, and whether each is linked to others.
 
     `span` is from the earliest first call to the latest last call, or None without episodes.
     """
@@ -92,13 +92,13 @@ async def find_in_outage(
 
 
 async def find_under_way(driver: Driver, outages: Sequence[UUID]) -> dict[UUID, bool]:
-    """Return up to `MOST` episodes of these outages that are not set aside, as `find_in_outage`."""
-    return {row[0]: row[1] for row in await driver.fetch(_SOME, outages, MOST)}
+    """Return up to `AT_ONCE` episodes of these outages, not quarantined, as `find_in_outage`."""
+    return {row[0]: row[1] for row in await driver.fetch(_SOME, outages, AT_ONCE)}
 
 
 async def mark_doubtful(driver: Driver, episodes: Sequence[UUID]) -> None:
     """Mark these episodes as doubtful; the caller holds the locks on their rows."""
-    await driver.execute(_SET_ASIDE, episodes)
+    await driver.execute(_QUARANTINE, episodes)
 
 
 # Gaps

@@ -97,7 +97,7 @@ async def may_have_references(driver: Driver, written: WrittenBatch) -> bool:
 async def resolve_references(driver: Driver, written: WrittenBatch) -> dict[str, int]:
     """Resolve references between the batch and all stored records, in the current transaction.
 
-    It links feedback to targets, joins episodes, sets aside those with a call in an outage, and
+    It links feedback to targets, joins episodes, quarantines those with a call in an outage, and
     computes the scores of all affected episodes. Return how much of the feedback came too late to
     be trained on, by policy.
 
@@ -112,8 +112,8 @@ async def resolve_references(driver: Driver, written: WrittenBatch) -> dict[str,
     return await count_late_feedback(driver, list(matched)) if matched else {}
 
 
-async def set_aside_in_outages(driver: Driver, outages: Sequence[UUID]) -> bool:
-    """Set aside some of the episodes under way in these outages; return whether there were any."""
+async def quarantine_in_outages(driver: Driver, outages: Sequence[UUID]) -> bool:
+    """Quarantine some of the episodes under way in these outages; return whether there were any."""
     await _wait_for_turn(driver)
     in_outage = await find_under_way(driver, outages)
     await _recompute(driver, set(), set(), in_outage)
@@ -129,7 +129,7 @@ async def _wait_for_turn(driver: Driver) -> None:
 async def _recompute(
     driver: Driver, rescored: set[UUID], joined: set[UUID], in_outage: Mapping[UUID, bool]
 ) -> None:
-    """Set aside the episodes in an outage; recompute joins, scores and rows of all affected."""
+    """Quarantine the episodes in an outage; recompute joins, scores and rows of all affected."""
     ends = joined | {one for one, is_linked in in_outage.items() if is_linked}
     linked = {row[0] for row in await driver.fetch(_REACHED, list(ends))} if ends else set[UUID]()
     touched = {*rescored, *linked, *in_outage}
@@ -186,7 +186,7 @@ _LINK = f"""
         FROM needed_fingerprints n CROSS JOIN LATERAL {MATCHES} CROSS JOIN LATERAL (
             SELECT DISTINCT episode_id FROM (
                 SELECT episode_id FROM provided_fingerprints WHERE digest = d.digest
-                LIMIT {64 * MOST_PROVIDERS}) told
+                LIMIT {64 * MOST_PROVIDERS}) provided
             WHERE episode_id <> n.episode_id LIMIT {MOST_PROVIDERS + 1}) p
         WHERE (n.digest = ANY($1) OR n.call_id = ANY($2)) AND d.counts
             AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = n.call_id
@@ -200,7 +200,7 @@ _COMMON = f"""
     SELECT digest FROM unnest($1::uuid[]) AS d (digest) WHERE {MOST_PROVIDERS + 1} < (
         SELECT count(DISTINCT episode_id) FROM (
             SELECT episode_id FROM provided_fingerprints WHERE digest = d.digest
-            LIMIT {64 * MOST_PROVIDERS}) told)
+            LIMIT {64 * MOST_PROVIDERS}) provided)
 """
 _NOTED = "SELECT digest FROM common_fingerprints WHERE digest = ANY($1)"
 _NOTE = "INSERT INTO common_fingerprints SELECT unnest($1::uuid[]) ON CONFLICT DO NOTHING"

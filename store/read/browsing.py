@@ -65,8 +65,8 @@ class EpisodeFilter(Record, frozen=True, kw_only=True):
         task: its task.
         split: `train` or `eval`.
         state: its progress.
-        reason: why it was set aside or consumed untrained, has no reward, or has a call that cannot
-            be trained.
+        reason: why it was quarantined or consumed untrained, has no reward, or has a call that
+            cannot be trained.
         low: its reward is at least this.
         high: its reward is at most this.
         since: it began at or after this time.

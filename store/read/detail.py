@@ -13,7 +13,7 @@ from uuid import UUID
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.claim_query import HAS_ROLLED_BACK, NOT_ASIDE
+from store.claim_query import HAS_ROLLED_BACK, OUTSIDE_FAULT_TIMES
 from store.claims import episodes_of_update
 from store.read.assembly import ToolsByCall, assign_tools, rebuild_calls, whole_request
 from store.records import OWN_EPISODE, Record
@@ -114,7 +114,7 @@ _OWN: Final = "episode_policies.policy"
 # the update made.
 _FATES: Final = text(
     f"""
-    SELECT p.policy, p.version, p.latest, p.lacks, p.rolled_back, p.set_aside,
+    SELECT p.policy, p.version, p.latest, p.lacks, p.rolled_back, p.in_fault_time,
         p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL AS scored,
         u.id AS update_id, u.state AS update_state, u.version AS made, v.state AS made_state,
         c.trained, c.reason, COALESCE(c.at, u.claimed_at) AS at,
@@ -122,7 +122,7 @@ _FATES: Final = text(
             AS double precision) AS effective_sample
     FROM (
         SELECT *, {HAS_ROLLED_BACK.replace(":policy", _OWN)} AS rolled_back,
-            NOT ({NOT_ASIDE.replace(":policy", _OWN)}) AS set_aside
+            NOT ({OUTSIDE_FAULT_TIMES.replace(":policy", _OWN)}) AS in_fault_time
         FROM episode_policies WHERE episode_id = :whole) p
         LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
         LEFT JOIN updates u ON u.id = COALESCE(c.update_id, p.claimed_by)

@@ -15,7 +15,7 @@ from store.tenants import SEPARATOR, bare, stored_prefix
 
 BATCH = 200
 # Most unreadable episodes that a message names.
-TOLD = 5
+MAX_NAMED = 5
 
 
 def is_of_tenant(tenant: str) -> ColumnElement[bool]:
@@ -43,8 +43,8 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
     """
     reading = await read_undamaged(connection, ids)
     if reading.damaged:
-        named = "; ".join(list(reading.damaged.values())[:TOLD])
-        more = len(reading.damaged) - TOLD
+        named = "; ".join(list(reading.damaged.values())[:MAX_NAMED])
+        more = len(reading.damaged) - MAX_NAMED
         raise Damaged(f"{named}; and {more} more" if more > 0 else named, reading.damaged)
     return reading.episodes
 

@@ -73,7 +73,7 @@ def mean_rewards_sql(rows: str, by: str) -> str:
                     sum(reward) AS total, var_pop(reward) * count(reward) AS within,
                     bool_and(reward IN (0, 1)) AS zero_or_one
                 FROM {rows} GROUP BY {by}, COALESCE(task, CAST(id AS text))) of_task
-            WINDOW own AS (PARTITION BY {by})) of_tasks) told
+            WINDOW own AS (PARTITION BY {by})) of_tasks) of_groups
     GROUP BY {by}"""
 
 

@@ -307,7 +307,7 @@ links = Table(
 
 # Times in which a worker lost records of unknown episodes, extended at both ends
 # (`store.link.outages`). Episodes with a call since `called_since` that began before the UUIDv7
-# `began_before` was made are set aside.
+# `began_before` was made are quarantined.
 recording_outages = Table(
     "recording_outages",
     metadata,
@@ -689,12 +689,12 @@ updates = Table(
     Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
 )
 
-# Episodes of a policy with a call in such a time are set aside (`store.claim_query`).
+# No update claims a policy's episodes with a call in such a time (`store.claim_query`).
 fault_times = Table(
     "fault_times",
     metadata,
     Column("policy", Text, primary_key=True),
-    # Set aside are episodes with a call since then that began before this UUIDv7 was made.
+    # These episodes had a call since then, and began before this UUIDv7 was made.
     Column("called_since", When, primary_key=True),
     Column("began_before", Uuid, nullable=False),
 )

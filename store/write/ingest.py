@@ -32,8 +32,8 @@ from store.link.outages import mark_gaps, note_outages
 from store.link.settle import (
     WrittenBatch,
     may_have_references,
+    quarantine_in_outages,
     resolve_references,
-    set_aside_in_outages,
 )
 from store.records import (
     EVAL,
@@ -384,5 +384,5 @@ class Ingester:
         more = bool(written.outages)
         while more:
             async with driver.transaction():
-                more = await set_aside_in_outages(driver, written.outages)
+                more = await quarantine_in_outages(driver, written.outages)
         return admitted.left_out

@@ -16,7 +16,7 @@ from store.values.sampling import distribution_of
 from store.version_queries import list_versions
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.waiting import eventually
-from trainer.batches import WAYS, Row
+from trainer.batches import LAYOUTS, Row
 from trainer.learners.learner import Learner
 from trainer.learners.scoring import score_rows
 
@@ -90,7 +90,7 @@ def trainers_differences(
     calls: dict[str, list[TransitionRow]],
     folders: dict[int, str | None],
 ) -> dict[str, float]:
-    """The mean difference a token for each way of sampling, by each way of computing rows."""
+    """The mean difference a token for each kind of sampling, by each layout of the rows."""
     by_version: dict[int, list[tuple[str, Row]]] = {}
     for name, own in calls.items():
         for number, call in enumerate(own):
@@ -100,15 +100,15 @@ def trainers_differences(
     for version, named in by_version.items():
         path = folders[version]
         learner.restore(None if path is None else Path(path))
-        # All at once: calls of the same prompt share its computation, where the way allows.
+        # All at once: calls of the same prompt share its computation, where the layout allows.
         batch = learner._base.prepare_rows([row for _, row in named])
         lengths = [len(row.sampled_logprobs) for row in batch]
-        for way in WAYS:
+        for layout in LAYOUTS:
             with torch.no_grad():
-                scores = score_rows(learner._model, batch, way=way).logprobs
+                scores = score_rows(learner._model, batch, layout=layout).logprobs
             for (name, _), row, own in zip(named, batch, scores.split(lengths), strict=True):
                 served = torch.tensor(row.sampled_logprobs)
-                found.setdefault(f"{name}, {way}", []).append((own - served).abs())
+                found.setdefault(f"{name}, {layout}", []).append((own - served).abs())
     return {name: float(torch.cat(differences).mean()) for name, differences in found.items()}
 
 
@@ -117,7 +117,7 @@ def recomputed_differences(
     pairs: Mapping[str, Sequence[tuple[TransitionRow, TransitionRow]]],
     folders: dict[int, str | None],
 ) -> dict[str, float]:
-    """The greatest difference of a token for each way of sampling, from the server's own.
+    """The greatest difference of a token for each kind of sampling, from the server's own.
 
     Of two calls that are sampled alike, the first has no log-probabilities, and the other has.
     """

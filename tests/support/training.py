@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from store.values.sampling import Distribution
-from trainer.batches import WAYS, Row, Way
+from trainer.batches import LAYOUTS, Layout, Row
 from trainer.learners.learner import Learner
 from trainer.learners.self_test import growing_rows
 from trainer.recipes.recipe import (
@@ -130,18 +130,20 @@ def sft_recipe(*, kl: KlOptions | None = None, epochs: int = 1, **batch: Any) ->
     )
 
 
-def by_every_way(
+def by_every_layout(
     model: str, make: Callable[..., Recipe], batch: list[Row], folder: Path
-) -> dict[Way, dict[str, Any]]:
-    """Update a new learner by each way, check that the updates agree, and return their metrics."""
+) -> dict[Layout, dict[str, Any]]:
+    """Update a new learner in each layout; return their metrics, which must agree."""
     metrics = {
-        # Tried, and then taken even if the trial failed: the figures show it.
-        way: Learner(model, make(), seed=0, scratch=folder, ways=(way, way)).update(batch)
-        for way in WAYS
+        # Tried, and then taken even if the test failed: the figures show it.
+        layout: Learner(model, make(), seed=0, scratch=folder, layouts=(layout, layout)).update(
+            batch
+        )
+        for layout in LAYOUTS
     }
-    for way, found in metrics.items():
-        assert math.isclose(found["loss"], metrics["whole"]["loss"], abs_tol=1e-5), way
-        assert math.isclose(found["grad_norm"], metrics["whole"]["grad_norm"], rel_tol=1e-4), way
+    for layout, found in metrics.items():
+        assert math.isclose(found["loss"], metrics["whole"]["loss"], abs_tol=1e-5), layout
+        assert math.isclose(found["grad_norm"], metrics["whole"]["grad_norm"], rel_tol=1e-4), layout
     return metrics
 
 

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import structlog
 import torch
 
-from trainer.batches import Row, RowKey, Way, chains_of, computed_tokens, plan_micro_batches
+from trainer.batches import Layout, Row, RowKey, chains_of, computed_tokens, plan_micro_batches
 from trainer.errors import MEMORY_REMEDY, TOO_LONG, CompanionFailed, ShortOfMemory, Unusable
 from trainer.learners.processes import NO_MEMORY, Processes
 
@@ -119,7 +119,7 @@ class TokenBudget:
         self,
         tokens: int,
         *,
-        way: Way,
+        layout: Layout,
         processes: Processes,
         checkpoint: Callable[[float], None] | None = None,
     ) -> None:
@@ -127,7 +127,7 @@ class TokenBudget:
 
         Args:
             tokens: the recipe's size of micro-batches.
-            way: how rows are computed.
+            layout: how rows are computed.
             processes: they compute in step, with equal budgets.
             checkpoint: checkpoints a share of the layers; None if the recipe fixes checkpointing.
         """
@@ -137,7 +137,7 @@ class TokenBudget:
         self._planned = 0
         self._checkpoint = checkpoint
         self._full = tokens
-        self._way = way
+        self._layout = layout
         self._processes = processes
         # Updates since memory ran out, and how many must pass before the full size is tried.
         self._calm = 0
@@ -180,11 +180,11 @@ class TokenBudget:
 
         Several processes gather each layer together in a pass: each micro-batch must be one pass.
         """
-        if self._processes.count > 1 and self._way != "tree":
-            return chains_of(rows, self._way)
+        if self._processes.count > 1 and self._layout != "tree":
+            return chains_of(rows, self._layout)
         planned = self._planned if self.tokens == self._full else 0
         budget = int(min(self.tokens, self._most))
-        return plan_micro_batches(rows, budget, way=self._way, most=planned)
+        return plan_micro_batches(rows, budget, layout=self._layout, most=planned)
 
     def run_fitting(
         self,
@@ -257,7 +257,7 @@ class TokenBudget:
         All its other rows are then parts of the longest row.
         """
         longest = max(rows, key=_row_size, default=None)
-        if longest is None or computed_tokens(rows, way=self._way) > longest.size - 1:
+        if longest is None or computed_tokens(rows, layout=self._layout) > longest.size - 1:
             return None
         return longest.key
 

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer.batches import Row, RowKey, Way
+from trainer.batches import Layout, Row, RowKey
 from trainer.errors import Unusable
 from trainer.learners.kernels.head import Head, head_kl, logits_kl
 from trainer.learners.scoring import states_of, whole_logits
@@ -159,16 +159,16 @@ def measured_rows(rows: Sequence[Row], fewest: int | None = None) -> list[Row]:
 
 
 @torch.no_grad()
-def kl_by_row(model: Any, rows: Sequence[Row], *, way: Way) -> ByRow:
+def kl_by_row(model: Any, rows: Sequence[Row], *, layout: Layout) -> ByRow:
     """Return KL(policy ‖ base) before each sampled token, (S,) in nats, by row.
 
-    `model` is a PEFT model in evaluation mode, prepared for `way`.
+    `model` is a PEFT model in evaluation mode, prepared for `layout`.
     """
-    if way == "whole":
+    if layout == "whole":
         return cut_by_row(rows, torch.cat([_whole_row_kl(model, row) for row in rows]))
-    own, befores = states_of(model, rows, way)
+    own, befores = states_of(model, rows, layout)
     with model.disable_adapter():
-        base, _ = states_of(model, rows, way)
+        base, _ = states_of(model, rows, layout)
     places = torch.tensor(befores, device=own.device)
     return cut_by_row(rows, head_kl(own[places], base[places], Head.of(model)))
 

@@ -17,10 +17,10 @@ import torch
 from store.claims import NON_FINITE
 from store.values.packing import unpack_logprobs
 from trainer.batches import (
-    WAYS,
+    LAYOUTS,
+    Layout,
     Row,
     RowKey,
-    Way,
     computed_tokens,
     plan_micro_batches,
     split_into_optimiser_steps,
@@ -46,6 +46,7 @@ from trainer.learners.budget import (
 )
 from trainer.learners.kernels.process import available_memory, give_freed_memory_back
 from trainer.learners.kl import ByRow, cut_by_row, kl_by_row, kl_figures, measured_rows
+from trainer.learners.layouts import choose_layout
 from trainer.learners.losses.grpo import make_trainer
 from trainer.learners.losses.ppo import make_ppo_trainer
 from trainer.learners.losses.sft import make_sft_trainer
@@ -69,7 +70,6 @@ from trainer.learners.steps import (
     fits_in_memory,
     update_figures,
 )
-from trainer.learners.ways import choose_way
 from trainer.metrics import LONGEST
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import OFF_POLICY
@@ -117,7 +117,7 @@ class Learner:
         seed: int,
         scratch: Path,
         *,
-        ways: Sequence[Way] = WAYS,
+        layouts: Sequence[Layout] = LAYOUTS,
     ) -> None:
         """Begin with a new adapter of a base model, which learners may share in turns.
 
@@ -126,7 +126,7 @@ class Learner:
             recipe: how it is trained.
             seed: seed of the first adapter's weights.
             scratch: a folder where TRL may write.
-            ways: how rows may be computed, the best way first; the last is taken untried.
+            layouts: how rows may be computed, the best layout first; the last is taken untried.
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
@@ -151,10 +151,10 @@ class Learner:
         self._takes = self._footprint()
         self._model = self._base.attach(self, recipe, None, seed)
         # How rows are computed.
-        self.way = choose_way(self._model, self.processes, ways)
+        self.layout = choose_layout(self._model, self.processes, layouts)
         self._budget = TokenBudget(
             recipe.batch.micro_batch_tokens,
-            way=self.way,
+            layout=self.layout,
             processes=self.processes,
             checkpoint=(
                 self._checkpoint if recipe.batch.gradient_checkpointing == "auto" else None
@@ -177,12 +177,12 @@ class Learner:
 
     def _make_trainer(self) -> None:
         """Make the TRL trainer and the optimiser steps for the model as it stands."""
-        set_attention(self._model, self.way)
+        set_attention(self._model, self.layout)
         always = self._recipe.batch.gradient_checkpointing is True
         self._checkpoint(1.0 if always else self._budget.checkpointed_share)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
-            self._model, self._tokenizer, self._recipe, self._scratch, way=self.way
+            self._model, self._tokenizer, self._recipe, self._scratch, layout=self.layout
         )
         self._step = Step(self._trainer, self._interrupted, self.processes)
 
@@ -285,8 +285,10 @@ class Learner:
         batch, sizes = self._recipe.batch, [row.size for row in rows]
         tokens = max(*sizes, min(batch.micro_batch_tokens, sum(sizes)))
         for step in split_into_optimiser_steps(rows, batch.steps):
-            cut = plan_micro_batches(step, batch.micro_batch_tokens, way=self.way, most=planned)
-            tokens = max(tokens, *(computed_tokens(own, way=self.way) for own in cut))
+            cut = plan_micro_batches(
+                step, batch.micro_batch_tokens, layout=self.layout, most=planned
+            )
+            tokens = max(tokens, *(computed_tokens(own, layout=self.layout) for own in cut))
         return max(
             self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
         )
@@ -543,7 +545,7 @@ class Learner:
 
     def _measure_kl_to_base(self, metered: Sequence[Row]) -> dict[str, Any]:
         """Measure how far the policy is from its base model, on some of an update's rows."""
-        measure = partial(kl_by_row, self._model, way=self.way)
+        measure = partial(kl_by_row, self._model, layout=self.layout)
         return kl_figures(metered, self._survey_in_parts(metered, measure))
 
     def _undo_step(self) -> None:
@@ -583,7 +585,7 @@ class Learner:
 
         def scored(micro_batch: Sequence[Row]) -> ByRow:
             with torch.no_grad():
-                scores = score_rows(self._model, micro_batch, way=self.way)
+                scores = score_rows(self._model, micro_batch, layout=self.layout)
             return cut_by_row(micro_batch, scores.logprobs)
 
         seen = self._survey_in_parts(rows, scored)
@@ -593,7 +595,7 @@ class Learner:
     @report_short_memory("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         with self._base.throughput.computing():
-            return plain_logprobs(self._model, rows, way=self.way)
+            return plain_logprobs(self._model, rows, layout=self.layout)
 
     @report_short_memory("while a version was written")
     def save(self, folder: Path) -> None:

@@ -23,6 +23,7 @@ from trainer.errors import LearnerError
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK
 from trainer.learners.kernels.layers import make_base_lean
+from trainer.learners.layouts import why_no_tree
 from trainer.learners.model import (
     configuration,
     encode_positions,
@@ -33,7 +34,6 @@ from trainer.learners.model import (
     weight_bytes,
 )
 from trainer.learners.scoring import decoder_of, layers_of
-from trainer.learners.ways import why_no_tree
 from trainer.recipes.recipe import Recipe
 
 GIB: Final = 2**30
@@ -57,7 +57,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         family: the model's type, as its configuration names it.
         architecture: the class of the model, which model servers call the same.
         why_no_tree: why the configuration rules out shared prefixes as trees; None: it does not,
-            and a trial decides when the model is loaded.
+            and test rows decide when the model is loaded.
         context: the most tokens that the model has positions for; None if unknown.
         parameters: count of the base's parameters.
         trained: count of the adapter's parameters.

@@ -51,12 +51,12 @@ from trainer.learners.kernels.process import (
     fuse_wide_attention,
     total_memory,
 )
+from trainer.learners.layouts import layers_without_gradient
 from trainer.learners.processes import Processes
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
 from trainer.learners.scoring import attention_implementation, layers_of
 from trainer.learners.steps import check_ids
-from trainer.learners.ways import layers_without_gradient
 from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import LoraOptions, Recipe
 

@@ -1,6 +1,6 @@
-"""Compute log-probabilities of recorded tokens under the current policy, by one of four ways.
+"""Compute log-probabilities of recorded tokens under the current policy, by one of four layouts.
 
-The ways are listed in `trainer.batches`. `tree` needs attention along the tree. `stretches` and
+The layouts are listed in `trainer.batches`. `tree` needs attention along the tree. `stretches` and
 `chain` are plain causal passes: a stretch continues the layers' states after the stretch before,
 and `chain` works with all kinds of layers. In these three, the LM head is computed in chunks, and
 only where a sampled token follows. `whole`, row by row through the model's own forward pass and
@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from trainer.batches import PLAIN, Row, RowKey, Way, build_tree, chains_of, pad_tree, stretches_of
+from trainer.batches import (
+    PLAIN,
+    Layout,
+    Row,
+    RowKey,
+    build_tree,
+    chains_of,
+    pad_tree,
+    stretches_of,
+)
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import Head, head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
@@ -51,17 +60,17 @@ class Scored(NamedTuple):
 
 
 def score_rows(
-    model: Any, rows: Sequence[Row], *, way: Way = "tree", hidden: bool = False
+    model: Any, rows: Sequence[Row], *, layout: Layout = "tree", hidden: bool = False
 ) -> Scored:
     """Score the sampled tokens of `rows`.
 
     Raises:
-        LearnerError: the way is `tree`, and the model was not prepared for it (`choose_way`).
+        LearnerError: the layout is `tree`, and the model was not prepared for it (`choose_layout`).
     """
-    if way == "whole":
+    if layout == "whole":
         scored = _score_whole(model, rows)
         return scored if hidden else scored._replace(hidden=None)
-    states, parents = states_of(model, rows, way)
+    states, parents = states_of(model, rows, layout)
     labels = [token for row in rows for token in row.sampled_ids]
     labels_there = torch.tensor(labels, device=states.device)
     places = places_of(rows, parents)
@@ -70,23 +79,23 @@ def score_rows(
     return Scored(logprobs, entropies, seen)
 
 
-def plain_logprobs(model: Any, rows: Sequence[Row], *, way: Way) -> list[list[float]]:
+def plain_logprobs(model: Any, rows: Sequence[Row], *, layout: Layout) -> list[list[float]]:
     """Return log-probabilities (S,) of each row's sampled tokens at temperature one, unshaped."""
     alone = ([msgspec.structs.replace(row, distribution=PLAIN)] for row in rows)
     with torch.no_grad():
-        return [score_rows(model, row, way=way).logprobs.tolist() for row in alone]
+        return [score_rows(model, row, layout=layout).logprobs.tolist() for row in alone]
 
 
-def states_of(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, list[int]]:
+def states_of(model: Any, rows: Sequence[Row], layout: Layout) -> tuple[Tensor, list[int]]:
     """Return the LM head's inputs at all computed tokens, (N, H).
 
     The second result, (M,), has the index of the token before each sampled token, row after row.
     """
     # One chain needs no tree: plain causal attention has the fastest kernels.
-    if way == "tree" and len(chains_of(rows, way)) == 1:
-        way = "chain"
-    by_way = {"tree": _tree_states, "stretches": _stretch_states, "chain": _chain_states}
-    states, paths = by_way[way](model, rows)
+    if layout == "tree" and len(chains_of(rows, layout)) == 1:
+        layout = "chain"
+    by_layout = {"tree": _tree_states, "stretches": _stretch_states, "chain": _chain_states}
+    states, paths = by_layout[layout](model, rows)
     befores = [
         place
         for row, path in zip(rows, paths, strict=True)
@@ -301,10 +310,10 @@ def _score_row(row: Row, logits: Tensor, states: Tensor) -> Scored:
     return Scored(distribution.gather(1, labels[:, None])[:, 0], entropies, states)
 
 
-def set_attention(model: Any, way: Way) -> None:
+def set_attention(model: Any, layout: Layout) -> None:
     """Switch the base of `model` to attention along trees, or to its own attention."""
     base = model.get_base_model()
-    wanted = NAME if way == "tree" else attention_implementation(base)
+    wanted = NAME if layout == "tree" else attention_implementation(base)
     if model.config._attn_implementation != wanted:
         base.set_attn_implementation(wanted)
 

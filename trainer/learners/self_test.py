@@ -114,7 +114,7 @@ def _randomise_weights(moved: Sequence[torch.Tensor], spread: float, seed: int) 
 
 def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
     with torch.no_grad():
-        return torch.cat([score_rows(model, [row], way="whole").logprobs for row in rows])
+        return torch.cat([score_rows(model, [row], layout="whole").logprobs for row in rows])
 
 
 def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:

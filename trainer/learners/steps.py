@@ -58,7 +58,7 @@ def update_figures(
         "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
         "row_tokens": sum(row.size for row in rows),
         "computed_tokens": sum(
-            computed_tokens(micro_batch, way=trainer.way)
+            computed_tokens(micro_batch, layout=trainer.layout)
             for step in first_epoch
             for micro_batch in step.micro_batches
         ),
@@ -93,7 +93,9 @@ class Step:
         return [result for share in self._processes.gather(results) for result in share]
 
     def _own_share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
-        shares = divide_among_processes(micro_batches, self._processes.count, way=self._trainer.way)
+        shares = divide_among_processes(
+            micro_batches, self._processes.count, layout=self._trainer.layout
+        )
         for rows in shares[self._processes.rank]:
             self.stop_if_asked()
             yield rows

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from store.records import TOOL_STATUSES
-from store.settings import MOST
+from store.settings import MAX_INT32
 from store.toml_file import TomlFile
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm
 from trainer.credit.baselines import BASELINES, NORMALISATIONS
@@ -30,8 +30,8 @@ from trainer.errors import RecipeError
 
 def _check_number(number: float) -> float:
     """Refuse numbers too large for an integer of PostgreSQL, or an interval added to a time."""
-    if number > MOST:
-        raise ValueError(f"the number is too large; use one up to {MOST}")
+    if number > MAX_INT32:
+        raise ValueError(f"the number is too large; use one up to {MAX_INT32}")
     return number
 
 

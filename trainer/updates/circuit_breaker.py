@@ -39,7 +39,7 @@ class CircuitBreaker:
     """Count the failed updates of one policy, and pause after `FAILURES` in a row.
 
     Attributes:
-        is_in_doubt: nothing failed, and a test is due.
+        suspects_servers: nothing failed, and a test is due.
         why: why training is paused; None if it is not.
         reason: the same in a word.
         tested_return_count: `Replicas.return_count` at the last test.
@@ -54,7 +54,7 @@ class CircuitBreaker:
         self._past_faults = 0
         self._drifts = 0
         self._test_at = 0.0
-        self.is_in_doubt = False
+        self.suspects_servers = False
         self.why: str | None = None
         self.reason: PauseReason | None = None
         self.tested_return_count = 0
@@ -100,24 +100,24 @@ class CircuitBreaker:
         """Pause without a failure until a test, which is due at once."""
         if not self.is_open:
             self._pause(why, 0.0, reason)
-            self.is_in_doubt = True
+            self.suspects_servers = True
 
-    def end_doubt(self) -> None:
+    def end_suspicion(self) -> None:
         """End a pause that `pause_until_test` began."""
-        if self.is_in_doubt:
-            self.is_in_doubt = False
+        if self.suspects_servers:
+            self.suspects_servers = False
             self._resume()
 
     def note_test(self, why: str | None) -> None:
         """Note a self-test in a pause: None (it passed) ends the pause, a reason prolongs it."""
-        in_doubt, self.is_in_doubt = self.is_in_doubt, False
+        is_suspect, self.suspects_servers = self.suspects_servers, False
         if why is not None:
             # The first test after the wait for a server or a slot: the server is at fault.
             is_first = self.reason in ("server_away", "no_slot")
             self._pause(why, TEST_S, "server" if is_first else self.reason or "failed")
             return
         self._resume()
-        if in_doubt:
+        if is_suspect:
             return
         # One more failure pauses training again.
         self._failures = FAILURES - 1

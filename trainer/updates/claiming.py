@@ -85,7 +85,7 @@ class Claiming:
         `parent_serves` applies the limits that hold once the parent serves, which it is about to.
         Return None, too, while the model server has no adapter slot for the new version. An update
         that had to wait for a slot takes more groups (`PACED`). Episodes of a claim that cannot be
-        read back are set aside, and the claim is made again: a group that lost a member waits like
+        read back are spent, and the claim is made again: a group that lost a member waits like
         any other short group.
 
         Raises:
@@ -112,7 +112,9 @@ class Claiming:
                 async with self._engine.connect() as connection:
                     return await claims.load_claim(connection, update_id)
             except Damaged as error:
-                await self._set_aside(update_id, error.episodes, DAMAGED, {"error": str(error)})
+                await self._spend_unusable(
+                    update_id, error.episodes, DAMAGED, {"error": str(error)}
+                )
 
     async def _can_claim(
         self, connection: AsyncConnection, parent: int, parent_serves: bool
@@ -133,13 +135,13 @@ class Claiming:
         UPDATES.labels(self._rule.policy, "released").inc()
         if isinstance(why, Unusable) and why.episodes:
             metrics = {"error": str(why), **why.metrics}
-            await self._set_aside(update_id, why.episodes, why.reason, metrics)
+            await self._spend_unusable(update_id, why.episodes, why.reason, metrics)
             return
         async with self._engine.begin() as connection:
             freed = await claims.release(connection, update_id, str(why))
         log.error("update_released", update=str(update_id), episodes_freed=freed, reason=str(why))
 
-    async def _set_aside(
+    async def _spend_unusable(
         self,
         update_id: UUID,
         episodes: Mapping[UUID, str],

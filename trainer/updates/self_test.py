@@ -39,7 +39,7 @@ log = structlog.get_logger()
 # Returns why a server does not serve an adapter that it has loaded, or None if it does.
 WhyNot = Callable[[ModelServer, Sequence[Row]], Awaitable[str | None]]
 # The adapter's name after the policy's and an @, and the name of its folder.
-TRIAL: Final = "trial"
+SELF_TEST: Final = "self-test"
 # Far from one, so that log-probabilities with and without it differ.
 TEMPERATURE: Final = 2.0
 SAMPLED: Final = 12
@@ -63,9 +63,9 @@ class ServerSelfTest:
         """Store what is tested; `folder` has the folders of the policy's versions."""
         self._teacher = teacher
         self._learner = learner
-        self._folder = folder.resolve() / TRIAL
+        self._folder = folder.resolve() / SELF_TEST
         self._servers = servers
-        self._name = f"{policy}@{TRIAL}"
+        self._name = f"{policy}@{SELF_TEST}"
         self._recipe = recipe
 
     async def why_update_fails(self) -> str | None:
@@ -128,7 +128,7 @@ class ServerSelfTest:
                 await self._servers.files.withdraw(self._folder)
             except NotFetched as error:
                 # The next test overwrites it.
-                log.warning("trial_not_withdrawn", reason=str(error))
+                log.warning("self_test_not_withdrawn", reason=str(error))
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _leave_out_ignored(self, servers: Sequence[ModelServer]) -> bool:
@@ -198,7 +198,7 @@ class ServerSelfTest:
             except (PublishError, UpstreamAway) as error:
                 # A restarted server has lost the adapter. If a server refuses, the adapter stays
                 # under a name that nobody asks for.
-                log.warning("trial_not_unloaded", replica=server.url, reason=str(error))
+                log.warning("self_test_not_unloaded", replica=server.url, reason=str(error))
 
     async def _why_ignored(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
         effects = await self._effects(server, rows)

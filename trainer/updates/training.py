@@ -51,7 +51,7 @@ T = TypeVar("T")
 WRITE_AGAIN_S: Final = 5.0
 # Called if a server may be at fault, with the number of episodes too far off the policy, and of all
 # measured episodes.
-Doubt = Callable[[int, int], Awaitable[None]]
+OnSuspicion = Callable[[int, int], Awaitable[None]]
 
 
 async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
@@ -97,12 +97,12 @@ class Training:
         self._adapter_dir = adapter_dir
         self._versions = versions
 
-    async def plan(self, claim: Claim, recipe: Recipe, doubt: Doubt) -> Plan:
+    async def plan(self, claim: Claim, recipe: Recipe, on_suspicion: OnSuspicion) -> Plan:
         """Plan a claim's update, without episodes that are too far off the parent version.
 
         The rows have all log-probabilities: values that the server did not give are computed by the
-        versions that sampled the rows. A teacher, if any, gives the advantages. `doubt` is called
-        if a server may be at fault.
+        versions that sampled the rows. A teacher, if any, gives the advantages. `on_suspicion` is
+        called if a server may be at fault.
 
         Raises:
             LearnerError: some rows cannot be computed, or a server at fault sampled most of them.
@@ -124,7 +124,7 @@ class Training:
         rows, shares = await self._measure_worth(claim.parent_version, plan.rows, limits.ratio_cap)
         distant = episodes_too_far(shares, limits.min_effective_sample)
         if looks_like_a_fault(len(distant), len(shares)):
-            await doubt(len(distant), len(shares))
+            await on_suspicion(len(distant), len(shares))
         if distant:
             left_out = msgspec.structs.replace(left_out, off_policy_episodes=distant)
             plan = plan_update(claim, recipe, left_out, replies)

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.stack import free_port
 from pawl.controller.run import app_of
 from pawl.doctor.checks import Finding
-from pawl.doctor.examine import examine
+from pawl.doctor.diagnosis import diagnose
 from pawl.settings import DoctorSettings
 from proxy.metrics import REFUSED
 from store import claims, version_states
@@ -67,7 +67,7 @@ class Stack:
     async def findings(self) -> list[Finding]:
         """Examine it, within the time that a person is promised."""
         began = perf_counter()
-        found = await examine(self.settings)
+        found = await diagnose(self.settings)
         assert perf_counter() - began < LIMIT_S
         return found
 
@@ -357,7 +357,7 @@ async def test_doctor_reports_hanging_parts_within_the_time_limit(
             | {"upstream_url": f"http://{listen}/v1"}
         )
         began = perf_counter()
-        found = await examine(settings)
+        found = await diagnose(settings)
         assert perf_counter() - began < LIMIT_S
     [away] = found
     assert str(away.figures["error"]).startswith("no answer within")
@@ -370,8 +370,8 @@ async def test_doctor_cuts_off_and_reports_a_slow_database_read(
         await asyncio.Event().wait()
 
     await stack.work(("a", 1.0))
-    monkeypatch.setattr("pawl.doctor.gather.STORE_S", 1.0)
-    monkeypatch.setattr("pawl.doctor.gather._read_policy", slow)
+    monkeypatch.setattr("pawl.doctor.collecting.STORE_S", 1.0)
+    monkeypatch.setattr("pawl.doctor.collecting._read_policy", slow)
     titles = [one.title for one in await stack.findings()]
     assert titles == ["The database took too long: some policies and calls were not looked at"]
 

@@ -154,7 +154,7 @@ def test_idempotency_key_on_disk_is_forgotten_in_time_and_beyond_a_limit_of_keys
     assert files.clean() == 0
     later = (tmp_path / "keys").stat().st_mtime + KEEP_S + 60
     assert files.clean(later) == 1
-    monkeypatch.setattr("proxy.feedback.MOST", 2)
+    monkeypatch.setattr("proxy.feedback.MAX_KEYS", 2)
     for key in "abc":
         files.take(key, "x")
     assert files.clean() == 1

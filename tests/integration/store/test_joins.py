@@ -15,10 +15,10 @@ from store.claim_query import ClaimRule
 from store.database import driver_of
 from store.ids import new_id
 from store.link.joins import (
+    AMBIGUOUS_MATCH,
     DOUBTFUL_CALL,
     DOUBTFUL_NEED,
     MOST_PROVIDERS,
-    TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
 from store.link.settle import WrittenBatch, resolve_references
@@ -127,8 +127,8 @@ async def test_doubtful_calls_are_neither_joined_nor_claimed(engine: AsyncEngine
     await store(engine, *[reward(1.0, episode=key) for key in "abc"])
     found = {e.key: e for e in await episodes(engine)}
     assert {key: e.quarantined_reason for key, e in found.items()} == {
-        "a": TOLD_MORE_THAN_ONE,
-        "b": TOLD_MORE_THAN_ONE,
+        "a": AMBIGUOUS_MATCH,
+        "b": AMBIGUOUS_MATCH,
         "c": DOUBTFUL_NEED,
     }
     assert [c.confidence for c in found["c"].calls] == ["doubtful"]

@@ -204,7 +204,7 @@ async def written_by(engine: AsyncEngine) -> dict[str, str]:
 async def test_long_outage_is_applied_in_transactions_of_bounded_size(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.link.outages.MOST", 3)
+    monkeypatch.setattr("store.link.outages.AT_ONCE", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)), at(99, "after"))
     # It overlaps another one, which is stored with it.
     await store(engine, outage(0, 9), outage(2, 4))
@@ -217,7 +217,7 @@ async def test_long_outage_is_applied_in_transactions_of_bounded_size(
 async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.link.outages.MOST", 3)
+    monkeypatch.setattr("store.link.outages.AT_ONCE", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)))
     told = outage(0, 9)
     real, batches = settle.mark_doubtful, 0

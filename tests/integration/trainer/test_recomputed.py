@@ -23,7 +23,7 @@ from tests.support.records import tokens
 from tests.support.trainer.bench import Bench
 from tests.support.trainer.reference import shake
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
-from trainer.batches import WAYS, Row, Way
+from trainer.batches import LAYOUTS, Layout, Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
@@ -35,9 +35,9 @@ RECIPES = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}
 
 
 def learner(
-    model: str, folder: Path, chosen: Recipe | None = None, *, ways: Sequence[Way] = WAYS
+    model: str, folder: Path, chosen: Recipe | None = None, *, layouts: Sequence[Layout] = LAYOUTS
 ) -> Learner:
-    return Learner(model, chosen or recipe(steps=2), seed=0, scratch=folder, ways=ways)
+    return Learner(model, chosen or recipe(steps=2), seed=0, scratch=folder, layouts=layouts)
 
 
 def saved(made: Learner, folder: Path) -> Path:
@@ -71,21 +71,21 @@ def filled(batch: Sequence[Row], values: Sequence[Sequence[float]], **changes: A
     ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_version_reproduces_its_sampling_log_probabilities(
-    tiny_model: str, tmp_path: Path, way: Way
+    tiny_model: str, tmp_path: Path, layout: Layout
 ) -> None:
     """What a server that holds the version would have said: one sequence at a time, no sharing."""
     one, two = lineage(tiny_model, tmp_path)
     told: dict[Path | None, list[torch.Tensor]] = {}
     for version in (None, one, two):
-        server = learner(tiny_model, tmp_path, ways=(way, way))
+        server = learner(tiny_model, tmp_path, layouts=(layout, layout))
         server.restore(version)
         server._model.eval()
         with torch.no_grad():
             told[version] = [plain_logprobs(server._model, row) for row in rows()]
     assert any((a - b).abs().max() > 1e-3 for a, b in zip(told[one], told[two], strict=True))
-    made = learner(tiny_model, tmp_path, ways=(way, way))
+    made = learner(tiny_model, tmp_path, layouts=(layout, layout))
     made.restore(two)
     for version in (two, None, one):
         found = made.version_logprobs(version, rows())

@@ -36,13 +36,13 @@ from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, Recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.circuit_breaker import PauseReason
-from trainer.updates.self_test import TRIAL
+from trainer.updates.self_test import SELF_TEST
 
 RECIPE: Final = Recipe(claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9))
 # The log-probability of any token of any row by the scripted learner, and by a server that fits.
 OWN: Final = -0.5
-# What the learner's trial adapter gives each token.
-TRIAL_LOGPROB: Final = -1.0
+# What the self-test's adapter gives each token.
+TEST_LOGPROB: Final = -1.0
 
 
 class FakeLearner:
@@ -72,8 +72,8 @@ class FakeLearner:
         # How much higher the server's log-probabilities of a version are than the trainer's.
         self.served_off = 0.0
         # Adapters that were written for self-tests, and what the server makes of them.
-        self.trials = 0
-        self.trial_logprob = TRIAL_LOGPROB
+        self.self_tests = 0
+        self.test_logprob = TEST_LOGPROB
         # The kinds of layers that an adapter has, and those that the server ignores.
         self.kinds: list[str] = []
         self.ignored: set[str] = set()
@@ -140,8 +140,8 @@ class FakeLearner:
         self.kinds = [kind for kind in self.kinds if kind not in kinds]
 
     def write_test_adapter(self, folder: Path, kind: str | None = None) -> list[Row]:
-        self.trials += 1
-        served = OWN if kind in self.ignored else self.trial_logprob
+        self.self_tests += 1
+        served = OWN if kind in self.ignored else self.test_logprob
         if kind is None and self.ignored.intersection(self.kinds):
             served = (OWN + served) / 2
         if kind in self.ignored_once:
@@ -149,7 +149,7 @@ class FakeLearner:
             served = OWN
         self._server.logprobs[f"{self._policy}@{folder.name}"] = served
         for name in adapters.SERVED:
-            (folder / name).write_text(f"{name} of trial {self.trials}")
+            (folder / name).write_text(f"{name} of self-test {self.self_tests}")
         return self.probe_rows()
 
     def probe_rows(self) -> list[Row]:
@@ -168,8 +168,8 @@ class FakeLearner:
     def version_logprobs(self, adapter: Path | None, rows: Any) -> list[list[float]]:
         if not all(row.sampled_logprobs for row in rows):
             self.asked.append((adapter, len(rows)))
-        moved = adapter is not None and adapter.name == TRIAL
-        return [[TRIAL_LOGPROB if moved else OWN] * len(row.sampled_ids) for row in rows]
+        moved = adapter is not None and adapter.name == SELF_TEST
+        return [[TEST_LOGPROB if moved else OWN] * len(row.sampled_ids) for row in rows]
 
     def note_saved(self, adapter: Path) -> None:
         assert adapter.parent == self._versions

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from store.values.sampling import Distribution
-from trainer.batches import Row, Way
+from trainer.batches import Layout, Row
 from trainer.learners.kernels.layers import make_adapter_lean, make_base_lean
+from trainer.learners.layouts import choose_layout
 from trainer.learners.processes import Processes
 from trainer.learners.scoring import score_rows, set_attention
-from trainer.learners.ways import choose_way
 
 RANK: Final = 16
 CAP: Final = 2.0
@@ -111,7 +111,7 @@ def make_model(source: LlamaConfig | Path, dtype: torch.dtype, *, lean: bool = T
         model.double()
     if lean:
         make_adapter_lean(model)
-        assert choose_way(model, Processes()) == "tree"
+        assert choose_layout(model, Processes()) == "tree"
     model.train()
     return model
 
@@ -128,11 +128,11 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
-def train(model: Any, batches: Sequence[Sequence[Row]], *, way: Way) -> None:
+def train(model: Any, batches: Sequence[Sequence[Row]], *, layout: Layout) -> None:
     """Compute truncated importance-weighted policy gradients, micro-batch by micro-batch."""
-    set_attention(model, way)
+    set_attention(model, layout)
     for rows in batches:
-        logprobs = score_rows(model, rows, way=way).logprobs
+        logprobs = score_rows(model, rows, layout=layout).logprobs
         sampled = logprobs.new_tensor([one for row in rows for one in row.sampled_logprobs])
         worth = logprobs.new_tensor([worth_of(row) for row in rows for _ in row.sampled_ids])
         ratios = (logprobs.detach() - sampled).exp().clamp(max=CAP)

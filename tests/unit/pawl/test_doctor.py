@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from prometheus_client.samples import Sample
 
 from pawl.doctor.checks import PAUSES, REASONS, Finding
-from pawl.doctor.examine import findings
+from pawl.doctor.diagnosis import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
 from pawl.doctor.outlook import describe_time
 from proxy.trainable import Reason

@@ -7,8 +7,8 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pawl.by_hand import FIELDS, BadQuery, describe_retrained, read_query
 from pawl.commands.policies import app
+from pawl.operator_moves import FIELDS, BadQuery, describe_retrained, read_query
 from store.retraining import Retrained
 from store.selecting import Selection
 

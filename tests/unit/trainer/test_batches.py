@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from store.values.sampling import Distribution
 from trainer.batches import (
     STRETCH,
+    Layout,
     Row,
-    Way,
     build_tree,
     computed_tokens,
     divide_among_processes,
@@ -125,8 +125,10 @@ def test_micro_batches_cut_no_chain_of_growing_calls_and_repeat_the_fewest_token
     assert sum(computed_tokens(batch) for batch in cut) == 15 + 18
 
 
-@pytest.mark.parametrize("way", ["tree", "stretches"])
-def test_episode_that_drops_its_thoughts_is_computed_once_where_memory_has_room(way: Way) -> None:
+@pytest.mark.parametrize("layout", ["tree", "stretches"])
+def test_episode_that_drops_its_thoughts_is_computed_once_where_memory_has_room(
+    layout: Layout,
+) -> None:
     """Twenty calls of 880 tokens, of which the next ones do not repeat 400."""
     dice = random.Random(0)
     said = [dice.randrange(1000) for _ in range(400)]
@@ -138,23 +140,23 @@ def test_episode_that_drops_its_thoughts_is_computed_once_where_memory_has_room(
     distinct = computed_tokens(made)
 
     def computed(most: int) -> int:
-        cut = plan_micro_batches(made, 8192, way=way, most=most)
+        cut = plan_micro_batches(made, 8192, layout=layout, most=most)
         assert all(
-            computed_tokens(own, way=way)
+            computed_tokens(own, layout=layout)
             <= max(8192, min(most, 2 * max(one.size for one in own)), *(one.size for one in own))
             for own in cut
         )
-        return sum(computed_tokens(own, way=way) for own in cut)
+        return sum(computed_tokens(own, layout=layout) for own in cut)
 
     assert computed(40_000) < 1.1 * distinct
     assert computed(0) > 2 * distinct
 
 
 @pytest.mark.parametrize(
-    ("way", "tokens"), [("tree", 112), ("stretches", 151), ("chain", 215), ("whole", 320)]
+    ("layout", "tokens"), [("tree", 112), ("stretches", 151), ("chain", 215), ("whole", 320)]
 )
 def test_number_of_computed_tokens_depends_on_the_way_of_sharing_prefixes(
-    way: Way, tokens: int
+    layout: Layout, tokens: int
 ) -> None:
     """Three rows share 103 tokens: a stretch continues the first 64 of them."""
     shared = list(range(1, 104))
@@ -163,7 +165,7 @@ def test_number_of_computed_tokens_depends_on_the_way_of_sharing_prefixes(
         row([*shared, 104, 105, 106, 107, 108, 109]),
         row([*shared, 113, 114, 115, 116, 117]),
     ]
-    assert computed_tokens(made, way=way) == tokens
+    assert computed_tokens(made, layout=layout) == tokens
 
 
 @given(ROWS)
@@ -185,5 +187,5 @@ def test_stretches_of_shared_prefixes_spell_their_rows_and_repeat_less_than_a_st
     for one in made:
         assert spelled[last[one.key]][: one.size - 1] == list(one.inputs)
     computed = sum(end - begin for _, begin, end, _ in stretches)
-    assert computed == computed_tokens(made, way="stretches")
+    assert computed == computed_tokens(made, layout="stretches")
     assert computed - computed_tokens(made) < len(made) * (STRETCH + 2)

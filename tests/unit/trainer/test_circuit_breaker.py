@@ -146,5 +146,5 @@ def test_reason_of_a_training_pause_is_shown_as_a_single_word() -> None:
 def test_settled_doubt_closes_the_breaker_and_clears_its_reason() -> None:
     breaker = CircuitBreaker(Clock())
     breaker.pause_until_test("the memory is short", "out_of_memory")
-    breaker.end_doubt()
+    breaker.end_suspicion()
     assert (breaker.is_open, breaker.reason) == (False, None)

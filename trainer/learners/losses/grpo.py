@@ -27,7 +27,7 @@ from torch import Tensor
 from trl import import_utils
 
 from store.values.packing import pack_logprobs
-from trainer.batches import Row, Way, with_logprobs
+from trainer.batches import Layout, Row, with_logprobs
 from trainer.errors import LearnerError
 from trainer.learners.kl import cut_by_row
 from trainer.learners.losses.stored import StoredRows, pad_rows, set_up_trainer, trl_arguments
@@ -168,14 +168,14 @@ def _rewards_come_from_the_store(**_: Any) -> list[float]:
 
 
 def make_trainer(
-    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, way: Way
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredGrpoTrainer:
     """Return a TRL trainer around `model` with GRPO's loss.
 
     `folder` is where TRL may write (it does not).
     """
     loss = {"loss_type": "cispo", "epsilon_high": recipe.off_policy.ratio_cap}
-    return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, way=way)
+    return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, layout=layout)
 
 
 def build_trainer(
@@ -186,7 +186,7 @@ def build_trainer(
     folder: Path,
     loss: dict[str, Any],
     *,
-    way: Way,
+    layout: Layout,
 ) -> AnyTrainer:
     """Return a trainer of class `kind`; `loss` holds TRL's arguments that select the surrogate."""
     config = GRPOConfig(
@@ -208,5 +208,5 @@ def build_trainer(
         processing_class=tokenizer,
     )
     trainer.off_policy, trainer.drift, trainer._compared = recipe.off_policy, 0.0, []
-    set_up_trainer(trainer, recipe, way=way)
+    set_up_trainer(trainer, recipe, layout=layout)
     return trainer

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.batches import Row, Way
+from trainer.batches import Layout, Row
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.credit.baselines import NORMALISATIONS
 from trainer.learners.kl import ByRow, concatenated, cut_by_row, token_weights
@@ -163,12 +163,12 @@ class StoredPpoTrainer(StoredGrpoTrainer):
 
 
 def make_ppo_trainer(
-    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, way: Way
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredPpoTrainer:
     """Return a TRL trainer around `model` with PPO's loss, and a critic that starts at zero."""
     clip = recipe.ppo.clip
     loss = {"loss_type": "dapo", "epsilon": clip, "epsilon_high": clip}
-    trainer = build_trainer(StoredPpoTrainer, model, tokenizer, recipe, folder, loss, way=way)
+    trainer = build_trainer(StoredPpoTrainer, model, tokenizer, recipe, folder, loss, layout=layout)
     trainer.critic = add_value_head(trainer, recipe.ppo.value_learning_rate)
     return trainer
 

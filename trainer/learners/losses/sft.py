@@ -22,7 +22,7 @@ from torch import Tensor
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from trainer.batches import Row, Way
+from trainer.batches import Layout, Row
 from trainer.errors import LearnerError
 from trainer.learners.kl import token_weights
 from trainer.learners.losses.stored import StoredRows, set_up_trainer, trl_arguments
@@ -62,7 +62,7 @@ def _rows_come_from_the_store(_: Any) -> Never:
 
 
 def make_sft_trainer(
-    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, way: Way
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredSftTrainer:
     """Return a TRL trainer around `model` with the SFT loss."""
     trainer = StoredSftTrainer(
@@ -77,5 +77,5 @@ def make_sft_trainer(
         train_dataset=Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]}),
         processing_class=tokenizer,
     )
-    set_up_trainer(trainer, recipe, way=way)
+    set_up_trainer(trainer, recipe, layout=layout)
     return trainer

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.batches import Row, Way
+from trainer.batches import Layout, Row
 from trainer.learners.kl import ByRow, KlToBase, cut_by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison
 from trainer.learners.scoring import Scored, score_rows
@@ -40,10 +40,10 @@ class View(NamedTuple):
 
 
 class StoredRows:
-    """Mixin that lets one of TRL's trainers train on recorded rows, computed in a `way`."""
+    """Mixin that lets one of TRL's trainers train on recorded rows, computed in a `layout`."""
 
     model: Any
-    way: Way
+    layout: Layout
     # Set by `set_up_trainer`.
     recipe: Recipe
     kl: KlToBase
@@ -77,7 +77,7 @@ class StoredRows:
 
     def score(self, rows: Sequence[Row], *, hidden: bool = False) -> Scored:
         """Score a micro-batch's sampled tokens under the model as it stands."""
-        return score_rows(self.model, rows, way=self.way, hidden=hidden)
+        return score_rows(self.model, rows, layout=self.layout, hidden=hidden)
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
         """Return the rows as they are trained; `view` covers all of them."""
@@ -130,9 +130,9 @@ def trl_arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
     }
 
 
-def set_up_trainer(trainer: Any, recipe: Recipe, *, way: Way) -> None:
+def set_up_trainer(trainer: Any, recipe: Recipe, *, layout: Layout) -> None:
     """Give a new trainer its recipe and its optimiser."""
     ratio_cap = recipe.off_policy.ratio_cap if recipe.imitation_rule is None else None
-    trainer.way, trainer.recipe, trainer.kl = way, recipe, KlToBase(recipe.kl, ratio_cap)
+    trainer.layout, trainer.recipe, trainer.kl = layout, recipe, KlToBase(recipe.kl, ratio_cap)
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer()

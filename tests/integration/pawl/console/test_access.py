@@ -294,11 +294,11 @@ async def test_doctor_runs_once_for_several_page_views(
 ) -> None:
     asked = []
 
-    async def examine(*given: object, **_: object) -> list[Finding]:
+    async def diagnose(*given: object, **_: object) -> list[Finding]:
         asked.append(given)
         return []
 
-    monkeypatch.setattr("pawl.console.overview.examine", examine)
+    monkeypatch.setattr("pawl.console.overview.diagnose", diagnose)
     for _ in range(3):
         assert (await console.get("/overview/doctor")).status == 200
     assert len(asked) == 1

@@ -94,7 +94,7 @@ async def test_restarted_controller_finds_the_same_evidence(
         arrivals = [one for one in arrivals if one.at > now]
         random.shuffle(come)
         await ingester.store(engine, come)
-        monkeypatch.setattr(evidence, "MOST", random.choice([1, 7, 50, 100_000]))
+        monkeypatch.setattr(evidence, "MAX_EPISODES", random.choice([1, 7, 50, 100_000]))
         if random.random() < 0.4:
             restarted = trial()
         found = await figures(engine, ran_on, now)

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl import by_hand
-from pawl.by_hand import split_name
 from pawl.commands import policy_traffic
 from pawl.commands.policies import (
     events_of,
@@ -22,6 +20,7 @@ from pawl.commands.policies import (
     versions_of,
     versions_table,
 )
+from pawl.operator_moves import split_name
 from store import claims
 from store.errors import UnknownPolicy, WrongVersionState
 from store.policy_table import parse_policies
@@ -374,8 +373,8 @@ async def test_unloaded_version_is_recalled_and_promoted_after_servers_list_it(
     await load(line, 3)
     async with fake_model_server() as server:
         monkeypatch.setenv("PAWL_UPSTREAM_URL", server.url)
-        monkeypatch.setattr(by_hand, "LOADED_WITHIN_S", 0.2)
-        monkeypatch.setattr(by_hand, "ASKED_EVERY_S", 0.05)
+        monkeypatch.setattr(policy_traffic, "LOADED_WITHIN_S", 0.2)
+        monkeypatch.setattr(policy_traffic, "ASKED_EVERY_S", 0.05)
         waited = await pawl("policies", "promote", "m@2")
         assert isinstance(waited.exception, WrongVersionState)
         assert "let a `pawl controller` run" in str(waited.exception)

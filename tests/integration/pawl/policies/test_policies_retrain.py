@@ -5,7 +5,7 @@ import pytest
 from click.testing import Result
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.by_hand import BadQuery
+from pawl.operator_moves import BadQuery
 from store.claim_query import ClaimRule
 from store.errors import UnknownNames, UnknownPolicy
 from store.keys import create_key, revoke_key

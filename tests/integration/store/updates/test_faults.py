@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.claim_query import ClaimRule, set_aside_after_fault, waiting_updates
+from store.claim_query import ClaimRule, exclude_after_fault, waiting_updates
 from store.claims import expire_episodes
 from store.records import CallRecord
 from store.version_states import ensure_base
@@ -60,9 +60,9 @@ async def test_episodes_sampled_during_a_fault_of_the_model_server_are_not_claim
     await fill(engine, learned=learned)
     async with engine.begin() as connection:
         assert await waiting_updates(connection, SMALL) == 5
-        assert await set_aside_after_fault(connection, "m") == 5 - len(kept)
+        assert await exclude_after_fault(connection, "m") == 5 - len(kept)
         # Known twice, it is one.
-        assert await set_aside_after_fault(connection, "m") == 5 - len(kept)
+        assert await exclude_after_fault(connection, "m") == 5 - len(kept)
         assert await connection.scalar(text("SELECT count(*) FROM fault_times")) == 1
         assert await waiting_updates(connection, SMALL) == len(kept)
     assert await taken(engine, group_size=group_size) == kept
@@ -73,7 +73,7 @@ async def test_fault_of_a_model_server_sets_aside_no_episodes_of_another_policy(
 ) -> None:
     await fill(engine, learned=True)
     async with engine.begin() as connection:
-        assert await set_aside_after_fault(connection, "other") == 0
+        assert await exclude_after_fault(connection, "other") == 0
     assert len(await taken(engine)) == 5
 
 
@@ -82,5 +82,5 @@ async def test_episodes_set_aside_by_a_fault_of_the_model_server_expire_as_stale
 ) -> None:
     await fill(engine, learned=True)
     async with engine.begin() as connection:
-        await set_aside_after_fault(connection, "m")
+        await exclude_after_fault(connection, "m")
         assert await expire_episodes(connection, SMALL, 1, {}) == {"stale": 5}

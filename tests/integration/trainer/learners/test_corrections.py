@@ -12,7 +12,7 @@ import torch
 from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs
 from tests.support.trainer.reference import shake
 from tests.support.training import recipe, rows, sft_recipe, write_chat_words
-from trainer.batches import WAYS, Row
+from trainer.batches import LAYOUTS, Row
 from trainer.learners.corrections import Refusal, reply_ids
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import KlOptions, OptimizerOptions
@@ -148,16 +148,16 @@ def test_loss_and_gradient_of_a_correction_equal_sft(tiny_model: str, tmp_path: 
     assert math.isclose(ours, -float(sum(dense)), abs_tol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_off_policy_figures_leave_corrections_out(
-    tiny_model: str, tmp_path: Path, way: Any
+    tiny_model: str, tmp_path: Path, layout: Any
 ) -> None:
     batch = mixed()
     ordinary = [row for row in batch if not row.is_correction]
     names = ("drift_kl", "effective_sample_size", "masked_share", "ratio_cut_share")
     found = []
     for each in (batch, ordinary):
-        learner = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, ways=(way, way))
+        learner = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, layouts=(layout, layout))
         figures = learner.update(each)
         found.append({name: figures[name] for name in names})
         assert set(learner.policy_logprobs()) == {row.key for row in ordinary}

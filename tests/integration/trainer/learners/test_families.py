@@ -13,10 +13,10 @@ from tests.support.trainer.reference import (
     shake,
 )
 from tests.support.training import grown, recipe, sft_recipe
+from trainer.learners.layouts import compare_layout
 from trainer.learners.learner import Learner
 from trainer.learners.memory import footprint
 from trainer.learners.model import checkpoint_layers
-from trainer.learners.ways import compare_way
 
 pytestmark = pytest.mark.usefixtures("short_plan")
 
@@ -31,15 +31,15 @@ REHEARSED = [
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_memory_of_each_model_family_is_planned(tmp_path: Path, kind: str) -> None:
     planned = footprint(write_family(tmp_path, kind), FEW)
-    way = FAMILIES[kind][1]
-    assert (planned.why_no_tree is None, planned.context) == (way == "tree", 4096)
+    layout = FAMILIES[kind][1]
+    assert (planned.why_no_tree is None, planned.context) == (layout == "tree", 4096)
 
 
 @pytest.mark.parametrize("kind", REHEARSED)
 def test_update_of_each_model_family_is_rehearsed(tmp_path: Path, kind: str) -> None:
     """Twenty calls that grow, or drop their thoughts, to 32 times the tokens of a micro-batch."""
     done = rehearse(write_family(tmp_path, kind), FEW, context=2560, turns=20)
-    assert done.way == FAMILIES[kind][1]
+    assert done.layout == FAMILIES[kind][1]
     assert done.gradient_distance < 1e-4
     assert done.computed_tokens <= 1.2 * done.unique_tokens
 
@@ -50,7 +50,7 @@ def test_updates_gradient_equals_plain_transformers(
 ) -> None:
     folder = write_family(tmp_path / "model", kind)
     made = Learner(folder, sft_recipe(micro_batch_tokens=80), seed=0, scratch=tmp_path)
-    assert made.way == ALL[kind][1]
+    assert made.layout == ALL[kind][1]
     # As small as an adapter's are: some random models are badly conditioned.
     shake(made, 0.03)
     found = gradients_of_update(made, grown(turns=6), monkeypatch)
@@ -66,7 +66,7 @@ def test_gradient_of_each_model_family_equals_whole_rows_in_double_precision(
     made._model.double()
     # Grouped products of experts have no double precision.
     made._model.get_base_model().set_experts_implementation("eager")
-    assert compare_way(made._model, grown(turns=6), made.way).largest < 1e-5
+    assert compare_layout(made._model, grown(turns=6), made.layout).largest < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1"])
@@ -75,7 +75,7 @@ def test_checkpointed_layers_give_the_gradient_of_whole_rows(tmp_path: Path, kin
     made._model.double()
     made._model.get_base_model().set_experts_implementation("eager")
     checkpoint_layers(made._model.get_base_model(), 1.0)
-    assert compare_way(made._model, grown(turns=6), "stretches").largest < 1e-5
+    assert compare_layout(made._model, grown(turns=6), "stretches").largest < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "mistral3", "llama4"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
-from trainer.batches import WAYS, Row, Way
+from trainer.batches import LAYOUTS, Layout, Row
 from trainer.errors import Unusable
 from trainer.learners import kl
 from trainer.learners.kernels.head import CHUNK, Head, head_kl, logits_kl
@@ -39,11 +39,11 @@ def plain_kl(made: Learner, batch: Sequence[Row]) -> float:
     return sum(each) / len(each)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_kl_to_base_is_computed_over_the_whole_vocabulary(
-    tiny_model: str, tmp_path: Path, way: Way
+    tiny_model: str, tmp_path: Path, layout: Layout
 ) -> None:
-    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, ways=(way, way))
+    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, layouts=(layout, layout))
     batch = rows()
     for _ in range(3):
         told = made.update(batch)

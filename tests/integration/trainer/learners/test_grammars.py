@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from store.values.grammars import Grammar
 from store.values.sampling import Distribution
-from tests.support.training import PLAIN, by_every_way, recipe, rows
+from tests.support.training import PLAIN, by_every_layout, recipe, rows
 from trainer.errors import Unreplayable
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import (
@@ -299,4 +299,4 @@ def test_learner_trains_on_replies_under_a_grammar(tiny_model: str, tmp_path: Pa
     tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     assert tiny.why_unreplayable(batch[0].distribution, batch[0].sampled_ids) is None
     assert tiny.why_unreplayable(batch[0].distribution, [200]) == OUTSIDE
-    by_every_way(tiny_model, recipe, batch, tmp_path)
+    by_every_layout(tiny_model, recipe, batch, tmp_path)

@@ -9,10 +9,10 @@ import torch
 from tests.support.trainer.families import write_family
 from tests.support.training import recipe, rows
 from trainer.errors import LearnerError
+from trainer.learners.layouts import compare_layout
 from trainer.learners.learner import Learner
 from trainer.learners.memory import footprint
 from trainer.learners.model import Base, load_base
-from trainer.learners.ways import compare_way
 from trainer.recipes.recipe import Recipe
 
 
@@ -35,11 +35,11 @@ def test_update_on_a_packed_base_moves_the_adapter_alone(
 ) -> None:
     chosen = packed(bits, gradient_checkpointing=checkpointing)
     made = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
-    assert made.way == "tree"
+    assert made.layout == "tree"
     base, adapter = weights(made, trained=False), weights(made, trained=True)
     found = made.update(rows(0))
     assert 0 < found["grad_norm"] < float("inf")
-    assert compare_way(made._model, rows(0), made.way).largest < 1e-5
+    assert compare_layout(made._model, rows(0), made.layout).largest < 1e-5
     after = weights(made, trained=True)
     assert {weight.dtype for weight in after.values()} == {torch.float32}
     assert all(not torch.equal(after[name], adapter[name]) for name in after if "lora_B" in name)

@@ -88,7 +88,7 @@ def test_memory_plan_of_a_model_of_8b_agrees_with_the_hand_calculation(qwen3_8b:
     for name, wanted in by_hand.items():
         assert made[name] == pytest.approx(wanted, rel=0.1), name
     assert made["longest"] >= 32_000
-    assert (made["server_gib"], made["way"], made["advice"]) == (
+    assert (made["server_gib"], made["layout"], made["advice"]) == (
         40.0,
         "tree",
         [],

@@ -19,7 +19,7 @@ from tests.integration.trainer.learners.test_learner import plain_logprobs
 from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import filled, learner, lineage, saved, without
 from tests.support.training import PLAIN, recipe, rows
-from trainer.batches import WAYS, Row
+from trainer.batches import LAYOUTS, Row
 from trainer.errors import Unreplayable
 from trainer.learners.learner import Learner
 
@@ -83,12 +83,12 @@ def versions(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[
     return lineage(tiny_model, tmp_path_factory.mktemp("versions"))
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def made(
     tiny_model: str, tmp_path_factory: pytest.TempPathFactory, request: Any, versions: list[Path]
 ) -> Learner:
     scratch = tmp_path_factory.mktemp("made")
-    found = Learner(tiny_model, recipe(steps=2), 0, scratch, ways=(request.param, request.param))
+    found = Learner(tiny_model, recipe(steps=2), 0, scratch, layouts=(request.param, request.param))
     found.restore(versions[-1])
     return found
 

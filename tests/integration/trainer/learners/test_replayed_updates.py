@@ -24,7 +24,7 @@ from tests.support.trainer.merging import (
     train,
 )
 from tests.support.trainer.reference import shake
-from tests.support.training import PLAIN, by_every_way, ppo_recipe, recipe, rows
+from tests.support.training import PLAIN, by_every_layout, ppo_recipe, recipe, rows
 from trainer.batches import Row
 from trainer.errors import Unusable
 from trainer.learners.learner import Learner
@@ -36,18 +36,22 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def mixed(seed: int) -> list[Row]:
-    """Random trees whose rows were sampled in all the ways there are."""
-    ways = [PLAIN, *(made(name) for name in EACH)]
+    """Random trees whose rows were sampled in every kind of distribution."""
+    distributions = [PLAIN, *(made(name) for name in EACH)]
     made_rows = random_tree(seed, TINY.vocab_size)
-    ways = [ways[(seed + index) % len(ways)] for index in range(len(made_rows))]
-    return [held(one, way) for one, way in zip(made_rows, ways, strict=True)]
+    distributions = [
+        distributions[(seed + index) % len(distributions)] for index in range(len(made_rows))
+    ]
+    return [held(one, each) for one, each in zip(made_rows, distributions, strict=True)]
 
 
-def held(one: Row, way: Distribution) -> Row:
-    """The row as it was sampled in one of the ways, under a grammar that all replies fit."""
-    everything = {*range(WORDS)} if way.grammar else set()
+def held(one: Row, distribution: Distribution) -> Row:
+    """The row as it was sampled from this distribution, under a grammar that all replies fit."""
+    everything = {*range(WORDS)} if distribution.grammar else set()
     masks = tuple(packed({*everything} - {n % 2}) for n in range(len(one.sampled_ids)))
-    return msgspec.structs.replace(one, distribution=way, masks=masks if way.grammar else ())
+    return msgspec.structs.replace(
+        one, distribution=distribution, masks=masks if distribution.grammar else ()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +70,11 @@ def test_merged_and_separate_rows_are_replayed_alike(merging: Any, plain: Any, s
     batch = mixed(seed)
     with torch.no_grad():
         ours = score_rows(merging, batch)
-        theirs = score_rows(plain, batch, way="whole")
+        theirs = score_rows(plain, batch, layout="whole")
     assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
     assert torch.allclose(ours.entropies, theirs.entropies, atol=1e-5)
-    train(merging, [batch], way="tree")
-    train(plain, [batch], way="whole")
+    train(merging, [batch], layout="tree")
+    train(plain, [batch], layout="whole")
     assert largest_difference(gradient(merging), gradient(plain)) < 1e-5
 
 
@@ -135,19 +139,19 @@ def sampled_as(batch: Sequence[Row], distribution: Distribution) -> list[Row]:
 
 
 @pytest.fixture
-def ways() -> list[Distribution]:
+def distributions() -> list[Distribution]:
     unheld = msgspec.structs.replace(made("all together"), grammar=None)
     return [made("a model's card"), made("repetition_penalty"), unheld]
 
 
 def test_every_way_of_computing_rows_makes_the_same_replayed_update(
-    tiny_model: str, tmp_path: Path, ways: list[Distribution]
+    tiny_model: str, tmp_path: Path, distributions: list[Distribution]
 ) -> None:
     batch = [
-        msgspec.structs.replace(one, distribution=ways[index % 3])
+        msgspec.structs.replace(one, distribution=distributions[index % 3])
         for index, one in enumerate(rows())
     ]
-    by_every_way(tiny_model, recipe, batch, tmp_path)
+    by_every_layout(tiny_model, recipe, batch, tmp_path)
 
 
 def test_rows_sampled_from_truncated_distributions_have_no_drift(

@@ -11,8 +11,8 @@ import torch
 
 from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs
 from tests.support.trainer.reference import shake
-from tests.support.training import PLAIN, by_every_way, recipe, rows, sft_recipe
-from trainer.batches import WAYS, Row, Way
+from tests.support.training import PLAIN, by_every_layout, recipe, rows, sft_recipe
+from trainer.batches import LAYOUTS, Layout, Row
 from trainer.learners.learner import Learner
 from trainer.learners.losses.stored import View
 from trainer.recipes.recipe import KlOptions
@@ -32,8 +32,10 @@ def imitated(seed: int = 0) -> list[Row]:
     return [msgspec.structs.replace(row, weight=row.weight / whole) for row in made]
 
 
-def learner(model: str, folder: Path, *, ways: Sequence[Way] = WAYS, **changes: Any) -> Learner:
-    made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder, ways=ways)
+def learner(
+    model: str, folder: Path, *, layouts: Sequence[Layout] = LAYOUTS, **changes: Any
+) -> Learner:
+    made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder, layouts=layouts)
     shake(made)
     return made
 
@@ -65,12 +67,12 @@ def test_sft_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path
 def test_every_way_of_computing_rows_makes_the_same_sft_update(
     tiny_model: str, tmp_path: Path
 ) -> None:
-    by_every_way(tiny_model, sft_recipe, imitated(), tmp_path)
+    by_every_layout(tiny_model, sft_recipe, imitated(), tmp_path)
 
 
 def test_prompt_tokens_carry_no_gradient_of_the_sft_loss(tiny_model: str, tmp_path: Path) -> None:
     """At the LM head, whose input each token's loss goes through."""
-    made = learner(tiny_model, tmp_path, ways=("whole",))
+    made = learner(tiny_model, tmp_path, layouts=("whole",))
     (row,) = batch = [msgspec.structs.replace(imitated()[0], weight=1.0)]
     states: list[torch.Tensor] = []
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from tests.support.training import ppo_recipe, recipe, rows
-from trainer.batches import WAYS, Row
+from trainer.batches import LAYOUTS, Row
 from trainer.errors import Interrupted
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base
@@ -53,7 +53,11 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 def learner(base: str | Base, name: str, folder: Path) -> Learner:
     """The learner of a policy; the editor's computes shared prefixes again for each row."""
     return Learner(
-        base, RECIPES[name], seed=0, scratch=folder, ways=("whole",) if name == "editor" else WAYS
+        base,
+        RECIPES[name],
+        seed=0,
+        scratch=folder,
+        layouts=("whole",) if name == "editor" else LAYOUTS,
     )
 
 

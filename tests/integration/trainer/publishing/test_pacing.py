@@ -309,9 +309,9 @@ async def test_self_test_waits_while_all_slots_have_episodes_under_way(bench: Be
     async with bench.working() as loop:
         await loop.check_server()
         await loop.test_if_due()
-        assert bench.learner.trials == 0
+        assert bench.learner.self_tests == 0
         async with bench.engine.begin() as connection:
             await ingest(connection, [reward(1.0, episode="e1")])
         await loop.test_if_due()
-        assert bench.learner.trials == 1
+        assert bench.learner.self_tests == 1
     assert await unloaded(bench) == [1]

@@ -88,7 +88,7 @@ async def test_version_is_uploaded_before_it_is_loaded_and_deleted_with_its_file
         replicas = Replicas([one.url], files=UploadedFiles(source))
         loop = bench.loop(await exits.enter_async_context(replicas))
         await loop.check_server()
-        assert not (store / "m" / "trial").exists()
+        assert not (store / "m" / "self-test").exists()
         assert await loop.update_once()
         assert one.has("m@1", store / "m" / "1")
         # A folder that no update recorded is left over once there is a newer version.

@@ -66,9 +66,9 @@ async def test_model_server_that_samples_wrongly_pauses_training_and_spends_no_e
         assert await loop.update_once()
         await bench.fill("wrong", tokens=LONG)
         all_are_gone(bench, monkeypatch)
-        bench.learner.trial_logprob = -3.0
+        bench.learner.test_logprob = -3.0
         assert not await loop.update_once()
-        assert bench.learner.trials == FAILURES
+        assert bench.learner.self_tests == FAILURES
         await loop.test_if_due()
     assert paused_for() == ["server"]
     await bench.assert_spent_once(4)
@@ -83,7 +83,7 @@ async def test_off_policy_episodes_of_a_correct_server_are_spent(
         await bench.fill("old", tokens=LONG)
         all_are_gone(bench, monkeypatch)
         assert await loop.update_once()
-        assert bench.learner.trials == 1
+        assert bench.learner.self_tests == 1
         assert not await loop.update_once()
     last = (await bench.updates())[-1]
     assert (last.version, last.metrics["dropped"]) == (None, {"off_policy": 4})

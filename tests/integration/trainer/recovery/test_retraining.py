@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from pawl import by_hand
-from pawl.by_hand import read_query, retrain_by_hand
+from pawl.commands import policy_traffic
+from pawl.operator_moves import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
 from store.version_states import mark_unloaded
@@ -42,6 +42,7 @@ async def again(bench: Bench, start: int, *without: str, dry_run: bool = False) 
         [read_query(query) for query in without],
         "wrong rewards",
         dry_run=dry_run,
+        wait_until_loaded=policy_traffic.wait_until_loaded,
     )
 
 
@@ -92,7 +93,7 @@ async def test_unloaded_start_version_is_loaded_before_retraining_begins(
         assert await mark_unloaded(connection, "m", [1], "idle", "trainer") == {1}
     bench.fake.loaded.pop("m@1")
     monkeypatch.setenv("PAWL_UPSTREAM_URL", bench.fake.url)
-    monkeypatch.setattr(by_hand, "ASKED_EVERY_S", 0.01)
+    monkeypatch.setattr(policy_traffic, "ASKED_EVERY_S", 0.01)
     async with Replicas([bench.fake.url]) as servers:
         retraining = asyncio.create_task(again(bench, 1))
         while not retraining.done():

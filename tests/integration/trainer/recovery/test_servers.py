@@ -15,7 +15,7 @@ from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.trainer.bench import (
     OWN,
     STEPS,
-    TRIAL_LOGPROB,
+    TEST_LOGPROB,
     Bench,
     paused_for,
     try_again,
@@ -274,7 +274,7 @@ async def test_unfit_server_is_refused_before_the_first_claim(
         elif fault == "another base":
             bench.fake.logprobs["m"] = -4.0
         elif fault == "another adapter":
-            bench.learner.trial_logprob = -4.0
+            bench.learner.test_logprob = -4.0
         else:
             bench.fake.sampled_logprob = -4.0
         with pytest.raises(PublishError, match=message):
@@ -299,7 +299,7 @@ async def test_model_server_that_ignores_all_adapter_layers_fails_the_self_test(
     bench: Bench,
 ) -> None:
     bench.learner.kinds, bench.learner.ignored = ["a.*.q", "a.*.k"], {"a.*.q", "a.*.k"}
-    bench.learner.trial_logprob = OWN
+    bench.learner.test_logprob = OWN
     async with bench.working() as loop:
         with pytest.raises(PublishError, match=r"does not apply .*0% of its effect arrives"):
             await loop.check_server()
@@ -334,7 +334,7 @@ async def test_replica_back_with_another_base_pauses_training_and_spends_no_epis
             assert not await loop.update_once()
             assert (await bench.consumed(), await bench.claimed()) == (4, 4)
             # It has the right one again.
-            back.logprobs = {"m": OWN, "m@trial": TRIAL_LOGPROB, "m@2": -3.0}
+            back.logprobs = {"m": OWN, "m@self-test": TEST_LOGPROB, "m@2": -3.0}
             assert await try_again(loop)
             assert set(back.loaded) == {"m@2"}
     assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}

@@ -70,19 +70,19 @@ def test_agents_have_lanes_on_a_shared_time_axis() -> None:
         ({"trained": True}, {}, ""),
         ({"update_id": UUID(int=1)}, {}, "an update holds it"),
         ({}, {"split": "eval"}, "evaluation"),
-        ({}, {"quarantined_reason": "doubtful"}, "set aside: doubtful"),
+        ({}, {"quarantined_reason": "doubtful"}, "quarantined: doubtful"),
         ({"scored": False, "lacks": "missing_metric"}, {}, "a metric"),
         ({"scored": False, "lacks": "undeclared_text"}, {}, "no value to a text"),
         ({"scored": False}, {}, "nobody has scored it"),
         ({"rolled_back": True}, {}, "was rolled back"),
-        ({"set_aside": True}, {}, "at fault"),
+        ({"in_fault_time": True}, {}, "at fault"),
         ({}, {}, "waits for the next update"),
     ],
 )
 def test_episode_page_says_why_its_episode_is_not_trained(
     fate: dict[str, Any], episode: dict[str, Any], why: str
 ) -> None:
-    facts = ("trained", "update_id", "lacks", "rolled_back", "set_aside")
+    facts = ("trained", "update_id", "lacks", "rolled_back", "in_fault_time")
     known: dict[str, Any] = dict.fromkeys(facts) | {"scored": True} | fate
     said: Any = why_not_consumed(SimpleNamespace(**known), recorded([], **episode))
     assert why in said

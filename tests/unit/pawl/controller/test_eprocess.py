@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pawl.controller.eprocess import (
     ABOVE,
     BELOW,
-    FEWEST,
     LONGEST,
-    MOST,
+    MAX_BLOCK_SIZE,
+    MIN_BLOCK_SIZE,
     MOST_CENTRES,
     STEPS,
     Block,
@@ -131,7 +131,13 @@ def test_different_mean_rewards_of_task_families_hardly_show_in_block_difference
 
 @pytest.mark.parametrize(
     ("tested", "other", "size"),
-    [(0.1, 0.9, 6), (0.5, 0.5, FEWEST), (0.001, 0.999, MOST), (0.1, 0.0, MOST), (0.0, 0.0, MOST)],
+    [
+        (0.1, 0.9, 6),
+        (0.5, 0.5, MIN_BLOCK_SIZE),
+        (0.001, 0.999, MAX_BLOCK_SIZE),
+        (0.1, 0.0, MAX_BLOCK_SIZE),
+        (0.0, 0.0, MAX_BLOCK_SIZE),
+    ],
 )
 def test_blocks_are_larger_the_rarer_an_arm_is(tested: float, other: float, size: int) -> None:
     assert block_size(tested, other) == size

@@ -24,9 +24,9 @@ from proxy.identity.call_memory import (
     RESPONSE,
     TOOL_CALL,
     UNIQUE_PREFIX,
+    Ambiguous,
     Attempt,
     CallMemory,
-    Doubt,
     JoinedEpisode,
     RecentlyUsed,
 )
@@ -49,9 +49,9 @@ WORDS, FEWER_WORDS = fingerprint(PREFIX, 1), fingerprint(PREFIX, 2)
         ([(A, "e1")], [A], JoinedEpisode("e1", "tool_call", "certain", "e1")),
         ([(REPLY, "e1")], [REPLY], JoinedEpisode("e1", "response", "certain", "e1")),
         ([(LONG, "e1")], [LONG], JoinedEpisode("e1", "prefix", "likely", "e1")),
-        ([(A, "e1"), (A, "e2"), (A, "e1")], [A], Doubt()),
+        ([(A, "e1"), (A, "e2"), (A, "e1")], [A], Ambiguous()),
         ([(LONG, "e1"), (LONG, "e1")], [LONG], JoinedEpisode("e1", "prefix", "likely", "e1")),
-        ([(A, "e1"), (B, "e2")], [A, B], Doubt()),
+        ([(A, "e1"), (B, "e2")], [A, B], Ambiguous()),
         ([(A, "e1"), (LONG, "e2")], [A, LONG], JoinedEpisode("e1", "tool_call", "certain", "e1")),
         (
             [(A, "e1"), (A, "e2"), (LONG, "e1")],
@@ -74,7 +74,7 @@ WORDS, FEWER_WORDS = fingerprint(PREFIX, 1), fingerprint(PREFIX, 2)
     ],
 )
 def test_call_joins_the_only_episode_that_provided_its_needed_fingerprints(
-    provided: list[tuple[bytes, str]], needs: list[bytes], found: JoinedEpisode | Doubt | None
+    provided: list[tuple[bytes, str]], needs: list[bytes], found: JoinedEpisode | Ambiguous | None
 ) -> None:
     memory = CallMemory()
     for digest, episode in provided:
@@ -122,7 +122,7 @@ def test_bounded_memory_finds_only_episodes_that_provided_the_fingerprint(
     found = memory.find_episode([fingerprint(UNIQUE_PREFIX, needed)])
     if isinstance(found, JoinedEpisode):
         assert found.episode in provided[needed]
-    elif isinstance(found, Doubt):
+    elif isinstance(found, Ambiguous):
         assert len(provided[needed]) == 2
 
 

@@ -48,7 +48,7 @@ def fit(budget: TokenBudget, rows: list[Row], most: int) -> int:
 
 
 def budget() -> TokenBudget:
-    return TokenBudget(FULL, way="whole", processes=Processes())
+    return TokenBudget(FULL, layout="whole", processes=Processes())
 
 
 @given(lengths=st.lists(st.integers(5, 3000), min_size=2, max_size=12), most=st.integers(70, 3000))
@@ -115,7 +115,7 @@ def test_attempts_at_larger_micro_batches_become_rare_while_memory_stays_short()
 
 
 def test_planned_checkpointing_of_layers_does_not_keep_larger_micro_batches_rare() -> None:
-    made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=lambda _: None)
+    made = TokenBudget(FULL, layout="whole", processes=Processes(), checkpoint=lambda _: None)
     rows = [row(number, 100) for number in range(30)]
     for most in [300] * 100 + [FULL] * (LONGEST_WAIT + 1) + [300]:
         made.begin_update(0.4)
@@ -174,7 +174,7 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
     def run(micro_batches: MicroBatches) -> int:
         return computing(room)(micro_batches)
 
-    made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=checkpoint)
+    made = TokenBudget(FULL, layout="whole", processes=Processes(), checkpoint=checkpoint)
     rows = [row(0, longest), *(row(number, 100) for number in range(1, 30))]
     made.begin_update(planned)
     made.run_fitting(
@@ -191,7 +191,7 @@ def test_checkpointing_comes_before_micro_batches_are_cut(
 
 def test_forward_only_batches_are_cut_without_checkpointing() -> None:
     switched: list[float] = []
-    made = TokenBudget(FULL, way="whole", processes=Processes(), checkpoint=switched.append)
+    made = TokenBudget(FULL, layout="whole", processes=Processes(), checkpoint=switched.append)
     rows = [row(number, 100) for number in range(30)]
     made.run_fitting(rows, computing(600), lambda: None, lambda _: True, trains=False)
     assert (switched, made.tokens) == ([], FULL // 2)

@@ -1,4 +1,4 @@
-"""Examine a system: gather facts once, and check them, upstream causes first."""
+"""Diagnose a system: collect facts once, and check them, upstream causes first."""
 
 from typing import Final
 
@@ -7,8 +7,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.doctor import checks, policy_checks
 from pawl.doctor.checks import NO_FIGURES, Check, Finding
+from pawl.doctor.collecting import collect_facts
 from pawl.doctor.facts import Facts
-from pawl.doctor.gather import gather
 from pawl.settings import DoctorSettings
 
 # Upstream causes come first.
@@ -34,19 +34,19 @@ OF_PARTS: Final[tuple[Check, ...]] = (
 NAME_PARTS: Final[tuple[Check, ...]] = (checks.database_away, policy_checks.misserved_versions)
 
 
-async def examine(
+async def diagnose(
     settings: DoctorSettings,
     engine: AsyncEngine | None = None,
     tenant: str | None = None,
     *,
     of_parts: bool = True,
 ) -> list[Finding]:
-    """Gather facts, and return their `findings`.
+    """Collect facts, and return their `findings`.
 
     Without an `engine` the settings' database is used, if it runs. `tenant` limits policies and
     calls to that tenant's. Nothing is raised: a part that does not answer is a finding.
     """
-    return findings(await gather(settings, engine, tenant), of_parts=of_parts)
+    return findings(await collect_facts(settings, engine, tenant), of_parts=of_parts)
 
 
 def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:

@@ -30,8 +30,8 @@ async def why_unserved(stack: Stack, model: str | Base, chosen: Recipe, folder: 
     learner = Learner(model, chosen, seed=0, scratch=folder)
     async with Replicas([url]) as servers:
         why = await ServerSelfTest(learner, folder, servers, TRIED, chosen).why_unserved()
-        assert f"{TRIED}@trial" not in await servers.models()
-    assert not list(folder.glob("trial"))
+        assert f"{TRIED}@self-test" not in await servers.models()
+    assert not list(folder.glob("self-test"))
     return why
 
 

@@ -1,7 +1,7 @@
-"""Choose the way in which a model's rows are computed.
+"""Choose the layout in which a model's rows are computed.
 
-A model gets the first way that its configuration allows and that, tried on a few rows, agrees with
-the reference (`trainer.learners.scoring`). Nothing that happens in a trial stops the trainer.
+A model gets the first layout that its configuration allows and that agrees with the reference
+(`trainer.learners.scoring`) on a few short test rows. A layout that fails there is passed over.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from trainer.batches import STRETCH, WAYS, Row, Way, bare_row
+from trainer.batches import LAYOUTS, STRETCH, Layout, Row, bare_row
 from trainer.errors import LearnerError
 from trainer.learners.budget import is_out_of_memory
 from trainer.learners.processes import Processes
@@ -29,7 +29,7 @@ WINDOWS: Final = ("sliding_window", "attention_chunk_size")
 
 
 class Difference(NamedTuple):
-    """The difference between a way and the reference.
+    """The difference between a layout and the reference.
 
     Attributes:
         logprobs: the mean difference of log-probabilities, in nats a token.
@@ -42,28 +42,28 @@ class Difference(NamedTuple):
     largest: float
 
 
-def choose_way(model: Any, processes: Processes, ways: Sequence[Way] = WAYS) -> Way:
-    """Prepare `model` (a PEFT model) for the first of `ways` that is right for it; return the way.
+def choose_layout(model: Any, processes: Processes, layouts: Sequence[Layout] = LAYOUTS) -> Layout:
+    """Prepare `model` (a PEFT model) for the first of `layouts` that is right for it; return it.
 
-    The last way is not tried. A warning says why a way was passed over; all processes choose the
-    same way.
+    The last layout is taken untested. A warning says why a layout was passed over; all processes
+    choose the same layout.
     """
-    for way in ways[:-1]:
+    for layout in layouts[:-1]:
         failure: Exception | None = None
         try:
-            why = why_no_tree(model) if way == "tree" else None
+            why = why_no_tree(model) if layout == "tree" else None
             if why is None:
-                why = _mismatch_reason(model, way)
-        except Exception as error:  # The next way may still work.
+                why = _mismatch_reason(model, layout)
+        except Exception as error:  # The next layout may still work.
             why, failure = f"{type(error).__name__}: {error}"[:500], error
         processes.regroup(failure)
         why = next((each for each in processes.gather(why) if each is not None), None)
         if why is None:
-            return way
+            return layout
         if processes.rank == 0:
-            log.warning("way_passed_over", way=way, reason=why)
-    set_attention(model, ways[-1])
-    return ways[-1]
+            log.warning("layout_passed_over", layout=layout, reason=why)
+    set_attention(model, layouts[-1])
+    return layouts[-1]
 
 
 def why_no_tree(model: Any) -> str | None:
@@ -84,9 +84,9 @@ def why_no_tree(model: Any) -> str | None:
     return next((why for why, holds in against.items() if holds), None)
 
 
-def _mismatch_reason(model: Any, way: Way) -> str | None:
-    """Return how far a way is from the reference, or None if they agree."""
-    found = compare_way(model, _trial_rows(model.config.get_text_config().vocab_size), way)
+def _mismatch_reason(model: Any, layout: Layout) -> str | None:
+    """Return how far a layout is from the reference, or None if they agree."""
+    found = compare_layout(model, _test_rows(model.config.get_text_config().vocab_size), layout)
     limit = TOLERANCE[model.dtype]
     if not found.logprobs <= limit:
         return f"it differs from whole rows by {found.logprobs:.2g} nats a token"
@@ -97,7 +97,7 @@ def _mismatch_reason(model: Any, way: Way) -> str | None:
 
 @contextmanager
 def _shorten_windows(config: Any) -> Iterator[None]:
-    """Shorten windows, so that a trial's short rows reach past them as long rows do."""
+    """Shorten windows, so that the short test rows reach past them as long rows do."""
     own = {name: getattr(config, name, None) for name in WINDOWS}
     longer = {name: window for name, window in own.items() if window and window > STRETCH // 2}
     try:
@@ -109,17 +109,17 @@ def _shorten_windows(config: Any) -> Iterator[None]:
             setattr(config, name, window)
 
 
-def compare_way(model: Any, rows: Sequence[Row], way: Way) -> Difference:
-    """Return how far a way is from rows computed one by one; leave `model` prepared for the way.
+def compare_layout(model: Any, rows: Sequence[Row], layout: Layout) -> Difference:
+    """Return how far a layout is from rows computed one by one.
 
-    Its gradients are left empty.
+    `model` is left prepared for the layout, without gradients.
     """
     with _shorten_windows(model.config.get_text_config()):
-        set_attention(model, way)
-        logprobs, gradient = _logprobs_and_gradient(model, rows, way)
+        set_attention(model, layout)
+        logprobs, gradient = _logprobs_and_gradient(model, rows, layout)
         set_attention(model, "whole")
         wanted, wanted_gradient = _logprobs_and_gradient(model, rows, "whole")
-        set_attention(model, way)
+        set_attention(model, layout)
     off = gradient - wanted_gradient
     return Difference(
         logprobs=float((logprobs - wanted).abs().mean()),
@@ -129,16 +129,18 @@ def compare_way(model: Any, rows: Sequence[Row], way: Way) -> Difference:
 
 
 @torch.enable_grad()
-def _logprobs_and_gradient(model: Any, rows: Sequence[Row], way: Way) -> tuple[Tensor, Tensor]:
+def _logprobs_and_gradient(
+    model: Any, rows: Sequence[Row], layout: Layout
+) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (M,), and the gradient of their sum in one vector."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    logprobs = score_rows(model, rows, way=way).logprobs
+    logprobs = score_rows(model, rows, layout=layout).logprobs
     gradients = torch.autograd.grad(logprobs.sum(), trained)
     return logprobs.detach(), torch.cat([part.flatten().float() for part in gradients])
 
 
 def layers_without_gradient(model: Any) -> frozenset[str]:
-    """Return the paths, in the base, of adapted layers that get no gradient in a trial.
+    """Return the paths, in the base, of adapted layers that get no gradient on test rows.
 
     Code that multiplies by a layer's weights itself bypasses the layer's adapter.
 
@@ -155,10 +157,10 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     if not trained:
         return frozenset()
     set_attention(model, "whole")
-    rows = _trial_rows(model.config.get_text_config().vocab_size)
+    rows = _test_rows(model.config.get_text_config().vocab_size)
     try:
         with torch.enable_grad():
-            logprobs = score_rows(model, rows, way="whole").logprobs
+            logprobs = score_rows(model, rows, layout="whole").logprobs
             found = torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
     except (RuntimeError, TypeError) as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
@@ -178,7 +180,7 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     )
 
 
-def _trial_rows(vocabulary: int) -> list[Row]:
+def _test_rows(vocabulary: int) -> list[Row]:
     """Return two rows that share a prompt, one that extends the first, and one with half of it.
 
     The shared prompt is longer than a stretch.

@@ -3,10 +3,8 @@
 Each change is recorded with the actor `operator`; the caller names the person in the reason.
 """
 
-import asyncio
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
@@ -15,7 +13,6 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.settings import ControllerSettings, read_settings
 from store import retraining, version_states
 from store.errors import StateChanged, StoreError, UnknownNames, UnknownPolicy, WrongVersionState
 from store.retraining import Retrained
@@ -24,17 +21,14 @@ from store.tenants import scoped
 from store.version_queries import list_events, list_versions, numbered_version
 from store.version_states import lock_policies
 from store.versions import Actor, PolicyEvent, PolicyState, PolicyVersion
-from trainer.errors import UpstreamAway
-from trainer.publishing.model_server import ModelServer, Replicas
 
 OPERATOR: Final[Actor] = "operator"
 # The states of versions that may get the traffic by hand.
 PROMOTABLE: Final[tuple[PolicyState, ...]] = ("loaded", "canary", "retired")
 # The states of the version to promote if none is named, in order of preference.
 NEXT: Final[tuple[PolicyState, ...]] = ("canary", "loaded")
-# How long to wait for a recalled version, and the pause between requests to the model servers.
-LOADED_WITHIN_S: Final = 60.0
-ASKED_EVERY_S: Final = 0.5
+# Waits until the model servers have loaded a recalled version, or raises `WrongVersionState`.
+WaitUntilLoaded = Callable[[PolicyVersion], Awaitable[None]]
 # The fields of a query; fields with a time end with `since` or `before`.
 FIELDS: Final = (
     *("episode", "task", "prefix", "agent", "key"),
@@ -151,6 +145,8 @@ async def promote_by_hand(
     version: PolicyVersion,
     reason: str,
     evidence: Mapping[str, Any] | None = None,
+    *,
+    wait_until_loaded: WaitUntilLoaded,
 ) -> PolicyVersion:
     """Give a version the traffic, and return it; an unloaded version is loaded first.
 
@@ -207,34 +203,6 @@ def _check_can_serve(version: PolicyVersion) -> None:
             f" are {', '.join(PROMOTABLE)} can be; an adapter that was exported can be imported,"
             " which makes it a version of its own"
         )
-
-
-async def wait_until_loaded(version: PolicyVersion) -> None:
-    """Wait until every replica that answers lists a recalled version.
-
-    Raises:
-        WrongVersionState: the version is not listed within `LOADED_WITHIN_S` seconds.
-    """
-    name = version.served_name
-    print(f"{name} was unloaded: waiting for the model servers to load it", file=sys.stderr)
-    clock = asyncio.get_running_loop().time
-    until, why = clock() + LOADED_WITHIN_S, ""
-    async with Replicas(read_settings(ControllerSettings).server_urls) as replicas:
-        while clock() < until:
-            try:
-                listed = await replicas.ask(ModelServer.models)
-            except UpstreamAway as error:
-                why = str(error)
-            else:
-                lacking = [server.url for server, models in listed.items() if name not in models]
-                if not lacking:
-                    return
-                why = f"{', '.join(lacking)} has not loaded it"
-            await asyncio.sleep(ASKED_EVERY_S)
-    raise WrongVersionState(
-        f"{name} was not loaded within {LOADED_WITHIN_S:g} s, so it does not serve: {why}; let a"
-        " `pawl controller` run, which loads it, see its log, and run this again"
-    )
 
 
 async def roll_back_by_hand(
@@ -332,6 +300,7 @@ async def retrain_by_hand(
     tenant: str | None = None,
     *,
     dry_run: bool = False,
+    wait_until_loaded: WaitUntilLoaded,
 ) -> Retrained:
     """Start a policy's line again at a version; an unloaded version is loaded first.
 

@@ -1,4 +1,4 @@
-"""Every way of computing rows equals whole rows, or is passed over with a reason."""
+"""Every layout of computing rows equals whole rows, or is passed over with a reason."""
 
 import copy
 import math
@@ -32,18 +32,18 @@ from tests.support.trainer.merging import (
     random_tree,
     train,
 )
-from tests.support.training import PLAIN, by_every_way, grown, recipe, rows
-from trainer.batches import WAYS, Way, build_tree, pad_tree
+from tests.support.training import PLAIN, by_every_layout, grown, recipe, rows
+from trainer.batches import LAYOUTS, Layout, build_tree, pad_tree
 from trainer.errors import DriftOutOfBounds, LearnerError, Unusable
 from trainer.learners import scoring
 from trainer.learners.adapter import attach_adapter
 from trainer.learners.kernels.head import CHUNK, Head, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
+from trainer.learners.layouts import choose_layout
 from trainer.learners.learner import Learner
 from trainer.learners.processes import Processes
 from trainer.learners.replay.shaping import places_of
 from trainer.learners.scoring import score_rows, set_attention
-from trainer.learners.ways import choose_way
 from trainer.recipes.recipe import LoraOptions, OffPolicyOptions
 
 pytestmark = pytest.mark.timeout(240)
@@ -62,19 +62,19 @@ def plain() -> Any:
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 10_000), way=st.sampled_from(WAYS))
+@given(seed=st.integers(0, 10_000), layout=st.sampled_from(LAYOUTS))
 def test_gradient_and_scores_of_each_way_of_computing_equal_whole_rows(
-    merging: Any, plain: Any, seed: int, way: Way
+    merging: Any, plain: Any, seed: int, layout: Layout
 ) -> None:
     made = random_tree(seed, TINY.vocab_size)
-    set_attention(merging, way)
+    set_attention(merging, layout)
     with torch.no_grad():
-        ours = score_rows(merging, made, way=way, hidden=True)
-        theirs = score_rows(plain, made, way="whole", hidden=True)
+        ours = score_rows(merging, made, layout=layout, hidden=True)
+        theirs = score_rows(plain, made, layout="whole", hidden=True)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
-    train(merging, [made], way=way)
-    train(plain, [made], way="whole")
+    train(merging, [made], layout=layout)
+    train(plain, [made], layout="whole")
     # Norms and rotary positions are computed in float32 inside.
     assert largest_difference(gradient(merging), gradient(plain)) < 1e-6
 
@@ -191,16 +191,16 @@ def test_model_with_a_sliding_window_is_computed_by_stretches_instead_of_a_tree(
     config = MistralConfig(**{name: shape[name] for name in names}, sliding_window=4)
     model = adapted(MistralForCausalLM(config))
     with capture_logs() as logs:
-        assert choose_way(model, Processes()) == "stretches"
-    assert [(line["way"], line["reason"]) for line in logs] == [
+        assert choose_layout(model, Processes()) == "stretches"
+    assert [(line["layout"], line["reason"]) for line in logs] == [
         ("tree", "its attention has a window of 4 tokens")
     ]
     made = random_tree(1, 97)
     with pytest.raises(LearnerError, match="takes no tree"):
         score_rows(model, made)
     with torch.no_grad():
-        together = score_rows(model, made, way="stretches").logprobs
-        alone = torch.cat([score_rows(model, [row], way="whole").logprobs for row in made])
+        together = score_rows(model, made, layout="stretches").logprobs
+        alone = torch.cat([score_rows(model, [row], layout="whole").logprobs for row in made])
     assert torch.allclose(together, alone, atol=1e-6)
 
 
@@ -214,7 +214,7 @@ def test_way_of_computing_that_ignores_a_long_attention_window_is_not_chosen(
     model = attach_adapter(base, LoraOptions(), None, 0)
     config = model.config.get_text_config()
     setattr(config, window, 4096)
-    assert choose_way(model, Processes(), ["stretches", "whole"]) == "stretches"
+    assert choose_layout(model, Processes(), ["stretches", "whole"]) == "stretches"
     chains = scoring._chain_states
 
     def without_window(model: Any, rows: Any) -> Any:
@@ -223,7 +223,7 @@ def test_way_of_computing_that_ignores_a_long_attention_window_is_not_chosen(
             return chains(model, rows)
 
     monkeypatch.setattr(scoring, "_stretch_states", without_window)
-    assert choose_way(model, Processes(), ["stretches", "whole"]) == "whole"
+    assert choose_layout(model, Processes(), ["stretches", "whole"]) == "whole"
     assert getattr(config, window) == 4096
 
 
@@ -232,13 +232,13 @@ def test_unknown_lm_head_is_computed_by_the_model_itself() -> None:
     base = LlamaForCausalLM(copy.deepcopy(TINY))
     base.lm_head.register_forward_hook(lambda _, __, logits: logits * 3.0)
     with capture_logs() as logs:
-        assert choose_way(adapted(base), Processes()) == "whole"
+        assert choose_layout(adapted(base), Processes()) == "whole"
     assert all("differs from whole rows by" in line["reason"] for line in logs)
     assert base.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
-    ("broken", "error", "way"),
+    ("broken", "error", "layout"),
     [
         ("attention_tree", RuntimeError("attention failed"), "stretches"),
         ("attention_tree", torch.OutOfMemoryError("CUDA out of memory"), "stretches"),
@@ -254,7 +254,7 @@ def test_failing_way_of_computing_is_logged_and_the_next_way_trains(
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
     error: Exception,
-    way: Way,
+    layout: Layout,
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -263,17 +263,17 @@ def test_failing_way_of_computing_is_logged_and_the_next_way_trains(
     with capture_logs() as logs:
         made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
         assert made.update(rows())["optimizer_steps"] == 1
-    passed_over = [line["way"] for line in logs if line["event"] == "way_passed_over"]
-    assert passed_over == list(WAYS[: WAYS.index(way)])
-    assert all(str(error) in line["reason"] for line in logs if "way" in line)
+    passed_over = [line["layout"] for line in logs if line["event"] == "layout_passed_over"]
+    assert passed_over == list(LAYOUTS[: LAYOUTS.index(layout)])
+    assert all(str(error) in line["reason"] for line in logs if "layout" in line)
 
 
 def test_every_way_of_computing_rows_makes_the_same_update(tiny_model: str, tmp_path: Path) -> None:
     system = range(2, 72)
     alike = [msgspec.structs.replace(r, prompt_ids=(*system, *r.prompt_ids)) for r in rows()]
     roomy = partial(recipe, micro_batch_tokens=256)
-    metrics = by_every_way(tiny_model, roomy, [*alike, *grown(8, 3)], tmp_path)
-    tokens = [metrics[way]["computed_tokens"] for way in WAYS]
+    metrics = by_every_layout(tiny_model, roomy, [*alike, *grown(8, 3)], tmp_path)
+    tokens = [metrics[layout]["computed_tokens"] for layout in LAYOUTS]
     assert tokens[0] < tokens[1] < tokens[2] < tokens[3] < metrics["tree"]["row_tokens"]
 
 

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.by_hand import approval_event
 from pawl.doctor.facts import NOTHING, Disk, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
+from pawl.operator_moves import approval_event
 from pawl.processes import spinning_variables
 from pawl.settings import DoctorSettings
 from pawl.stack.preflight import GIB
@@ -64,7 +64,9 @@ UNAUTHORIZED: Final = (401, 403)
 T = TypeVar("T")
 
 
-async def gather(settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None) -> Facts:
+async def collect_facts(
+    settings: DoctorSettings, engine: AsyncEngine | None, tenant: str | None
+) -> Facts:
     """Return the facts of all parts, which are asked concurrently."""
     unusable, table = _read_files(settings)
     async with aiohttp.ClientSession(response_class=LimitedResponse) as session:
