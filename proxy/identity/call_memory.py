@@ -1,18 +1,17 @@
 """Find the episode of an unnamed call by the content it repeats (pure, bounded memory).
 
 A call provides fingerprints of content that later calls may repeat, and needs the fingerprints of
-content that it repeats: 16 bytes, the first of which is the kind. Provided fingerprints are
-remembered with their call's episode. A call that needs such a fingerprint joins that episode, if
-only one call can have provided it. If two episodes provided it, the call is in doubt and joins
-neither: a join is never guessed (docs/decisions/012-identity.md). Mere words may occur in many
-conversations, also at other proxies: they join nothing here, and the database decides. A request
-that an SDK sends again after a failure joins the failed attempt.
+content that it repeats. A fingerprint has 16 bytes; the first is its kind. Provided fingerprints
+are remembered with their call's episode. A call that needs such a fingerprint joins that episode,
+if only one call can have provided it. If two episodes provided it, the call is in doubt and joins
+neither: a join is never guessed (docs/decisions/012-identity.md). Text without a unique id may
+occur in many conversations, also at other proxies: its fingerprints join nothing here, and the
+database decides. A request that an SDK sends again after a failure joins the failed attempt.
 
-Fingerprints and failed attempts are kept apart by tenant (`store.tenants.keyed_digests`): those of
-another tenant are never found.
+Fingerprints and failed attempts of another tenant are never found (`store.tenants.keyed_digests`).
 
-Fingerprints are stored with the record. The database knows what the calls of all proxies provide,
-and makes the joins that a single proxy must not make.
+Fingerprints are stored with the record. The database knows the fingerprints that the calls of all
+proxies provide, and makes the joins that a single proxy must not make.
 """
 
 from collections import deque
@@ -28,24 +27,25 @@ from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique_id, 
 from store.records import TRAIN, Confidence, Split
 from store.tenants import DEFAULT, digest_key, tenant_of
 
-# Remembered fingerprints, failed attempts, and traces: at least so many of each. At most twice as
-# many are kept, which is 17 MB at 170 bytes each.
+# Least number of fingerprints, of failed attempts and of traces that are remembered. At most twice
+# as many are kept, which is 17 MB at 170 bytes each.
 CAPACITY: Final = 50_000
-# Remembered failed attempts with the same body. An SDK sends again within seconds, and many
-# clients may send the same body at once.
+# Most failed attempts with the same body that are remembered. An SDK repeats a request within
+# seconds, and many clients may send the same body at once.
 MOST_ATTEMPTS: Final = 64
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
 # A conversation's beginning, up to and including a reply. Any number of conversations may share a
-# `PREFIX`, which is words only; a `UNIQUE_PREFIX` contains a unique tool call id.
+# `PREFIX`, which has no unique id; a `UNIQUE_PREFIX` contains a unique tool call id.
 PREFIX: Final = 3
 UNIQUE_PREFIX: Final = 4
 PREFIXES: Final = (PREFIX, UNIQUE_PREFIX)
 METHODS: Final = {TOOL_CALL: "tool_call", RESPONSE: "response", UNIQUE_PREFIX: "prefix"}
 
-# Replies needed besides the newest: the client may have inserted a reply of its own.
+# Number of replies before the newest whose prefixes are needed, too: the client may have inserted
+# a reply of its own.
 EARLIER_REPLIES: Final = 3
 MAX_TOOL_IDS: Final = 8
 
@@ -64,28 +64,29 @@ class JoinedEpisode(msgspec.Struct, frozen=True):
 
 
 class Ambiguous(msgspec.Struct, frozen=True):
-    """Report that a call's content points to several episodes."""
+    """Result of `find_episode`: a call's content points to several episodes."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """Remember a call that ended without a reply."""
+    """A call that ended without a reply."""
 
     episode: str
     call_id: UUID
 
 
 class _Provider(msgspec.Struct, frozen=True):
-    """Name the episode that provided a fingerprint."""
+    """The episode that provided a fingerprint; `follows` is as in its `CallIdentity`."""
 
     episode: str
     follows: str
 
 
+# Stands for several episodes that provided the same fingerprint.
 _SEVERAL: Final = _Provider("", "")
 
 
 class CallMemory:
-    """Remember the fingerprints that calls provided, attempts that failed, and traces."""
+    """The latest provided fingerprints, failed attempts, and traces, in bounded memory."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         """Begin empty, with room for at least `capacity` fingerprints, attempts and traces."""
@@ -104,9 +105,9 @@ class CallMemory:
                 self._provided.put(digest, _SEVERAL)
 
     def find_episode(self, needs: Iterable[bytes]) -> JoinedEpisode | Ambiguous | None:
-        """Return the episode that provided the needed fingerprints; `Ambiguous` if several did.
+        """Return the episode that provided `needs`, `Ambiguous` if several did, or None.
 
-        Fingerprints of one kind must agree, and a surer kind decides before the others. Only the
+        The surest kind with a known fingerprint decides; its fingerprints must agree. Only the
         longest prefix is looked up: if only a shorter prefix is known here, another proxy knows
         more, and the database decides.
         """
@@ -131,11 +132,11 @@ class CallMemory:
         return Ambiguous() if is_ambiguous or candidates else None
 
     def remembers_fingerprint(self, digest: bytes) -> bool:
-        """Return whether a remembered call provided this fingerprint (content to be repeated)."""
+        """Return whether a remembered call provided this fingerprint."""
         return self._provided.get(digest) is not None
 
     def likely_episode(self, needs: Iterable[bytes]) -> str | None:
-        """Return the episode that a call most likely continues by its words: a hint, not a join."""
+        """Return the episode that a call's text most likely continues, or None: no join, a hint."""
         for digest in needs:
             if digest[0] in PREFIXES:
                 known = self._provided.get(digest)
@@ -143,11 +144,11 @@ class CallMemory:
         return None
 
     def begin_trace(self, episode: str) -> None:
-        """Remember the episode of a trace, after a call in it that repeats nothing."""
+        """Remember that the trace whose calls form `episode` began at this proxy."""
         self._traces.put(episode, True)
 
     def has_begun(self, episode: str) -> bool:
-        """Return whether `begin_trace` was called for an episode that is still remembered."""
+        """Return whether `begin_trace` was called for `episode`, and this is still remembered."""
         return self._traces.get(episode) is not None
 
     def remember_failed(
@@ -155,8 +156,8 @@ class CallMemory:
     ) -> None:
         """Remember an attempt that ended without a reply: its client may send this body again.
 
-        Only a repeat by the tenant of `episode` counts. Past `MOST_ATTEMPTS` the oldest attempt is
-        forgotten: a call that repeats it then gets an episode of its own.
+        Only a repeat by the tenant of `episode` counts. Of more than `MOST_ATTEMPTS` with the same
+        body, the oldest is forgotten: a call that repeats it then gets an episode of its own.
         """
         digest = _body_digest(body, split, tenant_of(episode))
         attempts = self._failed.get(digest)
@@ -172,7 +173,7 @@ class CallMemory:
         split: Split = TRAIN,
         tenant: str = DEFAULT,
     ) -> Attempt | None:
-        """Return and forget the latest failed attempt that this body repeats, or None.
+        """Return and forget the latest failed attempt with this body, or None if there is none.
 
         Only attempts of `split` and `tenant` count and, with `episode`, only those of that episode.
         """
@@ -194,7 +195,7 @@ def _body_digest(body: bytes, split: Split, tenant: str) -> bytes:
 
 
 class RecentlyUsed(Generic[Key, Value]):
-    """Keep at least the `size` entries used last, and at most twice as many.
+    """Cache of at least the `size` entries used last, and at most twice as many.
 
     It has two dictionaries instead of a list in order of use. When the young one is full it becomes
     the old one, and the entries of the former old one are forgotten.
@@ -234,10 +235,10 @@ def needed_fingerprints(
 ) -> tuple[bytes, ...]:
     """Return the fingerprints that a request needs, surest first.
 
-    They are: the tool calls whose results it brings; the response it continues; its prefix up to
-    the newest reply followed by a message; the prefixes up to the replies before it; and all of it,
-    if it ends with a reply (to be continued, or prefilled). `conversation` is the request's, if it
-    was read already.
+    They are those of: the tool calls whose results it contains; the response that it continues; the
+    conversation up to the newest reply that a message follows, and up to each of `EARLIER_REPLIES`
+    replies before; and the whole conversation, if it ends with a reply (to be continued, or
+    prefilled). `conversation` is the request's, if it was read already.
     """
     history = conversation or turns.read(fields)
     needs = [_tool_call(name) for name in history.results[::-1] if is_unique_id(name)]
@@ -258,9 +259,9 @@ def provided_fingerprints(
     summary: ReplySummary,
     conversation: Conversation | None = None,
 ) -> tuple[bytes, ...]:
-    """Return the fingerprints that a call provides: its tool calls, its id, the whole conversation.
+    """Return the fingerprints of a call's tool calls, response id, and whole conversation.
 
-    `conversation` is the request's, if it was read already; it stays as it is.
+    `conversation` is the request's, if it was read already; it is not changed.
     """
     provides = [_tool_call(call.id) for call in summary.tool_calls if is_unique_id(call.id)]
     if turns.continued_by_id and summary.response_id:
@@ -276,9 +277,9 @@ def provided_fingerprints(
     return tuple(dict.fromkeys(provides))
 
 
-def response_fingerprint(name: str) -> bytes:
-    """Return the fingerprint of a response's id, by which a later call may continue it."""
-    return _fingerprint(RESPONSE, name)
+def response_fingerprint(response_id: str) -> bytes:
+    """Return the fingerprint of a response id, which a call needs that continues the response."""
+    return _fingerprint(RESPONSE, response_id)
 
 
 def _tool_call(tool_id: str) -> bytes:

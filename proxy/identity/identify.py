@@ -38,7 +38,7 @@ _TRACEPARENT: Final = re.compile(
     r"(?:-.*)?\Z",
     re.ASCII,
 )
-# The trace id's place in it.
+# The place of the trace id in a `traceparent`.
 _TRACE: Final = slice(3, 35)
 
 
@@ -73,7 +73,7 @@ MAX_LENGTH: Final = 256
 SUB_AGENT: Final = "subagent"
 
 # Header and namespace; the first one present counts. A parent's session comes before the
-# session's own, because a sub-agent works in the episode of the agent that sent it.
+# session's own, because a sub-agent works in the episode of the agent that started it.
 SESSION_HEADERS: Final = (
     ("x-claude-code-session-id", "claude-code"),
     ("x-litellm-trace-id", "litellm"),
@@ -86,30 +86,30 @@ SESSION_HEADERS: Final = (
     ("session-id", "codex"),
     ("session_id", "codex"),
 )
-METADATA: Final = (
+METADATA_KEYS: Final = (
     ("pawl_episode", ""),
     ("litellm_session_id", "litellm"),
     ("session_id", "session"),
     ("conversation_id", "conversation"),
     ("thread_id", "thread"),
 )
-FIELDS: Final = (
+BODY_FIELDS: Final = (
     ("litellm_session_id", "litellm"),
     ("litellm_trace_id", "litellm"),
     ("session_id", "session"),
 )
-BAGGAGE: Final = (
+BAGGAGE_KEYS: Final = (
     ("pawl.episode", ""),
     ("session.id", "session"),
     ("langfuse_session_id", "langfuse"),
     ("gen_ai.conversation.id", "conversation"),
 )
-# Headers of sub-agents: their presence tells the role; the value is only an id.
+# Headers that only sub-agents send: their presence gives the agent's name; the value is an id.
 _SUB_AGENT_HEADERS: Final = ("x-claude-code-agent-id", "x-parent-session-id")
 _AGENT_HEADERS: Final = (("x-openai-subagent", ""), ("x-litellm-agent-id", ""))
 _AGENT_METADATA: Final = (("agent_name", ""),)
 _AGENT_BAGGAGE: Final = (("gen_ai.agent.name", ""),)
-# Names of the thread that a sub-agent works in: the session's own, where it names its parent's.
+# Headers that name the thread of a sub-agent: its own session's, even if the parent's is named.
 _LANE_HEADERS: Final = (
     ("x-claude-code-agent-id", ""),
     ("x-session-id", ""),
@@ -125,15 +125,15 @@ _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})
 
 # Most calls have none of these headers: one set test instead of a look-up for each.
 _EPISODE_HEADERS: Final = frozenset(name for name, _ in SESSION_HEADERS)
-_EPISODE_FIELDS: Final = frozenset(("conversation", *(name for name, _ in FIELDS)))
+_EPISODE_FIELDS: Final = frozenset(("conversation", *(name for name, _ in BODY_FIELDS)))
 _ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AGENT_HEADERS)))
-# Characters of an unknown split that a warning repeats.
-SAID_BACK: Final = 40
-_KNOWN: Final[Mapping[str, Split]] = {TRAIN: TRAIN, EVAL: EVAL}
+# Characters of an unknown split that a warning shows.
+MOST_SHOWN: Final = 40
+_KNOWN_SPLITS: Final[Mapping[str, Split]] = {TRAIN: TRAIN, EVAL: EVAL}
 
 
 class Name(msgspec.Struct, frozen=True):
-    """A name in a request, its method and, for warnings, its place in the request."""
+    """A name in a request, the method of giving it, and where it is, for warnings."""
 
     value: str
     method: str
@@ -142,26 +142,26 @@ class Name(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Return the name with its namespace, as an episode's key."""
+        """Return the name after its namespace, if any (`claude-code:UUID`)."""
         return f"{self.namespace}:{self.value}" if self.namespace else self.value
 
 
 class SessionHints(msgspec.Struct, frozen=True):
-    """Names in a request's headers, metadata and baggage, apart from our headers and URL."""
+    """Where a request may name episode, agent, task and split, besides our headers and URL."""
 
     headers: Mapping[str, str]
     metadata: dict[str, Any]
     baggage: dict[str, str]
 
-    def own_names(self, name: str) -> Iterable[Name]:
-        """Return the names of the `agent`, `task` or `split` that our keys give."""
-        return self._names_from_pawl_keys(name) if self.metadata or self.baggage else ()
+    def own_names(self, role: str) -> Iterable[Name]:
+        """Return the names under our keys in metadata and baggage: `pawl_ROLE`, `pawl.ROLE`."""
+        return self._names_from_pawl_keys(role) if self.metadata or self.baggage else ()
 
-    def _names_from_pawl_keys(self, name: str) -> Iterator[Name]:
+    def _names_from_pawl_keys(self, role: str) -> Iterator[Name]:
         if self.metadata:
-            yield from _names_in(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
+            yield from _names_in(self.metadata, ((f"pawl_{role}", ""),), "metadata", "metadata.")
         if self.baggage:
-            yield from _names_in(self.baggage, ((f"pawl.{name}", ""),), "baggage", "baggage ")
+            yield from _names_in(self.baggage, ((f"pawl.{role}", ""),), "baggage", "baggage ")
 
     def agent_names(self) -> Iterable[Name]:
         """Return the agent names that tools send under their own keys."""
@@ -181,7 +181,7 @@ class SessionHints(msgspec.Struct, frozen=True):
 
 
 def read_hints(headers: Mapping[str, str], fields: dict[str, Any]) -> SessionHints:
-    """Return a request's sources of names; a value of an unexpected shape is left out."""
+    """Return a request's headers, metadata and baggage; an unexpected shape counts as empty."""
     metadata, baggage = fields.get("metadata"), headers.get("baggage")
     return SessionHints(
         headers=headers,
@@ -191,7 +191,7 @@ def read_hints(headers: Mapping[str, str], fields: dict[str, Any]) -> SessionHin
 
 
 def episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterable[Name]:
-    """Return candidate episode names, highest priority first."""
+    """Return the episode names outside of our header and URL, highest priority first."""
     silent = not hints.metadata and not hints.baggage and _EPISODE_FIELDS.isdisjoint(fields)
     if silent and _EPISODE_HEADERS.isdisjoint(hints.headers):
         return ()
@@ -203,12 +203,12 @@ def _episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterator[Name
         yield from _names_in(hints.headers, SESSION_HEADERS, "session", "")
     if hints.metadata:
         yield from _claude_code_session(hints.metadata.get("user_id"))
-        yield from _names_in(hints.metadata, METADATA, "metadata", "metadata.")
-    yield from _names_in(fields, FIELDS, "metadata", "")
+        yield from _names_in(hints.metadata, METADATA_KEYS, "metadata", "metadata.")
+    yield from _names_in(fields, BODY_FIELDS, "metadata", "")
     if "conversation" in fields:
         yield from _conversation_name(fields["conversation"])
     if hints.baggage:
-        yield from _names_in(hints.baggage, BAGGAGE, "baggage", "baggage ")
+        yield from _names_in(hints.baggage, BAGGAGE_KEYS, "baggage", "baggage ")
 
 
 def why_unusable(value: str) -> str | None:
@@ -267,11 +267,12 @@ class CallIdentity(msgspec.Struct, frozen=True):
     """A call's episode, agent, task and split, and the method and confidence of the episode.
 
     `lane` is the sub-agent's thread within the episode; None: the main agent's. `needs` are the
-    fingerprints that the database joins by. `follows` is the episode whose policy
-    version the call keeps: its own, or the episode that this proxy believes it continues (a wrong
-    guess costs nothing, for any live version may answer). `conversation` is the request's, if it
-    was read, for `provided_fingerprints`. `trace` is the client's trace context. Episodes and task
-    are stored names (`store.tenants`); `name` is the episode's name as its client knows it.
+    fingerprints by which the database may join the call to an episode. `follows` is the episode
+    whose policy version the call keeps: its own, or the episode that it continues as far as this
+    proxy knows (a wrong guess costs nothing, for any live version may answer). `conversation` is
+    the request's, if it was read, for `provided_fingerprints`. `trace` is the client's trace
+    context. Episodes and task are stored names (`store.tenants`); `name` is the episode's name as
+    its client knows it.
     """
 
     episode: str
@@ -311,9 +312,9 @@ def identify(
 ) -> CallIdentity:
     """Return the identity of a call: its episode, agent, task and split.
 
-    `headers` are by lower-case name. The body is read only if it may repeat an earlier attempt.
-    `own` is the stored name of the episode that the call gets if nothing else names one; its tenant
-    is that of all names in the call. `conversation` is the request's, if it was read already.
+    `headers` are by lower-case name. The raw body is used only if the request is a retry. `own` is
+    the stored name of the episode that the call gets if it belongs to no other; its tenant is that
+    of all names in the call. `conversation` is the request's, if it was read already.
     """
     warnings: list[str] = []
     hints = read_hints(headers, request.fields)
@@ -385,22 +386,22 @@ def _split(
     eval_tasks: str,
     warnings: list[str],
 ) -> Split:
-    """Return the first known split that is named, else the split by the task's name.
+    """Return the first known split that the call names, else the split of its task's name.
 
-    Our header and URL count first, then `others`. Each unknown split before the first known one
+    Our header and URL come first, then `others`. Each unknown split before the first known one
     adds a warning.
     """
     for name in chain(_our_names(headers, "split", route.split), others):
-        split = _KNOWN.get(name.value.strip().lower())
+        split = _KNOWN_SPLITS.get(name.value.strip().lower())
         if split is not None:
             return split
-        shown, known = ascii(name.value[:SAID_BACK]), " and ".join(SPLITS)
+        shown, known = ascii(name.value[:MOST_SHOWN]), " and ".join(SPLITS)
         warnings.append(f"{name.where} {shown} is no split ({known} are); ignored")
     return EVAL if task is not None and task.startswith(eval_tasks) else TRAIN
 
 
 def retry_count(headers: Mapping[str, str]) -> int:
-    """Return how often an SDK states it sent this request before; 0 if it does not."""
+    """Return how often the SDK sent this request before, by its header; 0 without the header."""
     value = headers.get(RETRY_COUNT)
     if value is None:
         return 0
@@ -408,12 +409,14 @@ def retry_count(headers: Mapping[str, str]) -> int:
 
 
 def _named_episode(
-    name: Name, repeated: bytes | None, own: str, split: Split, memory: CallMemory
+    name: Name, retried_body: bytes | None, own: str, split: Split, memory: CallMemory
 ) -> _Episode:
-    """Return the episode that a call names."""
+    """Return the episode that a call names, and the failed attempt that it repeats, if any."""
     key = name_in_same_tenant(own, name.key)
     attempt = (
-        None if repeated is None else memory.take_attempt(repeated, key, split, tenant_of(key))
+        None
+        if retried_body is None
+        else memory.take_attempt(retried_body, key, split, tenant_of(key))
     )
     return _Episode(key, name.method, retry_of=attempt.call_id if attempt else None)
 
@@ -421,17 +424,23 @@ def _named_episode(
 def _unnamed_episode(
     headers: Mapping[str, str],
     fingerprints: Sequence[bytes],
-    repeated: bytes | None,
+    retried_body: bytes | None,
     own: str,
     split: Split,
     memory: CallMemory,
 ) -> _Episode:
-    """Return the episode of a call that names none, from what the call repeats."""
+    """Return the episode of a call that names none.
+
+    It is the failed attempt's that the call repeats, the episode whose content it repeats, its
+    trace's, or `own`.
+    """
     tenant = tenant_of(own)
     needs = keyed_digests(tenant, fingerprints)
     joined = memory.find_episode(needs)
     follows = joined.follows if isinstance(joined, JoinedEpisode) else memory.likely_episode(needs)
-    attempt = None if repeated is None else memory.take_attempt(repeated, None, split, tenant)
+    attempt = (
+        None if retried_body is None else memory.take_attempt(retried_body, None, split, tenant)
+    )
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
     if isinstance(joined, JoinedEpisode):
@@ -459,7 +468,7 @@ def _agent_or_task(
     others: Iterable[Name],
     warnings: list[str],
 ) -> str | None:
-    """Return the agent or the task, from our header or URL first, then from tools' names."""
+    """Return the name of the `role` (agent or task): from our header, URL or keys, or `others`."""
     ours = _our_names(headers, role, from_url)
     if not (ours or others or hints.metadata or hints.baggage):
         return None
@@ -481,7 +490,7 @@ def _lane(headers: Mapping[str, str], fields: dict[str, Any], warnings: list[str
 
 
 def codex_turn(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what Codex states of a request in `client_metadata`; empty for other clients."""
+    """Return Codex's description of a request, in `client_metadata`; empty for other clients."""
     metadata = fields.get("client_metadata")
     text = metadata.get(CODEX_TURN) if isinstance(metadata, dict) else None
     try:

@@ -33,11 +33,11 @@ PAUSE_S: Final = 0.0002
 _DIGEST_BYTES: Final = 16
 _ENTRY: Final = struct.Struct(f"<{_DIGEST_BYTES}sI")
 _SET_BYTES: Final = WAYS * _ENTRY.size
-_APART: Final = "\x1f"
+_SEPARATOR: Final = "\x1f"
 
 
 class Locked(OSError):
-    """Report that another process held a set's lock at each of `TRIES` looks."""
+    """Another process still held a set's lock at the last of `TRIES` attempts."""
 
 
 class SharedPins:
@@ -68,7 +68,7 @@ class SharedPins:
     ) -> int:
         """Return the version that an episode keeps: the first that any worker proposed.
 
-        `version` is this worker's proposal. A version that is not servable any more is replaced.
+        This worker's proposal `version` is stored if there is none yet, or none servable any more.
         """
         digest, number = _digest_and_set(policy, episode)
         try:
@@ -87,11 +87,11 @@ class SharedPins:
         return version
 
     def _read(self, number: int) -> bytes:
-        """Return the entries of a set, the newest first."""
+        """Return the entries of set `number`, the newest first."""
         return os.pread(self.page, _SET_BYTES, number * _SET_BYTES)
 
     def _lock(self, number: int, kind: int) -> None:
-        """Take the lock of a set, which the kernel releases if the process ends.
+        """Take the lock of set `number`; the kernel releases it if the process ends.
 
         Raises:
             Locked: others held it for too long.
@@ -103,14 +103,14 @@ class SharedPins:
                 return
             except (BlockingIOError, PermissionError):
                 time.sleep(PAUSE_S)
-        raise Locked(f"another worker held the lock at each of {TRIES} looks")
+        raise Locked(f"another worker still held the lock after {TRIES} attempts")
 
     def _unlock(self, number: int) -> None:
         fcntl.lockf(self.page, fcntl.LOCK_UN, 1, number)
 
 
 def _version_in(entries: bytes, digest: bytes) -> int | None:
-    """Return the version that a set's entries have for a digest, or None."""
+    """Return the version in a set's entry for a digest, or None if it has no entry."""
     at = _entry_offset(entries, digest)
     if at < 0:
         return None
@@ -124,7 +124,7 @@ def _without_entry(entries: bytes, digest: bytes) -> bytes:
 
 
 def _entry_offset(entries: bytes, digest: bytes) -> int:
-    """Return where the digest's entry begins; -1 if it has none."""
+    """Return the offset of the digest's entry in bytes; -1 if it has none."""
     at = entries.find(digest)
     while at % _ENTRY.size and at >= 0:
         # The match spans two other entries.
@@ -133,8 +133,8 @@ def _entry_offset(entries: bytes, digest: bytes) -> int:
 
 
 def _digest_and_set(policy: str, episode: str) -> tuple[bytes, int]:
-    """Return the digest of a policy's episode, and the number of its set."""
-    named = f"{policy}{_APART}{episode}".encode(errors="surrogatepass")
+    """Return the digest of policy and episode, and the number of the set for its entry."""
+    named = f"{policy}{_SEPARATOR}{episode}".encode(errors="surrogatepass")
     digest = blake2b(named, digest_size=_DIGEST_BYTES).digest()
     return digest, int.from_bytes(digest[:4], "little") % SETS
 

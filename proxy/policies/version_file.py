@@ -18,10 +18,10 @@ WATCH_S: Final = 0.1
 
 
 class VersionFile:
-    """The file with the versions that may be requested, as the ingester last read them."""
+    """The file with the versions whose files exist, as the ingester last read them."""
 
     def __init__(self, spool_dir: Path) -> None:
-        """Place the file in `spool_dir`; nothing is read yet."""
+        """Set the file's path in `spool_dir`; nothing is read yet."""
         self._path = spool_dir / NAME
         self._seen: tuple[int, int] | None = None
 
@@ -30,7 +30,7 @@ class VersionFile:
         return self._path.exists()
 
     def write(self, versions: list[PolicyVersion]) -> None:
-        """Replace the file atomically, in a folder that is made if it is missing."""
+        """Replace the file atomically; make its folder if it is missing."""
         self._path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         partial = self._path.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(versions))
@@ -39,8 +39,8 @@ class VersionFile:
     def read(self) -> list[PolicyVersion] | None:
         """Return the versions in the file, or None if it is absent, unchanged or unreadable.
 
-        Invalid content is logged once, and not read again until the file changes. A file that the
-        disk does not return is logged, and may be read later.
+        Invalid content is logged once, and not read again until the file changes. A disk error is
+        logged, and the next call reads again.
         """
         try:
             stat = self._path.stat()
@@ -67,12 +67,12 @@ class VersionFile:
             take(versions)
 
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
-        """Look every `WATCH_S` seconds; never return."""
+        """Look for a changed file every `WATCH_S` seconds, as `take_if_changed`; never return."""
         while True:
             self.take_if_changed(take)
             await asyncio.sleep(WATCH_S)
 
 
 def serving_versions(versions: list[PolicyVersion]) -> dict[str, int]:
-    """Return the version that new episodes of each policy get."""
+    """Return the serving version of each policy, by policy name."""
     return {version.name: version.version for version in versions if version.state == "serving"}

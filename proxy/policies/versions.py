@@ -26,8 +26,8 @@ from store.tenants import DEFAULT
 from store.versions import PolicyState, PolicyVersion
 
 _BYTES: Final = 6
-_ALL: Final = 2 ** (8 * _BYTES)
-_APART: Final = "\x1f"
+_HASH_RANGE: Final = 2 ** (8 * _BYTES)
+_SEPARATOR: Final = "\x1f"
 
 
 class Arms(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Arms(msgspec.Struct, frozen=True):
 
     @property
     def are_several(self) -> bool:
-        """Return whether an episode of the policy may have another arm than `serving`."""
+        """Return whether the policy has another arm than `serving`: a canary or a control."""
         return self.canary is not None or self.control is not None
 
     def arm_of_new_episode(self, episode: str) -> Arm:
@@ -65,9 +65,9 @@ class Arms(msgspec.Struct, frozen=True):
         return self.serving if version is None else version
 
     def arm_of_version(self, version: int) -> Arm:
-        """Return the arm of an episode that has a version already.
+        """Return the arm of an episode that already has `version`.
 
-        Episodes of an earlier serving version keep the arm `serving`, unless it is the control now.
+        An earlier serving version counts as the arm `serving`, unless it is the control now.
         """
         if version == self.canary:
             return "canary"
@@ -75,9 +75,9 @@ class Arms(msgspec.Struct, frozen=True):
 
 
 def episode_fraction(policy: str, version: int, episode: str) -> float:
-    """Return a hash of an episode, evenly spread over [0, 1)."""
-    hashed = _APART.join((policy, str(version), episode)).encode(errors="surrogatepass")
-    return int.from_bytes(blake2b(hashed, digest_size=_BYTES).digest()) / _ALL
+    """Return a hash of policy, version and episode, evenly spread over [0, 1)."""
+    hashed = _SEPARATOR.join((policy, str(version), episode)).encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(hashed, digest_size=_BYTES).digest()) / _HASH_RANGE
 
 
 def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
@@ -102,7 +102,7 @@ def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
     return arms
 
 
-AGAIN: Final = "is being loaded again"
+LOADING_AGAIN: Final = "is being loaded again"
 WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "written": "is not loaded yet",
     "rejected": "was rejected: it did not load, was not served as it was trained, scored below "
@@ -118,13 +118,14 @@ DELETED: Final = (
 
 
 MAX_PINS: Final = 200_000
-SEVERAL: Final = 2
-# States in which a version cannot be requested by name. An unloaded version may still be there.
+# States in which a version cannot be requested by name. An unloaded version can be requested: a
+# server may still have it.
 NEVER_LOADED: Final[tuple[PolicyState, ...]] = ("written", "rejected")
 # How many versions a message names.
 MOST_NAMED: Final = 8
 MOST_DIGITS: Final = 9
-# Marks a shared promise, which is not a pin: a version stored by another proxy counts more.
+# Marks a policy's name in the shared table where a version is only promised. A promise is no pin:
+# the version that another proxy stored for the episode counts more.
 _PROMISED: Final = "\x1epromised"
 
 
@@ -143,12 +144,13 @@ class ServedVersion(msgspec.Struct, frozen=True):
 
 
 def _why_not(version: PolicyVersion) -> str:
-    """Return why the upstream may lack a version that the store knows."""
+    """Return why the upstream may lack a known version, as the end of a sentence."""
     if version.unloaded:
         return UNLOADED.format(state=version.state.replace("_", " "))
     if version.state == "rolled_back":
-        return f"was rolled back, and is kept for the episodes that began with it alone; it {AGAIN}"
-    return WHY_NOT.get(version.state, AGAIN)
+        kept = "was rolled back, and is kept for the episodes that began with it alone"
+        return f"{kept}; it {LOADING_AGAIN}"
+    return WHY_NOT.get(version.state, LOADING_AGAIN)
 
 
 class Versions:
@@ -167,10 +169,10 @@ class Versions:
     ) -> None:
         """Begin with the database's `versions` and no episode pinned.
 
-        `table` lists the policies; without it each model name in the database is a policy. `shared`
-        holds the versions that the workers agreed on, None if there is only one worker. `catch_up`
-        is called if another worker chose a version that is not served here; it has to call
-        `replace` with the newest versions.
+        `table` lists the policies; without it the requested model name is the policy's name.
+        `shared` has the versions that the workers agreed on; None: there is only one worker.
+        `catch_up` is called if another worker chose a version that is not served here; it has to
+        call `replace` with the newest versions.
         """
         self._table = table
         self._shared = shared
@@ -181,10 +183,10 @@ class Versions:
         self.replace(versions)
 
     def replace(self, versions: Iterable[PolicyVersion]) -> None:
-        """Replace all versions by those whose files exist now; pins are kept."""
-        self._names: dict[str, dict[int, str]] = {}
+        """Replace all versions by `versions`, those whose files exist now; pins are kept."""
+        self._served_names: dict[str, dict[int, str]] = {}
         self._serving: dict[str, int] = {}
-        self._asked_for: dict[str, ServedVersion] = {}
+        self._by_requested_name: dict[str, ServedVersion] = {}
         self._known: dict[str, dict[int, PolicyVersion]] = {}
         self._newest: dict[str, int] = {}
         versions = list(versions)
@@ -198,36 +200,36 @@ class Versions:
             self._known.setdefault(name, {})[number] = version
             # No episode can keep a version that is only loaded yet.
             if version.is_servable and version.state != "loaded":
-                self._names.setdefault(name, {})[number] = version.served_name
+                self._served_names.setdefault(name, {})[number] = version.served_name
             if version.state not in NEVER_LOADED:
                 serving = ServedVersion(name, number, version.served_name)
                 # Several policies may share a base model, whose name then belongs to none of them.
                 if number or version.served_name == name:
-                    self._asked_for[version.served_name] = serving
+                    self._by_requested_name[version.served_name] = serving
                 # The base's served name may be the policy's; `NAME@0` is always version 0.
-                self._asked_for[f"{name}@{number}"] = serving
+                self._by_requested_name[f"{name}@{number}"] = serving
             if version.state == "serving":
                 self._serving[version.name] = version.version
 
     @property
     def serving(self) -> dict[str, int]:
-        """Return the version that new episodes of each policy get."""
+        """Return the serving version of each policy, by policy name."""
         return dict(self._serving)
 
     def trained_policy(self, model: str, agent: str, tenant: str = DEFAULT) -> str | None:
         """Return the trained policy that answers an agent's call for `model`, or None."""
         if self._table is None:
             return model if model in self._serving and self._owns(tenant, model) else None
-        spec = self._answering(model, agent, tenant)
+        spec = self._file_policy(model, agent, tenant)
         return spec.name if spec is not None and spec.trained else None
 
-    def _answering(self, model: str, agent: str, tenant: str) -> PolicySpec | None:
-        """Return the file's policy that answers a call, if the tenant still owns it."""
+    def _file_policy(self, model: str, agent: str, tenant: str) -> PolicySpec | None:
+        """Return the policies file's policy for a call, or None if the tenant owns none."""
         spec = None if self._table is None else self._table.answering(model, agent, tenant)
         return spec if spec is not None and self._owns(tenant, spec.name) else None
 
     def base_models(self, tenant: str) -> dict[str, str]:
-        """Return, by model name, the base models of the tenant's policies in the file."""
+        """Return the base model behind each model name of the tenant's policies in the file."""
         return {
             name: spec.base
             for spec in (() if self._table is None else self._table.specs)
@@ -245,29 +247,29 @@ class Versions:
 
         A call that names a version is not explored.
         """
-        spec = self._answering(model, agent, tenant)
+        spec = self._file_policy(model, agent, tenant)
         return None if spec is None else spec.explore
 
     def base_of(self, policy: str) -> str:
         """Return the name of a policy's base model, by which its upstream is found."""
         spec = None if self._table is None else self._table.named(policy)
-        return spec.base if spec is not None else self._names.get(policy, {}).get(0, policy)
+        return spec.base if spec is not None else self._served_names.get(policy, {}).get(0, policy)
 
     def knows_version_of(self, policy: str, episode: str) -> bool:
         """Return whether `resolve` can answer for an episode without a look-up in the database.
 
-        An episode that began at another proxy, or that moved to another version there, may have
-        another version than the serving one. The choice of another worker of this proxy is pinned.
+        A version that another worker of this proxy chose is pinned. Otherwise the episode may have
+        begun at another proxy, or moved to another version there: only the database knows.
         """
         return (
             policy not in self._serving
-            or len(self._names.get(policy, ())) < SEVERAL
-            or self._pins.get((policy, episode)) in self._names[policy]
+            or len(self._served_names.get(policy, ())) < 2
+            or self._pins.get((policy, episode)) in self._served_names[policy]
             or self._pin_version_of_others(policy, episode)
         )
 
     def _pin_version_of_others(self, policy: str, episode: str) -> bool:
-        """Pin the version that another worker chose for an episode; return whether there is one."""
+        """Pin the version that another worker chose; return False if there is none to serve."""
         kept = None if self._shared is None else self._shared.kept_version(policy, episode)
         if kept is None or not self._can_serve(policy, kept):
             return False
@@ -275,11 +277,11 @@ class Versions:
         return True
 
     def _can_serve(self, policy: str, version: int) -> bool:
-        """Return whether a version that some worker chose can be served now."""
-        if version not in self._names.get(policy, ()):
+        """Return whether `version` can be served; if it is unknown, catch up first."""
+        if version not in self._served_names.get(policy, ()):
             # Workers learn of a promotion within a tenth of a second of each other.
             self._catch_up()
-        return version in self._names.get(policy, ())
+        return version in self._served_names.get(policy, ())
 
     def _agree_on_version(self, policy: str, episode: str, proposed: int) -> int:
         """Return the version that an episode gets, which is the same at all workers."""
@@ -291,7 +293,7 @@ class Versions:
     def pin(self, policy: str, episode: str, version: int) -> None:
         """Remember `version` for `episode`, unless the remembered version can still be served."""
         key = (policy, episode)
-        if self._pins.get(key) not in self._names.get(policy, ()):
+        if self._pins.get(key) not in self._served_names.get(policy, ()):
             self._pins[key] = version
         if len(self._pins) > MAX_PINS:
             self._pins.popitem(last=False)
@@ -311,23 +313,23 @@ class Versions:
         `is_unnamed`: only this worker knows the episode, so its version is not shared. Evaluation
         measures the serving version: its episodes have no arm, and nothing is tried on them. A name
         that is not a policy's is unchanged; the name of a version (`NAME@3`) means that version,
-        and `NAME@0` the base model. `Owners.check` must refuse hidden names before.
+        and `NAME@0` the base model. The caller has refused hidden names (`Owners.check`).
         """
         if model is None:
             return ServedVersion(None, None, None)
         policy = self.trained_policy(model, agent, tenant)
         if policy is not None:
             version = self._version_for(policy, episode, split, is_unnamed)
-            served = self._names.get(policy, {}).get(version, self.base_of(policy))
+            served = self._served_names.get(policy, {}).get(version, self.base_of(policy))
             arms: Arms | None = self._arms.get(policy)
             arm: Arm | None = "serving" if arms is None else arms.arm_of_version(version)
             return ServedVersion(policy, version, served, arm=None if split == EVAL else arm)
-        fixed = self._answering(model, agent, tenant)
+        fixed = self._file_policy(model, agent, tenant)
         if fixed is not None:
             return ServedVersion(fixed.name, None, fixed.base)
-        asked_for = self._asked_for.get(model) or self._deleted_version(model)
-        if asked_for is not None and self._is_own_trained_policy(tenant, asked_for.policy):
-            return asked_for
+        requested = self._by_requested_name.get(model) or self._deleted_version(model)
+        if requested is not None and self._is_own_trained_policy(tenant, requested.policy):
+            return requested
         return ServedVersion(None, None, model)
 
     def is_servable(self, serving: ServedVersion) -> bool:
@@ -339,7 +341,7 @@ class Versions:
         return self._known.get(policy, {}).get(number)
 
     def why_not_served(self, model: str | None) -> str | None:
-        """Return why the upstream lacks a version; None if it is not of a known policy."""
+        """Return why the upstream lacks the version `model`; None if it is no policy's version."""
         named = self._version_in_name(model)
         if named is None:
             return None
@@ -349,7 +351,7 @@ class Versions:
             why = DELETED if self._is_deleted(policy, number) else "is unknown"
         else:
             why = _why_not(version)
-        loaded = sorted(self._names.get(policy, ()), reverse=True)[:MOST_NAMED]
+        loaded = sorted(self._served_names.get(policy, ()), reverse=True)[:MOST_NAMED]
         names = ", ".join(f"{policy}@{one}" for one in loaded)
         return (
             f"The model server does not have {model}: this version {why}. "
@@ -357,7 +359,7 @@ class Versions:
         )
 
     def _version_in_name(self, model: str | None) -> tuple[str, int] | None:
-        """Return the known policy and the number in the name of a version, or None."""
+        """Return policy and number in a version's name; None if `model` is no policy's version."""
         policy, _, number = (model or "").rpartition("@")
         if policy not in self._known or not number.isdecimal() or len(number) > MOST_DIGITS:
             return None
@@ -376,14 +378,14 @@ class Versions:
         return not is_known and 0 < number <= self._newest.get(policy, 0)
 
     def _is_own_trained_policy(self, tenant: str, policy: str | None) -> bool:
-        """Return whether a policy is trained, and the tenant's own."""
+        """Return whether a policy is trained, and the tenant owns it."""
         if policy is None or not self._owns(tenant, policy):
             return False
         spec = None if self._table is None else self._table.named(policy)
         return self._table is None or (spec is not None and spec.trained)
 
     def _owns(self, tenant: str, policy: str) -> bool:
-        """Return whether a policy is a tenant's; with one tenant all are."""
+        """Return whether the tenant owns a policy; a sole tenant owns all."""
         return tenant == self.owners.sole or self.owners.owns(tenant, policy)
 
     def _version_for(self, policy: str, episode: str, split: Split, is_unnamed: bool) -> int:
@@ -392,23 +394,23 @@ class Versions:
             # No trainer has begun the policy: its base model answers, and needs no pin.
             return 0
         pinned = self._pins.get(key)
-        if pinned is not None and pinned in self._names[policy]:
+        if pinned is not None and pinned in self._served_names[policy]:
             self._pins.move_to_end(key)
             return pinned
         # The pinned version, if any, can no longer be served.
         was_pinned = self._pins.pop(key, None) is not None
-        promised = self._take_kept_version(policy, episode)
+        promised = self._take_promised_version(policy, episode)
         if promised is None or not self._can_serve(policy, promised):
             # An episode that lost its version is not new: no canary is tried on it.
             is_new = not was_pinned and split != EVAL
             promised = self._draw_version(policy, episode) if is_new else self._serving[policy]
         agreed = promised if is_unnamed else self._agree_on_version(policy, episode, promised)
         self.pin(policy, episode, agreed)
-        self._keep_versions_for(policy, episode, split)
+        self._promise_versions(policy, episode, split)
         return agreed
 
-    def _take_kept_version(self, policy: str, episode: str) -> int | None:
-        """Return, once, the version that `_keep_versions_for` kept for an episode, or None."""
+    def _take_promised_version(self, policy: str, episode: str) -> int | None:
+        """Return the version that `_promise_versions` promised an episode, or None; forget it."""
         promised = self._promised.pop((policy, episode), None)
         if promised is None and self._shared is not None and self._live_together_with(policy):
             return self._shared.kept_version(policy + _PROMISED, episode)
@@ -428,15 +430,16 @@ class Versions:
             else arms.version_of(arms.arm_of_new_episode(episode))
         )
 
-    def _keep_versions_for(self, policy: str, episode: str, split: Split) -> None:
-        """Keep for an episode the versions of the policies that go live with this policy."""
+    def _promise_versions(self, policy: str, episode: str, split: Split) -> None:
+        """Choose the episode's versions of the policies that go live together with this one."""
         for other in self._live_together_with(policy):
             if other in self._serving:
-                gets = self._serving[other] if split == EVAL else self._draw_version(other, episode)
+                is_eval = split == EVAL
+                chosen = self._serving[other] if is_eval else self._draw_version(other, episode)
                 if self._shared is not None:
-                    gets = self._shared.agree_on_version(
-                        other + _PROMISED, episode, gets, lambda _: True
+                    chosen = self._shared.agree_on_version(
+                        other + _PROMISED, episode, chosen, lambda _: True
                     )
-                self._promised.setdefault((other, episode), gets)
+                self._promised.setdefault((other, episode), chosen)
         while len(self._promised) > MAX_PINS:
             self._promised.popitem(last=False)

@@ -1,1 +1,1 @@
-"""LoRA for vLLM's CPU build: `ops` has the operations, `patch` replaces vLLM's by them."""
+"""LoRA for vLLM's CPU build: `patch` replaces vLLM's operations by those of `ops`."""

@@ -32,7 +32,7 @@ _CACHED_GROUPINGS = 32
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of one adapter: a slice if they are contiguous, else their int64 indices."""
+    """A batch's rows that use one adapter: a slice if contiguous, else their int64 indices."""
 
     slot: int
     rows: slice | torch.Tensor
@@ -40,10 +40,10 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class ResultPlaces:
-    """The places of each row's own result after a multiplication over all slots.
+    """Where to find each row's result among the products of all rows with all slots.
 
-    All three are int64 of shape (active,): `rows` are the rows with an adapter,
-    `by_row` indexes (rows x slots) results and `by_slot` (slots x rows) ones.
+    All three are int64 of shape (active,). `rows` are the rows with an adapter; `by_row` and
+    `by_slot` are the places of their results among (rows x slots) and (slots x rows) results.
     """
 
     rows: torch.Tensor
@@ -53,7 +53,10 @@ class ResultPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """A batch, computed at once by `spread`, or one by one by `groups` if `spread` is None."""
+    """A batch's rows grouped by adapter.
+
+    If `spread` is set, one multiplication covers all slots; if None, there is one for each group.
+    """
 
     row_count: int
     groups: tuple[AdapterRows, ...]
@@ -62,10 +65,10 @@ class Grouping:
 
 @lru_cache(maxsize=_CACHED_GROUPINGS)
 def group_rows(slots: tuple[int, ...], lengths: tuple[int, ...], slot_count: int) -> Grouping:
-    """Group a batch given as runs: `lengths[i]` rows use slot `slots[i]`; -1 is no adapter.
+    """Group a batch's rows by adapter: `lengths[i]` rows use slot `slots[i]`; -1 is no adapter.
 
-    The key of the cache is the content of the batch, never the identity of a
-    tensor: vLLM rewrites its index tensors in place from step to step.
+    The cache's key is the content of the batch, never the identity of a tensor:
+    vLLM rewrites its index tensors in place from step to step.
     """
     row_slots = [s for s, n in zip(slots, lengths, strict=True) for _ in range(n)]
     by_slot: dict[int, list[int]] = {}
@@ -82,14 +85,14 @@ def group_rows(slots: tuple[int, ...], lengths: tuple[int, ...], slot_count: int
 
 
 def _slice_if_contiguous(rows: list[int]) -> slice | torch.Tensor:
-    """Return a slice if possible: row indices cost a gather and a scatter."""
+    """Return the rows as a slice if contiguous, else as indices (slower: gather and scatter)."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, dtype=torch.int64)
 
 
 def _is_mixed_batch(row_slots: list[int], group_count: int) -> bool:
-    """Return whether a small batch has several adapters in more runs than there are adapters."""
+    """Return whether a small batch has several adapters, and one's rows are not contiguous."""
     if group_count < 2 or len(row_slots) > SMALL_BATCH_ROWS:
         return False
     runs = sum(slot >= 0 for slot, _ in groupby(row_slots))
@@ -139,7 +142,7 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """Run `bgmv_expand` on the columns from `slice_offset` on; `slice_size` must be `out`."""
+    """Run `bgmv_expand` on the columns from `slice_offset` on; `slice_size` must equal `out`."""
     weights = _weights_by_slot(lora_b_weights)
     grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
     target = output_tensor[:, slice_offset : slice_offset + slice_size]
@@ -220,11 +223,14 @@ def _grouping_of_rows(indices: torch.Tensor, weights: torch.Tensor, rows: int) -
 
 
 def _slots_of_a_prompt(slots: list[int], weights: torch.Tensor, rows: int) -> list[int]:
-    """Return slots for the rows of one prompt, given the indices of the whole batch.
+    """Return a slot for each row of one request's prompt; `slots` are those of all requests.
 
-    vLLM calls the LM head like this for prompt log-probabilities, and does not say which request's
-    prompt it is. Nothing is lost if no adapter adapts the LM head (its slots are zeros). Otherwise
-    the error ends the engine, as in the stock operations.
+    vLLM calls the LM head like this for prompt log-probabilities, and does not say whose prompt it
+    is. A batch of one request has one slot. If no adapter adapts the LM head (all weights are 0),
+    no slot (-1) is as good. Otherwise the error ends the engine, as in the stock operations.
+
+    Raises:
+        ValueError: there are several requests, and an adapter adapts the LM head.
     """
     if len(slots) == 1:
         return slots * rows
@@ -250,7 +256,7 @@ def _expand_common(
     output: torch.Tensor,
     keep: bool,
 ) -> None:
-    """Expand into the columns that both have: adapter and model may be padded differently."""
+    """Expand into the columns that weights and output share: their padding may differ."""
     common = min(weights.shape[1], output.shape[1])
     _multiply(grouping, inputs, weights[:, :common], output[:, :common], keep=keep)
 
@@ -264,7 +270,7 @@ def _multiply(
     keep: bool,
     scaling: float = 1.0,
 ) -> None:
-    """Set `target = keep * target + scaling * inputs @ weights[slot].T`, as all operations do."""
+    """Set `target = keep * target + scaling * inputs @ weights[slot].T` for rows with a slot."""
     if not grouping.row_count == inputs.shape[0] == target.shape[0]:
         raise ValueError(
             f"{grouping.row_count} adapter indices for {inputs.shape[0]} input rows"
@@ -306,9 +312,9 @@ def _multiply_all_slots(
     keep: bool,
     scaling: float,
 ) -> None:
-    """Multiply all rows by all slots at once; then each row picks its own result.
+    """Multiply all rows by all slots at once, and pick each row's own result.
 
-    Picking, not masking, so that the content of an idle slot never enters a row's sum.
+    Results are picked, not masked: the content of an idle slot must never enter a row's sum.
     """
     result = _results_of_active_rows(spread, inputs, weights.to(target.dtype))
     if scaling != 1.0:
@@ -321,14 +327,14 @@ def _multiply_all_slots(
 def _results_of_active_rows(
     spread: ResultPlaces, inputs: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return results (active, out), by one product when shrinking, by a batch when expanding.
+    """Return the results (active, out) of the rows with an adapter.
 
-    Shrinking has few columns a slot, so one product beats a batch of small
-    products; expanding has many, and a batch writes the picked ones contiguously.
+    Shrinking has few columns a slot: one product of all slots beats a batch of small products.
+    Expanding has many: a batch of one product a slot writes each picked row contiguously.
     """
     slots, out, width = weights.shape
     if out < width and weights.is_contiguous():
-        every = torch.mm(inputs, weights.view(slots * out, width).t())
-        return every.view(-1, out).index_select(0, spread.by_row)
-    every = torch.bmm(inputs.expand(slots, -1, -1), weights.transpose(1, 2))
-    return every.view(-1, out).index_select(0, spread.by_slot)
+        products = torch.mm(inputs, weights.view(slots * out, width).t())
+        return products.view(-1, out).index_select(0, spread.by_row)
+    products = torch.bmm(inputs.expand(slots, -1, -1), weights.transpose(1, 2))
+    return products.view(-1, out).index_select(0, spread.by_slot)

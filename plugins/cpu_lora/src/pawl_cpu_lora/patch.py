@@ -1,4 +1,4 @@
-"""Replace vLLM's LoRA operations by those of `ops`, or raise the reason why that is impossible."""
+"""Replace vLLM's LoRA operations by those of `ops`, or raise `UnsupportedVLLMError`."""
 
 import importlib
 import inspect
@@ -30,11 +30,11 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
 
 # On a CPU, experts of a mixture are computed without adapters. If LoRA is enabled, vLLM selects
 # Triton's kernels for them, whichever layers adapters have, and without triton-cpu the engine dies
-# at the first request. These two functions replace vLLM's where vLLM has imported them by name.
+# at the first request. The next two functions replace vLLM's functions of the same names.
 
 
 def select_unquantized_moe_backend(moe_config: Any) -> Any:
-    """Return the kernels that vLLM selects if LoRA is not enabled: the CPU's."""
+    """Return the CPU's kernels for experts, which vLLM selects if LoRA is not enabled."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     without_lora = copy(moe_config)
@@ -43,7 +43,7 @@ def select_unquantized_moe_backend(moe_config: Any) -> Any:
 
 
 def get_supported_lora_modules(model: Any) -> list[str]:
-    """Return the layers that adapters may have, without experts: vLLM refuses other layers."""
+    """Return the names of layers that an adapter may change: vLLM's list without experts."""
     from vllm.lora import utils
     from vllm.model_executor.layers.fused_moe import MoERunner
 
@@ -55,7 +55,7 @@ def get_supported_lora_modules(model: Any) -> list[str]:
     return [name for name in utils.get_supported_lora_modules(model) if name not in experts]
 
 
-# Replacements by the module that holds a reference.
+# Replacements for experts, by the module whose reference is replaced.
 OF_EXPERTS: dict[str, dict[str, Callable[..., Any]]] = {
     "vllm.lora.model_manager": {"get_supported_lora_modules": get_supported_lora_modules},
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
@@ -68,14 +68,14 @@ _log = logging.getLogger("vllm.plugins.pawl_cpu_lora")
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """Report that this vLLM lacks the LoRA operations that the plugin replaces."""
+    """A vLLM function that the plugin replaces is missing, or has other parameters."""
 
     def __init__(self, vllm_version: str, difference: str) -> None:
         super().__init__(
             f"pawl-cpu-lora supports vLLM {SUPPORTED_VLLM}, this is {vllm_version}: {difference}."
             " Its stock CPU LoRA operations answer base-model requests with an adapter;"
             " install the supported version, or set VLLM_PLUGINS without pawl_cpu_lora"
-            " to serve with them all the same."
+            " to serve with its stock operations anyway."
         )
         self.vllm_version = vllm_version
         self.difference = difference
@@ -84,7 +84,7 @@ class UnsupportedVLLMError(RuntimeError):
 def install() -> None:
     """Replace the operations in this process; entry point `vllm.general_plugins`.
 
-    vLLM calls it in every process it starts, and may call it more than once.
+    vLLM calls this function in every process it starts, and may call it more than once.
     vLLM is imported here, not above: a plugin that fails to import is only
     logged and dropped, but an error of this function ends vLLM.
     """
@@ -110,8 +110,11 @@ def replace_operations(
 ) -> bool:
     """Set every replacement in every module; return False if all were set already.
 
-    Checks everything before it changes anything: a half-replaced set would
+    Everything is checked before anything changes: a half-replaced set would
     serve wrong answers.
+
+    Raises:
+        UnsupportedVLLMError: a function is missing, or has other parameters.
     """
     pending = [
         (module, name)
@@ -140,7 +143,7 @@ def _needs_replacing(
 
 
 def _parameters(function: Callable[..., object]) -> str:
-    """Return names in order with their defaults; annotations may differ."""
+    """Return a function's parameters and their defaults as text, without annotations."""
     parameters = inspect.signature(function).parameters.values()
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     return str(inspect.Signature(bare))
