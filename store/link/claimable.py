@@ -2,12 +2,12 @@
 
 An episode's reward is the metric `reward`, or for policies whose recipe names metrics a sum of
 these. The terms of such sums are in `reward_terms`, because the ingester knows no recipe.
-`scored_at` is the time of the first reward. For rewards of single calls it is the newest, because
-they come while the episode still goes on.
+`scored_at` is when the episode first had a reward of its own. `call_scored_at` is when a call of it
+last got a reward: such rewards come while the episode still goes on.
 
 Every score and every row of `episode_policies` is computed from all stored records of its episode,
 so neither the order of arrival nor a repetition changes it
-(docs/decisions/041-several-policies.md). Code that changes an episode does this in the same
+(docs/decisions/041-several-policies.md). Code that changes an episode computes them in the same
 transaction, and so holds the lock on the episode's row.
 """
 
@@ -25,9 +25,9 @@ from store.records import CallRecord
 from store.schema.tables import CLAIMABLE, reward_terms
 from store.values.rewards import (
     ALL_TERMS,
-    COLUMNS,
     REWARD_ALONE,
     TERM_ALONE,
+    TERM_COLUMNS,
     RewardRule,
     RewardTerm,
     metric_sums_sql,
@@ -35,7 +35,7 @@ from store.values.rewards import (
 )
 
 # Number of episodes that are scored at once after a change of the rule.
-AT_ONCE: Final = 5000
+SCORED_AT_ONCE: Final = 5000
 _PARTS: Final = """
     parts AS (
         SELECT w.id AS whole, e.id, e.method FROM wholes w JOIN episodes e ON e.id = w.id
@@ -68,7 +68,7 @@ _SCORE_SUMS: Final = f"""
         WHERE episode_id = ANY($1) AND policy IN (SELECT policy FROM reward_terms)),
     wholes AS (SELECT DISTINCT id FROM wanted),
     {_PARTS},
-    terms AS (SELECT {COLUMNS} FROM reward_terms),
+    terms AS (SELECT {TERM_COLUMNS} FROM reward_terms),
     {metric_sums_sql()},
     scores AS (
         SELECT w.id, w.policy, {_TIMES},
@@ -83,9 +83,9 @@ _SCORE_SUMS: Final = f"""
         AND (p.scored_at, p.call_scored_at, p.reward, p.lacks)
             IS DISTINCT FROM (s.scored_at, s.call_scored_at, s.reward, s.lacks)
 """
-# Feedback that came after an update had claimed its episode and trained on it, by policy, as far as
-# its metric counts for the policy's reward.
-_LATE: Final = f"""
+# By policy, how many statements came after the claim of an update that trained on their episode.
+# Only statements of metrics that count for the policy's reward are included.
+_COUNT_LATE: Final = f"""
     SELECT c.policy, count(*) AS late
     FROM feedback f JOIN episodes e ON e.id = f.episode_id
         JOIN consumptions c ON c.episode_id = COALESCE(e.root, e.id) AND c.trained
@@ -94,9 +94,9 @@ _LATE: Final = f"""
         SELECT policy, metric FROM ({ALL_TERMS}) terms)
     GROUP BY c.policy
 """
-_ARE_SUMS: Final = "SELECT EXISTS (SELECT FROM reward_terms)"
+_HAS_TERMS: Final = "SELECT EXISTS (SELECT FROM reward_terms)"
 # Episodes with feedback; all others have no score by any rule.
-_SPOKEN_OF: Final = text(
+_WITH_FEEDBACK: Final = text(
     """
     SELECT p.episode_id FROM episode_policies p
     WHERE p.policy = :policy AND p.episode_id > :after AND (
@@ -106,7 +106,7 @@ _SPOKEN_OF: Final = text(
     ORDER BY p.episode_id LIMIT :most
     """
 )
-_AS_EPISODES: Final = text(
+_COPY_EPISODE_SCORES: Final = text(
     """
     UPDATE episode_policies p SET scored_at = e.scored_at, call_scored_at = e.call_scored_at,
         reward = e.reward, lacks = NULL
@@ -116,8 +116,8 @@ _AS_EPISODES: Final = text(
             IS DISTINCT FROM (e.scored_at, e.call_scored_at, e.reward, NULL)
     """
 )
-_WAIT_FOR_ALL: Final = text("LOCK TABLE reward_terms IN ACCESS EXCLUSIVE MODE")
-_LACKING: Final = text(
+_LOCK_TERMS: Final = text("LOCK TABLE reward_terms IN ACCESS EXCLUSIVE MODE")
+_MISSING_REWARDS: Final = text(
     """
     SELECT lacks, count(*) AS episodes FROM episode_policies
     WHERE policy = :policy AND lacks IS NOT NULL AND claimed_by IS NULL AND claimable
@@ -132,28 +132,28 @@ async def score_episodes(driver: Driver, ids: Iterable[UUID]) -> None:
 
 
 async def score_metric_sums(driver: Driver, ids: Iterable[UUID]) -> None:
-    """Recompute rewards defined as metric sums."""
-    if await driver.fetchval(_ARE_SUMS):
+    """Recompute these episodes' rewards for the policies whose reward is a sum of metrics."""
+    if await driver.fetchval(_HAS_TERMS):
         await driver.execute(_SCORE_SUMS, list(ids))
 
 
 async def count_late_feedback(driver: Driver, feedback: list[UUID]) -> dict[str, int]:
-    """Return by policy how much of this feedback came too late for an update of its episode."""
-    return {row[0]: row[1] for row in await driver.fetch(_LATE, feedback)}
+    """Count, by policy, these statements that came after an update had claimed their episode."""
+    return {row[0]: row[1] for row in await driver.fetch(_COUNT_LATE, feedback)}
 
 
 async def set_reward_rule(connection: AsyncConnection, policy: str, rule: RewardRule) -> bool:
     """Set the rule of a policy's rewards; return whether it changed.
 
-    Stored feedback is scored by the new rule, too. This and transactions that store records wait
-    for each other.
+    Stored feedback is scored anew by the rule. This function and transactions that store records
+    wait for each other.
     """
     if await reward_rule(connection, policy) == rule:
         return False
-    await connection.execute(_WAIT_FOR_ALL)
+    await connection.execute(_LOCK_TERMS)
     await connection.execute(delete(reward_terms).where(reward_terms.c.policy == policy))
     if rule == REWARD_ALONE:
-        await connection.execute(_AS_EPISODES, {"policy": policy})
+        await connection.execute(_COPY_EPISODE_SCORES, {"policy": policy})
         return True
     await connection.execute(insert(reward_terms), _term_rows(policy, rule))
     await _score_all(connection, policy)
@@ -185,8 +185,8 @@ async def _score_all(connection: AsyncConnection, policy: str) -> None:
         ),
         {"policy": policy},
     )
-    values = {"policy": policy, "after": UUID(int=0), "most": AT_ONCE}
-    while ids := (await connection.execute(_SPOKEN_OF, values)).scalars().all():
+    values = {"policy": policy, "after": UUID(int=0), "most": SCORED_AT_ONCE}
+    while ids := (await connection.execute(_WITH_FEEDBACK, values)).scalars().all():
         await driver.execute(_SCORE_SUMS, list(ids))
         values["after"] = ids[-1]
 
@@ -212,8 +212,8 @@ async def reward_rule(connection: AsyncConnection, policy: str) -> RewardRule:
 
 
 async def count_missing_rewards(connection: AsyncConnection, policy: str) -> dict[str, int]:
-    """Return how many free episodes have feedback but no reward for `policy`, by reason."""
-    rows = await connection.execute(_LACKING, {"policy": policy})
+    """Count, by reason, the unclaimed episodes with feedback but no reward for `policy`."""
+    rows = await connection.execute(_MISSING_REWARDS, {"policy": policy})
     return {row.lacks: row.episodes for row in rows}
 
 
@@ -227,25 +227,28 @@ _NAMES: Final = (
     "claimable",
 )
 # Columns that a policy with reward terms of its own does not copy.
-_EARNED: Final = ("scored_at", "call_scored_at", "reward")
+_SCORES: Final = ("scored_at", "call_scored_at", "reward")
 _COPIED: Final = ", ".join(_NAMES)
-_OF_ROW: Final = ", ".join(f"p.{name}" for name in _NAMES)
+_OLD_VALUES: Final = ", ".join(f"p.{name}" for name in _NAMES)
 
 
 def _score_columns(policy: str, own: str) -> str:
-    """Return SQL for the values of `_NAMES`: the episode's (`f`), or the policy's own scores."""
+    """Return SQL for the values of `_NAMES`: those of the episode (`f`).
+
+    For a policy with reward terms the scores are `own`, a template with `{name}`.
+    """
     return ", ".join(
         f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {own.format(name=name)}"
         f" ELSE f.{name} END"
-        if name in _EARNED
+        if name in _SCORES
         else f"f.{name}"
         for name in _NAMES
     )
 
 
-_KEPT: Final = _score_columns("p.policy", "p.{name}")
-# The last part of a joined episode decides whether the episode failed, and it is silent once all
-# its parts are.
+_NEW_VALUES: Final = _score_columns("p.policy", "p.{name}")
+# The last part of a joined episode decides whether the episode failed. The time of its last call is
+# the latest of all parts.
 _FACTS: Final = f"""
     SELECT e.id, COALESCE(e.joined_task, e.task) AS task, e.scored_at, e.call_scored_at,
         e.reward,
@@ -258,7 +261,7 @@ _FACTS: Final = f"""
         FROM episodes p WHERE e.linked AND p.root = e.id) l ON true
     WHERE e.id = ANY($1)
 """
-_ADD: Final = f"""
+_ADD_ROWS: Final = f"""
     INSERT INTO episode_policies (episode_id, policy, own_version, own_latest, version, latest,
         {_COPIED})
     SELECT episode_id, policy, lowest, highest, lowest, highest, {_score_columns("policy", "NULL")}
@@ -276,12 +279,12 @@ _ADD: Final = f"""
     RETURNING episode_id, policy IN (SELECT policy FROM reward_terms) AS has_sum
 """
 _REFRESH: Final = f"""
-    UPDATE episode_policies p SET ({_COPIED}) = ROW({_KEPT}) FROM ({_FACTS}) f
-    WHERE p.episode_id = f.id AND ({_OF_ROW}) IS DISTINCT FROM ({_KEPT})
+    UPDATE episode_policies p SET ({_COPIED}) = ROW({_NEW_VALUES}) FROM ({_FACTS}) f
+    WHERE p.episode_id = f.id AND ({_OLD_VALUES}) IS DISTINCT FROM ({_NEW_VALUES})
 """
 _WHOLES: Final = "SELECT DISTINCT COALESCE(root, id) FROM episodes WHERE id = ANY($1)"
 # A joined episode has a row for each policy of its parts.
-_SHARE: Final = f"""
+_SHARE_ROWS: Final = f"""
     INSERT INTO episode_policies (episode_id, policy, version, latest, {_COPIED})
     SELECT sampled.id, policy, version, latest, {_score_columns("policy", "NULL")}
     FROM (SELECT COALESCE(e.root, e.id) AS id, p.policy, min(p.own_version) AS version,
@@ -296,7 +299,7 @@ _SHARE: Final = f"""
         <> (excluded.version, excluded.latest)
 """
 # Rows that an earlier join added, of policies that no part has any more.
-_UNSHARE: Final = """
+_DROP_SHARED_ROWS: Final = """
     DELETE FROM episode_policies p
     WHERE p.episode_id = ANY($1) AND p.own_version IS NULL AND p.claimed_by IS NULL
         AND NOT EXISTS (
@@ -308,34 +311,34 @@ _UNSHARE: Final = """
 async def add_policy_rows(
     driver: Driver, calls: Iterable[tuple[CallRecord, UUID]], changed: list[UUID]
 ) -> None:
-    """Add a row for each policy that served one of `calls`, and refresh those of `changed`.
+    """Add a row for each policy that served one of `calls`, and refresh the rows of `changed`.
 
-    `calls` are pairs of a call and its episode's id. A call without a version has no policy in
-    training: an outside model or a fixed policy served it. `changed` are the episodes that were
-    stored before and are not linked to others.
+    `calls` are pairs of a call and its episode's id. A call without a version adds no row: an
+    outside model or a fixed policy served it. `changed` are the ids of the calls' episodes that
+    were stored before and are not linked to others.
     """
     served: defaultdict[tuple[UUID, str], list[int]] = defaultdict(list)
     for call, episode_id in calls:
         if call.policy is not None and call.policy_version is not None:
             served[episode_id, call.policy].append(call.policy_version)
     rows = [(*key, min(versions), max(versions)) for key, versions in sorted(served.items())]
-    added = await driver.fetch(_ADD, *map(list, zip(*rows, strict=True))) if rows else []
-    if earning := [row[0] for row in added if row[1]]:
+    added = await driver.fetch(_ADD_ROWS, *map(list, zip(*rows, strict=True))) if rows else []
+    if with_sums := [row[0] for row in added if row[1]]:
         # Their episodes may have been scored before the policy served a call.
-        await score_metric_sums(driver, earning)
+        await score_metric_sums(driver, with_sums)
     if changed:
         await driver.execute(_REFRESH, changed)
 
 
 async def share_policies(driver: Driver, linked: Iterable[UUID]) -> None:
-    """Give each joined episode among these linked ones the policies of all its parts."""
+    """Give the joined episodes of these parts one row for each policy of any of their parts."""
     ids = list(linked)
-    await driver.execute(_UNSHARE, ids)
-    await driver.execute(_SHARE, await _wholes_of_parts(driver, ids))
+    await driver.execute(_DROP_SHARED_ROWS, ids)
+    await driver.execute(_SHARE_ROWS, await _wholes_of_parts(driver, ids))
 
 
 async def refresh_with_wholes(driver: Driver, ids: Iterable[UUID]) -> None:
-    """Refresh the rows of these episodes, and of the episodes that they are parts of."""
+    """Refresh the policy rows of these episodes, and of the episodes that they are parts of."""
     wanted = list(ids)
     ids = [*wanted, *await _wholes_of_parts(driver, wanted)]
     await driver.execute(_REFRESH, ids)
@@ -347,7 +350,7 @@ async def _wholes_of_parts(driver: Driver, ids: list[UUID]) -> list[UUID]:
 
 
 async def refresh_policy_rows(connection: AsyncConnection, ids: Iterable[UUID]) -> None:
-    """Refresh the rows of these episodes in `episode_policies`."""
+    """Copy these episodes' facts into their rows in `episode_policies`; sum their metrics."""
     driver, wanted = await driver_of(connection), list(ids)
     await driver.execute(_REFRESH, wanted)
     await score_metric_sums(driver, wanted)

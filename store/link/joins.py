@@ -1,14 +1,14 @@
 """Decide which recorded episodes are one (pure), independent of the order of arrival.
 
-A call that the proxy could not join needs fingerprints of what it repeats. A link states that an
-episode provides one of them. The rules (docs/decisions/012-identity.md):
+A call that the proxy could not join needs fingerprints of the content that it repeats. A link
+states that an episode provides one of them. The rules (docs/decisions/012-identity.md):
 
-- A need that one episode meets joins the two episodes.
-- A need that two different episodes meet is doubtful: it joins nothing, and all episodes that it
-  touches are excluded from training. If other needs show that the two are one episode, the doubt
+- If one episode provides what a call needs, that episode and the call's are joined.
+- If two different episodes provide it, the need is doubtful: it joins nothing, and all these
+  episodes are excluded from training. If other needs show that the two are one episode, the doubt
   is gone.
 - An episode is evaluation if one of its parts is. Any match within a split is surer than a match
-  across splits (`store.values.digests`), and a doubt across splits touches the needing episode
+  across splits (`store.values.digests`), and a doubt across splits excludes the needing episode
   alone.
 - A fingerprint that more than `MOST_PROVIDERS` episodes provide is too common: it is no evidence
   about any of them. This also limits the work of a join.
@@ -19,14 +19,14 @@ from typing import Final
 from uuid import UUID
 
 from store.records import EVAL, TRAIN, Confidence, Record, Split
-from store.values.digests import ACROSS
+from store.values.digests import ACROSS_SPLITS
 
 MOST_PROVIDERS: Final = 8
 
 DOUBTFUL_CALL = "a call was joined to this episode in doubt"
 DOUBTFUL_NEED = "a call matches several episodes"
 AMBIGUOUS_MATCH = "a call that matches this episode may belong to another"
-TOO_LATE = "the episode that this one continues was claimed before it was known"
+TOO_LATE = "the episode that this one continues was claimed before their link was known"
 
 # Method and confidence of a join, by the level of the need (`store.values.digests.digest_levels`).
 _JOINED_BY: tuple[tuple[str, Confidence], ...] = (("tool_call", "certain"), ("response", "certain"))
@@ -34,10 +34,10 @@ _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 
 
 class EpisodePart(Record, frozen=True, kw_only=True):
-    """Describe an episode made of the calls under its own key only, before joins.
+    """An episode before joins, with only the calls under its own key.
 
-    `held`: a policy has claimed it, by itself or as a part of another, or it was deleted. `root`
-    is the episode that it was a part of so far.
+    `held`: it was claimed for a policy, by itself or as a part of another, or it was deleted.
+    `root` is the episode that it was a part of so far.
     """
 
     id: UUID
@@ -52,7 +52,7 @@ class EpisodePart(Record, frozen=True, kw_only=True):
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """Note a match: episode `needed_by` needs a fingerprint that episode `provided_by` provides."""
+    """A match: episode `needed_by` needs a fingerprint that episode `provided_by` provides."""
 
     call_id: UUID
     level: int
@@ -61,7 +61,7 @@ class Link(Record, frozen=True, kw_only=True):
 
 
 class PartPlace(Record, frozen=True, kw_only=True):
-    """Tell where a part belongs. `root` is None if the part itself stands for the whole episode."""
+    """The episode `root` that a part belongs to; None if the part itself stands for the whole."""
 
     root: UUID | None = None
     joined_task: str | None = None
@@ -69,9 +69,10 @@ class PartPlace(Record, frozen=True, kw_only=True):
 
 
 class Joins(Record, frozen=True, kw_only=True):
-    """Give each part's place, and each needing call's method and confidence (None: not joined).
+    """Result of `resolve_joins`: the place of each part, and how each needing call was joined.
 
-    `evaluation` are the parts, held ones too, of episodes with a part in the `eval` split.
+    `calls` have method and confidence; None: not joined. `evaluation` are the parts, held ones too,
+    of episodes with a part in the `eval` split.
     """
 
     places: Mapping[UUID, PartPlace]
@@ -80,7 +81,7 @@ class Joins(Record, frozen=True, kw_only=True):
 
 
 def resolve_joins(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
-    """Join the parts that are one episode. Parts that are held get no place: they stay as is."""
+    """Decide which parts are one episode. Held parts get no place: they stay as they are."""
     needs = _needs_by_call(links)
     roots = {part.id: part.id for part in parts}
     _unite(roots, needs)
@@ -89,12 +90,12 @@ def resolve_joins(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
     for call_id, (level, needed_by, provided_by) in needs.items():
         too_common = len(provided_by) > MOST_PROVIDERS
         if not too_common and len({_root(roots, provided) for provided in provided_by}) == 1:
-            kind = level % ACROSS
+            kind = level % ACROSS_SPLITS
             joined[call_id] = _JOINED_BY[kind] if kind < len(_JOINED_BY) else _BY_PREFIX
             continue
         joined[call_id] = None
         doubts.setdefault(needed_by, DOUBTFUL_NEED)
-        for provided in () if too_common or level >= ACROSS else provided_by:
+        for provided in () if too_common or level >= ACROSS_SPLITS else provided_by:
             doubts.setdefault(provided, AMBIGUOUS_MATCH)
     by_root: dict[UUID, list[EpisodePart]] = {}
     for part in parts:
@@ -113,7 +114,7 @@ def resolve_joins(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
 
 
 def _evaluation_parts(parts: Sequence[EpisodePart], roots: dict[UUID, UUID]) -> frozenset[UUID]:
-    """Return the parts of episodes with a part in `eval`; held parts are still of their episode."""
+    """Return the parts of episodes with a part in `eval`; a held part is still part of its root."""
     for part in parts:
         if part.held and part.root is not None:
             roots[_root(roots, part.id)] = _root(roots, part.root)
@@ -122,7 +123,10 @@ def _evaluation_parts(parts: Sequence[EpisodePart], roots: dict[UUID, UUID]) -> 
 
 
 def _needs_by_call(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:
-    """Return each call's lowest level, own episode and providing episodes, in a stable order."""
+    """Return, by call, its surest level, its episode, and the episodes that provide at that level.
+
+    Calls are in the order of their ids.
+    """
     needs: dict[UUID, tuple[int, UUID, list[UUID]]] = {}
     for link in sorted(links, key=lambda link: (link.call_id, link.level, link.provided_by)):
         level, _, provided_by = needs.setdefault(link.call_id, (link.level, link.needed_by, []))
@@ -132,7 +136,10 @@ def _needs_by_call(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UU
 
 
 def _unite(roots: dict[UUID, UUID], needs: Mapping[UUID, tuple[int, UUID, list[UUID]]]) -> None:
-    """Join until nothing changes. A join may resolve the doubt of another need, never cause one."""
+    """Join episodes in `roots` until nothing changes.
+
+    A join may resolve the doubt of another need, never cause one.
+    """
     changed = True
     while changed:
         changed = False
@@ -153,7 +160,10 @@ def _root(roots: dict[UUID, UUID], part: UUID) -> UUID:
 
 
 def _places(parts: list[EpisodePart], doubts: Mapping[UUID, str]) -> dict[UUID, PartPlace]:
-    """Return the places of one episode's parts; the earliest part stands for the episode."""
+    """Return the places of one episode's parts; the earliest part stands for the episode.
+
+    If a part is held, the others are quarantined instead of joined.
+    """
     if any(part.held for part in parts):
         return {part.id: PartPlace(quarantined_reason=TOO_LATE) for part in parts if not part.held}
     ordered = sorted(parts, key=lambda part: (part.first_call_id, part.id))
@@ -166,6 +176,6 @@ def _places(parts: list[EpisodePart], doubts: Mapping[UUID, str]) -> dict[UUID, 
 
 
 def _choose_task(parts: list[EpisodePart]) -> str | None:
-    """Choose the task as within a part: named before derived, then the earliest."""
-    having = [(not part.task_named, part.task_from, part) for part in parts if part.task_from]
-    return min(having, key=lambda one: one[:2])[2].task if having else None
+    """Return the task of the joined parts: a named before a derived one, then the earliest."""
+    ranked = [(not part.task_named, part.task_from, part) for part in parts if part.task_from]
+    return min(ranked, key=lambda one: one[:2])[2].task if ranked else None

@@ -21,7 +21,13 @@ from store.link.claimable import (
     share_policies,
 )
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve_joins
-from store.link.outages import AMONG, Span, find_in_outage, find_under_way, mark_doubtful
+from store.link.outages import (
+    EPISODES_IN_OUTAGE,
+    Span,
+    find_in_outage,
+    find_under_way,
+    mark_doubtful,
+)
 from store.questions import Target, stored_targets
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
 from store.tenants import name_in_same_tenant
@@ -35,10 +41,10 @@ _BY_INDEX: Final = "SET LOCAL enable_seqscan = off"
 
 
 class WrittenBatch(msgspec.Struct):
-    """The parts of a written batch that refer to other records, or may be referred to.
+    """The records of a written batch that refer to other records, or may be referred to.
 
-    `calls` are pairs of a call and its episode's id; `provided` are the fingerprints that they
-    provide, each as stored and with its twin of the other split.
+    `calls` are pairs of a call and its episode's id; `provided` are the fingerprints that the calls
+    provide: pairs of the stored digest and its twin in the other split.
     """
 
     calls: list[tuple[CallRecord, UUID]] = []
@@ -50,7 +56,7 @@ class WrittenBatch(msgspec.Struct):
     rescored: list[UUID] = []
     # Feedback requests that have an idempotency key.
     keyed: list[UUID] = []
-    # The time of the calls' episodes, and the outages in the batch.
+    # The time span of the calls' episodes, and the ids of the outages in the batch.
     span: Span | None = None
     outages: list[UUID] = []
 
@@ -63,7 +69,7 @@ class WrittenBatch(msgspec.Struct):
         return [call.id for call, _ in self.calls if call.needs]
 
     def targets(self) -> list[Target]:
-        """Return all targets of feedback that the batch contains."""
+        """Return the batch's episodes, calls and responses, as targets that feedback may name."""
         targets = []
         for call, episode_id in self.calls:
             targets.append(Target("episode", call.episode, episode_id, None))
@@ -74,11 +80,11 @@ class WrittenBatch(msgspec.Struct):
         return targets
 
 
-_MEETS = f"""
+_IS_REFERRED_TO = f"""
     SELECT EXISTS (SELECT FROM needed_fingerprints WHERE digest = ANY($4))
         OR EXISTS (SELECT FROM feedback WHERE episode_id IS NULL)
         OR EXISTS (SELECT FROM tool_events WHERE episode_id IS NULL)
-        OR EXISTS ({AMONG})
+        OR EXISTS ({EPISODES_IN_OUTAGE})
 """
 
 
@@ -91,15 +97,17 @@ async def may_have_references(driver: Driver, written: WrittenBatch) -> bool:
     provided = list(chain.from_iterable(written.provided))
     async with driver.transaction():
         await driver.execute(_BY_INDEX)
-        return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, provided))
+        return bool(
+            await driver.fetchval(_IS_REFERRED_TO, written.episodes(), *written.span, provided)
+        )
 
 
 async def resolve_references(driver: Driver, written: WrittenBatch) -> dict[str, int]:
     """Resolve references between the batch and all stored records, in the current transaction.
 
     It links feedback to targets, joins episodes, quarantines those with a call in an outage, and
-    computes the scores of all affected episodes. Return how much of the feedback came too late to
-    be trained on, by policy.
+    computes the scores of all affected episodes. Return, by policy, how many of the statements came
+    too late to be trained on.
 
     Raises:
         asyncpg.PostgresError: the database is unavailable.
@@ -113,7 +121,7 @@ async def resolve_references(driver: Driver, written: WrittenBatch) -> dict[str,
 
 
 async def quarantine_in_outages(driver: Driver, outages: Sequence[UUID]) -> bool:
-    """Quarantine some of the episodes under way in these outages; return whether there were any."""
+    """Quarantine some episodes under way in these outages; return False if none were left."""
     await _wait_for_turn(driver)
     in_outage = await find_under_way(driver, outages)
     await _recompute(driver, set(), set(), in_outage)
@@ -121,7 +129,7 @@ async def quarantine_in_outages(driver: Driver, outages: Sequence[UUID]) -> bool
 
 
 async def _wait_for_turn(driver: Driver) -> None:
-    """Wait until no other transaction settles."""
+    """Take the settle lock: only one transaction at a time resolves references."""
     await driver.execute(_BY_INDEX)
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
 
@@ -129,7 +137,7 @@ async def _wait_for_turn(driver: Driver) -> None:
 async def _recompute(
     driver: Driver, rescored: set[UUID], joined: set[UUID], in_outage: Mapping[UUID, bool]
 ) -> None:
-    """Quarantine the episodes in an outage; recompute joins, scores and rows of all affected."""
+    """Quarantine the episodes `in_outage`; recompute joins, scores and rows of all affected."""
     ends = joined | {one for one, is_linked in in_outage.items() if is_linked}
     linked = {row[0] for row in await driver.fetch(_REACHED, list(ends))} if ends else set[UUID]()
     touched = {*rescored, *linked, *in_outage}
@@ -159,7 +167,7 @@ _MATCH = """
 
 
 async def _match_feedback(driver: Driver, written: WrittenBatch) -> dict[UUID, UUID]:
-    """Link feedback and tool events to stored targets; return the feedback and its episodes."""
+    """Link feedback and tool events to stored targets; return the feedback's ids and episodes."""
     wanted = {
         (item.target_kind, item.target) for record in written.statements for item in record.items
     }
@@ -202,8 +210,8 @@ _COMMON = f"""
             SELECT episode_id FROM provided_fingerprints WHERE digest = d.digest
             LIMIT {64 * MOST_PROVIDERS}) provided)
 """
-_NOTED = "SELECT digest FROM common_fingerprints WHERE digest = ANY($1)"
-_NOTE = "INSERT INTO common_fingerprints SELECT unnest($1::uuid[]) ON CONFLICT DO NOTHING"
+_KNOWN_COMMON = "SELECT digest FROM common_fingerprints WHERE digest = ANY($1)"
+_NOTE_COMMON = "INSERT INTO common_fingerprints SELECT unnest($1::uuid[]) ON CONFLICT DO NOTHING"
 _MARK_TOO_COMMON = f"""
     UPDATE links SET too_common = true WHERE (call_id, level) IN (
         SELECT call_id, level FROM links WHERE call_id = ANY($1)
@@ -227,18 +235,20 @@ _REACHED = """
 
 
 async def _store_links(driver: Driver, written: WrittenBatch) -> set[UUID]:
-    """Store links for the needs that the batch has or meets; return the affected episodes.
+    """Link needing calls to providing episodes, if one is in the batch; return those affected.
 
-    Needs of a common digest are looked up only once, so that a call is stored as fast after half a
-    million equal ones as after none.
+    Calls that need a common digest are looked up only once, so that a call is stored as fast after
+    half a million equal ones as after none.
     """
     stored = list({digest for digest, _ in written.provided})
     common = {row[0] for row in await driver.fetch(_COMMON, stored)} if stored else set[UUID]()
-    noted = {row[0] for row in await driver.fetch(_NOTED, list(common))} if common else common
-    provided = {*chain.from_iterable(pair for pair in written.provided if pair[0] not in noted)}
+    known = (
+        {row[0] for row in await driver.fetch(_KNOWN_COMMON, list(common))} if common else common
+    )
+    provided = {*chain.from_iterable(pair for pair in written.provided if pair[0] not in known)}
     rows = await driver.fetch(_LINK, list(provided), written.calls_with_needs())
-    if common - noted:
-        await driver.execute(_NOTE, list(common - noted))
+    if common - known:
+        await driver.execute(_NOTE_COMMON, list(common - known))
     if not rows:
         return set(written.linked)
     calls, new = list({row[0] for row in rows}), {tuple(row) for row in rows}

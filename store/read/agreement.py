@@ -1,13 +1,13 @@
 """Measure how far a judge's statements agree with facts about the same episodes.
 
-A judge's agreement is the share of pairs of unequal facts that the judge's scores order alike; a
-pair with equal scores counts half. It is the concordance index (Harrell et al., JAMA 1982); for
-rewards of 0 and 1, the area under the ROC curve. It is 0.5 for a judge that answers at random, or
-always the same, and does not depend on the judge's scale. Its standard error is that of a ratio of
-U-statistics (Hoeffding, Ann. Math. Statist. 1948).
+A judge's agreement is the share of pairs of unequal facts that the judge's scores put in the same
+order; a pair with equal scores counts half. It is the concordance index (Harrell et al., JAMA
+1982); for rewards of 0 and 1, the area under the ROC curve. It is 0.5 for a judge that answers at
+random, or always the same, and does not depend on the judge's scale. Its standard error is that of
+a ratio of U-statistics (Hoeffding, Ann. Math. Statist. 1948).
 
 A judge's trust is 2 · agreement − 1, or 0 if the agreement less its standard error is below
-`LEAST_AGREEMENT`. A judge that could not be compared is trusted fully.
+`LEAST_AGREEMENT`. A judge whose agreement was never measured is trusted fully.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -25,7 +25,8 @@ from store.values.rewards import TERMS_OF_POLICY
 LEAST_AGREEMENT: Final = 0.6
 # With fewer facts a judge is not measured.
 FEWEST: Final = 20
-# Statements that are read of each judge and kind of target: the newest, each with the newest fact.
+# Number of newest statements that are read of each judge and kind of target, each with the newest
+# fact about the same target.
 NEWEST: Final = 1000
 _PAIRS: Final = text(
     f"""
@@ -57,8 +58,8 @@ _PAIRS: Final = text(
     ORDER BY s.source, s.episode_id, s.call_id, s.metric, s.id DESC
     """
 )
-# Each claimed update carries on the trust of the last one; updates that expire episodes, or import
-# a version, have none. The limit bounds the search where there never was a judge.
+# Each claim for training stores the trust of all judges; updates that expire episodes or import a
+# version store none. The limit bounds the search if there never was a judge.
 _LAST_TRUST: Final = text(
     """
     SELECT trust FROM (
@@ -73,7 +74,8 @@ class Agreement(Record, frozen=True, kw_only=True):
     """How far a judge agrees with facts.
 
     `statements` were read, and `compared` of them have a fact about the same target. The agreement
-    `share` (0 to 1) and its standard `error` are None if these are too few, or all facts equal.
+    `share` (0 to 1) and its standard `error` are None if fewer than `FEWEST` were compared, or all
+    facts are equal.
     """
 
     source: str
@@ -91,7 +93,7 @@ class Agreement(Record, frozen=True, kw_only=True):
 
 
 async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement]:
-    """Return the agreement of each judge that stated a policy's reward lately, by name."""
+    """Return the agreement of each judge of a policy's newest rewards, sorted by judge."""
     values = {"policy": policy, "kinds": list(TARGET_KINDS)}
     rows = (await connection.execute(_PAIRS, values)).all()
     by_judge = []
@@ -108,7 +110,7 @@ async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement
 
 
 async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str, float]:
-    """Return the weight of the statements of each of a policy's judges, 0 to 1.
+    """Return the trust in each of a policy's judges: the weight of its statements, 0 to 1.
 
     A judge that cannot be measured any more keeps the trust of the last update.
     """
@@ -121,33 +123,33 @@ async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str,
 
 
 def agreement(
-    pairs: Sequence[tuple[str, float, float]],
+    compared: Sequence[tuple[str, float, float]],
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the agreement of opinions with facts, and its standard error (pure).
 
-    `pairs` are a metric, the opinion and the fact; those of one metric are compared. None: no two
-    facts differ.
+    An item of `compared` is (metric, opinion, fact). Only facts of the same metric form pairs. Both
+    results are None if no two facts of a metric differ.
     """
-    # What each statement adds to the number of pairs in the same order, and of all pairs.
-    likewise, comparable = [0.0] * len(pairs), [0] * len(pairs)
+    # For each item: its pairs in the same order, and all its pairs of unequal facts.
+    concordant, comparable = [0.0] * len(compared), [0] * len(compared)
     for sign in (1, -1):
         # Opinions about lower facts, in order; then, with all signs changed, about higher ones.
         below: dict[str, list[float]] = {}
-        order = sorted(range(len(pairs)), key=lambda place: sign * pairs[place][2])
-        for _, equal in groupby(order, key=lambda place: pairs[place][2]):
+        order = sorted(range(len(compared)), key=lambda place: sign * compared[place][2])
+        for _, equal in groupby(order, key=lambda place: compared[place][2]):
             places = list(equal)
             for place in places:
-                metric, opinion, _ = pairs[place]
+                metric, opinion, _ = compared[place]
                 lower = below.get(metric, [])
                 first, last = (side(lower, sign * opinion) for side in (bisect_left, bisect_right))
-                likewise[place] += (first + last) / 2
+                concordant[place] += (first + last) / 2
                 comparable[place] += len(lower)
             for place in places:
-                metric, opinion, _ = pairs[place]
+                metric, opinion, _ = compared[place]
                 insort(below.setdefault(metric, []), sign * opinion)
     total = sum(comparable)
     if not total:
         return None, None
-    share = fsum(likewise) / total
-    squares = [(a - share * b) ** 2 for a, b in zip(likewise, comparable, strict=True)]
+    share = fsum(concordant) / total
+    squares = [(a - share * b) ** 2 for a, b in zip(concordant, comparable, strict=True)]
     return share, 2 * sqrt(fsum(squares)) / total

@@ -1,11 +1,11 @@
 """Assemble database rows into an episode as it was recorded (pure).
 
-An episode may have several parts (`store.link.joins`), the earliest first; it has that part's key.
-A call that a later call repeats as a retry (`retry_of`) is left out: the two count as one call.
+An episode may have several parts (`store.link.joins`); it has the key of the earliest part. A call
+that a later call repeats as a retry (`retry_of`) is left out: the two count as one call.
 
 An agent's own code may execute a text that a model wrote, and present it to the next model as a
-tool call that no reply made. The result is then about the reply whose whole text is an argument of
-that call, if the episode has exactly one such reply before
+tool call that no reply made. The tool's result is then about the reply whose whole text is an
+argument of that tool call, if the episode has exactly one earlier reply with this text
 (docs/decisions/019-tool-event-sources.md).
 """
 
@@ -44,18 +44,18 @@ class QuotedCall(Record, frozen=True, kw_only=True):
 
     @property
     def tool_call(self) -> ToolCall:
-        """Return the tool call as an agent repeats it, with a digest in place of arguments."""
+        """Return the agent's tool call, with the text's digest in place of the arguments."""
         return ToolCall(id=self.tool_id, name=self.name, arguments=str(self.text_digest))
 
 
 def quoted_calls(
     events: Iterable[Any], calls: Iterable[Any], requested: Container[str]
 ) -> Mapping[UUID, QuotedCall]:
-    """Map the id of each event about an executed text to the reply with this text.
+    """Map the id of each tool event about an executed text to the reply with this text.
 
-    An event that quotes nothing, such as a header's, is about the same text as the other events of
-    its tool call id, if these agree. `requested` are the ids of the tool calls that replies asked
-    for.
+    An event that quotes nothing, such as a header's, is about the same text as the other events
+    with its tool call id, if these agree. `requested` are the ids of tool calls that replies made;
+    events about these are left out.
     """
     by_digest: dict[UUID, list[Any]] = {}
     for call in calls:
@@ -74,7 +74,7 @@ def quoted_calls(
 def _quoted_by_tool_id(
     tool_id: str, events: Sequence[Any], by_digest: Mapping[UUID, Sequence[Any]]
 ) -> dict[UUID, QuotedCall]:
-    """Map the id of each event of one tool call id to the reply that it is about."""
+    """Map the ids of the events with one tool call id to the replies that they are about."""
     owners = {event.id: _quoted_call(event, by_digest) for event in events if event.quotes}
     known = {owner.id: owner for owner in owners.values() if owner is not None}
     only = next(iter(known.values())) if len(known) == 1 else None
@@ -93,14 +93,14 @@ def _quoted_by_tool_id(
 
 
 def _quoted_call(event: Any, by_digest: Mapping[UUID, Sequence[Any]]) -> Any:
-    """Return the only earlier call with a text that the event quotes, or None."""
-    spoken = [
+    """Return the earlier call whose text the event quotes; None if there is none, or several."""
+    quoted = [
         call
         for digest in set(event.quotes)
         for call in by_digest.get(digest, ())
         if time_of(call.id) < event.at
     ]
-    return spoken[0] if len(spoken) == 1 else None
+    return quoted[0] if len(quoted) == 1 else None
 
 
 # An explicit status of a tool beats one that was inferred from its result.
@@ -112,7 +112,7 @@ _SURENESS: Final[Mapping[str, int]] = {
     "reader": 1,
     "assumed": 0,
 }
-SHARED_LACKS: Final = "the lengths of the shared parts, or the added request, are missing"
+INCOMPLETE_DELTA: Final = "the lengths of the shared parts, or the added request, are missing"
 # The fields that a stored call shares with its record.
 _FACTS: Final = CallFacts.__struct_fields__
 _facts_of: Final = attrgetter(*_FACTS)
@@ -123,7 +123,7 @@ _ToolCalls = tuple[ToolCall, ...]
 
 
 class ReadableParts(NamedTuple):
-    """The columns of a call that are rebuilt or parsed when they are read."""
+    """The columns of a call that are rebuilt or parsed when the call is read."""
 
     request: bytes | None
     prompt_ids: bytes
@@ -132,9 +132,9 @@ class ReadableParts(NamedTuple):
 
 
 class WholeTexts(NamedTuple):
-    """Map call ids to full requests and prompt ids, or to why they cannot be read back.
+    """Whole requests and prompt ids by call id (`of`), and why the others are `damaged`.
 
-    A call's id is a key of exactly one of `of` and `damaged`.
+    A call's id is a key of exactly one of the two.
     """
 
     of: Mapping[UUID, Texts]
@@ -149,14 +149,14 @@ def assemble(
     whole: WholeTexts,
     trained_at: datetime | None = None,
 ) -> Episode:
-    """Return the episode that `parts` make up, the earliest first.
+    """Return the episode made of `parts`, which are sorted from the earliest on.
 
     `rows` are its calls, sorted by id; events and feedback are sorted by time and id. `whole` has
     the texts of at least these calls. `trained_at` is the claim time of the first update that
     trained on the episode; None: none did.
 
     Raises:
-        Damaged: a call, or a statement about one, cannot be read back.
+        Damaged: a call or a statement cannot be read back.
     """
     head = next((part for part in parts if part.root is None), parts[0])
     repeated_by = _repeated_by(rows)
@@ -192,15 +192,15 @@ def _events_by_call(
     readable: dict[UUID, ReadableParts],
     repeated_by: Mapping[UUID, UUID],
 ) -> dict[UUID | None, list[Any]]:
-    """Group the events that count by call; None has the events that are about no call.
+    """Return the events that count, by call; None has the events that are about no call.
 
-    Tool calls that the agent made of a reply's text are added to the reply's call in `readable`.
+    Adds tool calls that the agent made of a reply's text to the reply's call in `readable`.
     """
     requested_by = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
     quoted = quoted_calls(events, calls, requested_by)
-    for one in dict.fromkeys(quoted.values()):
-        read = readable[one.call_id]
-        readable[one.call_id] = read._replace(tool_calls=(*read.tool_calls, one.tool_call))
+    for reply in dict.fromkeys(quoted.values()):
+        read = readable[reply.call_id]
+        readable[reply.call_id] = read._replace(tool_calls=(*read.tool_calls, reply.tool_call))
 
     def owner(event: Any) -> UUID | None:
         if event.id in quoted:
@@ -245,7 +245,7 @@ def assign_tools(rows: Sequence[Any], events: Iterable[Any]) -> ToolsByCall:
 def _by_call(
     feedback: Iterable[Any], parts: Sequence[Any], repeated_by: Mapping[UUID, UUID]
 ) -> dict[UUID | None, list[Any]]:
-    """Group statements by the call that they are about; None has those about the episode."""
+    """Return statements by the call that they are about; None has those about the episode."""
     own = {part.id for part in parts if part.method == OWN_EPISODE}
     return group_rows(
         feedback,
@@ -254,7 +254,7 @@ def _by_call(
 
 
 def group_rows(rows: Iterable[Any], about: Callable[[Any], Id]) -> dict[Id, list[Any]]:
-    """Group rows by what they are about, in their order."""
+    """Group rows by the key that `about` returns, in the order of `rows`."""
     groups: dict[Id, list[Any]] = {}
     for row in rows:
         groups.setdefault(about(row), []).append(row)
@@ -269,17 +269,18 @@ def rebuild_calls(
     wanted: Iterable[UUID],
     make: Callable[[Any, Any, Whole | None], Whole | None],
 ) -> tuple[dict[UUID, Whole], dict[UUID, str]]:
-    """Rebuild the wanted calls with `make`; also return why the others cannot be read back.
+    """Return the wanted calls rebuilt with `make`, and why damaged calls cannot be rebuilt.
 
-    `rows` are these calls, and all calls that they add to. `make` gets a row, its base's row, and
-    the result for the base; a chain of bases is rebuilt from the nearest wanted call on.
+    `rows` are the wanted calls and all calls that these are stored as additions to (their bases).
+    `make` gets a row, its base's row, and the result for the base (None without a base). A chain
+    of bases is rebuilt from the nearest wanted call on.
     """
     by_id, kept = {row.id: row for row in rows}, set(wanted)
     made: dict[UUID, Whole] = {}
     damaged: dict[UUID, str] = {}
-    for each in sorted(kept):
+    for call_id in sorted(kept):
         chain: dict[UUID, Any] = {}
-        call = by_id.get(each)
+        call = by_id.get(call_id)
         while call is not None and not any(call.id in known for known in (made, damaged, chain)):
             chain[call.id] = call
             call = by_id.get(call.parent_id)
@@ -301,7 +302,7 @@ def rebuild_calls(
 
 
 def whole_texts(rows: Sequence[Any]) -> WholeTexts:
-    """Rebuild each call's request and prompt ids from its row and the calls that it adds to."""
+    """Rebuild each call's request and prompt ids; `rows` include all bases of the calls."""
     return WholeTexts(*rebuild_calls(rows, [row.id for row in rows], _rebuild_request_and_prompt))
 
 
@@ -313,7 +314,7 @@ def _rebuild_request_and_prompt(row: Any, base: Any, whole: Texts | None) -> Tex
     if whole is None:
         return row.request, row.prompt_ids
     if row.prompt_prefix is None:
-        raise ValueError(SHARED_LACKS)
+        raise ValueError(INCOMPLETE_DELTA)
     context = whole[1] + base.sampled_ids
     request = whole_request(row, base, whole[0])
     return request, rebuild(context, row.prompt_prefix, 0, row.prompt_ids)
@@ -323,12 +324,12 @@ def whole_request(row: Any, _: Any, base: bytes | None) -> bytes | None:
     """Return a call's request, which may be stored as an addition to the request `base`.
 
     Raises:
-        ValueError: it cannot be read back.
+        ValueError: the request cannot be read back.
     """
     if row.parent_id is None:
         return cast("bytes | None", row.request)
     if None in (row.request_prefix, row.request_suffix, row.request):
-        raise ValueError(SHARED_LACKS)
+        raise ValueError(INCOMPLETE_DELTA)
     return rebuild(base or b"", row.request_prefix, row.request_suffix, row.request)
 
 
@@ -347,7 +348,7 @@ def _readable(row: Any, whole: WholeTexts) -> ReadableParts:
 
 
 def _check_trainable(row: Any, prompt_ids: bytes, sampling: _Settings) -> None:
-    """Check that all values the trainer computes with are present and valid."""
+    """Raise `Damaged` if a value that the trainer computes with is missing or invalid."""
     # The trainer computes missing log-probabilities.
     if row.sampled_logprobs and len(row.sampled_ids) != len(row.sampled_logprobs):
         raise Damaged(f"call {row.id} has different numbers of sampled ids and log-probabilities")
@@ -369,7 +370,7 @@ def _parsed(row: Any, column: str, kind: Any) -> Any:
 
 
 def _repeated_by(rows: Iterable[Any]) -> dict[UUID, UUID]:
-    """Map each attempt that was repeated to the call that repeats it."""
+    """Map each attempt that was repeated to the call that repeats it (`retry_of`)."""
     repeats = {row.retry_of: row.id for row in rows if row.retry_of is not None}
     for attempt in repeats:
         seen: set[UUID] = set()
@@ -383,22 +384,22 @@ def _repeated_by(rows: Iterable[Any]) -> dict[UUID, UUID]:
 
 
 def _last_attempt(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
-    """Return the last attempt of a call that may have been repeated: the one that counts."""
+    """Return the last repetition of a call, which counts; the call itself if none repeats it."""
     while call_id is not None and call_id in repeated_by:
         call_id = repeated_by[call_id]
     return call_id
 
 
 def _newest_events(rows: Iterable[Any], quoted: Mapping[UUID, QuotedCall]) -> list[Any]:
-    """Keep one event for each tool call: the newest of the surest. Keep all without an id."""
-    standing: dict[Any, Any] = {}
+    """Return one event for each tool call id, the newest of the surest source, and all without."""
+    kept: dict[Any, Any] = {}
     for row in rows:
-        # An agent may give each call that it makes of a text the same id.
+        # An agent may give all tool calls that it makes of texts the same id.
         about = quoted.get(row.id) or row.tool_id or row.id
-        earlier = standing.get(about)
+        earlier = kept.get(about)
         if earlier is None or _SURENESS[row.source] >= _SURENESS[earlier.source]:
-            standing[about] = row
-    return list(standing.values())
+            kept[about] = row
+    return list(kept.values())
 
 
 def _transition(

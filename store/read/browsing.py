@@ -27,11 +27,11 @@ from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
 from store.tenants import DEFAULT, SEPARATOR, scoped
 
-# An episode's progress. `scored` waits for an update; `untrained` was consumed without training,
-# and its reason says why.
+# An episode's progress. A `scored` one waits for an update; an `untrained` one was consumed without
+# training, and its reason says why.
 State = Literal["open", "unscored", "failed", "scored", "trained", "untrained", "quarantined"]
 
-# Names that clients give are no longer, and PostgreSQL stores no U+0000.
+# No name that a client gives is longer, and PostgreSQL stores no U+0000.
 LONGEST_NAME: Final = 512
 Name = Annotated[str, Meta(max_length=LONGEST_NAME, pattern="^[^\0]*$")]
 Version = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -51,27 +51,27 @@ _BEGIN: Final = text(
 
 
 async def set_up_transaction(connection: AsyncConnection, limit_s: float) -> None:
-    """Limit each statement of this transaction to `limit_s` seconds, and set its planner up."""
+    """Limit each statement of this transaction to `limit_s` seconds; configure the planner."""
     await connection.execute(_BEGIN, {"limit_ms": str(round(1000 * limit_s))})
 
 
 class EpisodeFilter(Record, frozen=True, kw_only=True):
-    """Choose episodes that meet all conditions; a field of None chooses all.
+    """A filter of episodes: all conditions hold for an episode; None is no condition.
 
     Attributes:
         policy: a call of the episode is of this policy.
         version: lies between the lowest and the highest version of the policy that served it.
-        agent: a call of it is by this agent.
+        agent: a call of the episode is by this agent.
         task: its task.
         split: `train` or `eval`.
         state: its progress.
-        reason: why it was quarantined or consumed untrained, has no reward, or has a call that
-            cannot be trained.
+        reason: why it was quarantined or consumed untrained, why it has no reward, or why a call
+            of it cannot be trained on.
         low: its reward is at least this.
         high: its reward is at most this.
         since: it began at or after this time.
         until: it began before this time.
-        text: its key, its task, or the request or reply of a call of it contains this text.
+        text: occurs in its key, in its task, or in a request or reply of its calls.
     """
 
     policy: Name | None = None
@@ -99,7 +99,7 @@ _STATE: Final = f"""CASE WHEN e.quarantined_reason IS NOT NULL THEN 'quarantined
     ELSE 'unscored' END"""
 _REASON: Final = "COALESCE(e.quarantined_reason, c.reason, p.lacks)"
 _TASK: Final = "COALESCE(e.joined_task, e.task)"
-# The update is the one that consumed it, or holds it.
+# `update` is the update that consumed the episode, or has claimed it.
 _FATES: Final = text(
     f"""
     SELECT e.id, p.policy, {_STATE} AS state, {_REASON} AS reason,
@@ -110,7 +110,7 @@ _FATES: Final = text(
     """
 )
 # Whether an episode is of `:tenant`, as `store.read.episodes.is_of_tenant` says; null: of any.
-OWN: Final = f"""(CAST(:tenant AS text) IS NULL OR CASE :tenant
+IS_OF_TENANT: Final = f"""(CAST(:tenant AS text) IS NULL OR CASE :tenant
     WHEN '{DEFAULT}' THEN strpos(e.key, chr({ord(SEPARATOR)})) <= 1
     ELSE starts_with(e.key, :tenant || chr({ord(SEPARATOR)})) END)"""
 _PARTS: Final = "ANY(ARRAY(SELECT q.id FROM episodes q WHERE q.id = {id} OR q.root = {id}))"
@@ -119,7 +119,7 @@ _CALL: Final = (
     f"(SELECT true FROM transitions t WHERE t.episode_id = {_PARTS.format(id='e.id')}"
     " AND t.id >= :calls_since AND {condition} LIMIT 1)"
 )
-_IS_SAID: Final = (
+_CONTAINS_TEXT: Final = (
     "(position(:raw IN t.reply) > 0 OR position(:raw IN t.request) > 0"
     " OR position(:escaped IN t.reply) > 0 OR position(:escaped IN t.request) > 0)"
 )
@@ -136,17 +136,18 @@ _CONDITIONS: Final[Mapping[str, str]] = {
     + _CALL.format(condition="t.reason = :reason")
     + ")",
     "text": f"(strpos(e.key, :text) > 0 OR strpos({_TASK}, :text) > 0 OR "
-    + _CALL.format(condition=_IS_SAID)
+    + _CALL.format(condition=_CONTAINS_TEXT)
     + ")",
 }
 _FROM: Final = f"""
     FROM episodes e LEFT JOIN episode_policies p ON p.episode_id = e.id
     LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (p.episode_id, p.policy)
-    WHERE e.deleted_at IS NULL AND e.root IS NULL AND e.id < :before AND e.id >= :last AND {OWN}"""
+    WHERE e.deleted_at IS NULL AND e.root IS NULL AND e.id < :before AND e.id >= :last
+        AND {IS_OF_TENANT}"""
 _LAST: Final = text(
     f"""
     SELECT id FROM episodes e
-    WHERE deleted_at IS NULL AND id < :before AND id >= :since AND {OWN}
+    WHERE deleted_at IS NULL AND id < :before AND id >= :since AND {IS_OF_TENANT}
     ORDER BY id DESC OFFSET :most - 1 LIMIT 1
     """
 )
@@ -156,17 +157,17 @@ _FIRST: Final = 2000
 _SLOWER: Final = {"agent": 20, "reason": 20, "text": 80}
 _NEWEST: Final = UUID(int=2**128 - 1)
 # Clocks differ, so a call's id may be older than its episode's: by a day at most.
-APART: Final = 86_400_000 << 80
+ID_SKEW: Final = 86_400_000 << 80
 
 
 def _most_episodes_to_read(most: int, chosen: EpisodeFilter) -> int:
-    """Return how many episodes a filter reads in the time of `most` without reading calls."""
+    """Return how many episodes to read: `most`, or fewer if the filter reads calls, too."""
     given = [name for name in _SLOWER if getattr(chosen, name) is not None]
     return most // max([1, *(_SLOWER[name] for name in given)])
 
 
 def _filter_query(chosen: EpisodeFilter, tenant: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the SQL of a filter for a viewer of `tenant` (None: of all), and its values.
+    """Return a filter's SQL, for the episodes of `tenant` (None: of all), and its values.
 
     The SQL selects episodes `e` with ids from `:last` (`_values_down_to`) to below `:before`.
     """
@@ -187,15 +188,15 @@ def _filter_query(chosen: EpisodeFilter, tenant: str | None) -> tuple[str, dict[
 
 
 def _values_down_to(last: UUID | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `_filter_query` for the episodes from `last` on; None: for all."""
+    """Add the id `last` of the oldest episode to read to `_filter_query`'s values; None: all."""
     last = last or values["since"]
-    return {**values, "last": last, "calls_since": UUID(int=max(0, last.int - APART))}
+    return {**values, "last": last, "calls_since": UUID(int=max(0, last.int - ID_SKEW))}
 
 
 async def _last_of_newest(
     connection: AsyncConnection, values: Mapping[str, Any], most: int
 ) -> UUID | None:
-    """Return the last of the newest `most` episodes of `:tenant`; None: there are fewer."""
+    """Return the oldest of the newest `most` episodes of `:tenant`; None: there are fewer."""
     last: UUID | None = await connection.scalar(_LAST, {**values, "most": most})
     return last
 
@@ -225,7 +226,7 @@ class EpisodePage(Record, frozen=True, kw_only=True):
     are counted up to `MOST_CALLS`. Names are as stored (`store.tenants`).
 
     The next page has the episodes before the id `goes_on_before`; None: this is the last page.
-    If the page is not `is_full`, the time was over after this id.
+    If the page is not `is_full`, reading stopped at this id because the time was over.
     """
 
     lines: Rows
@@ -244,8 +245,8 @@ async def browse(
 ) -> EpisodePage:
     """Return the newest episodes that a filter chooses, of a tenant or of all.
 
-    There are at most `most` lines, of episodes before the id `before`. After `within_s` seconds no
-    further chunk is read. The caller has called `set_up_transaction`.
+    The page has at most `most` lines, of episodes before the id `before`. After `within_s` seconds
+    no further chunk is read. The caller has called `set_up_transaction`.
     """
     sql, values = _filter_query(chosen, tenant)
     query = text(_LINES.format(chosen=sql))
@@ -256,8 +257,8 @@ async def browse(
         values["before"] = last
         chunk += _most_episodes_to_read(_FIRST, chosen)
         last = await _last_of_newest(connection, values | {"tenant": None}, chunk)
-        asked = _values_down_to(last, values) | {"most": most + 1 - len(lines)}
-        lines += await connection.execute(query, asked)
+        page_values = _values_down_to(last, values) | {"most": most + 1 - len(lines)}
+        lines += await connection.execute(query, page_values)
         if monotonic() > until:
             break
     is_full = len(lines) > most
@@ -269,7 +270,7 @@ async def browse(
 
 
 BARS: Final = 20
-# Most episodes that are counted, the newest, for a filter that reads no calls.
+# Number of newest episodes that are counted for a filter that reads no calls.
 MOST_COUNTED: Final = 10_000
 _COUNTED: Final = f"""
     WITH counted AS MATERIALIZED (SELECT {_STATE} AS state, {_REWARD} AS reward {{chosen}}),
@@ -297,7 +298,7 @@ class FilteredCounts(Record, frozen=True, kw_only=True):
 async def count_episodes(
     connection: AsyncConnection, chosen: EpisodeFilter, tenant: str | None
 ) -> FilteredCounts:
-    """Count the newest episodes of a filter, of a tenant or of all, without its reward limits."""
+    """Count the newest episodes that a filter chooses, ignoring its limits of the reward."""
     sql, values = _filter_query(msgspec.structs.replace(chosen, low=None, high=None), tenant)
     most = _most_episodes_to_read(MOST_COUNTED, chosen)
     last = await _last_of_newest(connection, values, most)
@@ -353,11 +354,13 @@ _PROMOTIONS: Final = text(
 async def count_outcomes(
     connection: AsyncConnection, tenant: str | None, since: datetime
 ) -> tuple[Rows, datetime | None]:
-    """Count the newest episodes since then; also return the time of the first if not all are read.
+    """Count the newest episodes that began at `since` or later, by policy.
 
-    A row counts the `episodes` of a policy: by `split` and `part` of the time, or, without
-    evaluation, by `state` and `reason`; the other columns of these are None. Means are those of
-    `store.read.evaluations.mean_rewards_sql`, without quarantined episodes, as gates read them.
+    One kind of row counts `episodes` by `split` and `part` of the time, and has the mean reward
+    without quarantined episodes (`store.read.evaluations.mean_rewards_sql`), as gates do. The other
+    kind counts training episodes by `state` and `reason`, and has `split` and `part` None.
+
+    Also return when the first counted episode began; None: all since then were counted.
     """
     sql, values = _filter_query(EpisodeFilter(since=since), tenant)
     last = await _last_of_newest(connection, values, MOST_COUNTED)
@@ -368,14 +371,14 @@ async def count_outcomes(
 
 
 async def promotions(connection: AsyncConnection, tenant: str | None, since: datetime) -> Rows:
-    """Return which versions got the traffic since then, and when: the last 200, newest first."""
+    """Return the last 200 promotions since `since`, newest first: `policy`, `version`, `at`."""
     return (await connection.execute(_PROMOTIONS, {"tenant": tenant, "since": since})).all()
 
 
 async def fates_of(
     connection: AsyncConnection, episodes: Sequence[UUID]
 ) -> dict[UUID, list[dict[str, str]]]:
-    """Return the `state` of episodes for each policy, with their `reason` and `update`, if any."""
+    """Return, by episode, its `state` for each policy, with `reason` and `update`, if any."""
     fates: dict[UUID, list[dict[str, str]]] = {}
     for row in await connection.execute(_FATES, {"ids": list(episodes)}):
         fate = {name: str(value) for name, value in row._mapping.items() if value is not None}

@@ -20,7 +20,7 @@ from store.records import OWN_EPISODE, Record
 from store.tenants import tenant_of
 from store.values.packing import ITEM_BYTES
 
-# Limits of one reading of an episode: calls from a given one on, and the newest statements.
+# Most calls, from a given one on, and most statements, the newest, that are read of an episode.
 MOST_CALLS: Final = 1000
 MOST_STATEMENTS: Final = 1000
 # Most bytes of a request or reply that is parsed to be shown; a larger one is shown as bytes.
@@ -33,9 +33,10 @@ LARGEST_EXPLAINED: Final = 32 * 1024 * 1024
 class EpisodeDetail(Record, frozen=True, kw_only=True):
     """An episode without the texts of its calls.
 
-    `calls`, `statements` and `fates` are rows of the queries below. `tools` assigns tool events to
-    `calls`; an event of a call that was not read counts as an event of no call. `earlier_calls`
-    counts the calls before, without retries; `goes_on_from` is the first call after.
+    `calls`, `statements` and `fates` are rows of `_HEADS`, `_STATEMENTS` and `_FATES`. `tools`
+    assigns tool events to `calls`; an event of a call that was not read counts as an event of no
+    call. `earlier_calls` counts the calls before `calls`, without retries; `goes_on_from` is the id
+    of the first call after them.
     """
 
     id: UUID
@@ -176,7 +177,7 @@ async def episode_detail(
 
 
 class CallTexts(NamedTuple):
-    """Hold a call's bodies; None: it has none, or one that is larger than `LARGEST_SHOWN`."""
+    """A call's bodies; None: none is stored, it is damaged or too large, or was not wanted."""
 
     request: bytes | None
     reply: bytes | None
@@ -223,7 +224,7 @@ async def call_texts(
 async def _requests(
     connection: AsyncConnection, wanted: Collection[UUID], most: int
 ) -> dict[UUID, bytes]:
-    """Return the whole requests of these calls, without damaged ones and those above `most`."""
+    """Return the whole requests of these calls, except damaged ones and those above `most`."""
     rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
     made, _ = rebuild_calls(rows.all(), wanted, whole_request)
     return made
@@ -243,7 +244,7 @@ _ENDS: Final = text(
 async def first_and_last_calls(
     connection: AsyncConnection, episodes: Collection[UUID]
 ) -> Sequence[Row[Any]]:
-    """Return the `first` and the `last` call of each `episode`."""
+    """Return the ids of the `first` and the `last` call of each `episode`."""
     return (await connection.execute(_ENDS, {"ids": list(episodes)})).all()
 
 
@@ -273,7 +274,7 @@ async def call_tokens(
     """Return a call's sampled ids and log-probabilities, packed, and the base `model` of the ids.
 
     None: there is no such call, or it is another tenant's (`tenant` None: any). `update_id` is the
-    update that consumed its episode for its policy, if any did.
+    update that consumed the call's episode for the call's policy, if any did.
     """
     row = (await connection.execute(_TOKENS, {"id": call})).first()
     return None if row is None or tenant not in (None, tenant_of(row.key)) else row
@@ -312,6 +313,6 @@ _BYTES: Final = text(
 
 
 async def is_explainable(connection: AsyncConnection, update: UUID) -> bool:
-    """Return whether an update is small enough to recompute its credit for a waiting person."""
+    """Return whether an update is small enough to recompute its credit while a person waits."""
     size = await connection.scalar(_BYTES, {"ids": await episodes_of_update(connection, update)})
     return (size or 0) <= LARGEST_EXPLAINED

@@ -27,7 +27,7 @@ def is_of_tenant(tenant: str) -> ColumnElement[bool]:
 
 
 class ReadEpisodes(NamedTuple):
-    """Episodes in the order of the requested ids, and why the others cannot be read, by id."""
+    """Episodes in the order of the requested ids, and by id why others cannot be read back."""
 
     episodes: list[Episode]
     damaged: dict[UUID, str]
@@ -52,7 +52,7 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
 async def read_in_batches(
     connection: AsyncConnection, ids: Sequence[UUID]
 ) -> AsyncIterator[ReadEpisodes]:
-    """Yield the episodes of `ids`, in that order, `BATCH` at a time."""
+    """Read the episodes of `ids`, in that order, and yield `BATCH` of them at a time."""
     for start in range(0, len(ids), BATCH):
         yield await read_undamaged(connection, ids[start : start + BATCH])
 
@@ -129,9 +129,9 @@ async def whole_calls(connection: AsyncConnection, ids: Sequence[UUID]) -> dict[
 
 
 async def _rebuild_texts(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> WholeTexts:
-    """Rebuild the texts of calls, after reading the calls that they add to, directly or not.
+    """Rebuild the texts of calls, after reading the bases that they are stored as additions to.
 
-    Such calls belong to other episodes only if a join by conversation prefix is in doubt.
+    A base belongs to another episode only if a join by conversation prefix is in doubt.
     """
     all_calls = list(calls)
     known = {row.id for row in calls}

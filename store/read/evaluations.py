@@ -2,7 +2,7 @@
 
 An episode of the `eval` split counts for each policy that has calls in it, at the version of that
 policy's first call. Quarantined episodes are left out, and so are episodes that an update of the
-policy had claimed before a call said that they are evaluation: a trained episode evaluates nothing.
+policy had claimed before a call named the split `eval`: a trained episode evaluates nothing.
 The rewards of the split `train` can be read in the same way. The terms of a policy's reward are in
 `reward_terms`.
 """
@@ -22,10 +22,10 @@ from store.values.rewards import ALL_TERMS, rewards_sql, rule_policy_sql
 
 
 class Rewards(Record, frozen=True, kw_only=True):
-    """Describe the rewards of episodes.
+    """The mean reward of some episodes, and its 95 % confidence interval.
 
-    `scored` of its `episodes` have a reward. `mean` is the mean of these, and the interval from
-    `low` to `high` holds the expected reward with a confidence of 95 %; None: too few are scored.
+    `scored` of the `episodes` have a reward. `mean` is the mean of these, and the interval is from
+    `low` to `high`; None: too few are scored.
     """
 
     episodes: int
@@ -35,7 +35,10 @@ class Rewards(Record, frozen=True, kw_only=True):
     high: float | None = None
 
     def lift_over(self, old: "Rewards") -> Interval | None:
-        """Return the interval of this mean minus `old`'s (Newcombe 1998, method 10), or None."""
+        """Return the interval of this mean minus `old`'s (Newcombe 1998, method 10).
+
+        None: one of the two means has no interval.
+        """
         if self.mean is None or self.low is None or self.high is None:
             return None
         if old.mean is None or old.low is None or old.high is None:
@@ -55,10 +58,11 @@ class Evaluation(Rewards, frozen=True, kw_only=True):
 
 
 def mean_rewards_sql(rows: str, by: str) -> str:
-    """Return SQL of the mean rewards of `rows`, grouped by columns `by`, for `rewards_from_row`.
+    """Return SQL for the mean rewards of `rows`, grouped by the columns `by`.
 
-    A row is an episode: its `id`, `task` and `reward`. `error` is that of `mean_interval`, and at
-    least that of independent episodes; an episode without a task has a task of its own.
+    `rewards_from_row` reads its result. One of `rows` is an episode: its `id`, `task` and `reward`.
+    `error` is that of `mean_interval`, and at least that of independent episodes; an episode
+    without a task counts as a task of its own.
     """
     return f"""
     SELECT {by}, CAST(sum(episodes) AS bigint) AS episodes,

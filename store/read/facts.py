@@ -6,14 +6,14 @@ from store.records import FAILED, Episode, Record, ToolCall, ToolEvent, ToolStat
 
 
 def has_failed(episode: Episode) -> bool:
-    """Return True if the episode's last call was refused for what it says."""
+    """Return whether the upstream refused the episode's last call because of its content."""
     return bool(episode.calls) and episode.calls[-1].http_status in FAILED
 
 
 class MatchedEvent(Record, frozen=True, kw_only=True):
-    """Hold a tool event with the tool call that it belongs to.
+    """A tool event with the tool call that it belongs to.
 
-    `arguments` is None if the tool call is unknown (a malformed call has none).
+    `arguments` is None if there is no tool call, because the reply was malformed.
     """
 
     id: str | None
@@ -29,10 +29,10 @@ def matched_events(call: TransitionRow) -> tuple[MatchedEvent, ...]:
 
 
 def match_event(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> MatchedEvent | None:
-    """Return an event with its tool call, or None if the call requested no such tool.
+    """Return an event with its tool call, or None if no tool call matches.
 
-    A reply that the server's parser could not read as a tool call has no tool call. A
-    `malformed` event without an id is about such a reply, and counts.
+    A `malformed` event without an id matches without a tool call: it is about a reply that the
+    server's parser could not read as a tool call.
     """
     tool_call = find_tool_call(event, tool_calls)
     if tool_call is not None:
@@ -48,7 +48,7 @@ def match_event(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> MatchedEven
 
 
 def find_tool_call(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> ToolCall | None:
-    """Return the tool call that an event is about: the one with its id, or the only candidate."""
+    """Return the tool call that an event is about: by its id, else the only one of its name."""
     if event.tool_id is not None:
         return next((call for call in tool_calls if call.id == event.tool_id), None)
     candidates = [call for call in tool_calls if event.name in (None, call.name)]

@@ -1,7 +1,7 @@
 """Read the evidence of a gate: the versions of a policy, and its episodes' results by arm.
 
-An episode belongs to the arm that its first call of the policy was given, whatever version it went
-on with. Quarantined, deleted and evaluation episodes are left out. An episode whose first call
+An episode belongs to the arm of its first call of the policy, even if later calls got another
+version. Quarantined, deleted and evaluation episodes are left out. An episode whose first call
 named its version has no arm.
 
 An episode counts a fixed time after it began, or as soon as it has a reward: with the calls that
@@ -32,7 +32,7 @@ _GATED: Final = text(
     """
 )
 # Newest first: of several loaded versions, the oldest is read last and remains.
-_STANDING: Final = text(
+_VERSIONS_IN_ROLE: Final = text(
     f"""
     SELECT {VERSION_COLUMNS}, gate, changed_at, now() AS now, frozen,
         p.frozen_at IS NOT NULL AS is_held
@@ -57,7 +57,7 @@ _SERVED_SINCE: Final = text(
                 AND b.from_state IS DISTINCT FROM 'serving' AND b.at <= :at), :at)
     """
 )
-_LAST_GIVEN: Final = text(
+_LAST_TRAFFIC_GAIN: Final = text(
     """
     SELECT from_state, actor, evidence->>'verdict' AS verdict FROM policy_events
     WHERE name = :name AND version = :version AND to_state = 'serving'
@@ -84,10 +84,10 @@ _NEW_EPISODES: Final = text(
 
 
 class VersionInRole(Record, frozen=True, kw_only=True):
-    """A version that has a role in a comparison.
+    """A version with a role in the gate: serving, canary, candidate or control.
 
-    `gate` is the rule of the recipe that made it, None if it has none; `since` is when it got its
-    state.
+    `gate` is the rule from the recipe that trained the version, None if there is none; `since` is
+    when the version got its state.
     """
 
     version: PolicyVersion
@@ -98,9 +98,9 @@ class VersionInRole(Record, frozen=True, kw_only=True):
 class GatedPolicy(Record, frozen=True, kw_only=True):
     """A policy's versions by role, read at the database's time `now`.
 
-    `candidate` is the oldest version that is loaded and waits. `control` is the version that later
+    `candidate` is the oldest version that is loaded and waits. `control` is the version that
     serving ones are compared with. `frozen`: only operators change which version has traffic.
-    `is_held`: nothing is trained on the serving version.
+    `is_held`: no update starts from the serving version, because its rewards fell.
     """
 
     now: datetime
@@ -119,7 +119,7 @@ async def gated_policies(connection: AsyncConnection) -> list[str]:
 
 async def read_gated_policy(connection: AsyncConnection, name: str) -> GatedPolicy | None:
     """Return a policy's versions by role; None: no version serves, so there is no such policy."""
-    rows = (await connection.execute(_STANDING, {"name": name})).all()
+    rows = (await connection.execute(_VERSIONS_IN_ROLE, {"name": name})).all()
     by_state: dict[PolicyState, VersionInRole] = {
         row.state: VersionInRole(version=version_of(row), gate=row.gate, since=row.changed_at)
         for row in rows
@@ -138,12 +138,12 @@ async def read_gated_policy(connection: AsyncConnection, name: str) -> GatedPoli
 
 
 async def newest_promoted(connection: AsyncConnection, name: str) -> int:
-    """Return the newest version of a policy that ever got the traffic; 0 if none did."""
+    """Return the highest version of a policy that ever got the traffic; 0 if none did."""
     return int(await connection.scalar(_NEWEST_PROMOTED, {"name": name}) or 0)
 
 
 async def served_since(connection: AsyncConnection, name: str, at: datetime) -> set[int]:
-    """Return the versions that had the traffic at that time or later, but for the control."""
+    """Return the versions that had the traffic at `at` or later, without the control."""
     rows = await connection.execute(_SERVED_SINCE, {"name": name, "at": at})
     return set(rows.scalars())
 
@@ -153,8 +153,8 @@ async def next_control(
 ) -> int | None:
     """Return the version that becomes the next control; None if there is none.
 
-    It is the newest of the versions `served` that is no newer than `newest`; if all are
-    newer, the oldest. It must be retired, still loaded, and have had the traffic before `before`.
+    It is the highest of the versions `served` up to `newest`, or the lowest if all are higher. Only
+    versions count that are retired, still loaded, and had the traffic before `before`.
     """
     values = {"name": name, "newest": newest, "served": list(served), "before": before}
     version: int | None = await connection.scalar(_NEXT_CONTROL, values)
@@ -162,12 +162,12 @@ async def next_control(
 
 
 async def last_traffic_gain(connection: AsyncConnection, name: str, version: int) -> Row[Any]:
-    """Return from which state, by whom and with which verdict a version got the traffic last."""
-    return (await connection.execute(_LAST_GIVEN, {"name": name, "version": version})).one()
+    """Return `from_state`, `actor` and `verdict` of the event that last gave it the traffic."""
+    return (await connection.execute(_LAST_TRAFFIC_GAIN, {"name": name, "version": version})).one()
 
 
 async def episodes_per_hour(connection: AsyncConnection, policy: str) -> float:
-    """Return how many episodes of a policy began in an hour, on average of the last 24."""
+    """Return how many claimable episodes of a policy began per hour, over the last 24 hours."""
     now: datetime = (await connection.execute(text("SELECT now()"))).scalar_one()
     values = {"policy": policy, "first": lowest_id_at(now - timedelta(hours=24))}
     return int(await connection.scalar(_NEW_EPISODES, values) or 0) / 24
@@ -201,7 +201,7 @@ _PARTS: Final = """
         UNION ALL
         SELECT g.id, e.id, e.method, g.until FROM given g JOIN episodes e ON e.root = g.id)
 """
-# Rewards of single calls do not tell when the last one comes.
+# Only an episode's own reward makes it count early: after a call's reward, others may still come.
 _REWARDED: Final = text(
     f"""
     WITH {_PARTS},
@@ -210,10 +210,10 @@ _REWARDED: Final = text(
     SELECT whole, first_at FROM sums WHERE call_id IS NULL AND value IS NOT NULL
     """
 )
-# Only calls until the last end that counts are read. A call that had not ended counts with the time
-# until then. If it is the first call, the episode had got nothing from the policy, and failed;
-# every long episode has later calls that have not ended.
-_CAME_TO: Final = text(
+# Only calls before the latest `until` are read. A call that had not ended by its episode's `until`
+# counts with the time until then. If it is the first call, the episode had got no reply by then and
+# counts as failed. An unfinished later call is no failure: every long episode has some.
+_RESULTS: Final = text(
     f"""
     WITH {_PARTS},
     began AS (
@@ -241,18 +241,19 @@ _CAME_TO: Final = text(
     """
 )
 # A call's id is made when the call begins; clocks differ by less than this.
-_APART: Final = timedelta(days=1)
-# Clocks of proxies differ by less: a call that ends up to this long after a reward has ended.
+_ID_SKEW: Final = timedelta(days=1)
+# Clocks of proxies differ by less: a call that ends up to this long after a reward still counts as
+# ended before it.
 SKEW: Final = timedelta(seconds=1)
 
 
 class ArmEpisode(Record, frozen=True, kw_only=True):
     """The result of one episode for its arm.
 
-    `version` is the version that it was given; `task` and its `family` are without the tenant.
+    `version` is the version of its first call; `task` and its `family` are without the tenant.
     `reward` is None if it has none. `failed`: a request ended in an error or a truncated reply, or
     the first had not ended. `malformed`: a tool call was malformed; None without tool events.
-    `seconds` is the mean duration of its calls until then.
+    `seconds` is the mean duration of its calls. All fields are as of when the episode counts.
     """
 
     id: UUID
@@ -270,9 +271,10 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
 async def begun_episodes(
     connection: AsyncConnection, policy: str, first: UUID, until: datetime, most: int
 ) -> Sequence[Row[Any]]:
-    """Return at most `most` episodes with a first call from `first` on and before `until`, sorted.
+    """Return the episodes of a policy whose first call is from the id `first` to before `until`.
 
-    A row has `id`, `method`, `first_call_id`, and the `task` as stored.
+    They are sorted by first call, and at most `most`. A row has `id`, `method`, `first_call_id`,
+    and the `task` as stored.
     """
     values = {"policy": policy, "first": first, "last": lowest_id_at(until), "most": most}
     return (await connection.execute(_BEGUN, values)).all()
@@ -287,7 +289,7 @@ async def arm_episodes(
     within: timedelta,
     soon: bool,
 ) -> list[ArmEpisode]:
-    """Return the results of the episodes that count before `until`, in the order of counting.
+    """Return the results of those of `begun` that count before `until`, by when they count.
 
     Episodes without an arm are included. All feedback from before `until` must be stored. Calls and
     feedback later than `within` after an episode's beginning do not count. If `soon`, an episode
@@ -304,19 +306,21 @@ async def arm_episodes(
 
     await connection.execute(_KNOW_LENGTHS)
     began = {row.id: time_of(row.first_call_id) for row in known.values()}
-    at = latest = {one: start + within for one, start in began.items()}
+    counts_at = latest = {one: start + within for one, start in began.items()}
     if soon:
         ends = {one: min(end, until) for one, end in latest.items()}
         rewarded = (await connection.execute(_REWARDED, values(ends))).all()
-        at = latest | {one: min(max(first, began[one]), latest[one]) for one, first in rewarded}
-    counted = {one: min(at[one] + SKEW, latest[one]) for one in at if at[one] < until}
+        counts_at = latest | {
+            one: min(max(first, began[one]), latest[one]) for one, first in rewarded
+        }
+    counted = {one: min(at + SKEW, latest[one]) for one, at in counts_at.items() if at < until}
     if not counted:
         return []
     bounds = {
         "first": min(known[one].first_call_id for one in counted),
-        "latest": lowest_id_at(max(counted.values()) + _APART),
+        "latest": lowest_id_at(max(counted.values()) + _ID_SKEW),
     }
-    rows = await connection.execute(_CAME_TO, values(counted) | bounds)
+    rows = await connection.execute(_RESULTS, values(counted) | bounds)
     tasks = {one: row.task and bare(row.task) for one, row in known.items()}
     episodes = [
         ArmEpisode(
@@ -327,4 +331,4 @@ async def arm_episodes(
         )
         for row in rows
     ]
-    return sorted(episodes, key=lambda one: (at[one.id], known[one.id].first_call_id))
+    return sorted(episodes, key=lambda one: (counts_at[one.id], known[one.id].first_call_id))

@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
-from store.read.browsing import APART, OWN
+from store.read.browsing import ID_SKEW, IS_OF_TENANT
 from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
 
@@ -21,16 +21,17 @@ from store.schema.tables import SPLIT
 WINDOW: Final = timedelta(days=7)
 MOST_CALLS: Final = 2000
 MOST_EPISODES: Final = 1000
-# A tenant's calls are those of this many of its newest episodes, and this many calls of each.
+# A tenant's calls are read from this many of its newest episodes, and this many calls of each.
 MOST_OWN: Final = 500
 MOST_OWN_CALLS: Final = 200
-# Most kinds of calls: clients may ask for models of any name.
+# Most counts of calls that are returned: clients may request models of any name.
 MOST_KINDS: Final = 50
 # An episode without a call for this long is over, and its reward should have come.
 OVER: Final = timedelta(minutes=10)
 
 _OWN_CALLS: Final = f"""
-    (SELECT e.id FROM episodes e WHERE e.id >= :begun AND {OWN} ORDER BY e.id DESC LIMIT :own) own
+    (SELECT e.id FROM episodes e WHERE e.id >= :begun AND {IS_OF_TENANT}
+        ORDER BY e.id DESC LIMIT :own) own
     CROSS JOIN LATERAL (SELECT * FROM transitions c WHERE c.episode_id = own.id
         ORDER BY c.started_at DESC LIMIT {MOST_OWN_CALLS}) t"""
 _CALLS: Final = f"""
@@ -114,13 +115,13 @@ _UNMATCHED: Final = text(
     FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {MOST_CALLS}) n
     WHERE n.episode_id IS NULL
         AND n.at > now() - CAST(:window AS interval) AND n.at < now() - CAST(:over AS interval)
-        AND {OWN.replace("e.key", "n.target")}
+        AND {IS_OF_TENANT.replace("e.key", "n.target")}
     """
 )
 
 
 class UnmatchedFeedback(Record, frozen=True, kw_only=True):
-    """Feedback about targets that never came: its number, and the newest target as stored."""
+    """Feedback about targets that never came: how many `statements`, and the newest's target."""
 
     statements: int = 0
     since: datetime | None = None
@@ -129,9 +130,10 @@ class UnmatchedFeedback(Record, frozen=True, kw_only=True):
 
 
 class CallCount(Record, frozen=True, kw_only=True):
-    """A number of the newest calls with the same result; `reason` is None if they can be trained.
+    """How many of the newest calls ended in the same way.
 
-    `model` is the model name sent to the upstream if no policy answered.
+    `reason` says why they cannot be trained on; None: they can be. `model` is the
+    model name sent to the upstream if no policy answered.
     """
 
     policy: str | None
@@ -166,9 +168,9 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
 
     Quarantined episodes are counted by the last three fields only.
 
-    `ended` have a reward, or were silent for `OVER`. `groups` are tasks with several scored
-    episodes, and `groups_that_differ` have more than one reward; `alike` are the episodes of the
-    other groups.
+    `ended` have a reward, or had no call for `OVER`. `groups` are tasks with several scored
+    episodes, of which `groups_that_differ` have different rewards; `alike` counts the episodes of
+    the others.
     """
 
     episodes: int = 0
@@ -192,13 +194,13 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
 async def newest_calls(
     connection: AsyncConnection, now: datetime, tenant: str | None = None
 ) -> list[CallCount]:
-    """Return the newest calls of the last `WINDOW` by how they ended, the most frequent first.
+    """Count the newest calls of the last `WINDOW` by how they ended, the most frequent first.
 
-    With `tenant` they are those of this tenant's newest episodes.
+    With `tenant`, the calls of this tenant's newest episodes are counted.
     """
     first = lowest_id_at(now - WINDOW)
     sql = "transitions t" if tenant is None else _OWN_CALLS
-    values = {"tenant": tenant, "first": first, "begun": UUID(int=first.int - APART)}
+    values = {"tenant": tenant, "first": first, "begun": UUID(int=first.int - ID_SKEW)}
     rows = await connection.execute(
         text(_CALLS.format(calls=sql)), {**values, "most": MOST_CALLS, "own": MOST_OWN}
     )
@@ -208,7 +210,7 @@ async def newest_calls(
 async def unmatched_feedback(
     connection: AsyncConnection, tenant: str | None = None
 ) -> UnmatchedFeedback:
-    """Return the newest feedback of the last `WINDOW` whose target has not come within `OVER`."""
+    """Count the newest feedback of the last `WINDOW` whose target has not come within `OVER`."""
     values = {"tenant": tenant, "window": WINDOW, "over": OVER}
     return UnmatchedFeedback(**(await connection.execute(_UNMATCHED, values)).one()._mapping)
 
@@ -228,7 +230,10 @@ async def episode_counts(
     *,
     calls_are_paid: bool,
 ) -> EpisodeCounts:
-    """Count a policy's newest `MOST_EPISODES` episodes, none that began before the `WINDOW`."""
+    """Count a policy's newest `MOST_EPISODES` episodes, if they began within the `WINDOW`.
+
+    If `calls_are_paid`, the reward of a call makes its episode scored.
+    """
     values: Mapping[str, Any] = {
         "policy": policy,
         "first": lowest_id_at(now - WINDOW),

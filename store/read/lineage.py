@@ -1,4 +1,4 @@
-"""Read a policy's line of versions with their rewards, and the updates that made them.
+"""Read a policy's versions with their rewards, and the updates that made them.
 
 Lists are paged by a key. If there are very many episodes, only the newest are counted.
 """
@@ -18,7 +18,7 @@ from store.records import EVAL
 from store.schema.tables import CONTROL, KL_TO_BASE, LIVE, SPLIT, policy_events
 from store.versions import VERSION_COLUMNS, PolicyEvent
 
-# Most policies that one page names, and most episodes, the newest, whose rewards it counts.
+# Most policies that one page lists, and the number of newest episodes whose rewards it counts.
 MOST_POLICIES: Final = 200
 MOST_EPISODES: Final = 100_000
 # Most episodes of one update that a page lists.
@@ -40,7 +40,7 @@ _VERSION: Final = f"""
     LEFT JOIN (SELECT id AS by_id, parent_version, metrics FROM updates) u ON by_id = p.update_id
     WHERE p.name = :policy
 """
-# The first page also has the versions that new episodes begin with, however old they are.
+# The first page also has the versions that new episodes get or may soon get, however old they are.
 _LINE: Final = text(
     f"""
     ({_VERSION} AND (CAST(:before AS integer) IS NULL OR p.version < :before)
@@ -51,7 +51,7 @@ _LINE: Final = text(
     ORDER BY version DESC
     """
 )
-_PLACES: Final = text(
+_LIVE_AND_GIVEN: Final = text(
     f"""
     {_VERSION} AND (version = 0 OR {LIVE} OR version = ANY(CAST(:versions AS integer[])))
     ORDER BY version DESC
@@ -112,7 +112,7 @@ async def versions_in_line(
 ) -> Sequence[Row[Any]]:
     """Return at most `most` versions of a policy, the newest first, numbered below `before`.
 
-    Without `before`, versions that new episodes begin with, or may soon, are added. A row has
+    Without `before`, the versions that new episodes get, or may soon get, are added. A row has
     columns of `policies`, the `kl_to_base` of its update, and as `parent` the version that it was
     trained from: None for the base model, and for an adapter that was `imported_from` a folder.
     """
@@ -123,15 +123,15 @@ async def versions_in_line(
 async def live_and_given_versions(
     connection: AsyncConnection, policy: str, versions: Collection[int]
 ) -> dict[int, Row[Any]]:
-    """Return live versions, version 0 and `versions`, newest first, as `versions_in_line` does."""
+    """Return rows as `versions_in_line` does: of live versions, version 0, and `versions`."""
     values = {"policy": policy, "versions": list(versions)}
-    return {row.version: row for row in await connection.execute(_PLACES, values)}
+    return {row.version: row for row in await connection.execute(_LIVE_AND_GIVEN, values)}
 
 
 async def rewards_of(
     connection: AsyncConnection, policy: str, versions: Collection[int], since: datetime | None
 ) -> tuple[dict[int, Rewards], dict[int, Rewards]]:
-    """Return rewards by version: of episodes that may be trained on, and of the `eval` split.
+    """Return rewards by version: first of claimable episodes, then of the split `eval`.
 
     Of the episodes that began at `since` or later (None: all), the newest `MOST_EPISODES` count.
     """
@@ -149,10 +149,10 @@ async def rewards_of(
 async def rewards_since_base(
     connection: AsyncConnection, tenant: str | None
 ) -> dict[str, tuple[Rewards, Rewards]]:
-    """Return by policy the newest rewards of versions 1 to the serving one, and the first of 0.
+    """Return, by policy, the newest rewards of trained versions and the first of the base model.
 
-    Only the tenant's policies (None: all) are included of which a trained version serves, and which
-    have both.
+    Trained versions count up to the serving one. A tenant's policy (None: any) is left out if its
+    base model serves, or one of the two has no rewards.
     """
     ends: dict[str, dict[bool, Rewards]] = {}
     for row in await connection.execute(_SINCE_BASE, {"tenant": tenant}):
@@ -163,7 +163,7 @@ async def rewards_since_base(
 async def newest_events(
     connection: AsyncConnection, policy: str, versions: Collection[int]
 ) -> dict[int, PolicyEvent]:
-    """Return the newest event of each of these versions, except that it was written."""
+    """Return the newest event of each of these versions, ignoring the event `written`."""
     own = policy_events.c
     query = (
         select(policy_events)
@@ -230,9 +230,9 @@ async def updates_of(
 ) -> Sequence[Row[Any]]:
     """Return at most `most` updates of a policy, the newest first, claimed before `before`.
 
-    A row has columns of `updates`, and as `outcomes` how many episodes it consumed, by `trained` or
-    the reason why not. Its metrics are without those named in `hidden`, and with the `seconds` from
-    its claim to its end.
+    A row has columns of `updates`, and as `outcomes` how many episodes the update consumed, by
+    `trained` or the reason why not. The metrics named in `hidden` are left out, and the `seconds`
+    from claim to end are added.
     """
     values = {"policy": policy, "before": before, "most": most, "hidden": list(hidden)}
     return (await connection.execute(_UPDATES, values)).all()

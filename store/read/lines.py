@@ -1,4 +1,4 @@
-"""Write an episode as one JSON line: what `pawl export` writes and a judge is shown (pure)."""
+"""Encode an episode as one JSON line, for `pawl export` and for judges (pure)."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -24,7 +24,7 @@ def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> 
 
     A failed episode counts as scored only if the episode itself has a reward. A reward for one
     of its calls does not suffice: its other calls are still credited as those of a failure.
-    It counts as finished `quiet` after its last call.
+    An episode counts as finished `quiet` after its last call.
     """
     if _has_reward(episode.feedback):
         return "scored"

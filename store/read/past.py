@@ -17,7 +17,7 @@ from store.schema.tables import consumptions, episodes, policies, updates
 
 
 class PastUpdate(Record, frozen=True, kw_only=True):
-    """Describe a finished update: its claim, recipe, recorded metrics and outcomes."""
+    """A finished update: its claim, recipe, recorded metrics and outcomes."""
 
     claim: Claim
     recipe: Mapping[str, Any]
@@ -101,8 +101,8 @@ async def _refuse_deleted(connection: AsyncConnection, update_id: UUID) -> None:
     )
     if deleted := await connection.scalar(query):
         raise UnknownUpdate(
-            f"{deleted} episodes of update {update_id} were deleted since: what it came to cannot "
-            "be computed again, and `pawl policies show` has its figures"
+            f"{deleted} episodes of update {update_id} were deleted since: its results cannot be "
+            "computed again, but `pawl policies show` has the recorded figures"
         )
 
 

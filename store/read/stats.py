@@ -7,7 +7,7 @@ from store.records import Record
 
 
 class PolicyTotals(Record, frozen=True, kw_only=True):
-    """Totals of one policy, None for calls without one; `versions` is without the base model."""
+    """Totals of one policy (None: of calls without one); `versions` excludes the base model."""
 
     policy: str | None
     calls: int

@@ -25,11 +25,11 @@ TWIN: Final = (
     " || substr({0}::text, 2) AS uuid)"
 )
 # Added to the level of a match across splits: any match within a split is surer.
-ACROSS: Final = 1 << 16
+ACROSS_SPLITS: Final = 1 << 16
 # Prefixes match across splits only where a call of training repeats an evaluation's: evaluation may
 # well repeat recorded conversations of training, which stay training's.
 MATCHES: Final = (
-    f"(VALUES (n.digest, n.level, true), ({TWIN.format('n.digest')}, n.level + {ACROSS},"
+    f"(VALUES (n.digest, n.level, true), ({TWIN.format('n.digest')}, n.level + {ACROSS_SPLITS},"
     f" n.level < {len(_KINDS_OF_IDS)} OR n.digest < '80000000-0000-0000-0000-000000000000'))"
     " AS d (digest, level, counts)"
 )

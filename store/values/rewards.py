@@ -137,7 +137,7 @@ def _why_no_reward(own: Iterable[Feedback | None], stated: Iterable[float | None
 # names no metric.
 
 ALONE: Final = ""
-COLUMNS: Final = "policy, metric, place, weight, low, high, fallback, texts"
+TERM_COLUMNS: Final = "policy, metric, place, weight, low, high, fallback, texts"
 # The sum of the metric `reward` alone, as a row of `terms`.
 TERM_ALONE: Final = f"""
     SELECT '{ALONE}'::text AS policy, '{REWARD}'::text AS metric, 0 AS place,
@@ -146,9 +146,9 @@ TERM_ALONE: Final = f"""
         jsonb_build_object() AS texts
 """
 # The terms of all policies, and of one (:policy).
-ALL_TERMS: Final = f"SELECT {COLUMNS} FROM reward_terms UNION ALL {TERM_ALONE}"
+ALL_TERMS: Final = f"SELECT {TERM_COLUMNS} FROM reward_terms UNION ALL {TERM_ALONE}"
 TERMS_OF_POLICY: Final = f"""
-    SELECT {COLUMNS} FROM reward_terms WHERE policy = :policy
+    SELECT {TERM_COLUMNS} FROM reward_terms WHERE policy = :policy
     UNION ALL SELECT * FROM ({TERM_ALONE}) alone
     WHERE NOT EXISTS (SELECT FROM reward_terms WHERE policy = :policy)
 """

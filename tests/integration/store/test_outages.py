@@ -18,7 +18,7 @@ from store.driver import Driver
 from store.ids import lowest_id_at, new_id
 from store.link import settle
 from store.link.joins import DOUBTFUL_CALL
-from store.link.outages import AMONG, IN_OUTAGE, LOST_CALL, SLACK
+from store.link.outages import EPISODES_IN_OUTAGE, IN_OUTAGE, LOST_CALL, SLACK
 from store.records import CallRecord, GapRecord, OutageRecord, SpoolRecord
 from store.values.digests import PREFIX
 from store.version_states import ensure_base
@@ -188,7 +188,7 @@ async def test_outage_query_reads_no_row_of_an_episode_far_from_any_recording_ou
     async with engine.connect() as connection:
         [found] = (await connection.execute(text("SELECT id, first_call_id FROM episodes"))).all()
         driver: Driver = (await connection.get_raw_connection()).driver_connection
-        query = f"EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {AMONG}"
+        query = f"EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {EPISODES_IN_OUTAGE}"
         plan = [row[0] for row in await driver.fetch(query, [found.id], found[1], START)]
     assert "One-Time Filter" in "\n".join(plan)
     assert [line for line in plan if "on episodes" in line and "never executed" not in line] == []
@@ -204,7 +204,7 @@ async def written_by(engine: AsyncEngine) -> dict[str, str]:
 async def test_long_outage_is_applied_in_transactions_of_bounded_size(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.link.outages.AT_ONCE", 3)
+    monkeypatch.setattr("store.link.outages.MOST_QUARANTINED", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)), at(99, "after"))
     # It overlaps another one, which is stored with it.
     await store(engine, outage(0, 9), outage(2, 4))
@@ -217,7 +217,7 @@ async def test_long_outage_is_applied_in_transactions_of_bounded_size(
 async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.link.outages.AT_ONCE", 3)
+    monkeypatch.setattr("store.link.outages.MOST_QUARANTINED", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)))
     told = outage(0, 9)
     real, batches = settle.mark_doubtful, 0

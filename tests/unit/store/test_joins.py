@@ -3,7 +3,7 @@
 from uuid import UUID
 
 from store.link.joins import DOUBTFUL_NEED, EpisodePart, Link, resolve_joins
-from store.values.digests import ACROSS, PREFIX, RESPONSE, TOOL_CALL, digest_levels
+from store.values.digests import ACROSS_SPLITS, PREFIX, RESPONSE, TOOL_CALL, digest_levels
 
 
 def uid(number: int) -> UUID:
@@ -69,5 +69,5 @@ def test_levels_of_needed_fingerprints_put_ids_before_prefixes() -> None:
 
 def test_doubt_across_splits_quarantines_only_the_needing_episode() -> None:
     some = [part(1, split="eval"), part(2, split="eval"), part(3)]
-    places = resolve_joins(some, link(3, 1, 2, level=ACROSS + 2)).places
+    places = resolve_joins(some, link(3, 1, 2, level=ACROSS_SPLITS + 2)).places
     assert [places[uid(n)].quarantined_reason for n in (1, 2, 3)] == [None, None, DOUBTFUL_NEED]

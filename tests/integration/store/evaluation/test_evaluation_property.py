@@ -21,7 +21,7 @@ from store.claim_query import ClaimRule
 from store.claims import expire_episodes
 from store.errors import ClaimSpoilt
 from store.records import Episode, SpoolRecord
-from store.values.digests import ACROSS, PREFIX, TOOL_CALL
+from store.values.digests import ACROSS_SPLITS, PREFIX, TOOL_CALL
 from store.version_states import ensure_base
 from store.write.ingest import Ingester
 from tests.support.ledger.any_order import empty
@@ -245,7 +245,7 @@ WHOLES = """
 ACROSS_SPLITS = f"""
     WITH needing AS (
         SELECT COALESCE(e.root, e.id) AS whole FROM links JOIN episodes e ON e.id = needed_by
-        WHERE level >= {ACROSS})
+        WHERE level >= {ACROSS_SPLITS})
     SELECT key FROM episodes WHERE COALESCE(root, id) IN (SELECT whole FROM needing)
 """
 
