@@ -11,7 +11,7 @@ from asyncpg.pgproto import pgproto
 from store.records import EVAL, Split
 
 # Kinds. All ids of one kind (tool calls, responses) that a call needs count together. Of the
-# prefixes of a conversation (any other kind) only the first one that is known counts.
+# prefixes of a conversation (any other kind) only the first that the database knows counts.
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
 PREFIX: Final = 3
@@ -36,10 +36,10 @@ MATCHES: Final = (
 
 
 def as_uuid(digest: bytes, split: Split) -> Any:
-    """Return a split's digest as the driver's own UUID type, the smallest of 16 bytes.
+    """Return a digest as stored for a split, in the driver's UUID type: it takes least memory.
 
     Raises:
-        ValueError: it is not 16 bytes long.
+        ValueError: `digest` is not 16 bytes long.
     """
     if split == EVAL and digest:
         digest = bytes([digest[0] | _OF_EVAL]) + digest[1:]
@@ -47,7 +47,7 @@ def as_uuid(digest: bytes, split: Split) -> Any:
 
 
 def digest_levels(needs: Sequence[bytes]) -> list[tuple[bytes, int]]:
-    """Pair each digest with its level: 0 is the surest evidence, higher ones are weaker."""
+    """Pair each digest with its level: 0 is the surest evidence, higher levels are weaker."""
     least = len(_KINDS_OF_IDS)
     return [
         (digest, digest[0] - 1 if digest[0] in _KINDS_OF_IDS else least + place)

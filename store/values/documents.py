@@ -1,12 +1,12 @@
 """Limit, check and parse JSON documents that clients and servers wrote (pure).
 
-They are kept as text and never re-encoded, so that a number such as 1.10 or 1e400 is unchanged.
+Documents are kept as text and never re-encoded, so that a number such as 1.10 is unchanged.
 
 The JSON parsers are recursive, and so is the code that walks over parsed values. JSON that nests
 deeper than `MAX_DEPTH` is therefore refused, or kept as bytes, before a parser reads it.
 
-Only characters outside of strings count. Invalid JSON is counted as far as a parser would read it:
-up to its first mistake (docs/decisions/030-limits-on-what-is-parsed.md).
+Depth and size are computed from the characters outside of strings. Invalid JSON is measured as far
+as a parser would read it: up to its first mistake (docs/decisions/030-limits-on-what-is-parsed.md).
 """
 
 import re
@@ -28,14 +28,14 @@ _SQUARE: Final = bytes.maketrans(b"{}", b"[]")
 _STEPS: Final = {b"["[0]: 1, b"]"[0]: -1}
 _BACKSLASHES: Final = re.compile(rb"\\*")
 _PIECE: Final = 64 * 1024
-# Up to this length it is faster to count all brackets first, those in strings too.
+# Up to this length it is faster to count all brackets first, even those in strings.
 _SHORT: Final = 16 * 1024
 # Each pass removes the innermost brackets; most JSON has none left after this many.
 _PASSES: Final = 12
 
 
 class Size(NamedTuple):
-    """Measure a JSON document: its lists and objects, and (approximately) all its values."""
+    """The number of a JSON document's lists and objects, and (about) of all its values."""
 
     containers: int
     values: int
@@ -54,7 +54,7 @@ def nests_too_deep(data: bytes) -> bool:
 
 
 def size_bound(data: bytes) -> Size:
-    """Return an upper bound of the size of `data`, fast: brackets in strings count too."""
+    """Return a fast upper bound of the size of `data`: brackets in strings count, too."""
     if len(data) <= _PIECE:
         return _size_bound_of_piece(data)
     # Other threads can run between two pieces: a single pass over 8 MB keeps the GIL for 17 ms, and
@@ -72,10 +72,10 @@ def _size_bound_of_piece(data: bytes) -> Size:
 
 
 def size_of(data: bytes, enough: Size) -> Size:
-    """Return the size of `data`, or of its beginning that exceeds `enough` in either number.
+    """Return the size of `data`; stop counting once it exceeds `enough` in either number.
 
-    Strings are left out, which takes time. Stopping at `enough` keeps it short for JSON that is
-    far too large.
+    Leaving strings out takes time. Stopping at `enough` keeps it short for JSON that is far too
+    large.
     """
     containers = commas = 0
     for outside in _outside_strings(_marks(data, _NOT_STRUCTURE)):
@@ -89,7 +89,7 @@ def size_of(data: bytes, enough: Size) -> Size:
 def count_members(data: bytes) -> int:
     """Return how many members the objects of a valid JSON document have, repeated names counted.
 
-    Each has one colon outside of strings.
+    Each member has one colon outside of strings.
     """
     return sum(outside.count(b":") for outside in _outside_strings(_marks(data, _NOT_MEMBERS)))
 
@@ -149,7 +149,7 @@ def _pieces(data: bytes) -> Iterator[bytes]:
 
 
 def _depth_exceeds(brackets: bytes) -> bool:
-    """Return whether more than `MAX_DEPTH` brackets are open at once."""
+    """Return whether more than `MAX_DEPTH` of the square brackets are open at once."""
     remaining = brackets
     for passes in range(1, _PASSES + 1):
         remaining = remaining.replace(b"[]", b"")
@@ -177,7 +177,7 @@ def parse(text: bytes, kind: Any) -> Any:
     """Return a JSON document as a value of `kind`.
 
     Raises:
-        ValueError: it is not a value of that kind, or it nests deeper than `MAX_DEPTH`.
+        ValueError: the text is no value of that kind, or nests deeper than `MAX_DEPTH`.
     """
     _check_json(text)
     try:

@@ -1,4 +1,4 @@
-"""Describe a grammar that a reply was held to, as it is recorded and replayed (pure)."""
+"""Record and read the grammar that constrained a reply, so that it can be replayed (pure)."""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from store.records import Record
 
 Kind = Literal["json", "regex", "choice", "grammar", "tools"]
 KINDS: Final = get_args(Kind)
-# The setting that holds it; no request has a field of this name that a server reads.
+# The recorded setting that holds a grammar. No server reads a request field of this name.
 GRAMMAR: Final = "grammar"
 
 
 class Grammar(Record, frozen=True, kw_only=True):
-    """What a reply was constrained to (structured output): the server masked all other tokens.
+    """The grammar of a reply (structured output): the server masked all tokens that violate it.
 
     `text` is, by `kind`:
 
@@ -46,7 +46,7 @@ Choice = Literal["auto", "required", "forced"]
 
 
 class OfferedTool(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Describe a tool that may be called; without `parameters` its arguments are any JSON."""
+    """A tool that may be called; without `parameters` its arguments are any JSON."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
@@ -55,8 +55,8 @@ class OfferedTool(Record, frozen=True, kw_only=True, omit_defaults=True):
 class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The inputs of a structural tag.
 
-    `model` is the syntax, by the name that vLLM and xgrammar have for it. `one_call` says whether
-    a reply may call one tool at most.
+    `model` is vLLM's and xgrammar's name for the syntax of tool calls. `one_call` says whether a
+    reply may call one tool at most.
     """
 
     model: str
@@ -66,7 +66,7 @@ class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def text_of_tag(tag: ToolTag) -> str:
-    """Return the text that `parse_tag` reads; the order of a schema's keys counts, and is kept."""
+    """Return a tag as JSON for `parse_tag`; the order of a schema's keys matters, and is kept."""
     return json.dumps(msgspec.to_builtins(tag), separators=(",", ":"))
 
 

@@ -5,8 +5,8 @@ Student's t interval, mean ± t · s / √n, assumes a normally distributed mean
 (Wilson 1927, doi:10.1080/01621459.1927.10502953) has neither fault, and Brown, Cai and DasGupta
 recommend it for few observations (2001, doi:10.1214/ss/1009213286).
 
-Attempts at one task are not independent. The error of a mean is therefore that of its tasks, and
-Wilson's interval is that of as many independent values as have this error (Korn and Graubard 1998).
+Attempts at one task are not independent. The error of a mean is therefore computed from tasks, and
+Wilson's interval for the number of independent values that has this error (Korn and Graubard 1998).
 """
 
 from functools import lru_cache
@@ -14,8 +14,8 @@ from math import atan, cos, inf, pi, sin, sqrt, tan
 from typing import Final, NamedTuple
 
 # The 97.5 % quantile of the standard normal distribution.
-NORMAL: Final = 1.959963984540054
-SHARE: Final = 0.95
+NORMAL_QUANTILE: Final = 1.959963984540054
+CONFIDENCE_LEVEL: Final = 0.95
 # From here on the quantile is within 0.13 % of the normal one, and is not computed any closer.
 MOST_FREEDOM: Final = 1000
 # Halvings of an interval of width 16: what is left is below a float's resolution.
@@ -34,7 +34,7 @@ def wilson_interval(mean: float, count: float) -> Interval:
 
     With z = 1.96: (p̂ + z²/2n ± z √(p̂(1 − p̂)/n + z²/4n²)) / (1 + z²/n).
     """
-    z = NORMAL
+    z = NORMAL_QUANTILE
     scale = 1 + z * z / count
     centre = (mean + z * z / (2 * count)) / scale
     half = z * sqrt(mean * (1 - mean) / count + z * z / (4 * count * count)) / scale
@@ -56,18 +56,19 @@ def student_interval(mean: float, spread: float, count: int) -> Interval | None:
 def mean_interval(
     mean: float, count: int, tasks: int, error: float, *, zero_or_one: bool
 ) -> Interval | None:
-    """Return the interval of the mean of `count` values in `tasks` groups; None: there is none.
+    """Return the interval of the mean of `count` values, which belong to `tasks` groups.
 
-    It is Wilson's if all values are 0 or 1, else Student's. `error` is the standard error of the
-    mean where only the groups are independent, √Σ(sum − size · mean)² / n, summed over them.
+    It is Wilson's if all values are 0 or 1, else Student's, which needs two groups (else None).
+    `error` is the standard error of the mean if only the groups are independent:
+    √Σ(sum − size · mean)² / count, where Σ is over the groups.
     """
     if not zero_or_one:
         return student_interval(mean, error * tasks / sqrt(tasks - 1), tasks) if tasks > 1 else None
     if tasks < 2 or mean in (0.0, 1.0):
         return wilson_interval(mean, tasks)
-    wider = t_quantile(tasks - 1) / t_quantile(count - 1) * error
-    worth = mean * (1 - mean) / wider**2 if wider else inf
-    return wilson_interval(mean, min(count, worth))
+    adjusted = t_quantile(tasks - 1) / t_quantile(count - 1) * error
+    effective_count = mean * (1 - mean) / adjusted**2 if adjusted else inf
+    return wilson_interval(mean, min(count, effective_count))
 
 
 @lru_cache(maxsize=MOST_FREEDOM)
@@ -76,11 +77,11 @@ def t_quantile(freedom: int) -> float:
     freedom = min(freedom, MOST_FREEDOM)
     if freedom == 1:
         # Its distribution is 1/2 + atan(t)/π, and the quantile lies above all others.
-        return tan(pi * SHARE / 2)
-    low, high = NORMAL, NORMAL + 16
+        return tan(pi * CONFIDENCE_LEVEL / 2)
+    low, high = NORMAL_QUANTILE, NORMAL_QUANTILE + 16
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if _probability_within(middle, freedom) < SHARE:
+        if _probability_within(middle, freedom) < CONFIDENCE_LEVEL:
             low = middle
         else:
             high = middle
@@ -88,7 +89,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def _probability_within(t: float, freedom: int) -> float:
-    """Return the probability of -t to t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
+    """Return Student's probability of -t to t (Abramowitz and Stegun 1964, 26.7.3, 26.7.4)."""
     angle = atan(t / sqrt(freedom))
     square = cos(angle) ** 2
     if freedom % 2:

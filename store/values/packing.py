@@ -48,7 +48,7 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 def ids_array(data: bytes) -> "array[int]":
-    """Unpack token ids (T,) into four bytes each, where there are millions of them.
+    """Unpack token ids (T,) into an array of four bytes each, for millions of ids.
 
     Raises:
         ValueError: the length is not a multiple of `ITEM_BYTES`.
@@ -92,9 +92,9 @@ LEAST_SHARED: Final = 64
 
 
 class Delta(NamedTuple):
-    """Express a byte string as an addition to a base.
+    """A byte string as an addition to a base.
 
-    `prefix` and `suffix` count the bytes taken from the base's two ends.
+    `prefix` and `suffix` are the numbers of bytes taken from the base's two ends.
     """
 
     prefix: int
@@ -103,7 +103,7 @@ class Delta(NamedTuple):
 
 
 def shared_prefix(base: bytes, data: bytes) -> int:
-    """Return how many bytes both begin with, by bisection: each is compared about once."""
+    """Return the length of the shared prefix, by bisection: about one comparison a byte."""
     low, high = 0, min(len(base), len(data))
     if base[:high] == data[:high]:
         return high
@@ -117,7 +117,7 @@ def shared_prefix(base: bytes, data: bytes) -> int:
 
 
 def shared_suffix(base: bytes, data: bytes, most: int) -> int:
-    """Return how many bytes, `most` at the highest, both end with."""
+    """Return the length of the shared suffix, at most `most`."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -129,7 +129,7 @@ def shared_suffix(base: bytes, data: bytes, most: int) -> int:
 
 
 def delta(base: bytes, data: bytes) -> Delta:
-    """Return `data` as an addition to `base`; the two shared ends never overlap in either."""
+    """Return `data` as an addition to `base`; prefix and suffix never overlap in either."""
     prefix = shared_prefix(base, data)
     suffix = shared_suffix(base, data, min(len(base), len(data)) - prefix)
     return Delta(prefix, suffix, data[prefix : len(data) - suffix])

@@ -6,19 +6,19 @@ from typing import Final, Literal
 
 from store.records import OWN_EPISODE, REWARD, Feedback, Record
 
-# Values are accepted, and count, up to ± this, so that squares and sums of rewards stay finite.
+# The largest absolute value of feedback that is accepted. Squares and sums of rewards stay finite.
 LARGEST: Final = 1e15
 NO_TEXTS: Final[Mapping[str, float]] = {}
 NO_PARTS: Final[Mapping[str, float]] = {}
-# Why an episode, or a call, with feedback has no reward.
+# Why an episode or call has no reward although it has feedback.
 Lack = Literal["missing_metric", "undeclared_text"]
 
 
 class RewardTerm(Record, frozen=True, kw_only=True):
     """One metric's part of a reward: `weight` times its value, clipped to `low` and `high`.
 
-    `default` is the value if the metric was not stated; None: then there is no reward. `texts` maps
-    texts that may be stated to values.
+    `default` is the value if the metric was not stated; None: then there is no reward. `texts` has
+    the values of texts that may be stated instead of numbers.
     """
 
     metric: str
@@ -29,7 +29,7 @@ class RewardTerm(Record, frozen=True, kw_only=True):
     texts: Mapping[str, float] = NO_TEXTS
 
     def value_of(self, stated: float | str | None) -> float | None:
-        """Return a statement's value, clipped and without weight; None if it has none."""
+        """Return the value of what was stated, clipped but not weighted; None if it has none."""
         value = self.texts.get(stated) if isinstance(stated, str) else stated
         return None if value is None or isnan(value) else max(self.low, min(self.high, value))
 
@@ -53,9 +53,9 @@ REWARD_ALONE: Final = RewardRule(terms=(RewardTerm(metric=REWARD),))
 class Reward(Record, frozen=True, kw_only=True):
     """The reward of an episode or call; `value` is None if it has none.
 
-    `parts` is what each metric adds to `value`; it is empty for the metric `reward` alone. `lacks`
-    says why there is no reward although a metric was stated. `source` names the judge whose opinion
-    it is (the last by name, if there are several); None: all statements are facts.
+    `parts` has what each metric adds to `value`; it is empty for the metric `reward` alone. `lacks`
+    says why there is no reward although a metric was stated. `source` names a judge whose opinion
+    counts in it (the last by name, if there are several); None: all statements are facts.
     """
 
     value: float | None = None
@@ -70,10 +70,9 @@ UNSCORED: Final = Reward()
 def newest_statement(statements: Iterable[Feedback], metric: str) -> Feedback | None:
     """Return the statement of `metric` that counts, or None if there is none.
 
-    It is the newest fact; where none was stated, or the newest was withdrawn, the newest of all.
-    Of several with the same time a withdrawal counts before a number, the lowest number before the
-    others, and that before a text: the result must not depend on the order in which feedback
-    arrived.
+    It is the newest fact; without a fact, or if the newest was withdrawn, the newest statement of
+    all. Of several with the same time a withdrawal comes before a number, a lower number before a
+    higher one, and a number before a text: the result must not depend on the order of arrival.
     """
     own = [item for item in statements if item.metric == metric]
     fact = _latest([item for item in own if item.source is None])
@@ -94,22 +93,22 @@ def _rank(item: Feedback) -> tuple[int, float, str, str]:
 
 
 def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
-    """Return the reward by the statements about one target.
+    """Return the reward that `rule` computes from the statements about one target.
 
-    There is one if each metric without a default was stated, and at least one metric was.
+    It has a value if each metric without a default was stated, and at least one metric was.
     """
-    stated_all = list(statements)
-    own = [newest_statement(stated_all, term.metric) for term in rule.terms]
+    all_statements = list(statements)
+    newest = [newest_statement(all_statements, term.metric) for term in rule.terms]
     stated = [
         None if one is None else term.value_of(one.value)
-        for term, one in zip(rule.terms, own, strict=True)
+        for term, one in zip(rule.terms, newest, strict=True)
     ]
     values = [
         term.default if value is None else value
         for term, value in zip(rule.terms, stated, strict=True)
     ]
     if all(value is None for value in stated) or any(value is None for value in values):
-        return Reward(lacks=_why_no_reward(own, stated))
+        return Reward(lacks=_why_no_reward(newest, stated))
     parts = {
         term.metric: term.weight * value
         for term, value in zip(rule.terms, values, strict=True)
@@ -118,29 +117,31 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
     return Reward(
         value=fsum(parts.values()),
         parts=parts if rule != REWARD_ALONE else NO_PARTS,
-        source=max((one.source for one in own if one is not None and one.source), default=None),
+        source=max((one.source for one in newest if one is not None and one.source), default=None),
     )
 
 
-def _why_no_reward(own: Iterable[Feedback | None], stated: Iterable[float | None]) -> Lack | None:
-    """Return why there is no reward; None if no statement counts."""
+def _why_no_reward(
+    newest: Iterable[Feedback | None], stated: Iterable[float | None]
+) -> Lack | None:
+    """Return why there is no reward, by term; None if no statement counts."""
     values = list(stated)
-    for one, value in zip(own, values, strict=True):
+    for one, value in zip(newest, values, strict=True):
         if one is not None and isinstance(one.value, str) and value is None:
             return "undeclared_text"
     return "missing_metric" if any(value is not None for value in values) else None
 
 
-# The same in SQL, for stored feedback. A query that uses it has two parts before it in its WITH:
-# `parts` (`whole`, `id`, `method`), the recorded episodes of each joined one, and `terms`, the
-# terms to sum, with the columns of `reward_terms`. `ALONE` stands for all policies whose recipe
-# names no metric.
+# The same in SQL, for stored feedback. A query that uses it defines two tables before it in its
+# WITH: `parts` (`whole`, `id`, `method`), the parts of each episode, and `terms`, the terms to sum,
+# with the columns of `reward_terms`. `WITHOUT_TERMS` stands for all policies whose recipe names no
+# metric.
 
-ALONE: Final = ""
+WITHOUT_TERMS: Final = ""
 TERM_COLUMNS: Final = "policy, metric, place, weight, low, high, fallback, texts"
-# The sum of the metric `reward` alone, as a row of `terms`.
+# The only term of the policy `WITHOUT_TERMS`, as a row of `terms`: the metric `reward`.
 TERM_ALONE: Final = f"""
-    SELECT '{ALONE}'::text AS policy, '{REWARD}'::text AS metric, 0 AS place,
+    SELECT '{WITHOUT_TERMS}'::text AS policy, '{REWARD}'::text AS metric, 0 AS place,
         1::double precision AS weight, -{LARGEST}::double precision AS low,
         {LARGEST}::double precision AS high, NULL::double precision AS fallback,
         jsonb_build_object() AS texts
@@ -155,20 +156,21 @@ TERMS_OF_POLICY: Final = f"""
 
 
 def rule_policy_sql(policy: str) -> str:
-    """Return SQL for the policy whose terms make a policy's reward: its own, or `ALONE`."""
+    """Return SQL for the policy whose terms apply: `policy` if it has any, else `WITHOUT_TERMS`."""
     return (
-        f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {policy} ELSE '{ALONE}' END"
+        f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {policy}"
+        f" ELSE '{WITHOUT_TERMS}' END"
     )
 
 
 def metric_sums_sql(counts: str = "true") -> str:
-    """Return the parts of a WITH that end in `sums`: rewards of episodes and calls, by policy.
+    """Return parts of a WITH; the last, `sums`, has the rewards of episodes and calls by policy.
 
     A row of `sums` is about a call of an episode, or (`call_id` is null) about the episode itself.
     Feedback about the call of an episode with the method `own` is about the episode. `value` is
-    null if a metric without a default is missing: `lacks` says why. `first_at` is when the last of
-    the metrics without a default was first stated (else the first metric), and `last_at` is the
-    time of the newest statement. `counts` is the condition for a statement (`f`) of a part (`p`).
+    null if there is no reward: `lacks` says why. `first_at` is when the last of the metrics without
+    a default was first stated (if all have defaults: when the first metric was), and `last_at` is
+    the time of the newest statement. A statement (`f`) about a part (`p`) counts if `counts` holds.
     """
     return f"""
     said AS (
@@ -217,7 +219,7 @@ def metric_sums_sql(counts: str = "true") -> str:
 
 
 def rewards_sql(counts: str = "true") -> str:
-    """Return `sums` and, after it, `rewards`: the reward of each whole episode for each policy.
+    """Return SQL as `metric_sums_sql`, and `rewards`: each whole episode's reward by policy.
 
     It is the reward of the episode itself, else the mean of its calls' rewards; null: none.
     """

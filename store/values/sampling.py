@@ -5,7 +5,7 @@ of a grammar, `allowed_token_ids`, `bad_words` and `min_tokens`; `logit_bias`; t
 repetition, frequency and presence; temperature; `min_p`, `top_k` and `top_p`. The proxy decides by
 these settings whether a call can be trained on, and the trainer applies them to its own logits.
 
-vLLM raises temperatures between 0 and its least temperature to the latter
+vLLM raises temperatures between 0 and `LEAST_TEMPERATURE` to the latter
 (`SamplingParams.__post_init__` in `vllm/sampling_params.py`); 0 is greedy. The proxy records
 temperatures by this rule. The trainer applies it again on reading, because a ledger may hold
 temperatures that an earlier Pawl recorded as they were sent.
@@ -44,7 +44,7 @@ def _finite(value: str | float) -> float | None:
 
 
 def used_temperature(requested: object) -> float | None:
-    """Return the temperature used for the requested one, or None if no server accepts it."""
+    """Return the temperature that vLLM uses for `requested`, or None if no server accepts it."""
     number = number_of(requested)
     if number is None or number < 0:
         return None
@@ -59,7 +59,7 @@ _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 class Distribution(Record, frozen=True, kw_only=True):
-    """The settings that one call's tokens were sampled with; equal ones hash alike.
+    """The settings that one call's tokens were sampled with; hashable.
 
     A setting without effect has its default. `banned_ids` are the token ids of `bad_words`, and
     `stop_token_ids` matter only with `min_tokens` or a grammar: both are complete only in the
@@ -203,14 +203,14 @@ def distribution_of(settings: Mapping[str, Any]) -> Distribution:
     if GRAMMAR in settings and settings[GRAMMAR] is not None:
         shaping[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
     # Without `min_tokens` or a grammar, a stop token only ends the reply.
-    held = shaping.get("min_tokens") or GRAMMAR in shaping
-    if held and settings.get("stop_token_ids") is not None:
+    masks_stop_tokens = shaping.get("min_tokens") or GRAMMAR in shaping
+    if masks_stop_tokens and settings.get("stop_token_ids") is not None:
         shaping["stop_token_ids"] = _read("stop_token_ids", settings["stop_token_ids"], _ids)
     return Distribution(**shaping)
 
 
 def parse_server_defaults(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return a model server's own sampling settings, as it reads them.
+    """Return a model server's default sampling settings as numbers.
 
     Raises:
         ValueError: a setting cannot have a server's default, or its value is invalid.
@@ -224,7 +224,7 @@ def parse_server_defaults(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    meant = read(value)
-    if meant is None:
+    parsed = read(value)
+    if parsed is None:
         raise ValueError(f"{name} = {value!r:.80} is not a valid sampling setting")
-    return meant
+    return parsed

@@ -1,4 +1,4 @@
-"""Cache the calls that later calls may be stored as additions to: the tips of recent threads.
+"""Cache the newest calls of recent threads, the tips: later calls may be stored as additions.
 
 Each drainer has a cache of limited size. It holds calls whose rows are committed, or belong to the
 current transaction: a failed transaction leaves an empty cache. A call whose base is not in it is
@@ -47,7 +47,7 @@ class StoredTexts(Record, frozen=True, kw_only=True):
 
 
 class BaseCache:
-    """Cache tips by episode; the episodes updated longest ago are evicted first."""
+    """Cache of the tips of each episode; episodes updated longest ago are evicted first."""
 
     def __init__(self, capacity: int = CAPACITY_BYTES) -> None:
         """Open an empty cache of at most `capacity` bytes."""
@@ -57,7 +57,7 @@ class BaseCache:
         self._provided_by: dict[bytes, str] = {}
 
     def store(self, call: CallRecord) -> StoredTexts:
-        """Return the columns to store `call` with; later calls may be stored as additions to it."""
+        """Return the columns to store `call` with, and cache it as a base for later calls."""
         request, prompt_ids = call.request, call.tokens.prompt_ids
         whole = StoredTexts(request=request, prompt_ids=prompt_ids)
         if request is None:
@@ -87,7 +87,7 @@ class BaseCache:
         return self._tips.get(episode, [])
 
     def _tips_for_needs(self, needs: Iterable[bytes]) -> list[BaseCall]:
-        """Return the tips of the episode that provides the first known fingerprint of `needs`.
+        """Return the tips of the episode that provided the first known fingerprint of `needs`.
 
         A call that names no episode may have one of its own until the store joins it.
         """

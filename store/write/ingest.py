@@ -160,7 +160,7 @@ async def write_records(
 async def _place_calls(
     driver: Driver, calls: list[CallRecord], question_of: QuestionOf, written: WrittenBatch
 ) -> None:
-    """Write the calls' episodes, and note in `written` the episode of each call."""
+    """Write the calls' episodes and policy rows; add the calls to `written`."""
     episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
     for call in calls:
@@ -204,7 +204,7 @@ async def _write_calls(
 async def _upsert_episodes(
     driver: Driver, calls: Sequence[CallRecord], question_of: QuestionOf, written: WrittenBatch
 ) -> tuple[dict[str, UUID], list[UUID]]:
-    """Write the calls' episodes; return their ids by key, and the unlinked ones stored before.
+    """Write the calls' episodes; return their ids by key, and the ids of old unlinked ones.
 
     `store.link.settle` refreshes the rows of linked ones in `episode_policies` later.
     """
@@ -239,10 +239,10 @@ _CONFLICTS = """
 
 
 async def _write_feedback(driver: Driver, records: Sequence[FeedbackRecord]) -> list[UUID]:
-    """Write feedback requests and their items; return the new requests that have a key.
+    """Write feedback requests and their items; return the ids of new requests with a key.
 
-    A request whose key and body are stored already is skipped; the same key with another body is
-    not.
+    A request whose idempotency key and body are stored already is skipped; a request with the same
+    key and another body is written.
     """
     ordered = sorted(records, key=lambda record: (record.idempotency_key or "", record.id))
     rows = [(r.id, r.idempotency_key, r.body_hash, r.at, r.api_key) for r in ordered]
@@ -262,7 +262,7 @@ async def _write_feedback(driver: Driver, records: Sequence[FeedbackRecord]) -> 
 
 # A proxy that does not know of a request accepts it again, and the repetition may be stored first.
 # The earliest time counts: otherwise the request would count after a statement that corrected it.
-_SET_BACK = """
+_BACKDATE = """
     WITH said AS (
         SELECT q.id, min(s.at) AS at
         FROM unnest($1::text[], $2::text[], $3::timestamptz[]) AS s (key, hash, at)
@@ -281,7 +281,7 @@ async def _backdate_duplicates(driver: Driver, records: Sequence[FeedbackRecord]
     if not records:
         return []
     columns = zip(*[(one.idempotency_key, one.body_hash, one.at) for one in records], strict=True)
-    rows = await driver.fetch(_SET_BACK, *map(list, columns))
+    rows = await driver.fetch(_BACKDATE, *map(list, columns))
     return [row[0] for row in rows if row[0] is not None]
 
 
@@ -299,7 +299,8 @@ class Ingester:
         Args:
             on_conflicts: gets the ids of feedback requests whose idempotency key was stored with
                 another body; the feedback of both bodies counts.
-            on_late: gets how many statements came after their episode was trained on, by policy.
+            on_late: gets, by policy, how many statements came after an update had claimed their
+                episode and trained on it.
             question_of: reads the question of a call, by which episodes without a named task are
                 grouped. It is called only for calls that an episode's task may come from.
         """
@@ -314,15 +315,14 @@ class Ingester:
     async def store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
         """Store all `records` or none; those that are stored already change nothing.
 
-        Return the ids of those that were left out, because they are about deleted episodes only, or
-        calls of days that were dropped.
-        After any error the batch may be stored again, whole or in halves.
+        Return the ids of the records that were left out, because they are about deleted episodes
+        only, or calls of days that were dropped. After any error the batch may be stored again,
+        whole or in halves.
 
         Raises:
             RecordRefused: the database refuses a record.
-            Exception: the database takes no record now
-                (`store.database.prevents_all_storing` tells), or the error is
-                unexpected: one record may be at fault, or none.
+            Exception: the database accepts no record now (`store.database.prevents_all_storing`),
+                or the error is unexpected: a record may be its cause.
         """
         try:
             return await self._store(engine, records)
@@ -360,7 +360,7 @@ class Ingester:
     async def _store_on(
         self, driver: Driver, records: Sequence[SpoolRecord], repeated: bool
     ) -> frozenset[UUID]:
-        # A call of a transaction that fails is no base: its row is not there.
+        # If the transaction fails, its calls are not stored: none of them may stay a base.
         bases, self._bases = self._bases, BaseCache()
         async with driver.transaction():
             admitted = await admit_records(driver, records)

@@ -1,8 +1,8 @@
 """Convert records to rows (pure): the columns given to COPY, and the values in that order.
 
 No record is refused for its texts. PostgreSQL's text columns accept neither U+0000 nor a lone
-surrogate, and a B-tree index accepts no entry of more than 2,704 bytes. Such characters are
-replaced by their escapes. Request and reply are kept as bytes, and so unchanged.
+surrogate: these are replaced by their escapes. A B-tree index accepts no entry of more than 2,704
+bytes: a longer response id is left out. Request and reply are kept as bytes, and so unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -135,12 +135,12 @@ def no_question(call: CallRecord) -> None:
 
 
 def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
-    """Derive the task of a call that names none: a hash of its question.
+    """Return the task of a call that names none: a hash of its question.
 
     So episodes that begin with the same question form a group, even if their instructions contain
     the time of day, or if an outside model that gives no ids got the first call. Without a known
-    question it is a hash of the prompt ids. Return None without these, too, and for a call without
-    ids that no model answered.
+    question the task is a hash of the prompt ids. None: there is neither, or no model answered and
+    there are no ids.
     """
     ids = record.tokens.prompt_ids
     if not ids and record.http_status != ANSWERED:
@@ -154,8 +154,8 @@ def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
 def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
     """Return the row of an episode, from those of its calls that are in one batch, earliest first.
 
-    The columns are in the order of the upsert in `store.write.ingest`. The episode's id is the id
-    of its first call in the first batch that has one, so that no further id need be made.
+    The columns are in the order of the upsert in `store.write.ingest`. The id of a new episode is
+    that of its first call in this batch, so that no other id has to be made.
     """
     first = calls[0]
     task, task_named, task_from = _choose_task(calls, question_of)
@@ -179,7 +179,7 @@ def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
 def _choose_task(
     calls: Sequence[CallRecord], question_of: QuestionOf
 ) -> tuple[str | None, bool, UUID | None]:
-    """Return the first named task, else the first derived one; whether named; and its call's id."""
+    """Return a task, whether it is named, and its call's id: the first named, else derived task."""
     for call in calls:
         if call.task is not None:
             return call.task, True, call.id

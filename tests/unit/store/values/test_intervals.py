@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from store.read.evaluations import Rewards
 from store.values.intervals import (
-    NORMAL,
+    NORMAL_QUANTILE,
     Interval,
     mean_interval,
     student_interval,
@@ -32,7 +32,7 @@ def test_students_quantiles_equal_published_figures(freedom: int, quantile: floa
 
 
 def test_very_many_degrees_of_freedom_are_a_little_wider_than_a_normal_distribution() -> None:
-    assert NORMAL < t_quantile(10**9) == t_quantile(1000) < 1.0013 * NORMAL
+    assert NORMAL_QUANTILE < t_quantile(10**9) == t_quantile(1000) < 1.0013 * NORMAL_QUANTILE
 
 
 @given(st.integers(1, 1100))
