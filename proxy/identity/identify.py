@@ -191,7 +191,7 @@ def read_hints(headers: Mapping[str, str], fields: dict[str, Any]) -> SessionHin
 
 
 def episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterable[Name]:
-    """Return the episode names outside of our header and URL, highest priority first."""
+    """Return a request's episode names, except our header's and URL's, by priority."""
     silent = not hints.metadata and not hints.baggage and _EPISODE_FIELDS.isdisjoint(fields)
     if silent and _EPISODE_HEADERS.isdisjoint(hints.headers):
         return ()

@@ -50,7 +50,7 @@ class Owners:
         return (declared or began or DEFAULT) == tenant
 
     def hides(self, tenant: str, model: str | None) -> bool:
-        """Return whether `model` names a version (`NAME@3`) of no known policy of the tenant.
+        """Return whether `model` is a version's name, `NAME@3`, and NAME no policy of the tenant.
 
         Other tenants' versions look like unknown versions: neither is requested at the upstream.
         Nothing is hidden from the tenant `sole`, nor is a base model with a name of that form.

@@ -277,7 +277,7 @@ class Versions:
         return True
 
     def _can_serve(self, policy: str, version: int) -> bool:
-        """Return whether `version` can be served; if it is unknown, catch up first."""
+        """Return whether `version` can be served; if it is unknown, read new versions first."""
         if version not in self._served_names.get(policy, ()):
             # Workers learn of a promotion within a tenth of a second of each other.
             self._catch_up()
@@ -341,7 +341,7 @@ class Versions:
         return self._known.get(policy, {}).get(number)
 
     def why_not_served(self, model: str | None) -> str | None:
-        """Return why the upstream lacks the version `model`; None if it is no policy's version."""
+        """Return why the upstream lacks the version `model`; None if its policy is unknown."""
         named = self._version_in_name(model)
         if named is None:
             return None
@@ -359,7 +359,7 @@ class Versions:
         )
 
     def _version_in_name(self, model: str | None) -> tuple[str, int] | None:
-        """Return policy and number in a version's name; None if `model` is no policy's version."""
+        """Return policy and number if `model` is `NAME@3`, and NAME a known policy; else None."""
         policy, _, number = (model or "").rpartition("@")
         if policy not in self._known or not number.isdecimal() or len(number) > MOST_DIGITS:
             return None

@@ -235,10 +235,10 @@ _REACHED = """
 
 
 async def _store_links(driver: Driver, written: WrittenBatch) -> set[UUID]:
-    """Link needing calls to providing episodes, if one is in the batch; return those affected.
+    """Link calls to the episodes that provide what they need; return the affected episodes.
 
-    Calls that need a common digest are looked up only once, so that a call is stored as fast after
-    half a million equal ones as after none.
+    The call or the provider is in the batch. Calls that need a common digest are looked up only
+    once, so that a call is stored as fast after half a million equal ones as after none.
     """
     stored = list({digest for digest, _ in written.provided})
     common = {row[0] for row in await driver.fetch(_COMMON, stored)} if stored else set[UUID]()

@@ -391,7 +391,7 @@ def _last_attempt(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUI
 
 
 def _newest_events(rows: Iterable[Any], quoted: Mapping[UUID, QuotedCall]) -> list[Any]:
-    """Return one event for each tool call id, the newest of the surest source, and all without."""
+    """Return the newest event of the surest source for each tool call, and all without an id."""
     kept: dict[Any, Any] = {}
     for row in rows:
         # An agent may give all tool calls that it makes of texts the same id.

@@ -282,10 +282,10 @@ _COUNTED: Final = f"""
 
 
 class FilteredCounts(Record, frozen=True, kw_only=True):
-    """Counts of the newest episodes of a filter by state, and by reward in `BARS` equal ranges.
+    """Counts of the newest episodes that a filter chooses: by state, and by reward in `bars`.
 
-    The ranges of `bars` are from `low` to `high`. `looked_at` is how many of the newest episodes
-    were read; None: all.
+    `bars` counts `BARS` equal ranges from `low` to `high`. `looked_at` is how many of the newest
+    episodes were read; None: all.
     """
 
     states: dict[State, int]

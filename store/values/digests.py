@@ -36,7 +36,7 @@ MATCHES: Final = (
 
 
 def as_uuid(digest: bytes, split: Split) -> Any:
-    """Return a digest as stored for a split, in the driver's UUID type: it takes least memory.
+    """Return a digest as stored for a split, in the driver's UUID type, which is the smallest.
 
     Raises:
         ValueError: `digest` is not 16 bytes long.

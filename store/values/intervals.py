@@ -89,7 +89,10 @@ def t_quantile(freedom: int) -> float:
 
 
 def _probability_within(t: float, freedom: int) -> float:
-    """Return Student's probability of -t to t (Abramowitz and Stegun 1964, 26.7.3, 26.7.4)."""
+    """Return the probability that Student's t is between -t and t.
+
+    Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+    """
     angle = atan(t / sqrt(freedom))
     square = cos(angle) ** 2
     if freedom % 2:

@@ -124,7 +124,7 @@ def reward_of(statements: Iterable[Feedback], rule: RewardRule) -> Reward:
 def _why_no_reward(
     newest: Iterable[Feedback | None], stated: Iterable[float | None]
 ) -> Lack | None:
-    """Return why there is no reward, by term; None if no statement counts."""
+    """Return why a target has no reward; None if no statement counts."""
     values = list(stated)
     for one, value in zip(newest, values, strict=True):
         if one is not None and isinstance(one.value, str) and value is None:

@@ -179,7 +179,10 @@ def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
 def _choose_task(
     calls: Sequence[CallRecord], question_of: QuestionOf
 ) -> tuple[str | None, bool, UUID | None]:
-    """Return a task, whether it is named, and its call's id: the first named, else derived task."""
+    """Return an episode's task, whether it is named, and the id of the call that it is from.
+
+    It is the first named task, else the first derived one.
+    """
     for call in calls:
         if call.task is not None:
             return call.task, True, call.id

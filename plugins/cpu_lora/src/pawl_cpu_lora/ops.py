@@ -226,8 +226,8 @@ def _slots_of_a_prompt(slots: list[int], weights: torch.Tensor, rows: int) -> li
     """Return a slot for each row of one request's prompt; `slots` are those of all requests.
 
     vLLM calls the LM head like this for prompt log-probabilities, and does not say whose prompt it
-    is. A batch of one request has one slot. If no adapter adapts the LM head (all weights are 0),
-    no slot (-1) is as good. Otherwise the error ends the engine, as in the stock operations.
+    is. The only slot of a batch is used. If no adapter adapts the LM head (all weights are 0), each
+    row gets -1. Otherwise the error ends the engine, as in the stock operations.
 
     Raises:
         ValueError: there are several requests, and an adapter adapts the LM head.
