@@ -14,14 +14,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.records import EVAL, Record
-from store.schema.tables import AT_ONCE, BACK_TO, LIVE
+from store.schema.tables import LIVE, PROMOTED_WHEN_LOADED, ROLLBACK_TARGET
 from store.version_states import mark_unloaded
 from store.versions import Actor
 
-# A running update and a written version reserve a slot for this long: their trainer may be gone.
+# A running update and a written version reserve a slot no longer than this: their trainer may be
+# gone.
 RESERVED_S: Final = 3600.0
 # A version that lost the traffic this long ago may be unloaded although its episodes go on: they
-# continue with the serving version. Its calls have ended by then, or their server is silent.
+# continue with the serving version. By then its calls have ended, or the model server is silent.
 LONGEST_KEPT_S: Final = 600.0
 # The usual duration of a call, and the usual time from one call to the next, are the quantile
 # `USUAL` over at most `EPISODES` episodes of the last `UPDATES` updates; `UNKNOWN_S` without any.
@@ -30,12 +31,12 @@ EPISODES: Final = 128
 USUAL: Final = 0.99
 UNKNOWN_S: Final = 30.0
 
-_HERE: Final = """
+_POLICIES_OF_SERVER: Final = """
     SELECT other.name FROM policies own
     JOIN policies other ON other.version = 0 AND other.served_name = own.served_name
     WHERE own.name = :policy AND own.version = 0
 """
-# Held to the end of the transaction: two trainers that share a server must not take the same slot.
+# Locked until the transaction ends: two trainers that share a server must not take the same slot.
 _LOCK: Final = text(
     """
     SELECT pg_advisory_xact_lock(hashtext('pawl-adapter-slots:' || served_name))
@@ -46,7 +47,7 @@ _LOCK: Final = text(
 # configured any more needs slots for serving, ready and held versions only while it is called.
 _LIVE: Final = text(
     f"""
-    WITH here AS ({_HERE}),
+    WITH here AS ({_POLICIES_OF_SERVER}),
     needed AS (
         SELECT name FROM here
         WHERE CAST(:known AS text[]) IS NULL OR name = ANY(CAST(:known AS text[])) OR EXISTS (
@@ -54,8 +55,8 @@ _LIVE: Final = text(
             JOIN episode_policies s ON s.episode_id = e.id AND s.policy = here.name
             WHERE e.last_call_at > now() - make_interval(secs => {RESERVED_S}))),
     versions AS (
-        SELECT name, state, changed_at, {AT_ONCE} AS at_once,
-            state = 'retired' AND version = {BACK_TO.format(name="p.name")} AS is_held
+        SELECT name, state, changed_at, {PROMOTED_WHEN_LOADED} AS at_once,
+            state = 'retired' AND version = {ROLLBACK_TARGET.format(name="p.name")} AS is_held
         FROM policies p
         WHERE version > 0 AND name IN (SELECT name FROM here) AND {LIVE}),
     making AS (
@@ -63,8 +64,8 @@ _LIVE: Final = text(
             AND claimed_at > now() - make_interval(secs => {RESERVED_S}))
     SELECT count(*) FILTER (WHERE state = 'serving' AND is_needed) AS serving,
         count(*) FILTER (WHERE state = 'loaded' AND at_once AND is_needed) AS ready,
-        (SELECT count(*) FROM policies WHERE state = 'loaded' AND {AT_ONCE} AND name <> :policy
-            AND name = ANY(CAST(:together AS text[]))) AS partners_ready,
+        (SELECT count(*) FROM policies WHERE state = 'loaded' AND {PROMOTED_WHEN_LOADED}
+            AND name <> :policy AND name = ANY(CAST(:together AS text[]))) AS partners_ready,
         count(*) FILTER (WHERE state = 'canary' OR state = 'loaded' AND NOT at_once) AS gated,
         count(*) FILTER (WHERE is_held AND is_needed) AS held,
         count(*) FILTER (WHERE state IN ('retired', 'rolled_back') AND is_held IS NOT TRUE) AS kept,
@@ -87,8 +88,8 @@ _KEPT: Final = text(
                     AND v.to_state = v.from_state AND v.at >= p.changed_at) AS is_recalled
         FROM policies p
         WHERE version > 0 AND state IN ('retired', 'rolled_back') AND {LIVE} AND share IS NULL
-            AND (CAST(:policy AS text) IS NULL OR name IN ({_HERE}))
-            AND version IS DISTINCT FROM {BACK_TO.format(name="p.name")}),
+            AND (CAST(:policy AS text) IS NULL OR name IN ({_POLICIES_OF_SERVER}))
+            AND version IS DISTINCT FROM {ROLLBACK_TARGET.format(name="p.name")}),
     usual AS MATERIALIZED (
         SELECT name, pause.*
         FROM (SELECT DISTINCT name FROM kept) own CROSS JOIN LATERAL (
@@ -132,12 +133,13 @@ _KEPT: Final = text(
 
 
 class LiveCounts(Record, frozen=True, kw_only=True):
-    """Numbers of the trained versions of one model server that need an adapter slot.
+    """Counts of the trained versions that need an adapter slot of one model server.
 
-    `serving` have the traffic. `ready` wait until other policies go live with them. `gated` are
-    canaries, or wait for a trial or an approval. `held` would serve after a roll-back. `kept` only
-    serve episodes that began with them. `coming` are being made or wait to be loaded.
-    `partners_ready` are loaded versions of other policies that wait for this policy.
+    `serving` versions have the traffic. `ready` ones wait until other policies go live with them.
+    `gated` ones are canaries, or wait for a trial or an approval. `held` ones would serve after a
+    roll-back. `kept` ones only serve episodes that already use them. `coming` ones are being made
+    or wait to be loaded. `partners_ready` are loaded versions of other policies that wait for this
+    policy.
     """
 
     serving: int
@@ -155,9 +157,9 @@ class LiveCounts(Record, frozen=True, kw_only=True):
 
 
 class KeptVersion(Record, frozen=True, kw_only=True):
-    """A version that a server keeps for its episodes alone.
+    """A version that a model server keeps only for the episodes that use it.
 
-    It gives up its slot once no episode `is_under_way`, and in `at_most_s` seconds at the latest.
+    It may be unloaded once no such episode `is_under_way`, or in `at_most_s` seconds at the latest.
     """
 
     name: str
@@ -168,26 +170,27 @@ class KeptVersion(Record, frozen=True, kw_only=True):
 
     @property
     def may_be_unloaded(self) -> bool:
-        """Return whether another version may have its slot."""
+        """Return whether the version may be unloaded, to give its slot to another."""
         return not self.is_under_way or self.at_most_s <= 0.0
 
 
 def free_slots(live: LiveCounts, slots: int) -> int:
     """Return how many more versions may be made for a server with `slots` adapter slots.
 
-    Below 0 there are too many. A server needs a slot for each serving, ready, held and gated
-    version, and one for a new version. If it has fewer, that number is assumed: the new version
-    then waits only for the kept and coming ones.
+    A result below 0 means that there are too many versions. A server needs a slot for each serving,
+    ready, held and gated version, and one for a new version. If `slots` is smaller, the needed
+    number is used instead: then a new version waits only for the kept and coming ones.
     """
     never_free = live.serving + live.ready + live.held + live.gated
     return max(slots, never_free + 1) - live.total
 
 
 def needed_slots(live: LiveCounts, slots: int, together: int) -> int:
-    """Return how many slots must be free for a version, if `together` policies go live together.
+    """Return how many free slots a new version needs, if `together` policies go live together.
 
-    The first of their versions needs room for all: else it would wait for the others in vain. The
-    result is limited to what the server can ever have free.
+    The first new version needs a slot for each policy: without theirs it could never go live. Once
+    a partner's version is ready, one slot is enough. The result is at most what the server can ever
+    have free.
     """
     if live.partners_ready:
         return 1
@@ -208,7 +211,8 @@ async def count_live_versions(
     """Count the versions that need a slot of the model server of `policy`.
 
     `together` are the policies that go live with this one. `known` are the configured policies
-    (None: all); another policy's serving versions need a slot only if it was called lately.
+    (None: all). For another policy, serving, ready and held versions count only if it was called
+    lately.
     """
     values = {
         "policy": policy,
@@ -219,9 +223,10 @@ async def count_live_versions(
 
 
 async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[KeptVersion]:
-    """Return the versions that the model server of `policy` (None: any) keeps for episodes alone.
+    """Return the versions that the model server of `policy` (None: any) keeps only for episodes.
 
-    Versions without an episode under way come first, then the version that lost the traffic first.
+    Versions without an episode under way come first; among equals, those that lost the traffic
+    first.
     """
     since = datetime.now(UTC) - timedelta(seconds=LONGEST_KEPT_S)
     rows = await connection.execute(_KEPT, {"policy": policy, "first": lowest_id_at(since)})
@@ -233,14 +238,15 @@ async def unload_kept(
 ) -> None:
     """Unload these versions; episodes that still use them go on with the serving version."""
     # Sorted by policy, because each policy is locked: no deadlocks.
-    for one in sorted(versions, key=lambda version: version.name):
-        used = ", although episodes that use it are under way" if one.is_under_way else ""
-        await mark_unloaded(connection, one.name, [one.version], why + used, actor)
+    for kept in sorted(versions, key=lambda version: version.name):
+        used = ", although episodes that use it are under way" if kept.is_under_way else ""
+        await mark_unloaded(connection, kept.name, [kept.version], why + used, actor)
 
 
 async def unload_unused_versions(
     connection: AsyncConnection, policy: str | None, actor: Actor
 ) -> None:
     """Unload versions without an episode under way from the server of `policy` (None: any)."""
-    ended = [one for one in await kept_versions(connection, policy) if not one.is_under_way]
-    await unload_kept(connection, ended, "no episode that uses it is under way", actor)
+    kept = await kept_versions(connection, policy)
+    unused = [version for version in kept if not version.is_under_way]
+    await unload_kept(connection, unused, "no episode that uses it is under way", actor)

@@ -1,4 +1,4 @@
-"""Serve admin ports with aiohttp: clients cannot fill the log, and web pages are refused."""
+"""Serve admin ports with aiohttp: refuse other sites' web pages, and do not log client errors."""
 
 import os
 from collections.abc import Iterator
@@ -23,9 +23,10 @@ _CLIENTS_FAULT: Final = (HttpProcessingError, web.RequestPayloadError, Connectio
 async def serve_app(
     app: web.Application, listen: str, setting: str, hosts: tuple[str, ...] | None
 ) -> web.AppRunner:
-    """Serve `app` on the address `listen`, the value of `setting`, until the runner's `cleanup`.
+    """Serve `app` on the address `listen` until the returned runner's `cleanup`.
 
-    Requests from web pages of hosts other than `hosts` are refused; None: `app` checks itself.
+    `setting` is the name of the setting that has the address, for error messages. Requests from web
+    pages of hosts other than `hosts` are refused; if `hosts` is None, `app` itself must check them.
 
     Raises:
         NotListening: the port is taken, or the machine has no such address.
@@ -59,7 +60,7 @@ def _refuse_foreign_pages(hosts: tuple[str, ...]) -> Middleware:
 
 @contextmanager
 def explain_listen_failure(listen: str, setting: str) -> Iterator[None]:
-    """Raise NotListening if the block fails to listen on `listen`, the value of `setting`."""
+    """Raise NotListening if the block cannot listen on `listen`, the value of setting `setting`."""
     try:
         yield
     # UnicodeError: the host name cannot be encoded. The resolver's error numbers are negative.
@@ -73,7 +74,7 @@ def explain_listen_failure(listen: str, setting: str) -> Iterator[None]:
 
 
 def is_server_failure(record: LogRecord) -> bool:
-    """Return whether a log record of aiohttp's is about more than a client's fault.
+    """Return False if a log record of aiohttp's reports a client's error, else True (log filter).
 
     Clients must not be able to fill the log with tracebacks.
     """

@@ -27,7 +27,7 @@ def why_foreign(
 
     A link that a person follows is allowed. `hosts` are those of `PAWL_ALLOWED_HOSTS`; None: any
     `Host` is allowed, and only pages of that host. With `loopback`, the only IP addresses allowed
-    as `Host` are loopback's.
+    as `Host` are loopback's and 0.0.0.0.
     """
     values: dict[bytes, str] = {}
     for name, value in headers:
@@ -42,8 +42,9 @@ def why_foreign(
         return None
     page = (origin or "").rpartition("://")[2]
     is_link = method in ("GET", "HEAD") and values.get(b"sec-fetch-dest") == "document"
-    is_same = site in ("same-origin", "none") or (site is None and page == host)
-    if is_link or is_same or any(one and one in (hosts or ()) for one in (page, origin)):
+    is_same_site = site in ("same-origin", "none") or (site is None and page == host)
+    is_listed = any(name and name in (hosts or ()) for name in (page, origin))
+    if is_link or is_same_site or is_listed:
         return None
     return (
         _foreign_page_message("Sec-Fetch-Site", site or "")
@@ -61,7 +62,11 @@ def _foreign_page_message(header: str, value: str) -> str:
 
 @lru_cache(maxsize=64)
 def _is_own_host(host: str, hosts: tuple[str, ...], loopback: bool) -> bool:
-    """Return whether `host`, with or without a port, cannot be another site's name."""
+    """Return whether `host`, with or without a port, is one that no other site can have.
+
+    Such hosts are IP addresses (with `loopback` only this machine's own), names without a dot, and
+    the names in `hosts`.
+    """
     named = _HOST.fullmatch(host)
     name = named[1] if named else ""
     try:
@@ -70,5 +75,5 @@ def _is_own_host(host: str, hosts: tuple[str, ...], loopback: bool) -> bool:
         return address.is_loopback or address.is_unspecified or not loopback
     except ValueError:
         name = name.rstrip(".")
-        below = tuple(one for one in hosts if one.startswith("."))
-        return name != "" and ("." not in name or name in hosts or name.endswith(below))
+        suffixes = tuple(allowed for allowed in hosts if allowed.startswith("."))
+        return name != "" and ("." not in name or name in hosts or name.endswith(suffixes))

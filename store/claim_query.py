@@ -1,23 +1,23 @@
 """Select the episodes for a policy's next update: the freshest first, in groups or singly.
 
-Episodes of one task are a group. A group is ready once it has `group_size` members, or once it has
-waited. An episode without a task is ready at once, and so is the only episode of its task, unless
-this policy's tasks usually repeat: then it waits for others of its task like any group.
+Episodes of one task are a group. A group is ready once it has `group_size` members, or has waited
+for `max_age_s`. An episode without a task is ready at once. So is the only episode of its task,
+unless this policy's tasks often repeat: then it waits for others of its task like any group.
 
 Episodes with the latest reward (by the minute) come first, whatever version sampled them: a long
 episode began with an older version than short ones, and must not be left over for that. Within a
 minute newer versions come first; among equals, the episodes that waited longest. If more episodes
 arrive than are trained, those with the oldest rewards are left over.
 
-Groups whose final rewards are all equal teach little, as they are compared with their family alone.
-They do not start an update: they are taken along with others, or fill an update by themselves, and
-are consumed. A learner that imitates successes waits for groups with a success instead
+A group whose final rewards are all equal teaches little, as it is compared only with its family. It
+has no signal, and does not start an update: such groups are taken along with others, or once they
+fill a whole update. A learner that imitates successes waits for groups with a success instead
 (docs/decisions/018-groups.md).
 
 Three kinds of episodes are not selected: episodes that a faulty model server sampled, which expire
 like others that wait too long (docs/decisions/053-pause-after-failures.md); episodes with a call of
-a rolled-back version, which may have found a way to a bad reward; and episodes that only untrusted
-judges have scored (`store.read.agreement`).
+a rolled-back version, which may have exploited a flaw of the reward; and episodes that only
+untrusted judges have scored (`store.read.agreement`).
 
 Stale episodes, such as most of the control's, are members of their group: they count towards its
 size and its comparison, and are consumed untrained.
@@ -49,23 +49,24 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     a smaller group is complete, too, filled up with members that earlier updates consumed. With a
     `group_size` of 1 every episode is ready by itself, with or without a task.
 
-    An update starts once groups with a signal have `fewest` episodes. It takes episodes up to the
-    size of `groups` groups (of `most_groups` if it had to wait for a slot; None: `groups`). As many
-    from groups without a signal are taken along; alone they start an update once they fill it.
+    An update starts once groups with a signal have `fewest` episodes. It takes as many episodes as
+    fill `groups` groups (`most_groups` if it had to wait for a slot; None: `groups`), and up to as
+    many again from groups without a signal. Groups without a signal start an update of their own
+    only once they fill `groups` groups.
 
     With `needs_spread` a group has a signal if its rewards differ, and so has a single episode,
     which is compared with its family. Each episode's newest reward is compared, and `failed_reward`
     for failed episodes without a reward. With `least_reward` a group has a signal if a member has
     at least this reward; such members are taken first.
 
-    Two kinds of episode count as members after a time of silence (None: never): a failed episode
-    without a reward, after `failed_after_s` seconds; an episode with rewards for single calls only,
-    `call_rewards_after_s` seconds after its last call or such reward. Episodes sampled more than
-    `max_staleness` versions ago are stale (None: none are): they fill groups with fresh ones, and
-    expire after `max_age_s` (`store.claims`).
+    Two kinds of episodes count as members after a time of silence (None: never): a failed episode
+    without a reward, after `failed_after_s` seconds; and an episode that only has rewards for
+    single calls, `call_rewards_after_s` seconds after its last call or such reward. Episodes
+    sampled more than `max_staleness` versions ago are stale (None: none are): they fill groups with
+    fresh ones, and expire after `max_age_s` (`store.claims`).
 
     With `finished_after_s` no reward is needed: an episode without a reward counts as a member
-    after so many seconds of silence.
+    after this many seconds of silence.
     """
 
     policy: str
@@ -84,12 +85,12 @@ class ClaimRule(Record, frozen=True, kw_only=True):
 
     @property
     def full_update_size(self) -> int:
-        """Return how many episodes a whole update has."""
+        """Return the number of episodes that fill `groups` groups."""
         return self.groups * self.group_size
 
     @property
     def episodes_needed(self) -> int:
-        """Return how many episodes with a signal an update needs."""
+        """Return how many episodes in groups with a signal must wait before an update starts."""
         return min(self.fewest, self.full_update_size)
 
 
@@ -99,8 +100,8 @@ _SCORED = f"""
     FROM episode_policies
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE}
 """
-# Rewards of single calls do not end an episode, so it counts as over once all its parts are silent.
-# Which of its calls' rewards are compared is not known here.
+# A reward for a single call does not end an episode: it counts as over once all parts are silent.
+# This query does not know which calls' rewards will be compared.
 _CALL_SCORED = f"""
     UNION ALL
     SELECT episode_id, task, version, GREATEST(last_call_at, call_scored_at)
@@ -147,7 +148,7 @@ EARLIER_MEMBERS = text(
 # If at least this share of a policy's waiting and lately consumed episodes has a task in common
 # with another, an episode that is alone waits for others of its task.
 _REPEATS = 0.1
-_FIRST = "date_trunc('minute', last) DESC, newest DESC, first, task, ids[1]"
+_ORDER = "date_trunc('minute', last) DESC, newest DESC, first, task, ids[1]"
 # A failed episode is never the best of its group. A task with more members than a group has several
 # groups: fresh members fill the first ones. An episode without a task is a group by itself.
 _GROUPS = f"""
@@ -187,9 +188,9 @@ _GROUPS = f"""
                     < {_REPEATS} * sum(members) FROM tasks)))
     SELECT ids, members, has_signal
     FROM (SELECT *,
-              sum(members) OVER (PARTITION BY has_signal ORDER BY {_FIRST}) - members AS before
+              sum(members) OVER (PARTITION BY has_signal ORDER BY {_ORDER}) - members AS before
           FROM complete) placed
-    WHERE before < :most ORDER BY {_FIRST}
+    WHERE before < :most ORDER BY {_ORDER}
 """
 # Conditions for a signal, by the rewards of waiting members (g) and of members consumed earlier
 # (c), which a short group is compared with, too.
@@ -213,20 +214,20 @@ _FREE = text(
 async def lock_ready_episodes(
     connection: AsyncConnection, rule: ClaimRule, oldest: int, *, takes_most: bool = False
 ) -> list[UUID]:
-    """Select and lock the episodes of the next update; return none while there are too few.
+    """Select and lock the episodes of the next update; return [] while there are too few.
 
-    `oldest` is the first version whose episodes may be trained. With `takes_most` there are up to
-    `rule.most_groups` groups.
+    `oldest` is the lowest version whose episodes may be trained. With `takes_most` up to
+    `rule.most_groups` groups are selected.
     """
     groups = (takes_most and rule.most_groups) or rule.groups
     ready = await _ready_groups(connection, rule, oldest, groups * rule.group_size)
-    ids = [one for group in chosen_groups(ready, rule) for one in group.ids]
+    ids = [episode_id for group in chosen_groups(ready, rule) for episode_id in group.ids]
     free = await lock_free_episodes(connection, rule.policy, ids) if ids else set[UUID]()
-    return [one for one in ids if one in free]
+    return [episode_id for episode_id in ids if episode_id in free]
 
 
 def chosen_groups(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
-    """Return the groups to take, in their order: none while there are too few."""
+    """Return the ready groups `rows` that an update takes now; [] while there are too few."""
     if sum(row.members for row in rows if row.has_signal) >= rule.episodes_needed:
         return rows
     without = [row for row in rows if not row.has_signal]
@@ -236,8 +237,8 @@ def chosen_groups(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
 async def _ready_groups(
     connection: AsyncConnection, rule: ClaimRule, oldest: int, most: int
 ) -> Sequence[Any]:
-    """Return the first groups with and without signal, each up to `most` episodes, in order."""
-    # Where no reward is needed, no opinion counts.
+    """Return ready groups in order: up to `most` episodes with a signal, and as many without."""
+    # A rule that needs no reward does not depend on judges.
     needs_reward = rule.finished_after_s is None
     trust = await trust_in_judges(connection, rule.policy) if needs_reward else {}
     untrusted = [source for source, share in trust.items() if not share]
@@ -254,10 +255,10 @@ async def _ready_groups(
         (_FAILED, rule.failed_after_s is not None),
         (_FINISHED, rule.finished_after_s is not None),
     )
-    but = await _claimable_conditions(connection, rule.policy, untrusted)
+    exclusions = await _exclusions(connection, rule.policy, untrusted)
     signal = _SPREAD if rule.needs_spread else _ANY_SIGNAL
     query = _GROUPS.format(
-        ready="".join(part + but for part, counts in members if counts),
+        ready="".join(part + exclusions for part, counts in members if counts),
         earlier=_EARLIER,
         task="task" if rule.group_size > 1 else "CAST(NULL AS text)",
         best="" if rule.least_reward is None else _BEST_FIRST,
@@ -289,8 +290,8 @@ OUTSIDE_FAULT_TIMES: Final = """
         SELECT FROM fault_times f
         WHERE f.policy = :policy AND last_call_at >= f.called_since AND episode_id < f.began_before)
 """
-# Episodes claimed for the last version that went live, or ended before that claim, count as right.
-_NOTE: Final = text(
+# Episodes claimed for the last version that went live, or ended before that claim, count as sound.
+_ADD_FAULT_TIME: Final = text(
     f"""
     INSERT INTO fault_times AS known (policy, called_since, began_before)
     VALUES (:policy, COALESCE((
@@ -309,7 +310,7 @@ _IN_FAULT_TIMES: Final = text(
 
 # How long after a version was unloaded its calls may still be stored, in episodes that began with
 # another version.
-_LATE: Final = "interval '1 hour'"
+_CALLS_ARRIVE_WITHIN: Final = "interval '1 hour'"
 # The row has an episode's lowest and highest version. Only its calls tell whether it also used a
 # version in between, which it left when that was unloaded.
 HAS_ROLLED_BACK: Final = """
@@ -337,58 +338,57 @@ _TO_EXPIRE: Final = text(
     WHERE policy = :policy AND {FREE} AND latest > version AND version < (
             SELECT max(lost.version) FROM policies lost
             WHERE lost.name = :policy AND lost.state = 'rolled_back'
-                AND (lost.unloaded_at IS NULL OR lost.changed_at > now() - {_LATE}))
+                AND (lost.unloaded_at IS NULL OR lost.changed_at > now() - {_CALLS_ARRIVE_WITHIN}))
         AND {HAS_ROLLED_BACK}
     LIMIT :most
     """
 )
-# Episodes with a reward of an untrusted judge, and no other.
-_SAID: Final = f"""EXISTS (
+# Begins the condition for an episode with a reward that meets a further condition.
+_REWARD_WHERE: Final = f"""EXISTS (
         SELECT FROM feedback f JOIN episodes part ON part.id = f.episode_id
         WHERE (part.id = episode_policies.episode_id OR part.root = episode_policies.episode_id)
             AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms) AND"""
-_UNTRUSTED: Final = f"""({_SAID} f.source = ANY(CAST(:untrusted AS text[])))
-    AND NOT {_SAID} (f.value IS NOT NULL OR f.label IS NOT NULL)
+# The condition for an episode that has rewards of untrusted judges only.
+_UNTRUSTED: Final = f"""({_REWARD_WHERE} f.source = ANY(CAST(:untrusted AS text[])))
+    AND NOT {_REWARD_WHERE} (f.value IS NOT NULL OR f.label IS NOT NULL)
         AND (f.source IS NULL OR f.source <> ALL(CAST(:untrusted AS text[])))))
 """
-_WERE_FAULTS: Final = text("SELECT EXISTS (SELECT FROM fault_times WHERE policy = :policy)")
-_WERE_ROLLED_BACK: Final = text(
+_HAD_FAULTS: Final = text("SELECT EXISTS (SELECT FROM fault_times WHERE policy = :policy)")
+_HAD_ROLL_BACKS: Final = text(
     "SELECT EXISTS (SELECT FROM policies WHERE name = :policy AND state = 'rolled_back')"
 )
 
 
-async def _claimable_conditions(
-    connection: AsyncConnection, policy: str, untrusted: Sequence[str]
-) -> str:
-    """Return the conditions on rows of `episode_policies` for episodes that may be selected.
+async def _exclusions(connection: AsyncConnection, policy: str, untrusted: Sequence[str]) -> str:
+    """Return the SQL conditions that leave out rows of `episode_policies` not to be selected.
 
-    They are empty, and cost nothing, if no server was ever at fault, no version was rolled back,
-    and all judges are trusted.
+    The text is empty if no server was ever at fault, no version was rolled back, and all judges are
+    trusted.
     """
     values = {"policy": policy}
-    faults = await connection.scalar(_WERE_FAULTS, values)
-    rolled_back = await connection.scalar(_WERE_ROLLED_BACK, values)
-    left = [HAS_ROLLED_BACK] * bool(rolled_back) + [_UNTRUSTED] * bool(untrusted)
+    faults = await connection.scalar(_HAD_FAULTS, values)
+    rolled_back = await connection.scalar(_HAD_ROLL_BACKS, values)
+    excluded = [HAS_ROLLED_BACK] * bool(rolled_back) + [_UNTRUSTED] * bool(untrusted)
     return (f" AND {OUTSIDE_FAULT_TIMES}" if faults else "") + "".join(
-        f" AND NOT {one}" for one in left
+        f" AND NOT {condition}" for condition in excluded
     )
 
 
 async def exclude_after_fault(connection: AsyncConnection, policy: str) -> int:
     """Keep updates from claiming episodes that a model server's past fault may have spoilt.
 
-    They are those that began before now and had a call since the last good claim: that of the last
-    update whose version went live. Return how many of these episodes no update has claimed yet.
+    They began before now, and had a call since the last sound claim: that of the last update whose
+    version went live. Return how many of these episodes no update has claimed yet.
     """
     now = (await connection.execute(text("SELECT now()"))).scalar_one()
-    await connection.execute(_NOTE, {"policy": policy, "began_before": lowest_id_at(now)})
+    await connection.execute(_ADD_FAULT_TIME, {"policy": policy, "began_before": lowest_id_at(now)})
     return int((await connection.execute(_IN_FAULT_TIMES, {"policy": policy})).scalar_one())
 
 
 async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: int) -> list[UUID]:
     """Return up to `most` free episodes with a call of a version that was rolled back."""
     values: dict[str, Any] = {"policy": policy, "most": most}
-    if not await connection.scalar(_WERE_ROLLED_BACK, values):
+    if not await connection.scalar(_HAD_ROLL_BACKS, values):
         return []
     return list((await connection.execute(_TO_EXPIRE, values)).scalars())
 
@@ -397,7 +397,7 @@ async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: i
 
 
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
-    """Return how many updates of the least size the waiting groups with a signal would make."""
+    """Return how many updates of `episodes_needed` episodes wait in groups with a signal."""
     ready = await _ready_groups(connection, rule, 0, MAX_INT32)
     return float(sum(row.members for row in ready if row.has_signal)) / rule.episodes_needed
 

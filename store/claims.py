@@ -51,7 +51,7 @@ MAX_NAMED: Final = 5
 
 
 class Claim(Record, frozen=True, kw_only=True):
-    """The whole groups claimed for one update, and the other inputs of their credit.
+    """The groups claimed for one update, and the other inputs from which credit is computed.
 
     Episodes with a call sampled by a version before `oldest_version` are stale. `trust` is the
     weight of each judge's statements, 0 to 1 (`store.read.agreement`). `baselines` is the state of
@@ -96,11 +96,11 @@ async def claim(
 ) -> UUID | None:
     """Claim the freshest complete groups for a new update and return the update's id.
 
-    Return None while there are too few. With `takes_most` there may be more groups (`ClaimRule`).
-    With `parent_serves` the limits are those that hold once the parent serves. The same ledger
-    gives the same claim. Read the claimed episodes with `load_claim` after this transaction is
-    committed, so that writers of these episodes' calls and feedback block only while the rows are
-    marked.
+    Return None while there are too few. With `takes_most` up to `rule.most_groups` groups are
+    claimed. With `parent_serves` staleness is counted as if the parent version served already. The
+    same ledger gives the same claim. Read the claimed episodes with `load_claim` after this
+    transaction is committed, so that writers of these episodes' calls and feedback block only while
+    the rows are marked.
 
     Raises:
         ClaimLost: another update of the policy is running.
@@ -128,7 +128,7 @@ async def begin_update(
 ) -> UUID:
     """Add a running update that holds no episode yet, and return its id.
 
-    `limits` are the columns for the episodes that it may hold, and for the weights of judges.
+    `limits` are further columns of its row: `group_size`, `oldest_version` and `trust`.
 
     Raises:
         ClaimLost: another update of the policy is running.
@@ -160,48 +160,51 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     Raises:
         Damaged: a call cannot be read back.
     """
-    head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
-    task_of, earlier_of = await _members(connection, head)
+    query = select(updates).where(updates.c.id == update_id)
+    update_row = (await connection.execute(query)).one()
+    task_of, earlier_of = await _members(connection, update_row)
     ids = [*task_of, *chain(*earlier_of.values())]
     read = {episode.id: episode for episode in await read_episodes(connection, ids)}
     by_task: dict[str, list[Episode]] = {}
-    for one, task in task_of.items():
-        by_task.setdefault(task, []).append(read[one])
+    for episode_id, task in task_of.items():
+        by_task.setdefault(task, []).append(read[episode_id])
     groups = tuple(
         Group(
             task=task,
             episodes=tuple(members),
-            earlier=tuple(read[one] for one in earlier_of.get(task, ())),
+            earlier=tuple(read[episode_id] for episode_id in earlier_of.get(task, ())),
         )
         for task, members in by_task.items()
     )
     return Claim(
         update_id=update_id,
-        policy=head.policy,
-        parent_version=head.parent_version,
+        policy=update_row.policy,
+        parent_version=update_row.parent_version,
         groups=groups,
-        oldest_version=head.oldest_version,
-        trust=head.trust or {},
-        baselines=await _baselines_before(connection, head),
+        oldest_version=update_row.oldest_version,
+        trust=update_row.trust or {},
+        baselines=await _baselines_before(connection, update_row),
     )
 
 
 async def episodes_of_update(connection: AsyncConnection, update_id: UUID) -> list[UUID]:
     """Return the episodes that `load_claim` reads; none if there is no such update."""
-    head = (await connection.execute(select(updates).where(updates.c.id == update_id))).first()
-    task_of, earlier_of = await _members(connection, head) if head else ({}, {})
+    query = select(updates).where(updates.c.id == update_id)
+    update_row = (await connection.execute(query)).first()
+    task_of, earlier_of = await _members(connection, update_row) if update_row else ({}, {})
     return [*task_of, *chain(*earlier_of.values())]
 
 
 async def _members(
-    connection: AsyncConnection, head: Any
+    connection: AsyncConnection, update_row: Any
 ) -> tuple[dict[UUID, str], dict[str, list[UUID]]]:
-    task_of = await _tasks_of_claimed(connection, head.id)
-    return task_of, await _earlier_members(connection, head, Counter(task_of.values()))
+    """Return the task of each claimed episode, and the earlier members that fill up each task."""
+    task_of = await _tasks_of_claimed(connection, update_row.id)
+    return task_of, await _earlier_members(connection, update_row, Counter(task_of.values()))
 
 
 async def _tasks_of_claimed(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
-    """Map the episodes of an update to their tasks; "" where an episode has none."""
+    """Map the episodes that an update holds or held to their tasks, or "" without a task."""
     task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
     query = (
         select(episodes.c.id, task)
@@ -213,14 +216,21 @@ async def _tasks_of_claimed(connection: AsyncConnection, update_id: UUID) -> dic
 
 
 async def _earlier_members(
-    connection: AsyncConnection, head: Any, sizes: Mapping[str, int]
+    connection: AsyncConnection, update_row: Any, sizes: Mapping[str, int]
 ) -> dict[str, list[UUID]]:
-    """Return the newest consumed episodes of each task that is short of members, to fill it up."""
-    full = head.group_size
+    """Return, for each task with too few members (`sizes`), consumed episodes to fill it up.
+
+    The most recently consumed come first.
+    """
+    full = update_row.group_size
     short = {task: full - size for task, size in sizes.items() if task and size < full}
     if not short:
         return {}
-    values = {"policy": head.policy, "before": head.claimed_at, "oldest": head.oldest_version}
+    values = {
+        "policy": update_row.policy,
+        "before": update_row.claimed_at,
+        "oldest": update_row.oldest_version,
+    }
     earlier: dict[str, list[UUID]] = {}
     for row in await connection.execute(EARLIER_MEMBERS, values | {"tasks": list(short)}):
         members = earlier.setdefault(row.task, [])
@@ -229,15 +239,17 @@ async def _earlier_members(
     return earlier
 
 
-async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[str, Any] | None:
-    """Return the moving baselines that the policy's last update before `head` left."""
+async def _baselines_before(
+    connection: AsyncConnection, update_row: Any
+) -> Mapping[str, Any] | None:
+    """Return the moving baselines after the policy's last update before this one, if any."""
     query = (
         select(updates.c.baselines)
         .where(
-            updates.c.policy == head.policy,
+            updates.c.policy == update_row.policy,
             updates.c.state == "done",
             updates.c.baselines.is_not(None),
-            updates.c.claimed_at < head.claimed_at,
+            updates.c.claimed_at < update_row.claimed_at,
         )
         .order_by(updates.c.claimed_at.desc(), updates.c.id.desc())
         .limit(1)
@@ -298,7 +310,7 @@ async def record_update(
 ) -> None:
     """Record a finished update: consume its episodes and add the version that it made.
 
-    There is an outcome for each claimed episode. `version` is None if nothing was trained, as no
+    `outcomes` has one for each claimed episode. `version` is None if nothing was trained, as no
     group had a signal. `baselines` is the state that the next update's moving baselines start from.
 
     Raises:
@@ -338,9 +350,10 @@ _KEEP_LOGPROBS: Final = text(
 async def keep_policy_logprobs(
     connection: AsyncConnection, of_calls: Mapping[UUID, bytes | None]
 ) -> None:
-    """Store the policy's log-probabilities of calls' sampled ids at training, packed.
+    """Store the log-probabilities that the policy, in training, gave to calls' sampled ids.
 
-    None, for a call of which the update compared nothing, removes those of an earlier update.
+    `of_calls` maps a call's id to them (packed), or to None if this update computed none: then
+    those of an earlier update are removed.
     """
     values = {"calls": list(of_calls), "logprobs": list(of_calls.values())}
     await connection.execute(_KEEP_LOGPROBS, values)
@@ -371,8 +384,8 @@ async def _refuse_evaluation(connection: AsyncConnection, update_id: UUID) -> No
     if turned:
         named = ", ".join(map(repr, turned[:MAX_NAMED]))
         raise ClaimSpoilt(
-            f"a call said that {len(turned)} of its episodes are evaluation after update"
-            f" {update_id} had claimed them ({named}): release the update, and claim again"
+            f"{len(turned)} episodes of update {update_id} became evaluation after it had claimed"
+            f" them ({named}): release the update, and claim again"
         )
 
 
@@ -389,15 +402,18 @@ async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_i
     if held:
         named = ", ".join(map(repr, held[:MAX_NAMED]))
         raise ClaimSpoilt(
-            f"a version that sampled {len(held)} of its episodes was rolled back after update"
-            f" {update_id} had claimed them ({named}): release the update, and claim again"
+            f"a version that sampled {len(held)} episodes of update {update_id} was rolled back"
+            f" after it had claimed them ({named}): release the update, and claim again"
         )
 
 
 async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
     """Check that an update's parent version has neither failed nor ended.
 
-    So no version descends from a rolled-back one: those recorded before were rolled back with it.
+    Otherwise the new version would descend from a rolled-back one, and not be rolled back with it.
+
+    Raises:
+        ClaimSpoilt: the parent version has failed or ended.
     """
     query = select(policies.c.served_name).where(
         policies.c.name == updates.c.policy,
@@ -423,9 +439,9 @@ async def consume_episodes(
     """
     values = {
         "update_id": update_id,
-        "ids": [one.episode_id for one in outcomes],
-        "trained": [one.trained for one in outcomes],
-        "reasons": [one.reason for one in outcomes],
+        "ids": [outcome.episode_id for outcome in outcomes],
+        "trained": [outcome.trained for outcome in outcomes],
+        "reasons": [outcome.reason for outcome in outcomes],
     }
     await connection.execute(_CONSUME, values)
 
@@ -449,7 +465,7 @@ async def end_update(
         .returning(updates.c.id)
     )
     if ended.first() is None:
-        raise ClaimLost(f"update {update_id} is no longer running")
+        raise ClaimLost(f"update {update_id} is no longer running, so it cannot be made {state}")
 
 
 # Consuming episodes that cannot be trained any more
@@ -486,7 +502,7 @@ async def oldest_trainable_version(
     *,
     parent_serves: bool = False,
 ) -> int:
-    """Return the lowest version whose episodes an update of version `parent` may train on.
+    """Return the lowest version whose episodes an update from version `parent` may train on.
 
     Staleness counts the versions that had traffic and were neither rolled back nor ended, and with
     `parent_serves` also the parent, which is about to get traffic.
@@ -505,9 +521,10 @@ async def oldest_trainable_version(
 async def expire_episodes(
     connection: AsyncConnection, rule: ClaimRule, parent: int, recipe: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Consume up to `MOST_EXPIRED` episodes past `rule`'s limits; return their number by reason.
+    """Consume untrained up to `MOST_EXPIRED` stale or rolled-back episodes; count by reason.
 
-    A stale episode that may fill a group is left for as long as a group waits for its members.
+    A stale episode that may fill a group is left until `rule.max_age_s` seconds after its last call
+    and its reward.
     """
     oldest = await oldest_trainable_version(connection, rule.policy, parent, rule.max_staleness)
     lost = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
@@ -534,9 +551,10 @@ async def consume_unclaimed(
     *,
     oldest: int = 0,
 ) -> dict[str, int]:
-    """Consume free episodes, which the caller has locked, untrained; return their number by reason.
+    """Consume untrained the free episodes that `reasons` maps to why; return the count by reason.
 
-    They are recorded under a new update of version `parent`, in state `expired`.
+    The caller has locked them. A new update from version `parent`, in state `expired`, records
+    them.
     """
     counted = dict(Counter(reasons.values()))
     if not counted:
@@ -558,7 +576,8 @@ async def consume_unclaimed(
         _CLAIM, {"update_id": update_id, "policy": policy, "ids": list(reasons)}
     )
     outcomes = [
-        Outcome(episode_id=one, trained=False, reason=reason) for one, reason in reasons.items()
+        Outcome(episode_id=episode_id, trained=False, reason=reason)
+        for episode_id, reason in reasons.items()
     ]
     await consume_episodes(connection, update_id, outcomes)
     return counted
@@ -578,30 +597,33 @@ async def end_unusable_claim(
 ) -> int:
     """End a running update whose claim has unusable episodes; return how many were consumed.
 
-    `damaged` maps each unusable episode to what is wrong with it; all are consumed for `reason`.
-    `figures` are recorded with the update as well.
+    `damaged` maps each unusable episode to what is wrong with it. Those still in the training split
+    are consumed for `reason`; if that is `DAMAGED`, all are quarantined, too. The claim's other
+    episodes are free again. `figures` are recorded with the update as well.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
     """
     claimed = await _tasks_of_claimed(connection, update_id)
-    # All rows that change below.
+    # Lock all rows that change below.
     await lock_episodes(connection, [*claimed, *damaged])
     # Episodes that became evaluation meanwhile are not consumed.
     training = select(episodes.c.id).where(
         episodes.c.id.in_(claimed.keys() & damaged.keys()), literal_column(SPLIT) == TRAIN
     )
     to_consume = set((await connection.execute(training)).scalars())
-    held = [one for one in damaged if one in to_consume]
+    consumed = [episode_id for episode_id in damaged if episode_id in to_consume]
     metrics = {
         **(figures or {}),
-        "episodes": len(held),
+        "episodes": len(consumed),
         "trained_episodes": 0,
-        "dropped": {reason: len(held)} if held else {},
-        reason: {str(one): why for one, why in damaged.items()},
+        "dropped": {reason: len(consumed)} if consumed else {},
+        reason: {str(episode_id): why for episode_id, why in damaged.items()},
     }
-    await end_update(connection, update_id, "expired" if held else "abandoned", metrics)
-    outcomes = [Outcome(episode_id=one, trained=False, reason=reason) for one in held]
+    await end_update(connection, update_id, "expired" if consumed else "abandoned", metrics)
+    outcomes = [
+        Outcome(episode_id=episode_id, trained=False, reason=reason) for episode_id in consumed
+    ]
     await consume_episodes(connection, update_id, outcomes)
     if reason == DAMAGED:
         await connection.execute(
@@ -614,11 +636,11 @@ async def end_unusable_claim(
         update(episode_policies)
         .where(
             episode_policies.c.claimed_by == update_id,
-            episode_policies.c.episode_id.not_in(held),
+            episode_policies.c.episode_id.not_in(consumed),
         )
         .values(claimed_by=None)
     )
-    return len(held)
+    return len(consumed)
 
 
 # Reading updates, and holding a policy
@@ -639,7 +661,10 @@ async def last_updates(connection: AsyncConnection, policy: str, most: int) -> S
 
 
 async def abandoned_in_a_row(connection: AsyncConnection, policy: str, why: str) -> int:
-    """Return how many of a policy's last updates, up to 16, were in a row abandoned for `why`."""
+    """Return how many of a policy's newest ended updates in a row were abandoned for `why`.
+
+    At most 16 are counted.
+    """
     query = (
         select(updates.c.state, updates.c.metrics["abandoned"].astext)
         .where(updates.c.policy == policy, updates.c.state != "running")
@@ -680,14 +705,14 @@ async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
 
 
 async def release_policy(connection: AsyncConnection, policy: str) -> None:
-    """Give up a hold on a policy (`hold_policy`): another trainer may have it now."""
+    """Release the lock of `hold_policy`, so that another trainer can train the policy."""
     query = text("SELECT pg_advisory_unlock(hashtext(:name))")
     await connection.execute(query, {"name": f"pawl-trainer:{policy}"})
     await connection.commit()
 
 
 async def check_connected(connection: AsyncConnection) -> None:
-    """Check that the connection still works; the hold on the policy ends with it.
+    """Check that the connection still works; its lock on the policy would be lost with it.
 
     Raises:
         Exception: the connection is lost; `store.database.is_unavailable` is true of

@@ -63,7 +63,7 @@ async def driver_of(connection: AsyncConnection) -> Driver:
 
 
 async def idle_driver_of(connection: AsyncConnection) -> Driver:
-    """Return the driver's own connection, for transactions that SQLAlchemy does not begin."""
+    """Return the driver's own connection, for a caller that begins its own transactions."""
     driver: Driver | None = (await connection.get_raw_connection()).driver_connection
     assert driver is not None
     return driver
@@ -89,10 +89,10 @@ async def is_answering(engine: AsyncEngine, within_s: float = 5.0) -> bool:
 
 
 # While a connection is being made, SQLAlchemy does not wrap asyncpg's own errors.
-_AWAY: Final = (OperationalError, InterfaceError, PoolTimeout)
+_UNAVAILABLE: Final = (OperationalError, InterfaceError, PoolTimeout)
 # PostgreSQL answers, so it is no outage: a person has to act. The second is a wrong password, or a
 # role that may not connect.
-_REFUSES: Final = (
+_LASTING_REFUSALS: Final = (
     asyncpg.SyntaxOrAccessError,
     asyncpg.InvalidAuthorizationSpecificationError,
     ssl.SSLCertVerificationError,
@@ -112,9 +112,12 @@ _REMEDIES: Final = (
         "a server that takes TLS only needs sslmode=require in DATABASE_URL; else let this user in "
         "from this machine (pg_hba.conf)",
     ),
-    (asyncpg.InvalidCatalogNameError, "make it with createdb, or correct DATABASE_URL"),
+    (asyncpg.InvalidCatalogNameError, "make the database with createdb, or correct DATABASE_URL"),
     (asyncpg.UndefinedTableError, "make the tables with `pawl migrate`, or start the proxy"),
-    (asyncpg.InsufficientPrivilegeError, "grant this to the user that DATABASE_URL names"),
+    (
+        asyncpg.InsufficientPrivilegeError,
+        "grant this privilege to the user that DATABASE_URL names",
+    ),
     (OSError, "start PostgreSQL, or correct DATABASE_URL"),
 )
 
@@ -123,16 +126,16 @@ def is_unavailable(error: BaseException) -> bool:
     """Return whether `error` means that PostgreSQL is unavailable now and may come back."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
-    return isinstance(error, _AWAY) or is_temporary_failure(_driver_error(error))
+    return isinstance(error, _UNAVAILABLE) or is_temporary_failure(_driver_error(error))
 
 
 def is_lasting_refusal(error: BaseException) -> bool:
-    """Return whether PostgreSQL answers with `error` until a person removes the cause."""
-    return isinstance(_driver_error(error), _REFUSES)
+    """Return whether PostgreSQL refuses with `error` until a person removes the cause."""
+    return isinstance(_driver_error(error), _LASTING_REFUSALS)
 
 
 def prevents_all_storing(error: BaseException) -> bool:
-    """Return whether no record can be stored now, whatever it contains."""
+    """Return whether `error` means that no record can be stored now, whatever it contains."""
     return is_unavailable(error) or is_lasting_refusal(error)
 
 
@@ -155,7 +158,7 @@ def explain_error(error: BaseException) -> str:
 
 
 def is_too_slow(error: BaseException) -> bool:
-    """Return whether a statement took too long and was cancelled; PostgreSQL is available."""
+    """Return whether PostgreSQL, which is available, cancelled a statement that took too long."""
     return isinstance(_driver_error(error), asyncpg.QueryCanceledError)
 
 

@@ -39,13 +39,13 @@ class Receipt(Record, frozen=True, kw_only=True):
     Attributes:
         episode: the episode's key, or the name that was asked for if it is not recorded.
         state: whether it was deleted now, or before, or was only marked.
-        keys: the keys of its parts, its own among them; empty if it was deleted before.
+        keys: the keys of all its parts, its own among them; empty unless it was deleted now.
         removed: how many rows of each table, and how many dead letters, were deleted.
         rewritten_calls: how many calls of other episodes were stored as additions to its calls, and
             are stored whole now.
         abandoned_updates: updates that were running and held it; their other episodes are free.
         trained: policy versions whose update was trained on it, ended ones among them.
-        carried_by: these versions and all that descend from them, up to an import.
+        carried_by: these versions and all their descendants, but for imported ones and theirs.
         linked: other episodes that repeat some of it, or that it repeats; they are not deleted.
     """
 
@@ -88,7 +88,7 @@ _LINKED: Final = """
 
 
 async def versions_trained_on(driver: Driver, ids: Sequence[UUID]) -> dict[str, Any]:
-    """Return the versions `trained` on these episodes, and with their descendants `carried_by`."""
+    """Return the versions `trained` on these episodes, and `carried_by`, as `Receipt` has them."""
     trained = await driver.fetch(_TRAINED, list(ids))
     carried = await driver.fetch(_CARRIED, list(ids)) if trained else []
     return {
@@ -97,7 +97,8 @@ async def versions_trained_on(driver: Driver, ids: Sequence[UUID]) -> dict[str, 
     }
 
 
-WHY: Final = "an episode that it held was deleted"
+# Why an update is abandoned.
+WHY_ABANDONED: Final = "an episode that it held was deleted"
 
 # Updates that hold the episode must end first. Their episodes are locked, too, in the order of
 # keys as everywhere.
@@ -142,16 +143,20 @@ STRIP: Final = """
 
 
 async def keep_writers_out(driver: Driver) -> int:
-    """Block storing and resolving until the transaction ends; return the deletion's number."""
+    """Block the storing of records until the transaction ends; return the deletion's number.
+
+    Until then, nothing stored is joined or matched to its target either (`store.link.settle`).
+    """
     deletion = await begin_deletion(driver)
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
     return deletion
 
 
 async def delete_episode(connection: AsyncConnection, episode_id: UUID) -> Receipt | None:
-    """Delete an episode and all its parts in the caller's transaction; return None if unknown.
+    """Delete an episode and all its parts in the caller's transaction.
 
-    Until the transaction ends, no batch of records is stored and no reference is resolved.
+    Return None if there is no such episode, or if it was deleted before. Until the transaction
+    ends, other processes can store no records (`keep_writers_out`).
     """
     driver = await driver_of(connection)
     deletion = await keep_writers_out(driver)
@@ -159,7 +164,7 @@ async def delete_episode(connection: AsyncConnection, episode_id: UUID) -> Recei
     if not parts:
         return None
     ids, keys = [part["id"] for part in parts], [part["key"] for part in parts]
-    abandoned = await abandon_updates(connection, driver, ids, WHY)
+    abandoned = await abandon_updates(connection, driver, ids, WHY_ABANDONED)
     adapters = await versions_trained_on(driver, ids)
     calls = await driver.fetch(_CALLS, ids)
     rewritten = await store_additions_whole(connection, driver, ids, [row["id"] for row in calls])
@@ -185,10 +190,13 @@ async def delete_episode(connection: AsyncConnection, episode_id: UUID) -> Recei
 
 
 async def mark_deleted(connection: AsyncConnection, key: str) -> Receipt:
-    """Mark a key that is not recorded as deleted, in the caller's transaction."""
+    """Keep an episode's key from being recorded later, in the caller's transaction.
+
+    If an episode with this key has been stored meanwhile, it is deleted.
+    """
     driver = await driver_of(connection)
     deletion = await begin_deletion(driver)
-    # It may have been stored since it was looked for.
+    # The episode may have been stored since the caller looked for it.
     if (whole := await driver.fetchval(_WHOLE, key)) is not None:
         receipt = await delete_episode(connection, whole)
         assert receipt is not None
@@ -199,7 +207,7 @@ async def mark_deleted(connection: AsyncConnection, key: str) -> Receipt:
 
 
 async def receipt_of_deleted(connection: AsyncConnection, name: str, episode_id: UUID) -> Receipt:
-    """Return the receipt of an episode that was deleted before: what is still known of it."""
+    """Return a receipt for an episode that was deleted before, with the versions trained on it."""
     driver = await driver_of(connection)
     parts = await driver.fetch("SELECT id FROM episodes WHERE id = $1 OR root = $1", episode_id)
     adapters = await versions_trained_on(driver, [row[0] for row in parts])
@@ -209,7 +217,7 @@ async def receipt_of_deleted(connection: AsyncConnection, name: str, episode_id:
 async def abandon_updates(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], why: str
 ) -> tuple[UUID, ...]:
-    """Lock the episodes, and abandon the running updates that hold one; return their ids."""
+    """Lock the episodes, and abandon the running updates that hold any; return the updates' ids."""
     holding = [row[0] for row in await driver.fetch(_HOLDING, ids)]
     await driver.execute(_LOCK, ids, holding)
     # Read again: an update may have ended, and another begun, during the wait for the locks.

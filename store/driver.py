@@ -11,11 +11,11 @@ import asyncpg
 
 from store.settings import read_url
 
-# For all hosts together.
+# The time to connect, for all hosts together.
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 60.0
 
-# The connections of a pool and of SQLAlchemy wrap one.
+# The driver's own connection, which SQLAlchemy's connections wrap.
 Driver: TypeAlias = "asyncpg.Connection[asyncpg.Record]"
 Connect = Callable[[], Awaitable[Driver]]
 
@@ -44,7 +44,7 @@ def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) ->
     return connect
 
 
-_AWAY: Final = (
+_UNAVAILABLE: Final = (
     OSError,
     TimeoutError,
     asyncpg.PostgresConnectionError,
@@ -67,7 +67,7 @@ def is_temporary_failure(error: BaseException) -> bool:
     """Return whether the driver's `error` means that PostgreSQL may come back by itself."""
     # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
     # then the record is at fault, and waiting would not help.
-    return (isinstance(error, _AWAY) or _session_was_ended(error)) and not isinstance(
+    return (isinstance(error, _UNAVAILABLE) or _session_was_ended(error)) and not isinstance(
         error, ValueError
     )
 

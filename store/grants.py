@@ -25,8 +25,9 @@ SCOPES: Final[tuple[Scope, ...]] = tuple(ALLOWED)
 class Limits(Record, frozen=True, kw_only=True):
     """Limits on a key's requests to each port of one proxy; None: no limit.
 
-    `per_minute` requests may begin in any 60 seconds, and `at_once` may run. Once the calls that
-    ended in the last 60 seconds took `tokens_per_minute` tokens, no other call may begin.
+    `per_minute` requests may begin in any 60 seconds, and `at_once` may run at the same time. Once
+    the calls that ended in the last 60 seconds took `tokens_per_minute` tokens, no other call may
+    begin.
     """
 
     per_minute: int | None = None
@@ -50,8 +51,8 @@ class Grant(Limits, frozen=True, kw_only=True):
 class KeyRing(Record, frozen=True, kw_only=True):
     """The grants of all keys that are not revoked, and the tenants that ever had a key.
 
-    `made`: a key was ever made. `seen`: this was read from the database; a proxy that has not
-    reached the database yet does not know.
+    `made` tells whether any key was ever made. `seen` is False in a proxy that has not reached the
+    database yet: then the other fields are not known.
     """
 
     made: bool

@@ -18,7 +18,7 @@ def new_id_with_text() -> tuple[bytes, str]:
 
 
 def lowest_id_at(moment: datetime) -> UUID:
-    """Return the smallest UUIDv7 of `moment` (ms resolution), a bound for ranges of ids."""
+    """Return the lower bound of UUIDv7s made at `moment` or later (ms resolution)."""
     milliseconds = round(moment.timestamp() * 1000)
     return UUID(int=milliseconds << 80)
 

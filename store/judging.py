@@ -1,7 +1,7 @@
-"""Find the episodes that wait for a judge or a person, and record the outcomes of judges.
+"""Find the episodes that wait for a judge or a person, and record how judging ended.
 
 A judge's scores are stored as feedback. The table `judgements` records that a judge was asked, so
-that Pawl does not ask forever about an episode after a restart or an answer without a score. An
+that Pawl does not ask again and again after a restart, or after an answer without a score. An
 episode that could not be judged waits again once it has a later call.
 """
 
@@ -26,11 +26,16 @@ from store.tenants import bare, scoped, tenant_of
 from store.values.rewards import LARGEST, TERMS_OF_POLICY
 
 Outcome = Literal["judged", "cannot_tell", "failed"]
+# Episodes of the last day are compared with facts, and attempts at a task with each other.
 COMPARED_WITHIN: Final = timedelta(days=1)
 
 
 class AwaitingEpisode(Record, frozen=True, kw_only=True):
-    """An episode that waits for a judge: its last outcome, and the tries since its last call."""
+    """An episode that waits for a judge.
+
+    `outcome` is that of the judge's last try (None: there was none), and `times` the number of
+    tries in a row that ended so since the episode's last call.
+    """
 
     episode_id: UUID
     times: int
@@ -40,7 +45,7 @@ class AwaitingEpisode(Record, frozen=True, kw_only=True):
 class Judgement(Record, frozen=True, kw_only=True):
     """The result of asking a judge about an episode.
 
-    `due_at` is the time to ask again; None: not before a further call.
+    `due_at` is the time to ask again; None: not before the episode has a further call.
     """
 
     episode_id: UUID
@@ -65,10 +70,10 @@ async def episodes_awaiting_judge(
 ) -> list[AwaitingEpisode]:
     """Return at most `limit` episodes of a selection that wait for `judge`, oldest first.
 
-    An episode waits if a policy may still claim it and it has no score, or only opinions, or if it
-    has no score and no policy to claim it. To measure the judge, the share `compared` (0 to 1) of
-    the last day's episodes with a fact waits, too. Quarantined episodes, and those with a call
-    since `quiet_since`, are left out. `now` is compared with the time of the next attempt.
+    An episode waits if it has no score, or only opinions, and a policy may still claim it; or if it
+    has no score, and no policy to claim it. To measure the judge, the share `compared` (0 to 1) of
+    the last day's episodes with a fact waits, too. Left out are quarantined episodes, those with a
+    call since `quiet_since`, those that `judge` has scored, and those it is to retry after `now`.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
@@ -91,11 +96,11 @@ async def episodes_awaiting_judge(
         func.abs(drawn) < 1000 * compared, last_call > now - COMPARED_WITHIN, facts.exists()
     )
     earlier = judgements.alias("asked")
-    news = earlier.c.last_call_at < last_call
+    has_new_calls = earlier.c.last_call_at < last_call
     query = (
         selection_query(selection)
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
-        .add_columns(earlier.c.attempts, earlier.c.outcome, news.label("news"))
+        .add_columns(earlier.c.attempts, earlier.c.outcome, has_new_calls.label("has_new_calls"))
         .where(
             or_(waits, is_compared),
             episodes.c.quarantined_reason.is_(None),
@@ -103,7 +108,7 @@ async def episodes_awaiting_judge(
             or_(
                 earlier.c.episode_id.is_(None),
                 and_(earlier.c.outcome != "judged", earlier.c.due_at <= now),
-                and_(earlier.c.outcome != "judged", news),
+                and_(earlier.c.outcome != "judged", has_new_calls),
             ),
         )
         .limit(limit)
@@ -111,7 +116,9 @@ async def episodes_awaiting_judge(
     rows = await connection.execute(query)
     return [
         AwaitingEpisode(
-            episode_id=row.id, times=0 if row.news else row.attempts or 0, outcome=row.outcome
+            episode_id=row.id,
+            times=0 if row.has_new_calls else row.attempts or 0,
+            outcome=row.outcome,
         )
         for row in rows
     ]
@@ -122,8 +129,9 @@ async def attempts_at_task(
 ) -> list[UUID]:
     """Return the newest episodes of one task that had their last call before `quiet_since`.
 
-    The task is that of the episode with the stored key `key`. That episode comes first, if it is
-    quiet; the others began at most a day before it. Without a task there are no others.
+    The task is that of the episode with the stored key `key`. That episode comes first, unless it
+    had a later call. The others began at most a day before it, or later; without a task there are
+    none.
     """
     task = func.coalesce(episodes.c.joined_task, episodes.c.task)
     asked = select(episodes.c.id, task.label("task")).where(episodes.c.key == key)
@@ -163,7 +171,10 @@ async def store_judgement(connection: AsyncConnection, judgement: Judgement) -> 
 
 
 async def forget_unscored_judgements(connection: AsyncConnection, judge: str, tenant: str) -> int:
-    """Delete a judge's judgements without a score, so that it is asked again; return how many."""
+    """Delete a judge's judgements without a score, so that the judge is asked again.
+
+    Only judgements about the tenant's episodes are deleted. Return how many.
+    """
     query = delete(judgements).where(
         judgements.c.judge == judge,
         judgements.c.outcome != "judged",
@@ -172,19 +183,19 @@ async def forget_unscored_judgements(connection: AsyncConnection, judge: str, te
     return (await connection.execute(query)).rowcount
 
 
-_LOCK = "hashtextextended(:what, 0)"
+_LOCK_KEY = "hashtextextended(:name, 0)"
 
 
 @asynccontextmanager
 async def hold_judge(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
-    """Hold the lock of a judge, so that one process runs it; yield False if another process does.
+    """Hold a judge's lock, so that only one process runs it; yield False if another holds it.
 
     `judge` is the stored name (`store.tenants`): two tenants may have judges of one name.
     """
-    what = {"what": f"pawl judge {judge}"}
+    lock_name = {"name": f"pawl judge {judge}"}
     async with engine.connect() as connection:
-        query = text(f"SELECT pg_try_advisory_lock({_LOCK})")
-        held = bool((await connection.execute(query, what)).scalar_one())
+        query = text(f"SELECT pg_try_advisory_lock({_LOCK_KEY})")
+        held = bool((await connection.execute(query, lock_name)).scalar_one())
         await connection.commit()
         try:
             yield held
@@ -193,7 +204,8 @@ async def hold_judge(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
             # connection has lost its lock already.
             if held and not connection.invalidated:
                 with suppress(DBAPIError):
-                    await connection.execute(text(f"SELECT pg_advisory_unlock({_LOCK})"), what)
+                    unlock = text(f"SELECT pg_advisory_unlock({_LOCK_KEY})")
+                    await connection.execute(unlock, lock_name)
 
 
 # Episodes for a person to score
@@ -202,27 +214,27 @@ async def hold_judge(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
 ReviewReason = Literal["unscored", "disagreeing", "uncertain"]
 # Prefix of the idempotency keys of scores that a person gave in the console.
 REVIEWED: Final = "review-"
-# A metric, 0 to 1, that a judge may state beside its score; below UNSURE_BELOW it is uncertain.
+# A metric, 0 to 1, that a judge may state beside its score. Below UNSURE_BELOW the judge is unsure.
 CONFIDENCE: Final = "confidence"
 UNSURE_BELOW: Final = 0.5
 # Two scores of an episode disagree if they differ by more than this share of the metric's range.
 APART: Final = 0.25
-# Only the newest statements of all feedback are read, this many.
+# How many statements are read: the newest of all feedback.
 NEWEST: Final = 20_000
-# `source` is the judge, or else the API key.
-_SAID: Final = f"""
+# `source` is the judge, or the API key that a fact came with.
+_STATEMENTS: Final = f"""
     SELECT f.episode_id, f.metric, f.value, COALESCE(f.call_id, f.episode_id) AS about, f.at,
         COALESCE(f.source, r.api_key, '') AS source
     FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {NEWEST}) f
     JOIN feedback_requests r ON r.id = f.request_id WHERE f.episode_id IS NOT NULL
 """
-_REVIEWED_IF: Final[Mapping[ReviewReason, str]] = {
+_NEEDS_REVIEW_IF: Final[Mapping[ReviewReason, str]] = {
     "unscored": "p.scored_at IS NULL AND p.call_scored_at IS NULL"
     " AND p.last_call_at < now() - make_interval(secs => :quiet_s)",
     "disagreeing": f"""p.episode_id IN (
         SELECT episode_id FROM (
             SELECT DISTINCT ON (about, metric, source) episode_id, about, metric, value
-            FROM ({_SAID}) said
+            FROM ({_STATEMENTS}) said
             ORDER BY about, metric, source, at DESC) own
         JOIN unnest(CAST(:metrics AS text[]), CAST(:apart AS double precision[]))
             AS scale (metric, apart) USING (metric)
@@ -230,7 +242,7 @@ _REVIEWED_IF: Final[Mapping[ReviewReason, str]] = {
     "uncertain": f"""(p.scored_at IS NULL AND EXISTS (
             SELECT FROM judgements j WHERE j.episode_id = p.episode_id
                 AND (j.outcome = 'cannot_tell' OR j.outcome = 'failed' AND j.due_at IS NULL))
-        OR p.episode_id IN (SELECT episode_id FROM ({_SAID}) said
+        OR p.episode_id IN (SELECT episode_id FROM ({_STATEMENTS}) said
             WHERE metric = '{CONFIDENCE}' AND value < {UNSURE_BELOW}))""",
 }
 _QUEUE: Final = """
@@ -243,7 +255,7 @@ _QUEUE: Final = """
             WHERE f.episode_id = p.episode_id AND starts_with(r.idempotency_key, :reviewed))
     ORDER BY p.episode_id DESC LIMIT :most
 """
-# A metric without bounds of its own has the reward range of the policy's rule, or 0 to 1.
+# A metric without bounds has the `reward_range` of the policy's newest rule, or 0 to 1.
 _SCALES: Final = text(
     f"""
     SELECT t.metric, t.place, t.texts,
@@ -263,7 +275,10 @@ _OWN_KEY: Final = text(
 
 
 class Scale(Record, frozen=True, kw_only=True):
-    """The scale of a metric in a policy's reward: numbers from `low` to `high`, or texts."""
+    """The scale of a metric in a policy's reward: numbers from `low` to `high`, or `texts`.
+
+    `texts` maps each allowed text to its value.
+    """
 
     metric: str
     low: float
@@ -272,7 +287,7 @@ class Scale(Record, frozen=True, kw_only=True):
 
 
 async def scales_of(connection: AsyncConnection, policy: str) -> list[Scale]:
-    """Return the scales of the metrics in a policy's reward, in their order."""
+    """Return the scales of the metrics that a policy's reward adds up, in the recipe's order."""
     rows = await connection.execute(_SCALES, {"policy": policy})
     return [Scale(metric=row.metric, low=row.low, high=row.high, texts=row.texts) for row in rows]
 
@@ -290,9 +305,9 @@ async def review_queue(
 ) -> list[Row[Any]]:
     """Return a tenant's episodes that a person should score for a policy, the newest first.
 
-    No update has claimed them, and no person has reviewed them. Their ids are below `before`, and
-    at most `until`. `scales` are the policy's. A row has `episode_id`, `key` and `task` as stored,
-    `version`, `reward` and `last_call_at`.
+    No update has claimed them, and no person has scored them in the console. At most `most` are
+    returned, with ids below `before` and not above `until`. `scales` are those of `scales_of`. A
+    row has `episode_id`, `key` and `task` as stored, `version`, `reward` and `last_call_at`.
     """
     values = {
         "policy": policy,
@@ -304,12 +319,12 @@ async def review_queue(
         "until": until,
         "most": most,
     }
-    query = text(_QUEUE.format(reason=_REVIEWED_IF[reason]))
+    query = text(_QUEUE.format(reason=_NEEDS_REVIEW_IF[reason]))
     rows = await connection.execute(query, values)
     return [row for row in rows if tenant_of(row.key) == tenant]
 
 
 async def key_to_review(connection: AsyncConnection, episode_id: UUID, tenant: str) -> str | None:
-    """Return the key of a tenant's episode as the client gave it, or None if there is none."""
+    """Return an episode's key as the client gave it, or None if the tenant has no such episode."""
     key = await connection.scalar(_OWN_KEY, {"id": episode_id})
     return bare(key) if key is not None and tenant_of(key) == tenant else None

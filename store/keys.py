@@ -1,4 +1,4 @@
-"""API keys: how they are made, and the table that keeps them.
+"""Make, list, revoke and look up API keys.
 
 A key is `pawl_ID_SECRET`: a public id and 256 random bits. Only its SHA-256 is stored; such a
 secret needs no slower hash (docs/decisions/066-keys.md).
@@ -27,12 +27,12 @@ from store.grants import (
     hash_of_key,
 )
 from store.records import Record
-from store.schema.tables import STANDING, api_keys
+from store.schema.tables import NOT_REVOKED, api_keys
 from store.tenants import DEFAULT, PATTERN
 
 SECRET_BYTES: Final = 32
 
-# No name looks like an id: `pawl keys revoke` takes either.
+# No name looks like a key's id: `pawl keys revoke` takes a name or an id.
 _NAME: Final = re.compile(r"(?![0-9a-f]{16}\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _TENANT: Final = re.compile(rf"{PATTERN}\Z")
 
@@ -52,7 +52,7 @@ class ApiKey(Record, frozen=True, kw_only=True):
 
 
 class NewKey(Record, frozen=True, kw_only=True):
-    """A key that was just made, with its secret, which is not stored."""
+    """A key that was just made: `key` is the whole key with its secret, which is not stored."""
 
     about: ApiKey
     key: str
@@ -62,7 +62,7 @@ _SHOWN: Final = tuple(api_keys.c[name] for name in ApiKey.__struct_fields__)
 
 
 def new_secret() -> tuple[str, str]:
-    """Return a new key's id, and the key."""
+    """Return a new key's public id, and the whole key."""
     key_id = secrets.token_hex(ID_BYTES)
     return key_id, f"{MARK.decode()}{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
 
@@ -73,7 +73,7 @@ def id_in_key(key: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """Return `name` if a key can have it.
+    """Return `name` if a key can have this name.
 
     Raises:
         BadKey: it cannot.
@@ -148,7 +148,7 @@ async def create_key(
 
 
 async def list_keys(connection: AsyncConnection, tenant: str | None = None) -> list[ApiKey]:
-    """Return all keys, or a tenant's, revoked ones too, oldest first."""
+    """Return the keys of `tenant` (None: of all tenants), oldest first, revoked ones included."""
     query = select(*_SHOWN).where(_is_of_tenant(tenant))
     rows = await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))
     return [_as_api_key(row) for row in rows]
@@ -157,10 +157,10 @@ async def list_keys(connection: AsyncConnection, tenant: str | None = None) -> l
 async def revoke_key(
     connection: AsyncConnection, name_or_id: str, tenant: str | None = None
 ) -> ApiKey:
-    """Revoke the key with this name or id that is not revoked yet, in the caller's transaction.
+    """Revoke the valid key with this name or id, in the caller's transaction.
 
     Raises:
-        UnknownKey: there is no such key, or with `tenant` none of this tenant's.
+        UnknownKey: there is no such key, or it is not a key of `tenant` (None: of any).
     """
     revoked = await connection.execute(
         update(api_keys)
@@ -179,7 +179,7 @@ async def revoke_key(
 
 
 async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
-    """Return the tenant of a client's key; the default one without a key, or for a gateway's key.
+    """Return the tenant of an API key; the default tenant without a key, or if it is not Pawl's.
 
     Raises:
         UnknownKey: the key is wrong or was revoked.
@@ -189,7 +189,7 @@ async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
     query = select(api_keys.c.tenant).where(
         api_keys.c.id == id_in_key(key),
         api_keys.c.hash == hash_of_key(key.encode()),
-        text(STANDING),
+        text(NOT_REVOKED),
     )
     tenant: str | None = await connection.scalar(query)
     if tenant is None:
@@ -203,7 +203,8 @@ async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
 async def key_ring(connection: AsyncConnection, hash_: bytes | None = None) -> KeyRing:
     """Return the grants of the keys that are not revoked, and whether a key was ever made.
 
-    With `hash_`, only the key with this hash and the first key are read.
+    With `hash_`, only the key with this hash and the first key are read: the first tells whether
+    one was ever made.
     """
     query = select(*_SHOWN, api_keys.c.hash).order_by(api_keys.c.id)
     if hash_ is not None:

@@ -28,6 +28,6 @@ class LimitedResponse(aiohttp.ClientResponse):
                 body += piece
                 if len(body) > MOST_BYTES:
                     self.close()
-                    raise BodyTooLong(f"an answer of more than {MOST_BYTES >> 20} MiB")
+                    raise BodyTooLong(f"the response has more than {MOST_BYTES >> 20} MiB")
             self._body = bytes(body)
         return await super().read()

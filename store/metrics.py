@@ -18,12 +18,12 @@ BUILD: Final = Gauge(
 
 
 def show_version() -> None:
-    """Show this process's version in its metrics."""
+    """Set the metric `pawl_build_info`, which tells the version of Pawl that this process runs."""
     BUILD.labels(__version__).set(1)
 
 
 def begin_at_zero(known: Mapping[MetricWrapperBase, Iterable[Iterable[str]]]) -> None:
-    """Create every known combination of each metric's label values, with the value 0.
+    """Create each metric for every combination of its known label values, with the value 0.
 
     For Prometheus's `rate` and `increase`, a counter that is first seen at 1 has not grown.
     """

@@ -23,7 +23,7 @@ from store.link.claimable import refresh_policy_rows, refresh_with_wholes
 from store.records import Record
 from store.schema.partitions import partition_name
 from store.tenants import DEFAULT
-from store.tombstones import PREFIX, forget_matched
+from store.tombstones import DELETED_PREFIX, forget_matched
 
 # Key of the advisory lock of the ingester that removes; others do nothing meanwhile.
 RETAIN_LOCK: Final = 0x5041574F
@@ -32,11 +32,11 @@ PENDING_LOCK: Final = 0x50415750
 AT_ONCE: Final = 200
 # Most statements of a tenant that wait for their target.
 MOST_PENDING: Final = 100_000
-WHY: Final = "an episode that it held was outdated"
+WHY_ABANDONED: Final = "an episode that it held was outdated"
 LOST_CALLS: Final = (
     "calls of this episode were dropped, because they were older than PAWL_KEEP_DAYS"
 )
-NOWHERE: Final = UUID(int=0)
+LOWEST_ID: Final = UUID(int=0)
 
 
 def tenant_sql(column: str) -> str:
@@ -121,7 +121,7 @@ class Removed(Record, frozen=True, kw_only=True):
     calls: int = 0
     statements: int = 0
     day: str | None = None
-    last: UUID = NOWHERE
+    last: UUID = LOWEST_ID
 
 
 class _Step(NamedTuple):
@@ -157,7 +157,7 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
     return len(gone) + len(events)
 
 
-async def remove_some(engine: AsyncEngine, before: date, after: UUID = NOWHERE) -> Removed | None:
+async def remove_some(engine: AsyncEngine, before: date, after: UUID = LOWEST_ID) -> Removed | None:
     """Remove some records older than the day `before`; return None once nothing is left.
 
     The result is None, too, if another process removes. Earlier steps have examined the episodes
@@ -206,7 +206,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     # An outdated episode may have got a call since.
     still = [row[0] for row in await driver.fetch(_STILL_OUTDATED, step.first_id, outdated)]
     ids = [row[0] for row in await driver.fetch(_PARTS, still)]
-    await abandon_updates(step.connection, driver, ids, WHY)
+    await abandon_updates(step.connection, driver, ids, WHY_ABANDONED)
     spent = await driver.fetchval(_SPENT, ids)
     statements = await forget_matched(driver, ids)
     for table in BY_EPISODE:
@@ -216,7 +216,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     removed = list(set(ids) - set(stripped))
     await driver.execute("DELETE FROM episode_policies WHERE episode_id = ANY($1)", removed)
     await driver.execute("DELETE FROM episodes WHERE id = ANY($1)", removed)
-    await driver.execute(STRIP, stripped, [f"{PREFIX}{one.hex}" for one in stripped])
+    await driver.execute(STRIP, stripped, [f"{DELETED_PREFIX}{one.hex}" for one in stripped])
     await refresh_policy_rows(step.connection, stripped)
     return Removed(
         episodes=len(still),
@@ -238,7 +238,7 @@ async def _quarantine_or_drop_day(step: _Step) -> Removed | None:
     if not going_on:
         return await _drop_day(step, partition)
     await keep_writers_out(driver)
-    await abandon_updates(step.connection, driver, going_on, WHY)
+    await abandon_updates(step.connection, driver, going_on, WHY_ABANDONED)
     await driver.execute(_MARK, going_on, LOST_CALLS)
     await refresh_with_wholes(driver, going_on)
     return Removed(last=step.after)

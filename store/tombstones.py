@@ -30,7 +30,7 @@ Named = tuple[TargetKind, str]
 R = TypeVar("R", bound=SpoolRecord)
 # This and a digest replace the key of a deleted episode. No client can name an episode so: names
 # are printable.
-PREFIX: Final = "\x1fdeleted:"
+DELETED_PREFIX: Final = "\x1fdeleted:"
 
 
 def tombstone_of(kind: TargetKind, name: str) -> UUID:
@@ -41,7 +41,7 @@ def tombstone_of(kind: TargetKind, name: str) -> UUID:
 
 def key_once_deleted(key: str) -> str:
     """Return the replacement for the key of a deleted episode."""
-    return f"{PREFIX}{tombstone_of('episode', key).hex}"
+    return f"{DELETED_PREFIX}{tombstone_of('episode', key).hex}"
 
 
 def names_in(record: SpoolRecord) -> Iterator[Named]:
@@ -54,7 +54,7 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
         yield from ((item.target_kind, item.target) for item in record.items)
 
 
-def names_of(call: CallRecord) -> list[Named]:
+def names_of_call(call: CallRecord) -> list[Named]:
     """Return the names by which later records may refer to a single call."""
     names: list[Named] = [("call", name_in_same_tenant(call.episode, str(call.id)))]
     if call.response_id is not None:
@@ -109,8 +109,8 @@ _EMPTY: Final = """
                         AND e.target_kind IS NOT NULL)
     RETURNING 1
 """
-BEFORE: Final = timedelta(seconds=1)
-AFTER: Final = timedelta(hours=1)
+MADE_BEFORE: Final = timedelta(seconds=1)
+MADE_AFTER: Final = timedelta(hours=1)
 
 
 async def forget_unmatched(driver: Driver, names: Sequence[Named]) -> dict[str, int]:
@@ -139,7 +139,7 @@ async def _forget_requests(driver: Driver, moments: Iterable[datetime]) -> int:
     """Delete the requests of these times that have no statement left; return how many."""
     requests = 0
     for at in sorted(moments):
-        bounds = lowest_id_at(at - BEFORE), lowest_id_at(at + AFTER)
+        bounds = lowest_id_at(at - MADE_BEFORE), lowest_id_at(at + MADE_AFTER)
         requests += len(await driver.fetch(_EMPTY, at, *bounds))
     return requests
 
@@ -147,9 +147,9 @@ async def _forget_requests(driver: Driver, moments: Iterable[datetime]) -> int:
 # Key of the advisory lock that is held until the transaction ends.
 DELETE_LOCK: Final = 0x5041574E
 
-_SHARE: Final = f"SELECT pg_advisory_xact_lock_shared({DELETE_LOCK})"
-_PATIENCE: Final = "SET LOCAL idle_in_transaction_session_timeout = '30s'"
-_HOLD: Final = f"SELECT pg_advisory_xact_lock({DELETE_LOCK})"
+_LOCK_SHARED: Final = f"SELECT pg_advisory_xact_lock_shared({DELETE_LOCK})"
+_LIMIT_IDLE_TIME: Final = "SET LOCAL idle_in_transaction_session_timeout = '30s'"
+_LOCK_EXCLUSIVELY: Final = f"SELECT pg_advisory_xact_lock({DELETE_LOCK})"
 # A separate statement after the lock's: it sees what was committed during the wait.
 _LAST: Final = """
     SELECT (SELECT max(deletion) FROM deleted_names) AS deletion,
@@ -179,7 +179,7 @@ async def admit_records(driver: Driver, records: Sequence[SpoolRecord]) -> Admit
     Calls of dropped days are left out, too, and leave a gap. The names by which feedback may refer
     to a call of a deleted episode become tombstones, too.
     """
-    await driver.execute(_SHARE)
+    await driver.execute(_LOCK_SHARED)
     [last] = await driver.fetch(_LAST)
     deletion = last["deletion"] or 0
     dropped: date | None = last["dropped"]
@@ -191,16 +191,16 @@ async def admit_records(driver: Driver, records: Sequence[SpoolRecord]) -> Admit
     if not deleted and dropped is None:
         return AdmittedRecords(list(records), frozenset(), deletion)
     # Calls of deleted episodes.
-    names_of_late = [
+    names_of_deleted = [
         name
         for record in records
         if isinstance(record, CallRecord) and without_deleted(record, deleted) is None
-        for name in names_of(record)
+        for name in names_of_call(record)
     ]
-    await add_tombstones(driver, names_of_late, deletion)
-    await forget_unmatched(driver, names_of_late)
+    await add_tombstones(driver, names_of_deleted, deletion)
+    await forget_unmatched(driver, names_of_deleted)
     # Feedback about such a call may be in the same batch.
-    deleted |= tombstones_of(names_of_late)
+    deleted |= tombstones_of(names_of_deleted)
     late = {
         record.id: record
         for record in records
@@ -226,8 +226,8 @@ async def admit_records(driver: Driver, records: Sequence[SpoolRecord]) -> Admit
 async def begin_deletion(driver: Driver) -> int:
     """Keep batches from being stored until the transaction ends; return the deletion's number."""
     # A process that loses its connection, or is stopped, must not keep all batches waiting.
-    await driver.execute(_PATIENCE)
-    await driver.execute(_HOLD)
+    await driver.execute(_LIMIT_IDLE_TIME)
+    await driver.execute(_LOCK_EXCLUSIVELY)
     return int(await driver.fetchval(_NEXT))
 
 

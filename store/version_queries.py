@@ -13,13 +13,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
 from store.schema.tables import (
-    BACK_TO,
     FREE,
     KL_TO_BASE,
     LIVE,
     MANIFEST_SHA256,
     OF_A_VERSION,
     PROBE_TOLERANCE,
+    ROLLBACK_TARGET,
     SERVABLE,
     THROUGHPUT,
     WITHOUT_LOGPROBS,
@@ -119,7 +119,7 @@ _ONCE_SERVED: Final = text(
     ORDER BY span, version
     """
 )
-_BACK_TO: Final = text(f"SELECT {BACK_TO.format(name=':name')}")
+_ROLLBACK_TARGET: Final = text(f"SELECT {ROLLBACK_TARGET.format(name=':name')}")
 _RUNNING: Final = text(
     "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"
 )
@@ -204,7 +204,7 @@ async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersi
     Every server has it. It is the base model if no other version served, or if the base model
     serves.
     """
-    number = await connection.scalar(_BACK_TO, {"name": name})
+    number = await connection.scalar(_ROLLBACK_TARGET, {"name": name})
     target = await numbered_version(connection, name, number or 0)
     assert target is not None
     return target

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import RolledBack, StateChanged, UnknownPolicy, WrongVersionState
 from store.ids import new_id
-from store.schema.tables import AT_ONCE, BACK_TO, CONTROL, policies
+from store.schema.tables import CONTROL, PROMOTED_WHEN_LOADED, ROLLBACK_TARGET, policies
 from store.tenants import DEFAULT
 from store.version_queries import numbered_version, rollback_target, versions_in_states, why_held
 from store.versions import (
@@ -45,7 +45,7 @@ ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
 }
 WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "loaded")
 
-_EVENT: Final = """INSERT INTO policy_events
+_INSERT_EVENT: Final = """INSERT INTO policy_events
         (id, name, version, from_state, to_state, reason, actor, evidence, at)"""
 # `clock_timestamp()`, as the policy is locked: events are in the order of the moves. A version that
 # had no traffic has no episodes to be kept for, so it is unloaded once it is retired.
@@ -60,15 +60,15 @@ _CHANGE: Final = text(
                 THEN clock_timestamp() ELSE unloaded_at END
         WHERE name = :name AND version = :version AND state = :from
         RETURNING name, version, changed_at)
-    {_EVENT}
+    {_INSERT_EVENT}
     SELECT CAST(:id AS uuid), name, version, :from, :to, :reason, :actor, CAST(:evidence AS jsonb),
         changed_at
     FROM changed RETURNING id
     """
 )
-_STAYS: Final = text(
+_ADD_EVENT: Final = text(
     f"""
-    {_EVENT}
+    {_INSERT_EVENT}
     VALUES (CAST(:id AS uuid), :name, :version, :from, :to, :reason, :actor,
         CAST(:evidence AS jsonb), clock_timestamp())
     """
@@ -108,7 +108,7 @@ _ROLL_BACK: Final = text(
         FROM before
         WHERE p.name = :name AND p.version = before.version AND p.state = before.state
         RETURNING p.version, before.state AS was, p.state, root)
-    {_EVENT}
+    {_INSERT_EVENT}
     SELECT CAST(left(:id, 26) || lpad(to_hex(version), 6, '0') AS uuid), :name, version, was, state,
         CASE WHEN version = :version THEN :reason
             WHEN version = root THEN :served ELSE :descends || root || ', which failed' END,
@@ -122,7 +122,8 @@ _UNLOAD: Final = text(
     SET unloaded_at = clock_timestamp(), changed_at = clock_timestamp(), share = NULL
     WHERE name = :name AND version = ANY(CAST(:numbers AS integer[])) AND version > 0
         AND state IN ('retired', 'rolled_back') AND unloaded_at IS NULL
-        AND (:is_lost OR share IS NULL AND version IS DISTINCT FROM {BACK_TO.format(name=":name")})
+        AND (:is_lost OR share IS NULL
+            AND version IS DISTINCT FROM {ROLLBACK_TARGET.format(name=":name")})
     RETURNING version, state
     """
 )
@@ -143,26 +144,26 @@ _CONTROL: Final = text(
     FROM policies WHERE name = :name AND version = :version
     """
 )
-_LET_TRAIN: Final = text(
+_END_HOLD: Final = text(
     """
     UPDATE policies SET frozen_at = NULL
     WHERE name = :name AND version > 0 AND frozen_at IS NOT NULL RETURNING version, state
     """
 )
-_WATCH: Final = text(
+_RESTART_WATCH: Final = text(
     f"""
     UPDATE policies c SET changed_at = clock_timestamp(),
         share = NULLIF(CAST(s.gate->>'control_share' AS double precision), 0)
     FROM policies s
     WHERE s.name = :name AND s.state = 'serving' AND c.name = :name AND c.state = 'retired'
-        AND c.version = COALESCE({BACK_TO.format(name=":name")}, 0)
+        AND c.version = COALESCE({ROLLBACK_TARGET.format(name=":name")}, 0)
     """
 )
-_TOGETHER: Final = text(
+_TO_PROMOTE_TOGETHER: Final = text(
     f"""
     SELECT {VERSION_COLUMNS}, changed_at < now() - make_interval(secs => :wait_s) AS has_waited
     FROM policies p
-    WHERE name = ANY(CAST(:names AS text[])) AND state = 'loaded' AND {AT_ONCE}
+    WHERE name = ANY(CAST(:names AS text[])) AND state = 'loaded' AND {PROMOTED_WHEN_LOADED}
         AND NOT EXISTS (SELECT FROM policies b
             WHERE b.name = p.name AND b.version = 0 AND b.frozen_at IS NOT NULL)
     ORDER BY name, version
@@ -274,7 +275,7 @@ async def add_event(
     """
     before = None if is_first else state
     values = {"name": name, "version": version, "from": before, "to": state}
-    await connection.execute(_STAYS, values | _event_values(why))
+    await connection.execute(_ADD_EVENT, values | _event_values(why))
 
 
 def _event_values(why: Why) -> dict[str, Any]:
@@ -504,7 +505,7 @@ async def hold_training(
 
 async def resume_training(connection: AsyncConnection, name: str, **why: Unpack[Why]) -> None:
     """End a hold of training, and compare the serving version with its control anew."""
-    for row in (await connection.execute(_LET_TRAIN, {"name": name})).all():
+    for row in (await connection.execute(_END_HOLD, {"name": name})).all():
         await add_event(connection, name, row.version, row.state, **why)
         await restart_watch(connection, name)
 
@@ -514,7 +515,7 @@ async def restart_watch(connection: AsyncConnection, name: str) -> None:
 
     Without a control, the version that a roll-back would return to becomes the control.
     """
-    await connection.execute(_WATCH, {"name": name})
+    await connection.execute(_RESTART_WATCH, {"name": name})
 
 
 async def promote_together(
@@ -532,7 +533,7 @@ async def promote_together(
         if is_locked:
             await lock_policies(connection, names)
         values = {"names": list(names), "wait_s": wait_s}
-        loaded = (await connection.execute(_TOGETHER, values)).all()
+        loaded = (await connection.execute(_TO_PROMOTE_TOGETHER, values)).all()
         are_all = {row.name for row in loaded} == set(names)
         if not (are_all or any(row.has_waited for row in loaded)):
             return []

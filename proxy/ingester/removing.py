@@ -35,7 +35,7 @@ from store.database import database_time
 from store.files import sync, write_private
 from store.ids import time_of
 from store.records import FeedbackRecord
-from store.retaining import NOWHERE, Removed, remove_some
+from store.retaining import LOWEST_ID, Removed, remove_some
 from store.tombstones import Named, known_tombstones, last_deletion, tombstones_of, undeleted_keys
 
 log = structlog.get_logger()
@@ -228,7 +228,7 @@ async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
 
 async def remove_outdated_records(engine: AsyncEngine, before: date) -> None:
     """Remove records from before a day, step by step, and count them."""
-    after = NOWHERE
+    after = LOWEST_ID
     while (removed := await remove_some(engine, before, after)) is not None:
         after = removed.last
         _count(removed)

@@ -533,7 +533,7 @@ SERVABLE: Final = f"state <> 'written' AND {LIVE}"
 # The condition for the control: at most one of a policy's versions.
 CONTROL: Final = "state = 'retired' AND share IS NOT NULL"
 # The condition for a version that gets the traffic as soon as it is loaded, by its rule.
-AT_ONCE: Final = (
+PROMOTED_WHEN_LOADED: Final = (
     "COALESCE(gate->>'mode', 'immediate') = 'immediate'"
     " AND NOT COALESCE(CAST(gate->>'approve' AS boolean), false)"
 )
@@ -543,7 +543,7 @@ HAD_TRAFFIC: Final = """EXISTS (
         AND v.to_state IN ('serving', 'canary'))"""
 # The version that serves the policy `name` after a roll-back of the serving one: the control, or
 # the last loaded one that served before. The base model is always loaded, and never rolled back.
-BACK_TO: Final = """(
+ROLLBACK_TARGET: Final = """(
     SELECT r.version FROM policies r
     JOIN policy_events v ON v.name = r.name AND v.version = r.version AND v.to_state = 'serving'
     WHERE r.name = {name} AND r.state = 'retired' AND r.unloaded_at IS NULL
@@ -734,7 +734,7 @@ freed_consumptions = Table(
 # API keys
 
 # The condition for a key that is not revoked.
-STANDING: Final = "revoked_at IS NULL"
+NOT_REVOKED: Final = "revoked_at IS NULL"
 
 # A revoked key keeps its row: once there was a key, no request is served without one.
 api_keys = Table(
@@ -756,5 +756,5 @@ api_keys = Table(
     Column("tokens_per_minute", Integer),
     CheckConstraint("per_minute > 0 AND at_once > 0", name="limits_let_some_in"),
     CheckConstraint("tokens_per_minute > 0", name="tokens_let_some_in"),
-    Index("uq_api_keys_name", "name", unique=True, postgresql_where=text(STANDING)),
+    Index("uq_api_keys_name", "name", unique=True, postgresql_where=text(NOT_REVOKED)),
 )
