@@ -59,8 +59,8 @@ class Explore(BaseModel):
 class PolicySpec(BaseModel):
     """A policy, as one table of the file defines it.
 
-    It answers its tenant's calls for a model of its own name or in `models`, and the calls for
-    `base` of its `agents`.
+    It answers its tenant's calls for a model named like the policy or listed in `models`, and the
+    calls that its `agents` make for `base`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -108,13 +108,13 @@ class PolicyTable:
     def answering(self, model: str, agent: str, tenant: str = DEFAULT) -> PolicySpec | None:
         """Return the policy that answers an agent's call for `model`, or None if none does.
 
-        Only the tenant's policies answer. A policy with this base and agent comes before a policy
+        Only policies of `tenant` answer. A policy with this base and agent comes before a policy
         with this model.
         """
         return self._by_agent.get((tenant, model, agent)) or self._by_model.get((tenant, model))
 
     def live_together(self, name: str) -> tuple[str, ...]:
-        """Return the policies whose versions go live together with those of `name`, and `name`.
+        """Return the names of the policies whose versions go live together, with `name` among them.
 
         `publish_with` is symmetric and transitive.
         """
@@ -122,11 +122,11 @@ class PolicyTable:
 
 
 def _companion_sets(specs: Iterable[PolicySpec]) -> dict[str, tuple[str, ...]]:
-    """Map each policy's name to the sorted names that go live together with it, itself included."""
+    """Map each policy's name to the sorted names that go live together, its own included."""
     sets: dict[str, set[str]] = {}
     for spec in specs:
         merged = {spec.name}.union(
-            *(sets.get(one, {one}) for one in (spec.name, *spec.publish_with))
+            *(sets.get(name, {name}) for name in (spec.name, *spec.publish_with))
         )
         sets |= dict.fromkeys(merged, merged)
     return {name: tuple(sorted(merged)) for name, merged in sets.items()}
@@ -139,7 +139,7 @@ FILE: Final = TableFile(
     remedies=REMEDIES,
     error=BadPolicies,
     setting="PAWL_POLICIES",
-    unset="for one policy a model",
+    unset="to make each model a policy",
 )
 
 
@@ -170,12 +170,12 @@ def _conflict(specs: Sequence[PolicySpec]) -> str | None:
     answered: dict[tuple[str, str, str], str] = {}
     for spec in specs:
         by_agent = [("agents", f"{agent!r} with base {spec.base!r}") for agent in spec.agents]
-        for key, what in [*by_agent, *(("models", repr(model)) for model in spec.models)]:
-            claim = spec.tenant, key, what
-            if claim in answered:
-                both = " and ".join(sorted({repr(answered[claim]), repr(spec.name)}))
-                return f"{key}: {what} is claimed twice, by {both}; leave it in one place"
-            answered[claim] = spec.name
+        for key, calls in [*by_agent, *(("models", repr(model)) for model in spec.models)]:
+            entry = spec.tenant, key, calls
+            if entry in answered:
+                both = " and ".join(sorted({repr(answered[entry]), repr(spec.name)}))
+                return f"{key}: {calls} is claimed twice, by {both}; leave it in one place"
+            answered[entry] = spec.name
     for spec in specs:
         owner = answered.get((spec.tenant, "models", repr(spec.name)))
         if owner is not None and owner != spec.name:
@@ -184,18 +184,21 @@ def _conflict(specs: Sequence[PolicySpec]) -> str | None:
 
 
 def _companion_error(specs: Sequence[PolicySpec]) -> str | None:
-    """Return an error message if `publish_with` names no other trained policy of the tenant."""
+    """Return an error message if a `publish_with` names no other trained policy of its tenant.
+
+    Return None if all are valid.
+    """
     for spec in specs:
-        near = [
-            one.name
-            for one in specs
-            if one.trained and one.tenant == spec.tenant and one.name != spec.name
+        possible = [
+            other.name
+            for other in specs
+            if other.trained and other.tenant == spec.tenant and other.name != spec.name
         ]
-        for other in spec.publish_with:
-            if other not in near:
+        for partner in spec.publish_with:
+            if partner not in possible:
                 of_tenant = "" if spec.tenant == DEFAULT else f" of tenant {spec.tenant!r}"
                 return (
-                    f"policy {spec.name!r}: publish_with: {other!r} is no other policy{of_tenant}"
-                    f" with trained = true; name some of these: {', '.join(near) or 'none'}"
+                    f"policy {spec.name!r}: publish_with: {partner!r} is no other policy{of_tenant}"
+                    f" with trained = true; name some of these: {', '.join(possible) or 'none'}"
                 )
     return None

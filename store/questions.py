@@ -14,7 +14,7 @@ from store.tenants import bare, name_in_same_tenant
 # Targets of feedback
 
 # By kind of target: name, episode, call, and a name with the tenant, for the names in $1. A call's
-# id is stored without its tenant, whom the episode's key tells (`_stored_names`).
+# id is stored without its tenant, which the episode's key shows (`_stored_names`).
 _STORED: Final[Mapping[str, str]] = {
     "episode": "SELECT key, id, NULL::uuid, key FROM episodes WHERE key = ANY($1)",
     "response": """SELECT response_id, episode_id, id, response_id FROM transitions
@@ -36,19 +36,19 @@ class Target(NamedTuple):
 
 async def stored_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> list[Target]:
     """Return the stored targets among these (kind, name) pairs."""
-    asked = set(wanted)
+    pairs = set(wanted)
     return [
         Target(kind, name, episode_id, call_id)
-        for kind, names in _names_by_kind(asked).items()
+        for kind, names in _names_by_kind(pairs).items()
         for name, episode_id, call_id in _stored_names(
             kind, await driver.fetch(_STORED[kind], names)
         )
-        if (kind, name) in asked
+        if (kind, name) in pairs
     ]
 
 
 async def known_targets(driver: Driver, wanted: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the (kind, name) pairs among these whose targets are stored."""
+    """Return those of these (kind, name) pairs whose target is stored."""
     return {(target.kind, target.name) for target in await stored_targets(driver, wanted)}
 
 
@@ -71,7 +71,7 @@ _BODIES: Final = "SELECT body_hash FROM feedback_requests WHERE idempotency_key 
 
 
 async def stored_bodies(driver: Driver, key: str) -> set[str]:
-    """Return the hashes of the stored bodies of feedback that came with an idempotency key."""
+    """Return the hashes of the stored feedback bodies that came with idempotency key `key`."""
     return {row[0] for row in await driver.fetch(_BODIES, key)}
 
 
@@ -84,7 +84,10 @@ _RESPONSES: Final = (
 
 
 async def known_responses(driver: Driver, names: Sequence[str], dialect: str) -> set[str]:
-    """Return the response ids (with tenant) among `names` that calls of a wire format have."""
+    """Return those of the response ids `names` (with tenant) that stored calls of `dialect` have.
+
+    `dialect` is a wire format.
+    """
     return {row[0] for row in await driver.fetch(_RESPONSES, list(names), dialect)}
 
 
@@ -106,14 +109,14 @@ _PINNED_VERSION: Final = """
 async def pinned_episodes(driver: Driver, most: int) -> list[tuple[str, str, int]]:
     """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
 
-    The version is the newest that served the episode, which may have had to leave its first. A part
-    of a joined episode has the version of the whole. There are at most `most`.
+    The version is the newest that served the episode: it may have had to leave its first version. A
+    part of a joined episode has the version of the whole. There are at most `most`.
     """
     rows = await driver.fetch(_PINNED, most)
     return [(row["policy"], row["key"], row["latest"]) for row in rows]
 
 
 async def pinned_version(driver: Driver, policy: str, episode: str) -> int | None:
-    """Return the version of `policy` that an episode goes on with; None: it has no call of it."""
+    """Return the version of `policy` that an episode keeps; None if the policy served no call."""
     version: int | None = await driver.fetchval(_PINNED_VERSION, episode, policy)
     return version

@@ -20,7 +20,7 @@ ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
 # not offer. `assumed`: `is_error` was left out, which that API defines as success.
 ToolSource = Literal["header", "feedback", "not_offered", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
-# What a new episode was given: the version that serves, the one that is tried on a share of the
+# Which version a new episode was given: the serving one, the one that is tried on a share of the
 # episodes (canary), or an earlier one, at first the base model (control).
 Arm = Literal["serving", "canary", "control"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
@@ -65,12 +65,12 @@ class ToolCall(Record, frozen=True, kw_only=True):
 
 
 class ToolEvent(Record, frozen=True, kw_only=True):
-    """How one tool execution ended, and the source of that.
+    """How one tool execution ended, and how that is known (`source`).
 
     `ms` is the execution's duration in milliseconds, if it was stated. `quotes` are the digests of
-    the texts among the tool call's arguments, if the request with the result shows them: by these,
-    a tool call that the agent made up is matched to the reply that it quotes. `at` is the time of
-    recording, which the id does not tell; None: it is not stored yet.
+    the texts among the tool call's arguments, if the request with the result shows them. If the
+    agent itself made the tool call from a reply's text, they show which reply that was. `at` is the
+    time of recording, which the id does not tell; None: it is not stored yet.
     """
 
     id: UUID
@@ -89,8 +89,8 @@ class Tokens(Record, frozen=True, kw_only=True):
 
     Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats. They are the
     little-endian int32 and float32 arrays that the store keeps (`store.values.packing`). If a
-    server gave all ids but not all log-probabilities, there are none, and the trainer computes them
-    with the version that sampled the ids.
+    server gave all ids but not all log-probabilities, `sampled_logprobs` is empty, and the trainer
+    computes them with the version that sampled the ids.
     """
 
     prompt_ids: bytes = b""
@@ -205,19 +205,19 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     arm: Annotated[
         Arm | None,
         StoredColumn(
-            "Arm of its episode, by its version then; null for a call that names its "
-            "version, for evaluation, and where nothing is trained."
+            "Arm that its version was in when the call was made; null for a call that names "
+            "its version, for evaluation, and where nothing is trained."
         ),
     ] = None
     api_key: Annotated[
         str | None,
-        StoredColumn("Id of the API key that it came with; null: it was let in without one."),
+        StoredColumn("Id of the API key that it came with; null: it came without one."),
     ] = None
     text_digest: Annotated[
         UUID | None,
         StoredColumn(
-            "Digest of the reply's text, which `tool_events.quotes` may have; null: it has none, "
-            "or asks for tools, or results of tools are not read."
+            "Digest of the reply's text, for comparison with `tool_events.quotes`; null: the reply "
+            "has no text, or asks for tools, or results of tools are not read."
         ),
     ] = None
     # The client's trace context, for the call's span. It is not stored.
@@ -228,8 +228,8 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
     """One statement about a target: a metric with a value, or (if `tool` is set) a tool event.
 
     A value is a number or a short text; None without a tool event withdraws the metric's value.
-    `source` names the judge whose opinion it is; None: it is a fact. A `correction` is the reply
-    that would have been right.
+    `source` names the judge whose opinion the statement is; None: it is a fact. A `correction` is
+    the reply that would have been right.
     """
 
     id: UUID
@@ -255,14 +255,14 @@ class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
 
 
 class GapRecord(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
-    """A mark of incomplete episodes, because records of their calls could not be written."""
+    """Marks episodes as incomplete, because records of their calls could not be written."""
 
     id: UUID
     episodes: tuple[str, ...]
 
 
 class OutageRecord(Record, frozen=True, kw_only=True, tag="outage"):
-    """A time in which a worker lost records of calls, and could not say of which episodes."""
+    """A time in which a worker lost records of calls, and could not tell their episodes."""
 
     id: UUID
     since: datetime
@@ -276,9 +276,9 @@ class Feedback(Record, frozen=True, kw_only=True):
     """A stored statement about an episode or one of its calls.
 
     `value` is a number or a short text; None withdraws an earlier value. `source` names the judge
-    whose opinion it is; None: it is a fact. `late`: it came after an update had claimed the
-    episode, and the update trained without it. `correction` is the reply that would have been
-    right.
+    whose opinion the statement is; None: it is a fact. `late` tells that it came after an update
+    had claimed the episode, so that the update trained without it. `correction` is the reply that
+    would have been right.
     """
 
     metric: str
@@ -292,7 +292,7 @@ class Feedback(Record, frozen=True, kw_only=True):
 class TransitionRow(CallFacts, frozen=True, kw_only=True):
     """A stored call, with the events of its reply's tool calls.
 
-    `tool_calls` includes the calls that the agent made of the reply's whole text.
+    `tool_calls` includes tool calls that the agent itself made from the reply's whole text.
     """
 
     episode_id: UUID
@@ -356,12 +356,12 @@ class UpdateRow(Record, frozen=True, kw_only=True):
 FAILED: Final = (400, 413, 422)
 
 
-# The fields of a call's record that are columns of `transitions` define the table, and the rows
-# that are written and read back (docs/howto/add-a-field-of-a-call.md).
+# The marked fields of a call's record define the columns of `transitions`, and which values are
+# written and read back (docs/howto/add-a-field-of-a-call.md).
 
 
 class ColumnField(NamedTuple):
-    """A field that is a column: its type without None, and whether it may be null."""
+    """A record's field that is a column: its type without None, and whether it may be null."""
 
     name: str
     type: Any
@@ -387,7 +387,7 @@ def _column_of_hint(hint: Any) -> StoredColumn | None:
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
     """Return a type without None, and whether None was in it; a `Literal` becomes `str`."""
-    choices = [one for one in get_args(hint) if one is not NoneType]
+    choices = [choice for choice in get_args(hint) if choice is not NoneType]
     null = NoneType in get_args(hint)
     kind = choices[0] if null else hint
     return (str if get_origin(kind) is Literal else kind), null

@@ -1,12 +1,13 @@
 """Remove records that are older than `PAWL_KEEP_DAYS`.
 
 An episode is outdated once the last calls of all its parts are older than the first day that is
-kept. Outdated episodes are removed first, some in each transaction; then whole days of calls, while
-episodes that go on are quarantined (docs/decisions/070-deleting-episodes.md). One ingester at a
-time does this.
+kept. Outdated episodes are removed first, some in each transaction, and then the calls of whole
+days. An episode with such calls and newer ones is quarantined
+(docs/decisions/070-deleting-episodes.md). One ingester at a time does this.
 
-Batches of records wait only briefly: the days are noted first and no call of them is stored any
-more, so that outdated episodes are searched, and calls counted, without a lock.
+First the last day to remove is recorded: from then on, no call up to that day is stored. Therefore
+outdated episodes are searched, and calls counted, without a lock, and batches of records wait only
+briefly.
 """
 
 from datetime import UTC, date, datetime, time, timedelta
@@ -25,13 +26,14 @@ from store.schema.partitions import partition_name
 from store.tenants import DEFAULT
 from store.tombstones import DELETED_PREFIX, forget_matched
 
-# Key of the advisory lock of the ingester that removes; others do nothing meanwhile.
+# Key of the advisory lock of the ingester that removes records; others remove nothing meanwhile.
 RETAIN_LOCK: Final = 0x5041574F
 PENDING_LOCK: Final = 0x50415750
 # Most episodes, statements or requests that one transaction removes.
 AT_ONCE: Final = 200
-# Most statements of a tenant that wait for their target.
+# Most statements of a tenant that may wait for their target.
 MOST_PENDING: Final = 100_000
+# Why an update is abandoned.
 WHY_ABANDONED: Final = "an episode that it held was outdated"
 LOST_CALLS: Final = (
     "calls of this episode were dropped, because they were older than PAWL_KEEP_DAYS"
@@ -70,19 +72,19 @@ _DAYS: Final = """
     SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
     WHERE i.inhparent = 'transitions'::regclass AND c.relname < $1 ORDER BY 1 LIMIT 1
 """
-# Episodes with calls of a day that are not quarantined yet.
-_GOING_ON: Final = """
+# Episodes that are not quarantined yet, with calls of a day.
+_TO_QUARANTINE: Final = """
     SELECT id FROM episodes e
     WHERE deleted_at IS NULL AND NOT (doubtful AND quarantined_reason IS NOT NULL)
         AND EXISTS (SELECT FROM {partition} t WHERE t.episode_id = e.id)
     LIMIT $1
 """
-_MARK: Final = """
+_QUARANTINE: Final = """
     UPDATE episodes SET doubtful = true, quarantined_reason = COALESCE(quarantined_reason, $2)
     WHERE id = ANY($1)
 """
-_IS_NOTED: Final = "SELECT COALESCE(max(day) >= $1, false) FROM dropped_days"
-_NOTE: Final = """
+_IS_RECORDED: Final = "SELECT COALESCE(max(day) >= $1, false) FROM dropped_days"
+_RECORD_DAY: Final = """
     INSERT INTO dropped_days (day, calls) VALUES ($1, $2)
     ON CONFLICT (day) DO UPDATE SET calls = dropped_days.calls + excluded.calls, at = now()
 """
@@ -90,7 +92,7 @@ _STRAY: Final = """
     DELETE FROM {table} WHERE id IN (
         SELECT id FROM {table} WHERE episode_id IS NULL AND at < $1 LIMIT $2)
 """
-# The condition is repeated outside, as a target may come meanwhile.
+# The first condition is repeated outside, as a statement's target may be stored meanwhile.
 _PENDING: Final = f"""
     DELETE FROM {{table}} WHERE episode_id IS NULL AND id IN (
         SELECT id FROM (
@@ -111,9 +113,10 @@ _REQUESTS: Final = """
 
 
 class Removed(Record, frozen=True, kw_only=True):
-    """Counts of what one step removed; `unspent` are the episodes that no update had consumed.
+    """Counts of what one step removed; `unspent` counts episodes that no update had consumed.
 
-    `last` is the last episode that was examined: the next step continues after it.
+    `day` is the day whose calls were dropped, if any. `last` is the last episode that was examined:
+    the next step continues after it.
     """
 
     episodes: int = 0
@@ -127,7 +130,8 @@ class Removed(Record, frozen=True, kw_only=True):
 class _Step(NamedTuple):
     """A step's transaction and limits.
 
-    `before` is the first day that is kept, `first_id` its lowest id.
+    `before` is the first day that is kept, and `first_id` the lowest id of that day. Earlier steps
+    have examined the episodes up to `after`.
     """
 
     connection: AsyncConnection
@@ -138,10 +142,11 @@ class _Step(NamedTuple):
 
 
 async def remove_pending(engine: AsyncEngine, days: int) -> int:
-    """Remove statements whose target has not come in `days`, and a tenant's above `MOST_PENDING`.
+    """Remove some statements that wait for their target: those too old, or too many for a tenant.
 
-    Empty requests are removed with them. Return how many were removed, some at a time; 0: no more
-    are left, or another process removes them.
+    They are older than `days` days, or their tenant has `MOST_PENDING` newer ones that wait.
+    Feedback requests left empty are removed, too. Return how many statements were removed: 0 if
+    none is left, or if another process is removing them.
     """
     async with engine.begin() as connection:
         driver = await driver_of(connection)
@@ -160,8 +165,8 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
 async def remove_some(engine: AsyncEngine, before: date, after: UUID = LOWEST_ID) -> Removed | None:
     """Remove some records older than the day `before`; return None once nothing is left.
 
-    The result is None, too, if another process removes. Earlier steps have examined the episodes
-    up to `after`.
+    Return None, too, if another process is removing records. Earlier steps have examined the
+    episodes up to `after`.
 
     Raises:
         asyncpg.LockNotAvailableError: readers kept a day from being dropped; try again later.
@@ -187,21 +192,24 @@ def _midnight(day: date) -> datetime:
 
 
 async def _record_last_removed_day(step: _Step) -> Removed | None:
-    """Note once the last day that is not kept: no call up to it is stored any more."""
+    """Record the last day that is not kept, so that no call up to that day is stored any more.
+
+    Return None if it was recorded before.
+    """
     last = step.before - timedelta(days=1)
-    if await step.driver.fetchval(_IS_NOTED, last):
+    if await step.driver.fetchval(_IS_RECORDED, last):
         return None
     await keep_writers_out(step.driver)
-    await step.driver.execute(_NOTE, last, 0)
+    await step.driver.execute(_RECORD_DAY, last, 0)
     return Removed(last=step.after)
 
 
 async def _remove_outdated(step: _Step) -> Removed | None:
     driver = step.driver
-    some = await driver.fetch(_SOME_OUTDATED, step.first_id, step.after, AT_ONCE)
-    if not some:
+    rows = await driver.fetch(_SOME_OUTDATED, step.first_id, step.after, AT_ONCE)
+    if not rows:
         return None
-    outdated = [row[0] for row in some]
+    outdated = [row[0] for row in rows]
     await keep_writers_out(driver)
     # An outdated episode may have got a call since.
     still = [row[0] for row in await driver.fetch(_STILL_OUTDATED, step.first_id, outdated)]
@@ -227,27 +235,26 @@ async def _remove_outdated(step: _Step) -> Removed | None:
 
 
 async def _quarantine_or_drop_day(step: _Step) -> Removed | None:
-    """Quarantine episodes that go on after the oldest outdated day, or drop that day if none do."""
+    """Quarantine episodes with calls of the oldest outdated day, or drop the day if all are."""
     driver = step.driver
     partition = await driver.fetchval(_DAYS, partition_name(step.before))
     if partition is None:
         return None
-    going_on = [
-        row[0] for row in await driver.fetch(_GOING_ON.format(partition=partition), AT_ONCE)
-    ]
-    if not going_on:
+    query = _TO_QUARANTINE.format(partition=partition)
+    ids = [row[0] for row in await driver.fetch(query, AT_ONCE)]
+    if not ids:
         return await _drop_day(step, partition)
     await keep_writers_out(driver)
-    await abandon_updates(step.connection, driver, going_on, WHY_ABANDONED)
-    await driver.execute(_MARK, going_on, LOST_CALLS)
-    await refresh_with_wholes(driver, going_on)
+    await abandon_updates(step.connection, driver, ids, WHY_ABANDONED)
+    await driver.execute(_QUARANTINE, ids, LOST_CALLS)
+    await refresh_with_wholes(driver, ids)
     return Removed(last=step.after)
 
 
 async def _drop_day(step: _Step, partition: str) -> Removed:
-    """Drop a day's calls; no more are stored, and their episodes are quarantined.
+    """Drop all calls of a day, and record their number; the episodes are quarantined already.
 
-    Calls of an episode that is deleted between the count and the lock are counted, too.
+    The number includes calls that are deleted between the count and the lock.
     """
     driver, day = step.driver, datetime.strptime(partition.rpartition("_")[2], "%Y%m%d").date()
     calls = await driver.fetchval(f"SELECT count(*) FROM {partition}")
@@ -255,12 +262,12 @@ async def _drop_day(step: _Step, partition: str) -> Removed:
     # New readers of any day wait behind this lock, so it must not wait long for earlier readers.
     await driver.execute("SET LOCAL lock_timeout = '2s'")
     await driver.execute(f"DROP TABLE {partition}")
-    await driver.execute(_NOTE, day, calls)
+    await driver.execute(_RECORD_DAY, day, calls)
     return Removed(calls=calls, day=day.isoformat(), last=step.after)
 
 
 async def _remove_unmatched(step: _Step) -> Removed | None:
-    """Remove outdated statements whose target never came, and requests without statements."""
+    """Remove outdated statements without a stored target, and empty feedback requests."""
     driver, at = step.driver, _midnight(step.before)
     done = [
         await driver.execute(_STRAY.format(table=table), at, AT_ONCE)

@@ -89,11 +89,12 @@ class Retrained(Record, frozen=True, kw_only=True):
         serves: the version that the new line starts at; `served` had the traffic before.
         freed: how many episodes may be claimed again, by `trained` or why they were not trained.
         left_out: how many freed and waiting episodes were left out.
-        learned: how many episodes to leave out `serves`, or a version before it, was trained on.
+        learned: how many of the episodes to leave out were used to train `serves` or an earlier
+            version, which still knows them.
         abandoned: the running update that lost its claim, if any.
         ended: how many versions ended.
-        max_staleness: the limit of the last recipe: once the new line has so many versions, waiting
-            episodes of the old line expire.
+        max_staleness: the limit in the last recipe: once the new line has more versions than that,
+            waiting episodes of the old line expire. None: they never do.
     """
 
     serves: str
@@ -117,8 +118,10 @@ async def retrain(
 ) -> Retrained:
     """Start the line of `policy` again at `version`, which every server must have loaded.
 
-    A running update is abandoned: its trainer finds that the claim is lost. The control stays
-    unless it ends; then the version that a roll-back would return to becomes the control.
+    Later versions end, and the episodes of their updates are free again, but those in `left_out`
+    are consumed untrained. A running update is abandoned: its trainer finds that the claim is lost.
+    The control stays unless it ends; then the version that a roll-back would return to becomes the
+    control.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -134,7 +137,7 @@ async def retrain(
     start = await lock_version(connection, policy, version)
     if not (recipes := await run(_LAST_RECIPE)):
         raise WrongVersionState(
-            f"nothing was trained for policy {policy!r} yet: there is no line to end"
+            f"nothing was trained for policy {policy!r} yet: there is no version to end"
         )
     why = f"the line starts again at {policy}@{version}: {reason}"
     await lock_episodes(connection, await run(_TO_LOCK))
@@ -145,13 +148,13 @@ async def retrain(
     reasons = dict.fromkeys(await run(_UNCLAIMED), LEFT_OUT)
     await consume_unclaimed(connection, policy, version, recipes[0], reasons)
     live = await list_live(connection, policy)
-    # First, so that no version that ends becomes the control.
-    for one in live:
-        if one.version > version and one.state not in ("retired", "rolled_back"):
-            await change_state(connection, one, "retired", reason=why, actor=actor)
+    # Retire these before the promotion, so that no version that ends becomes the control.
+    for later in live:
+        if later.version > version and later.state not in ("retired", "rolled_back"):
+            await change_state(connection, later, "retired", reason=why, actor=actor)
     retrained = Retrained(
         serves=start.served_name,
-        served=next(one.served_name for one in live if one.state == "serving"),
+        served=next(former.served_name for former in live if former.state == "serving"),
         freed=dict(freed),
         left_out=len(reasons),
         learned=(await run(_LEARNED))[0],
@@ -160,10 +163,10 @@ async def retrain(
         max_staleness=recipes[0].get("claim", {}).get("max_staleness"),
     )
     evidence = {"retrain": msgspec.to_builtins(retrained)}
-    moves: Why = {"reason": why, "actor": actor, "evidence": evidence}
+    event: Why = {"reason": why, "actor": actor, "evidence": evidence}
     if start.state == "serving":
-        await add_event(connection, policy, version, "serving", **moves)
+        await add_event(connection, policy, version, "serving", **event)
     else:
-        await promote(connection, policy, version, **moves)
+        await promote(connection, policy, version, **event)
     await restart_watch(connection, policy)
     return retrained

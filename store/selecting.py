@@ -31,7 +31,7 @@ class FoundEpisodes(Record, frozen=True, kw_only=True):
 
 
 class Selection(Record, frozen=True, kw_only=True):
-    """Select whole episodes that meet all conditions; a field of None selects all.
+    """Conditions that select whole episodes: all must hold; None is no condition.
 
     Attributes:
         tenant: the episodes' tenant; without it, task, prefix and key are the default tenant's.
@@ -44,8 +44,8 @@ class Selection(Record, frozen=True, kw_only=True):
         before: the episode's last call was before this time.
         begun_before: the episode's first call was before this time.
         scored_since: the episode has feedback from this time or later.
-        scored_before: the episode has feedback from before this time; with `scored_since` one
-            statement has to be within both.
+        scored_before: the episode has feedback from before this time; with `scored_since`, one
+            statement has to be from between the two times.
     """
 
     tenant: str | None = None
@@ -67,7 +67,7 @@ _PART = episodes.alias("part")
 
 
 async def find_named_episodes(connection: AsyncConnection, names: Sequence[str]) -> FoundEpisodes:
-    """Look names up: each is an episode's key, or its id as a name of its tenant."""
+    """Look up stored names: each is an episode's key, or its id prefixed with its tenant."""
     wholes: dict[UUID, None] = {}
     before: dict[str, UUID] = {}
     unknown: list[str] = []
@@ -95,15 +95,15 @@ async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:
     query = select(_WHOLE.label("whole"), episodes.c.deleted_at).where(
         or_(episodes.c.key.in_([name, key_once_deleted(name)]), by_id)
     )
-    # A key counts before the id that equals it.
+    # An episode whose key is the name comes before one whose id is.
     return (await connection.execute(query.order_by(episodes.c.key != literal(name)))).first()
 
 
 async def select_episodes(connection: AsyncConnection, selection: Selection = ALL) -> list[UUID]:
-    """Return the episodes of a selection, oldest first; none is deleted.
+    """Return the episodes of a selection that are not deleted, oldest first.
 
     Raises:
-        UnknownNames: no API key of the tenant has, or had, the name or id of the selection.
+        UnknownNames: the tenant never had an API key with the name or id `selection.key`.
     """
     query = selection_query(selection)
     if selection.key is not None:
@@ -119,7 +119,7 @@ async def select_episodes(connection: AsyncConnection, selection: Selection = AL
 
 
 def selection_query(selection: Selection) -> Select[tuple[UUID]]:
-    """Build the query for `select_episodes`, without its `key`, which has to be looked up."""
+    """Build the query for the episodes of a selection; `selection.key` is ignored."""
     query = select(episodes.c.id).where(episodes.c.root.is_(None), episodes.c.deleted_at.is_(None))
     query = query.where(*_episode_conditions(selection), *_feedback_conditions(selection))
     return query.order_by(episodes.c.first_call_id)
@@ -159,9 +159,9 @@ def _feedback_conditions(selection: Selection) -> list[ColumnElement[bool]]:
     return [_any_part(feedback.c.episode_id == _PART.c.id, *within)] if within else []
 
 
-def _any_part_by_index(part: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Return the condition of `_any_part` for a condition that an index serves."""
-    return episodes.c.id.in_(select(_WHOLE).where(part))
+def _any_part_by_index(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Return the same as `_any_part`, in a form that can use an index for `condition`."""
+    return episodes.c.id.in_(select(_WHOLE).where(condition))
 
 
 def _any_part(*conditions: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -178,7 +178,7 @@ async def _key_ids(connection: AsyncConnection, tenant: str, key: str) -> list[s
     if not ids:
         raise UnknownNames(
             f"no API key is or was named {key!r:.80}, or has that id, and nothing was"
-            " changed: `pawl keys list` shows them"
+            " changed: `pawl keys list` shows the keys"
         )
     return ids
 
@@ -208,7 +208,7 @@ _HOLD_OUT: Final = text(
 async def untrained_tasks(
     connection: AsyncConnection, ids: Sequence[UUID]
 ) -> dict[str, list[UUID]]:
-    """Return the tasks of these episodes that no update has claimed, with all their episodes.
+    """Map each task of these episodes to all its episodes, if no update has claimed any of them.
 
     Episodes that are evaluation already are left out.
     """
@@ -219,7 +219,7 @@ async def untrained_tasks(
 
 
 async def keep_for_evaluation(connection: AsyncConnection, ids: Sequence[UUID]) -> None:
-    """Make these episodes evaluation, for good; an update that has claimed one gives it up."""
+    """Move these episodes to the split `eval`, for good: an update of one cannot be recorded."""
     await lock_episodes(connection, ids)
     await connection.execute(_HOLD_OUT, {"ids": list(ids)})
     await refresh_policy_rows(connection, ids)

@@ -38,7 +38,7 @@ def _host_and_port(value: str) -> str:
     return value
 
 
-# Here for the same reason: the file that both read.
+# The file of policies is here for the same reason: both read it.
 PoliciesFile = Annotated[
     Path | None,
     Field(
@@ -59,7 +59,7 @@ HostNames = Annotated[Names, AfterValidator(lambda names: tuple(map(str.lower, n
 
 
 def parse_address(listen: str) -> tuple[str, int]:
-    """Return `HOST:PORT` as a pair; the brackets of an IPv6 host are removed."""
+    """Return host and port of `HOST:PORT`; the brackets of an IPv6 host are removed."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -151,7 +151,11 @@ def _check_parameters(query: dict[str, str]) -> None:
 
 
 def _host(host: str, port: str) -> dict[str, str]:
-    """Return the DSN's parameters for `HOST[:PORT]`; without a port of its own it has `port`."""
+    """Return the DSN's parameters for `host`, which is `HOST[:PORT]`; `port` is its default port.
+
+    Raises:
+        StoreError: `host` or the port is malformed.
+    """
     parts = _HOST.fullmatch(host)
     # Without a host the driver looks for the server's socket.
     if host and parts is None:
@@ -182,7 +186,7 @@ def secrets_folder(named: Path | str | None) -> Path | None:
 
 
 class _SecretFiles(SecretsSettingsSource):
-    """Reads the folder that the earlier sources name."""
+    """Read settings from files in the folder of secrets, which earlier sources may name."""
 
     def __call__(self) -> dict[str, Any]:
         self.secrets_dir = secrets_folder(self.current_state.get("secrets_dir"))
@@ -190,7 +194,7 @@ class _SecretFiles(SecretsSettingsSource):
 
 
 class Settings(BaseSettings):
-    """Read settings from `PAWL_*` environment variables, `.env`, or files of their names."""
+    """Settings from `PAWL_*` environment variables, `.env`, or secret files named like them."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_",
@@ -216,9 +220,9 @@ class Settings(BaseSettings):
             *(".localhost", "host.docker.internal", "host.containers.internal"),
             *(".svc", ".svc.cluster.local"),
         ),
-        description="names with a dot by which requests without an API key may name the host of a "
-        "port, .example.com for all names below it, and hosts, with their port, of web pages that "
-        "may send such requests; IP addresses and names without a dot need no entry",
+        description="host names with a dot that requests without an API key may be addressed to, "
+        ".example.com for all names below it; and HOST:PORT of web pages that may send such "
+        "requests; IP addresses and names without a dot need no entry",
     )
 
     @classmethod
@@ -230,7 +234,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the sources, those that win first."""
+        """Return the sources of settings; an earlier source overrides later ones."""
         return init_settings, env_settings, dotenv_settings, _SecretFiles(settings_cls)
 
     @field_validator("*", mode="after")
@@ -242,7 +246,7 @@ class Settings(BaseSettings):
 
 
 class StoreSettings(Settings):
-    """Name the database: `DATABASE_URL`, or the embedded PostgreSQL in `PAWL_DATA_DIR` if unset."""
+    """Settings of the database: `DATABASE_URL`, or else embedded PostgreSQL in `PAWL_DATA_DIR`."""
 
     database_url: SecretStr | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Separate tenants by a namespace for each (pure).
+"""Store the names of each tenant in a namespace of its own (pure).
 
 Names from clients and model servers (of episodes, tasks, calls, responses, idempotency keys) are
 stored as TENANT, U+001F, NAME; fingerprints are computed with the tenant as the key. Code that
@@ -13,37 +13,38 @@ from typing import Final
 
 # The tenant of requests without a key, or with a key without a tenant.
 DEFAULT: Final = "default"
-# No tenant's name holds it, and no name that a client gives an episode: those are printable.
+# No tenant's name contains it, nor does a client's name for an episode: those are printable.
 SEPARATOR: Final = "\x1f"
 # At most 64 characters, the longest key of BLAKE2b.
 PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 def scoped(tenant: str, name: str) -> str:
-    """Return a tenant's name as it is stored.
+    """Return `name`, which a client of `tenant` gave, as it is stored.
 
-    A name of the default tenant that could be taken for another's gets a separator before it.
+    A name in the default tenant that contains a separator gets another one before it: otherwise it
+    would look like another tenant's.
     """
     if tenant == DEFAULT:
         return name if SEPARATOR not in name else SEPARATOR + name
     return f"{tenant}{SEPARATOR}{name}"
 
 
-def tenant_of(kept: str) -> str:
+def tenant_of(stored: str) -> str:
     """Return the tenant of a stored name."""
-    if SEPARATOR not in kept:
+    if SEPARATOR not in stored:
         return DEFAULT
-    return kept.partition(SEPARATOR)[0] or DEFAULT
+    return stored.partition(SEPARATOR)[0] or DEFAULT
 
 
-def bare(kept: str) -> str:
-    """Return a stored name as the client gave it."""
-    return kept.partition(SEPARATOR)[2] if SEPARATOR in kept else kept
+def bare(stored: str) -> str:
+    """Return a stored name without its tenant, as the client gave it."""
+    return stored.partition(SEPARATOR)[2] if SEPARATOR in stored else stored
 
 
-def name_in_same_tenant(kept: str, name: str) -> str:
-    """Return `name` as stored for the tenant of the stored name `kept`."""
-    return scoped(tenant_of(kept), name)
+def name_in_same_tenant(stored: str, name: str) -> str:
+    """Return `name` as it is stored for the tenant that the stored name `stored` belongs to."""
+    return scoped(tenant_of(stored), name)
 
 
 def stored_prefix(tenant: str) -> str | None:
@@ -52,12 +53,15 @@ def stored_prefix(tenant: str) -> str | None:
 
 
 def digest_key(tenant: str) -> bytes:
-    """Return the key of a tenant's digests, which is empty for the default tenant."""
+    """Return the hash key of a tenant's digests, which is empty for the default tenant."""
     return b"" if tenant == DEFAULT else tenant.encode()
 
 
 def keyed_digests(tenant: str, digests: Sequence[bytes]) -> tuple[bytes, ...]:
-    """Return fingerprints (16 bytes) keyed with the tenant; the first byte, the kind, stays."""
+    """Return these fingerprints (16 bytes) hashed with the tenant as key, but for the first byte.
+
+    The first byte is the kind. Fingerprints of the default tenant are returned unchanged.
+    """
     if tenant == DEFAULT:
         return tuple(digests)
     key = digest_key(tenant)

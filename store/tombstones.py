@@ -1,7 +1,7 @@
 """Keep deleted records from being stored again: a tombstone is the digest of a deleted name.
 
-Names are keys of episodes, and ids of calls and responses, as in feedback. They are as stored
-(`store.tenants`), so that each tenant has its own tombstones.
+Names are keys of episodes, and ids of calls and responses, as in feedback. Their stored form has
+the tenant (`store.tenants`), so that each tenant has its own tombstones.
 
 A transaction that stores a batch reads the tombstones first, and holds a shared lock until its
 commit. A deletion holds the same lock exclusively. So a batch is stored wholly before a deletion,
@@ -28,8 +28,8 @@ from store.tenants import name_in_same_tenant
 # A kind of target, and a name of that kind.
 Named = tuple[TargetKind, str]
 R = TypeVar("R", bound=SpoolRecord)
-# This and a digest replace the key of a deleted episode. No client can name an episode so: names
-# are printable.
+# This prefix and a digest replace the key of a deleted episode. No client can give an episode such
+# a name: names are printable.
 DELETED_PREFIX: Final = "\x1fdeleted:"
 
 
@@ -40,12 +40,12 @@ def tombstone_of(kind: TargetKind, name: str) -> UUID:
 
 
 def key_once_deleted(key: str) -> str:
-    """Return the replacement for the key of a deleted episode."""
+    """Return the text that replaces an episode's key once the episode is deleted."""
     return f"{DELETED_PREFIX}{tombstone_of('episode', key).hex}"
 
 
 def names_in(record: SpoolRecord) -> Iterator[Named]:
-    """Yield the names of a record that may be deleted; an outage has none."""
+    """Yield the names in a record that may have been deleted; an outage has no names."""
     if isinstance(record, CallRecord):
         yield "episode", record.episode
     elif isinstance(record, GapRecord):
@@ -55,7 +55,7 @@ def names_in(record: SpoolRecord) -> Iterator[Named]:
 
 
 def names_of_call(call: CallRecord) -> list[Named]:
-    """Return the names by which later records may refer to a single call."""
+    """Return the names by which later records may refer to `call`: its id and response id."""
     names: list[Named] = [("call", name_in_same_tenant(call.episode, str(call.id)))]
     if call.response_id is not None:
         names.append(("response", call.response_id))
@@ -63,17 +63,17 @@ def names_of_call(call: CallRecord) -> list[Named]:
 
 
 def tombstones_of(names: Iterable[Named]) -> set[UUID]:
-    """Return the tombstones of names."""
+    """Return the tombstones that these names have once they are deleted."""
     return {tombstone_of(kind, name) for kind, name in names}
 
 
 def undeleted_keys(keys: Sequence[str], deleted: Set[UUID]) -> tuple[str, ...]:
-    """Return the keys of episodes that are not deleted."""
+    """Return those of `keys` whose tombstones are not in `deleted`."""
     return tuple(key for key in keys if tombstone_of("episode", key) not in deleted)
 
 
 def without_deleted(record: R, deleted: Set[UUID]) -> R | None:
-    """Return a record without its parts about deleted names; None: nothing is left.
+    """Return a record without its parts about names in `deleted`, or None if nothing is left.
 
     A feedback request, and a gap, may be about several episodes.
     """
@@ -114,13 +114,13 @@ MADE_AFTER: Final = timedelta(hours=1)
 
 
 async def forget_unmatched(driver: Driver, names: Sequence[Named]) -> dict[str, int]:
-    """Delete statements about targets that never arrived; return how many rows, by table."""
+    """Delete the statements about `names` that still wait for their target; count by table."""
     columns = [list(column) for column in zip(*names, strict=True)] if names else [[], []]
     return await _forget(driver, _UNMATCHED, columns)
 
 
 async def forget_matched(driver: Driver, episode_ids: Sequence[UUID]) -> dict[str, int]:
-    """Delete feedback and tool events of these episodes; return how many rows, by table."""
+    """Delete the feedback and tool events of these episodes; return the numbers by table."""
     return await _forget(driver, _MATCHED, [list(episode_ids)])
 
 
@@ -136,7 +136,7 @@ async def _forget(driver: Driver, query: str, values: Sequence[Any]) -> dict[str
 
 
 async def _forget_requests(driver: Driver, moments: Iterable[datetime]) -> int:
-    """Delete the requests of these times that have no statement left; return how many."""
+    """Delete the feedback requests of these times that are left empty; return how many."""
     requests = 0
     for at in sorted(moments):
         bounds = lowest_id_at(at - MADE_BEFORE), lowest_id_at(at + MADE_AFTER)
@@ -176,14 +176,14 @@ class AdmittedRecords(NamedTuple):
 async def admit_records(driver: Driver, records: Sequence[SpoolRecord]) -> AdmittedRecords:
     """Leave deleted records out of a batch, and block deletions until the transaction ends.
 
-    Calls of dropped days are left out, too, and leave a gap. The names by which feedback may refer
-    to a call of a deleted episode become tombstones, too.
+    Calls of dropped days are left out, too, and replaced by a gap. If a call of a deleted episode
+    is left out, the names by which feedback may refer to the call become tombstones.
     """
     await driver.execute(_LOCK_SHARED)
     [last] = await driver.fetch(_LAST)
     deletion = last["deletion"] or 0
     dropped: date | None = last["dropped"]
-    # Where nothing was ever deleted, no record's names need a digest.
+    # If nothing was ever deleted, no name has to be hashed.
     deleted = set[UUID]()
     if deletion:
         names = tombstones_of(name for record in records for name in names_in(record))
@@ -199,26 +199,26 @@ async def admit_records(driver: Driver, records: Sequence[SpoolRecord]) -> Admit
     ]
     await add_tombstones(driver, names_of_deleted, deletion)
     await forget_unmatched(driver, names_of_deleted)
-    # Feedback about such a call may be in the same batch.
+    # Feedback about these calls may be in the same batch.
     deleted |= tombstones_of(names_of_deleted)
-    late = {
+    of_dropped_days = {
         record.id: record
         for record in records
         if isinstance(record, CallRecord) and dropped and time_of(record.id).date() <= dropped
     }
-    # The episode may go on, and misses this call then (`store.link.outages`).
+    # The episode may go on, and then it lacks this call (`store.link.outages`).
     gaps = [
         GapRecord(id=call.id, episodes=keys)
-        for call in late.values()
+        for call in of_dropped_days.values()
         if (keys := undeleted_keys([call.episode], deleted))
     ]
-    left = {
-        record.id: None if record.id in late else without_deleted(record, deleted)
+    admitted = {
+        record.id: None if record.id in of_dropped_days else without_deleted(record, deleted)
         for record in records
     }
     return AdmittedRecords(
-        [*gaps, *(record for record in left.values() if record is not None)],
-        frozenset(one for one, record in left.items() if record is None),
+        [*gaps, *(record for record in admitted.values() if record is not None)],
+        frozenset(record_id for record_id, record in admitted.items() if record is None),
         deletion,
     )
 
@@ -232,13 +232,13 @@ async def begin_deletion(driver: Driver) -> int:
 
 
 async def add_tombstones(driver: Driver, names: Iterable[Named], deletion: int) -> None:
-    """Add tombstones in the driver's transaction."""
+    """Store the tombstones of `names`, with the deletion's number, in the driver's transaction."""
     if tombstones := tombstones_of(names):
         await driver.execute(_ADD, list(tombstones), deletion)
 
 
 async def known_tombstones(connection: AsyncConnection, wanted: Collection[UUID]) -> set[UUID]:
-    """Return those digests that are tombstones."""
+    """Return those of the digests `wanted` that are stored tombstones."""
     rows = await connection.execute(_KNOWN, {"wanted": list(wanted)})
     return set(rows.scalars())
 

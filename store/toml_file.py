@@ -37,13 +37,13 @@ class TomlFile(Generic[Model]):
         remedies: Mapping[str, str] = _NO_REMEDIES,
         advice: str = "",
     ) -> None:
-        """Store the kind.
+        """Define the kind of file.
 
         Args:
             model: the content; its fields are the keys.
-            error: what is raised for a file that cannot be used.
-            remedies: what to write, by key; a key whose checks name the remedy may be missing.
-            advice: what to do about a file that cannot be read.
+            error: the type of the exception for a file that cannot be used.
+            remedies: what to write, by key; not needed for a key whose checks name the remedy.
+            advice: what to do about a file that cannot be read, for messages.
         """
         self._model = model
         self._error = error
@@ -126,16 +126,16 @@ class TableFile(TomlFile[BaseModel], Generic[Model]):
         setting: str,
         unset: str,
     ) -> None:
-        """Store the kind.
+        """Define the kind of file.
 
         Args:
             spec: the model of one table.
             table: the tables' name.
-            thing: what a table describes, in a message.
-            error: what is raised for a file that cannot be used.
-            remedies: what to write, by key; a key whose checks name the remedy may be missing.
-            setting: the variable that names the file.
-            unset: what unsetting it does, in a message.
+            thing: the word for the thing that a table describes, for messages.
+            error: the type of the exception for a file that cannot be used.
+            remedies: what to write, by key; not needed for a key whose checks name the remedy.
+            setting: the environment variable that names the file.
+            unset: what unsetting this variable does, for messages.
         """
         fields: dict[str, Any] = {table: Annotated[tuple[spec, ...], Field(min_length=1)]}  # type: ignore[valid-type]
         config = ConfigDict(extra="forbid", frozen=True)
@@ -147,7 +147,7 @@ class TableFile(TomlFile[BaseModel], Generic[Model]):
         self._setting = setting
 
     def text_of(self, path: Path, name: str = "") -> str:
-        """Return the file's text.
+        """Return the file's text; messages name the setting and the path, or `name` instead.
 
         Raises:
             the kind's error: the file cannot be read.
@@ -222,7 +222,7 @@ def _clipped(message: str) -> str:
 
 
 def _default_of(field: FieldInfo) -> str:
-    """Return the part of a message that says what leaving a key out does."""
+    """Return the part of a message that says which default a key has if it is left out."""
     default = field.get_default(call_default_factory=True)
     if default is PydanticUndefined:
         return ""

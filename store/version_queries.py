@@ -1,7 +1,7 @@
 """Read policy versions: by number, state and lineage, idle ones, and the events of a policy.
 
-Queries that run every second read by index the versions that are live or have files; these are few,
-however many versions there ever were.
+Queries that run every second use indexes of the versions that are live or have files: these are
+few, however many versions there ever were.
 """
 
 from collections.abc import Collection
@@ -62,10 +62,10 @@ _TENANTS_OF_CALLS: Final = text(
 )
 # The condition for a version that no server should have.
 _UNSERVED: Final = "(state = 'rejected' OR unloaded_at IS NOT NULL)"
-# A version is in use if an episode with a call since then, of any policy, goes on with it (read
-# once for all versions), or if it served a call since then, however asked for. Such calls are
-# looked up by index in the partitions of those days. LIMIT keeps PostgreSQL from reading all calls
-# since then for all versions at once.
+# A version is in use if an episode that goes on with it had a call since then, of any policy (read
+# once for all versions), or if it served a call since then, even one that named the version. Such
+# calls are looked up by index in the partitions of those days. LIMIT keeps PostgreSQL from reading
+# all calls since then for all versions at once.
 _UNSERVED_VERSIONS: Final = text(
     f"""
     WITH kept AS MATERIALIZED (
@@ -91,7 +91,7 @@ _HEAD: Final = text(
     ORDER BY version DESC LIMIT 1
     """
 )
-# Versions that an update would ask for the log-probabilities of a call in a free episode
+# Versions that an update would need to compute the log-probabilities of a call in a free episode
 # (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: a hundred
 # thousand episodes may wait.
 _WAITED_FOR: Final = text(
@@ -138,7 +138,7 @@ async def _versions(
 async def list_versions(
     connection: AsyncConnection, name: str | None = None
 ) -> list[PolicyVersion]:
-    """Return all versions of policy `name` (None: of every policy), by name and version."""
+    """Return all versions of policy `name` (None: of every policy), ordered by name and version."""
     return await _versions(connection, name)
 
 
@@ -153,7 +153,7 @@ async def list_servable(
 
 
 async def list_live(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
-    """Return the versions of policy `name` that servers have, or will have, oldest first."""
+    """Return the versions of policy `name` that servers have loaded or will load, oldest first."""
     return await _versions(connection, name, text(LIVE))
 
 
@@ -169,7 +169,7 @@ async def versions_with_files(
 ) -> list[PolicyVersion]:
     """Return the versions of policy `name` (None: of every policy) whose files were not deleted.
 
-    They are in the order of name and version, the base model's among them.
+    They are ordered by name and version, and include the base model's.
     """
     return await _versions(connection, name, policies.c.files_deleted_at.is_(None))
 
@@ -181,7 +181,7 @@ async def numbered_version(
 
 
 async def tenants_of_policy(connection: AsyncConnection, name: str) -> set[str]:
-    """Return the tenant of policy `name`; before it begins, tenants whose episodes called it."""
+    """Return the tenant of policy `name`, or the tenants of its calls before it has a version."""
     began = select(policies.c.tenant).where(policies.c.name == name, policies.c.version == 0)
     tenant = await connection.scalar(began)
     if tenant is not None:
@@ -201,8 +201,8 @@ async def version_to_train_from(connection: AsyncConnection, name: str) -> Polic
 async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersion:
     """Return the version that a roll-back would return to: the control, or the last that served.
 
-    Every server has it. It is the base model if no other version served, or if the base model
-    serves.
+    Every server has it loaded. It is the base model if no other version served before, or if the
+    base model serves.
     """
     number = await connection.scalar(_ROLLBACK_TARGET, {"name": name})
     target = await numbered_version(connection, name, number or 0)
@@ -215,8 +215,9 @@ async def idle_versions(
 ) -> list[PolicyVersion]:
     """Return the rejected and unloaded versions that have files and are idle, oldest first.
 
-    No server should have them. For `idle_s` seconds their state did not change, they served no
-    call, however asked for, and no episode that goes on with them made a call.
+    No server should have them. For `idle_s` seconds their state has not changed, they have served
+    no call, not even one that named the version, and no episode that goes on with them has made a
+    call.
     """
     since: datetime = (await connection.execute(_SINCE, {"idle_s": idle_s})).scalar_one()
     values = {"name": name, "since": since, "first": lowest_id_at(since)}
@@ -227,7 +228,7 @@ async def idle_versions(
 async def deleted_versions(
     connection: AsyncConnection, name: str, numbers: Collection[int]
 ) -> set[int]:
-    """Return which of the versions `numbers` have no files any more."""
+    """Return those of the versions `numbers` whose files are marked as deleted."""
     query = select(policies.c.version).where(
         policies.c.name == name,
         policies.c.version.in_(numbers),
@@ -241,8 +242,9 @@ async def versions_with_unneeded_files(
 ) -> list[PolicyVersion]:
     """Return the versions of a policy whose files nothing needs any more.
 
-    They are those of `idle_versions` that are not kept for a person to promote again, and whose
-    log-probabilities no free episode needs. There are none while an update of the policy runs.
+    They are those of `idle_versions` that are not kept for a person to promote again, and that no
+    free episode needs for computing log-probabilities. While an update of the policy runs, return
+    none.
     """
     if await connection.scalar(_RUNNING, {"policy": name}):
         return []
@@ -279,9 +281,9 @@ async def list_events(
     *,
     most: int = 100,
 ) -> list[PolicyEvent]:
-    """Return changes of state of policy `name` (None: of every policy), the newest first.
+    """Return at most `most` events of policy `name` (None: of every policy), the newest first.
 
-    `version` limits them to one version's. There are at most `most`.
+    With `version`, only events of this version are returned.
     """
     query = select(policy_events)
     if name is not None:
@@ -293,7 +295,7 @@ async def list_events(
 
 
 async def why_held(connection: AsyncConnection, name: str) -> str | None:
-    """Return why training on the serving version is held; None if training goes on."""
+    """Return why training on the serving version is held, or None if it is not held."""
     held = policies.c.frozen_at.is_not(None) & (policies.c.version > 0)
     versions = await _versions(connection, name, policies.c.state == "serving", held)
     reasons = [await why_state_stayed(connection, name, one.version) for one in versions]
@@ -301,6 +303,6 @@ async def why_held(connection: AsyncConnection, name: str) -> str | None:
 
 
 async def why_state_stayed(connection: AsyncConnection, name: str, version: int) -> str | None:
-    """Return the reason of a version's newest event if the event kept its state; else None."""
+    """Return the reason of a version's newest event if it kept the version's state, else None."""
     newest = await list_events(connection, name, version, most=1)
     return next((one.reason for one in newest if one.from_state == one.to_state), None)

@@ -2,7 +2,7 @@
 
 `ALLOWED` is the table of transitions. `change_state` makes one transition, and `roll_back` several
 in one statement; both add the events in the same statement, so that every change has its reason
-(docs/decisions/077-states-events-and-arms.md). The other functions move traffic by such changes in
+(docs/decisions/077-states-events-and-arms.md). The other functions use these two to move traffic in
 the caller's transaction. They lock the policy first (`lock_policies`), so that only one controller,
 trainer or operator moves traffic at a time.
 """
@@ -73,9 +73,9 @@ _ADD_EVENT: Final = text(
         CAST(:evidence AS jsonb), clock_timestamp())
     """
 )
-# Rolled back are the version; if it serves, all versions that served since the control did; and all
-# descendants of these. The control never is, nor are versions that descend from it alone: it did
-# better than the others. Ids of events are made from one id, in the order of versions.
+# This rolls back the version; if it serves, all versions that served since the control did; and all
+# descendants of these. The control is not rolled back, nor are versions that descend from it alone:
+# it did better than the others. Ids of events are made from one id, in the order of versions.
 _ROLL_BACK: Final = text(
     f"""
     WITH RECURSIVE control AS (
@@ -127,8 +127,8 @@ _UNLOAD: Final = text(
     RETURNING version, state
     """
 )
-# The database ends a transaction that has locked a policy and is idle for so long: its process may
-# have been stopped, or its machine cut off.
+# The database ends a transaction that has locked a policy and is idle for this long: its process
+# may have been stopped, or its machine cut off.
 IDLE_S: Final = 120.0
 _LOCK: Final = text(
     "SELECT name FROM policies, set_config('idle_in_transaction_session_timeout', :idle, true)"
@@ -187,7 +187,7 @@ _JUDGE_BY: Final = text(
 
 
 class Why(TypedDict):
-    """Why a version changes: the reason in words, who decided, and the evidence."""
+    """Why a version changes: the reason in words, the actor who decided, and the evidence."""
 
     reason: str
     actor: Actor
@@ -211,8 +211,8 @@ async def change_state(
     already is not changed, and gets no event.
 
     Raises:
-        StateChanged: the version has another state by now, or `ALLOWED` does not have the
-            transition; nothing was written.
+        StateChanged: the version has another state by now, `ALLOWED` does not have the transition,
+            or an unloaded version was to serve; nothing was written.
         RolledBack: the version was rolled back, or ended, so it cannot have that state any more.
     """
     if to == version.state:
@@ -269,9 +269,10 @@ async def add_event(
     is_first: bool = False,
     **why: Unpack[Why],
 ) -> None:
-    """Record an event that changes no state: why a version stays in `state`.
+    """Record an event without a change of state: why a version stays in `state`.
 
-    With `is_first` the version is new, and `state` its first. `change_state` records changes.
+    With `is_first`, the event records a new version and its first state. `change_state` itself
+    records the changes that it makes.
     """
     before = None if is_first else state
     values = {"name": name, "version": version, "from": before, "to": state}
@@ -306,7 +307,7 @@ async def lock_version(connection: AsyncConnection, name: str, version: int) -> 
 
 
 async def _set_columns(connection: AsyncConnection, name: str, version: int, **values: Any) -> None:
-    """Set columns of a version other than its state."""
+    """Set columns of a version's row other than `state`."""
     of_version = (policies.c.name == name, policies.c.version == version)
     await connection.execute(update(policies).where(*of_version).values(**values))
 
@@ -319,8 +320,8 @@ async def ensure_base(
 ) -> str:
     """Add the base model as version 0 of policy `name`, in state `serving`, unless it exists.
 
-    `base` is the name that the base model is served under; None: the policy's. `tenant` is the
-    tenant of a new policy. Return the base that the policy began with.
+    `base` is the name that the base model is served under; None: the policy's name. `tenant` is the
+    tenant of a new policy. Return the name of the base model that the policy began with.
     """
     began = await connection.scalar(
         postgresql.insert(policies)
@@ -344,9 +345,9 @@ async def add_version(
     *,
     imported_from: str | None = None,
 ) -> None:
-    """Record a version whose adapter is complete on disk.
+    """Record a new version, in state `written`, whose adapter is complete on disk.
 
-    `imported_from` is where the adapter came from, if no update trained it.
+    `imported_from` is the origin of an imported adapter, which no update trained; else None.
     """
     base = policies.alias("base")
     tenant = select(base.c.tenant).where(base.c.name == name, base.c.version == 0)
@@ -376,11 +377,11 @@ async def make_loaded(
     rule: Mapping[str, Any],
     **why: Unpack[Why],
 ) -> None:
-    """Make `version`, which every server has, wait for traffic, to be judged by `rule`.
+    """Move `version`, which every server has, to state `loaded`, and store its `rule`.
 
-    Older versions that still wait are retired: this version has learnt what they had. The oldest
-    stays while it is evaluated or awaits approval: otherwise neither would ever end while versions
-    come quickly.
+    By this rule it is decided about. Older versions that still wait for traffic are retired, as
+    this version descends from them. But the oldest stays while it is evaluated or awaits approval:
+    otherwise no such decision would ever be made while new versions come quickly.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -422,18 +423,19 @@ async def promote(
     The control stays, with `control_share` of the new episodes (None: what the rule of `version`
     says; 0: there is no control). The version that had the traffic becomes the control if there is
     none yet, or if the controller tried `version` against it. A version that a trainer promotes
-    while training is held was begun before: training stays held, and the control keeps its share.
+    while training is held was begun before the hold: training stays held, and the control keeps its
+    share.
 
     Raises:
         UnknownPolicy: there is no such version.
-        StateChanged: it is on no server, so it cannot serve.
+        StateChanged: its state does not allow it to serve, or it is unloaded.
         RolledBack: it was rolled back, or ended.
     """
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
     if new.state == "serving":
         return
-    # First, so that nothing was written if it cannot serve.
+    # Checked first, so that nothing was written if the version cannot serve.
     _check_allowed(new, "serving", why["reason"])
     control = (await connection.execute(_CONTROL, {"name": name, "version": version})).one()
     share = (control.share if control_share is None else control_share) or None
@@ -462,7 +464,7 @@ async def promote(
         if older.version < version:
             await change_state(connection, older, "retired", reason=overtaken, actor=why["actor"])
     if why["actor"] == "operator":
-        # It may be a repair: episodes of earlier versions say nothing about it.
+        # The operator may have repaired something: earlier episodes must not be compared with it.
         await _set_control(connection, name, changed_at=func.clock_timestamp())
 
 
@@ -484,7 +486,7 @@ async def move_control(
 async def await_approval(
     connection: AsyncConnection, tried: PolicyVersion, **why: Unpack[Why]
 ) -> None:
-    """Let a version wait in its state until a person promotes or rejects it."""
+    """Mark a version as waiting, in its present state, until a person promotes or rejects it."""
     await _set_columns(
         connection, tried.name, tried.version, awaits_approval_at=func.clock_timestamp()
     )
@@ -504,7 +506,7 @@ async def hold_training(
 
 
 async def resume_training(connection: AsyncConnection, name: str, **why: Unpack[Why]) -> None:
-    """End a hold of training, and compare the serving version with its control anew."""
+    """End a hold of training, if there is one, and restart the watch of the serving version."""
     for row in (await connection.execute(_END_HOLD, {"name": name})).all():
         await add_event(connection, name, row.version, row.state, **why)
         await restart_watch(connection, name)
@@ -523,12 +525,12 @@ async def promote_together(
 ) -> list[PolicyVersion]:
     """Promote the loaded versions of these policies together, if it is due; return the versions.
 
-    It is due if every policy has a loaded version, or if one has waited for `wait_s` seconds.
-    Several trainers may call this at the same time. Frozen policies, and versions that wait to be
-    judged or approved, are left out.
+    It is due if every policy has a loaded version, or if one version has waited for `wait_s`
+    seconds; else return []. Several trainers may call this at the same time. Frozen policies, and
+    versions that wait to be judged or approved, are left out.
     """
     loaded: Sequence[Any] = ()
-    # Locks nothing until it is due: waiting must not keep the others' versions from coming.
+    # Nothing is locked until it is due: the partners' new versions must not have to wait.
     for is_locked in (False, True):
         if is_locked:
             await lock_policies(connection, names)
@@ -551,7 +553,10 @@ async def promote_together(
 async def rejudge_versions(
     connection: AsyncConnection, name: str, units: Mapping[str, Any], *, actor: Actor
 ) -> None:
-    """Judge a policy's versions by other rewards: replace `units` in rules, restart comparisons."""
+    """Judge a policy's versions by changed rewards, and restart the running comparisons.
+
+    `units` are the values of `reward`, `reward_range` and `margin` to set in the versions' rules.
+    """
     await lock_policies(connection, [name])
     values = {"name": name, "units": json.dumps(dict(units))}
     why = "the reward changed: comparisons restart with new episodes"
@@ -563,9 +568,9 @@ async def rejudge_versions(
 async def freeze(
     connection: AsyncConnection, name: str, *, frozen: bool, reason: str, actor: Actor
 ) -> None:
-    """Let only operators move the policy's traffic; if not `frozen`, let all move it again.
+    """Let only operators move the policy's traffic; if not `frozen`, let every actor move it again.
 
-    The latter also ends a hold of training.
+    Ending the freeze also ends a hold of training.
 
     Raises:
         UnknownPolicy: there is no such policy.
@@ -590,10 +595,10 @@ async def mark_unloaded(
     *,
     is_lost: bool = False,
 ) -> set[int]:
-    """Unload versions that servers keep for their episodes; return the numbers of those unloaded.
+    """Unload retired and rolled-back versions; return the numbers of those that were unloaded.
 
-    Versions that are not retired or rolled back stay, and so do the control and the version that a
-    roll-back would return to, unless no server can load them any more (`is_lost`).
+    Versions in other states stay loaded. So do the control and the version that a roll-back would
+    return to, unless no server can load them any more (`is_lost`).
     """
     if not numbers:
         return set()
@@ -635,10 +640,10 @@ async def roll_back(
     """Roll back a version that serves, is a canary, or is loaded: no new episode begins with it.
 
     With the serving version, all versions that served since the control are rolled back, and the
-    control serves again; without a control, the last that served before, or the base model. That
-    version is returned, and every server has it. Descendants of rolled-back versions are rolled
-    back, too, or rejected if they had no traffic yet. Episodes that have such a version keep it,
-    and are not trained on.
+    control serves again; without a control, the last version that served before, or the base model.
+    Return the version that serves again, which every server has, or None if `version` did not
+    serve. Descendants of rolled-back versions are rolled back, too. Versions without traffic so far
+    are rejected instead. Episodes that use a rolled-back version keep it, and are not trained on.
 
     Raises:
         StateChanged: the version has another state by now; nothing was written.
@@ -658,9 +663,9 @@ async def roll_back(
             f" rolled back ({why['reason']}): decide again"
         )
     serves = version.state == "serving"
-    served = f"it served since the control did, as {name}@{number}, which was rolled back"
-    because = {"served": served, "descends": f"it was trained on from {name}@"}
-    values = {"name": name, "version": number, "serves": serves, **because}
+    served = f"it served since the control did, like {name}@{number}, which was rolled back"
+    reasons = {"served": served, "descends": f"it descends from {name}@"}
+    values = {"name": name, "version": number, "serves": serves, **reasons}
     await connection.execute(_ROLL_BACK, values | _event_values(why))
     if not serves:
         return None

@@ -21,8 +21,8 @@ ACTORS: Final[tuple[Actor, ...]] = get_args(Actor)
 class PolicyVersion(Record, frozen=True, kw_only=True):
     """One immutable version of a policy. Version 0 is the base model.
 
-    `files_deleted`: nothing needed its files any more, and they are gone. `tenant` is the policy's.
-    `manifest_sha256` is the hash of its manifest, in hexadecimal digits, or None if it was not
+    `files_deleted` tells that its files were deleted, as nothing needed them. `tenant` is the
+    policy's. `manifest_sha256` is the hash of its manifest, in hexadecimal, or None if it was not
     recorded. `kl_to_base` is its KL to the base model, in nats a token, on its training data; None
     if it was not measured. `throughput` is the speed of its update, as far as measured:
     `tokens_per_second`, `mfu` and `idle_share`.
@@ -39,7 +39,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     manifest_sha256: str | None = None
     kl_to_base: float | None = None
     throughput: Mapping[str, float] = {}
-    # How far the served version may be from the trained one, by its recipe.
+    # How much the served version's log-probabilities may differ from the trainer's, by its recipe.
     probe_tolerance: float | None = None
     # A canary's share of new episodes; or the control's, which is the retired version that has one.
     share: float | None = None
@@ -57,11 +57,11 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
 
 
 class PolicyEvent(Record, frozen=True, kw_only=True):
-    """One change of a version's state, with its reason; it never changes.
+    """One change of a version's state, with its reason; events are never altered.
 
-    `from_state` is None for the version's first state. `evidence` is what the decision rested on.
-    An event whose states are equal says why the version stays in that state, such as: the policy
-    was frozen (version 0), or the version was unloaded or recalled.
+    `from_state` is None for the version's first state. `evidence` has the data for the decision. An
+    event whose two states are equal says what else happened to the version: for example, its policy
+    was frozen (version 0), or it was unloaded or recalled.
     """
 
     id: UUID

@@ -1,8 +1,8 @@
 """Migrate the schema with Alembic, from code without a configuration file, on any PostgreSQL.
 
 A revision's name says which processes may use the schema: `0003_serves_0002` is the third, and
-serves those that know the second or a later one; `0004` serves those only that know the fourth. As
-the name is stored in the database, a process knows whether it may use a schema of a newer version.
+serves processes that know the second or a later one; `0004` serves only processes that know the
+fourth. As the name is stored in the database, a process knows whether it may use a newer schema.
 """
 
 import re
@@ -29,10 +29,10 @@ _REVISION: Final = re.compile(r"(?P<number>\d+)(_serves_(?P<first>\d+))?", re.AS
 
 
 async def upgrade(database_url: str, revision: str = "head") -> None:
-    """Upgrade the schema to `revision`; a newer one that serves this version stays as it is.
+    """Upgrade the schema to `revision`; a newer schema that serves this version of Pawl stays.
 
     Raises:
-        NewerSchema: the schema is a newer version's, and does not serve this one.
+        NewerSchema: a newer version of Pawl made the schema, and it does not serve this version.
         StoreError: there is no such revision.
     """
 
@@ -47,7 +47,8 @@ async def downgrade(database_url: str, revision: str) -> None:
     """Downgrade the schema to `revision`.
 
     Raises:
-        NewerSchema: the schema is a newer version's, which alone can downgrade it.
+        NewerSchema: a newer version of Pawl made the schema, and only that version can downgrade
+            it.
         StoreError: there is no such revision.
     """
 
@@ -59,10 +60,12 @@ async def downgrade(database_url: str, revision: str) -> None:
 
 
 def _is_newer(config: Config, *, may_serve: bool) -> bool:
-    """Return whether the schema is a newer version's.
+    """Return True if a newer version of Pawl made the schema, and it serves this version.
+
+    Return False if this version knows the schema.
 
     Raises:
-        NewerSchema: it is, and `may_serve` is false, or it does not serve this version.
+        NewerSchema: the schema is newer, and does not serve this version or `may_serve` is false.
     """
     present = MigrationContext.configure(config.attributes["connection"]).get_current_revision()
     script = ScriptDirectory.from_config(config)

@@ -66,7 +66,7 @@ When = DateTime(timezone=True)
 
 
 def one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
-    """Make a CHECK constraint that restricts `column` to `values` (or NULL)."""
+    """Return a CHECK constraint that allows only `values`, or NULL, in `column`."""
     quoted = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({quoted})", name=f"{column}_known")
 
@@ -90,7 +90,7 @@ def call_columns(record: type[Record]) -> list[Column[Any]]:
     """Return a column for each field of a call's record that is marked with `StoredColumn`.
 
     Raises:
-        TypeError: a field has a type that no column is known for.
+        TypeError: `TYPES` has no column type for a field's type.
     """
     return [_column(record, field) for field in column_fields(record)]
 
@@ -117,8 +117,8 @@ SPLIT = "COALESCE(joined_split, split)"
 CLAIMABLE = (
     f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}' AND deleted_at IS NULL"
 )
-# The condition for a call that can be trained once the version that sampled it has been asked for
-# its log-probabilities.
+# The condition for a call that can be trained once the version that sampled it has computed its
+# log-probabilities.
 WITHOUT_LOGPROBS = "trainable AND octet_length(sampled_logprobs) = 0"
 # The condition for a call that a trained version served, and not its base model.
 OF_A_VERSION = "policy_version > 0"
@@ -143,14 +143,14 @@ episodes = Table(
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),
-    # The last call was refused for what it says (`store.records.FAILED`).
+    # The last call was refused because of its content (`store.records.FAILED`).
     Column("failed", Boolean, nullable=False, server_default=text("false")),
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
     Column("call_scored_at", When),
     # Its newest reward (of equally new ones the lowest); null before the first, or if withdrawn.
     Column("reward", Double),
-    # A call belongs to it with confidence `doubtful`, or a call of it is lost or may be.
+    # A call belongs to it with confidence `doubtful`, or a call of it was or may have been lost.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
     # The result of `store.link.settle` (docs/decisions/012-identity.md). `root` is the
     # episode that this one is a part of. A part keeps its own values in all other columns, so that
@@ -175,9 +175,9 @@ episodes = Table(
         postgresql_where=text(f"{SPLIT} = '{EVAL}'"),
     ),
     Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
-    # Outdated episodes are searched in the order of ids, which never change.
+    # The search for outdated episodes goes in the order of ids, which never change.
     Index("ix_episodes_there", "id", postgresql_where=text("deleted_at IS NULL")),
-    # The few episodes of which a later call was stored first.
+    # The few episodes whose first call was stored after a later one.
     Index(
         "ix_episodes_first_call_id",
         "first_call_id",
@@ -197,8 +197,9 @@ transitions = Table(
     metadata,
     *call_columns(CallRecord),
     Column("episode_id", Uuid, nullable=False),
-    # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` hold only what
-    # they add to that call's (`store.values.packing`), and these columns count the shared bytes.
+    # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` have only the
+    # additions to that call's (`store.values.packing`), and `request_prefix`, `request_suffix` and
+    # `prompt_prefix` count the shared bytes.
     Column("parent_id", Uuid),
     Column("request_prefix", Integer),
     Column("request_suffix", Integer),
@@ -290,8 +291,8 @@ dropped_days = Table(
     Column("at", When, nullable=False, server_default=text("now()")),
 )
 
-# Matches of needed and provided fingerprints; `store.link` computes from them which episodes are
-# one.
+# Matches of needed and provided fingerprints; from these `store.link` computes which episodes to
+# join.
 links = Table(
     "links",
     metadata,
@@ -352,8 +353,9 @@ episode_policies = Table(
     Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
     Column("policy", Text, primary_key=True),
     # The lowest and the highest version that served a call under the episode's own key (null: only
-    # calls of its parts), then the same for the whole episode. Staleness is of the lowest; the
-    # episode goes on with the highest (docs/decisions/041-several-policies.md).
+    # its other parts have calls of the policy), then the same for the whole episode. Staleness is
+    # that of the lowest; the episode goes on with the highest
+    # (docs/decisions/041-several-policies.md).
     Column("own_version", Integer),
     Column("own_latest", Integer),
     Column("version", Integer, nullable=False),
@@ -517,16 +519,16 @@ judgements = Table(
 
 # Policy versions, the updates that made them, and the episodes that these consumed
 
-# Among the figures of an update that made a version: the SHA-256 of the version's manifest.
+# A key of an update's metrics: the SHA-256 of its version's manifest.
 MANIFEST_SHA256: Final = "manifest_sha256"
-# Among the figures of an update that trained: how far its version is from the base model, as KL in
-# nats a token.
+# A key of an update's metrics: how far its version is from the base model, as KL in nats a token.
 KL_TO_BASE: Final = "kl_to_base"
-# Other such figures: the speed of training; the last two are fractions.
+# Keys of an update's metrics: the speed of training; the last two are fractions.
 THROUGHPUT: Final = ("tokens_per_second", "mfu", "idle_share")
-# A key of an update's recipe: how far the served version may be from the trained one.
+# The name in queries for `publish.tolerance` of an update's recipe: how far the served version may
+# be from the trained one.
 PROBE_TOLERANCE: Final = "probe_tolerance"
-# The condition for a version that servers have, or will have: few of all versions.
+# The condition for a version that servers have loaded or will load: few of all versions.
 LIVE: Final = "state <> 'rejected' AND unloaded_at IS NULL"
 # The condition for a version that every server should have (`PolicyVersion.is_servable`).
 SERVABLE: Final = f"state <> 'written' AND {LIVE}"
@@ -571,15 +573,15 @@ policies = Table(
     Column("files_deleted_at", When),
     # A canary's share of new episodes, or the control's.
     Column("share", Double),
-    # The `[publish]` rule of its recipe, by which it is judged.
+    # The `[publish]` rule of its recipe, by which it is promoted or rolled back.
     Column("gate", JSONB),
-    # Servers no longer keep it for the episodes that began with it; null while they do.
+    # The time since when servers need not keep it for its episodes; null before.
     Column("unloaded_at", When),
     # The policy's line started again before it (`store.retraining`): it never serves again, nothing
     # is trained from it, and it does not count for staleness.
     Column("ended_at", When),
-    # Of version 0: only operators change which of the policy's versions has traffic. Of another
-    # serving version: rewards fell, and nothing is trained on it.
+    # On version 0: only operators change which of the policy's versions has traffic. On another
+    # serving version: training is held, as rewards fell.
     Column("frozen_at", When),
     # A person has to promote or reject it; null otherwise.
     Column("awaits_approval_at", When),
@@ -689,7 +691,8 @@ updates = Table(
     Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
 )
 
-# No update claims a policy's episodes with a call in such a time (`store.claim_query`).
+# Times in which a model server was at fault: no update claims episodes that it may have spoilt
+# (`store.claim_query`).
 fault_times = Table(
     "fault_times",
     metadata,
@@ -699,7 +702,7 @@ fault_times = Table(
     Column("began_before", Uuid, nullable=False),
 )
 
-# Episodes that an update has spent, whether it trained on them or not: once for each policy.
+# Episodes that an update has consumed, trained or not: each episode once for each policy.
 consumptions = Table(
     "consumptions",
     metadata,

@@ -65,8 +65,8 @@ async def test_every_version_since_the_control_is_rolled_back_with_its_lineage(
     }
     async with engine.connect() as connection:
         why = {one.version: one.reason for one in reversed(await list_events(connection, "m"))}
-    assert why[3] == "it served since the control did, as m@4, which was rolled back"
-    assert why[6] == "it was trained on from m@3, which failed"
+    assert why[3] == "it served since the control did, like m@4, which was rolled back"
+    assert why[6] == "it descends from m@3, which failed"
     assert why[2] == "m@4 was rolled back: for the test"
     await check_told(engine)
 
