@@ -24,12 +24,13 @@ RESERVED_S: Final = 3600.0
 # A version that lost the traffic this long ago may be unloaded although its episodes go on: they
 # continue with the serving version. By then its calls have ended, or the model server is silent.
 LONGEST_KEPT_S: Final = 600.0
-# The usual duration of a call, and the usual time from one call to the next, are the quantile
-# `USUAL` over at most `EPISODES` episodes of the last `UPDATES` updates; `UNKNOWN_S` without any.
-UPDATES: Final = 8
-EPISODES: Final = 128
-USUAL: Final = 0.99
-UNKNOWN_S: Final = 30.0
+# The usual duration of a call, and the usual time from one call to the next, are this quantile over
+# at most `SAMPLED_EPISODES` episodes of the last `SAMPLED_UPDATES` updates, or `DEFAULT_USUAL_S` if
+# there are none.
+USUAL_QUANTILE: Final = 0.99
+SAMPLED_UPDATES: Final = 8
+SAMPLED_EPISODES: Final = 128
+DEFAULT_USUAL_S: Final = 30.0
 
 _POLICIES_OF_SERVER: Final = """
     SELECT other.name FROM policies own
@@ -93,18 +94,18 @@ _KEPT: Final = text(
     usual AS MATERIALIZED (
         SELECT name, pause.*
         FROM (SELECT DISTINCT name FROM kept) own CROSS JOIN LATERAL (
-            SELECT COALESCE(percentile_cont({USUAL}) WITHIN GROUP (ORDER BY call_s), {UNKNOWN_S})
-                AS call_s,
-                COALESCE(percentile_cont({USUAL}) WITHIN GROUP (ORDER BY since_s), {UNKNOWN_S})
-                AS pause_s
+            SELECT COALESCE(percentile_cont({USUAL_QUANTILE}) WITHIN GROUP (ORDER BY call_s),
+                    {DEFAULT_USUAL_S}) AS call_s,
+                COALESCE(percentile_cont({USUAL_QUANTILE}) WITHIN GROUP (ORDER BY since_s),
+                    {DEFAULT_USUAL_S}) AS pause_s
             FROM (
                 SELECT t.total_ms / 1000 AS call_s, extract(epoch FROM t.started_at
                     - lag(t.started_at) OVER (PARTITION BY taken.id ORDER BY t.id)) AS since_s
                 FROM (
                     SELECT c.episode_id AS id FROM (
                         SELECT id FROM updates WHERE policy = own.name AND state = 'done'
-                        ORDER BY claimed_at DESC LIMIT {UPDATES}) newest
-                    JOIN consumptions c ON c.update_id = newest.id LIMIT {EPISODES}) taken
+                        ORDER BY claimed_at DESC LIMIT {SAMPLED_UPDATES}) newest
+                    JOIN consumptions c ON c.update_id = newest.id LIMIT {SAMPLED_EPISODES}) taken
                 JOIN episodes e ON e.id = taken.id OR e.root = taken.id
                 JOIN transitions t ON t.episode_id = e.id AND t.id >= e.first_call_id
             ) calls) pause),

@@ -147,7 +147,7 @@ EARLIER_MEMBERS = text(
 )
 # If at least this share of a policy's waiting and lately consumed episodes has a task in common
 # with another, an episode that is alone waits for others of its task.
-_REPEATS = 0.1
+_REPEATING_SHARE = 0.1
 _ORDER = "date_trunc('minute', last) DESC, newest DESC, first, task, ids[1]"
 # A failed episode is never the best of its group. A task with more members than a group has several
 # groups: fresh members fill the first ones. An episode without a task is a group by itself.
@@ -185,7 +185,7 @@ _GROUPS = f"""
             OR first < now() - make_interval(secs => :max_age_s)
             OR (g.members = 1 AND (
                 SELECT COALESCE(sum(members) FILTER (WHERE members > 1), 0)
-                    < {_REPEATS} * sum(members) FROM tasks)))
+                    < {_REPEATING_SHARE} * sum(members) FROM tasks)))
     SELECT ids, members, has_signal
     FROM (SELECT *,
               sum(members) OVER (PARTITION BY has_signal ORDER BY {_ORDER}) - members AS before
@@ -360,7 +360,7 @@ _HAD_ROLL_BACKS: Final = text(
 
 
 async def _exclusions(connection: AsyncConnection, policy: str, untrusted: Sequence[str]) -> str:
-    """Return the SQL conditions that leave out rows of `episode_policies` not to be selected.
+    """Return SQL conditions that exclude the rows of `episode_policies` that must not be selected.
 
     The text is empty if no server was ever at fault, no version was rolled back, and all judges are
     trusted.

@@ -283,8 +283,8 @@ async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int
 
 # Ending an update, and consuming its episodes
 
-# The policy is the update's. The foreign key locks each episode's row of `episode_policies`, in the
-# order of `ids`, until the transaction ends.
+# The policy is that of the update. The foreign key locks each episode's row of `episode_policies`,
+# in the order of `ids`, until the transaction ends.
 _CONSUME: Final = text(
     """
     INSERT INTO consumptions (episode_id, policy, update_id, trained, reason)
@@ -318,10 +318,10 @@ async def record_update(
         ClaimSpoilt: since the claim an episode became evaluation, a version that sampled one was
             rolled back, or the parent version failed or ended; nothing was written.
     """
-    await _refuse_evaluation(connection, update_id)
+    await _check_none_is_evaluation(connection, update_id)
     await lock_policies(connection, [policy])
-    await _refuse_rolled_back(connection, policy, update_id)
-    await _refuse_ended(connection, update_id)
+    await _check_none_is_rolled_back(connection, policy, update_id)
+    await _check_parent_is_sound(connection, update_id)
     after = null() if baselines is None else dict(baselines)
     await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
     await consume_episodes(connection, update_id, outcomes)
@@ -373,23 +373,25 @@ _HELD_ROLLED_BACK: Final = text(
 )
 
 
-async def _refuse_evaluation(connection: AsyncConnection, update_id: UUID) -> None:
+async def _check_none_is_evaluation(connection: AsyncConnection, update_id: UUID) -> None:
     """Lock an update's episodes, so that none becomes evaluation before it is consumed.
 
     Raises:
         ClaimSpoilt: an episode became evaluation after the claim.
     """
     held = await connection.execute(_HELD_SPLITS, {"update_id": update_id})
-    turned = [row.key for row in held if row.split == EVAL]
-    if turned:
-        named = ", ".join(map(repr, turned[:MAX_NAMED]))
+    evaluation = [row.key for row in held if row.split == EVAL]
+    if evaluation:
+        named = ", ".join(map(repr, evaluation[:MAX_NAMED]))
         raise ClaimSpoilt(
-            f"{len(turned)} episodes of update {update_id} became evaluation after it had claimed"
-            f" them ({named}): release the update, and claim again"
+            f"{len(evaluation)} episodes of update {update_id} became evaluation after it had"
+            f" claimed them ({named}): release the update, and claim again"
         )
 
 
-async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_id: UUID) -> None:
+async def _check_none_is_rolled_back(
+    connection: AsyncConnection, policy: str, update_id: UUID
+) -> None:
     """Check that no version that sampled an update's episodes was rolled back since the claim.
 
     The caller has locked the policy (`store.version_states.lock_policies`): no roll-back follows.
@@ -407,7 +409,7 @@ async def _refuse_rolled_back(connection: AsyncConnection, policy: str, update_i
         )
 
 
-async def _refuse_ended(connection: AsyncConnection, update_id: UUID) -> None:
+async def _check_parent_is_sound(connection: AsyncConnection, update_id: UUID) -> None:
     """Check that an update's parent version has neither failed nor ended.
 
     Otherwise the new version would descend from a rolled-back one, and not be rolled back with it.
@@ -527,16 +529,16 @@ async def expire_episodes(
     and its reward.
     """
     oldest = await oldest_trainable_version(connection, rule.policy, parent, rule.max_staleness)
-    lost = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
+    rolled_back = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
     values = {
         "policy": rule.policy,
         "oldest": oldest,
         "group_size": rule.group_size,
         "max_age_s": rule.max_age_s,
-        "most": MOST_EXPIRED - len(lost),
+        "most": MOST_EXPIRED - len(rolled_back),
     }
     stale = (await connection.execute(_STALE, values)).scalars()
-    past_limits = dict.fromkeys(stale, "stale") | dict.fromkeys(lost, ROLLED_BACK)
+    past_limits = dict.fromkeys(stale, "stale") | dict.fromkeys(rolled_back, ROLLED_BACK)
     free = await lock_free_episodes(connection, rule.policy, list(past_limits))
     reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
     return await consume_unclaimed(connection, rule.policy, parent, recipe, reasons, oldest=oldest)

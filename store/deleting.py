@@ -102,7 +102,7 @@ WHY_ABANDONED: Final = "an episode that it held was deleted"
 
 # Updates that hold the episode must end first. Their episodes are locked, too, in the order of
 # keys as everywhere.
-_HOLDING: Final = """
+_HOLDING_UPDATES: Final = """
     SELECT DISTINCT u.id FROM episode_policies p JOIN updates u ON u.id = p.claimed_by
     WHERE p.episode_id = ANY($1) AND u.state = 'running'
 """
@@ -117,9 +117,9 @@ _PARTS: Final = """
 """
 _WHOLE: Final = "SELECT COALESCE(root, id) FROM episodes WHERE key = $1"
 _CALLS: Final = "SELECT id, response_id FROM transitions WHERE episode_id = ANY($1)"
-# Calls of other episodes that are stored as additions to these calls. A base is found by the
-# fingerprints that the addition needs, of either split, and so are the additions here.
-_ADDING: Final = f"""
+# Calls of other episodes that are stored as additions to these calls. An addition needs a
+# fingerprint that its base provides, in either split's form: by these the additions are found.
+_ADDITIONS: Final = f"""
     SELECT t.id FROM transitions t WHERE t.parent_id = ANY($2) AND t.episode_id <> ALL ($1)
         AND t.id IN (
             SELECT n.call_id FROM provided_fingerprints p JOIN needed_fingerprints n
@@ -218,13 +218,13 @@ async def abandon_updates(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], why: str
 ) -> tuple[UUID, ...]:
     """Lock the episodes, and abandon the running updates that hold any; return the updates' ids."""
-    holding = [row[0] for row in await driver.fetch(_HOLDING, ids)]
-    await driver.execute(_LOCK, ids, holding)
+    before_lock = [row[0] for row in await driver.fetch(_HOLDING_UPDATES, ids)]
+    await driver.execute(_LOCK, ids, before_lock)
     # Read again: an update may have ended, and another begun, during the wait for the locks.
-    held = [row[0] for row in await driver.fetch(_HOLDING, ids)]
-    for update_id in held:
+    holding = [row[0] for row in await driver.fetch(_HOLDING_UPDATES, ids)]
+    for update_id in holding:
         await release(connection, update_id, why)
-    return tuple(held)
+    return tuple(holding)
 
 
 def _tombstone_names(keys: Sequence[str], calls: Sequence[Any]) -> list[Named]:
@@ -244,10 +244,10 @@ async def store_additions_whole(
     Such a call is stored as an addition to one of `calls`; afterwards it is stored whole. `ids` are
     the episodes of `calls`. Return how many calls were stored whole.
     """
-    adding = [row[0] for row in await driver.fetch(_ADDING, ids, calls)]
-    if not adding:
+    additions = [row[0] for row in await driver.fetch(_ADDITIONS, ids, calls)]
+    if not additions:
         return 0
-    texts_by_call = await whole_calls(connection, adding)
+    texts_by_call = await whole_calls(connection, additions)
     for call, (request, prompt_ids) in texts_by_call.items():
         await driver.execute(_REWRITE, call, request, prompt_ids)
     return len(texts_by_call)

@@ -73,9 +73,9 @@ def is_temporary_failure(error: BaseException) -> bool:
 
 
 def _session_was_ended(error: BaseException) -> bool:
-    """Return whether the server ended the session while asyncpg was still reading why.
+    """Return whether `error` means that the server ended the session and asyncpg has not seen it.
 
-    Until it has seen the end of the connection, asyncpg counts the message as an operation that is
+    Until asyncpg has seen the connection's end, it counts the server's last message as an operation
     in progress (MagicStack/asyncpg issue 1069).
     """
     return isinstance(error, asyncpg.InternalClientError) and "another operation" in str(error)

@@ -25,7 +25,7 @@ from store.errors import StoreError
 
 DATABASE: Final = "pawl"
 # The file that the process that owns the server has locked, beside the server's folder.
-OWNER: Final = "postgres.owner"
+OWNER_FILE: Final = "postgres.owner"
 # PostgreSQL refuses to run as root. If Pawl runs as root, the server runs as this user.
 SYSTEM_USER: Final = "pgserver"
 # On a slow disk, a first start or a recovery may take minutes.
@@ -82,7 +82,7 @@ class EmbeddedPostgres:
         if len(os.fsencode(self.folder / SOCKET)) > MAX_SOCKET_PATH:
             self._socket_dir = _path_in_tmp(self.folder)
         self.url = f"postgresql://postgres:@/{DATABASE}?host={self._socket_dir}"
-        self._owner_file = self.folder.with_name(OWNER)
+        self._owner_file = self.folder.with_name(OWNER_FILE)
         self._mutex = threading.Lock()
         self._stopping = threading.Event()
         # The open, locked owner file, and the server: both None unless this process is the owner.
@@ -114,15 +114,19 @@ class EmbeddedPostgres:
         )
 
     def check_owner(self) -> None:
-        """Check that the server's user owns its folders: another owner could read the queries.
+        """Check that the server's user owns the server's folders.
+
+        Another owner of a folder could read the queries.
 
         Raises:
-            PermissionError: another user owns one.
-            FileNotFoundError: one is missing, or the server was never started.
+            PermissionError: another user owns a folder.
+            FileNotFoundError: a folder is missing, or the server was never started.
         """
         for folder in (self.folder, self._socket_dir):
             if folder.lstat().st_uid != _server_user()[0]:
-                raise PermissionError(f"{folder} belongs to another user; set PAWL_DATA_DIR")
+                raise PermissionError(
+                    f"{folder} belongs to another user; set PAWL_DATA_DIR to a folder of your own"
+                )
 
     @property
     def programs(self) -> Path:
@@ -353,7 +357,7 @@ def running_servers() -> list[Path]:
             options = [arg for arg in map(os.fsdecode, arguments) if arg.startswith(FOLDER_OPTION)]
             if os.path.basename(program) == b"postgres" and options:
                 folder = Path(options[-1].removeprefix(FOLDER_OPTION))
-                if folder.with_name(OWNER).exists():
+                if folder.with_name(OWNER_FILE).exists():
                     folders.add(folder)
     return sorted(folders)
 

@@ -79,12 +79,13 @@ async def episodes_awaiting_judge(
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
     last_call = func.greatest(episodes.c.last_call_at, of_parts.scalar_subquery())
     claims = select(episode_policies).where(episode_policies.c.episode_id == episodes.c.id)
-    about = select(feedback).where(feedback.c.episode_id == episodes.c.id)
-    facts = about.where(
+    statements = select(feedback).where(feedback.c.episode_id == episodes.c.id)
+    facts = statements.where(
         feedback.c.source.is_(None),
         or_(feedback.c.value.is_not(None), feedback.c.label.is_not(None)),
     )
-    only_opinions = and_(about.where(feedback.c.source.is_not(None)).exists(), ~facts.exists())
+    opinions = statements.where(feedback.c.source.is_not(None))
+    only_opinions = and_(opinions.exists(), ~facts.exists())
     free = claims.where(episode_policies.c.claimed_by.is_(None))
     waits = or_(
         and_(~claims.exists(), episodes.c.scored_at.is_(None)),
@@ -218,7 +219,7 @@ REVIEWED: Final = "review-"
 CONFIDENCE: Final = "confidence"
 UNSURE_BELOW: Final = 0.5
 # Two scores of an episode disagree if they differ by more than this share of the metric's range.
-APART: Final = 0.25
+DISAGREEING_SHARE: Final = 0.25
 # How many statements are read: the newest of all feedback.
 NEWEST: Final = 20_000
 # `source` is the judge, or the API key that a fact came with.
@@ -313,7 +314,7 @@ async def review_queue(
         "policy": policy,
         "quiet_s": QUIET.total_seconds(),
         "metrics": [scale.metric for scale in scales],
-        "apart": [APART * (scale.high - scale.low) for scale in scales],
+        "apart": [DISAGREEING_SHARE * (scale.high - scale.low) for scale in scales],
         "reviewed": scoped(tenant, REVIEWED),
         "before": before,
         "until": until,

@@ -58,7 +58,7 @@ class NewKey(Record, frozen=True, kw_only=True):
     key: str
 
 
-_SHOWN: Final = tuple(api_keys.c[name] for name in ApiKey.__struct_fields__)
+_COLUMNS: Final = tuple(api_keys.c[name] for name in ApiKey.__struct_fields__)
 
 
 def new_secret() -> tuple[str, str]:
@@ -139,7 +139,7 @@ async def create_key(
         insert(api_keys)
         .values(row | {"scopes": list(scopes)} | msgspec.structs.asdict(limits))
         .on_conflict_do_nothing(index_elements=["name"], index_where=text("revoked_at IS NULL"))
-        .returning(*_SHOWN)
+        .returning(*_COLUMNS)
     )
     first = inserted.first()
     if first is None:
@@ -149,7 +149,7 @@ async def create_key(
 
 async def list_keys(connection: AsyncConnection, tenant: str | None = None) -> list[ApiKey]:
     """Return the keys of `tenant` (None: of all tenants), oldest first, revoked ones included."""
-    query = select(*_SHOWN).where(_is_of_tenant(tenant))
+    query = select(*_COLUMNS).where(_is_of_tenant(tenant))
     rows = await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))
     return [_as_api_key(row) for row in rows]
 
@@ -167,7 +167,7 @@ async def revoke_key(
         .where((api_keys.c.name == name_or_id) | (api_keys.c.id == name_or_id))
         .where(api_keys.c.revoked_at.is_(None), _is_of_tenant(tenant))
         .values(revoked_at=text("now()"))
-        .returning(*_SHOWN)
+        .returning(*_COLUMNS)
     )
     row = revoked.first()
     if row is None:
@@ -206,7 +206,7 @@ async def key_ring(connection: AsyncConnection, hash_: bytes | None = None) -> K
     With `hash_`, only the key with this hash and the first key are read: the first tells whether
     one was ever made.
     """
-    query = select(*_SHOWN, api_keys.c.hash).order_by(api_keys.c.id)
+    query = select(*_COLUMNS, api_keys.c.hash).order_by(api_keys.c.id)
     if hash_ is not None:
         first = select(func.min(api_keys.c.id)).scalar_subquery()
         query = query.where(or_(api_keys.c.hash == hash_, api_keys.c.id == first))

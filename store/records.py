@@ -353,7 +353,7 @@ class UpdateRow(Record, frozen=True, kw_only=True):
 # An episode failed if its last call ended in one of these: an upstream refused the request's
 # content, which includes the policy's output, or its length. Other errors are the server's or the
 # network's (docs/decisions/018-groups.md).
-FAILED: Final = (400, 413, 422)
+FAILED_STATUSES: Final = (400, 413, 422)
 
 
 # The marked fields of a call's record define the columns of `transitions`, and which values are

@@ -68,7 +68,7 @@ _REFERRED_TO: Final = """
              OR EXISTS (SELECT FROM links l WHERE l.provided_by = e.id))
 """
 _SPENT: Final = "SELECT count(DISTINCT episode_id) FROM consumptions WHERE episode_id = ANY($1)"
-_DAYS: Final = """
+_OLDEST_DAY: Final = """
     SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
     WHERE i.inhparent = 'transitions'::regclass AND c.relname < $1 ORDER BY 1 LIMIT 1
 """
@@ -142,10 +142,10 @@ class _Step(NamedTuple):
 
 
 async def remove_pending(engine: AsyncEngine, days: int) -> int:
-    """Remove some statements that wait for their target: those too old, or too many for a tenant.
+    """Remove some statements that have waited too long for their target, or are too many.
 
-    They are older than `days` days, or their tenant has `MOST_PENDING` newer ones that wait.
-    Feedback requests left empty are removed, too. Return how many statements were removed: 0 if
+    They are older than `days` days, or their tenant has `MOST_PENDING` newer ones that wait, too.
+    Feedback requests left empty are also removed. Return how many statements were removed: 0 if
     none is left, or if another process is removing them.
     """
     async with engine.begin() as connection:
@@ -237,7 +237,7 @@ async def _remove_outdated(step: _Step) -> Removed | None:
 async def _quarantine_or_drop_day(step: _Step) -> Removed | None:
     """Quarantine episodes with calls of the oldest outdated day, or drop the day if all are."""
     driver = step.driver
-    partition = await driver.fetchval(_DAYS, partition_name(step.before))
+    partition = await driver.fetchval(_OLDEST_DAY, partition_name(step.before))
     if partition is None:
         return None
     query = _TO_QUARANTINE.format(partition=partition)

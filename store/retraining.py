@@ -33,7 +33,7 @@ from store.versions import Actor
 
 LEFT_OUT: Final = "left_out"
 
-_AFTER: Final = """
+_UPDATES_AFTER: Final = """
     SELECT id FROM updates WHERE policy = :policy AND claimed_at > COALESCE((
         SELECT claimed_at FROM updates WHERE policy = :policy AND version = :version),
         to_timestamp(0))
@@ -43,7 +43,7 @@ _AFTER: Final = """
 _TO_FREE: Final = f"""
     SELECT c.episode_id FROM consumptions c JOIN updates u ON u.id = c.update_id
     JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
-    WHERE u.id IN ({_AFTER}) AND (u.state = 'done' OR c.reason = 'stale') AND p.claimable
+    WHERE u.id IN ({_UPDATES_AFTER}) AND (u.state = 'done' OR c.reason = 'stale') AND p.claimable
 """
 _TO_LOCK: Final = f"""
     {_TO_FREE} UNION SELECT unnest(CAST(:ids AS uuid[]))
@@ -63,11 +63,11 @@ _FREE: Final = f"""
 _ABANDON: Final = f"""
     UPDATE updates SET state = 'abandoned',
         metrics = metrics || jsonb_build_object('abandoned', CAST(:why AS text))
-    WHERE id IN ({_AFTER}) AND state = 'done'
+    WHERE id IN ({_UPDATES_AFTER}) AND state = 'done'
 """
 _LEARNED: Final = f"""
     SELECT count(*) FROM consumptions WHERE policy = :policy AND trained
-        AND episode_id = ANY(CAST(:ids AS uuid[])) AND update_id NOT IN ({_AFTER})
+        AND episode_id = ANY(CAST(:ids AS uuid[])) AND update_id NOT IN ({_UPDATES_AFTER})
 """
 _UNCLAIMED: Final = """
     SELECT episode_id FROM episode_policies WHERE policy = :policy AND claimed_by IS NULL

@@ -69,17 +69,17 @@ _PART = episodes.alias("part")
 async def find_named_episodes(connection: AsyncConnection, names: Sequence[str]) -> FoundEpisodes:
     """Look up stored names: each is an episode's key, or its id prefixed with its tenant."""
     wholes: dict[UUID, None] = {}
-    before: dict[str, UUID] = {}
+    deleted: dict[str, UUID] = {}
     unknown: list[str] = []
     for name in names:
         row = await _row_named(connection, name)
         if row is None:
             unknown.append(name)
         elif row.deleted_at is not None:
-            before[name] = row.whole
+            deleted[name] = row.whole
         else:
             wholes[row.whole] = None
-    return FoundEpisodes(wholes=tuple(wholes), deleted_before=before, unknown=tuple(unknown))
+    return FoundEpisodes(wholes=tuple(wholes), deleted_before=deleted, unknown=tuple(unknown))
 
 
 async def _row_named(connection: AsyncConnection, name: str) -> Row[Any] | None:
@@ -132,8 +132,8 @@ def _episode_conditions(selection: Selection) -> list[ColumnElement[bool]]:
         task = func.coalesce(episodes.c.joined_task, episodes.c.task)
         conditions.append(task == scoped(tenant, selection.task))
     if selection.prefix is not None:
-        kept = scoped(tenant, selection.prefix)
-        conditions.append(_any_part(_PART.c.key.startswith(kept, autoescape=True)))
+        stored_prefix = scoped(tenant, selection.prefix)
+        conditions.append(_any_part(_PART.c.key.startswith(stored_prefix, autoescape=True)))
     for column in ("agent", "policy"):
         if (wanted := getattr(selection, column)) is not None:
             own = select(transitions.c.episode_id).where(transitions.c[column] == wanted)

@@ -123,7 +123,7 @@ def read_url(database_url: str) -> tuple[list[str], int | None]:
     # SQLAlchemy hides a password in this place when it prints the engine.
     login = ":".join(quote(parameters.pop(name, ""), safe="") for name in ("user", "password"))
     dsns = [
-        f"postgresql://{login}@?{urlencode(_host(host, port) | parameters)}"
+        f"postgresql://{login}@?{urlencode(_host_parameters(host, port) | parameters)}"
         for host, port in zip(hosts, ports * len(hosts), strict=False)
     ]
     return dsns, None if timeout is None else int(timeout)
@@ -150,7 +150,7 @@ def _check_parameters(query: dict[str, str]) -> None:
         raise StoreError(f"DATABASE_URL must have sslrootcert=FILE with sslmode={query['sslmode']}")
 
 
-def _host(host: str, port: str) -> dict[str, str]:
+def _host_parameters(host: str, port: str) -> dict[str, str]:
     """Return the DSN's parameters for `host`, which is `HOST[:PORT]`; `port` is its default port.
 
     Raises:
@@ -239,7 +239,7 @@ class Settings(BaseSettings):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _has_a_usual_size(cls, value: Any) -> Any:
+    def _is_in_range(cls, value: Any) -> Any:
         if isinstance(value, int) and value > MAX_INT32:
             raise ValueError(f"the number is too large; use one up to {MAX_INT32}")
         return value

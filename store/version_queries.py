@@ -83,7 +83,7 @@ _UNSERVED_VERSIONS: Final = text(
     ORDER BY p.version
     """
 )
-_HEAD: Final = text(
+_TO_TRAIN_FROM: Final = text(
     f"""
     SELECT {VERSION_COLUMNS} FROM policies p
     WHERE name = :name AND {LIVE}
@@ -94,7 +94,7 @@ _HEAD: Final = text(
 # Versions that an update would need to compute the log-probabilities of a call in a free episode
 # (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: a hundred
 # thousand episodes may wait.
-_WAITED_FOR: Final = text(
+_NEEDED_FOR_LOGPROBS: Final = text(
     f"""
     SELECT asked.version FROM unnest(CAST(:versions AS integer[])) AS asked (version)
     WHERE EXISTS (
@@ -107,7 +107,7 @@ _WAITED_FOR: Final = text(
 # The retired versions whose files stay, so that a person can promote them again: the last to serve,
 # the oldest of the two before it, the oldest of the four before those, and so on. So they get fewer
 # with age: the next is at most about three times as far back, and of 10,000 versions 14 stay.
-_ONCE_SERVED: Final = text(
+_KEPT_TO_PROMOTE: Final = text(
     """
     WITH served AS (
         SELECT version, floor(log(2, rank() OVER (ORDER BY max(at) DESC, version DESC))) AS span
@@ -195,7 +195,7 @@ async def version_to_train_from(connection: AsyncConnection, name: str) -> Polic
 
     Rejected, retired, rolled-back and ended versions are passed over; version 0 never is.
     """
-    return version_of((await connection.execute(_HEAD, {"name": name})).one())
+    return version_of((await connection.execute(_TO_TRAIN_FROM, {"name": name})).one())
 
 
 async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersion:
@@ -250,9 +250,9 @@ async def versions_with_unneeded_files(
         return []
     unserved = await idle_versions(connection, name, idle_s)
     values = {"policy": name, "versions": [one.version for one in unserved]}
-    waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
-    once_served = set((await connection.execute(_ONCE_SERVED, {"name": name})).scalars())
-    return [one for one in unserved if one.version not in waited_for | once_served]
+    needed = set((await connection.execute(_NEEDED_FOR_LOGPROBS, values)).scalars())
+    kept_to_promote = set((await connection.execute(_KEPT_TO_PROMOTE, {"name": name})).scalars())
+    return [one for one in unserved if one.version not in needed | kept_to_promote]
 
 
 async def mark_files_deleted(

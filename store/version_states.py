@@ -450,9 +450,9 @@ async def promote(
         if is_control:
             await _set_control(connection, name, share=None)
         taken = f"{new.served_name} took the traffic"
-        own = share if is_control else None
+        its_share = share if is_control else None
         await change_state(
-            connection, serving, "retired", share=own, reason=taken, actor=why["actor"]
+            connection, serving, "retired", share=its_share, reason=taken, actor=why["actor"]
         )
     await _set_control(connection, name, share=share)
     await change_state(connection, new, "serving", **why)

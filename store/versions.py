@@ -80,7 +80,7 @@ def policy_name(policy: str, version: int, base_name: str) -> str:
     return base_name if version == 0 else f"{policy}@{version}"
 
 
-# Columns are named: with `*`, a column that a newer version of Pawl adds ends prepared statements.
+# Columns are named: with `*`, a column that a newer Pawl adds would break prepared statements.
 _READ: Final = (
     *("name", "version", "state", "served_name", "adapter_path", "update_id", "files_deleted_at"),
     *("tenant", "share", "unloaded_at", "ended_at", "awaits_approval_at"),

@@ -2,12 +2,20 @@
 
 from collections.abc import Sequence
 
-from store.records import FAILED, Episode, Record, ToolCall, ToolEvent, ToolStatus, TransitionRow
+from store.records import (
+    FAILED_STATUSES,
+    Episode,
+    Record,
+    ToolCall,
+    ToolEvent,
+    ToolStatus,
+    TransitionRow,
+)
 
 
 def has_failed(episode: Episode) -> bool:
     """Return whether the upstream refused the episode's last call because of its content."""
-    return bool(episode.calls) and episode.calls[-1].http_status in FAILED
+    return bool(episode.calls) and episode.calls[-1].http_status in FAILED_STATUSES
 
 
 class MatchedEvent(Record, frozen=True, kw_only=True):

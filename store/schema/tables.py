@@ -143,7 +143,7 @@ episodes = Table(
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),
-    # The last call was refused because of its content (`store.records.FAILED`).
+    # The last call was refused because of its content (`store.records.FAILED_STATUSES`).
     Column("failed", Boolean, nullable=False, server_default=text("false")),
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),

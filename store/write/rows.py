@@ -16,7 +16,7 @@ import msgspec
 
 from store.records import (
     EVAL,
-    FAILED,
+    FAILED_STATUSES,
     TRAIN,
     CallRecord,
     FeedbackItem,
@@ -170,7 +170,7 @@ def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
         first.policy_version,
         calls[-1].id,
         max(call.started_at for call in calls),
-        calls[-1].http_status in FAILED,
+        calls[-1].http_status in FAILED_STATUSES,
         any(call.confidence == "doubtful" for call in calls),
         EVAL if any(call.split == EVAL for call in calls) else TRAIN,
     )

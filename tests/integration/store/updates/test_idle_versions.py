@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.adapter_slots import UNKNOWN_S, kept_versions
+from store.adapter_slots import DEFAULT_USUAL_S, kept_versions
 from store.claim_query import ClaimRule
 from store.database import driver_of
 from store.questions import pinned_episodes, pinned_version
@@ -246,9 +246,9 @@ async def test_version_is_not_idle_for_a_while_after_it_lost_the_traffic(
 ) -> None:
     """The database knows of no call before it has ended."""
     await serve_ten(engine, v4="retired", v10="serving")
-    await changed(engine, 4, ago_s=UNKNOWN_S - 10)
+    await changed(engine, 4, ago_s=DEFAULT_USUAL_S - 10)
     assert await idle(engine) == []
-    await changed(engine, 4, ago_s=UNKNOWN_S + 1)
+    await changed(engine, 4, ago_s=DEFAULT_USUAL_S + 1)
     assert await idle(engine) == [4]
 
 
