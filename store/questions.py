@@ -1,4 +1,4 @@
-"""Query the database for workers while they serve.
+"""Query the database for the proxy's workers while they serve.
 
 The queries use the driver's own connection: with SQLAlchemy a worker would take a third more
 memory.
@@ -107,10 +107,11 @@ _PINNED_VERSION: Final = """
 
 
 async def pinned_episodes(driver: Driver, most: int) -> list[tuple[str, str, int]]:
-    """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
+    """Return (policy, episode key, version) of the last day's episodes that later calls may join.
 
-    The version is the newest that served the episode: it may have had to leave its first version. A
-    part of a joined episode has the version of the whole. There are at most `most`.
+    The newest episodes come first, at most `most`. The version is the newest that served the
+    episode, which may have had to leave its first. A part of a joined episode has the version of
+    the whole.
     """
     rows = await driver.fetch(_PINNED, most)
     return [(row["policy"], row["key"], row["latest"]) for row in rows]

@@ -1,4 +1,4 @@
-"""Store the names of each tenant in a namespace of its own (pure).
+"""Put each tenant's names into a namespace of its own (pure).
 
 Names from clients and model servers (of episodes, tasks, calls, responses, idempotency keys) are
 stored as TENANT, U+001F, NAME; fingerprints are computed with the tenant as the key. Code that
