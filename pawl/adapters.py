@@ -1,9 +1,10 @@
 """Fetch adapters for a model server that does not share the trainer's folder.
 
-Trainer and controller send their requests to this process instead of the server. Before a load it
-fetches the version into its own PAWL_ADAPTER_DIR, which the server sees under the same path, and
-has the server load it from there. Other requests are forwarded unchanged, except that the list of
-models has the trainer's paths. Agents' calls do not pass through this process.
+Trainer and controller send their requests to this process instead of the server. To load a
+version, it fetches the files into its own PAWL_ADAPTER_DIR, which the server sees under the same
+path, and has the server load them from there. In the server's list of models it replaces the local
+paths by the trainer's. Other requests are forwarded unchanged. Agents' calls do not pass through
+this process.
 """
 
 from contextlib import AsyncExitStack
@@ -60,7 +61,7 @@ async def run(settings: AdaptersSettings) -> None:
             settings.allowed_hosts,
         )
         exits.push_async_callback(port.cleanup)
-        # Closed before the port, which waits for requests that wait for files.
+        # The port closes only after its requests, which may wait for files: close these first.
         exits.push_async_callback(server.files.close)
         log.info("adapters_up", replica=server.url, folder=str(server.files.root))
         await stop.wait()
@@ -105,7 +106,7 @@ class AdapterServer:
         return await self._forward("POST", request.path, {**body, "lora_path": str(place)})
 
     async def _unload(self, request: web.Request) -> web.Response:
-        """Have the server unload a version; it may still read the files for a while."""
+        """Have the server unload a version; keep its files some minutes, as it may read them."""
         body = await _json_body(request)
         policy, _, version = str(body.get("lora_name")).rpartition("@")
         if version.isdecimal():
@@ -113,7 +114,7 @@ class AdapterServer:
         return await self._forward("POST", request.path, body)
 
     async def _models(self, _: web.Request) -> web.Response:
-        """List the server's models, with the trainer's paths of their files."""
+        """List the server's models; replace the local path of each adapter by the trainer's."""
         try:
             listed = await self._server_models()
         except aiohttp.ClientError as error:
@@ -139,7 +140,7 @@ class AdapterServer:
         return dict(listed)
 
     async def _loaded_folders(self) -> set[Path]:
-        """Return the folders of the loaded models, which the server may read at any time.
+        """Return the folders of the server's loaded models, which it may read at any time.
 
         Raises:
             NotFetched: the server does not answer with a list.
@@ -147,7 +148,7 @@ class AdapterServer:
         try:
             listed = await self._server_models()
         except aiohttp.ClientError as error:
-            raise NotFetched(f"{self.url} does not list what it has loaded: {error}") from error
+            raise NotFetched(f"{self.url} does not list its loaded models: {error}") from error
         return {Path(str(model.get("root"))) for model in listed["data"]}
 
     async def _forward(self, method: str, path: str, body: bytes | dict[str, Any]) -> web.Response:

@@ -41,7 +41,7 @@ COMMANDS: Final = {
 
 
 class Commands(TyperGroup):
-    """Imports a command's module only when needed, so that commands do not slow each other down."""
+    """The group of all commands; imports only the module of the command that runs, to save time."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands, in the order of the help."""
@@ -61,7 +61,7 @@ class Commands(TyperGroup):
             # typer keeps a docstring's line breaks except in its first paragraph; remove them, as
             # the help must wrap at the terminal's width.
             paragraphs = (getdoc(command.callback) or "").split("\n\n")
-            command.help = "\n\n".join(" ".join(one.split("\n")) for one in paragraphs)
+            command.help = "\n\n".join(" ".join(text.split("\n")) for text in paragraphs)
         if not is_group:
             return typer.main.get_command(loaded)
         group = typer.main.get_group(loaded)
@@ -119,11 +119,14 @@ def main() -> None:
 
         # An OSError from a connection to PostgreSQL has a built-in type and names no file.
         if isinstance(error, OSError) and error.filename is not None:
-            fail(f"{error.filename} cannot be used: {error.strerror}: name another, or mend that")
-        is_other = isinstance(error, OSError) and (
+            fail(
+                f"{error.filename} cannot be used: {error.strerror}: name another file, or correct"
+                " this one"
+            )
+        is_from_library = isinstance(error, OSError) and (
             type(error).__module__ not in ("builtins", "socket", "ssl")
         )
-        if is_other or not prevents_all_storing(error):
+        if is_from_library or not prevents_all_storing(error):
             raise
         fail(f"the database cannot be used: {explain_error(error)}")
 

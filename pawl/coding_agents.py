@@ -17,9 +17,9 @@ class Session(Record, frozen=True, kw_only=True):
     Attributes:
         url: the proxy's base URL that names the episode, without `/v1`.
         model: the model that the agent requests.
-        key: its API key.
-        folder: the folder for its configuration files.
-        project: the folder in which it works.
+        key: the agent's API key.
+        folder: the folder for the agent's configuration files.
+        project: the folder in which the agent works.
         context: the model's longest context in tokens; None: unknown.
     """
 
@@ -36,16 +36,16 @@ class Session(Record, frozen=True, kw_only=True):
         return self.context and min(MOST_REPLY_TOKENS, self.context // 4)
 
     def limits(self, context: str, reply: str) -> dict[str, int]:
-        """Return both limits under these names, or an empty dict if they are unknown."""
+        """Return `{context: TOKENS, reply: TOKENS}`, or an empty dict if the limits are unknown."""
         if not (self.context and self.reply_tokens):
             return {}
         return {context: self.context, reply: self.reply_tokens}
 
 
 class AgentSetup(Record, frozen=True, kw_only=True):
-    """How to start an agent: variables, arguments before the user's own, and files.
+    """An agent's environment variables, arguments before the user's own, and configuration files.
 
-    The files are JSON documents or texts, by their path in the session's folder.
+    `files` has JSON documents or texts by their path in the session's folder.
     """
 
     environment: Mapping[str, str] = {}
@@ -73,7 +73,7 @@ def _claude(session: Session) -> AgentSetup:
             "DISABLE_AUTOUPDATER": "1",
         }
         | {name: str(tokens) for name, tokens in limits.items()},
-        # Otherwise it asks for a login, and whether to use the key.
+        # Without this file Claude Code asks for a login, and whether to use the key.
         files={
             ".claude.json": {
                 "hasCompletedOnboarding": True,
@@ -167,7 +167,7 @@ def _qwen(session: Session) -> AgentSetup:
 
 
 def _cline(session: Session) -> AgentSetup:
-    # As `cline auth` writes it.
+    # In the format that `cline auth` writes.
     settings = {
         "provider": "openai-compatible",
         "apiKey": session.key,
@@ -202,7 +202,7 @@ def _openclaw(session: Session) -> AgentSetup:
     defaults = {
         "model": {"primary": f"pawl/{session.model}"},
         "workspace": str(session.project),
-        # Otherwise it writes files of its own into the project.
+        # Otherwise OpenClaw writes its own files into the project.
         "skipBootstrap": True,
     }
     return AgentSetup(
@@ -237,7 +237,7 @@ def _toml(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# By the name of their program.
+# Keys: the names of the programs.
 CODING_AGENTS: Final = {
     "claude": CodingAgent("npm install -g @anthropic-ai/claude-code", _claude),
     "codex": CodingAgent("npm install -g @openai/codex", _codex),

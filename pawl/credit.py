@@ -21,7 +21,7 @@ from trainer.updates.plan import LeftOut, Plan, plan_update
 class ExplainedUpdate(msgspec.Struct, frozen=True):
     """A past update, and the plan recomputed from its recipe and claim.
 
-    `notes` are the differences from what the update recorded.
+    `notes` describe differences between the recomputed plan and the update's record.
     """
 
     past: PastUpdate
@@ -36,14 +36,14 @@ class ExplainedUpdate(msgspec.Struct, frozen=True):
         lines = []
         for credit in self.plan.credited:
             call = str(credit.call.id)
-            why = refused.get(call) or refused.get(str(credit.episode_id))
+            refusal = refused.get(call) or refused.get(str(credit.episode_id))
             line = credit_line(credit.episode, call, credit.call.agent, credit)
-            lines.append(replace(line, correction=why or credit.correction or msgspec.UNSET))
+            lines.append(replace(line, correction=refusal or credit.correction or msgspec.UNSET))
         return lines
 
 
 def explain_past(past: PastUpdate) -> ExplainedUpdate:
-    """Recompute the credit of a past update; this takes seconds, and no database.
+    """Recompute the credit of a past update; this takes seconds and needs no database.
 
     Raises:
         RecipeError: this version of Pawl cannot read the update's recipe.
@@ -52,7 +52,7 @@ def explain_past(past: PastUpdate) -> ExplainedUpdate:
     plan = plan_update(past.claim, recipe, LeftOut.from_metrics(past.metrics))
     notes = _differences(past, plan)
     if recipe.teacher is not None:
-        notes.append("a teacher gave each token its advantage, which the ledger does not keep")
+        notes.append("a teacher gave each token its advantage; the ledger does not store these")
     return ExplainedUpdate(past, recipe, plan, notes)
 
 
@@ -70,7 +70,7 @@ def _differences(past: PastUpdate, plan: Plan) -> list[str]:
     """Return a note for each figure or outcome that differs from the update's record."""
     notes = [
         f"the update recorded {name} = {past.metrics[name]}, and the ledger gives {value} now:"
-        " a statement from before the update reached the ledger after it"
+        " older feedback reached the ledger after the update"
         for name, value in plan.metrics.items()
         if name in past.metrics and past.metrics[name] != value
     ]

@@ -17,38 +17,39 @@ from store.settings import StoreSettings
 
 log = structlog.get_logger()
 
+# Pause between checks that the embedded server runs.
 WATCH_S: Final = 0.5
 # How long to wait for a restart of the embedded server before trying again.
 RESTART_S: Final = 5.0
 
 
 @asynccontextmanager
-async def open_database(settings: StoreSettings, *, makes: bool) -> AsyncIterator[str]:
+async def open_database(settings: StoreSettings, *, create: bool) -> AsyncIterator[str]:
     """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server.
 
-    The embedded server is started if it does not run, and then stopped at the end. With `makes`,
+    The embedded server is started if it does not run, and then stopped at the end. With `create`,
     its files are created if they are missing.
 
     Raises:
-        StoreError: the embedded server's files are missing without `makes`, or it does not start.
+        StoreError: the embedded server's files are missing without `create`, or it does not start.
     """
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
     postgres = EmbeddedPostgres(settings.data_dir)
-    if not makes:
+    if not create:
         postgres.check_initialised()
     try:
         yield await asyncio.to_thread(postgres.ensure_running)
     finally:
-        # This also ends a start whose caller was cancelled.
+        # If the caller was cancelled during the start, this ends the start.
         await asyncio.to_thread(postgres.stop)
 
 
 @asynccontextmanager
-async def open_engine(settings: StoreSettings, *, makes: bool) -> AsyncIterator[AsyncEngine]:
+async def open_engine(settings: StoreSettings, *, create: bool) -> AsyncIterator[AsyncEngine]:
     """Open the database as `open_database` does, upgrade its schema, and yield an engine."""
-    async with open_database(settings, makes=makes) as url:
+    async with open_database(settings, create=create) as url:
         await upgrade(url)
         engine = make_engine(url)
         try:
@@ -66,7 +67,7 @@ async def keep_postgres_running(data_dir: Path) -> AsyncIterator[EmbeddedPostgre
     postgres = EmbeddedPostgres(data_dir)
     ending = threading.Event()
 
-    def keep() -> None:
+    def restart_if_down() -> None:
         while not ending.wait(WATCH_S):
             try:
                 postgres.ensure_running(within_s=RESTART_S)
@@ -77,7 +78,7 @@ async def keep_postgres_running(data_dir: Path) -> AsyncIterator[EmbeddedPostgre
 
     try:
         await asyncio.to_thread(postgres.ensure_running)
-        keeping = asyncio.create_task(asyncio.to_thread(keep), name="keep-postgres")
+        keeping = asyncio.create_task(asyncio.to_thread(restart_if_down), name="keep-postgres")
         try:
             yield postgres
         finally:

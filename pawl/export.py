@@ -49,19 +49,21 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
 async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], most: int) -> int:
     """Write up to `most` tasks of the selected episodes to `out`, and return their number.
 
-    The tasks are of one tenant, by default the default tenant. All their recorded episodes become
-    evaluation. Tasks are chosen by a hash. A task is skipped if an update has claimed it, or if its
-    episode cannot be read back or has no question in text.
+    The tasks are of one tenant, by default the default tenant. All recorded episodes of the written
+    tasks become evaluation. Tasks are chosen by a hash. A task is skipped if an update has claimed
+    it, or if its first episode cannot be read back or has no question in text.
 
     Raises:
         StoreError: no task can be held out.
     """
     selection = msgspec.structs.replace(selection, tenant=selection.tenant or DEFAULT)
     async with engine.begin() as connection:
-        of_task = await untrained_tasks(connection, await select_episodes(connection, selection))
-        order = sorted(of_task, key=lambda task: sha256(task.encode()).digest())
+        episodes_of = await untrained_tasks(
+            connection, await select_episodes(connection, selection)
+        )
+        order = sorted(episodes_of, key=lambda task: sha256(task.encode()).digest())
         questions: dict[str, str] = {}
-        async for batch in read_in_batches(connection, [of_task[task][0] for task in order]):
+        async for batch in read_in_batches(connection, [episodes_of[task][0] for task in order]):
             for episode in batch.episodes:
                 question = _question(episode)
                 if question and episode.task and len(questions) < most:
@@ -71,9 +73,11 @@ async def hold_out(engine: AsyncEngine, selection: Selection, out: IO[bytes], mo
         if not questions:
             raise StoreError(
                 "no task can be held out: every selected episode is evaluation already, shares "
-                "its task with one that is trained on, or asks in no text"
+                "its task with a trained one, or has no question in text"
             )
-        await keep_for_evaluation(connection, [one for task in questions for one in of_task[task]])
+        await keep_for_evaluation(
+            connection, [id_ for task in questions for id_ in episodes_of[task]]
+        )
         for task, question in questions.items():
             out.write(msgspec.json.encode({"id": bare(task), "question": question}) + b"\n")
         out.flush()
@@ -85,11 +89,11 @@ def _question(episode: Episode) -> str | None:
     request: Any = msgspec.json.decode(episode.calls[0].request or b"null")
     if not isinstance(request, dict):
         return None
-    asked = request.get("messages", request.get("input"))
-    if isinstance(asked, str):
-        return asked
-    said = [one for one in asked or () if isinstance(one, dict) and one.get("role") == "user"]
-    content = said[-1].get("content") if said else None
+    messages = request.get("messages", request.get("input"))
+    if isinstance(messages, str):
+        return messages
+    from_user = [m for m in messages or () if isinstance(m, dict) and m.get("role") == "user"]
+    content = from_user[-1].get("content") if from_user else None
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
         content = "\n".join(map(str, texts)) if texts and None not in texts else None

@@ -64,7 +64,7 @@ def _line_of(event: Mapping[str, object]) -> bytes:
 
 
 def _render_line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
-    """Render a log line as JSON: the work of the usual processors, in one step for speed."""
+    """Render a log line as JSON, in one step: structlog's usual processors are slower."""
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, level, event)
     event["level"] = level
@@ -73,10 +73,10 @@ def _render_line(logger: object, level: str, event: structlog.typing.EventDict) 
 
 
 class LineLogger(structlog.make_filtering_bound_logger(logging.DEBUG)):  # type: ignore[misc]
-    """Logs lines of level `debug`, one for each call, without structlog's own steps.
+    """A logger whose `debug` skips structlog's processing, which takes longer than the writing.
 
-    These take longer than writing the line. The result is the same if `_render_line` is the only
-    processor.
+    Each model call logs a line of this level. The lines are the same as structlog's if
+    `_render_line` is the only processor.
     """
 
     def debug(self, event: str, *args: object, **fields: object) -> None:
@@ -100,7 +100,7 @@ class NeverRaisingFile:
         self._torn = False
 
     def write(self, lines: bytes) -> int:
-        """Try to write whole lines, and return the length of `lines` in any case."""
+        """Try to write whole lines; return the length of `lines`, even if writing failed."""
         prefix = b""
         if self._torn:
             # The last write broke off within a line: end that line first.
@@ -113,7 +113,7 @@ class NeverRaisingFile:
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
         except OSError:
-            # Reported by the next write that succeeds: there is nowhere else.
+            # The next write that succeeds reports the loss: it can be reported nowhere else.
             self._torn = len(rest) < len(prefix) + len(lines)
             self._lost += bytes(rest).count(b"\n") if self._torn else lines.count(b"\n")
         else:
@@ -172,26 +172,26 @@ class BufferedLogger:
 
 
 class LibraryLines(logging.Handler):
-    """Forwards records of libraries to our log, one cut line for each.
+    """Forwards each log record of a library to our log, as one shortened line.
 
-    They may have text of strangers: aiohttp quotes bytes that it could not read.
+    Records may quote clients: aiohttp quotes bytes that it could not read.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a record as an error, or below that level as a warning."""
+        """Log a record of level ERROR or above as an error, any other as a warning."""
         log = structlog.get_logger()
-        tell = log.error if record.levelno >= logging.ERROR else log.warning
+        write = log.error if record.levelno >= logging.ERROR else log.warning
         try:
             text = record.getMessage()
-            tell("library", library=record.name, said=text, exc_info=record.exc_info)
+            write("library", library=record.name, said=text, exc_info=record.exc_info)
         except Exception:
             self.handleError(record)
 
 
 def _level() -> int:
-    """Return the level of `PAWL_LOG_LEVEL`.
+    """Return the level of `PAWL_LOG_LEVEL`, or the default level if settings cannot be read.
 
-    If settings cannot be read, it is the default; the command that needs them reports the error.
+    The command that needs the settings reports the error.
     """
     try:
         name = Settings().log_level
@@ -200,10 +200,11 @@ def _level() -> int:
     return logging.getLevelNamesMapping()[name.upper()]
 
 
-def configure_logging(*, gather: bool = False) -> None:
+def configure_logging(*, buffered: bool = False) -> None:
     """Configure structlog, also for the records of libraries; each process calls this once.
 
-    Lines below `PAWL_LOG_LEVEL` are left out. Processes that take calls buffer lines (`gather`).
+    Lines below `PAWL_LOG_LEVEL` are left out. With `buffered`, lines are written a few times a
+    second, unless standard error is a terminal.
     """
     level = _level()
     factory: Callable[..., structlog.typing.WrappedLogger]
@@ -222,7 +223,7 @@ def configure_logging(*, gather: bool = False) -> None:
         file = NeverRaisingFile(sys.stderr.fileno())
         # The cast is safe: the logger only calls `write` and `flush`.
         factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))
-        if gather:
+        if buffered:
             processors = [_render_line]
             if level == logging.DEBUG:
                 wrapper = LineLogger

@@ -25,8 +25,8 @@ from store.versions import Actor, PolicyEvent, PolicyState, PolicyVersion
 OPERATOR: Final[Actor] = "operator"
 # The states of versions that may get the traffic by hand.
 PROMOTABLE: Final[tuple[PolicyState, ...]] = ("loaded", "canary", "retired")
-# The states of the version to promote if none is named, in order of preference.
-NEXT: Final[tuple[PolicyState, ...]] = ("canary", "loaded")
+# If no version is named, one in the first of these states is promoted.
+DEFAULT_STATES: Final[tuple[PolicyState, ...]] = ("canary", "loaded")
 # Waits until the model servers have loaded a recalled version, or raises `WrongVersionState`.
 WaitUntilLoaded = Callable[[PolicyVersion], Awaitable[None]]
 # The fields of a query; fields with a time end with `since` or `before`.
@@ -35,8 +35,8 @@ FIELDS: Final = (
     *("since", "before", "scored-since", "scored-before"),
 )
 _FIELD: Final = "|".join(FIELDS)
-_BEGINS: Final = re.compile(rf"(?:{_FIELD})=")
-_NEXT: Final = re.compile(rf",(?=(?:{_FIELD})=)")
+_FIRST_FIELD: Final = re.compile(rf"(?:{_FIELD})=")
+_NEXT_FIELD: Final = re.compile(rf",(?=(?:{_FIELD})=)")
 
 
 # Finding versions
@@ -45,7 +45,7 @@ _NEXT: Final = re.compile(rf",(?=(?:{_FIELD})=)")
 async def policy_versions(
     connection: AsyncConnection, name: str, tenant: str | None = None
 ) -> list[PolicyVersion]:
-    """Return the versions of a policy, oldest first; with `tenant` it must be that tenant's.
+    """Return the versions of a policy, oldest first; with `tenant`, only that tenant's are found.
 
     Raises:
         UnknownPolicy: there is no such policy; the message names the existing ones.
@@ -96,14 +96,14 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
         with_files = [str(one.version) for one in versions if one.version and not one.files_deleted]
         raise UnknownPolicy(
             f"the files of {version.served_name} were deleted, as the version was"
-            f" {version.state} and nothing asked for them any more (there are those of:"
+            f" {version.state} and was not needed any more (versions with files:"
             f" {', '.join(with_files) or 'none'})"
         )
     return version
 
 
 async def approval_event(connection: AsyncConnection, version: PolicyVersion) -> PolicyEvent | None:
-    """Return the event, with evidence, that made a version wait for approval, or None."""
+    """Return the event that made a version wait for approval; None if it does not wait."""
     if not version.awaits_approval:
         return None
     [newest] = await list_events(connection, version.name, version.version, most=1)
@@ -121,7 +121,7 @@ async def find_to_promote(
 ) -> tuple[PolicyVersion, PolicyEvent | None]:
     """Return the version to promote, and the event that made it wait for approval, if any.
 
-    With `tenant` it must be that tenant's.
+    With `tenant` the policy must be that tenant's.
 
     Raises:
         UnknownPolicy: there is no such version, or none is named and none can be promoted.
@@ -130,7 +130,9 @@ async def find_to_promote(
     name, number = split_name(named)
     versions = await policy_versions(connection, name, tenant)
     if number is None:
-        number = next((v.version for state in NEXT for v in versions if v.state == state), None)
+        number = next(
+            (v.version for state in DEFAULT_STATES for v in versions if v.state == state), None
+        )
     if number is None:
         raise UnknownPolicy(
             f"no version of {name!r} is a canary or loaded: name the one to promote, as {name}@N"
@@ -200,8 +202,8 @@ def _check_can_serve(version: PolicyVersion) -> None:
         why = "it ended when the policy's line started again" if version.ended else why
         raise WrongVersionState(
             f"{version.name}@{version.version} cannot be promoted: {why}, and only versions that"
-            f" are {', '.join(PROMOTABLE)} can be; an adapter that was exported can be imported,"
-            " which makes it a version of its own"
+            f" are {', '.join(PROMOTABLE)} can be; an exported adapter can be imported as"
+            " a new version"
         )
 
 
@@ -236,7 +238,7 @@ async def freeze_by_hand(
     *,
     frozen: bool = True,
 ) -> None:
-    """Freeze a policy, so that only operators move its traffic, or unfreeze it.
+    """Freeze a policy, so that only operators move its traffic; unfreeze it if not `frozen`.
 
     Raises:
         UnknownPolicy: there is no such policy, or it is another tenant's.
@@ -260,8 +262,8 @@ def read_query(query: str) -> str | Selection:
             with other conditions.
     """
     pairs = [("episode", query)]
-    if _BEGINS.match(query):
-        pairs = [one.partition("=")[::2] for one in _NEXT.split(query)]
+    if _FIRST_FIELD.match(query):
+        pairs = [one.partition("=")[::2] for one in _NEXT_FIELD.split(query)]
     values: dict[str, Any] = {}
     for field, value in pairs:
         where = f"--without {query!r}: {field}"
@@ -302,9 +304,10 @@ async def retrain_by_hand(
     dry_run: bool = False,
     wait_until_loaded: WaitUntilLoaded,
 ) -> Retrained:
-    """Start a policy's line again at a version; an unloaded version is loaded first.
+    """Start a policy's line again at a version, without the named or selected episodes.
 
-    With `dry_run` nothing is committed. With `tenant` the policy must be that tenant's.
+    An unloaded version is loaded first. With `dry_run` nothing is committed. With `tenant` the
+    policy must be that tenant's.
 
     Raises:
         UnknownPolicy, UnknownNames: there is no such version, episode or API key.
@@ -374,7 +377,7 @@ def describe_retrained(retrained: Retrained, *, dry: bool) -> str:
         )
     if retrained.max_staleness is not None and retrained.ended > retrained.max_staleness:
         text += (
-            f"\nclaim.max_staleness is {retrained.max_staleness}: once the new line has so many"
+            f"\nclaim.max_staleness is {retrained.max_staleness}: once the new line has that many"
             " versions, freed episodes that still wait expire; raise it until they are trained"
         )
     return text

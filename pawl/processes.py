@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG: Final = 1
 # machine: the demo took 1.6 times as long, and twice the processor time. With this value GNU's
 # OpenMP, which torch brings, does not spin. A user's own value is kept.
 PASSIVE_WAITING: Final = ("OMP_WAIT_POLICY", "PASSIVE")
-# As long as the chart's probes tolerate a silent `/healthz`.
+# As long as the Helm chart's probes tolerate a silent `/healthz`.
 HUNG_S: Final = 60.0
 
 
@@ -31,9 +31,9 @@ def run_module(name: str) -> list[str]:
 
 
 def gpu_environment(gpus: Sequence[int]) -> dict[str, str]:
-    """Return variables that limit CUDA to these GPUs, numbered as by nvidia-smi.
+    """Return environment variables that limit CUDA to these GPUs, numbered as by nvidia-smi.
 
-    Without GPUs there are none, and CUDA shows what it did before.
+    The result is empty if `gpus` is: CUDA then shows the same GPUs as in this process.
     """
     if not gpus:
         return {}
@@ -50,7 +50,7 @@ def wait_passively() -> None:
 
 
 def spinning_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that make waiting threads spin anyway.
+    """Return the variables that make waiting threads spin in spite of `wait_passively`.
 
     GOMP_SPINCOUNT overrides OMP_WAIT_POLICY, see the manual of GNU's libgomp.
     """
@@ -64,7 +64,7 @@ def spinning_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def lower_priority(niceness: int = 10) -> None:
-    """Lower this process's priority for cores.
+    """Lower this process's CPU priority.
 
     Linux first divides cores among sessions (`sched_autogroup`, see sched(7)), so a process that
     leads a session lowers the whole session's priority.
@@ -114,7 +114,7 @@ async def end_if_hung(work: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """Disable garbage collection in the block, and exempt all objects at its end from collection.
+    """Disable garbage collection in the block, and exempt objects that exist at its end.
 
     Modules live as long as the process. Scanning those of torch, transformers and TRL repeatedly
     takes a seventh of the processor time of their import, and later, in a trainer of several

@@ -18,7 +18,7 @@ REST_S: Final = 1.0
 
 
 class EndedProgram(Record, frozen=True):
-    """The status of a program that ended (negative: a signal's number), and its output."""
+    """A program's exit status (if negative, of a signal), standard output and standard error."""
 
     status: int
     output: bytes
@@ -37,7 +37,7 @@ async def run_program(
     most_bytes: int,
     environment: Mapping[str, str] | None = None,
 ) -> EndedProgram:
-    """Run a program with `given` on standard input; then kill the processes that it left behind.
+    """Run a program with `given` on standard input; then kill the processes that it started.
 
     `environment` is the program's whole environment; None: this process's without Pawl's settings.
 
@@ -64,7 +64,7 @@ async def run_program(
             source.write(given)
             source.close()
             await run.over.wait()
-        # Wait no longer: processes that it left running may hold its output open.
+        # Wait no longer: processes that the program started may hold its output open.
         with suppress(TimeoutError):
             async with asyncio.timeout(0 if run.too_much else REST_S):
                 await run.closed.wait()
@@ -86,8 +86,8 @@ async def run_program(
 class _Run(asyncio.SubprocessProtocol):
     """Collects the output of a running program, and tracks its end.
 
-    `exited` is set once the program ends, even if its output is still open; `over` then, or once it
-    wrote `too_much`; `closed` once no process can write to its output.
+    `exited` is set once the program ends, even if its output is still open; `over` is set once it
+    ends or wrote `too_much`; `closed` is set once no process can write to its output.
     """
 
     def __init__(self, most_bytes: int) -> None:

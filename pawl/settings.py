@@ -90,7 +90,7 @@ class ClientSettings(Settings):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers with the key; empty without a key."""
+        """Return the `Authorization` header with the API key; empty without a key."""
         return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
 
@@ -110,7 +110,7 @@ class ControllerSettings(ServerSettings):
 
 
 class AdaptersSettings(SourceSettings):
-    """Settings of `pawl adapters`, which fetches for one model server."""
+    """Settings of `pawl adapters`, which fetches adapters for one model server."""
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"),
@@ -126,9 +126,9 @@ class AdaptersSettings(SourceSettings):
 class DoctorSettings(
     ClientSettings, ControllerSettings, TrainerSettings, ProxySettings, StackSettings
 ):
-    """Settings of all processes, whose ports `pawl doctor` asks.
+    """Settings of all processes: `pawl doctor` sends requests to their ports.
 
-    A process on another machine has here the address under which this machine reaches it.
+    For a process on another machine, set the address at which this machine reaches it.
     """
 
     @property
@@ -147,9 +147,9 @@ def _check_prefix(value: str) -> str:
 
 
 class ConsoleSettings(DoctorSettings):
-    """Settings of `pawl console`, which needs keys as the proxy does.
+    """Settings of `pawl console`, which asks for API keys if the proxy does.
 
-    The other processes' settings are for its findings, which are those of `pawl doctor`.
+    It needs the other processes' settings because it shows the findings of `pawl doctor`.
     """
 
     console_listen: Listen = Field(
@@ -163,7 +163,7 @@ class ConsoleSettings(DoctorSettings):
 
 
 class UnreadSettings(Exception):
-    """A `PAWL_*` variable is unknown, or a setting has a value that cannot be used."""
+    """A `PAWL_*` variable is unknown, or a setting cannot be read or used."""
 
 
 def known_variables() -> set[str]:

@@ -89,7 +89,7 @@ def run_with_engine(work: "Callable[[AsyncEngine], Awaitable[Result]]") -> Resul
     from pawl.database import open_engine
 
     async def run() -> Result:
-        async with open_engine(read_settings(StackSettings), makes=False) as engine:
+        async with open_engine(read_settings(StackSettings), create=False) as engine:
             return await work(engine)
 
     return asyncio.run(run())

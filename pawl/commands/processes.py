@@ -239,7 +239,7 @@ def migrate(
         _check_settings(name)
 
     async def run() -> None:
-        async with open_database(settings, makes=True) as url:
+        async with open_database(settings, create=True) as url:
             await (downgrade(url, revision) if down else upgrade(url, revision))
 
     asyncio.run(run())

@@ -83,7 +83,7 @@ async def look_forever(
     trouble: str | None = None
     while True:
         try:
-            async with open_engine(settings, makes=True) as engine:
+            async with open_engine(settings, create=True) as engine:
                 while True:
                     await look(engine)
                     if trouble is not None:

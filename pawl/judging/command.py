@@ -62,7 +62,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         aiohttp.ClientSession(timeout=timeout, response_class=LimitedResponse) as session,
-        open_engine(read_settings(StackSettings), makes=False) as engine,
+        open_engine(read_settings(StackSettings), create=False) as engine,
     ):
         async with engine.connect() as connection:
             tenant = await tenant_of_key(connection, client.key)

@@ -142,7 +142,7 @@ def main() -> None:
     for descriptor in ("--ready", "--listener"):
         parser.add_argument(descriptor, type=int)
     arguments = parser.parse_args()
-    configure_logging(gather=arguments.kind == "worker")
+    configure_logging(buffered=arguments.kind == "worker")
     # Must come before the imports in `_run_ingester` and `_run_worker`: these create the metrics.
     count_in(arguments.shared)
     ready = os.fdopen(arguments.ready, "wb", buffering=0)

@@ -90,7 +90,7 @@ async def test_distillation_trains_any_finished_episode_once(taught: Bench) -> N
     async with taught.engine.connect() as connection:
         explained = explain_past(await past_update(connection, 1, "m"))
     assert explained.notes == [
-        "a teacher gave each token its advantage, which the ledger does not keep"
+        "a teacher gave each token its advantage; the ledger does not store these"
     ]
     assert {line.advantage for line in explained.lines} == {None}
     assert sum(line.weight for line in explained.lines) == pytest.approx(1.0)

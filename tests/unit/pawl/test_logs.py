@@ -14,7 +14,7 @@ from pawl.logs import NeverRaisingFile, shortened
 SCRIPT = """
 import sys, structlog
 from pawl.logs import configure_logging
-configure_logging(gather=sys.argv[1] == "gather")
+configure_logging(buffered=sys.argv[1] == "gather")
 log = structlog.get_logger()
 long = "é\\n\\"" * 700_000
 log.debug("call", model=long, agent=long, episode="e-1", bytes=7, served=None, first_chunk_ms=1.5)
@@ -99,7 +99,7 @@ def test_log_line_gathered_from_a_worker_has_the_fields_of_any_log_line() -> Non
     script = """
 import sys, structlog
 from pawl.logs import configure_logging
-configure_logging(gather=sys.argv[1] == "gather")
+configure_logging(buffered=sys.argv[1] == "gather")
 log = structlog.get_logger()
 log.debug("call", model="m", level="mine", event_id=1)
 log.debug("%s of %s", "one", "two", model="m")
@@ -117,7 +117,7 @@ log.bind(worker=1).debug("bound", model="m")
 LEVELS = """
 import sys, structlog
 from pawl.logs import configure_logging
-configure_logging(gather=sys.argv[1] == "gather")
+configure_logging(buffered=sys.argv[1] == "gather")
 log = structlog.get_logger()
 for level in ("debug", "info", "warning", "error"):
     getattr(log, level)(f"a line of {level}", level_of=1)
@@ -144,7 +144,7 @@ def test_log_lines_below_the_level_are_left_out(how: str, level: str, kept: list
 LIBRARY = """
 import logging, sys
 from pawl.logs import configure_logging
-configure_logging(gather=sys.argv[1] == "gather")
+configure_logging(buffered=sys.argv[1] == "gather")
 log = logging.getLogger("aiohttp.server")
 log.info("nobody wants to know")
 log.warning("from %s", "a\\n{}" * 1_000)

@@ -86,7 +86,7 @@ def test_result_names_the_serving_version_and_freed_episodes() -> None:
         "m@5 serves in place of m@12; versions ended: 7; episodes freed: 2 stale, 40 trained;"
         " episodes left out: 3",
         "m@5 learned from 1 of the episodes to leave out: start at an earlier version",
-        "claim.max_staleness is 4: once the new line has so many versions, freed episodes that"
+        "claim.max_staleness is 4: once the new line has that many versions, freed episodes that"
         " still wait expire; raise it until they are trained",
     ]
     none = Retrained(serves="m@5", served="m@5", freed={}, left_out=0, learned=0)
