@@ -1,1 +1,1 @@
-"""Run any agent on a file of tasks, using the proxy by HTTP and the trainer not at all."""
+"""Run any agent on a file of tasks; only the proxy's HTTP API is needed, no trainer."""

@@ -16,11 +16,12 @@ from store.records import Record, Split
 # Linux refuses a single variable of more than 128 KiB.
 MAX_VARIABLE_BYTES: Final = 100_000
 MAX_OUTPUT: Final = 2**20
+# Characters kept of standard error or of a traceback.
 KEPT_ERRORS: Final = 2000
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """The input of one run: the task's fields that the agent may see, and its variables."""
+    """The input of one run: task fields that the agent may see, variables, time limit."""
 
     task: dict[str, Any]
     environment: dict[str, str]
@@ -28,7 +29,11 @@ class Request(Record, frozen=True, kw_only=True):
 
 
 class Result(Record, frozen=True, kw_only=True):
-    """The result of one run; `error` is the kind of failure, or None."""
+    """The result of one run.
+
+    `error` is the kind of failure (None: success) and `detail` its message; `errors` is the end of
+    standard error.
+    """
 
     output: str = ""
     error: str | None = None
@@ -38,7 +43,7 @@ class Result(Record, frozen=True, kw_only=True):
 
 
 class Agent:
-    """Run an agent, once for each request."""
+    """Runs an agent, once for each request (abstract)."""
 
     async def start(self) -> None:
         """Check that the agent can be run, or raise RolloutError."""
@@ -52,7 +57,7 @@ class Agent:
 
 
 class CommandAgent(Agent):
-    """Start a program, in any language, once for each run."""
+    """Runs a program, in any language, as a new process for each run."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """Store the program and its arguments.
@@ -86,7 +91,7 @@ class CommandAgent(Agent):
             return Result(error="not started", detail=str(error))
         errors = ended.errors.decode(errors="replace")
         return Result(
-            # Stripped as by a shell's `$(…)`, and as a function's return value has no newline.
+            # A shell's `$(…)` strips newlines at the end too.
             output=ended.output.decode(errors="replace").rstrip("\n"),
             error=_failure_kind(ended.status),
             detail=last_line(errors) if ended.status else "",
@@ -111,7 +116,7 @@ def _failure_kind(status: int) -> str | None:
 
 
 def run_url(url: str, *, task: str | None, episode: str, split: Split | None) -> str:
-    """Return the proxy's base URL for a run, without `/v1`; None leaves a name out."""
+    """Return the proxy's base URL for a run, without `/v1`; a name that is None is left out."""
     named = url if task is None else f"{url}/task/{quote(task, safe='')}"
     named += f"/episode/{quote(episode, safe='')}"
     return named if split is None else f"{named}/split/{split}"
@@ -125,13 +130,14 @@ def run_environment(
     names: Mapping[str, str] | None = None,
     task: bytes = b"",
 ) -> dict[str, str]:
-    """Return the variables to set for a run, beside those that it inherits.
+    """Return the variables to set for a run, in addition to the inherited ones (`given`).
 
-    API keys in `given`, the inherited ones, are kept. A task too long for a variable is left out.
+    Inherited API keys are kept. `names` become variables with the prefix `ROLLOUT_`. A task too
+    long for a variable is left out.
     """
     # Anthropic's SDK adds /v1 itself.
     variables = {"OPENAI_BASE_URL": f"{base_url}/v1", "ANTHROPIC_BASE_URL": base_url}
-    # SDKs do not call without a key.
+    # SDKs refuse to make calls without a key.
     if not given.get("OPENAI_API_KEY"):
         variables["OPENAI_API_KEY"] = "unused"
     if not (given.get("ANTHROPIC_API_KEY") or given.get("ANTHROPIC_AUTH_TOKEN")):

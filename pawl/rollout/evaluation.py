@@ -1,7 +1,8 @@
-"""Compare two versions on the same tasks; both versions' runs of a task are a pair.
+"""Compare two versions on the same tasks; the two versions' runs of one task are a pair.
 
-Pairs count in the order of the tasks, which a seed shuffles, whichever run ends first. So each look
-sees a random part of the tasks, and an interrupted evaluation reaches the same verdict.
+A seed shuffles the tasks. Pairs are compared in this order, not in the order in which they end. So
+each intermediate result is about a random part of the tasks, and an interrupted evaluation reaches
+the same verdict.
 """
 
 import asyncio
@@ -36,8 +37,8 @@ MOST_LOOKS: Final = 60
 class EvaluationJob(Record, frozen=True, kw_only=True):
     """An evaluation: agent and tasks, two versions (NAME@N), and how they are compared.
 
-    Each version runs each task `tries` times; `seed` gives the order. Tasks are left out that would
-    exceed `most_runs` runs in all.
+    Each version runs each task `tries` times. Tasks are run in a random order given by `seed`, as
+    many as `most_runs` runs in all allow.
     """
 
     setup: Setup
@@ -50,7 +51,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
     seed: int = 0
 
     def plan(self, tasks: tuple[Task, ...]) -> RolloutPlan:
-        """Return the plan that the journal must have.
+        """Return the plan; a journal to resume must have the same.
 
         Raises:
             RolloutError: nothing scores the runs.
@@ -87,7 +88,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
         names = [task.name for task in tasks]
         chance = random.Random(self.seed)
         chance.shuffle(names)
-        # In a random order: the first may take longer, as nothing is cached yet.
+        # The first of two runs may take longer, as nothing is cached yet: draw which one is first.
         sides = ((self.new, self.old), (self.old, self.new))
         return tuple(
             RunKey(name, number, version)
@@ -113,7 +114,7 @@ class Failure(Record, frozen=True):
 
 
 class Look(Record, frozen=True):
-    """The estimate and the bounds of the difference after some tasks."""
+    """The estimated difference of the versions and its bounds, after the first `tasks` tasks."""
 
     tasks: int
     difference: float
@@ -128,14 +129,14 @@ class EvaluationReport(Record, frozen=True, kw_only=True):
         new: the tested version, NAME@N.
         old: the version that it was compared with.
         margin: how much lower the new version may score and still be no worse.
-        outcome: `better`: no worse by the margin; `undecided`: the budget or the time is over.
-        reason: why, in a sentence for people.
+        outcome: `better`: not worse by more than the margin; `undecided`: budget or time is over.
+        reason: the reason for the outcome, in a sentence.
         points_to_harm: see `Comparison.points_to_harm`.
         planned: the number of tasks to run.
         tasks: how many tasks both versions ran completely, in order.
-        compared: how many of these have a scored run of both versions.
+        compared: how many of `tasks` have a scored run of both versions.
         tries: runs of each task with each version.
-        runs: all runs that ended, also of later tasks.
+        runs: all finished runs, also of tasks that only one version ran completely.
         figures: the figures behind the verdict.
         families: the figures of each family of tasks.
         failures: the failed runs by task.
@@ -160,16 +161,17 @@ class EvaluationReport(Record, frozen=True, kw_only=True):
 
 
 class Pairs:
-    """Takes runs as they end, and compares tasks in order, each once both versions ran it.
+    """Collects finished runs, and compares the versions on each task, in order.
 
-    `comparison` is of all tasks so far; `runs` counts the runs so far.
+    A task is compared once both versions have completed all its runs. `comparison` covers all tasks
+    compared so far; `runs` is the number of finished runs.
     """
 
     def __init__(self, job: EvaluationJob, runs: Sequence[RunKey]) -> None:
         self._job = job
         self._order = list(dict.fromkeys(key.task for key in runs))
         self._planned = frozenset(runs)
-        self._open: dict[str, dict[RunKey, ComparedEpisode]] = {}
+        self._unpaired: dict[str, dict[RunKey, ComparedEpisode]] = {}
         self._pairs: list[tuple[list[ComparedEpisode], list[ComparedEpisode]]] = []
         self._failures: Counter[tuple[str, str, str]] = Counter()
         self.comparison = Comparison(job.rule)
@@ -183,7 +185,7 @@ class Pairs:
 
     @property
     def tasks(self) -> int:
-        """Return how many tasks both versions ran, scored or not."""
+        """Return how many tasks both versions ran completely, scored or not."""
         return len(self._pairs)
 
     @property
@@ -198,13 +200,15 @@ class Pairs:
         self.runs += 1
         if ended.outcome == "failed":
             self._failures[key.task, key.policy, ended.error or "failed"] += 1
-        self._open.setdefault(key.task, {})[key] = _compared_episode(key, ended, self._job.rewards)
+        self._unpaired.setdefault(key.task, {})[key] = _compared_episode(
+            key, ended, self._job.rewards
+        )
         while self.verdict is None and self.tasks < self.planned:
-            episodes = self._open.get(self._order[self.tasks], {})
+            episodes = self._unpaired.get(self._order[self.tasks], {})
             if len(episodes) < 2 * self._job.tries:
                 return
             by_side = [
-                [one for key, one in sorted(episodes.items()) if key.policy == version]
+                [episode for key, episode in sorted(episodes.items()) if key.policy == version]
                 for version in (self._job.new, self._job.old)
             ]
             self._pairs.append((by_side[0], by_side[1]))
@@ -237,12 +241,12 @@ class Pairs:
                 "the version before", self._job.old
             )
         if not self.is_out_of_time and self.tasks < self.planned:
-            return "stopped", "it was stopped before its end; the same evaluation goes on"
+            return "stopped", "it was stopped before its end; the same command resumes it"
         over = "time is over" if self.tasks < self.planned else "every planned task was run"
         if self.comparison.difference is None:
             return "undecided", f"{over}, and no task has a scored run of both versions"
         speaks = "speaks" if self.comparison.points_to_harm else "does not speak"
-        return "undecided", f"{over}; what was seen {speaks} against {self._job.new}"
+        return "undecided", f"{over}; the evidence so far {speaks} against {self._job.new}"
 
     def _families(self) -> list[Family]:
         families: dict[str, tuple[int, Comparison]] = {}
@@ -270,16 +274,16 @@ class Pairs:
 
 def _compared_episode(key: RunKey, ended: Ended, rule: RewardRule) -> ComparedEpisode:
     is_done = ended.outcome == "done"
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         one.get("metric") or REWARD: one["value"]
         for one in ended.statements
         if isinstance(one.get("value"), str)
     }
-    said |= metrics_of(ended.statements)
-    stated = [Feedback(metric=key, value=value, at=AT) for key, value in said.items()]
+    values |= metrics_of(ended.statements)
+    feedback = [Feedback(metric=name, value=value, at=AT) for name, value in values.items()]
     return ComparedEpisode(
         family=task_family(key.task),
-        reward=reward_of(stated, rule).value if is_done else None,
+        reward=reward_of(feedback, rule).value if is_done else None,
         failed=ended.outcome == "failed",
         seconds=ended.seconds if is_done else None,
     )
@@ -291,36 +295,37 @@ async def evaluate(
     within_s: float | None = None,
     show: Callable[[Rollout, Pairs], Coroutine[Any, Any, None]] | None = None,
 ) -> Pairs:
-    """Make the runs missing in the journal, until there is a verdict or the budget is used up.
+    """Make the runs missing in the journal until there is a verdict, and return the comparison.
 
-    At the verdict, unfinished runs are given up; so they are after `within_s` seconds, and the
-    evaluation ends undecided. `show` runs meanwhile, and is cancelled at the end.
+    Unfinished runs are given up at the verdict. Without one, the evaluation ends undecided once all
+    runs are done, or after `within_s` seconds. `show` runs meanwhile, and is cancelled at the end.
 
     Raises:
-        RolloutError: the options cannot be used, no proxy answers, or the proxy does not have (any
-            more) one of the versions.
+        RolloutError: the options cannot be used, no proxy answers, or the proxy lacks a version.
     """
     tasks = job.setup.read_tasks()
     runs, plan = job.runs(tasks), job.plan(tasks)
     pairs = Pairs(job, runs)
 
-    def take(key: RunKey, ended: Ended) -> None:
+    def add_run(key: RunKey, ended: Ended) -> None:
         pairs.add(key, ended)
         if pairs.verdict is not None:
             rollout.give_up()
 
-    def end() -> None:
+    def end_undecided() -> None:
         pairs.is_out_of_time = True
         rollout.give_up()
 
-    async with job.setup.rollout(tasks, plan, runs=runs, on_end=take) as rollout:
+    async with job.setup.rollout(tasks, plan, runs=runs, on_end=add_run) as rollout:
         for key, ended in rollout.past.items():
             pairs.add(key, ended)
         if pairs.verdict is not None:
             rollout.give_up()
         async with AsyncExitStack() as exits:
             if within_s is not None:
-                exits.callback(asyncio.get_running_loop().call_later(within_s, end).cancel)
+                exits.callback(
+                    asyncio.get_running_loop().call_later(within_s, end_undecided).cancel
+                )
             if show is not None:
                 exits.push_async_callback(_cancel, asyncio.create_task(show(rollout, pairs)))
             await rollout.run()

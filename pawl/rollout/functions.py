@@ -38,12 +38,15 @@ NOWHERE: Final = "http://127.0.0.1:1/made-at-import-not-in-the-run"
 
 
 class FunctionAgent(Agent):
-    """Call a Python function, in up to `at_once` processes, each of which imports it once."""
+    """Calls a Python function, in up to `at_once` processes, each of which imports it once."""
 
     def __init__(
         self, name: str, log: Path, at_once: int, *, option: str = "--python", folder: Path
     ) -> None:
-        """Store MODULE:FUNCTION, searched in `folder` first; its output goes to `log`."""
+        """Store MODULE:FUNCTION, searched in `folder` first; what it prints goes to `log`.
+
+        Errors name the function as the value of the command line's `option`.
+        """
         self._about = f"{option} {name}"
         self._log = log
         self._processes = [_Process(name, folder, log) for _ in range(at_once)]
@@ -87,8 +90,8 @@ class FunctionAgent(Agent):
 
 
 class _Process:
-    def __init__(self, *prepared: Any) -> None:
-        self._prepared = prepared
+    def __init__(self, *import_arguments: Any) -> None:
+        self._import_arguments = import_arguments
         self._pool: ProcessPoolExecutor | None = None
         self._child: multiprocessing.process.BaseProcess | None = None
 
@@ -98,16 +101,18 @@ class _Process:
             return
         # Processes are forked from a server that has already imported Pawl's modules.
         context = multiprocessing.get_context("forkserver")
-        ours = [name for name in sys.modules if name.startswith("pawl.") and name != "pawl.cli"]
-        context.set_forkserver_preload(ours)
+        own_modules = [
+            name for name in sys.modules if name.startswith("pawl.") and name != "pawl.cli"
+        ]
+        context.set_forkserver_preload(own_modules)
         self._pool = ProcessPoolExecutor(1, context)
         others = multiprocessing.active_children()
-        preparing = self._pool.submit(_import_function, *self._prepared)
+        importing = self._pool.submit(_import_function, *self._import_arguments)
         [self._child] = set(multiprocessing.active_children()).difference(others)
         try:
-            trouble = await asyncio.wrap_future(preparing)
+            trouble = await asyncio.wrap_future(importing)
         except BrokenProcessPool:
-            trouble = "its process ended while it was imported"
+            trouble = "its process ended during the import"
         except asyncio.CancelledError:
             self.kill()
             raise
@@ -132,18 +137,18 @@ class _Process:
         self._pool = self._child = None
 
 
-# The rest runs in the function's process.
+# The functions below run in the function's process.
 
 _function: Callable[..., Any]
 _runner: asyncio.Runner
 
 
 def _import_function(name: str, folder: Path, log: Path) -> str | None:
-    """Import the function; return why it could not be imported."""
+    """Import the function; return why this failed, or None."""
     global _function, _runner  # noqa: PLW0603
-    # A process group of its own: it can be killed as a whole, and Ctrl-C does not reach it.
+    # In its own process group, which can be killed as a whole and is not reached by Ctrl-C.
     os.setsid()
-    threading.Thread(target=_end_with_runner, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # Only the owner may read what agents print.
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(output, 1)
@@ -165,10 +170,10 @@ def _import_function(name: str, folder: Path, log: Path) -> str | None:
     return None
 
 
-def _end_with_runner() -> None:
-    runner = multiprocessing.parent_process()
-    assert runner is not None
-    runner.join()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -196,7 +201,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def _call_function(task: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     """Call the function; return the fields of a `Result`."""
-    # Not set if the task is too long; the previous run's must not remain.
+    # `variables` has no ROLLOUT_TASK if the task is too long: remove the previous run's.
     os.environ.pop("ROLLOUT_TASK", None)
     os.environ.update(variables)
     try:

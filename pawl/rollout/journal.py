@@ -1,8 +1,9 @@
-"""The journal of a rollout: a file of lines, by which the same command resumes after a kill.
+"""The journal of a rollout: a file of JSON lines, from which a killed rollout is resumed.
 
-A run has a line for its beginning, its end and its post. A run without an end was under way when
-the runner was killed: that attempt is abandoned, and the run is repeated as another episode. A run
-that ended and was not posted is posted again, with the same idempotency key.
+An attempt at a run has a line for its beginning, its end, and the posting of its feedback. Without
+an end it was under way when the rollout was killed: it is abandoned, and the run is repeated as
+another episode. If it ended and its feedback was not accepted, this is posted again, with the same
+idempotency key.
 """
 
 import asyncio
@@ -27,10 +28,10 @@ BEGINNING: Final = b'{"line":"plan",'
 
 
 class RolloutPlan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
-    """The first line: what is run. A rollout can be resumed only with the same plan.
+    """A journal's first line: the work. A rollout can be resumed only with the same plan.
 
-    An evaluation runs each task with `policy` and with `against`, in an order by `seed`. `rule`
-    says in words how the two are compared.
+    `tasks` is a hash of the tasks. An evaluation runs each task with `policy` and with `against`,
+    in a random order given by `seed`. `rule` describes in words how the two are compared.
     """
 
     tasks: str
@@ -97,7 +98,9 @@ DECODER: Final = msgspec.json.Decoder(Line)
 class JournalContent(NamedTuple):
     """The content of a journal.
 
-    Ended attempts are without their outputs. `size` is the number of bytes in complete lines.
+    `settled` has for each settled run the attempt that counts, `unposted` the attempts whose
+    statements are to be posted; both are without outputs. `under_way` has the attempts without an
+    end. `size` is the number of bytes in complete lines.
     """
 
     plan: RolloutPlan | None
@@ -111,12 +114,12 @@ def read_journal(lines: Iterable[bytes], file: str, *, again: bool = False) -> J
     """Return the content of a journal.
 
     A last line without a newline was cut off by a kill, and is ignored. With `again`, failed and
-    unjudged runs count as not done.
+    unjudged runs are not settled.
 
     Raises:
         RolloutError: the file is not a journal.
     """
-    kept = ("done",) if again else ("done", "failed", "unjudged")
+    settling = ("done",) if again else ("done", "failed", "unjudged")
     plan: RolloutPlan | None = None
     begun: dict[str, RunKey] = {}
     settled: dict[RunKey, Ended] = {}
@@ -137,7 +140,7 @@ def read_journal(lines: Iterable[bytes], file: str, *, again: bool = False) -> J
                 begun[line.episode] = RunKey(sys.intern(task), sample, sys.intern(policy))
             case Ended() as line:
                 key = begun.pop(line.episode, None)
-                if key is not None and line.outcome in kept:
+                if key is not None and line.outcome in settling:
                     settled[key] = line.without_output()
                 if line.statements:
                     unposted[line.episode] = line.without_output()
@@ -204,16 +207,16 @@ class Journal:
         fields = plan.__struct_fields__
         if differing := [one for one in fields if getattr(past, one) != getattr(plan, one)]:
             raise RolloutError(
-                f"--journal: {self.path} is of a rollout with other {', '.join(differing)}: name "
-                "another file for this one, or remove it"
+                f"--journal: {self.path} belongs to a rollout with other {', '.join(differing)}: "
+                "name another file for this one, or remove it"
             )
         os.ftruncate(self._file, self.past.size)
 
     def append(self, line: Line) -> None:
-        """Append a whole line, which survives a kill, and after `sync` a crash of the machine.
+        """Append a whole line, which survives a kill, and after `sync` also a crash of the machine.
 
         Raises:
-            RolloutError: the line cannot be written; nothing of it remains.
+            RolloutError: the line cannot be written; a part of it is removed again.
         """
         size = os.fstat(self._file).st_size
         data = memoryview(msgspec.json.encode(line) + b"\n")

@@ -16,10 +16,10 @@ TOLERANCE: Final = 1e-6
 
 
 class RunJudge:
-    """Judges runs that did not fail; this base class makes no statements."""
+    """Judges the runs that did not fail; this base class makes no statements about them."""
 
     async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
-        """Return the statements about a run; an empty list if there is nothing to say.
+        """Return the statements about a run, possibly none.
 
         Raises:
             JudgeFailed: the judge gave no usable answer.
@@ -28,7 +28,7 @@ class RunJudge:
 
 
 class AnswerJudge(RunJudge):
-    """Reward 1 if the last line of the output is right by a field of the task, else 0."""
+    """Rewards 1 if the last line of a run's output is the answer in a field of its task, else 0."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -39,7 +39,7 @@ class AnswerJudge(RunJudge):
 
 
 class CommandJudge(RunJudge):
-    """Run a program for each run: task and output in, a number or metrics out."""
+    """Runs a program for each run: task and output in, a number or metrics out."""
 
     def __init__(self, command: Sequence[str], limit_s: float) -> None:
         """Store the program and its time limit.
@@ -58,32 +58,32 @@ class CommandJudge(RunJudge):
 
 
 def score_answer(output: str, expected: Any) -> float:
-    """Return 1.0 if the last line of an output is the answer, else 0.0.
+    """Return 1.0 if the last line of an output is the expected answer, else 0.0.
 
-    Numbers are compared as numbers, texts without regard to case and spacing; each answer of a list
-    is right.
+    If `expected` is a list, each of its items is right. Numbers are compared as numbers, texts
+    without regard to case and spacing.
     """
-    given = output.strip().rpartition("\n")[2]
+    last_line = output.strip().rpartition("\n")[2]
     answers = expected if isinstance(expected, list) else [expected]
-    return float(any(_is_answer(given, answer) for answer in answers))
+    return float(any(_is_answer(last_line, answer) for answer in answers))
 
 
-def _is_answer(given: str, answer: Any) -> bool:
+def _is_answer(text: str, answer: Any) -> bool:
     if isinstance(answer, dict | list | bool) or answer is None:
         try:
-            document = msgspec.json.decode(given)
+            document = msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError):
             return False
         # In Python, 1 == True.
         return type(document) is type(answer) and bool(document == answer)
-    number, right = _parse_number(given), _parse_number(str(answer))
+    number, right = _parse_number(text), _parse_number(str(answer))
     if number is not None and right is not None:
         return math.isclose(number, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    return _normalised_text(given) == _normalised_text(str(answer))
+    return _normalised_text(text) == _normalised_text(str(answer))
 
 
 def _parse_number(text: str) -> float | None:
-    """Parse a number, ignoring spaces, commas and a final full stop; None if it is none."""
+    """Parse a number, ignoring spaces, commas and a final full stop; None if `text` is none."""
     try:
         number = float(text.strip().removesuffix(".").replace(",", ""))
     except ValueError:

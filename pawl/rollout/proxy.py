@@ -10,9 +10,10 @@ import msgspec
 
 from pawl.rollout.tasks import RolloutError
 
-LOOK_S: Final = 5.0
-PAUSE_S: Final = 2.0
-GLANCE_S: Final = 0.5
+TIMEOUT_S: Final = 5.0
+# Pauses between requests while the proxy does not answer, and while runs are under way.
+RETRY_S: Final = 2.0
+POLL_S: Final = 0.5
 
 
 class Models(NamedTuple):
@@ -28,16 +29,16 @@ class Models(NamedTuple):
     def has(self, model: str) -> bool:
         """Return whether the model can be requested; `NAME@0` is the base model NAME."""
         policy = model.removesuffix("@0")
-        return policy in self.names or policy in [one.rpartition("@")[0] for one in self.serving]
+        return policy in self.names or policy in [name.rpartition("@")[0] for name in self.serving]
 
 
 class ProxyClient:
-    """A client of one proxy; `url` is its data port's."""
+    """A client of one proxy; `url` is the address of its data port."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
-        self._away_at = float("-inf")
+        self._last_away_at = float("-inf")
 
     async def models(self) -> Models:
         """Return the models that can be requested now.
@@ -46,7 +47,7 @@ class ProxyClient:
             RolloutError: no proxy answers at the URL, it refuses our key, or its model server is
                 away.
         """
-        # Pawl ignores the prefix here; no other server has such a path.
+        # Pawl ignores the prefix `/task/rollout` here; other servers do not know this path.
         status, headers, body = await self._get(f"{self._url}/task/rollout/v1/models")
         if status == 404:
             raise RolloutError(
@@ -79,7 +80,7 @@ class ProxyClient:
 
     async def _get(self, url: str) -> tuple[int, Mapping[str, str], bytes]:
         try:
-            async with asyncio.timeout(LOOK_S), self._session.get(url) as reply:
+            async with asyncio.timeout(TIMEOUT_S), self._session.get(url) as reply:
                 return reply.status, reply.headers, await reply.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise RolloutError(
@@ -92,22 +93,22 @@ class ProxyClient:
         with suppress(RolloutError):
             if (await self._get(f"{self._url}/v1/models"))[0] < 500:
                 return True
-        self._away_at = asyncio.get_running_loop().time()
+        self._last_away_at = asyncio.get_running_loop().time()
         return False
 
     async def answered_since(self, start: float) -> bool:
-        """Return whether the proxy answers, and was not seen away since `start` (loop's clock)."""
-        return await self.answers() and self._away_at < start
+        """Return whether the proxy answers, and did at each poll since `start` (loop's clock)."""
+        return await self.answers() and self._last_away_at < start
 
     async def wait(self) -> None:
         """Wait until the proxy answers."""
         while True:
             if await self.answers():
                 return
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(RETRY_S)
 
     async def watch(self) -> None:
-        """Poll the proxy for ever, so that `answered_since` knows of past absences."""
+        """Poll the proxy for ever, so that `answered_since` knows when it did not answer."""
         while True:
             await self.answers()
-            await asyncio.sleep(GLANCE_S)
+            await asyncio.sleep(POLL_S)

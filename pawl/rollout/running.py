@@ -1,4 +1,4 @@
-"""Make the planned runs, journal each before it is posted, and count the outcomes."""
+"""Make the planned runs, write each to the journal, post its feedback, count the outcomes."""
 
 import asyncio
 import itertools
@@ -65,7 +65,7 @@ class Job(Record, frozen=True, kw_only=True):
 
 
 class RunCounts:
-    """Counts of a rollout's settled runs, and of all errors, even of abandoned attempts."""
+    """Counts a rollout's settled runs, and all errors, also those of abandoned attempts."""
 
     def __init__(self, planned: int) -> None:
         self.planned = planned
@@ -96,7 +96,7 @@ class RunCounts:
     def summary(self) -> dict[str, Any]:
         """Return the counts, and the mean reward with its 95 % interval, for JSON."""
         low, high = self._interval()
-        means = {name: math.fsum(some) / len(some) for name, some in self.metrics.items()}
+        means = {name: math.fsum(values) / len(values) for name, values in self.metrics.items()}
         return {
             "planned": self.planned,
             "runs": self.runs,
@@ -112,7 +112,7 @@ class RunCounts:
         }
 
     def _interval(self) -> tuple[float | None, float | None]:
-        """Return the interval of the mean reward: Wilson's if all are 0 or 1, else Student's."""
+        """Return the mean reward's 95 % interval: Wilson's if all are 0 or 1, else Student's."""
         mean, rewards = self.reward, self.metrics.get(REWARD, [])
         if mean is None:
             return None, None
@@ -129,8 +129,9 @@ def _rounded(value: float | None) -> float | None:
 class Rollout:
     """A rollout in progress.
 
-    `unposted` has the ended attempts that `/feedback` has not accepted, `past` the runs that were
-    settled in the journal at the start. `on_end` is called for each new attempt that counts.
+    `unposted` has the ended attempts whose statements `/feedback` has not accepted, `past` the runs
+    that were settled in the journal at the start. `on_end` is called for each run that is settled
+    by this process.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Rollout:
 
     @property
     def trouble(self) -> str:
-        """Return in words what the rollout waits for; empty if it proceeds."""
+        """Return in words what the rollout waits for; empty if it waits for nothing."""
         if self._feedback.trouble is not None:
             return f"feedback waits: {self._feedback.trouble}"
         if self._stop.is_set():
@@ -228,7 +229,7 @@ class Rollout:
                 await self._until_stopped(self._proxy.wait())
 
     async def _try_run(self, key: RunKey) -> bool:
-        """Make one attempt; return whether it counts."""
+        """Make one attempt at a run; return whether it counts, so that the run is settled."""
         episode = f"rollout-{self._launch}-{next(self._numbers)}"
         self._journal.append(Begun(episode=episode, key=key))
         started = asyncio.get_running_loop().time()
@@ -249,7 +250,7 @@ class Rollout:
             self._abandon(episode, "model away", ended.detail)
             raise RolloutError(f"the proxy has no {model!r} any more: it was unloaded meanwhile")
         self._record_end(ended)
-        # Post only what is on disk: then the run is never repeated.
+        # Post only once the end is on disk: then the run is never repeated.
         await self._journal.sync()
         self._on_end(key, ended)
         await self._post(ended)
@@ -269,7 +270,7 @@ class Rollout:
             seconds=round(time.monotonic() - started, 3),
         )
         if result.error is not None:
-            # A failure is no reward of 0.
+            # A failed run gets no reward, not even 0.
             failed = ({"metric": "run_failed", "value": 1, "episode": episode},)
             ended = partial(ended, error=result.error, detail=result.detail)
             return ended(outcome="failed", statements=failed)
@@ -298,7 +299,7 @@ class Rollout:
         return Request(task=fields, environment=variables, limit_s=job.limit_s)
 
     def _abandon(self, episode: str, error: str | None = None, detail: str = "") -> Ended:
-        """Record in the journal, and later in the ledger, that an attempt does not count."""
+        """Record in the journal that an attempt does not count; return its end, to be posted."""
         ended = Ended(
             episode=episode,
             outcome="abandoned",
@@ -316,12 +317,12 @@ class Rollout:
             self.unposted[ended.episode] = ended.without_output()
 
     async def _post(self, ended: Ended) -> None:
-        """Post an attempt's statements; once stopped, try for `LEAVE_S` only."""
+        """Post an attempt's statements; give up `LEAVE_S` seconds after the rollout is stopped."""
         if ended.statements:
             await self._until_stopped(self._try_to_post(ended), LEAVE_S)
 
     async def _try_to_post(self, ended: Ended) -> None:
-        # The same key at each try, even after a kill: the journal keeps the statements.
+        # Each try has the same key, even after a kill, as the journal keeps the statements.
         body = msgspec.json.encode(ended.statements)
         key = "rollout-" + sha256(ended.episode.encode() + b"\0" + body).hexdigest()
         refused = None
@@ -334,7 +335,7 @@ class Rollout:
         del self.unposted[ended.episode]
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None], grace_s: float = 0.0) -> None:
-        """Wait for the work; once the rollout is stopped, wait only `grace_s` longer."""
+        """Do the work; cancel it `grace_s` seconds after the rollout is stopped."""
         stopped, working = asyncio.create_task(self._stop.wait()), asyncio.create_task(work)
         try:
             await asyncio.wait([stopped, working], return_when=asyncio.FIRST_COMPLETED)

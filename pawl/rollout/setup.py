@@ -76,7 +76,7 @@ class Setup(Record, frozen=True, kw_only=True):
         """Return the agent, not started yet.
 
         Raises:
-            RolloutError: no agent or two are given, or there is no such program.
+            RolloutError: not exactly one agent is given, or there is no such program.
         """
         if (self.command is None) == (self.python is None):
             raise RolloutError(
@@ -110,7 +110,9 @@ class Setup(Record, frozen=True, kw_only=True):
         again: bool = False,
         on_end: Callable[[RunKey, Ended], None] = lambda key, ended: None,
     ) -> AsyncIterator[Rollout]:
-        """Yield a rollout of a plan, or of `runs` alone, its journal open, its agent started.
+        """Yield a rollout of the plan's runs, or of `runs`; its journal is open, its agent started.
+
+        With `again`, runs that failed or were not judged are repeated.
 
         Raises:
             RolloutError: the options cannot be used, or no proxy answers.

@@ -16,11 +16,11 @@ MAX_NAME_CHARS: Final = 256
 
 
 class RolloutError(Exception):
-    """The runner cannot work like this; the message has the option or line, and the remedy."""
+    """The rollout cannot start or go on; the message names the option or line, and the remedy."""
 
 
 class Task(Record, frozen=True, kw_only=True):
-    """A task: its name, by which episodes are grouped, and its fields."""
+    """A task: its fields, and the name by which its episodes are grouped."""
 
     name: str
     fields: dict[str, Any]
@@ -29,7 +29,7 @@ class Task(Record, frozen=True, kw_only=True):
 def parse_tasks(
     text: bytes, file: str, answer: str | None = None, hidden: Iterable[str] = ()
 ) -> tuple[Task, ...]:
-    """Return the tasks of a file in order, without empty lines.
+    """Return the tasks of a file in order; skip empty lines.
 
     A task's name is its field `id`, or else a hash of its content. Every task must have the field
     `answer`, and at least one task each field of `hidden`.
@@ -49,7 +49,7 @@ def parse_tasks(
             raise RolloutError(f"{where}: the task has no field {answer!r}, which --answer names")
         if task.name in tasks:
             raise RolloutError(
-                f"{where}: the task {task.name!r} stands in line {lines[task.name]} already; give "
+                f"{where}: the task {task.name!r} is already in line {lines[task.name]}; give "
                 "each task an `id` of its own, or use -n to run one several times"
             )
         tasks[task.name], lines[task.name] = task, number
@@ -91,5 +91,5 @@ def _task_name(fields: Mapping[str, Any], where: str) -> str:
 
 
 def tasks_digest(tasks: tuple[Task, ...]) -> str:
-    """Return a hash of the tasks, by which a resumed rollout checks that they are the same."""
+    """Return a hash of the tasks; a resumed rollout must have the same."""
     return sha256(msgspec.json.encode(tasks, order="sorted")).hexdigest()[:16]

@@ -85,7 +85,7 @@ async def test_hidden_task_fields_are_shown_to_the_judge_alone(
     # Another set of fields would be another experiment.
     again = await runner.run(*how, "--hide", "gold", *judge)
     assert again.status == 2
-    assert "is of a rollout with other hidden: name another file" in again.errors
+    assert "belongs to a rollout with other hidden: name another file" in again.errors
 
 
 @pytest.mark.parametrize("agent", ["command", "agent:alone"])

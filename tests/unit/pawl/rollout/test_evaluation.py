@@ -90,9 +90,9 @@ def test_evaluation_that_uses_up_its_runs_is_undecided_and_says_if_evidence_show
     found = evaluated(100, scored(0.46), scored(0.5), tries=1, most_runs=20)
     assert (found.outcome, found.planned, found.tasks) == ("undecided", 10, 10)
     assert found.points_to_harm
-    assert "what was seen speaks against m@2" in found.reason
+    assert "the evidence so far speaks against m@2" in found.reason
     seen = evaluated(10, scored(0.5), scored(0.5), tries=1)
-    assert "what was seen does not speak against m@2" in seen.reason
+    assert "the evidence so far does not speak against m@2" in seen.reason
 
 
 def test_unscored_run_does_not_count_in_its_pair() -> None:

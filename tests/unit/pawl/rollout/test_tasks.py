@@ -55,7 +55,7 @@ def test_byte_order_mark_of_a_task_file_is_ignored() -> None:
         (b"", "tasks.jsonl has no tasks"),
         (b'{"id": "a"}\n{"id":', r"line 2 is no task .*must be a JSON object"),
         (b'["a"]\n', "line 1 is no task"),
-        (b'{"id": "a"}\n\n{"id": "a"}\n', r"line 3: the task 'a' stands in line 1 already"),
+        (b'{"id": "a"}\n\n{"id": "a"}\n', r"line 3: the task 'a' is already in line 1"),
         (b'{"q": 1}\n{"q": 1}\n', r"line 2: the task .* use -n"),
         (b'{"id": true}', "`id` must be a text or a whole number"),
         (b'{"id": " "}', "`id` must be a text"),
