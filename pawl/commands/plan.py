@@ -13,7 +13,13 @@ from rich.table import Table
 
 from pawl.commands.common import AsJson, fail, make_table, require_torch, write_lines
 from pawl.settings import refuse_unknown_settings
-from pawl.stack.vllm import ALONE, CPU_CACHE_GIB, CPU_CONTEXT, SHARED, lacks_lora
+from pawl.stack.vllm import (
+    CPU_CACHE_GIB,
+    CPU_CONTEXT,
+    SHARE_ALONE,
+    SHARE_BESIDE_TRAINER,
+    lacks_lora,
+)
 from store.records import Record
 from trainer.errors import TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
@@ -255,7 +261,7 @@ def memory_plan(
     if serve_share is None and device == "cpu":
         server = takes.served + CPU_CACHE_GIB * GIB
     else:
-        server = int(memory * (SHARED if serve_share is None else serve_share))
+        server = int(memory * (SHARE_BESIDE_TRAINER if serve_share is None else serve_share))
     # A trainer on a CPU leaves a share of the whole memory free.
     room = max(0, memory - server - int(memory * LEFT_FREE if device == "cpu" else 0))
     serving, on_gpu = takes.served + context * takes.cached, device == "cuda"
@@ -334,7 +340,7 @@ def _ways_to_serve(takes: "Footprint", space: "_Space", context: int) -> Sequenc
     lacking = takes.served if space.server < takes.served else space.serving
     if takes.quantised is None and lacking - takes.served / 2 < space.server:
         ways.append('serve 8 bits (PAWL_VLLM_ARGS="--quantization fp8")')
-    if space.serving <= ALONE * space.memory:
+    if space.serving <= SHARE_ALONE * space.memory:
         ways.append("give it another GPU (PAWL_SERVE_GPUS)")
     else:
         ways.append("give it several GPUs (PAWL_SERVE_GPUS, --tensor-parallel-size)")

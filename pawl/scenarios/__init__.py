@@ -1,1 +1,1 @@
-"""Run a scenario: an unchanged agent works through the proxy, and gets better."""
+"""Run a scenario: an unchanged agent works through the proxy while its model is trained."""

@@ -1,4 +1,4 @@
-"""Run a scenario's agent and judge as `pawl rollout` does, and keep the results."""
+"""Run a scenario's agent and judge as `pawl rollout` does, and collect the results."""
 
 import asyncio
 import itertools
@@ -33,15 +33,15 @@ from store.records import Record, Split
 from store.tenants import task_family
 
 JUDGE_S: Final = 60.0
-# A run that blocks the agent's process is killed with it, this long after its time limit.
+# A run that blocks the agent's event loop is killed, with its process, this long after its limit.
 GRACE_S: Final = 5.0
 
 
 class HostedAgent(Agent):
-    """Runs a coroutine function in one process of another Python, all runs concurrently."""
+    """Runs an agent, a coroutine function, concurrently in one process of another Python."""
 
     def __init__(self, interpreter: str, name: str, folder: Path, log: Path) -> None:
-        """Store the Python, the function as MODULE:FUNCTION, its folder, and its log."""
+        """Store the path of the Python, the function as MODULE:FUNCTION, its folder and its log."""
         self._command = [interpreter, "-P", agent_host.__file__, name]
         self._folder = folder
         self._log = log
@@ -84,12 +84,12 @@ class HostedAgent(Agent):
             await self._reader
 
     async def run(self, request: Request) -> Result:
-        """Run the function once; if it blocks the process, all runs in that fail."""
+        """Run the function once; if it blocks the event loop, all runs of the process fail."""
         assert self._process is not None
         assert self._process.stdin is not None
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        about = {
+        message = {
             "id": number,
             "task": request.task,
             "base_url": request.environment["OPENAI_BASE_URL"],
@@ -97,7 +97,7 @@ class HostedAgent(Agent):
             "limit_s": request.limit_s,
         }
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._process.stdin.write(msgspec.json.encode(about) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
         try:
             async with asyncio.timeout(request.limit_s + GRACE_S):
                 result: Result = await waiting
@@ -155,7 +155,7 @@ class RunResult(Record, frozen=True, kw_only=True):
 
 
 class WorkingAgent:
-    """A scenario's running agent and judge."""
+    """Runs a scenario's agent on tasks, has the runs judged, and collects the results."""
 
     def __init__(self, scenario: Scenario, url: str, folder: Path, *, name: str = "train") -> None:
         """Store the proxy's address, without `/v1`, and the folder of journals and logs.
@@ -174,7 +174,7 @@ class WorkingAgent:
         self._judge = FunctionJudge(scenario.judge, scenario.folder, log)
         self._numbers = itertools.count(1)
         self._rollouts: list[tuple[Rollout, asyncio.Task[None]]] = []
-        self._fresh: list[RunResult] = []
+        self._uncollected: list[RunResult] = []
         self._unjudged: str | None = None
         self.results: list[RunResult] = []
 
@@ -195,14 +195,14 @@ class WorkingAgent:
             raise ScenarioFailed(f"{error}. {remedy}".removesuffix(". ")) from error
 
     def ask(self, tasks: Sequence[Task]) -> None:
-        """Give tasks to the agent."""
+        """Begin the runs of these tasks, as a rollout with a journal of its own."""
         plan = RolloutPlan(
             tasks=tasks_digest(tuple(tasks)),
             samples=self._samples,
             agent=self._scenario.agent,
             judge=self._scenario.judge,
             split=self._split,
-            policy=self._scenario.asks_for,
+            policy=self._scenario.requested_model,
         )
         job = Job(
             url=self._url,
@@ -221,7 +221,7 @@ class WorkingAgent:
             journal,
             FeedbackClient(self._session, f"{self._url}/feedback", patience_s=math.inf),
             ProxyClient(self._session, self._url),
-            on_end=self._take,
+            on_end=self._add_result,
         )
         working = asyncio.create_task(self._run_rollout(rollout, journal, plan))
         self._rollouts.append((rollout, working))
@@ -233,11 +233,11 @@ class WorkingAgent:
         finally:
             journal.close()
 
-    def _take(self, key: RunKey, ended: Ended) -> None:
+    def _add_result(self, key: RunKey, ended: Ended) -> None:
         if ended.outcome == "unjudged":
             self._unjudged = ended.detail
         failed = ended.error is not None
-        self._fresh.append(
+        self._uncollected.append(
             RunResult(
                 task=key.task,
                 sample=key.sample,
@@ -258,7 +258,7 @@ class WorkingAgent:
                 raise ScenarioFailed(f"the agent cannot go on: {error}") from error
         if self._unjudged is not None:
             raise ScenarioFailed(f"the judge failed: {self._unjudged}")
-        new, self._fresh = self._fresh, []
+        new, self._uncollected = self._uncollected, []
         self.results += new
         return new
 
@@ -280,7 +280,7 @@ class WorkingAgent:
 
 
 class HeldOutResults(Record, frozen=True, kw_only=True):
-    """Results of the held-out tasks: mean scores, in all and by family, and all runs."""
+    """Results of the held-out tasks: all runs, their mean score, and that of each family."""
 
     score: float | None
     families: dict[str, float]
@@ -295,7 +295,7 @@ class HeldOutResults(Record, frozen=True, kw_only=True):
 async def run_held_out(
     scenario: Scenario, url: str, tasks: Sequence[Task], folder: Path, *, name: str
 ) -> HeldOutResults:
-    """Run the agent on the held-out tasks, and judge the runs: an evaluation.
+    """Evaluate the agent on the held-out tasks, and return the results.
 
     The journal NAME-1.rollout.jsonl in `folder` has all results.
 
@@ -311,12 +311,12 @@ async def run_held_out(
     finally:
         await agent.stop()
     scores = defaultdict[str, list[float]](list)
-    for one in results:
-        if scenario.score in one.metrics:
-            scores[task_family(one.task)].append(one.metrics[scenario.score])
-    every = [score for of_family in scores.values() for score in of_family]
+    for result in results:
+        if scenario.score in result.metrics:
+            scores[task_family(result.task)].append(result.metrics[scenario.score])
+    all_scores = [score for of_family in scores.values() for score in of_family]
     return HeldOutResults(
-        score=round(fmean(every), 4) if every else None,
-        families={name: round(fmean(some), 4) for name, some in sorted(scores.items())},
+        score=round(fmean(all_scores), 4) if all_scores else None,
+        families={name: round(fmean(values), 4) for name, values in sorted(scores.items())},
         results=results,
     )

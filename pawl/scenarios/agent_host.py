@@ -1,7 +1,7 @@
 """Run a coroutine function for many tasks at once: requests and replies are lines of JSON.
 
 A separate program, run by the Python in which an example's framework is installed. It needs only
-the standard library, and ends when its standard input does.
+the standard library, and ends when its standard input is closed.
 """
 
 import asyncio
@@ -18,24 +18,24 @@ KEPT_ERRORS = 2000
 
 
 async def main(name: str) -> None:
-    """Import the function `MODULE:FUNCTION`, reply once that it is ready, and answer requests."""
+    """Import the function `MODULE:FUNCTION`, write a first reply when ready, answer requests."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
     # The agent's output goes to the log.
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
     module, _, path = name.partition(":")
     function = getattr(importlib.import_module(module), path)
-    takes = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
 
     def reply(message: dict[str, Any]) -> None:
         print(json.dumps(message, ensure_ascii=False), file=replies, flush=True)
 
     async def run_task_and_reply(request: dict[str, Any]) -> None:
-        known = {"base_url": request["base_url"], "model": request["model"]}
-        named = {name: value for name, value in known.items() if name in takes}
+        offered = {"base_url": request["base_url"], "model": request["model"]}
+        accepted = {name: value for name, value in offered.items() if name in parameters}
         try:
             async with asyncio.timeout(request["limit_s"]) as limit:
-                value = await function(request["task"], **named)
+                value = await function(request["task"], **accepted)
             result = {"output": value if isinstance(value, str) else json.dumps(value)}
         except BaseException as error:
             kind = "time limit" if limit.expired() else f"raised {type(error).__name__}"

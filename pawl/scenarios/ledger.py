@@ -20,13 +20,13 @@ from store.version_queries import list_versions
 from store.versions import PolicyVersion
 
 CALLS: Final = re.compile(r"^pawl_calls_total\{[^}]*\} (\S+)$", re.MULTILINE)
-LOOK_S: Final = 0.5
+POLL_S: Final = 0.5
 STORED_S: Final = 30.0
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class VersionRewards(Record, frozen=True, kw_only=True):
-    """Mean reward and number of episodes of a policy's version, at work and on held-out tasks.
+    """Mean reward and number of episodes of a version, at work and on held-out tasks.
 
     An episode with several versions of a policy counts for the first. Policies that share an
     episode share its reward.
@@ -40,7 +40,7 @@ class VersionRewards(Record, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """The ledger of a running stack; `policies` are the trained ones."""
+    """Reads the ledger of a running stack; `policies` are the trained ones."""
 
     def __init__(self, database_url: str, policies: Sequence[str], progress: Progress) -> None:
         self._engine: AsyncEngine = make_engine(database_url)
@@ -69,13 +69,13 @@ class Ledger:
     async def curves(self) -> dict[str, list[VersionRewards]] | None:
         """Return each trained policy's rewards by version; None if the database is away."""
         work = partial(evaluations, split=TRAIN)
-        worked, asked = await self._query(work), await self._query(evaluations)
-        if worked is None or asked is None:
+        at_work, held_out = await self._query(work), await self._query(evaluations)
+        if at_work is None or held_out is None:
             return None
-        return curves_of(self._policies, worked, asked)
+        return curves_of(self._policies, at_work, held_out)
 
     async def served_since(self, version: int) -> float | None:
-        """Return the leading policy's mean reward at work, for this and later versions."""
+        """Return the leading policy's mean reward at work by this version and later ones."""
         curve = (await self.curves() or {}).get(self._progress.policy, [])
         work = [one for one in curve if one.version >= version and one.reward is not None]
         episodes = sum(one.episodes for one in work)
@@ -95,7 +95,7 @@ class Ledger:
             stored = sum(one.calls for one in by_policy or ())
             if stored >= calls or asyncio.get_running_loop().time() > deadline:
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         if by_policy is None:
             return None
         return {
@@ -106,14 +106,14 @@ class Ledger:
             "policies": policy_facts(specs, by_policy),
         }
 
-    async def _query(self, query: Callable[[AsyncConnection], Awaitable[Found]]) -> Found | None:
+    async def _query(self, query: Callable[[AsyncConnection], Awaitable[Result]]) -> Result | None:
         try:
             async with self._engine.connect() as connection:
                 return await query(connection)
         except Exception as error:
             if not is_unavailable(error):
                 raise
-            # PostgreSQL is restarting: the next look refreshes the figures.
+            # PostgreSQL is restarting: the next query refreshes the figures.
             return None
 
 
@@ -147,37 +147,37 @@ def is_trained(
 
 
 def curves_of(
-    policies: Sequence[str], worked: Sequence[Evaluation], asked: Sequence[Evaluation]
+    policies: Sequence[str], at_work: Sequence[Evaluation], held_out: Sequence[Evaluation]
 ) -> dict[str, list[VersionRewards]]:
     """Return each policy's rewards by version, at work and on held-out tasks."""
-    work = {(one.policy, one.version): one for one in worked}
-    held_out = {(one.policy, one.version): one for one in asked}
+    work_points = {(one.policy, one.version): one for one in at_work}
+    held_out_points = {(one.policy, one.version): one for one in held_out}
 
     def mean(point: Evaluation | None) -> float | None:
         return None if point is None or point.mean is None else round(point.mean, 4)
 
     curves: dict[str, list[VersionRewards]] = {policy: [] for policy in policies}
-    for key in sorted({*work, *held_out}):
+    for key in sorted({*work_points, *held_out_points}):
         policy, version = key
         if policy in curves:
-            at_work, at_held_out = work.get(key), held_out.get(key)
+            worked, asked = work_points.get(key), held_out_points.get(key)
             curves[policy].append(
                 VersionRewards(
                     version=version,
-                    reward=mean(at_work),
-                    episodes=at_work.scored if at_work else 0,
-                    held_out=mean(at_held_out),
-                    held_out_episodes=at_held_out.scored if at_held_out else 0,
+                    reward=mean(worked),
+                    episodes=worked.scored if worked else 0,
+                    held_out=mean(asked),
+                    held_out_episodes=asked.scored if asked else 0,
                 )
             )
     return curves
 
 
 def policy_facts(
-    specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]
+    specs: Sequence[PolicySpec], totals: Sequence[PolicyTotals]
 ) -> dict[str, dict[str, Any]]:
     """Return for each policy whether it is trained, and how many versions and trained episodes."""
-    by_name = {one.policy: one for one in counted}
+    by_name = {one.policy: one for one in totals}
     return {
         spec.name: {
             "trained": spec.trained,
@@ -188,12 +188,12 @@ def policy_facts(
     }
 
 
-def trainable_share(specs: Sequence[PolicySpec], counted: Sequence[PolicyTotals]) -> float | None:
+def trainable_share(specs: Sequence[PolicySpec], totals: Sequence[PolicyTotals]) -> float | None:
     """Return the share of the trained policies' calls that can be trained; None without calls.
 
     Side calls are left out: they are never trained.
     """
     trained = {spec.name for spec in specs if spec.trained}
-    ours = [one for one in counted if one.policy in trained]
-    calls = sum(one.calls - one.side_calls for one in ours)
-    return round(sum(one.trainable_calls for one in ours) / calls, 4) if calls else None
+    trained_totals = [one for one in totals if one.policy in trained]
+    calls = sum(one.calls - one.side_calls for one in trained_totals)
+    return round(sum(one.trainable_calls for one in trained_totals) / calls, 4) if calls else None

@@ -1,4 +1,4 @@
-"""The figures of a running scenario, their display as a table, and the rule when it ends."""
+"""The figures of a running scenario, their display as a table, and the rule when to end it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ from store.read.stats import PolicyTotals
 from store.records import Record, UpdateRow
 
 # A judge's metric: 1 if the run's tool calls were well-formed, else 0.
-FORMED = "well_formed"
+WELL_FORMED = "well_formed"
 
 
 @dataclass
 class Wave:
     """One wave of tasks, which ends with the `expected` number of results.
 
-    `version` served when it began; `score` names the judge's metric for a result, 0 to 1. `served`
-    is the mean reward since then without the control's, set at the wave's end.
+    `version` served when the wave began; `score` is the name of the judge's metric, 0 to 1.
+    `mean_reward`, set at the wave's end, is that of `version` and later ones, without the control.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Wave:
     expected: int
     score: str
     results: list[RunResult] = field(default_factory=list)
-    served: float | None = None
+    mean_reward: float | None = None
 
     @property
     def success(self) -> float:
@@ -43,7 +43,7 @@ class Wave:
     @property
     def well_formed_share(self) -> float | None:
         """Return the share of runs with well-formed tool calls; None if the judge reports none."""
-        known = [one.metrics[FORMED] for one in self.results if FORMED in one.metrics]
+        known = [one.metrics[WELL_FORMED] for one in self.results if WELL_FORMED in one.metrics]
         return fmean(known) if known else None
 
 
@@ -89,12 +89,12 @@ class Progress:
 
     @property
     def latest_version_score(self) -> float | None:
-        """Return the last score on the held-out tasks, unless it is the base model's."""
+        """Return the last score on the held-out tasks; None if that is the base model's."""
         return self.held_out[-1].score if len(self.held_out) > 1 else None
 
     @property
     def best(self) -> HeldOut | None:
-        """Return the best result on the held-out tasks after the base model's, or None."""
+        """Return the best held-out result after the base model's, or None if there is none."""
         return max(self.held_out[1:], key=lambda look: look.score, default=None)
 
     @property
@@ -162,10 +162,10 @@ def _format_share(value: float | None) -> str:
 
 
 class EndingRule(Record, frozen=True, kw_only=True):
-    """The rule when a run's waves end: after `most_waves`, or after two learned waves in a row.
+    """The rule when to end a run: after `most_waves` waves, or after two learned waves in a row.
 
-    A wave is learned if its mean reward `served` is at least `learned`. With `updates`, the waves
-    end after this many updates instead, whatever was learned. The time limit always counts.
+    A wave is learned if its `mean_reward` is at least `learned`. With `updates`, the run
+    ends after this many updates instead, whatever was learned. The time limit always counts.
     """
 
     learned: float
@@ -174,11 +174,11 @@ class EndingRule(Record, frozen=True, kw_only=True):
 
     @property
     def waves(self) -> int:
-        """Return the most waves; more than `updates`, as updates without a version do not count."""
+        """Return the limit of waves; above `updates`, as updates without a version do not count."""
         return self.most_waves if self.updates is None else max(self.most_waves, 2 * self.updates)
 
     def is_reached(self, progress: Progress) -> bool:
-        """Return whether the waves end, once the last one's update is done."""
+        """Return whether the last wave, whose update is done, is to be the final one."""
         per_wave = progress.seconds / max(1, len(progress.waves))
         # Another wave of average length would exceed the time limit.
         is_late = progress.seconds + per_wave > progress.minutes * 60
@@ -187,7 +187,7 @@ class EndingRule(Record, frozen=True, kw_only=True):
         if self.updates is not None:
             return len(progress.done_updates) >= self.updates
         last = progress.waves[-2:]
-        return len(last) == 2 and all((wave.served or 0.0) >= self.learned for wave in last)
+        return len(last) == 2 and all((wave.mean_reward or 0.0) >= self.learned for wave in last)
 
 
 def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
 
 
 def largest_fall(scores: Sequence[float]) -> float:
-    """Return the largest distance of a score below the best earlier one."""
+    """Return how far a score was at most below the best earlier one; 0 if none was."""
     bests = accumulate(scores, max)
     return round(
         max((best - score for best, score in zip(bests, scores, strict=True)), default=0), 4

@@ -10,13 +10,16 @@ from pawl.scenarios.ledger import VersionRewards
 from pawl.scenarios.progress import HeldOut, Progress
 from pawl.scenarios.scenario import ScenarioFailed
 
+# Colours.
 INK: Final = "#1f2933"
-RISING: Final = "#0b7285"
-FORMED: Final = "#e8590c"
-FORMED_LABEL: Final = "well-formed tool calls"
+SCORE: Final = "#0b7285"
+WELL_FORMED: Final = "#e8590c"
 FAINT: Final = "#adb5bd"
+# Labels.
+WELL_FORMED_LABEL: Final = "well-formed tool calls"
 AT_WORK: Final = {"success": "right answers at work", "reward": "reward at work"}
 HELD_OUT: Final = "held-out tasks"
+# Sizes of the picture, in inches.
 WIDTH: Final = 8.0
 WAVES_HEIGHT: Final = 4.2
 VERSIONS_HEIGHT: Final = 2.6
@@ -39,8 +42,8 @@ def check_drawing() -> None:
 def draw(path: Path, progress: Progress, score: str, curves: Curves) -> None:
     """Draw score and well-formed calls of each wave, and the held-out scores between waves.
 
-    Several trained policies have a plot each below: the rewards of their versions, at work and on
-    held-out tasks.
+    If several policies are trained, a plot for each below has the rewards of its versions, at work
+    and on held-out tasks.
     """
     import matplotlib as mpl
 
@@ -64,8 +67,8 @@ def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
     formed = [wave.well_formed_share for wave in progress.waves]
     right = [wave.success for wave in progress.waves]
     if None not in formed:
-        axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)
-    axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label=AT_WORK[score])
+        axes.plot(numbers, formed, "o-", color=WELL_FORMED, markersize=4, label=WELL_FORMED_LABEL)
+    axes.plot(numbers, right, "o-", color=SCORE, linewidth=2.5, label=AT_WORK[score])
     looks = progress.held_out
     waves, scores = [one.waves for one in looks], [one.score for one in looks]
     axes.plot(waves, scores, "D--", color=INK, markersize=6, label=HELD_OUT)
@@ -88,7 +91,7 @@ def _draw_versions(axes: Any, policy: str, curve: Sequence[VersionRewards]) -> N
     worked = [one for one in curve if one.reward is not None]
     asked = [one for one in curve if one.held_out is not None]
     versions = [one.version for one in worked]
-    axes.plot(versions, [one.reward for one in worked], "o-", color=RISING, label=AT_WORK["reward"])
+    axes.plot(versions, [one.reward for one in worked], "o-", color=SCORE, label=AT_WORK["reward"])
     versions = [one.version for one in asked]
     axes.plot(versions, [one.held_out for one in asked], "D--", color=INK, label=HELD_OUT)
     format_axes(axes, "version")
@@ -107,12 +110,12 @@ def _label(axes: Any, wave: int, score: float) -> None:
     )
 
 
-def format_axes(axes: Any, counted: str) -> None:
-    """Format the axes for shares (0 to 1) against whole numbers; `counted` is the x label."""
+def format_axes(axes: Any, x_label: str) -> None:
+    """Format the axes for shares (0 to 1) against whole numbers."""
     axes.set_ylim(0, 1.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel(counted)
+    axes.set_xlabel(x_label)
     axes.grid(axis="y", color=FAINT, alpha=0.4)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -43,8 +43,8 @@ from trainer.recipes.recipe import Recipe, load_recipe
 
 DEMO: Final = "calculator"
 STUCK_S: Final = 420.0
-LOOK_S: Final = 0.5
-# Asks the held-out tasks, given the phase and the name of the files.
+POLL_S: Final = 0.5
+# Evaluates on the held-out tasks; the arguments are the shown phase and the name of the files.
 Ask = Callable[[str, str], Awaitable[None]]
 
 
@@ -185,7 +185,7 @@ class Run:
         ask = partial(self._examine, stack, ledger, held_out)
         await ask("asking the held-out questions: base model", "before")
         await self._learn(stack, ledger, ask)
-        # Otherwise the last wave's leftovers could become an update during the questions.
+        # Otherwise the last wave's leftover episodes could become an update during the questions.
         await stack.stop_training()
         await ask("asking the held-out questions again", "after")
         self._show_phase("writing the report")
@@ -196,7 +196,7 @@ class Run:
     async def _examine(
         self, stack: Stack, ledger: Ledger, held_out: Sequence[Task], phase: str, name: str
     ) -> None:
-        """Ask the held-out tasks.
+        """Run the agent on the held-out tasks, and add their score to `progress`.
 
         Raises:
             ScenarioFailed: no run of the agent could be judged.
@@ -216,24 +216,24 @@ class Run:
         await ledger.refresh()
 
     async def _learn(self, stack: Stack, ledger: Ledger, ask: Ask) -> None:
-        """Run waves of tasks until they end; with `held_out_every`, call `ask` between them."""
+        """Run waves until the ending rule holds; call `ask` after every `held_out_every` waves."""
         scenario = self._scenario
-        many, size = tasks_a_wave(self._recipe), self._recipe.claim.group_size
+        per_wave, size = tasks_a_wave(self._recipe), self._recipe.claim.group_size
         every = self._options.held_out_every or scenario.held_out_every
-        count = many * self._ending.waves
+        count = per_wave * self._ending.waves
         tasks = await make_tasks(scenario, count, self._options.seed, "train", self._data)
         agent = WorkingAgent(scenario, stack.url, self._data)
         await agent.start(samples=size, concurrency=scenario.at_once)
         try:
             for number in itertools.count(1):
-                wave = Wave(number, self.progress.serving, many * size, scenario.score)
+                wave = Wave(number, self.progress.serving, per_wave * size, scenario.score)
                 self.progress.waves.append(wave)
                 self._show_phase(f"wave {number}: the agent works")
-                agent.ask(tasks[(number - 1) * many : number * many])
+                agent.ask(tasks[(number - 1) * per_wave : number * per_wave])
                 await self._wait_until(stack, ledger, partial(self._take_results, agent, wave))
                 self._show_phase(f"wave {number}: the trainer learns")
                 await self._wait_until(stack, ledger, partial(ledger.has_trained, number))
-                wave.served = await ledger.served_since(wave.version)
+                wave.mean_reward = await ledger.served_since(wave.version)
                 if self._ending.is_reached(self._timed_progress()):
                     break
                 if every and number % every == 0:
@@ -261,7 +261,7 @@ class Run:
                     f"trainer ended no update; see {self._data / 'agent.log'} and the logs in "
                     f"{stack.plan.log_dir}"
                 )
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def _progress_counts(self) -> tuple[int, int]:
         """Return the run's progress: the numbers of the wave's results and of updates."""
@@ -296,10 +296,11 @@ class Run:
 
 
 def tasks_a_wave(recipe: Recipe) -> int:
-    """Return how many tasks always suffice for an update.
+    """Return the number of tasks in a wave: always enough for an update.
 
-    Groups with and without spread are claimed separately; so are, if successes are imitated, groups
-    with and without a success. Of twice as many as an update needs, one kind has enough.
+    Groups with and without spread are claimed separately; if successes are imitated, so are groups
+    with and without a success. With twice as many groups as an update needs, one of the two kinds
+    has enough.
     """
-    apart = recipe.credit.compares_episodes or recipe.imitation_rule is not None
-    return recipe.claim.groups * (2 if apart else 1)
+    has_two_kinds = recipe.credit.compares_episodes or recipe.imitation_rule is not None
+    return recipe.claim.groups * (2 if has_two_kinds else 1)

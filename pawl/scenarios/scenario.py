@@ -90,7 +90,7 @@ class Scenario(ScenarioKeys):
     folder: Path
 
     @property
-    def asks_for(self) -> str:
+    def requested_model(self) -> str:
         """Return the model name given to the agent; empty if the agent chooses itself."""
         return "" if self.policies else self.model
 
@@ -109,7 +109,7 @@ def parse_scenario(text: str, folder: Path) -> Scenario:
 
 
 def find_scenario(name: str, examples: Path = EXAMPLES) -> Scenario:
-    """Return the scenario of that name.
+    """Return the scenario in the folder `name` of `examples`.
 
     Raises:
         ScenarioFailed: there is no such scenario, its file is invalid, or this is not a checkout.
@@ -161,8 +161,8 @@ def check_model(scenario: Scenario, model: str | None) -> None:
     fit = [name for name, takes in scenario.models.items() if takes[device == "cuda"] <= gib]
     raise ScenarioFailed(
         f"the packaged model cannot do the tasks of {scenario.name}: name another with --model, by"
-        f" its folder or its name on the hub. Into the {gib:.0f} GiB of memory here fit, of some"
-        f" that can: {', '.join(fit) or 'none'}"
+        f" its folder or its name on the hub. Suitable models that fit into the {gib:.0f} GiB of"
+        f" memory here: {', '.join(fit) or 'none of those known'}"
     )
 
 
@@ -183,7 +183,7 @@ def framework_remedy(scenario: Scenario) -> str:
     """Return the remedy if the framework of a scenario's agent is not installed."""
     return (
         f"the agent of {scenario.name} needs its framework in .venv-clients: install it with "
-        f"`make example NAME={scenario.name}`, which begins with that"
+        f"`make example NAME={scenario.name}`, which installs it first"
     )
 
 
@@ -226,7 +226,7 @@ def recipe_file(scenario: Scenario, recipe: str | None) -> str:
 
 
 def policies_of(scenario: Scenario) -> tuple[PolicySpec, ...]:
-    """Return the policies of the scenario's file, in its order; without one, that of its model.
+    """Return the policies in the scenario's file of policies; without one, a policy for its model.
 
     Raises:
         ScenarioFailed: the scenario names a file that does not exist.
@@ -292,7 +292,7 @@ def stack_plan(
 async def make_tasks(
     scenario: Scenario, count: int, seed: int, split: TaskSplit, folder: Path
 ) -> tuple[Task, ...]:
-    """Write `count` tasks with their answers to a file in `folder`, and return them.
+    """Have the scenario's program make `count` tasks, write them to `folder`, and return them.
 
     There may be fewer held-out tasks.
 
@@ -306,7 +306,7 @@ async def make_tasks(
         ended = await run_program(command, b"", limit_s=TASKS_S, most_bytes=MOST_TASK_BYTES)
     except (TimeoutError, TooMuchOutput) as error:
         reason = str(error) or f"it took over {TASKS_S:g} s"
-        raise ScenarioFailed(f"{program} was ended: {reason}") from error
+        raise ScenarioFailed(f"{program} was killed: {reason}") from error
     if ended.status:
         raise ScenarioFailed(f"{program} failed: {ended.errors.decode(errors='replace')[-800:]}")
     (folder / f"{split}.jsonl").write_bytes(ended.output)
@@ -315,5 +315,5 @@ async def make_tasks(
     except RolloutError as error:
         raise ScenarioFailed(str(error)) from error
     if len(tasks) < count and split == "train":
-        raise ScenarioFailed(f"{program} made {len(tasks)} tasks of {count}")
+        raise ScenarioFailed(f"{program} made only {len(tasks)} of {count} tasks")
     return tasks

@@ -68,7 +68,7 @@ async def _until_stopped(
 
 
 def exempt_present_objects() -> None:
-    """Exempt all present objects from garbage collection, and run it rarely.
+    """Exempt all present objects from garbage collection, and make collection rare.
 
     Present objects live as long as the process, and calls leave no reference cycles behind.
     """
@@ -94,7 +94,7 @@ def return_large_blocks() -> None:
 def _report(ready: IO[bytes], report: bytes = UP) -> None:
     """Tell the supervisor that this process is up, or why it cannot start.
 
-    `_until_stopped` notices if the supervisor has ended.
+    If the supervisor has ended, do nothing: `_until_stopped` notices it.
     """
     with suppress(BrokenPipeError), ready:
         ready.write(report)

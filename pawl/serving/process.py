@@ -62,7 +62,7 @@ class Running:
     Attributes:
         started: when it was started, on the monotonic clock.
         up: becomes true when the process reports that it is up, and false if it ends before.
-        why: in that case, the reported reason why it cannot start, if any.
+        why: the reported reason why it cannot start; empty if none was reported.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, ready: int) -> None:
@@ -86,25 +86,25 @@ class Running:
 
 
 class Child:
-    """Restart a process whenever it ends by itself, and replace it when asked."""
+    """Runs a process, restarts it whenever it ends by itself, and replaces it when asked."""
 
     def __init__(
         self,
         name: str,
         command: Sequence[str],
         fds: Sequence[int],
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
         gave_up: "asyncio.Future[None]",
         *,
         stop_s: float,
     ) -> None:
-        """Store how the process is run.
+        """Store the arguments; nothing is started yet.
 
         Args:
             name: the process's name, for logs and `/readyz`.
             command: its command line.
             fds: file descriptors that it inherits.
-            changed: called whenever `state` has changed.
+            on_change: called whenever `state` has changed.
             gave_up: gets a `DoesNotStart` if the process ends again and again and was never up.
             stop_s: how long the process may take to end when it is told to, in seconds.
         """
@@ -112,7 +112,7 @@ class Child:
         self._stop_s = stop_s
         self._command = command
         self._fds = fds
-        self._changed = changed
+        self._on_change = on_change
         self._gave_up = gave_up
         self._present: Running | None = None
         self._others: set[Running] = set()
@@ -290,7 +290,7 @@ class Child:
     def _set_state(self, state: State, **changed: int) -> None:
         since = time.time()
         self._state = msgspec.structs.replace(self._state, state=state, since=since, **changed)
-        self._changed()
+        self._on_change()
 
     def _start_task(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(self._run_or_restart(work), name=f"pawl-watch-{self.name}")

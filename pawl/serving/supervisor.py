@@ -193,7 +193,7 @@ async def _until_stopped(
     settings: ProxySettings, fleet: Fleet, stop: asyncio.Event, replace: asyncio.Event
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
-    replacing = asyncio.create_task(_replace_each_time(settings, fleet, replace))
+    replacing = asyncio.create_task(_replace_at_sighup(settings, fleet, replace))
     ends: set[asyncio.Future[Any]] = {stopping, fleet.gave_up}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -203,7 +203,7 @@ async def _until_stopped(
         fleet.gave_up.result()
 
 
-async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asyncio.Event) -> None:
+async def _replace_at_sighup(settings: ProxySettings, fleet: Fleet, replace: asyncio.Event) -> None:
     """Replace the workers at each SIGHUP; if that fails, the old ones go on serving."""
     while True:
         await replace.wait()

@@ -34,13 +34,13 @@ OTHER_PASSWORD: Final = (
 
 
 def write_secrets(folder: Path, grafana: Path, given: Mapping[str, str]) -> None:
-    """Write each password into a file of its name, and the URL of the database beside its password.
+    """Write each password into a file of its name, and the database's URL beside its password.
 
-    A password that is not `given` stays as it is; if there is none yet, it is made up. Exit with
-    status 2 if the given password is not the database's.
+    A password that is missing in `given` (environment variables) is kept, or generated if there is
+    none yet. Exit with status 2 if `given` has another password than the existing database.
     """
-    known, wanted = folder / DATABASE_PASSWORD, given.get(DATABASE_PASSWORD)
-    if wanted and known.exists() and known.read_text() != wanted:
+    existing, wanted = folder / DATABASE_PASSWORD, given.get(DATABASE_PASSWORD)
+    if wanted and existing.exists() and existing.read_text() != wanted:
         fail(OTHER_PASSWORD)
     for file in (folder / DATABASE_PASSWORD, grafana / GRAFANA_PASSWORD):
         name = file.name

@@ -39,7 +39,7 @@ def packaged_gguf() -> Path:
 
 
 async def unpacked_unless_stopped(models_dir: Path) -> Path:
-    """Run `unpacked_model` in a thread; cancelling ends the unpacking."""
+    """Return the folder of `unpacked_model`, run in a thread; cancelling ends the unpacking."""
     stopping = threading.Event()
     try:
         return await asyncio.to_thread(unpacked_model, models_dir, stopping)
@@ -57,15 +57,15 @@ def unpacked_model(models_dir: Path, stopping: threading.Event | None = None) ->
     """
     stopping = stopping or threading.Event()
     folder = models_dir.resolve() / PACKAGED
-    is_whole = (folder / "config.json").exists
-    if is_whole():
+    is_complete = (folder / "config.json").exists
+    if is_complete():
         return folder
     models_dir.mkdir(parents=True, exist_ok=True)
     # Of several processes that start at once, one unpacks and the others wait: the kernel releases
     # the lock when its process ends, however it ends.
     with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_whole():
+        if not is_complete():
             partial = folder.with_suffix(".part")
             # Left by an unpacking that was killed.
             shutil.rmtree(partial, ignore_errors=True)

@@ -25,7 +25,7 @@ class NotReady(Exception):
 
 
 def check_ports(ports: dict[str, int]) -> None:
-    """Check that all ports are free on 127.0.0.1; `ports` has them by setting.
+    """Check that all ports are free on 127.0.0.1; `ports` maps settings to ports.
 
     Raises:
         NotReady: a port is taken.
@@ -66,16 +66,16 @@ def check_folder(setting: str, folder: Path) -> None:
     """Make the folder that a setting names if it is missing, and check that it is writable.
 
     Raises:
-        NotReady: it cannot be made, or not be written to.
+        NotReady: it cannot be made or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_ours = os.access(folder, os.W_OK | os.X_OK)
+        is_writable = os.access(folder, os.W_OK | os.X_OK)
     except OSError as error:
         raise NotReady(
             f"{setting}={folder} cannot be made: {error.strerror}: set another folder"
         ) from error
-    if not is_ours:
+    if not is_writable:
         raise NotReady(f"{setting}={folder} cannot be written to by this user: set another folder")
 
 
@@ -97,7 +97,7 @@ def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:
 
 
 def check_gpus(variable: str, gpus: Sequence[int]) -> None:
-    """Check that the GPUs that a setting names exist: CUDA would compute without missing ones.
+    """Check that the GPUs that a setting names exist: CUDA ignores missing ones silently.
 
     Raises:
         NotReady: a GPU is missing, or there is no NVIDIA driver.
@@ -114,11 +114,11 @@ def check_gpus(variable: str, gpus: Sequence[int]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotReady(f"nvidia-smi fails, so no GPU can be used: {done.stdout}{done.stderr}")
-    there = {int(line) for line in done.stdout.split()}
-    if absent := sorted(set(gpus) - there):
+    present = {int(line) for line in done.stdout.split()}
+    if absent := sorted(set(gpus) - present):
         raise NotReady(
             f"{variable} names the GPU {absent[0]}, which is not there: nvidia-smi lists "
-            f"{', '.join(map(str, sorted(there))) or 'none'}"
+            f"{', '.join(map(str, sorted(present))) or 'none'}"
         )
 
 

@@ -19,6 +19,7 @@ STOP_S: Final = 10.0
 RESTART_S: Final = 0.2
 # After more short lives in a row than this, a process is given up: it cannot start.
 MOST_RESTARTS: Final = 5
+# A life is short if the process ends within this time.
 LIVED_S: Final = 60.0
 LAST_BYTES: Final = 16 * 1024
 
@@ -28,9 +29,10 @@ class ProcessFailed(Exception):
 
 
 class Process:
-    """Restart a command whenever it ends by itself, until `stop`.
+    """Runs a command, and restarts it whenever it ends by itself, until `stop`.
 
-    `failed` says why it was given up; `log_file` has its standard output and standard error.
+    A command that ends with status 2, or again and again soon after its start, is given up:
+    `failed` has the reason. `log_file` has its standard output and standard error.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ from pawl.stack.preflight import (
 )
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import (
-    ALONE,
-    SHARED,
+    SHARE_ALONE,
+    SHARE_BESIDE_TRAINER,
     USUAL_TOOL_PARSER,
     VllmOptions,
     has_gpu,
@@ -112,7 +112,8 @@ def configured_plan(
             sampling_defaults=proxy.sampling_defaults,
             adapter_slots=trainer.adapter_slots or USUAL_SLOTS,
             gpus=settings.serve_gpus,
-            gpu_share=settings.serve_gpu_share or (SHARED if shares_gpu else ALONE),
+            gpu_share=settings.serve_gpu_share
+            or (SHARE_BESIDE_TRAINER if shares_gpu else SHARE_ALONE),
             arguments=settings.vllm_args,
         ),
         listen=proxy.listen,
@@ -126,7 +127,7 @@ def configured_plan(
 
 
 class Stack:
-    """Keep the processes of a plan running; `postgres` is the embedded server, if it is used."""
+    """The running processes of a plan; `postgres` is the embedded server, if it is used."""
 
     def __init__(self, plan: StackPlan, database_url: str, postgres: EmbeddedPostgres | None):
         """Store the plan and the database; processes are added as they start."""
@@ -144,7 +145,7 @@ class Stack:
         await self.processes["trainer"].stop()
 
     def check(self) -> None:
-        """Check that all processes could be kept running.
+        """Raise an error if a process could not be kept running.
 
         Raises:
             ProcessFailed: a process was given up.
@@ -212,7 +213,7 @@ async def running_stack(
 
 
 def preflight(plan: StackPlan) -> None:
-    """Check that a plan's ports are free, its programs and GPUs there, and memory and disk suffice.
+    """Check that a plan's ports are free, its programs and GPUs exist, memory and disk suffice.
 
     Raises:
         NotReady: something is missing; the message names it and the remedy.
@@ -304,9 +305,9 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
 
 
 def _awaited_stage(stack: Stack, name: str) -> str:
-    """Return a process's name, and the stage of vLLM's start, which takes minutes when cold."""
-    doing = log_message(stack.processes[name].last_log_lines(1)) if name == "vllm" else ""
-    return f"{name} ({doing})" if doing else name
+    """Return a process's name; for vLLM, whose start takes minutes, also the newest log message."""
+    stage = log_message(stack.processes[name].last_log_lines(1)) if name == "vllm" else ""
+    return f"{name} ({stage})" if stage else name
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:

@@ -27,10 +27,10 @@ CPU_CACHE_GIB: Final = 2
 # The values that vLLM accepts for --max-lora-rank.
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM's share of a GPU's memory: beside a trainer, and alone.
-SHARED: Final = 0.5
-ALONE: Final = 0.9
+SHARE_BESIDE_TRAINER: Final = 0.5
+SHARE_ALONE: Final = 0.9
 # Longest stage of vLLM's start that is shown, in characters.
-MOST_SAID: Final = 72
+MOST_STAGE_CHARS: Final = 72
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
@@ -43,12 +43,12 @@ class VllmOptions(Record, frozen=True, kw_only=True):
         max_model_len: longest context, in tokens; None: the model's own, as far as it fits into a
             GPU's memory, and 2048 on a CPU.
         max_lora_rank: highest rank of an adapter; vLLM gets the next value that it accepts.
-        adapter_slots: adapters that it computes with at once.
+        adapter_slots: adapters that the server computes with at once.
         chat_template: chat template file; None: the model's own.
         sampling_defaults: sampling settings for requests that leave them out; vLLM's own defaults
-            hold for the rest.
-        gpus: the GPUs that it serves on, as nvidia-smi numbers them; empty: all that CUDA shows.
-        gpu_share: share of each GPU's memory that it takes.
+            hold for other settings.
+        gpus: the GPUs that the server uses, as nvidia-smi numbers them; empty: all that CUDA shows.
+        gpu_share: share of each GPU's memory that the server takes.
         arguments: further arguments, which override all others.
     """
 
@@ -63,7 +63,7 @@ class VllmOptions(Record, frozen=True, kw_only=True):
     adapter_slots: int = USUAL_SLOTS
     sampling_defaults: Mapping[str, float] = {}
     gpus: Sequence[int] = ()
-    gpu_share: float = SHARED
+    gpu_share: float = SHARE_BESIDE_TRAINER
     arguments: Sequence[str] = ()
 
 
@@ -78,10 +78,10 @@ def rank_with_room(rank: int) -> int:
 
 
 def lacks_lora(architecture: str) -> bool:
-    """Return whether the installed vLLM has no LoRA for a class of models.
+    """Return whether the installed vLLM does not support LoRA for a class of models.
 
-    vLLM's sources are read, because importing them takes many seconds. Which layers of a class
-    adapters can change is known only when a model is built.
+    vLLM's sources are read, because importing them takes many seconds. Which layers adapters can
+    change is known only when a model is built.
     """
     spec = importlib.util.find_spec("vllm")
     roots = (spec.submodule_search_locations if spec is not None else None) or ()
@@ -95,11 +95,11 @@ def lacks_lora(architecture: str) -> bool:
     for name, inherited in re.findall(r"^class (\w+)\(([^)]*)\)", "\n".join(sources), re.MULTILINE):
         bases.setdefault(name, set()).update(re.findall(r"\w+", inherited))
     listed = rf'"{architecture}": \(\s*"[\w.]+",\s*"(\w+)"'
-    found = set(re.findall(listed, "\n".join(sources)))
-    is_known, reached = bool(found & bases.keys()), set[str]()
-    while found - reached:
-        reached |= found
-        found = set().union(*(bases.get(name, ()) for name in found))
+    classes = set(re.findall(listed, "\n".join(sources)))
+    is_known, reached = bool(classes & bases.keys()), set[str]()
+    while classes - reached:
+        reached |= classes
+        classes = set().union(*(bases.get(name, ()) for name in classes))
     return is_known and "SupportsLoRA" not in reached
 
 
@@ -145,8 +145,8 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
     if not has_gpu():
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
-            # The engine computes by itself. A separate process for that would import everything
-            # again, and the engine would burn a core while it waits for that process.
+            # The server's process computes. A separate process for that would import everything
+            # again, and the server would burn a core while it waits for that process.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(cores),
         }
@@ -155,8 +155,8 @@ def vllm_environment(cores: int, gpus: Sequence[int] = ()) -> dict[str, str]:
 
 def log_message(line: str) -> str:
     """Return a log line's message, without process, time, source and progress bar."""
-    said = re.sub(r"^(\(\w+ pid=\d+\) )?\w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ", "", line)
-    return said.partition("[")[0].strip(" |")[:MOST_SAID]
+    message = re.sub(r"^(\(\w+ pid=\d+\) )?\w+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ", "", line)
+    return message.partition("[")[0].strip(" |")[:MOST_STAGE_CHARS]
 
 
 def main() -> None:

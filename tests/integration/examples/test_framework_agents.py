@@ -191,8 +191,8 @@ async def test_example_agent_answers_when_hosted_by_a_scenario(name: str, tmp_pa
     agent = HostedAgent(str(CLIENTS), scenario.agent, scenario.folder, log)
     async with plain_server(CASES[name][0]) as server:
         variables = {"OPENAI_BASE_URL": server.url}
-        if scenario.asks_for:
-            variables["OPENAI_MODEL"] = scenario.asks_for
+        if scenario.requested_model:
+            variables["OPENAI_MODEL"] = scenario.requested_model
         try:
             await agent.start()
             result = await agent.run(

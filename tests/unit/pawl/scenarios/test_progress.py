@@ -84,7 +84,7 @@ def progress(
 ) -> Progress:
     """A run with a wave of each score, between two looks at the held-out tasks."""
     waves = [
-        Wave(number, 0, 2, "reward", [ran(reward=score), ran(reward=0.2)], served=score)
+        Wave(number, 0, 2, "reward", [ran(reward=score), ran(reward=0.2)], mean_reward=score)
         for number, score in enumerate(scores, start=1)
     ]
     return Progress(

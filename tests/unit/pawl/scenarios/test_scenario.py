@@ -40,12 +40,12 @@ def test_keys_missing_from_a_scenario_file_have_defaults() -> None:
         "judge:verdict",
         ("tasks.py",),
     )
-    assert scenario.asks_for == "m"
+    assert scenario.requested_model == "m"
     assert scenario.score == "reward"
 
 
 def test_scenario_of_several_policies_names_no_policy_to_its_agents() -> None:
-    assert parse_scenario(LEAST + 'policies = "policies.toml"', Path("x")).asks_for == ""
+    assert parse_scenario(LEAST + 'policies = "policies.toml"', Path("x")).requested_model == ""
 
 
 def test_missing_required_key_of_a_scenario_file_is_named() -> None:
@@ -115,7 +115,7 @@ async def test_too_few_tasks_are_accepted_only_if_held_out(
     (tmp_path / "tasks.py").write_text("""print('{"id": "t", "answer": 1}')""")
     scenario = find_scenario("math").model_copy(update={"folder": tmp_path, "tasks": ["tasks.py"]})
     assert len(await make_tasks(scenario, 2, 0, "held-out", tmp_path)) == 1
-    with pytest.raises(ScenarioFailed, match=r"tasks\.py made 1 tasks of 2"):
+    with pytest.raises(ScenarioFailed, match=r"tasks\.py made only 1 of 2 tasks"):
         await make_tasks(scenario, 2, 0, "train", tmp_path)
     (tmp_path / "tasks.py").write_text("print('no task')")
     with pytest.raises(ScenarioFailed, match=r"tasks\.py"):
