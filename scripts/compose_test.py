@@ -1,16 +1,17 @@
 """Run docker-compose.yml for real, as a user would: `make compose-test`.
 
-In a folder with the Compose file, an `.env`, ports and a recipe of its own, an agent calls and
-rewards, an update is published, the console shows it, Prometheus scrapes before and after keys
-exist, every service is killed once, images of another tag replace these, and all of it stops and
-starts again from a backup, with the first tag. What each step showed is printed, with its seconds.
+The containers run in a temporary folder with the Compose file, an `.env`, free ports and a recipe.
+An agent makes calls and rewards them. Meanwhile an update is published, the console shows it,
+Prometheus scrapes without and with keys, every service is killed once, and images with another tag
+replace the first. At last everything is stopped and restored from a backup, with the first tag.
+Each step prints its seconds and its findings.
 
-The last line is the result. Exit status: 0 if all of it holds; 1 if not: then the reason and the
-end of the logs come before that line, and the whole logs are kept in `var/`.
+The last line is the result. Exit status: 0 if every step passed; 1 if not: then the reason and the
+end of the logs come before that line, and the complete logs are kept in `var/`.
 
-The images are those of `scripts/images.sh`, with a tag of this run's own. Where no registry is
-reached, those of others have stand-ins of Debian's packages, of which Grafana's only says that it
-is healthy. Containers, volumes and images that were not there before are removed at the end.
+`scripts/images.sh` builds Pawl's images, with a tag of this run. Where no registry can be reached,
+stand-ins made of Debian's packages replace the images of others; Grafana's stand-in only reports
+that it is healthy. Containers, volumes and images that this run made are removed at the end.
 """
 
 import contextlib
@@ -33,10 +34,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 ROOT: Final = Path(__file__).parents[1]
-# Two runs share an engine, and nothing in it but the images of others.
+# Runs at the same time share only the container engine and the images of others.
 PROJECT: Final = f"pawl-compose-test-{secrets.token_hex(4)}"
 ENGINE: Final = ("scripts/engine.sh", "compose", "--project-name", PROJECT)
-# The engine is that of the folder, whose files it sees.
+# `engine.sh` is copied too: it makes the files of its own checkout visible to the engine.
 FILES: Final = (
     *("docker-compose.yml", "deploy/scale.yml"),
     *("dashboards", "config", "scripts/engine.sh"),
@@ -44,29 +45,31 @@ FILES: Final = (
 COMPOSE: Final = (ROOT / "docker-compose.yml").read_text()
 # The variables of published ports.
 PORTS: Final = tuple(re.findall(r"\$\{(\w+):-\d+\}:\d+\"", COMPOSE))
-# Below those of `net.ipv4.ip_local_port_range`.
-ASSIGNED: Final = range(20_000, 32_768)
-BUILT: Final = ("proxy", "cpu")
-NEXT: Final = f"{PROJECT}-next"
-OURS: Final = tuple(f"pawl-{name}:{tag}" for name in BUILT for tag in (PROJECT, NEXT))
-OTHERS: Final = tuple(
+# Ports below those of `net.ipv4.ip_local_port_range`, which Linux assigns automatically.
+UNASSIGNED_PORTS: Final = range(20_000, 32_768)
+BUILT_IMAGES: Final = ("proxy", "cpu")
+NEXT_TAG: Final = f"{PROJECT}-next"
+TAGGED_IMAGES: Final = tuple(
+    f"pawl-{name}:{tag}" for name in BUILT_IMAGES for tag in (PROJECT, NEXT_TAG)
+)
+IMAGES_OF_OTHERS: Final = tuple(
     image
     for image in re.findall(r"^    image: (\S+)$", COMPOSE, re.MULTILINE)
     if not image.startswith(("pawl-", "vllm/"))
 )
-# What the images are built from.
-BASES: Final = tuple(
+# The images in the `FROM` lines of the Dockerfiles.
+BASE_IMAGES: Final = tuple(
     image
     for file in ("Dockerfile.proxy", "scripts/stand_ins.Dockerfile")
     for image in re.findall(r"^FROM (\w+:\S+)", (ROOT / file).read_text(), re.MULTILINE)
 )
 OPERATE: Final = "docs/howto/operate.md"
 KEYS: Final = "docs/howto/keys.md"
-# What a user may set. It is not for this.
-OFFERED: Final = frozenset(
+# Variables that users set for Compose: they must not reach this test.
+USER_SETTINGS: Final = frozenset(
     re.findall(r"^#?(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)
 )
-# No call needs them: they are killed together.
+# Services that calls do not need: they are killed together.
 WATCHING: Final = frozenset({"alertmanager", "console", "grafana", "prometheus"})
 JOBS: Final = {"pawl-proxy", "pawl-trainer", "pawl-controller", "pawl-vllm"}
 UP_S: Final = 900.0
@@ -92,28 +95,28 @@ T = TypeVar("T")
 
 
 class Failed(Exception):
-    """Report that the containers did not do what they should."""
+    """A step of the test failed; the message is the reason."""
 
 
-def wait_until(name: str, look: Callable[[], T], seconds: float = STEP_S) -> T:
-    """Return what `look` returns once that is true.
+def wait_until(name: str, check: Callable[[], T], seconds: float = STEP_S) -> T:
+    """Call `check` until its result is true, and return this result.
 
     Raises:
-        Failed: it is not after so many seconds.
+        Failed: the result is not true within `seconds`.
     """
     deadline = time.monotonic() + seconds
-    while not (found := look()):
+    while not (result := check()):
         if time.monotonic() > deadline:
             raise Failed(f"{name}: not within {seconds:.0f} s")
         time.sleep(PAUSE_S)
-    return found
+    return result
 
 
 @contextlib.contextmanager
 def step(name: str) -> Iterator[list[str]]:
-    """Print a line with the seconds that the block took, and the notes that it left.
+    """Yield a list for notes; after the block, print `name`, its seconds and the notes.
 
-    An error of the block is noted with `name`.
+    `name` is added to an error of the block as a note.
     """
     begun, notes = time.monotonic(), list[str]()
     try:
@@ -125,7 +128,7 @@ def step(name: str) -> Iterator[list[str]]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return in one line what failed, and why."""
+    """Return a line with the failed step, the kind of error, and the reason."""
     lines = str(error).strip().splitlines()
     # The first line is the command; programs say last why they end.
     said = [" … ".join(dict.fromkeys([lines[0], lines[-1]]))] if lines else []
@@ -134,14 +137,14 @@ def describe_error(error: BaseException) -> str:
 
 
 class Containers:
-    """Call `docker compose` in a folder of a user's own.
+    """Runs `docker compose` in a folder, as a user would.
 
     Attributes:
-        log: what commands that failed have printed, and all that the images' build prints.
+        log: the output of failed commands and of the images' build.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Copy the Compose file and what it mounts, and write settings and a recipe."""
+        """Copy the Compose file and the files that it mounts, and write settings and a recipe."""
         self.folder = folder
         self.log = folder / "log"
         for name in FILES:
@@ -160,7 +163,7 @@ class Containers:
         (self.folder / ".env").write_text("".join(lines))
 
     def compose(self, *words: str, check: bool = True) -> str:
-        """Return what a command of `docker compose` prints.
+        """Run a command of `docker compose`, and return its output.
 
         Raises:
             Failed: its exit status is not 0.
@@ -171,16 +174,19 @@ class Containers:
         return done.stdout
 
     def engine(self, *words: str) -> bool:
-        """Return whether a command of the engine succeeds."""
+        """Run a command of the container engine; return whether it succeeded."""
         return self._run([ENGINE[0], *words]).returncode == 0
 
     def build(self) -> None:
-        """Build our images, and get those of others.
+        """Build Pawl's images, and pull those of others.
 
         Raises:
-            Failed: one of them cannot be had.
+            Failed: an image cannot be built or pulled.
         """
-        for command in (["scripts/images.sh", *BUILT], [ENGINE[0], "--images", *OTHERS]):
+        for command in (
+            ["scripts/images.sh", *BUILT_IMAGES],
+            [ENGINE[0], "--images", *IMAGES_OF_OTHERS],
+        ):
             with self.log.open("a") as log:
                 done = subprocess.run(
                     command,
@@ -195,10 +201,10 @@ class Containers:
                 raise Failed("\n".join([f"`{' '.join(command)}`:", *end]))
 
     def run_documented(self, page: str, line: str, attempts: int = 1) -> None:
-        """Run the commands of the page's block in which a line begins like this one.
+        """Run the page's code block that has a line beginning with `line`.
 
         Raises:
-            Failed: one of them fails, at each attempt.
+            Failed: a command of the block failed, in each attempt.
         """
         [block] = [
             block
@@ -212,15 +218,15 @@ class Containers:
         raise Failed(f"{block}{done.stdout}{done.stderr}")
 
     def _run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        others = {
+        environment = {
             name: value
             for name, value in os.environ.items()
-            if name not in OFFERED and not name.startswith(("PAWL_", "COMPOSE_"))
+            if name not in USER_SETTINGS and not name.startswith(("PAWL_", "COMPOSE_"))
         }
         done = subprocess.run(
             command,
             cwd=self.folder,
-            env=others,
+            env=environment,
             capture_output=True,
             text=True,
             check=False,
@@ -233,39 +239,39 @@ class Containers:
         return done
 
     def up(self) -> None:
-        """Start what is not running, and wait until it is healthy."""
+        """Start the services that do not run, and wait until all are healthy."""
         self.compose("up", "--no-build", "--detach", "--wait", "--wait-timeout", f"{UP_S:.0f}")
 
     def run_inside(self, service: str, *command: str) -> str:
-        """Return what a command prints in a service's container."""
+        """Run a command in a service's container, and return its output."""
         return self.compose("exec", "-T", service, *command)
 
     def services(self) -> list[str]:
-        """Return the services that go on running."""
+        """Return the services that keep running: all but `setup`."""
         return sorted(set(self.compose("config", "--services").split()) - {"setup"})
 
     def states(self) -> list[dict[str, Any]]:
-        """Return what `docker compose ps` says of each container that runs."""
+        """Return the record of each running container from `docker compose ps`."""
         return [json.loads(line) for line in self.compose("ps", "--format", "json").splitlines()]
 
     def healthy(self) -> set[str]:
-        """Return the services whose health check is passed."""
+        """Return the services whose container is healthy."""
         return {state["Service"] for state in self.states() if state["Health"] == "healthy"}
 
     def tags(self) -> set[str]:
-        """Return the tags of our images that run."""
+        """Return the tags of Pawl's images that running containers have."""
         names = "\n".join(state["Image"] for state in self.states())
         return set(re.findall(r"^(?:localhost/)?pawl-\w+:(.+)$", names, re.MULTILINE))
 
     def post(
         self, path: str, body: Any, headers: dict[str, str]
     ) -> tuple[int, dict[str, str], bytes]:
-        """Return the answer of the proxy's data port: status, headers and body."""
+        """Post JSON to the proxy's data port; return status, headers and body of the answer."""
         kind = {"Content-Type": "application/json"}
         return self._ask("PROXY_PORT", "POST", path, json.dumps(body), kind | headers)
 
     def page(self, path: str) -> tuple[int, str]:
-        """Return the console's page: status and text."""
+        """Return the status and text of a page of the console."""
         status, _, body = self._ask("CONSOLE_PORT", "GET", path, None, {})
         return status, body.decode()
 
@@ -281,21 +287,21 @@ class Containers:
             connection.close()
 
     def jobs_up_since(self, moment: float) -> set[str]:
-        """Return the jobs whose last scrape was after `moment`, and was answered.
+        """Return Prometheus's jobs whose last scrape was after `moment` and succeeded.
 
-        A Prometheus that does not answer yet has none.
+        The result is empty while Prometheus does not answer.
         """
         query = f"up == 1 and timestamp(up) > {moment:.3f}"
         server = "http://127.0.0.1:9090"
-        asked = ("promtool", "query", "instant", "-o", "json", server, query)
+        command = ("promtool", "query", "instant", "-o", "json", server, query)
         try:
-            said = self.run_inside("prometheus", *asked)
+            output = self.run_inside("prometheus", *command)
         except Failed:
             return set()
-        return {series["metric"]["job"] for series in json.loads(said)}
+        return {series["metric"]["job"] for series in json.loads(output)}
 
     def show_end(self) -> Path:
-        """Print the end of the logs, and return the file that has all of them."""
+        """Print the end of the logs, and return the path of a file with the complete logs."""
         print(self.compose("ps", "--all", check=False))
         print(self.compose("logs", "--no-color", "--tail", "40", check=False), flush=True)
         kept = ROOT / "var" / f"{PROJECT}.log"
@@ -306,27 +312,27 @@ class Containers:
         return kept
 
     def remove(self, images: Iterable[str]) -> None:
-        """Remove containers, networks, volumes and these images, but for those that others use."""
+        """Remove containers, networks, volumes and these images, except images in use elsewhere."""
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", check=False)
         for image in images:
             self.engine("image", "rm", image)
 
 
 class Agent(threading.Thread):
-    """Answer questions one after the other and reward each answer, whatever is killed meanwhile."""
+    """Makes one call after another and rewards each, even while services are killed."""
 
     def __init__(self, containers: Containers) -> None:
-        """Start with no key, as long as there are none."""
+        """Store the containers; calls are made without a key until `key` is set."""
         super().__init__(daemon=True)
         self._containers = containers
         self._ended = threading.Event()
         self.key = ""
-        # Rewards that the proxy took, by the episode whose call it answered.
+        # The accepted rewards by episode.
         self.rewarded: dict[str, float] = {}
         self.refused = 0
 
     def run(self) -> None:
-        """Work until told to stop."""
+        """Make calls and reward them until `stop`."""
         number = 0
         while not self._ended.wait(1.0):
             number += 1
@@ -339,7 +345,7 @@ class Agent(threading.Thread):
             self.rewarded[episode] = value
 
     def ask(self, episode: str, task: str) -> str | None:
-        """Return the version that answered a call, or None where nobody did."""
+        """Make a call; return the version that answered it, or None if the call failed."""
         question = {"role": "user", "content": f"What is {task.removeprefix('sum-')} + 3?"}
         body = {"model": "smollm2", "messages": [question], "max_tokens": 6}
         headers = self._send("/v1/chat/completions", body, episode, task)
@@ -368,7 +374,7 @@ class Agent(threading.Thread):
             raise Failed("the agent has ended, see its traceback above")
 
     def stop(self) -> None:
-        """End after the call at hand and its reward."""
+        """Stop the agent, and wait until its current call is rewarded."""
         # The reward of an answered call is sent before the next call is begun.
         self._ended.set()
         self.join(STEP_S)
@@ -377,17 +383,16 @@ class Agent(threading.Thread):
 
 
 def free_ports(names: Iterable[str]) -> dict[str, str]:
-    """Return for each name a port of its own, on which nobody listens now.
+    """Return a different free port for each name.
 
-    They are none of those that Linux gives to whoever asks for any: while a container is started
-    anew, nobody else gets its port.
+    Linux assigns none of these automatically, so none is taken while its container restarts.
     """
-    ports = iter(secrets.SystemRandom().sample(ASSIGNED, len(ASSIGNED)))
+    ports = iter(secrets.SystemRandom().sample(UNASSIGNED_PORTS, len(UNASSIGNED_PORTS)))
     return {name: str(next(filter(is_free, ports))) for name in names}
 
 
 def is_free(port: int) -> bool:
-    """Return whether nobody listens on a port of this machine."""
+    """Return whether a port of this machine is free."""
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.bind(("127.0.0.1", port))
         return True
@@ -395,7 +400,7 @@ def is_free(port: int) -> bool:
 
 
 def lost_episodes(containers: Containers, agent: Agent) -> set[str]:
-    """Return the episodes of which the database has not the call, or not the reward."""
+    """Return the rewarded episodes whose call or reward is missing in the database."""
     lines = [
         json.loads(line) for line in containers.run_inside("proxy", "pawl", "export").splitlines()
     ]
@@ -408,12 +413,12 @@ def lost_episodes(containers: Containers, agent: Agent) -> set[str]:
 
 
 def use_containers(containers: Containers, agent: Agent) -> None:
-    """Do all that the containers are for, and all that may happen to them."""
+    """Run all steps from the start to the upgrade, and check that nothing is lost."""
     with step("no PostgreSQL beside one's own"):
         (containers.folder / "own.env").write_text("DATABASE_URL=postgresql://elsewhere/pawl\n")
         shown = containers.compose("--env-file", "own.env", "config", "--format", "json")
         if json.loads(shown)["services"]["postgres"].get("scale") != 0:
-            raise Failed("PostgreSQL is started all the same")
+            raise Failed("PostgreSQL is started although DATABASE_URL is set")
     with step("up, until all are healthy") as notes:
         containers.change_settings(**free_ports(PORTS))
         containers.up()
@@ -467,23 +472,23 @@ def use_containers(containers: Containers, agent: Agent) -> None:
 
 
 def upgrade(containers: Containers, agent: Agent) -> None:
-    """Go to images of another tag, as the page says it."""
-    for name in BUILT:
-        if not containers.engine("tag", f"pawl-{name}:{PROJECT}", f"pawl-{name}:{NEXT}"):
-            raise Failed(f"pawl-{name} gets no other tag")
+    """Upgrade to images with another tag, by the documented commands."""
+    for name in BUILT_IMAGES:
+        if not containers.engine("tag", f"pawl-{name}:{PROJECT}", f"pawl-{name}:{NEXT_TAG}"):
+            raise Failed(f"pawl-{name} cannot be given another tag")
     with step("upgrade") as notes:
         before = agent.refused
-        change_tag(containers, NEXT, "docker compose run --rm --no-deps proxy migrate")
+        change_tag(containers, NEXT_TAG, "docker compose run --rm --no-deps proxy migrate")
         agent.wait_until_answered()
         notes.append(f"{agent.refused - before} requests unanswered meanwhile")
 
 
 def change_tag(containers: Containers, tag: str, line: str) -> None:
-    """Name the tag in `.env`, and run the page's commands that have this line."""
+    """Set the tag in `.env`, and run the documented code block that has this line."""
     containers.change_settings(IMAGE_TAG=tag)
     containers.run_documented(OPERATE, line)
     if (tags := containers.tags()) != {tag}:
-        raise Failed(f"images with the tags {', '.join(sorted(tags))} run")
+        raise Failed(f"images with the tags {', '.join(sorted(tags))} run, not with {tag}")
 
 
 def trained_version(agent: Agent) -> str:
@@ -493,9 +498,9 @@ def trained_version(agent: Agent) -> str:
 
 
 def start_again(containers: Containers, agent: Agent) -> None:
-    """Start the images before the upgrade, on new volumes with what a backup has."""
+    """Restore a backup into new volumes, and run the images from before the upgrade on them."""
     with step("backup"):
-        # The copies are of folders that are written to: see the page.
+        # Copying a folder that is written to can fail: see the page.
         containers.run_documented(OPERATE, "docker compose exec -T postgres pg_dump", attempts=5)
     with step("down, without volumes, and restored") as notes:
         containers.compose("down", "--volumes")
@@ -517,18 +522,18 @@ def start_again(containers: Containers, agent: Agent) -> None:
 
 
 def main() -> None:
-    """Build the images, run everything, and remove it again."""
+    """Build the images, run all steps, and remove everything that this run made."""
     begun, result = time.monotonic(), "passed"
-    # Whoever ends this, what it made is removed.
+    # The clean-up must also run after SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="pawl-compose-") as folder:
         containers = Containers(Path(folder))
-        made = list(OURS)
+        made = list(TAGGED_IMAGES)
         try:
             if not containers.engine("version"):
                 raise Failed(containers.log.read_text())
-            others = sorted({*OTHERS, *BASES})
-            made += [one for one in others if not containers.engine("image", "inspect", one)]
+            others = sorted({*IMAGES_OF_OTHERS, *BASE_IMAGES})
+            made += [image for image in others if not containers.engine("image", "inspect", image)]
             with step("images"):
                 containers.build()
             agent = Agent(containers)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Run `docker ARGS` on this machine's container engine: `scripts/engine.sh compose up --wait`.
 #
-# It is the Docker that answers here, or else podman. Where neither does, root on Debian gets
-# one: Debian 13's Docker Engine, Buildx and Compose in a root file system and a mount namespace of
-# their own, one for the whole machine. There, this checkout and /tmp are at their own paths, and the
-# rest of the machine below /host.
+# The engine is Docker if it answers, else podman. If neither answers, this script makes one, for root
+# on Debian: Debian 13's Docker Engine, Buildx and Compose in their own root file system and mount
+# namespace, one for the whole machine. In it, this checkout and /tmp have their usual paths, and the
+# rest of the machine is below /host.
 #
-# `scripts/engine.sh --images IMAGE...` pulls what is not here. In the engine made here, what cannot be
-# pulled gets a stand-in (scripts/stand_ins.Dockerfile); in an engine of yours nothing else bears its name.
+# `scripts/engine.sh --images IMAGE...` pulls the missing images. Only in the engine made here, an image
+# that cannot be pulled is replaced by a stand-in (scripts/stand_ins.Dockerfile).
 # `scripts/engine.sh --stop` ends the engine made here, and its containers; images and volumes stay.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,7 +20,7 @@ fail() {
     exit 1
 }
 
-# The process id of our daemon, if it runs. One that was killed, and that nobody waited for, has no namespace.
+# Print the process id of our daemon, if it runs. A zombie process has no namespace.
 daemon() {
     local pid
     pid=$(cat "$engine/run/docker.pid" 2>/dev/null) && [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = dockerd ] &&
@@ -44,7 +44,7 @@ start() {
     mkdir -p "$engine/host"
     cp /etc/resolv.conf "$engine/etc/resolv.conf"
     [ ! -e $bundle ] || cp $bundle "$engine$bundle"
-    # What an engine that was killed has left.
+    # Remove the leftovers of a killed engine.
     rm -rf "$engine"/run/docker "$engine"/run/docker.pid
     R=$engine PATH=$path setsid unshare --mount --propagation private sh -ec '
         mount --bind "$R" "$R"
@@ -60,11 +60,11 @@ start() {
     fail "the container engine does not start; the reason is in $engine/var/log/dockerd.log"
 }
 
-# Run a command beside our daemon.
+# Run a command in our daemon's namespaces.
 beside() {
     nsenter --target "$pid" --mount --root -- env PATH=$path HOME=/root \
         sh -ec '
-            # Not yet there, or replaced by another of that name.
+            # The checkout is not mounted yet, or another of this name replaced it.
             if ! [ "$0" -ef "/host$0" ]; then
                 umount -l "$0" 2>/dev/null || true
                 mkdir -p "$0"
@@ -97,7 +97,7 @@ if [ "${1-}" = --stop ]; then
     pid=$(daemon) && kill "$pid" && tail --pid="$pid" -f /dev/null
     exit 0
 fi
-# Before a path of this machine, to find it from the engine.
+# Prefix of this machine's paths, as the engine sees them.
 outside=""
 if docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1; then
     run() { docker "$@"; }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Build Pawl's images with this machine's container engine: `scripts/images.sh [proxy] [trainer] [cpu]`,
-# by default the first two. Each has two tags, the version and the version with git's revision, or the one
-# that IMAGE_TAG names; the last, and the image's size in bytes, are what is printed.
-# How this machine's pip reaches packages (its index, certificates, folder of wheels) reaches the build.
+# by default the first two. Each image gets two tags, the version and the version with git's revision, or
+# only the tag IMAGE_TAG. Its name with the last tag, and its size in bytes, are printed.
+# The build uses this machine's settings of pip: index, certificates, folder of wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=$(sed -nE 's/^__version__.*"(.+)"/\1/p' store/__init__.py)
@@ -19,7 +19,7 @@ pip_option() { # pip_option NAME: its value, of the environment or a file
 echo "[global]" >"$given/pip.conf"
 for name in index-url extra-index-url proxy trusted-host; do
     value=$(pip_option "$name")
-    # A folder of this machine is in no container.
+    # Containers cannot read a folder of this machine.
     case $value in "" | file:*) ;; *) echo "$name = $value" >>"$given/pip.conf" ;; esac
 done
 bundle=$(pip_option cert)

@@ -82,8 +82,8 @@ def run(step: str, *command: str, env: "dict[str, str] | None" = None) -> None:
 def torch_source(gpu: bool) -> "tuple[dict[str, str], list[str]]":
     """Return the environment and the options with which uv finds the right build of torch.
 
-    The CPU build comes from a folder that this machine names, or else from PyTorch's index. pip
-    reads `PIP_FIND_LINKS` and its configuration, but uv does not: they are passed on.
+    The CPU build comes from the folder that this machine's `find-links` setting names, or else from
+    PyTorch's index. uv does not read pip's settings, so they are passed on.
     """
     links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
     if not links:

@@ -1,11 +1,11 @@
 """Install the clients that tests drive: `.venv-clients`, `tests/clients/node/node_modules`.
 
 Their packages conflict with the model server's, so they get an environment of their own, made
-by the uv in `.venv`. It contains Node too, and the frameworks of the examples' agents, which need
-no more than that (`--python`); and Debian's Prometheus, unless there is one. Root on Debian gets
-Chromium, too, for the console's tests. A second run with nothing changed returns at once.
-Exit status: 0 also if npm could not install the Node clients, or apt could not get the others;
-1 if the Python clients failed.
+by the uv in `.venv`. It also contains Node, the frameworks of the examples' agents, and Debian's
+Prometheus if this machine has none. With `--python`, only the Python packages are installed: the
+examples need no more. As root on Debian, Chromium is installed for the console's tests. A second
+run with nothing changed returns at once. Exit status: 0, even if npm or apt failed; 1 if the Python
+clients could not be installed.
 """
 
 import glob
@@ -60,10 +60,10 @@ def install_node() -> bool:
 
 
 def install_prometheus() -> None:
-    """Unpack Debian's Prometheus with its tool, and the one that reads Alertmanager's settings.
+    """Unpack Debian's `prometheus`, `promtool` and `amtool` into `.venv-clients`.
 
-    Nothing outside of `.venv-clients` changes, and nobody needs to be root. It fails where there is
-    no apt, or Debian cannot be reached; the tests with Prometheus are then skipped.
+    This needs no root. If there is no apt, or Debian cannot be reached, the reason is printed, and
+    the tests with Prometheus are skipped.
     """
     binaries = os.path.join(CLIENTS, "bin")
     wanted = ("prometheus", "promtool", "amtool")
@@ -88,7 +88,7 @@ def install_prometheus() -> None:
 
 
 def install_chromium() -> None:
-    """Install Debian's Chromium on this machine, if this is root's to do; else say who can."""
+    """Install Debian's Chromium on this machine if this is root on Debian; else print a hint."""
     if shutil.which("chromium"):
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
@@ -104,7 +104,7 @@ def install_chromium() -> None:
 
 
 def main() -> None:
-    """Install the clients that are missing or outdated; with `--python`, those of Python alone."""
+    """Install the clients that are missing or outdated; with `--python`, only Python packages."""
     wanted = fingerprint(INPUTS)
     if not is_current(STAMP, wanted):
         install_python()

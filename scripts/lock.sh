@@ -31,7 +31,7 @@ lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
   --extra embedded --extra trainer --extra serve-cpu --extra demo --extra dev --group examples
 lock requirements/trainer-cpu.txt "${PIP_FIND_LINKS:-$find_links}" -c requirements/cpu.txt \
   --extra trainer --extra serve-cpu --extra demo
-# A GiB that nothing uses without a GPU.
+# Nothing uses this GiB without a GPU.
 sed -i '/^triton==/d' requirements/trainer-cpu.txt
 # The CUDA build of torch wants a triton of its own.
 shared=$(mktemp)
@@ -44,5 +44,5 @@ grep -vE '^(openai|huggingface-hub|filelock|python-dateutil)==' "$shared" >"$beh
 lock requirements/litellm.txt "" -c "$behind" --extra litellm --generate-hashes
 lock requirements/trainer.txt "" -c "$shared" --extra trainer --generate-hashes
 lock requirements/gpu.txt "" --extra embedded --extra trainer --extra serve-gpu --extra demo --extra dev --group examples
-# litellm wants the certificates of the week; which ones does not matter here.
+# litellm asks for this week's version of certifi; any version will do here.
 lock_from requirements/clients.in requirements/clients.txt "" --overrides <(echo "certifi>=2026")

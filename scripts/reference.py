@@ -1,8 +1,8 @@
-"""Write the reference pages that follow from the code: `python -m scripts.reference`.
+"""Generate the reference pages from the code: `python -m scripts.reference`.
 
-Commands are written by typer, settings and recipe keys from pydantic's JSON schemas, and metrics
-from their definitions. `tests/unit/docs/test_reference.py` compares the pages with the code. The
-Helm chart gets which settings each process reads.
+Commands come from typer, settings and recipe keys from pydantic's JSON schemas, and metrics from
+their definitions. `tests/unit/docs/test_reference.py` compares the pages with the code. The lists
+of the settings that each process reads are written for the Helm chart, too.
 """
 
 import json
@@ -85,10 +85,10 @@ Each record ends in exactly one place: `pawl_records_total` = `pawl_records_stor
 
 
 class Schema(GenerateJsonSchema):
-    """Describe a value that a validator makes from text as the text that it is made from."""
+    """Generates JSON schemas; a value that a validator parses from text has the type string."""
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
-        """Return the schema of a text."""
+        """Return the schema of a string, instead of raising an error."""
         return {"type": "string"}
 
 
@@ -112,9 +112,9 @@ def pages() -> dict[str, str]:
 
 
 def chart_settings() -> str:
-    """Return the variables that each process of the Helm chart reads, as JSON, by its role."""
+    """Return JSON with the variables that each role of the Helm chart reads."""
     roles = ("Proxy", "Trainer", "Controller", "Adapters", "Console")
-    # The database is in a Secret.
+    # The database's URL comes from a Secret.
     read = {
         role.lower(): sorted(map(variable, SETTINGS[role].model_fields.keys() - {"database_url"}))
         for role in roles
@@ -161,11 +161,11 @@ def _recipe() -> Iterator[str]:
     schema = _schema(Recipe)
     tables = {}
     for name, part in schema["properties"].items():
-        # A table that may be left out is itself or null.
-        whole = part["anyOf"][0] if "anyOf" in part else part
-        each = whole.get("additionalProperties", whole)
+        # An optional table has the type "table or null".
+        table = part["anyOf"][0] if "anyOf" in part else part
+        each = table.get("additionalProperties", table)
         if isinstance(each, dict) and "$ref" in each:
-            title = f"{name}.METRIC" if each is not whole else name
+            title = f"{name}.METRIC" if each is not table else name
             tables[title] = schema["$defs"][each["$ref"].rpartition("/")[2]]
     top = {k: v for k, v in schema["properties"].items() if k not in tables and "$ref" not in v}
     top = {name: part for name, part in top.items() if f"{name}.METRIC" not in tables}
@@ -265,15 +265,15 @@ def _metrics() -> Iterator[str]:
 
 
 def metrics_of(module: ModuleType) -> Iterator[MetricWrapperBase]:
-    """Yield a module's metrics in the order of their definition, those in dicts too."""
+    """Yield a module's metrics in the order of their definition, also those in dicts."""
     for value in vars(module).values():
-        for one in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(one, MetricWrapperBase):
-                yield one
+        for metric in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(metric, MetricWrapperBase):
+                yield metric
 
 
 def name_of(metric: MetricWrapperBase) -> str:
-    """Return a metric's name as a query has it: a counter's ends in `_total`."""
+    """Return a metric's name as queries write it: a counter's ends in `_total`."""
     family = next(iter(metric.describe()))
     return f"{family.name}_total" if family.type == "counter" else family.name
 

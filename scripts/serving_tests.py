@@ -1,10 +1,9 @@
 """Run the serving role's tests on the Python that runs this, without torch (`make serving`).
 
-Those of `make slow` are left to it, what PostgreSQL answers and generated requests are left to
-`make test`, and properties are tried with few examples: what statements, kills, full disks and odd
-values do is hardly a matter of Python's version.
+The tests of `make slow`, of PostgreSQL's answers and with generated requests are left out, and
+properties are tried with few examples: they hardly depend on Python's version.
 
-They run in an environment of their own, `var/serving-3.13` for Python 3.13, that holds what
+The tests run in an environment of their own, `var/serving-3.13` for Python 3.13, that holds what
 `requirements/serving-tests.txt` locks. A second run with nothing changed installs nothing. The
 arguments go to pytest. Exit status: pytest's; 1 if the environment could not be made.
 """
@@ -41,7 +40,7 @@ def install(wanted: str) -> None:
 
 
 def main() -> None:
-    """Make the environment if it is missing or outdated, and become pytest in it."""
+    """Make the environment if it is missing or outdated, and replace this process by pytest."""
     wanted = fingerprint(INPUTS)
     if not is_current(STAMP, wanted):
         install(wanted)

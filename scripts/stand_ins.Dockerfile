@@ -1,8 +1,8 @@
 # Stand-ins for the images of others, made of Debian's packages, where no image registry is reachable
-# (`scripts/engine.sh --images`). The targets do what the images that they stand for do, as far as the
-# Compose file uses it.
+# (`scripts/engine.sh --images`). Each target behaves like the image that it replaces, as far as the
+# Compose file needs it.
 
-# Python 3.11 is this machine's: `--build-context interpreter=FOLDER`, its prefix.
+# Python 3.11 is copied from this machine: `--build-context interpreter=PREFIX`.
 FROM scratch AS interpreter
 FROM debian:trixie-slim AS python
 ENV PATH=/usr/local/bin:$PATH LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
@@ -72,7 +72,7 @@ EXPOSE 9093
 ENTRYPOINT ["/bin/alertmanager"]
 CMD ["--config.file=/etc/alertmanager/alertmanager.yml", "--storage.path=/alertmanager"]
 
-# Grafana is in no Debian: this one only says that it is healthy.
+# Debian has no package of Grafana: this stand-in only reports that it is healthy.
 FROM packages AS grafana
 RUN mkdir -p /srv/api && echo '{"database": "ok"}' >/srv/api/health \
     && install --directory --owner=472 --mode=755 /var/lib/grafana

@@ -12,8 +12,8 @@ import pytest
 
 from scripts import compose_test
 from scripts.compose_test import (
-    OFFERED,
     PORTS,
+    USER_SETTINGS,
     Containers,
     Failed,
     describe_error,
@@ -77,12 +77,12 @@ def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Containers:
 def test_callers_pawl_and_compose_variables_do_not_reach_the_compose_test(
     containers: Containers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {"BIND", "PROXY_PORT", "POSTGRES_PASSWORD", "DATABASE_URL"} < OFFERED
-    for name in (*OFFERED, "PAWL_SEED", "COMPOSE_FILE", "ANOTHER"):
+    assert {"BIND", "PROXY_PORT", "POSTGRES_PASSWORD", "DATABASE_URL"} < USER_SETTINGS
+    for name in (*USER_SETTINGS, "PAWL_SEED", "COMPOSE_FILE", "ANOTHER"):
         monkeypatch.setenv(name, "x")
     shown = {line.partition("=")[0] for line in containers.compose().splitlines()}
     assert "ANOTHER" in shown
-    assert not shown & {*OFFERED, "PAWL_SEED", "COMPOSE_FILE"}
+    assert not shown & {*USER_SETTINGS, "PAWL_SEED", "COMPOSE_FILE"}
 
 
 def test_compose_test_takes_an_unreachable_prometheus_for_no_scraped_targets(
