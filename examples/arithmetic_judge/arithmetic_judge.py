@@ -1,9 +1,9 @@
-"""Judge whether a sum was worked out right.
+"""Judge whether a calculation in an episode is right.
 
     pawl judge -- python examples/arithmetic_judge/arithmetic_judge.py
 
-An episode comes as one JSON line on stdin, as `pawl export` writes it; its value goes to stdout, as
-/feedback takes it. `{"value": null}`: this judge cannot tell.
+Standard input is one episode as a JSON line, in the format of `pawl export`. Standard output is its
+value, in the format of /feedback; `{"value": null}` means that this judge cannot tell.
 """
 
 import json

@@ -53,16 +53,16 @@ async def answer(
 
 
 async def run_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]:
-    """Return the calls of each step of each turn, which were run on the simulated APIs."""
+    """Run all turns of a task on the simulated APIs; return the calls by turn and step."""
     name = f"run_{uuid4().hex}"
     run = functools.partial(run_calls, task, name)
     functions, messages = list(task["function"]), list[Any]()
     turns = []
     try:
-        for number, said in enumerate(task["question"]):
+        for number, question in enumerate(task["question"]):
             added = task["missed_function"].get(str(number), [])
             functions += added
-            messages += [{"role": "user", "content": ADDED}] if added else said
+            messages += [{"role": "user", "content": ADDED}] if added else question
             turns.append(await run_turn(ask, run, functions, messages))
     finally:
         forget(name)
@@ -72,7 +72,10 @@ async def run_turns(task: dict[str, Any], ask: Any) -> list[list[list[str]]]:
 async def run_turn(
     ask: Any, run: Any, functions: list[dict[str, Any]], messages: list[Any]
 ) -> list[list[str]]:
-    """Let the model call functions until a reply has no call; add all messages to `messages`."""
+    """Run the calls of the model until a reply has none, and return them by step.
+
+    All messages are added to `messages`.
+    """
     steps = []
     offered, known = tools(functions), {one["name"] for one in functions}
     for _ in range(MOST_STEPS):
@@ -97,7 +100,7 @@ def result_message(call_id: str | None, result: str) -> dict[str, Any]:
 
 
 def python_call(name: str, arguments: dict[str, Any], known: set[str]) -> str:
-    """Return a call as Python, which the leaderboard runs: so only of known names."""
+    """Return a call as Python, which the leaderboard runs; `unknown_function()` if not allowed."""
     if name not in known or not all(map(str.isidentifier, arguments)):
         return "unknown_function()"
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"

@@ -11,7 +11,7 @@ from leaderboard import SEVERAL_TURNS, is_right, is_right_in_turns
 def verdict(run: dict[str, Any]) -> dict[str, float]:
     """Return the reward of one run: `run` has the task, with its answer, and the output.
 
-    `well_formed` says whether the server could read the calls, if a task of one turn needs some.
+    `well_formed`, for tasks of one turn that need calls, is 1 if the server could read the calls.
     """
     task, made = run["task"], json.loads(run["output"])
     if task["category"] in SEVERAL_TURNS:

@@ -1,4 +1,4 @@
-"""Read the Berkeley Function Calling Leaderboard from its wheel `bfcl-eval`, and ask its checkers.
+"""Read the Berkeley Function Calling Leaderboard from its wheel `bfcl-eval`, and use its checkers.
 
 The checkers import a table of all models that were ever measured, with their makers' libraries.
 They only look up whether a model's function names have underscores in place of dots, as OpenAI's
@@ -74,7 +74,7 @@ def entries(category: str) -> list[dict[str, Any]]:
 
 
 def add_functions(entry: dict[str, Any], folder: Path) -> None:
-    """Add the functions of an entry's classes; those missing at first go to `missed_function`."""
+    """Add the functions of an entry's classes; those of later turns go to `missed_function`."""
     files = [folder / MULTI_TURN_FUNC_DOC_FILE_MAPPING[name] for name in entry["involved_classes"]]
     known = {one["name"]: one for file in files for one in read_lines(file)}
     later = entry.get("missed_function", {})
@@ -85,7 +85,7 @@ def add_functions(entry: dict[str, Any], folder: Path) -> None:
 
 
 def tools(functions: Functions) -> list[dict[str, Any]]:
-    """Return functions as OpenAI's API takes them, converted as by the leaderboard's own client."""
+    """Return functions in OpenAI's format, converted as the leaderboard's own client does."""
     return [
         {
             "type": "function",
@@ -111,17 +111,17 @@ def with_json_types(properties: dict[str, Any]) -> dict[str, Any]:
     return {name: with_json_type(one) for name, one in properties.items()}
 
 
-def with_json_type(one: dict[str, Any]) -> dict[str, Any]:
-    """Return a property with JSON schema's type in place of Python's."""
-    turned = {**one, "type": GORILLA_TO_OPENAPI.get(one.get("type", "string"), "string")}
-    if one.get("type") == "float":
-        said = f"{one.get('description', '')} This is a float type value."
-        turned |= {"format": "float", "description": said}
-    if "properties" in one:
-        turned["properties"] = with_json_types(one["properties"])
-    if "items" in one:
-        turned["items"] = with_json_type(one["items"])
-    return turned
+def with_json_type(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a property's schema with JSON schema's type in place of Python's."""
+    converted = {**schema, "type": GORILLA_TO_OPENAPI.get(schema.get("type", "string"), "string")}
+    if schema.get("type") == "float":
+        description = f"{schema.get('description', '')} This is a float type value."
+        converted |= {"format": "float", "description": description}
+    if "properties" in schema:
+        converted["properties"] = with_json_types(schema["properties"])
+    if "items" in schema:
+        converted["items"] = with_json_type(schema["items"])
+    return converted
 
 
 def is_right(task: dict[str, Any], calls: Sequence[dict[str, Any]]) -> bool:
@@ -140,10 +140,10 @@ def is_right(task: dict[str, Any], calls: Sequence[dict[str, Any]]) -> bool:
 
 
 def run_calls(task: dict[str, Any], name: str, calls: Sequence[str]) -> list[str]:
-    """Run calls on the leaderboard's simulated APIs, whose first state is the task's.
+    """Run calls on the leaderboard's simulated APIs, and return the results, as JSON or text.
 
-    Return the results, as JSON or text; a failed call gives an `error`. The state is kept by `name`
-    for the next calls of the same run, so `name` must be unique to the run.
+    A failed call gives an `error`. The task has the initial state. The state is kept by `name` for
+    the next calls of the same run, so `name` must be unique to the run.
     """
     results, _ = multi_turn_utils.execute_multi_turn_func_call(
         list(calls),

@@ -1,9 +1,9 @@
-"""Make tasks of the leaderboard's entries: a hash of an entry's id says whether it is held out.
+"""Make tasks from the leaderboard's entries; a hash of an entry's id decides its split.
 
 Categories take turns, so that a category with more tasks is not learned at the cost of the others.
-Once a category has no new tasks, its tasks come again under new names. Held-out tasks are asked
-once each, greedily, as the leaderboard does. BFCL_CATEGORIES names the categories, comma-separated;
-by default all categories of one turn.
+Once a category has no new tasks, its tasks come again under new names. Held-out tasks come once
+each, with temperature 0, as the leaderboard has it. BFCL_CATEGORIES names the categories,
+comma-separated; by default all categories of one turn.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def split_of(entry: str) -> str:
 
 
 def tasks_of_category(category: str, seed: int, split: str) -> Iterator[dict[str, Any]]:
-    """Yield the tasks of one category and split in any order; held-out ones once."""
+    """Yield a category's tasks of one split in random order, repeatedly unless held out."""
     rng = random.Random(f"{category}-{split}-{seed}")
     known = [one for one in entries(category) if split_of(one["id"]) == split]
-    passed = 0
-    while known and not (passed and split == "held-out"):
+    passes = 0
+    while known and not (passes and split == "held-out"):
         for number in rng.sample(range(len(known)), len(known)):
-            yield task_of(known[number], category, split, passed)
-        passed += 1
+            yield task_of(known[number], category, split, passes)
+        passes += 1
 
 
-def task_of(entry: dict[str, Any], category: str, split: str, passed: int) -> dict[str, Any]:
-    again = f"~{passed}" if passed else ""
+def task_of(entry: dict[str, Any], category: str, split: str, passes: int) -> dict[str, Any]:
+    again = f"~{passes}" if passes else ""
     question = entry["question"]
     return {
         **entry,

@@ -1,7 +1,7 @@
 """Answer arithmetic questions with a calculator tool, one model call a question.
 
-Questions come in as JSON lines ({"id", "question"}) from a file or from stdin, and each is worked
-on as soon as its line arrives. One JSON line per attempt goes out. The server is the one in
+Questions are JSON lines ({"id", "question"}) from a file or stdin, and each is asked as soon as its
+line arrives. Each attempt is written as one JSON line. The model server is the one in
 OPENAI_BASE_URL and OPENAI_API_KEY: any server that speaks the OpenAI chat API with tools.
 """
 
@@ -103,7 +103,7 @@ class Model:
         )
         message = completion.choices[0].message
         call = None
-        # A second call of the same reply would have no question left to answer.
+        # Further calls in the reply are ignored: one result answers the question.
         for asked in (message.tool_calls or [])[:1]:
             if asked.type == "function":
                 call = Call(asked.id, asked.function.name, asked.function.arguments)
@@ -142,12 +142,12 @@ class Model:
 
 @functools.cache
 def warm_client() -> AsyncOpenAI:
-    """Return one client, with its connections, for all questions of a process."""
+    """Return the process's one client, which keeps its connections open between questions."""
     return AsyncOpenAI(max_retries=RETRIES)
 
 
 async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, Any]:
-    """Return one attempt as in an output line, for a program that asks many in one process."""
+    """Ask one question; return the attempt as a dict with the fields of an output line."""
     question = Question(str(task["id"]), task["question"])
     one = Model(
         client=warm_client().with_options(base_url=base_url),
@@ -161,7 +161,7 @@ async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, A
 
 
 async def result(task: dict[str, Any]) -> str | None:
-    """Return only the answer, of the model that the environment names."""
+    """Ask the model that the environment names, and return only the answer."""
     attempt = await answer(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_MODEL"])
     found: str | None = attempt["answer"]
     return found
@@ -178,7 +178,7 @@ def parse_question(line: bytes) -> Question:
 
 
 def raw_lines(source: int) -> Iterator[bytes]:
-    """Yield a file's lines, each as soon as it is whole; the last may lack its newline."""
+    """Yield a file's lines, each as soon as it is complete; the last may lack its newline."""
     kept = b""
     try:
         while data := os.read(source, 1 << 16):
@@ -272,8 +272,8 @@ class Run:
             self._write(Attempt(question.id, question.text, sample, error="given up: stopped"))
             raise
         except (OpenAIError, OSError, LookupError, ValueError) as error:
-            what = f"{type(error).__name__}: {error}"
-            self._write(Attempt(question.id, question.text, sample, error=what))
+            message = f"{type(error).__name__}: {error}"
+            self._write(Attempt(question.id, question.text, sample, error=message))
         finally:
             self._places.release()
 

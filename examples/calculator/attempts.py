@@ -47,7 +47,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One line of output."""
+    """An attempt at a question, written as one line of output."""
 
     id: str
     question: str
@@ -65,7 +65,7 @@ LOOKS_LIKE_CALL = re.compile(
 
 
 def read_expression(call: Call) -> str:
-    """Return the expression that a call asks for."""
+    """Return the expression in a call's arguments, or raise MalformedExpression."""
     if call.name != TOOL_NAME:
         raise MalformedExpression("there is no tool of that name")
     try:
@@ -79,7 +79,7 @@ def read_expression(call: Call) -> str:
 
 
 def run_call(call: Call) -> ToolUse:
-    """Run the tool as the model asked for it; `detail` is the result or the error."""
+    """Run the tool that the model called; `detail` is the result or the error."""
     status: ToolStatus
     try:
         status, detail = "ok", calculator(read_expression(call))
@@ -99,7 +99,7 @@ def tool_use(reply: Reply) -> ToolUse | None:
 
 
 def conclude(question: Question, sample: int, reply: Reply) -> Attempt:
-    """Answer with the tool's result, or with the reply's text if there is no result."""
+    """Return the attempt; its answer is the tool's result, or the reply's text if there is none."""
     tool = tool_use(reply)
     answer = tool.detail if tool is not None and tool.status == "ok" else reply.text
     return Attempt(question.id, question.text, sample, reply.response_id, answer, tool)

@@ -1,4 +1,4 @@
-"""Give the agent its tool: exact arithmetic on text, and nothing else that Python can do."""
+"""The agent's tool: exact arithmetic on an expression; no other Python is evaluated."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 class MalformedExpression(ValueError):
-    """Report a text that is no expression for this calculator."""
+    """A text is not an expression that this calculator reads."""
 
 
 class CalculationError(ArithmeticError):
-    """Report that the expression was read and has no result."""
+    """An expression was read, but has no result, such as a division by zero."""
 
 
 def calculator(expression: str) -> str:

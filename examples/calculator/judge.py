@@ -1,8 +1,8 @@
 """Judge the calculator agent's results, and report each verdict to a feedback endpoint.
 
 Reads the agent's result lines (a file, a file that still grows, or stdin) and the questions with
-their answers; posts lists of feedback items. Nothing is dropped quietly: undelivered verdicts are
-named on stderr, and the exit status is 1.
+their answers; posts lists of feedback items. Undelivered verdicts are named on stderr, and the exit
+status is then 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 Item = dict[str, Any]
 
 # A right answer is worth most by far. A call that ran and was wrong is worth a little, so that a
-# model that hardly ever calls the tool has a slope to climb; a wrong text is worth nothing.
+# model that hardly ever calls the tool learns to call it; a wrong text is worth nothing.
 RIGHT = 1.0
 WRONG_CALL = 0.1
 NOTHING = 0.0
@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def well_formed(self) -> bool:
-        """Return whether the reply called the tool, in the right form."""
+        """Return whether the reply called the tool in the right form."""
         return self.tool_status in ("ok", "error")
 
 
@@ -88,9 +88,10 @@ def feedback(result: Item, verdict: Verdict) -> list[Item]:
 
 
 def verdict(run: Item) -> list[Item]:
-    """Judge one run, for a program that runs the agent: its task and its output line.
+    """Return the feedback on one run: `run` has the task, with its answer, and the output line.
 
-    The tool's status is for its call; the other items are for the whole run, and name no target.
+    The tool's status is about its call; the other items are about the whole run: they name no
+    target.
     """
     result = json.loads(run["output"])
     judged = judge(result, float(run["task"]["answer"]))
@@ -105,7 +106,7 @@ def without_target(item: Item) -> Item:
 
 @dataclass
 class Tally:
-    """Count what the judge has seen, for the summary it ends with."""
+    """Counts the judged results, for the final summary."""
 
     verdicts: dict[str, list[Verdict]] = field(default_factory=lambda: defaultdict(list))
     failed_calls: int = 0
@@ -135,11 +136,11 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 class Undelivered(Exception):
-    """Report a batch that the endpoint refused, or that could not reach it in time."""
+    """The endpoint refused a batch, or could not be reached in time."""
 
 
 def post(url: str, key: str | None, body: bytes) -> None:
-    """Send one batch; the key names its content, so that a repeat is counted once."""
+    """Post one batch; its idempotency key is a hash of it, so that a repeat is counted once."""
     headers = {
         "Content-Type": "application/json",
         "Idempotency-Key": hashlib.sha256(body).hexdigest(),
@@ -158,7 +159,7 @@ def is_permanent(error: Exception) -> bool:
 
 
 def deliver(send: Callable[[bytes], None], items: list[Item], patience: float) -> None:
-    """Send one batch, trying again for `patience` seconds while the endpoint cannot take it."""
+    """Send one batch; while the endpoint fails, try again for `patience` seconds."""
     body = json.dumps(items).encode()
     deadline, pause = time.monotonic() + patience, FIRST_PAUSE
     while True:
@@ -183,7 +184,7 @@ def describe(error: Exception) -> str:
 
 
 class Interrupted:
-    """Set by SIGTERM and SIGINT: judge the lines that are there already, then end."""
+    """A flag `yes`, set by SIGTERM and SIGINT: judge the lines already written, then end."""
 
     def __init__(self) -> None:
         self.yes = False
@@ -198,7 +199,9 @@ def chunks(source: int, follow: bool, stop: Callable[[], bool]) -> Iterator[list
     """Yield lists of whole lines as they appear; a list has all lines of one read."""
     kept = b""
     while True:
-        ending = stop()  # asked before the read, so that the last read sees all that was written
+        ending = (
+            stop()
+        )  # called before the read, so that the last read gets everything that was written
         ready = bool(select.select([source], [], [], POLL_SECONDS)[0])
         data = os.read(source, 1 << 20) if ready else b""
         *lines, kept = (kept + data).split(b"\n")
@@ -228,7 +231,7 @@ class Judge:
         self.undelivered = 0
 
     def take(self, lines: list[bytes]) -> None:
-        """Judge some result lines and report them, whole results together in a batch."""
+        """Judge result lines and report them in batches; a batch has all items of each result."""
         judged = [self._judge_line(line) for line in lines if line.strip()]
         judged = [items for items in judged if items]
         for start in range(0, len(judged), self._batch):
@@ -285,7 +288,7 @@ def arguments() -> argparse.Namespace:
 
 
 def open_results(path: str, follow: bool, stop: Callable[[], bool]) -> int | None:
-    """Open the results; a file to follow that does not exist yet is waited for."""
+    """Open the results; with `follow`, wait for the file. Return None if `stop` came first."""
     if path == "-":
         return sys.stdin.fileno()
     while follow and not os.path.exists(path):

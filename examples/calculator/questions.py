@@ -1,8 +1,8 @@
 """Make arithmetic questions from a seed, as JSON lines.
 
-The two splits cannot share a question: which split a question belongs to is decided by a hash of
-the numbers in it, so no held-out question even uses the numbers of a training one. The answer is
-written only with --with-answers, for the judge; the agent gets the questions without it.
+The two splits cannot share a question: a hash of a question's numbers decides its split, so no
+held-out question even has the numbers of a training one. The answer is written only with
+--with-answers, for the judge; the agent gets the questions without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rule = Callable[[int, int, int], int]
 
 @dataclass(frozen=True)
 class Kind:
-    """Word a question about {a}, {b} (two digits each) and {c} (one digit), with its result."""
+    """A kind of question about {a}, {b} (two digits each) and {c} (one digit), with its result."""
 
     name: str
     text: str

@@ -6,7 +6,7 @@ A Stop hook for Claude Code and Codex, which needs nothing but Python:
     python3 report_tests.py codex http://127.0.0.1:8100/v1
 
 `TEST_COMMAND` is the shell command that runs the tests; without it the hook does nothing. The
-address is the client's base URL (Claude Code's is `ANTHROPIC_BASE_URL`). `PAWL_API_KEY` is sent if
+argument after the client is its base URL (default: `ANTHROPIC_BASE_URL`). `PAWL_API_KEY` is sent if
 it is set.
 
 The hook always ends with status 0, so that neither failing tests nor a proxy that is away stops the
@@ -73,10 +73,10 @@ def report(client: str, url: str) -> str:
 def main() -> None:
     try:
         client, *address = sys.argv[1:]
-        said = report(client, address[0] if address else os.environ["ANTHROPIC_BASE_URL"])
+        message = report(client, address[0] if address else os.environ["ANTHROPIC_BASE_URL"])
     except Exception as error:
-        said = f"no reward: {error!r}"
-    print(f"report_tests: {said}", file=sys.stderr)
+        message = f"no reward: {error!r}"
+    print(f"report_tests: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 SPLITS = ("train", "held-out")
-# One combination of numbers in so many is held out.
+# One combination of numbers in this many is held out.
 HELD_OUT_SHARE = 8
 
 

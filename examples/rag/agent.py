@@ -133,7 +133,7 @@ async def answer(
     try:
         result = await Runner.run(agent, asked, max_turns=MOST_TURNS)
     except (MaxTurnsExceeded, ModelBehaviorError):
-        # An unknown tool or too many turns are the model's fault, and are worth nothing.
+        # An unknown tool or too many turns are the model's fault: the answer is empty.
         return ""
     return str(result.final_output)
 

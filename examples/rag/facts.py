@@ -1,4 +1,4 @@
-"""Facts about invented towns, which no model can know, so that it has to search."""
+"""Facts about invented towns: no model knows them, so it has to search."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import random
 from typing import NamedTuple
 
 RELATIONS = ("mayor", "year", "river", "dish")
-ASKED = {
+QUESTIONS = {
     "mayor": "Who is the mayor of {town}?",
     "year": "When was {town} founded?",
     "river": "Which river flows through {town}?",
     "dish": "What is the favourite dish of {town}?",
 }
-STATED = {
+SENTENCES = {
     "mayor": "The mayor of {town} is {value}.",
     "year": "{town} was founded in {value}.",
     "river": "The river {value} flows through {town}.",
     "dish": "The favourite dish of {town} is {value}.",
 }
 BORN = "{mayor} was born in {value}."
-ASKED_TWICE = "In which town was the mayor of {town} born?"
+TWO_HOP_QUESTION = "In which town was the mayor of {town} born?"
 STARTS = "Bel Cor Dun Fal Gar Hol Kel Lor Mar Nor Pel Ros Sel Tor Vel".split()  # noqa: SIM905
 ENDS = ("bury", "dale", "ford", "ham", "mere", "stead", "ton", "wick")
 FIRST = "Anna Boris Clara Dmitri Elsa Felix Greta Henrik Irma Jonas Karin Lukas Mira Nils Olga Petra".split()  # noqa: E501, SIM905
@@ -61,7 +61,7 @@ def corpus() -> list[str]:
     sentences = []
     for town in towns():
         sentences += [
-            STATED[relation].format(town=town.name, value=town.known[relation])
+            SENTENCES[relation].format(town=town.name, value=town.known[relation])
             for relation in RELATIONS
         ]
         sentences.append(BORN.format(mayor=town.known["mayor"], value=town.mayor_born_in))

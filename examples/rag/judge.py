@@ -1,4 +1,4 @@
-"""Score an answer: F1 of the words in its tag against the right words; 0 without a tag."""
+"""Score an answer: F1 of the words in its `<answer>` against the right words; 0 without it."""
 
 from __future__ import annotations
 

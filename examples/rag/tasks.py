@@ -12,10 +12,10 @@ import json
 import random
 from collections.abc import Iterator
 
-from facts import ASKED, ASKED_TWICE, RELATIONS, Town, towns
+from facts import QUESTIONS, RELATIONS, TWO_HOP_QUESTION, Town, towns
 
 SPLITS = ("train", "held-out")
-# One town in so many is held out.
+# One town in this many is held out.
 HELD_OUT_SHARE = 5
 TWO_HOPS = "two hops"
 # Each of the four relations three times, and four questions that need two facts.
@@ -30,8 +30,8 @@ def split_of(town: str) -> str:
 def make_question(town: Town, kind: str) -> tuple[str, str]:
     """Return a question about a town, and its answer."""
     if kind == TWO_HOPS:
-        return ASKED_TWICE.format(town=town.name), town.mayor_born_in
-    return ASKED[kind].format(town=town.name), town.known[kind]
+        return TWO_HOP_QUESTION.format(town=town.name), town.mayor_born_in
+    return QUESTIONS[kind].format(town=town.name), town.known[kind]
 
 
 def kinds_in_turn(rng: random.Random) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Answer questions about a SQLite database with LangGraph: three agents on one graph.
 
-A writer writes a query, which is executed; a checker looks at the result. If that is wrong, a
-rewriter gets one more try, which is executed and checked like the first. As a program, it reads one
-question as a line of JSON ({"question": "..."}), and prints the query. The model server is the one
-in OPENAI_BASE_URL and OPENAI_API_KEY; the agents ask it for the models in WRITER_MODEL,
+A writer writes a query, which is executed; a checker looks at the result. If the checker rejects
+it, a rewriter writes another query, which is executed and checked like the first. As a program, it
+reads one question as a line of JSON ({"question": "..."}), and prints the query. The model server
+is the one in OPENAI_BASE_URL and OPENAI_API_KEY; the agents request the models in WRITER_MODEL,
 REWRITER_MODEL and CHECKER_MODEL.
 """
 
@@ -52,7 +52,7 @@ class State(TypedDict, total=False):
 
 
 def prompt(asked: str, schema: str | None) -> ChatPromptTemplate:
-    """Return a role's prompt: the nearest worked examples for the small company, else none."""
+    """Return an agent's prompt; for the small company it has the nearest worked examples."""
     if schema is not None:
         system = SYSTEM_OF_MANY.format(tables=create(schema))
         return ChatPromptTemplate.from_messages([("system", system), ("human", asked)])
@@ -78,7 +78,7 @@ def next_node(state: State) -> str:
 
 
 def describe_result(result: str) -> str:
-    """Return a result in the words of the examples."""
+    """Return a result as the worked examples state it."""
     outcome = json.loads(result)
     if "error" in outcome:
         return str(outcome["error"])[:80]
@@ -86,21 +86,21 @@ def describe_result(result: str) -> str:
 
 
 def query_in(reply: str) -> str:
-    """Return the query of a reply, without the fence that most models write around it."""
+    """Return the query in a reply, without the code fence that most models write around it."""
     fenced = FENCED.search(reply)
     return (fenced[1] if fenced else reply).strip()
 
 
 class Agents:
     def __init__(self, base_url: str, schema: str | None) -> None:
-        most = 64 if schema is None else 160
-        usual: dict[str, Any] = {"base_url": base_url, "max_tokens": most}
+        max_tokens = 64 if schema is None else 160
+        options: dict[str, Any] = {"base_url": base_url, "max_tokens": max_tokens}
         names = {
             role: os.environ.get(f"{role.upper()}_MODEL", role)
             for role in ("writer", "rewriter", "checker")
         }
-        writer = ChatOpenAI(model=names["writer"], temperature=1.0, **usual)
-        rewriter = ChatOpenAI(model=names["rewriter"], temperature=1.0, **usual)
+        writer = ChatOpenAI(model=names["writer"], temperature=1.0, **options)
+        rewriter = ChatOpenAI(model=names["rewriter"], temperature=1.0, **options)
         self._writer = prompt(ASKED, schema) | writer
         self._rewriter = prompt(ASKED_AGAIN, schema) | rewriter
         self._checker = ChatOpenAI(
@@ -112,7 +112,7 @@ class Agents:
         return {"sql": query_in(str(reply.content)), "tries": 1}
 
     async def check(self, state: State) -> State:
-        """Accept what the model accepts, unless the query failed or found nothing."""
+        """Accept the query if the model does, unless the query failed or found nothing."""
         tool_id = f"execute_{state['tries']}"
         call = {"id": tool_id, "name": "execute_sql", "args": {"query": state["sql"]}}
         reply = await self._checker.ainvoke(
@@ -146,7 +146,7 @@ class Agents:
 
 
 async def answer(task: dict[str, Any], base_url: str | None = None) -> str:
-    """Return the query that the agents end with."""
+    """Return the agents' last query."""
     schema = task.get("schema")
     agents = Agents(base_url or os.environ["OPENAI_BASE_URL"], schema)
     state = await agents.graph().ainvoke({"question": task["question"], "schema": schema})

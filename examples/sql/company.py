@@ -1,4 +1,4 @@
-"""The database of the questions: employees, departments and projects of a small company."""
+"""The small company's database: employees, departments and projects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PROJECTS = (
     "Orion",
     "Pearl",
 )
-# Steps of SQLite's machine between two checks: the second check stops a query.
+# Steps of SQLite's virtual machine between two checks: the second check stops a query.
 MOST_STEPS = 200_000
 ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION)
 

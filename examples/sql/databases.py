@@ -1,8 +1,8 @@
-"""Databases as businesses have them: six of ten tables each, with keys between them, and rows.
+"""Six databases like those of businesses: ten tables each, with foreign keys and rows.
 
 In `databases.json` a table is a list: a word for its rows, then its columns without the key `id`. A
-column has numbers of a range, some words (`|`), names from a list of `words`, or keys of another
-table (`>`). Each table comes after the tables that it has keys of.
+column has numbers of a range, some words (`|`), names from a list of `words`, or foreign keys
+(`>`). Each table comes after the tables to which it refers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = (10, 60)
 
 
 class Column(NamedTuple):
-    """A column; only the field of its kind is set."""
+    """A column; apart from `name`, only the field of its kind is set."""
 
     name: str
     numbers: tuple[int, int] | None = None
@@ -33,14 +33,14 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table; `rows` is a word for its rows, and `called` the column with their names."""
+    """A table; `rows` is the word for its rows in questions."""
 
     name: str
     rows: str
     columns: tuple[Column, ...]
 
     @property
-    def called(self) -> Column:
+    def name_column(self) -> Column:
         """Return the column with the rows' names, or a column without a name if there is none."""
         return next((one for one in self.columns if one.names), Column(""))
 
@@ -82,7 +82,7 @@ def create_table(table: Table) -> str:
 
 
 def database(schema: str | None) -> sqlite3.Connection:
-    """Return a database in memory that can only be read; None is the small company's."""
+    """Return a read-only database in memory; for None, that of the small company."""
     if schema is None:
         return company()
     rng, db = random.Random(schema), sqlite3.connect(":memory:")
@@ -102,11 +102,11 @@ def database(schema: str | None) -> sqlite3.Connection:
 
 def names(table: Table, count: int, rng: random.Random) -> list[str]:
     """Return different names for the rows of a table."""
-    kind = table.called.names or "thing"
+    kind = table.name_column.names or "thing"
     if kind == "person":
         whole = [f"{first} {last}" for first in WORDS["first"] for last in WORDS["last"]]
         return rng.sample(whole, count)
-    # Names of two words, if there are not enough of one word.
+    # If there are not enough names of one word, take names of two words.
     second = [
         word
         for other in ("town", "firm", "goods", "thing")

@@ -1,8 +1,9 @@
 """Make questions about the databases of `databases.py`, in three degrees, each with its query.
 
 Questions of the first degree group, rank, or follow two keys. The second degree compares rows with
-others of their group, ranks among some rows, or asks for rows without any others. The third counts
-missing rows as 0, asks for the second best, or groups over two keys. Whole schemas are held out.
+others of their group, ranks among some rows, or asks for rows without matching child rows. The
+third counts missing rows as 0, asks for the second best, or groups over two keys. Whole schemas are
+held out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from company import is_empty, rows_of
 from databases import SCHEMAS, Column, Table, database, tables
 
 HELD_OUT = ("airline", "theatre")
-# An answer has at most so many rows.
+# An answer has at most this many rows.
 MOST_ROWS = 40
 Draft = tuple[str, str]
 
@@ -29,7 +30,7 @@ def singular(table: Table) -> str:
 
 
 def condition(table: Table, rng: random.Random, alias: str = "") -> Draft:
-    """Return a condition on a column of a table, in words and in SQL."""
+    """Return a random condition on a column of a table, in words and in SQL."""
     column = rng.choice([*table.of_kind("numbers"), *table.of_kind("words")])
     if column.words:
         word = rng.choice(column.words)
@@ -42,31 +43,31 @@ def condition(table: Table, rng: random.Random, alias: str = "") -> Draft:
 
 
 def keyed_pairs(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
-    """Return each table with a key, the key, and the table it refers to, whose rows have names."""
+    """Return each table with a foreign key, the key, and its target, a table with named rows."""
     return [
         (child, key, schema[key.key_of])
         for child in schema.values()
         for key in child.of_kind("key_of")
-        if schema[key.key_of].called.name
+        if schema[key.key_of].name_column.name
     ]
 
 
 def with_conditions(schema: dict[str, Table]) -> list[tuple[Table, Column, Table]]:
-    """Return the pairs whose first table has a column for a condition."""
+    """Return those of `keyed_pairs` whose first table has a column for `condition`."""
     return [
         one for one in keyed_pairs(schema) if one[0].of_kind("numbers") or one[0].of_kind("words")
     ]
 
 
 def over_two_keys(schema: dict[str, Table]) -> list[tuple[Table, Column, Table, Column, Table]]:
-    """Return chains of three tables: each of the first two is followed by its key to the next."""
+    """Return chains of three tables; after each but the last comes its key to the next."""
     return [
         (child, key, parent, upper, schema[upper.key_of])
         for child in schema.values()
         for key in child.of_kind("key_of")
         for parent in [schema[key.key_of]]
         for upper in parent.of_kind("key_of")
-        if schema[upper.key_of].called.name
+        if schema[upper.key_of].name_column.name
     ]
 
 
@@ -82,8 +83,8 @@ def ranked(schema: dict[str, Table], db: Any, rng: random.Random, place: str = "
         what = f"the {place}highest total {spoken_name(column)} of its {child.rows}"
         order = f"SUM(c.{column.name})"
     return (
-        f"Which {singular(parent)} has {what}? Give its {spoken_name(parent.called)} alone.",
-        f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)}"
+        f"Which {singular(parent)} has {what}? Give its {spoken_name(parent.name_column)} alone.",
+        f"SELECT p.{parent.name_column.name} FROM {joined(child, key, parent)}"
         f" GROUP BY p.id ORDER BY {order} DESC LIMIT 1",
     )
 
@@ -91,20 +92,20 @@ def ranked(schema: dict[str, Table], db: Any, rng: random.Random, place: str = "
 def grouped(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
     child, key, parent = rng.choice(keyed_pairs(schema))
     number = rng.randint(2, 6)
-    each = f"List the {spoken_name(parent.called)} of each {singular(parent)}"
+    each = f"List the {spoken_name(parent.name_column)} of each {singular(parent)}"
     return f"{each} with more than {number} {child.rows}.", (
-        f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)}"
+        f"SELECT p.{parent.name_column.name} FROM {joined(child, key, parent)}"
         f" GROUP BY p.id HAVING COUNT(*) > {number}"
     )
 
 
 def counted_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
     child, key, parent, upper, top = rng.choice(over_two_keys(schema))
-    [name] = rng.choice(rows_of(db, f"SELECT {top.called.name} FROM {top.name}"))
+    [name] = rng.choice(rows_of(db, f"SELECT {top.name_column.name} FROM {top.name}"))
     belongs = f"whose {singular(parent)} belongs to the {singular(top)} {name}"
     return f"How many {child.rows} are there {belongs}?", (
         f"SELECT COUNT(*) FROM {joined(child, key, parent)}"
-        f" JOIN {top.name} t ON p.{upper.name} = t.id WHERE t.{top.called.name} = '{name}'"
+        f" JOIN {top.name} t ON p.{upper.name} = t.id WHERE t.{top.name_column.name} = '{name}'"
     )
 
 
@@ -112,13 +113,15 @@ def counted_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> D
 
 
 def above_their_average(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    able = [one for one in keyed_pairs(schema) if one[0].called.name and one[0].of_kind("numbers")]
-    child, key, parent = rng.choice(able)
+    candidates = [
+        one for one in keyed_pairs(schema) if one[0].name_column.name and one[0].of_kind("numbers")
+    ]
+    child, key, parent = rng.choice(candidates)
     column = rng.choice(child.of_kind("numbers")).name
     spoken = column.replace("_", " ")
-    every = f"List the {spoken_name(child.called)} of all {child.rows}"
+    every = f"List the {spoken_name(child.name_column)} of all {child.rows}"
     return f"{every} whose {spoken} is above the average {spoken} of their {singular(parent)}.", (
-        f"SELECT c.{child.called.name} FROM {child.name} c WHERE c.{column} >"
+        f"SELECT c.{child.name_column.name} FROM {child.name} c WHERE c.{column} >"
         f" (SELECT AVG(d.{column}) FROM {child.name} d WHERE d.{key.name} = c.{key.name})"
     )
 
@@ -126,9 +129,9 @@ def above_their_average(schema: dict[str, Table], db: Any, rng: random.Random) -
 def without_any(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
     child, key, parent = rng.choice(with_conditions(schema))
     words, where = condition(child, rng, "c.")
-    each = f"List the {spoken_name(parent.called)} of each {singular(parent)}"
+    each = f"List the {spoken_name(parent.name_column)} of each {singular(parent)}"
     return f"{each} that has none of the {child.rows} whose {words}.", (
-        f"SELECT p.{parent.called.name} FROM {parent.name} p WHERE NOT EXISTS"
+        f"SELECT p.{parent.name_column.name} FROM {parent.name} p WHERE NOT EXISTS"
         f" (SELECT 1 FROM {child.name} c WHERE c.{key.name} = p.id AND {where})"
     )
 
@@ -137,8 +140,8 @@ def ranked_among(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft
     child, key, parent = rng.choice(with_conditions(schema))
     words, where = condition(child, rng, "c.")
     which = f"Which {singular(parent)} has the most {child.rows} whose {words}?"
-    return f"{which} Give its {spoken_name(parent.called)} alone.", (
-        f"SELECT p.{parent.called.name} FROM {joined(child, key, parent)} WHERE {where}"
+    return f"{which} Give its {spoken_name(parent.name_column)} alone.", (
+        f"SELECT p.{parent.name_column.name} FROM {joined(child, key, parent)} WHERE {where}"
         " GROUP BY p.id ORDER BY COUNT(*) DESC LIMIT 1"
     )
 
@@ -149,10 +152,10 @@ def ranked_among(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft
 def each_with_its_count(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
     child, key, parent = rng.choice(with_conditions(schema))
     words, where = condition(child, rng, "c.")
-    each = f"For each {singular(parent)} give its {spoken_name(parent.called)} and the number"
+    each = f"For each {singular(parent)} give its {spoken_name(parent.name_column)} and the number"
     return f"{each} of its {child.rows} whose {words}, which may be 0.", (
-        f"SELECT p.{parent.called.name}, COUNT(c.id) FROM {parent.name} p LEFT JOIN {child.name} c"
-        f" ON c.{key.name} = p.id AND {where} GROUP BY p.id"
+        f"SELECT p.{parent.name_column.name}, COUNT(c.id) FROM {parent.name} p"
+        f" LEFT JOIN {child.name} c ON c.{key.name} = p.id AND {where} GROUP BY p.id"
     )
 
 
@@ -162,14 +165,15 @@ def second_best(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
 
 
 def grouped_over_two(schema: dict[str, Table], db: Any, rng: random.Random) -> Draft:
-    able = [way for way in over_two_keys(schema) if way[0].of_kind("numbers")]
-    child, key, parent, upper, top = rng.choice(able)
+    candidates = [way for way in over_two_keys(schema) if way[0].of_kind("numbers")]
+    child, key, parent, upper, top = rng.choice(candidates)
     column = rng.choice(child.of_kind("numbers"))
     each = (
-        f"For each {singular(top)} that has any, give its {spoken_name(top.called)} and the average"
+        f"For each {singular(top)} that has any, give its {spoken_name(top.name_column)} and the"
+        " average"
     )
     return f"{each} {spoken_name(column)} of the {child.rows} of its {parent.rows}.", (
-        f"SELECT t.{top.called.name}, AVG(c.{column.name}) FROM {joined(child, key, parent)}"
+        f"SELECT t.{top.name_column.name}, AVG(c.{column.name}) FROM {joined(child, key, parent)}"
         f" JOIN {top.name} t ON p.{upper.name} = t.id GROUP BY t.id"
     )
 
@@ -186,7 +190,7 @@ MAKERS = {
 
 
 def is_sound(db: Any, sql: str) -> bool:
-    """Return whether a query has one clear answer: not empty, not 0, and no tie in its ranking."""
+    """Return whether a query has one clear answer: not empty, not 0, and without a tie."""
     rows = rows_of(db, sql)
     if is_empty(rows) or rows == [(0,)] or len(rows) > MOST_ROWS:
         return False

@@ -1,4 +1,4 @@
-"""The worked examples that the agents are shown: questions with their queries."""
+"""The worked examples in the agents' prompts: questions with their queries."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Make questions about the company's database, each with the query that answers it.
 
 There are five kinds in equal numbers; the same seed makes the same questions. A hash of its query
-decides a question's split, so that training and held-out questions have no query in common. No
-held-out question is a worked example, which would show its answer.
+decides a question's split, so that training and held-out questions have no query in common. Worked
+examples show their queries, so none of them is a held-out question.
 
 With SQL_DATABASES=many the questions are about six databases of ten tables (`questions.py`).
 """
@@ -21,7 +21,7 @@ from questions import questions
 from shown import POOL
 
 SPLITS = ("train", "held-out")
-# One query in so many is held out.
+# One query in this many is held out.
 HELD_OUT_SHARE = 6
 SIGNS = {"above": ">", "below": "<"}
 KINDS = ("count", "filter", "extreme", "value", "join")
@@ -29,7 +29,7 @@ SHOWN = {sql for _, sql, _ in POOL}
 
 
 def number_condition(rng: random.Random) -> tuple[str, str, str, str, str]:
-    """Return plural, table, its column of names, and a condition on a number: words and SQL."""
+    """Return plural, table, column of names, and a condition on a number in words and in SQL."""
     word = rng.choice(list(SIGNS))
     if rng.random() < 0.4:
         number = rng.randint(40, 360)
@@ -43,19 +43,19 @@ def number_condition(rng: random.Random) -> tuple[str, str, str, str, str]:
     column, number = rng.choice(
         (("age", rng.randint(25, 60)), ("salary", rng.randint(30, 90) * 100))
     )
-    said, meant = f"{column} {word} {number}", f"{column} {SIGNS[word]} {number}"
-    return "employees", "employee", "name", said, meant
+    in_words, in_sql = f"{column} {word} {number}", f"{column} {SIGNS[word]} {number}"
+    return "employees", "employee", "name", in_words, in_sql
 
 
 def make_question(rng: random.Random, kind: str) -> tuple[str, str]:
     """Return a question of one kind, and the query that answers it."""
-    plural, table, name, said, meant = number_condition(rng)
+    plural, table, name, in_words, in_sql = number_condition(rng)
     if kind == "count":
-        return f"How many {plural} have {said}?", f"SELECT COUNT(*) FROM {table} WHERE {meant}"
+        return f"How many {plural} have {in_words}?", f"SELECT COUNT(*) FROM {table} WHERE {in_sql}"
     if kind == "filter":
         return (
-            f"List the {name} of {plural} with {said}.",
-            f"SELECT {name} FROM {table} WHERE {meant}",
+            f"List the {name} of {plural} with {in_words}.",
+            f"SELECT {name} FROM {table} WHERE {in_sql}",
         )
     if kind == "extreme":
         how, column = rng.choice(("max", "min", "avg")), rng.choice(("age", "salary"))
@@ -119,11 +119,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--split", choices=SPLITS, default="train")
     options = parser.parse_args()
-    about = {"": tasks, "many": many_databases}
-    named = os.environ.get("SQL_DATABASES", "")
-    if named not in about:
-        parser.error(f"SQL_DATABASES: {named!r} is neither unset nor `many`")
-    make = about[named]
+    makers = {"": tasks, "many": many_databases}
+    chosen = os.environ.get("SQL_DATABASES", "")
+    if chosen not in makers:
+        parser.error(f"SQL_DATABASES: {chosen!r} is neither unset nor `many`")
+    make = makers[chosen]
     for task in make(options.count, options.seed, options.split):
         print(json.dumps(task))
 

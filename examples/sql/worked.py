@@ -12,8 +12,10 @@ from shown import POOL
 
 
 class NearestExamples(BaseExampleSelector):
-    """Selects the examples whose questions share most words with a question; rare words count more
-    (TF-IDF and cosine). The nearest comes last, where a small model heeds it most."""
+    """Selects the examples whose questions are nearest to a question (TF-IDF and cosine).
+
+    The nearest comes last, where a small model heeds it most.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
