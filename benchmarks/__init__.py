@@ -1,1 +1,1 @@
-"""Measure the figures in the documents; each module runs with `python -m`."""
+"""Measure the figures in the documents; run each module with `python -m`."""

@@ -1,9 +1,8 @@
-"""Measure what a real model learns of a public leaderboard on this machine, by the example `bfcl`.
+"""Measure how much a real model learns on a public leaderboard, with the example `bfcl`.
 
-For each seed `pawl example bfcl` runs as a user runs it. Before that the base model is asked each
-task that may be learned from once, as the agent at work asks it, so that live rewards can be
-compared with what the base has on the same tasks. Ends with status 1 where a bar does not hold;
-everything lies in `var/bfcl`.
+For each seed `pawl example bfcl` runs as a user runs it. Before that the base model does each
+training task once, as the working agent does, so that live rewards can be compared with the base
+model's on the same tasks. Ends with status 1 if a bar does not hold; all files are in `var/bfcl`.
 
     python -m benchmarks.bfcl --model Qwen/Qwen2.5-Coder-0.5B-Instruct
     python -m benchmarks.bfcl --model … --categories multi_turn_base --seeds 1 --recipe air.toml
@@ -34,15 +33,15 @@ from store.tenants import task_family
 
 FOLDER: Final = ROOT / "var" / "bfcl"
 CATEGORIES: Final = "simple_python,multiple,parallel,irrelevance"
-# More than there are to be learned from: all of them, once.
+# More than the training tasks of a category: all of them are run once.
 EACH: Final = 400
-# The bars: the unweighted mean of the categories rises by so much, none falls by more than this;
-# and so many live rewards in a row are on average at most so much lower than the base's.
+# The bars: the unweighted mean of the categories rises by at least RISE, and no category falls by
+# more than FALL; LIVE live rewards in a row are on average at most LIVE_FALL lower than the base model's.
 RISE, FALL, LIVE, LIVE_FALL = 0.15, 0.03, 768, 0.1
 
 
 class Run(NamedTuple):
-    """Hold what one seed gave: held-out scores, and live rewards, by category."""
+    """The results of one seed: held-out scores and live rewards by category."""
 
     seed: int
     before: dict[str, float]
@@ -60,7 +59,7 @@ class Run(NamedTuple):
         return max(old - self.after[name] for name, old in self.before.items())
 
     def live_fall(self, base: dict[str, float]) -> float | None:
-        """Return by how much `LIVE` rewards in a row were lower than the base's, at the most."""
+        """Return how much lower than the base model's `LIVE` rewards in a row were, at most."""
         gains = list(accumulate((reward - base[name] for name, reward in self.live), initial=0.0))
         windows = [b - a for a, b in zip(gains, gains[LIVE:], strict=False)]
         return -min(windows) / LIVE if windows else None
@@ -90,13 +89,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def base_rewards(options: argparse.Namespace, console: Console) -> dict[str, float]:
-    """Return the base model's mean reward on the tasks to be learned from, by category."""
+    """Return the base model's mean reward on the training tasks, by category."""
     scenario = find_scenario("bfcl").model_copy(update={"held_out_samples": 1})
     folder = options.out / "base"
     folder.mkdir(parents=True, exist_ok=True)
     count = EACH * len(options.categories.split(","))
     tasks = await make_tasks(scenario, count, 0, "train", folder)
-    # A task that comes again has a name of its own.
+    # The names of repeated tasks contain a `~`.
     first = [task for task in tasks if "~" not in task.name]
     plan = stack_plan(
         scenario,
@@ -111,13 +110,13 @@ async def base_rewards(options: argparse.Namespace, console: Console) -> dict[st
         plan, lambda waiting: console.print(f"waiting for {waiting}")
     ) as stack:
         await stack.stop_training()
-        console.print(f"the base model is asked {len(first)} tasks")
+        console.print(f"the base model does {len(first)} tasks")
         exam = await run_held_out(scenario, stack.url, first, folder, name="base")
     return exam.families
 
 
 def run_example(seed: int, options: argparse.Namespace) -> Run:
-    """Run the example, and return what it learned."""
+    """Run the example, and return its results."""
     folder = options.out.absolute() / f"seed-{seed}"
     command = [sys.executable, "-P", "-m", "pawl.cli", "example", "bfcl", "--model", options.model]
     command += ["--seed", str(seed), "--minutes", str(options.minutes), "--var", str(folder)]
@@ -155,7 +154,7 @@ def rewards_in(journals: Sequence[Path]) -> Iterator[tuple[str, float]]:
 
 
 def table(base: dict[str, float], runs: Sequence[Run]) -> Rows:
-    """Return a line a seed and category."""
+    """Return a table with a line for each seed and category."""
     heads = ["seed", "category", "held out before", "after", "base at work", "episodes", "updates"]
     lines = [
         [

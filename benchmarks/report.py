@@ -13,7 +13,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 class Rows(NamedTuple):
-    """Hold a table: title, heads, lines, and the notes below it."""
+    """A table: title, column heads, lines, and notes below it."""
 
     title: str
     heads: Sequence[str]
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """Promise that `value` is at least, or at most, `limit`; a value of None was not measured."""
+    """A limit for a measured value: at least or at most `limit`; None was not measured."""
 
     name: str
     value: float | None
@@ -61,12 +61,12 @@ def bars_table(bars: Iterable[Bar]) -> Rows:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """Write a number with thousands set apart; a dash for None and NaN."""
+    """Format a number with thousands separators; a dash for None and NaN."""
     return NONE if value is None or math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """Return the smallest value that `share` of all do not exceed (nearest rank); NaN of none."""
+    """Return the percentile `share` (0 to 1) by nearest rank; NaN without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
@@ -74,7 +74,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 def write_figures(
     page: Path, tables: Sequence[Rows], bars: Sequence[Bar], measured: str, picture: str
 ) -> None:
-    """Replace what stands between a page's marks by tables, failed bars and a picture."""
+    """Replace the text between a page's marks by a picture, tables and failed bars."""
     before, begun, rest = page.read_text().partition(BEGIN)
     _, ended, after = rest.partition(END)
     assert begun, f"{page} has no line {BEGIN}"
@@ -87,7 +87,7 @@ def write_figures(
 
 
 def plotting() -> Any:
-    """Return matplotlib's pyplot, set up to draw into files."""
+    """Return matplotlib's pyplot, configured to draw into files."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,8 +1,8 @@
 """Serve a model with canned replies: `python -m benchmarks.upstream PORT INTERVAL_S`.
 
 A whole reply has 20 tokens; a stream has as many chunks as the request's `max_tokens`, each of
-which says when it was written (`perf_counter`, CLOCK_MONOTONIC: the same for every process of a
-machine). A request that asks for poison gets that, whole or as a stream's one event.
+which contains the time when it was written (`perf_counter`, CLOCK_MONOTONIC: the same for every
+process of a machine). A request for a poisoned reply gets it, whole or as a stream's only event.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ LENGTH: Final = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 TOKENS_ASKED: Final = re.compile(rb'"max_tokens":\s?(\d+)')
 STREAM_ASKED: Final = re.compile(rb'"stream":\s?true')
 IDS_ASKED: Final = re.compile(rb'"return_token_ids":\s?true')
-WHOLE: Final = wire.reply(20).encode()
+WHOLE_REPLY: Final = wire.reply(20).encode()
 
 
 class Connection(asyncio.Protocol):
-    """Answer the requests of one connection, one after another."""
+    """Answers the requests of one connection, one after another."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
             body = wire.VERSION if b"/version" in request[:100] else wire.MODELS
             transport.write(wire.http_reply(body.encode()))
         elif not STREAM_ASKED.search(request):
-            transport.write(wire.http_reply(WHOLE if poison is None else poison))
+            transport.write(wire.http_reply(WHOLE_REPLY if poison is None else poison))
         elif poison is not None:
             event = wire.as_http_chunk(b"data: %b\n\n" % poison)
             transport.write(wire.STREAM_HEAD + event + wire.STREAM_END)
@@ -92,6 +92,6 @@ async def serve(port: int, interval_s: float) -> None:
 
 
 if __name__ == "__main__":
-    # No cycles are made, and a collection would be counted as delay.
+    # No reference cycles are made, and a garbage collection would be measured as delay.
     gc.disable()
     uvloop.run(serve(int(sys.argv[1]), float(sys.argv[2])))

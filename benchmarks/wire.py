@@ -1,4 +1,4 @@
-"""Write canned requests and replies as they are on the wire, in vLLM's words."""
+"""Make canned requests and replies in vLLM's format, as sent over HTTP."""
 
 import json
 import re
@@ -23,7 +23,7 @@ STAMP: Final = re.compile(rb'"content":\s?"@([0-9.]+)"')
 
 
 def reply(tokens: int) -> str:
-    """Write a chat completion with ids and log-probabilities; 20 tokens are 2.9 KB, 1240 100 KB."""
+    """Return a chat completion with ids and log-probabilities: 2.9 KB for 20 tokens."""
     logprob = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []}
     choice = {
         "index": 0,
@@ -49,18 +49,18 @@ def reply(tokens: int) -> str:
 
 
 def prompt(mark: str, chars: int = PROMPT_CHARS) -> str:
-    """Write a request's body; `mark` begins its message, so that no two calls are the same."""
+    """Return a request's body; its message begins with `mark`, so that all calls differ."""
     message = {"role": "user", "content": mark + "x" * chars}
     return json.dumps({"model": MODEL, "messages": [message]}, separators=(",", ":"))
 
 
 def as_stream(body: str, chunks: int) -> str:
-    """Ask for the same as a stream of so many chunks."""
+    """Return a request's body that asks for a stream of `chunks` chunks instead."""
     return f'{body[:-1]},"max_tokens":{chunks},"stream":true}}'
 
 
 def post(host: str, path: str, body: str, headers: Mapping[str, str]) -> bytes:
-    """Write a whole HTTP request."""
+    """Return a complete HTTP request."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{lines}"
@@ -69,13 +69,13 @@ def post(host: str, path: str, body: str, headers: Mapping[str, str]) -> bytes:
 
 
 def http_reply(body: bytes) -> bytes:
-    """Write a whole HTTP reply."""
+    """Return a complete HTTP reply."""
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     return head.encode() + HEAD_END + body
 
 
 def chunk(written: float, *, first: bool, last: bool, ids: bool) -> bytes:
-    """Write one event as vLLM sends it; it holds the time at which it was written."""
+    """Return one event as vLLM sends it; its text is the time `written`."""
     role = '"role":"assistant",' if first else ""
     finish = '"stop"' if last else "null"
     logprobs = (
@@ -92,13 +92,13 @@ def chunk(written: float, *, first: bool, last: bool, ids: bool) -> bytes:
 
 
 def as_http_chunk(piece: bytes) -> bytes:
-    """Write one piece in HTTP/1.1's chunked transfer coding (RFC 9112 §7.1)."""
+    """Return `piece` in HTTP/1.1's chunked transfer coding (RFC 9112 §7.1)."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
 STREAM_END: Final = as_http_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
-# Replies that are hard to keep, by what stands after `POISON` in the request that asks for them.
+# Replies that are hard to store, by the word after `POISON` in the request that asks for one.
 POISON: Final = "poison-"
 _TOOL: Final = (
     b'{"id":"r","object":"chat.completion.chunk","model":"m","choices":[{"index":0,"delta":'
@@ -119,6 +119,6 @@ POISONED: Final[Mapping[str, bytes]] = {
 
 
 def poisoned_reply(request: bytes) -> bytes | None:
-    """Return the reply that is hard to keep which a request asks for, if it does."""
-    _, asked, rest = request.partition(POISON.encode())
-    return POISONED[rest.partition(b" ")[0].decode()] if asked else None
+    """Return the hard-to-store reply that a request asks for; None if it asks for none."""
+    _, found, rest = request.partition(POISON.encode())
+    return POISONED[rest.partition(b" ")[0].decode()] if found else None

@@ -1,1 +1,1 @@
-"""Measure what AIR is worth on a toy task, and what easy tool calls gain by it."""
+"""Measure on a toy task how much AIR helps, and whether it rewards easy tool calls too much."""

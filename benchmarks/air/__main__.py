@@ -1,10 +1,10 @@
-"""Measure what AIR is worth on a toy task, and what easy tool calls gain by it.
+"""Measure on a toy task how much AIR helps, and whether it rewards easy tool calls too much.
 
-A tiny policy (two layers that have read clumsy work for half a minute) learns to use three tools,
-with the product's credit and learner. On `sparse` the right end alone is rewarded, and rarely
-reached; on `easy` a tool that always works competes with the task; `both` is as rare as the first,
-with the tool of the second. docs/explanation/credit.md says what this shows, and what not. Ends
-with status 1 where a bar does not hold.
+A tiny policy (two layers, trained on a careless worker's episodes for half a minute) learns to use
+three tools, with the product's credit and learner. On `sparse` only the right result is rewarded,
+and it is rare; on `easy` a tool that always works competes with the task; on `both` success is as
+rare as on `sparse`, beside the tool of `easy`. docs/explanation/credit.md discusses the results.
+Ends with status 1 if a bar does not hold.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from benchmarks.report import NONE, Bar, Rows, bars_table, number, plotting
 from benchmarks.stack import ROOT
 
 PICTURE: Final = ROOT / "docs" / "images" / "air.png"
-# The bars are judged by the first; the others check that these are no lucky ones.
+# Only the first seeds are judged by the bars; the others check that these were not lucky.
 SEEDS: Final = (1, 2, 3, 4, 5)
 OTHER_SEEDS: Final = (6, 7, 8, 9, 10)
 BASE_STEPS, QUICK_BASE_STEPS, QUICK_WAVES = 1000, 100, 6
-# The bars: held-out success, and the share of the episodes that it may take with AIR, without an
-# easy tool and beside one.
+# The bars: the held-out success to reach, and the most episodes that this may take with AIR, as a
+# share of those without AIR: without an easy tool, and with one.
 SUCCESS, EPISODES_RATIO, BOTH_RATIO = 0.6, 0.5, 1.1
-# Two means of five seeds differ by so much through sampling alone.
+# Two means of five seeds differ by this much through sampling alone.
 NOISE: Final = 0.02
-# The end of a curve: so many of its last looks, averaged.
+# The end of a curve is the mean of this many last looks.
 LAST_LOOKS: Final = 5
 
 
@@ -48,7 +48,7 @@ ARMS: Final = {
 }
 
 
-# Of one world: arm → seed → curve.
+# The curves of one world: arm → seed → curve.
 Curves = Mapping[Arm, Mapping[int, Sequence[Look]]]
 
 
@@ -105,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
 def run_worlds(
     worlds: Sequence[World], seeds: Sequence[int], steps: int, folder: Path, console: Console
 ) -> dict[str, Curves]:
-    """Run all arms of all seeds, in processes of one thread each; the curves by world."""
+    """Run all arms with all seeds, in processes of one thread each; return the curves by world."""
     context = multiprocessing.get_context("spawn")
     curves: dict[str, dict[Arm, dict[int, Sequence[Look]]]] = {
         world.name: {arm: {} for arm in ARMS[world.name]} for world in worlds
@@ -127,14 +127,14 @@ def run_worlds(
 
 
 def episodes_until_success(curve: Sequence[Look]) -> int | None:
-    """Return the episodes before the first look that saw `SUCCESS`; None if none did."""
+    """Return the number of episodes until a look first reaches `SUCCESS`; None if none does."""
     return next((look.episodes for look in curve if look.r_final >= SUCCESS), None)
 
 
 def air_ratios(curves: Curves) -> dict[int, float | None]:
-    """Return episodes with AIR per without, by seed; None where AIR did not get there.
+    """Return by seed the episodes until success with AIR, divided by those without AIR.
 
-    Where success was never reached without AIR this is an upper bound.
+    The value is None if success was not reached with AIR, and an upper bound if not without it.
     """
     by_seed: dict[int, float | None] = {}
     for seed, curve in curves[WITH].items():
@@ -144,14 +144,14 @@ def air_ratios(curves: Curves) -> dict[int, float | None]:
 
 
 def median_ratio(curves: Curves) -> float | None:
-    """Return the median over seeds; None where AIR did not get most of them there."""
-    values = [float("inf") if one is None else one for one in air_ratios(curves).values()]
+    """Return the median of `air_ratios`; None if most seeds had no success with AIR."""
+    values = [float("inf") if ratio is None else ratio for ratio in air_ratios(curves).values()]
     middle = median(values)
     return middle if middle < float("inf") else None
 
 
 def means_at_end(curves: Mapping[int, Sequence[Look]], figure: str = "r_final") -> list[float]:
-    """Return what each seed's curve ends at: the mean of its last looks."""
+    """Return the end of each seed's curve: the mean of its last looks."""
     return [fmean(getattr(look, figure) for look in one[-LAST_LOOKS:]) for one in curves.values()]
 
 
@@ -171,7 +171,7 @@ def bars(worlds: Mapping[str, Curves]) -> list[Bar]:
 
 
 def reach_table(title: str, curves: Curves) -> Rows:
-    """Return the sparse task's table, with a line for each seed and one for the median."""
+    """Return a table of episodes until success, a line for each seed and one for the median."""
     heads = ["seed", "success at the start", "episodes with AIR", "without", "ratio"]
     lines = []
     for seed, ratio in air_ratios(curves).items():
@@ -189,7 +189,7 @@ def reach_table(title: str, curves: Curves) -> Rows:
 
 
 def easy_table(title: str, curves: Curves) -> Rows:
-    """Return the table of the task with easy calls: how it began and what became of it."""
+    """Return a table of the task with easy calls: each arm's figures at the start and the end."""
     heads = ["", "r_final at the start", "at the end", "least of a seed"]
     heads += ["calls an episode", "of them notes"]
     lines = [
@@ -201,11 +201,13 @@ def easy_table(title: str, curves: Curves) -> Rows:
         ]
         for arm, own in curves.items()
     ]
-    return Rows(title, heads, lines, [f"{UNBOUNDED.name}: a counter-example, no recipe of Pawl's."])
+    return Rows(
+        title, heads, lines, [f"{UNBOUNDED.name}: a counter-example, not a recipe of Pawl."]
+    )
 
 
 def draw(worlds: Mapping[str, Curves]) -> None:
-    """Draw both tasks as curves: medians over seeds, and the band of all of them."""
+    """Draw the curves of two tasks: the medians over seeds, and the band of all seeds."""
     figure, panels = plotting().subplots(1, 3, figsize=(13, 3.8), dpi=150)
     sparse, easy = worlds[SPARSE.name], worlds[EASY.name]
     _curves(panels[0], sparse, "r_final", "sparse reward: final reward")

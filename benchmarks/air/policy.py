@@ -1,8 +1,8 @@
-"""Make the base model, a tiny Llama that has read clumsy work with the tools, and sample with it.
+"""Train the base model, a tiny Llama, on a careless worker's episodes, then train and sample it.
 
-It has to know a little, as a real base model does: from random weights not one episode in a million
-would end well. It learns from a worker that does the right next thing with the probability `skill`,
-and something careless otherwise.
+The base model has to know a little, as a real one does: with random weights not one episode in a
+million would succeed. The worker makes the right next call with the probability `skill`, else a
+careless one.
 """
 
 import random
@@ -53,18 +53,18 @@ POLICY: Final = "toy"
 ID: Final = {word: number for number, word in enumerate(WORDS)}
 IGNORED: Final = -100
 BATCH, RATE = 64, 3e-3
-# How often the teacher takes the key that is wanted.
+# How often the worker prefers the rewarded key.
 PREFERENCE: Final = 0.75
 GROUP_SIZE: Final = 8
-# The policy is looked at before every second wave, on so many tasks that it never trains on.
+# The policy is evaluated before every second wave, on this many tasks that are never trained on.
 LOOK_EVERY, HELD_OUT, HELD_OUT_SEED = 2, 256, -1
 
 
 class Arm(NamedTuple):
-    """Define how reward is made, and its colour in the picture.
+    """A way to compute rewards, and its colour in the picture.
 
-    `unbounded` is no recipe of ours: `air_lambda` times the plain sum of all tool scores, as if
-    nobody had thought of heaps of easy calls.
+    `unbounded` adds `air_lambda` times the plain sum of all tool scores, which no recipe of Pawl
+    does: many easy calls would be rewarded.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Arm(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Look at the policy on the held-out tasks, after so many episodes; means of episodes."""
+    """Means over the held-out tasks after training on `episodes` episodes."""
 
     episodes: int
     r_final: float
@@ -83,7 +83,7 @@ class Look(NamedTuple):
 
 
 def write_base(folder: Path, world: World, steps: int) -> str:
-    """Train a base model on the worker's episodes; the folder, as a model's name."""
+    """Train a base model on the worker's episodes; return the folder as the model's name."""
     torch.manual_seed(0)
     draw = random.Random(0)
     config = LlamaConfig(
@@ -119,18 +119,18 @@ def write_base(folder: Path, world: World, steps: int) -> str:
 
 
 def _batch(world: World, skill: float, draw: random.Random) -> tuple[Tensor, Tensor]:
-    """Return ids and labels (B, T); only the worker's own words are to be learned."""
+    """Return ids and labels (B, T); only the worker's own words have labels."""
     length = 4 + world.turns * (CALL_WORDS + 4)
     ids, labels = torch.zeros(BATCH, length, dtype=torch.long), torch.full((BATCH, length), IGNORED)
     for row in range(BATCH):
         task = new_task("", world, draw)
         state, words = begin_state(task), list(task.prompt)
         while not state.ended:
-            said = _careless_call(task, state, skill, draw)
+            call = _careless_call(task, state, skill, draw)
             start = len(words)
-            labels[row, start : start + len(said)] = torch.tensor([ID[word] for word in said])
-            outcome = apply_call(task, state, said)
-            words += [*said, *outcome.reply]
+            labels[row, start : start + len(call)] = torch.tensor([ID[word] for word in call])
+            outcome = apply_call(task, state, call)
+            words += [*call, *outcome.reply]
             state = outcome.state
         ids[row, : len(words)] = torch.tensor([ID[word] for word in words])
     return ids, labels
@@ -148,7 +148,7 @@ def _careless_call(task: Task, state: State, skill: float, draw: random.Random) 
 
 
 def _right_call(task: Task, state: State, draw: random.Random) -> tuple[str, str]:
-    """Return the chain's next call, with either key."""
+    """Return the chain's next call, for the rewarded key or the other one."""
     key = draw.random() >= PREFERENCE
     for other in (int(key), int(not key)):
         for place in (2, 1):
@@ -160,7 +160,7 @@ def _right_call(task: Task, state: State, draw: random.Random) -> tuple[str, str
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold one call, and what came of it."""
+    """One call: its tokens and its outcome."""
 
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
@@ -170,7 +170,7 @@ class Turn:
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """Hold an episode as far as it came."""
+    """An episode that is played or was played: its tokens, state and turns."""
 
     task: Task
     ids: list[int]
@@ -179,7 +179,7 @@ class PlayedEpisode:
 
 
 class Sampler:
-    """Play all episodes of a wave in step, with a version that the learner saved, or the base."""
+    """Plays all episodes of a wave in step, with a saved version, or at first the base model."""
 
     def __init__(self, base: str, seed: int) -> None:
         self._base = AutoModelForCausalLM.from_pretrained(base).eval()
@@ -195,7 +195,7 @@ class Sampler:
 
     @torch.inference_mode()
     def play(self, tasks: Sequence[Task]) -> list[PlayedEpisode]:
-        """Play one episode of each task (a task may be there many times), at temperature one."""
+        """Play one episode of each task (a task may be repeated), at temperature 1."""
         episodes = [
             PlayedEpisode(task, [ID[w] for w in task.prompt], begin_state(task), [])
             for task in tasks
@@ -203,34 +203,36 @@ class Sampler:
         self._cache, self._mask = DynamicCache(), torch.zeros(len(tasks), 0, dtype=torch.long)
         logits = self._next_logits([episode.ids for episode in episodes])
         while not all(episode.state.ended for episode in episodes):
-            said = self._sample_calls(logits, [episode.state.ended for episode in episodes])
+            sampled_calls = self._sample_calls(
+                logits, [episode.state.ended for episode in episodes]
+            )
             logits = self._next_logits(
-                [_apply_call(*pair) for pair in zip(episodes, said, strict=True)]
+                [_apply_call(*pair) for pair in zip(episodes, sampled_calls, strict=True)]
             )
         return episodes
 
-    def _sample_calls(self, logits: Tensor, silent: list[bool]) -> list[list[tuple[int, float]]]:
+    def _sample_calls(self, logits: Tensor, is_ended: list[bool]) -> list[list[tuple[int, float]]]:
         """Sample each row's next call, token by token, with the log-probabilities of its tokens."""
-        said: list[list[tuple[int, float]]] = [[] for _ in silent]
-        ended = list(silent)
+        sampled_calls: list[list[tuple[int, float]]] = [[] for _ in is_ended]
+        ended = list(is_ended)
         for _ in range(CALL_WORDS):
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             drawn = torch.multinomial(logprobs.exp(), 1, generator=self._random)
             chosen = logprobs.gather(1, drawn)[:, 0].tolist()
-            fed: list[list[int]] = [[] for _ in silent]
+            fed: list[list[int]] = [[] for _ in is_ended]
             for row, (token, logprob) in enumerate(zip(drawn[:, 0].tolist(), chosen, strict=True)):
                 if not ended[row]:
-                    said[row].append((token, logprob))
+                    sampled_calls[row].append((token, logprob))
                     fed[row], ended[row] = [token], token == ID[END]
             logits = self._next_logits(fed)
             if all(ended):
                 break
-        return said
+        return sampled_calls
 
     def _next_logits(self, pieces: Sequence[Sequence[int]]) -> Tensor:
-        """Return logits (B, V) after each row's piece; of no meaning for a row that has none.
+        """Return logits (B, V) after each row's piece; meaningless for a row with an empty piece.
 
-        A row that has less to read than others is padded, and the pads masked.
+        Shorter pieces are padded, and the pads masked.
         """
         width = max(1, *(len(piece) for piece in pieces))
         padded = [[0] * (width - len(piece)) + list(piece) for piece in pieces]
@@ -247,7 +249,7 @@ class Sampler:
 
 
 def _apply_call(episode: PlayedEpisode, tokens: list[tuple[int, float]]) -> list[int]:
-    """Take a row's call to its task; the ids of the reply that the policy reads next."""
+    """Apply a row's call to its task; return the ids of the reply, which the policy reads next."""
     if episode.state.ended:
         return []
     sampled, logprobs = zip(*tokens, strict=True)
@@ -260,7 +262,7 @@ def _apply_call(episode: PlayedEpisode, tokens: list[tuple[int, float]]) -> list
 
 
 def as_groups(played: Sequence[PlayedEpisode], rewards: Sequence[float]) -> list[Group]:
-    """Group neighbours with the same task, as the ledger would give them to the trainer."""
+    """Group neighbouring episodes of the same task, as the trainer would claim them."""
     episodes = [
         replace(episode(reward, task=one.task.name), calls=tuple(map(_call, one.turns)))
         for one, reward in zip(played, rewards, strict=True)
@@ -286,7 +288,7 @@ def _call(turn: Turn) -> TransitionRow:
 
 
 def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:
-    """Train from the base model for the world's number of waves, and look in between."""
+    """Train from the base model for the world's number of waves; return the looks in between."""
     recipe, draw = recipe_of(world, arm), random.Random(seed)
     held_out = new_tasks(world, HELD_OUT, random.Random(HELD_OUT_SEED))
     sampler, looks = Sampler(base, seed), []
@@ -301,7 +303,7 @@ def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:
             tasks = new_tasks(world, world.groups, draw)
             played = sampler.play([task for task in tasks for _ in range(GROUP_SIZE)])
             rows = credited_rows(played, arm, recipe.credit)
-            # Nothing is trained where no group has a spread.
+            # Without a group with spread nothing is trained.
             if rows:
                 learner.update(rows)
                 learner.save(version)
@@ -310,7 +312,7 @@ def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:
 
 
 def recipe_of(world: World, arm: Arm) -> Recipe:
-    """Return a recipe with the default's credit, and else of a size that suits a tiny model."""
+    """Return a recipe with default credit and sizes for a tiny model."""
     return Recipe.model_validate(
         {
             "dtype": "float32",
@@ -328,7 +330,7 @@ def new_tasks(world: World, count: int, draw: random.Random) -> list[Task]:
 
 
 def credited_rows(played: Sequence[PlayedEpisode], arm: Arm, rule: CreditOptions) -> list[Row]:
-    """Return what the trainer makes of a wave."""
+    """Return the training rows of a wave, with the trainer's credit."""
     rewards = [episode.state.reward for episode in played]
     if arm.unbounded:
         for number, episode in enumerate(played):
@@ -345,6 +347,6 @@ def _summarise(episodes: int, played: Sequence[PlayedEpisode]) -> Look:
 
 
 def use_one_thread() -> None:
-    """Make a worker compute in one thread and show no progress of its own."""
+    """Make a worker process compute in one thread, without progress bars."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()

@@ -1,9 +1,9 @@
-"""Define the toy task: three tools in a chain, and a reward for its right end alone (pure).
+"""The toy task: three tools in a chain, and a reward only for the right result (pure).
 
 A task gives two keys. `lookup` turns a key into a value, `convert` a value into a result,
-`submit` hands a result in and ends the episode. All of this works with either key, and the
-final reward is 1 for the first one's result: what the tools tell is not what is wanted.
-`note`, where a task has it, takes any word, always works, and is good for nothing.
+`submit` hands a result in and ends the episode. All of this works with either key, but the
+final reward is 1 only for the first key's result: working tools do not mean success.
+`note`, if a task has it, takes any word, always works, and is useless.
 """
 
 import random
@@ -16,23 +16,24 @@ from store.records import ToolStatus
 KEYS, VALUES, RESULTS = (tuple(f"{letter}{number}" for number in range(10)) for letter in "kvr")
 NOTE, END, NOTHING = "note", "end", "nothing"
 CHAIN: Final = ("lookup", "convert", "submit")
-# What a tool takes, in the order of the chain.
+# The arguments that a tool accepts, in the order of the chain.
 TAKES: Final = {"lookup": KEYS, "convert": VALUES, "submit": RESULTS, NOTE: KEYS + VALUES + RESULTS}
 STATUSES: Final = ("ok", "error", "malformed")
 WORDS: Final = (
     *("pad", "begin", "call", "result", NOTHING, END, *STATUSES),
     *(*TAKES, *TAKES[NOTE]),
 )
-# A call is a name, an argument, and the end; one that goes on is cut off.
+# A call is a name, an argument, and `END`; a longer call is cut off.
 CALL_WORDS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Define a kind of task, and how well the base model knows it.
+    """A kind of task, and how well the base model knows it.
 
-    `skill` and `notes` are how often the base model's teacher makes the right call, and a note
-    instead of any other. An update trains on `groups` groups, and there are `waves` updates.
+    The worker from whom the base model learns makes the right call with probability `skill`, and a
+    note instead of any call with probability `notes`. There are `waves` updates on `groups` groups
+    each.
     """
 
     name: str
@@ -52,7 +53,7 @@ EASY: Final = World("easy", (*CHAIN, NOTE), turns=10, skill=0.25, notes=0.3, gro
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Define what an episode is about; `answers` are what tools would say to each key in turn."""
+    """The task of an episode; `answers` has value and result for each key."""
 
     name: str
     world: World
@@ -67,7 +68,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Note where an episode stands: the words that the task and its tools gave so far."""
+    """The state of an episode; `given` are the words that a call may use now."""
 
     given: frozenset[str]
     turn: int = 0
@@ -77,7 +78,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """State what came of one call."""
+    """The outcome of one call."""
 
     state: State
     tool: str
@@ -92,7 +93,7 @@ class Outcome:
 
 
 def new_task(name: str, world: World, draw: random.Random) -> Task:
-    """Make a task of fresh words."""
+    """Make a task of random words."""
     keys, values, results = (draw.sample(words, 2) for words in (KEYS, VALUES, RESULTS))
     return Task(name, world, keys, list(zip(values, results, strict=True)))
 
@@ -102,7 +103,7 @@ def begin_state(task: Task) -> State:
 
 
 def apply_call(task: Task, state: State, words: Sequence[str]) -> Outcome:
-    """Apply `words` (one or more): always a call, be it of no known tool."""
+    """Apply the call of `words` (one or more); a call of an unknown tool is malformed."""
     after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.world.turns)
     tool, arguments = words[0], " ".join(word for word in words[1:] if word != END)
     taken = TAKES[tool] if tool in task.world.tools else ()

@@ -1,1 +1,1 @@
-"""Kill processes and take a database away under many calls, and count what is lost."""
+"""Kill processes and stop the database under load, and count lost calls, feedback and episodes."""

@@ -1,15 +1,15 @@
-"""Kill processes and take the database away under load, and compare what is kept.
+"""Kill processes and stop the database under load, and check that nothing is lost.
 
-`--target proxy`: `pawl proxy` with an embedded PostgreSQL and a model server that answers at once;
-one of three things is done (`--kills`, `--outage`, `--feedback`). Between kills the spool's disk, a
-small one of its own, is full or gives I/O errors for a moment, and one record in 200 is poison;
-`--plain` leaves that out, and needs neither root nor a C compiler.
-`--target trainer`: a real `pawl trainer` (`--policies 2`: of two policies, `--shared`: one of
-both); model server and controller beside it are killed too, unless `--plain` leaves that out.
+`--target proxy`: `pawl proxy` with an embedded PostgreSQL and a model server that answers at once,
+in one of three tests (`--kills`, `--outage`, `--feedback`). Between kills the spool's small disk is
+full or gives I/O errors for a moment, and one record in 200 is poisoned; `--plain` leaves these
+faults out, and needs neither root nor a C compiler.
+`--target trainer`: a real `pawl trainer` for each policy (`--policies 2 --shared`: one trainer of
+both); the model server and the controller are killed too, unless `--plain` is given.
 `--target canaries`: live episodes decide about versions while all processes are killed;
-`--target evaluated`: evaluations do.
+`--target evaluated`: evaluations decide.
 
-Ends with status 1 where a promise is broken.
+Ends with status 1 if a promise is broken.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tests.support.controller.canary_kills import canary_kills
 from tests.support.faults.stand import CannotInjectFaults, standing
 from tests.support.trainer.scored_episodes import CASTS
 
-# What a run counts of these must be nothing.
+# Figures of a report that must be zero or empty.
 PROMISES: Final = (
     *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
     *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
@@ -39,7 +39,7 @@ PROMISES: Final = (
     *("not_loaded", "unquarantined", "returns_differ", "scores_differ", "scores_missing"),
     *("without_arm", "wrong_events"),
 )
-# Of the members of a list so many are shown.
+# Number of list members that are shown.
 SHOWN: Final = 10
 
 
@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_target(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Do what is asked for; return the reports by name."""
+    """Run the chosen target and test; return the reports by name."""
     if options.target == "trainer":
         how = {"policies": options.policies, "shared": options.shared, "plain": options.plain}
         return trainer_kills(folder, options.kills, options.seed, **how)
@@ -115,7 +115,7 @@ def run_target(options: argparse.Namespace, folder: Path) -> dict[str, dict[str,
 
 
 def broken_promises(report: dict[str, Any]) -> list[str]:
-    """Return which of the promises that a run is about it broke; empty if none."""
+    """Return the promises that a run broke, with their figures; empty if none."""
     broken = [f"{name}: {count_equal(report[name])}" for name in PROMISES if report.get(name)]
     if report.get("drain_s", 0.0) is None:
         broken.append("the spool was not drained in time")
@@ -123,13 +123,13 @@ def broken_promises(report: dict[str, Any]) -> list[str]:
 
 
 def count_equal(value: Any) -> str:
-    """Write a value; equal members of a list once, with their number."""
+    """Format a value; equal members of a list are shown once, with their number."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {held}" for key, held in value.items())
+        return ", ".join(f"{key} {item}" for key, item in value.items())
     if not isinstance(value, list):
         return str(value)
     times = Counter(map(str, value)).most_common()
-    lines = [f"{count} × {one}" if count > 1 else one for one, count in times[:SHOWN]]
+    lines = [f"{count} × {member}" if count > 1 else member for member, count in times[:SHOWN]]
     return "\n".join([*lines, *([f"and {len(times) - SHOWN} more"] if times[SHOWN:] else [])])
 
 

@@ -1,13 +1,13 @@
 """No call is lost: kill random processes at random moments (`kill -9`) under load.
 
 With faults, the spool's disk is full or gives I/O errors for a while between two kills, one call in
-200 gets a reply that is hard to keep, and as often a segment that nobody can read is laid into the
-spool. A call that is answered meanwhile is stored, or becomes a dead letter with a reason, or its
-record was refused by the disk: then a counter counts it, and the ledger says that its episode
-misses a call, or that calls of that time were lost (an outage). After a fault nothing is killed
-until calls are recorded again, so that the ledger has the names.
+200 gets a reply that is hard to store, and as often an unreadable segment is put into the spool.
+Each answered call must be stored, become a dead letter with a reason, or be counted as refused by
+the disk: the ledger then says that its episode misses a call, or that calls of that time were lost
+(a recording outage). After a fault nothing is killed until calls are recorded again, so that the
+ledger gets the episodes' names.
 
-`measure_outage` takes the database away for minutes instead: no request notices, and all is stored.
+`measure_outage` stops the database for minutes instead: no request may fail, and all is stored.
 """
 
 import asyncio
@@ -43,21 +43,21 @@ AT_ONCE: Final = 16
 PAUSE_S: Final = 0.02
 QUIET_S: Final = (0.05, 1.0)
 FAULT_S: Final = (0.3, 1.5)
-# One fault to so many kills, and one of each kind at least.
+# Kills for each fault; there is at least one fault of each kind.
 KILLS_A_FAULT: Final = 4
-# Every worker that has calls has told the ledger of what it missed after so many more of them.
+# After this many more calls, every worker with calls has reported its lost calls to the ledger.
 CALLS_AFTER_FAULT: Final = 20 * AT_ONCE
 CALLS_WITHIN_S: Final = 60.0
 DRAIN_S: Final = 120.0
 OUTAGE_DRAIN_S: Final = 600.0
-# A moment's calls of an outage's clients.
+# So few spooled records are normal with the clients of `measure_outage`.
 LEVEL: Final = 32
-# A client sees a reset a moment after the kill.
+# A client may see a reset this long after the kill.
 SLACK_S: Final = 0.5
-# Which kills may fail a call: those of a process that has calls in flight.
+# Only kills of processes with calls in flight may fail a call.
 COSTLY: Final[frozenset[Part]] = frozenset({"worker", "supervisor"})
 FOREIGN: Final = b"\x93\x01\x02"
-# Episodes that were under way in an outage, and may be trained on all the same.
+# Counts episodes that were under way in an outage and are not quarantined.
 _UNQUARANTINED: Final = """
     SELECT count(*) FROM episodes e WHERE quarantined_reason IS NULL AND EXISTS (
         SELECT FROM recording_outages
@@ -66,7 +66,7 @@ _UNQUARANTINED: Final = """
 
 
 class Kill(NamedTuple):
-    """Describe one kill: from when to when all was back."""
+    """One kill: what was killed, when, and when everything was back."""
 
     part: Part
     at: float
@@ -75,14 +75,14 @@ class Kill(NamedTuple):
 
 @dataclass(slots=True)
 class InjectedFaults:
-    """Note what was done to the proxy.
+    """The kills and faults that the proxy suffered.
 
     Attributes:
         kills: the kills.
-        faults: how often the disk failed in which way.
-        laid: the episodes of whole calls that were laid into the spool, by call.
-        poisoned: the segments that were laid there.
-        stalled: where it did not go on as it should: not ready again, too few calls, not stopped.
+        faults: how often the disk failed, by kind of fault.
+        laid: the episode of each valid call that was put into the spool, by call.
+        poisoned: the names of the poisoned segments that were put into the spool.
+        stalled: when the proxy did not recover: not ready again, too few calls, not stopped.
     """
 
     kills: list[Kill] = field(default_factory=list)
@@ -95,12 +95,12 @@ class InjectedFaults:
 async def kill_under_load(
     stand: Stand, count: int, seed: int, pause_s: float = PAUSE_S
 ) -> dict[str, Any]:
-    """Kill so many times, and report; the disk fails too where the stand has one of its own.
+    """Kill processes under load, and return the report; a stand with a disk of its own has faults.
 
     Args:
         stand: the processes.
         count: number of kills.
-        seed: chooses what is killed when.
+        seed: chooses what is killed and when.
         pause_s: how long each of `AT_ONCE` clients waits after a call, in seconds.
     """
     dice, has_faults = random.Random(seed), stand.disk is not None
@@ -118,7 +118,7 @@ async def kill_under_load(
     try:
         for event in events:
             await asyncio.sleep(dice.uniform(*QUIET_S))
-            # Counts begin again at 0 with a new supervisor: they are read before one is killed.
+            # A new supervisor counts from 0: read the counters before a kill.
             await scrape(stand.admin, scrapes)
             if event is None:
                 part, began = dice.choice(PARTS), time.monotonic()
@@ -136,7 +136,7 @@ async def kill_under_load(
     try:
         await asyncio.to_thread(stand.stop)
     except subprocess.TimeoutExpired:
-        done.stalled.append("it did not stop when it was told to")
+        done.stalled.append("it did not stop when asked to")
     return (
         _report(done.kills, load.outcome, scrapes)
         | {"drain_s": drain_s}
@@ -148,7 +148,7 @@ async def kill_under_load(
 async def _fail_disk(
     stand: Stand, fault: Fault, seconds: float, load: Load, done: InjectedFaults
 ) -> None:
-    """Let the disk fail, and wait until every worker that has calls has told of it."""
+    """Let the disk fail, and wait until every worker with calls has reported its losses."""
     assert stand.disk is not None
     await stand.disk.suffer(fault, seconds)
     done.faults[fault] += 1
@@ -163,8 +163,8 @@ async def _fail_disk(
 def _lay_segments(spool: Path, wanted: int, dice: random.Random, done: InjectedFaults) -> None:
     """Put sealed segments into the spool, each in a folder of its own, as if a worker had left it.
 
-    Each has what can only be a dead letter between two whole records: a frame of something else, or
-    a record with one bit flipped.
+    Each has a poisoned record between two valid ones: a foreign frame, or a record with one bit
+    flipped. It can only become a dead letter.
     """
     while len(done.poisoned) < wanted:
         name = str(new_id())
@@ -184,7 +184,7 @@ def _lay_segments(spool: Path, wanted: int, dice: random.Random, done: InjectedF
             unfinished.write_bytes(encode_frame(before) + bad + encode_frame(after))
             unfinished.rename(folder / f"{name}.seg")
         except OSError:
-            # So much waits for the database that the disk is full by itself: it is laid later.
+            # The waiting records fill the disk: put this segment into the spool later.
             return
         done.poisoned.append(name)
         done.laid |= {str(UUID(bytes=call.id)): call.episode for call in (before, after)}
@@ -193,7 +193,7 @@ def _lay_segments(spool: Path, wanted: int, dice: random.Random, done: InjectedF
 async def _compare_stored(
     stand: Stand, outcome: Outcome, done: InjectedFaults, scrapes: Scrapes
 ) -> dict[str, Any]:
-    """Compare what the clients saw, and what was laid down, with what is kept."""
+    """Compare the answered calls and the added segments with the stored records."""
     answered = outcome.episodes | done.laid
     stored = await kept(stand.url, list(answered), own_episodes=True)
     if stand.disk is None:
@@ -215,21 +215,23 @@ async def _compare_stored(
         "poisoned_calls_dead": len(ended.dead),
         "poisoned_segments": len(done.poisoned),
         "poison_not_dead": [
-            name for name in done.poisoned if not any(one.startswith(f"{name}-") for one in buried)
+            name
+            for name in done.poisoned
+            if not any(file.startswith(f"{name}-") for file in buried)
         ],
     }
 
 
 class UnstoredCalls(NamedTuple):
-    """Tell where the calls ended that are not stored.
+    """The answered calls that are not stored, by reason.
 
     Attributes:
         marked: the disk refused the record, and the ledger says that the episode misses a call.
-        in_outage: it did while an outage lasted: the ledger says that calls of that time were lost.
-        dead: the record cannot be read or stored, and lies beside the spool with the reason.
-        missing: none of these.
-        outages: number of outages.
-        unquarantined: how many episodes of the time of an outage were not quarantined.
+        in_outage: the disk refused the record during a recording outage that the ledger has.
+        dead: the record is a dead letter with a reason.
+        missing: calls without such a reason.
+        outages: number of recording outages.
+        unquarantined: number of episodes during an outage that are not quarantined.
     """
 
     marked: set[str]
@@ -243,7 +245,7 @@ class UnstoredCalls(NamedTuple):
 async def _find_unstored(
     stand: Stand, answered: Mapping[str, str], times: Mapping[str, tuple[float, float]]
 ) -> UnstoredCalls:
-    """Find where each call ended; `answered` is by call its episode, and `times` when it was."""
+    """Sort the unstored calls by reason; `answered` has each call's episode, `times` its time."""
     connection = await asyncpg.connect(stand.url)
     try:
         ids = [UUID(call) for call in answered]
@@ -259,7 +261,7 @@ async def _find_unstored(
         unquarantined = int(await connection.fetchval(_UNQUARANTINED))
     finally:
         await connection.close()
-    # From when to when each was, without the time that is added at both ends.
+    # Begin and end of each outage, without the slack that is added at both ends.
     outages = [
         ((since + SLACK).timestamp(), (time_of(before) - SLACK).timestamp())
         for since, before in rows
@@ -277,7 +279,7 @@ async def _find_unstored(
 
 
 def _dead_calls(spool: Path) -> set[str]:
-    """Return the calls among the dead letters that have a reason beside them."""
+    """Return the ids of dead-lettered calls that have a file with the reason."""
     calls = set()
     for letter in (spool / "dead").glob("*.letter"):
         try:
@@ -325,7 +327,7 @@ def _scrape_counts(scrapes: Scrapes) -> dict[str, Any]:
 
 
 def _find_kill(at: float, done: Sequence[Kill]) -> Part | None:
-    """Return the kill that a failure at that time is due to."""
+    """Return what was killed when a call failed at time `at`; None if no kill explains it."""
     for kill in reversed(done):
         if kill.part in COSTLY and kill.at <= at <= kill.back + SLACK_S:
             return kill.part
@@ -333,7 +335,7 @@ def _find_kill(at: float, done: Sequence[Kill]) -> Part | None:
 
 
 async def measure_outage(stand: Stand, seconds: float) -> dict[str, Any]:
-    """Take the database away for so long; latency before and meanwhile, and what is stored."""
+    """Stop the database for `seconds`; report latency before, during and after, and lost calls."""
     await stand.ready()
     load, scrapes = Load(stand.port, at_once=8, pause_s=0.06, calls_per_episode=10), Scrapes()
     watching = asyncio.create_task(scraping(stand.admin, scrapes))
@@ -346,7 +348,7 @@ async def measure_outage(stand: Stand, seconds: float) -> dict[str, Any]:
     await asyncio.sleep(seconds)
     back = time.monotonic()
     await stand.start_postgres()
-    # The clients go on while the backlog is stored: until no more waits than a moment's calls.
+    # The clients go on while the backlog is stored, until only normally few records wait.
     while (samples := await scrape(stand.admin, scrapes)) is None or samples[SPOOLED] > LEVEL:
         if time.monotonic() - back > OUTAGE_DRAIN_S:
             break
@@ -375,6 +377,6 @@ async def measure_outage(stand: Stand, seconds: float) -> dict[str, Any]:
 
 
 def _latency(took: Sequence[float]) -> dict[str, float]:
-    """Return median, p99 and the longest, in milliseconds."""
+    """Return percentiles and the maximum, in milliseconds."""
     shares = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999, "max_ms": 1.0}
     return {name: round(1000 * percentile(took, share), 2) for name, share in shares.items()}

@@ -1,8 +1,8 @@
-"""Rewards are what was said: state thousands of things about episodes while the proxy is killed.
+"""No feedback is lost or mixed up: send thousands of statements while the proxy is killed.
 
-Each client works on an episode of its own: one call, made before, amid or after what is said of it,
-and statements of three metrics: values, corrections, withdrawals. Each is sent again until it is
-answered, and some a second time after others, under their idempotency keys. So a client knows which
+Each client works on an episode of its own: it makes one call, before, amid or after its statements
+about three metrics (values, changed values, withdrawals). Each statement is sent again until it is
+answered, and some are repeated later, with the same idempotency key. So a client knows which
 statement of each metric counts, in whatever order records reach the database.
 """
 
@@ -37,7 +37,7 @@ RETRY_S: Final = 0.05
 PAUSE_S: Final = (0.3, 2.0)
 AWAY_S: Final = 5.0
 DRAIN_S: Final = 300.0
-# How often a statement that was taken is sent again, later.
+# The share of accepted statements that are sent again later.
 AGAIN: Final = 0.2
 VALUES: Final[Mapping[str, tuple[float | str | None, ...]]] = {
     "right": (0.0, 1.0, 0.5, None),
@@ -63,13 +63,13 @@ START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 @dataclass(slots=True)
 class Client:
-    """State things about episodes, one after the other.
+    """Sends statements about episodes, one after another.
 
     Attributes:
-        stated: what was said of each episode, in order, as it was taken.
-        sent: statements sent, repeats among them.
-        repeated: those sent a second time on purpose.
-        statuses: replies by status; 0: broken off.
+        stated: the accepted feedback on each episode, in order.
+        sent: number of statements sent, with repeats.
+        repeated: number of statements sent a second time on purpose.
+        statuses: number of replies by status; 0: broken off.
     """
 
     stand: Stand
@@ -80,7 +80,7 @@ class Client:
     statuses: Counter[int] = field(default_factory=Counter)
 
     async def state_all(self, episode: str, dice: random.Random) -> None:
-        """Say all that is said of one episode, and make its call somewhere in between."""
+        """Send all statements about one episode, and make its call before, amid or after them."""
         sent: list[tuple[str, dict[str, Any]]] = []
         call_at = dice.choice([0, dice.randrange(STATEMENTS_AN_EPISODE), STATEMENTS_AN_EPISODE])
         stated = self.stated.setdefault(episode, [])
@@ -110,7 +110,7 @@ class Client:
         await self._send(wire.CHAT, body, {"x-pawl-episode": episode})
 
     async def _send(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        """Send it until there is an answer that settles it."""
+        """Send the request until it gets an answer below status 500."""
         url = f"http://127.0.0.1:{self.stand.port}{path}"
         status = 0
         while not 0 < status < 500:
@@ -126,7 +126,7 @@ class Client:
 
 
 async def check_feedback(stand: Stand, statements: int, seed: int) -> dict[str, Any]:
-    """Send so many statements under kills and an outage; compare what is stored."""
+    """Send `statements` under kills and an outage; compare them with the stored feedback."""
     await stand.ready()
     dice = random.Random(seed)
     async with aiohttp.ClientSession() as session:
@@ -158,7 +158,7 @@ async def check_feedback(stand: Stand, statements: int, seed: int) -> dict[str, 
 
 
 async def _begin_policy(stand: Stand, session: aiohttp.ClientSession) -> str:
-    """Let the served model be a policy with a sum of its own; return its name once it is."""
+    """Make the served model a policy with the rule SUM; return its name once calls belong to it."""
     models = json.loads((await fetch(stand.port, "/v1/models")).body)
     policy: str = models["data"][0]["id"]
     engine = make_engine(stand.url)
@@ -176,7 +176,7 @@ async def _begin_policy(stand: Stand, session: aiohttp.ClientSession) -> str:
 
 
 async def _kill(stand: Stand, kills: int, dice: random.Random) -> Counter[str]:
-    """Kill processes at random moments; half-way take the database away for a while."""
+    """Kill processes at random moments; half-way stop the database for `AWAY_S` seconds."""
     killed: Counter[str] = Counter()
     for number in range(kills):
         await asyncio.sleep(dice.uniform(*PAUSE_S))
@@ -194,7 +194,7 @@ async def _kill(stand: Stand, kills: int, dice: random.Random) -> Counter[str]:
 async def _compare_stored(
     url: str, policy: str, stated: Mapping[str, list[Feedback]]
 ) -> dict[str, Any]:
-    """Compare what is stored with what was said, in order: statements, and what they come to."""
+    """Compare the stored feedback with `stated`: number of statements, and resulting rewards."""
     engine = make_engine(url)
     async with engine.connect() as connection:
         counts = text("SELECT target, count(*) AS n FROM feedback GROUP BY target")
