@@ -36,7 +36,7 @@ CATEGORIES: Final = "simple_python,multiple,parallel,irrelevance"
 # More than the training tasks of a category: all of them are run once.
 EACH: Final = 400
 # The bars: the unweighted mean of the categories rises by at least RISE, and no category falls by
-# more than FALL; LIVE live rewards in a row are on average at most LIVE_FALL lower than the base model's.
+# more than FALL; the mean of LIVE live rewards in a row is at most LIVE_FALL below the base's.
 RISE, FALL, LIVE, LIVE_FALL = 0.15, 0.03, 768, 0.1
 
 

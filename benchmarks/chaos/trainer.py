@@ -1,13 +1,14 @@
 """No episode is lost or trained twice: kill the trainer in mid-update, again and again.
 
-A ledger of scored episodes is trained twice: by trainers that are left alone, and by ones that are
-killed, at boundaries of their steps and at random. What became of every episode, and the bytes of
-every version, must be the same. Where one trainer of all policies is killed, it is compared with
-one trainer for each, left alone.
+A ledger of scored episodes is trained twice: by undisturbed trainers, and by trainers that are
+killed, at boundaries of their steps and at random. The outcome of every episode, and the bytes of
+every version, must be the same in both runs. If a single trainer of all policies is killed, it is
+compared with one undisturbed trainer for each policy. A *life* is one process of a trainer, from
+its start to its end.
 
-Unless nothing is to stand beside the trainers, two kills in five hit, while a trainer works, the
-model server, which has no adapters when it is back, or the controller, which must give it all that
-the store lists as servable; or both. The last of these come when no trainer lives any more.
+Unless the test is plain, two kills in five hit the model server or the controller or both, while a
+trainer works. A new model server has no adapters: the controller must load all that the store lists
+as servable. The last of these kills come after the trainers have ended.
 """
 
 import asyncio
@@ -42,30 +43,33 @@ from tests.support.trainer.scored_episodes import POLICIES_TOML, recipe_toml, tr
 from tests.support.trainer.zygote import GONE_S, Zygote, zygote
 from trainer.publishing.adapters import read_manifest
 
-# So many kills to an update: most lives do not live to see one whole.
+# Kills for each update: most lives end before they finish an update.
 KILLS_AN_UPDATE: Final = 2
 # The share of the kills that hit model server and controller.
-BESIDE: Final = 0.4
+SHARE_BESIDE: Final = 0.4
+# Processes that are killed at the same time.
 TOGETHER: Final = (("model server",), ("controller",), ("model server", "controller"))
-# With the trainers down: what the controller alone brings back, and after its own death.
+# Kills after the trainers have ended: the controller alone must load the adapters, the second time
+# after its own restart.
 IN_THE_END: Final = (("model server",), ("model server", "controller"))
 AWAY_S: Final = (0.0, 1.0)
 LOADED_WITHIN_S: Final = 60.0
-# The last step before which an update has left nothing that its successor could finish.
+# An update killed at this boundary or earlier has left nothing that a later life could finish.
 RENAME: Final = "before the rename"
-# What is come by only where a life before ended after this.
+# A life reaches a boundary in OF_A_RELEASE only if an earlier life was killed at this one.
 CLAIMED: Final = "after the claim"
 OF_A_RELEASE: Final = frozenset({"before a release", "in the transaction of a release"})
 STARTING, WORKING = "at random, as it starts", "at random, at work"
 UP: Final = b'"trainer_up"'
+# Probabilities of the kinds of kill.
 AT_BOUNDARY, IN_START, OF_POSTGRES = 0.4, 0.2, 0.1
-# A life that is asked to stop, and does not count as a kill, before every tenth that is killed.
+# Before every tenth kill a life is asked to stop, which does not count as a kill.
 ASKED_EVERY: Final = 10
 FIRST_START_S, RETRY_S, LONGEST_S, STAGE_S, SERVER_UP_S = 2.0, 1.0, 120.0, 300.0, 60.0
 POLL_S: Final = 0.02
-# Each look is a session of PostgreSQL's: looking ten times a second takes a tenth of a core.
-LOOK_S: Final = 0.5
-# All of a version but its manifest, which names the update's id.
+# Pause between queries: each opens a session, and ten a second take a tenth of a core.
+QUERY_S: Final = 0.5
+# All files of a version but its manifest, which has the update's id.
 COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "base.json", "trainer/*")
 
 _SPENT: Final = """
@@ -89,7 +93,7 @@ _OUTCOMES: Final = """
 """
 _STATES: Final = "SELECT version, state FROM policies WHERE name = $1 ORDER BY version"
 _ABANDONED: Final = "SELECT count(*) FROM updates WHERE policy = $1 AND state = 'abandoned'"
-# Whatever a trainer could have made or held, by the name of its policy.
+# Everything that a trainer could have made or claimed for other policies.
 _OF_OTHERS: Final = """
     SELECT 'version of ' || name FROM policies WHERE name <> ALL($1)
     UNION ALL SELECT 'update of ' || policy FROM updates WHERE policy <> ALL($1)
@@ -109,18 +113,18 @@ _SERVABLE: Final = f"""
 
 
 class NotStaged(Exception):
-    """Report that the ledger could not be made; the message ends with what was said of it."""
+    """The ledger could not be made; the message ends with the end of the log."""
 
 
 class BoundaryNotReached(Exception):
-    """Report a boundary at which nothing dies, which every life must come by."""
+    """A life did not reach a boundary at which it should have been killed."""
 
 
 class Task(NamedTuple):
-    """Define what is trained in both runs.
+    """The training of both runs.
 
-    `shared`: one trainer trains all policies while it is killed. `kills_beside` are those of model
-    server and controller, None if no controller stands beside the trainers.
+    `shared`: in the run with kills, one trainer trains all policies. `kills_beside` is the number
+    of kills of model server and controller; None: no controller runs.
     """
 
     folder: Path
@@ -140,11 +144,11 @@ def trainer_kills(
     shared: bool = False,
     plain: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Kill so many times in all; what became of each policy, of the ledger, and beside.
+    """Run the test with `kills` kills in all; return the reports of `compare_runs`.
 
-    With `plain` all kills are the trainers', and nothing but a model server stands there.
+    With `plain` only trainers are killed, and no controller runs.
     """
-    beside = None if plain else round(BESIDE * kills)
+    beside = None if plain else round(SHARE_BESIDE * kills)
     of_trainers = kills - (beside or 0)
     updates = max(4, of_trainers // policies // KILLS_AN_UPDATE)
     each = of_trainers if shared else of_trainers // policies
@@ -156,10 +160,10 @@ def trainer_kills(
 
 
 def compare_runs(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, dict[str, Any]]:
-    """Train a ledger twice, the second time while `disturb` is at each run.
+    """Train a ledger twice, the second time while `disturb` disturbs each run; return reports.
 
-    `disturb` also gets the seconds that an undisturbed update takes. What became of each policy is
-    under its name; under `ledger`, what it was trained on; under `beside`, what became of the rest.
+    `disturb` also gets the seconds that an undisturbed update takes. There is a report for each
+    policy, one of the `ledger`, and one of the processes `beside` the trainers.
     """
     names = trained(task.policies)
     alone: list[tuple[str, ...]] = [(name,) for name in names]
@@ -194,7 +198,7 @@ def compare_runs(task: Task, disturb: Callable[["Run", float], None]) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Name where a trainer of one policy or more works; `updates` is of each policy."""
+    """The files and database of a trainer of one or more policies; `updates` is for each policy."""
 
     folder: Path
     database_url: str
@@ -221,7 +225,7 @@ class RunPlace:
         return len(made) / (self.updates * len(self.names))
 
     def settings(self, upstream_port: int) -> dict[str, str]:
-        """Return the settings of its trainer, and of a controller beside it."""
+        """Return the environment variables of the trainer, and of a controller."""
         of_policies = {} if self.policies is None else {"PAWL_POLICIES": str(self.policies)}
         if len(self.names) == 1:
             of_policies["PAWL_POLICY"] = self.names[0]
@@ -234,7 +238,7 @@ class RunPlace:
             "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_CONTROLLER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_POLL_S": "0.05",
-            # No version is unloaded for another: what a kill left must not be so unseen.
+            # No version is unloaded to make room, which would hide leftovers of a kill.
             "PAWL_ADAPTER_SLOTS": "1000000",
         }
 
@@ -242,7 +246,7 @@ class RunPlace:
 def _places(
     task: Task, name: str, database: "Database", trainers: list[tuple[str, ...]]
 ) -> list[RunPlace]:
-    """Make the places of a run, one for each of its trainers; its database is empty yet."""
+    """Make the places of a run, one for each of its trainers, with an empty database."""
     folder, url, model = task.folder / name, database.create(name), task.folder / "model"
     folder.mkdir()
     (folder / "recipe.toml").write_text(recipe_toml())
@@ -260,34 +264,34 @@ def _make_ledgers(forks: Zygote, task: Task, urls: list[str]) -> None:
 
 
 class Database:
-    """Keep a PostgreSQL that one run may kill under all trainers, while no run counts on it."""
+    """A PostgreSQL that a run may kill under all trainers, except while a run needs it."""
 
     def __init__(self, postgres: EmbeddedPostgres) -> None:
         self._postgres = postgres
-        self._counting_on_it = 0
+        self._needed_by = 0
         self._changed = threading.Condition()
 
     @contextmanager
     def keep_up(self) -> Iterator[None]:
-        """Let nobody kill it within this block."""
+        """Keep the server from being killed within the block."""
         with self._changed:
-            self._counting_on_it += 1
+            self._needed_by += 1
         try:
             yield
         finally:
             with self._changed:
-                self._counting_on_it -= 1
+                self._needed_by -= 1
                 self._changed.notify_all()
 
     def ask(self, url: str, query: str, *arguments: Any) -> list[Any]:
-        """Return the rows of a query, during which nobody kills it."""
+        """Return the rows of a query; the server is not killed meanwhile."""
         with self.keep_up():
             return asyncio.run(_rows(url, query, *arguments))
 
     def kill_and_start(self) -> None:
-        """Kill it and start it again; who would count on it waits so long."""
+        """Kill and restart the server once no run needs it."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._counting_on_it)
+            self._changed.wait_for(lambda: not self._needed_by)
             asyncio.run(kill_and_start(self._postgres))
 
     def create(self, name: str) -> str:
@@ -306,13 +310,13 @@ async def _rows(url: str, query: str, *arguments: Any) -> list[Any]:
 
 
 class Run:
-    """Run a trainer over the ledger of `place`, in lives that end as they are told.
+    """The lives of one trainer, over the ledger of `place`.
 
     Attributes:
-        killed: kills by how.
-        idle: kills after the last episode was spent: they find a trainer without work.
-        by_themselves: lives that ended with another status than they were to.
-        stopped_after: seconds from SIGTERM to the end, of those that were asked.
+        killed: number of kills by kind.
+        idle: number of kills after the last episode was consumed, when a trainer has no work.
+        by_themselves: lives that ended in another way than intended.
+        stopped_after: seconds from SIGTERM to the end, of each life that was asked to stop.
     """
 
     def __init__(
@@ -327,28 +331,30 @@ class Run:
         self._settings = place.settings(beside.server.port)
 
     def to_its_end(self, disturb: Callable[["Run"], None]) -> None:
-        """Be disturbed, and then left alone until every episode is spent."""
+        """Run `disturb`, and then an undisturbed life until every episode is consumed."""
         disturb(self)
         self._finish()
 
     def kill_at_each_boundary(self) -> None:
-        """Start a life for each of the boundaries, which it dies at.
+        """Start a life for each boundary, at which it is killed.
 
         Raises:
-            NotComeBy: a life lived on: the trainer no longer does what the boundary is about.
+            BoundaryNotReached: a life was not killed, as the trainer has no such step any more.
         """
         for name in self._forks.boundaries:
             for boundary in [CLAIMED, name] if name in OF_A_RELEASE else [name]:
                 before = self.killed[boundary]
                 self._kill_life(boundary, LONGEST_S)
                 if self.killed[boundary] == before:
-                    raise BoundaryNotReached(f"no trainer died '{boundary}': mend the boundaries")
+                    raise BoundaryNotReached(
+                        f"no trainer reached the boundary '{boundary}': correct it"
+                    )
 
     def kill(self, times: int, dice: random.Random, update_s: float) -> None:
-        """Start so many lives, ended at boundaries and at random, spread over the whole ledger.
+        """Start and kill lives `times` times, at boundaries and at random, over the whole ledger.
 
-        The choice keeps the updates in step with the kills: while they are ahead, lives end
-        before anything is written. `update_s` is what an undisturbed update takes.
+        The choice keeps the updates in step with the kills: while updates are ahead, lives are
+        killed before they write anything. `update_s` is the time of an undisturbed update.
         """
         boundaries = self._forks.boundaries
         early = boundaries[: boundaries.index(RENAME) + 1]
@@ -365,7 +371,7 @@ class Run:
                 kill = partial(self._beside.kill, victims, dice)
                 self._kill_life_and_others(kill, dice.uniform(0.0, update_s), victims)
             elif dice.random() < AT_BOUNDARY:
-                # A boundary that it does not come by in this time is none of this life's.
+                # If this life does not reach the boundary in this time, kill it anyway.
                 self._kill_life(dice.choice(early if is_ahead else boundaries), 4.0 * update_s)
             elif not is_ahead and dice.random() < OF_POSTGRES:
                 kill_postgres = self._database.kill_and_start
@@ -378,7 +384,7 @@ class Run:
                 self._kill_life(None, dice.uniform(0.0, update_s * (1.0 if is_ahead else 3.0)))
 
     def _kill_life(self, boundary: str | None, seconds: float, *, once_up: bool = True) -> None:
-        """Start a life that dies at a boundary, or after so many seconds (at work if `once_up`)."""
+        """Start a life; kill it at a boundary, or `seconds` after its start (or once it is up)."""
         pid, status = self._begin(boundary, once_up=once_up)
         if status is None:
             status = self._forks.wait(pid, seconds)
@@ -392,13 +398,13 @@ class Run:
     def _kill_life_and_others(
         self, kill: Callable[[], None], seconds: float, victims: Sequence[str]
     ) -> None:
-        """Start a life, kill others at its work and start them again, then kill the life."""
+        """Start a life, kill and restart the `victims` while it works, then kill the life."""
         pid, status = self._begin(None)
         if status is None:
             status = self._forks.wait(pid, seconds)
         kill()
         if status is None:
-            # Long enough to come back, to recover, and to be in the midst of the next update.
+            # Time for the victims to be back, and for the life to be amid its next update.
             status = self._forks.wait(pid, RETRY_S + seconds)
         if status is None:
             status = self._forks.end(pid, signal.SIGKILL)
@@ -407,10 +413,10 @@ class Run:
     def _count_kill(self, by: str, status: int | None) -> None:
         self.killed[by] += 1
         if status != -signal.SIGKILL:
-            self._note(f"status {status}, to be killed: {by}")
+            self._note(f"status {status} instead of a kill: {by}")
 
     def _stop_at_work(self, seconds: float) -> None:
-        """Start a life, and ask it to stop at work (SIGTERM): it goes soon, and holds nothing."""
+        """Start a life, and ask it to stop at work (SIGTERM): it must end without a claim."""
         held = self._running_updates()
         pid, status = self._begin(None)
         if status is None:
@@ -420,13 +426,13 @@ class Run:
             status = self._forks.end(pid, signal.SIGTERM)
         self.stopped_after.append(time.monotonic() - asked)
         if status != 0:
-            self._note(f"status {status}, asked to stop")
-        # What the life before it left may still be there: it had no time to look.
+            self._note(f"status {status} after SIGTERM")
+        # A claim of the previous life may remain: this life had no time to release it.
         if self._running_updates() - held:
-            self._note("asked to stop, it kept its claim")
+            self._note("it kept its claim after SIGTERM")
 
     def _begin(self, boundary: str | None, *, once_up: bool = True) -> tuple[int, int | None]:
-        """Start one, and wait until it is up; its id, and how it ended if it did."""
+        """Start a life; return its process id once it is up, and its status if it has ended."""
         started, logged = time.monotonic(), len(self.place.logged())
         pid, status = self._start(boundary), None
         while once_up and status is None and UP not in self.place.logged()[logged:]:
@@ -436,16 +442,16 @@ class Run:
         return pid, status
 
     def _finish(self) -> None:
-        """Start a life that is left alone until every episode is spent, and then asked to stop."""
+        """Start an undisturbed life; once every episode is consumed, ask it to stop."""
         pid = self._start(None)
         status, progress, deadline = None, -1.0, 0.0
         while status is None and not self._all_spent():
             if self.place.progress() > progress:
                 progress, deadline = self.place.progress(), time.monotonic() + LONGEST_S
             if time.monotonic() > deadline:
-                self._note("the last life came no further")
+                self._note("the last life made no progress")
                 break
-            status = self._forks.wait(pid, LOOK_S)
+            status = self._forks.wait(pid, QUERY_S)
         if status is None:
             status = self._forks.stop(pid)
         if status != 0:
@@ -460,19 +466,19 @@ class Run:
         return bool(row[0])
 
     def _running_updates(self) -> set[UUID]:
-        """Return the policies' updates that hold episodes now."""
+        """Return the ids of the policies' running updates, which hold claims."""
         [row] = self._database.ask(self.place.database_url, _HELD, list(self.place.names))
         return set(row[0] or ())
 
     def _note(self, event: str) -> None:
-        """Note something that is not to be, with the end of the log."""
+        """Record an unexpected event, with the end of the log."""
         self.by_themselves.append(f"{event}: {self.place.logged()[-1500:].decode()}")
 
 
 class ComputingServer:
-    """Run a model server that computes: it is up at once, and has no adapter then.
+    """A model server that computes; it starts at once, without adapters.
 
-    What bytes it was given under a name outlives it: other ones are refused for ever.
+    It refuses other bytes under a name that it has loaded before, even after a restart.
     """
 
     def __init__(self, forks: Zygote, folder: Path, model: Path) -> None:
@@ -483,10 +489,10 @@ class ComputingServer:
         self._arguments = {"model": str(model), "port": self.port, "seen": str(seen)}
 
     def start(self) -> None:
-        """Start it, and wait until it answers.
+        """Start the server, and wait until it answers.
 
         Raises:
-            NotUp: it does not; the message ends with its last words.
+            NotUp: it does not answer; the message is the end of its log.
         """
         self._pid = self._forks.start("server", self._log, {}, **self._arguments)
         deadline = time.monotonic() + SERVER_UP_S
@@ -498,7 +504,7 @@ class ComputingServer:
         self._forks.end(self._pid, signal.SIGKILL)
 
     def models(self) -> Mapping[str, str] | None:
-        """Return the folder of each model that it has, by name; None if it does not answer."""
+        """Return the folder of each loaded model by name; None if the server does not answer."""
         url = f"http://127.0.0.1:{self.port}/v1/models"
         try:
             with urllib.request.urlopen(url, timeout=10.0) as reply:
@@ -508,10 +514,10 @@ class ComputingServer:
 
 
 class ServerAndController:
-    """Keep a model server and a controller beside a run's trainers, and kill them.
+    """Runs a model server and a controller beside a run's trainers, and kills them.
 
-    `place` is that of any of the run's trainers, which train `policies`; `kills` are all of both,
-    None if no controller stands there and nothing is killed.
+    `place` is that of any of the run's trainers; they train `policies`. `kills` is the number of
+    kills of both processes; None: no controller runs, and nothing is killed.
     """
 
     def __init__(
@@ -525,7 +531,7 @@ class ServerAndController:
         self.server = ComputingServer(forks, place.folder, place.model)
         self._forks, self._database, self._place = forks, database, place
         self._policies, self._has_controller = list(policies), kills is not None
-        self._meanwhile = max(0, (kills or 0) - sum(map(len, IN_THE_END)))
+        self._kills_at_work = max(0, (kills or 0) - sum(map(len, IN_THE_END)))
         self._one_at_a_time = threading.RLock()
         self._killed: Counter[str] = Counter()
         self._back_after: list[float] = []
@@ -542,7 +548,7 @@ class ServerAndController:
 
     def __exit__(self, *_: object) -> None:
         if self._has_controller and (status := self._forks.stop(self._controller)) != 0:
-            self._by_themselves.append(f"the controller, asked to stop: status {status}")
+            self._by_themselves.append(f"the controller, after SIGTERM: status {status}")
         self.server.kill()
 
     def _start_controller(self) -> None:
@@ -553,16 +559,18 @@ class ServerAndController:
         self._controller = self._forks.start("controller", log, settings)
 
     def next_victims(self, share: float, dice: random.Random) -> Sequence[str]:
-        """Return what is to be killed next, when a share of the trainers' kills is done."""
-        left = self._meanwhile - self._killed.total()
+        """Return the processes to kill now, if due; `share` of the trainers' kills are done."""
+        left = self._kills_at_work - self._killed.total()
         return (
-            dice.choice(TOGETHER)[:left] if share * self._meanwhile > self._killed.total() else ()
+            dice.choice(TOGETHER)[:left]
+            if share * self._kills_at_work > self._killed.total()
+            else ()
         )
 
     def kill(self, victims: Sequence[str], dice: random.Random) -> None:
-        """Kill all of `victims`, and start them again after a moment, in any order.
+        """Kill all of `victims`, and start them again after a moment, in random order.
 
-        Half of the time a model server is also seen to get its adapters back.
+        In half of the cases wait until a restarted model server has its adapters again.
         """
         with self._one_at_a_time:
             began = time.monotonic()
@@ -573,7 +581,9 @@ class ServerAndController:
                 elif (
                     status := self._forks.end(self._controller, signal.SIGKILL)
                 ) != -signal.SIGKILL:
-                    self._by_themselves.append(f"the controller, to be killed: status {status}")
+                    self._by_themselves.append(
+                        f"the controller, instead of a kill: status {status}"
+                    )
             time.sleep(dice.uniform(*AWAY_S))
             for part in dice.sample(list(victims), len(victims)):
                 if part == "model server":
@@ -585,21 +595,21 @@ class ServerAndController:
                 self._wait_until_loaded(self._loaded_after)
 
     def kill_in_the_end(self, dice: random.Random) -> None:
-        """Kill with the trainers down: what is loaded then, the controller has loaded."""
+        """Kill after the trainers have ended: the controller alone must load the adapters again."""
         for victims in IN_THE_END if self._has_controller else ():
             self.kill(victims, dice)
             self._wait_until_loaded(self._loaded_without_trainer)
 
     def _wait_until_loaded(self, taken: list[float]) -> None:
-        """Wait until the server has what the store lists, and note how long that took.
+        """Wait until the server has all servable adapters, and add the seconds to `taken`.
 
-        The list is read again and again: a controller that started unloads what had ended.
+        The store's list is read repeatedly: a new controller unloads versions that had ended.
         """
-        began = next_look = time.monotonic()
+        began = next_query = time.monotonic()
         while True:
-            if (now := time.monotonic()) >= next_look:
+            if (now := time.monotonic()) >= next_query:
                 rows = self._database.ask(self._place.database_url, _SERVABLE, self._policies)
-                next_look, wanted = now + LOOK_S, set(map(tuple, rows))
+                next_query, wanted = now + QUERY_S, set(map(tuple, rows))
             if not (missing := wanted - set((self.server.models() or {}).items())):
                 taken.append(now - began)
                 return
@@ -609,7 +619,7 @@ class ServerAndController:
             time.sleep(POLL_S)
 
     def report(self) -> dict[str, Any]:
-        """Return what was killed, and how soon adapters were back."""
+        """Return the numbers of kills, and the times until adapters were loaded again."""
         times = {
             "back_after_s": self._back_after,
             "loaded_after_s": self._loaded_after,
@@ -627,17 +637,18 @@ class ServerAndController:
 
 
 class Result(NamedTuple):
-    """Describe a policy's end in a run.
+    """The result of a run for one policy.
 
     Attributes:
-        outcomes: by episode, the version it was spent on, and how; None where it was not.
-        twice: episodes that more than one version says it was trained on.
-        states: of its versions.
-        abandoned: number of updates that were abandoned.
-        files: hashes, by version and file.
-        update_s: from one claim to the next, in the middle.
-        finished_late: updates that a trainer recorded after the life before it had ended.
-        run: of its trainer.
+        outcomes: by episode: the version that consumed it, whether it was trained, and the reason;
+            None if no finished update consumed it.
+        twice: episodes in the manifests of more than one version.
+        states: the states of the versions.
+        abandoned: number of abandoned updates.
+        files: hashes of the files, by version and file.
+        update_s: median seconds from one claim to the next.
+        finished_late: number of updates that a later life recorded.
+        run: the run of the policy's trainer.
     """
 
     outcomes: Mapping[str, tuple[int | None, bool, str | None] | None]
@@ -663,7 +674,7 @@ def _to_their_ends(runs: Sequence[Run], disturb: Callable[[Run], None]) -> dict[
         }
         ends = [threads.submit(run.to_its_end, disturb) for run in runs]
         while not all(end.done() for end in ends):
-            time.sleep(LOOK_S)
+            time.sleep(QUERY_S)
             for bar, run in bars.items():
                 total = run.place.updates * len(run.place.names)
                 made = round(run.place.progress() * total)
@@ -680,7 +691,7 @@ async def _result(run: Run, policy: str) -> Result:
     for folder in folders:
         if (manifest := read_manifest(folder)) is not None:
             trained_on.update(str(outcome.episode_id) for outcome in manifest.outcomes)
-    # A line may be cut off by a kill.
+    # A kill may cut off a line, so the lines are not parsed.
     own = re.compile(rb'"policy": ?"%b"' % policy.encode())
     late = [line for line in run.place.logged().splitlines() if b'"update_finished_late"' in line]
     return Result(
@@ -706,7 +717,7 @@ async def _result(run: Run, policy: str) -> Result:
 
 
 def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]:
-    """Report what became of one policy: in a run left undisturbed, and in one with kills."""
+    """Return the report on one policy: the undisturbed run compared with the run with kills."""
     run, adapter = killed.run, f"{max(calm.states)}/adapter_model.safetensors"
     both = {"undisturbed": calm, "killed": killed}
     return {
@@ -720,8 +731,10 @@ def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]
         "by_themselves": [*calm.run.by_themselves, *run.by_themselves],
         "updates_abandoned": killed.abandoned,
         "updates_finished_late": killed.finished_late,
-        # Episodes that no update that is done has spent.
-        "lost": [key for one in both.values() for key, out in one.outcomes.items() if out is None],
+        # Episodes that no finished update has consumed.
+        "lost": [
+            key for result in both.values() for key, out in result.outcomes.items() if out is None
+        ],
         "twice": [*calm.twice, *killed.twice],
         "spent_otherwise": _differing_keys(calm.outcomes, killed.outcomes),
         "versions": {name: max(one.states) for name, one in both.items()},
@@ -734,10 +747,10 @@ def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]
 
 
 def _kept_files(calm: Result, killed: Result) -> dict[str, str]:
-    """Return the files of a calm run that the other must have.
+    """Return the files of the undisturbed run that the run with kills must have, too.
 
-    A restarted controller or model server lets go of versions that ended: their optimiser states
-    are deleted. The newest version has its own.
+    A restarted controller or model server releases versions that ended, whose optimiser states are
+    then deleted. The newest version keeps its state.
     """
     newest = max(killed.states)
     return {
@@ -753,7 +766,7 @@ def _differing_keys(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[st
 
 
 async def _ledger_report(place: RunPlace, policies: list[str]) -> dict[str, Any]:
-    """Report who called in a run's ledger, and what it has of policies that no trainer is for."""
+    """Return counts of a run's episodes and calls by caller, and traces of untrained policies."""
     url, strange = place.database_url, {one.name for one in place.adapters.glob("[!.]*")}
     others = [row[0] for row in await _rows(url, _OF_OTHERS, policies)]
     return {
