@@ -1,9 +1,9 @@
-"""Measure the console on a ledger of a million calls, and what serving notices of it.
+"""Measure the console on a ledger of a million calls, and how much it slows serving.
 
-Each page is asked for with many filters, places and episodes: the 95th percentile. Then streams
-run through a proxy on the same database, in turns with nobody at the console and with two people
-who ask for one page after another: the 99th percentile of a first chunk, and of a chunk's delay.
-Proxy, PostgreSQL and console share the cores as the kernel likes, as on a user's machine.
+Each page is requested with many filters, places and episodes: the 95th percentile of the times.
+Then streams run through a proxy on the same database, in turns with an idle console and with two
+people who request one page after another: the 99th percentile of the time to the first chunk, and
+of a chunk's delay. Proxy, PostgreSQL and console share all cores, as on a user's machine.
 Making the ledger takes two minutes and 3 GB; `--ledger FOLDER` keeps it for the next time.
 """
 
@@ -36,7 +36,7 @@ from benchmarks.stack import answers, free_port, on_core, running, running_proxy
 from store.embedded import EmbeddedPostgres
 
 PAGE_MS, PAGE_BYTES = 300, 2_000_000
-# Serving's p99 with a busy console over that with an idle one: as far as the machine's own noise.
+# Limit of serving's p99 with a busy console over that with an idle one: the machine's own noise.
 NOISE: Final = 1.25
 STREAMS, CHUNKS = 32, 20
 LOOKERS: Final = 2
@@ -44,7 +44,7 @@ LOOKERS: Final = 2
 
 @dataclass(slots=True)
 class PageTimes:
-    """Hold what asking for a page came to: milliseconds and bytes of each request."""
+    """The milliseconds and bytes of each request of a page."""
 
     ms: list[float]
     sizes: list[int]
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 async def pages_of(folder: Path, console: Console) -> dict[str, list[str]]:
-    """Fill the database in `folder` unless it is filled; return addresses of each page."""
+    """Fill the database in `folder` if it is empty; return the addresses of each kind of page."""
     server = EmbeddedPostgres(folder)
     url = server.ensure_running()
     try:
@@ -149,7 +149,7 @@ def running_console(folder: Path) -> Iterator[tuple[Running, str]]:
 
 
 def request_page(address: str, paths: Sequence[str], count: int) -> PageTimes:
-    """Ask for a page so often, each time another of its addresses; the first one warms up."""
+    """Request a page `count` times, at all of its addresses; a first request is not measured."""
     dice, page = random.Random(7), PageTimes([], [])
     page_size(address + paths[0])
     for place in range(count):
@@ -162,7 +162,7 @@ def request_page(address: str, paths: Sequence[str], count: int) -> PageTimes:
 
 
 def page_size(url: str) -> int:
-    """Return the size of a page."""
+    """Request a page, and return its size in bytes."""
     try:
         with urlopen(url, timeout=30) as reply:
             return len(reply.read())
@@ -178,7 +178,7 @@ def serving_ratios(
     rounds: int,
     seconds: int,
 ) -> dict[str, float]:
-    """Return serving's p99 with the console busy, over that with it idle: medians of the rounds."""
+    """Return for each p99 of serving the median with a busy console over that with an idle one."""
     plan = Plan(up.port, up.path, STREAMS, CHUNKS, INTERVAL_S, seconds)
     figures: dict[str, dict[bool, list[float]]] = {}
     with on_core(LOAD_CORE):
@@ -197,7 +197,7 @@ def serving_ratios(
 
 @contextmanager
 def people_looking(address: str, pages: Mapping[str, Sequence[str]]) -> Iterator[None]:
-    """Let some people ask for one page after another."""
+    """Request pages during the block, as `LOOKERS` people do, one after another."""
     stopping = threading.Event()
 
     def look(seed: int) -> None:
@@ -206,14 +206,14 @@ def people_looking(address: str, pages: Mapping[str, Sequence[str]]) -> Iterator
             page_size(address + dice.choice(pages[dice.choice(list(pages))]))
 
     people = [threading.Thread(target=look, args=(seed,)) for seed in range(LOOKERS)]
-    for one in people:
-        one.start()
+    for person in people:
+        person.start()
     try:
         yield
     finally:
         stopping.set()
-        for one in people:
-            one.join()
+        for person in people:
+            person.join()
 
 
 def p95(page: PageTimes) -> float:

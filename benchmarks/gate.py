@@ -1,8 +1,9 @@
-"""Simulate what the rules of `[publish]` decide: how fast, how often wrongly, and what that costs.
+"""Simulate the rules of `[publish]`: how fast they decide, how often wrongly, and at what cost.
 
-Versions of known worth pass through the product's own comparison, by the rules of the controller:
-one that is tried, for 30 days; and a line of as many as recipes make, watched with its control.
-docs/explanation/gate.md says what this shows. Ends with status 1 where a bar does not hold.
+Versions with known mean rewards pass through the product's comparison, by the controller's rules:
+a single version for 30 days, and a line of versions, as frequent as recipes make them, watched with
+its control. docs/explanation/gate.md explains the results. Ends with status 1 if a bar does not
+hold.
 """
 
 import argparse
@@ -41,24 +42,25 @@ from pawl.controller.own_past import PAST
 from trainer.recipes.recipe import PublishMode, PublishOptions
 
 PAGE: Final = ROOT / "docs" / "explanation" / "gate.md"
-# The tables that the page has, by their titles.
+# The tables on the page, by the beginnings of their titles.
 SHOWN: Final = ("One version", "A fall")
 PICTURE: Final = ROOT / "docs" / "images" / "gate.png"
 
 DAYS: Final = 30
 RATES: Final = (50, 300, 1_000)
 EFFECTS: Final = (-0.10, -0.05, 0.0, 0.05, 0.10)
-# Mean reward of the base model, and between which a version's is.
+# The base model's mean reward, and the limits of any version's mean reward.
 BASE_MEAN, LEAST, MOST = 0.5, 0.02, 0.98
-# Tasks of an evaluation (2,000 runs), tries of each by each version, and how far tasks differ.
+# Tasks of an evaluation (2,000 runs), tries of each by each version, and the spread of tasks.
 TASKS, TRIES, TASKS_DIFFER = 250, 4, 0.4
-# The bars: the share of wrong decisions; of those 0.10 better, promoted within so many tasks.
+# The bars: at most MISTAKES of the decisions are wrong; at least FOUND of the versions that are
+# 0.10 better are promoted within SOON tasks.
 MISTAKES, SOON, FOUND = 0.05, 200, 0.8
 HARMFUL: Final = -0.05
 
 
 class Way(NamedTuple):
-    """Name a way to bring versions to the traffic."""
+    """A way to decide which versions get the traffic."""
 
     name: str
     mode: PublishMode
@@ -78,9 +80,9 @@ WAYS: Final = (IMMEDIATE, EVALUATED, CANARY, KEEPS)
 
 
 class DrawnComparison(Comparison):
-    """Take in blocks that were drawn whole, of rewards of 0 or 1 in one family of tasks.
+    """A comparison to which whole blocks are added, of rewards 0 or 1 in one family of tasks.
 
-    Such a block says the same as its episodes do one by one, and takes a tenth of the time.
+    The result is the same as of adding the episodes one by one, in a tenth of the time.
     """
 
     def add_block(self, block: Block) -> None:
@@ -89,7 +91,7 @@ class DrawnComparison(Comparison):
 
 
 class LiveComparison:
-    """Compare two versions by live episodes, block after block."""
+    """Compares two versions by live episodes, block after block."""
 
     def __init__(
         self, rule: PublishOptions, shares: tuple[float, float], *, begins: float, watches: bool
@@ -101,7 +103,7 @@ class LiveComparison:
         self._size, self._share = block_size(*shares), shares[1]
 
     def due(self, per_day: float, share: float | None = None) -> float:
-        """Return the day on which the open block is complete."""
+        """Return the day on which the next block is complete."""
         return self._last + self._length(share) / per_day
 
     def add(
@@ -115,24 +117,24 @@ class LiveComparison:
         self.comparison.add_block(Block(float(difference), new * old / (new + old), 1.0))
 
     def _length(self, share: float | None) -> int:
-        """Return how many episodes a block has until both arms are there, on average."""
+        """Return the mean number of episodes in a block, which needs both arms."""
         rarer = min(own := self._share if share is None else share, 1 - own)
         return max(2, round(self._size + (1 - rarer) ** self._size / rarer))
 
 
 class Policy:
-    """Let one version come, and go, as the controller does (pawl/controller/gate.py)."""
+    """Simulates the decisions about one version, as made by pawl/controller/gate.py."""
 
     def __init__(self, rule: PublishOptions, per_day: int, effect: float, seed: str) -> None:
         self.serves = False
-        # On which day, and after how many tasks, there was a decision about it.
+        # Day and number of tasks at the decision about the version; None: not decided.
         self.decided: tuple[float, int] | None = None
         self._rule, self._per_day = rule, per_day
         self._means = BASE_MEAN + effect, BASE_MEAN
         self._random = numpy.random.default_rng(list(seed.encode()))
 
     def live_through(self) -> "Policy":
-        """Try the version, and watch it if it serves, for DAYS."""
+        """Try the version, and watch it while it serves, for `DAYS` days in all."""
         rule = self._rule
         if rule.mode == "immediate":
             self.serves = True
@@ -153,7 +155,7 @@ class Policy:
         return self
 
     def _end(self, comparison: Comparison, now: float, share: float) -> None:
-        """Do what a trial, or an evaluation, came to."""
+        """Act on the result of a trial or an evaluation."""
         self.decided = now, comparison.blocks
         rule, verdict = self._rule, comparison.verdict
         if verdict is None:
@@ -166,7 +168,7 @@ class Policy:
             self._watch(now, share)
 
     def _watch(self, now: float, share: float) -> None:
-        """Roll it back, or give the traffic back, if that is found by the end."""
+        """Watch the serving version; it loses the traffic if it is found to be worse by the end."""
         usual = self._rule.control_share
         watch = LiveComparison(self._rule, (1 - usual, usual), begins=now, watches=True)
         while (now := watch.due(self._per_day, share)) < DAYS:
@@ -181,7 +183,7 @@ class Policy:
 
 
 def evaluate(rule: PublishOptions, new: float, old: float, random: Any) -> Comparison:
-    """Let two versions of these means try the same tasks, until a verdict or the budget's end."""
+    """Evaluate versions with these means on the same tasks, until a verdict or the last task."""
     comparison = DrawnComparison(rule)
     place = 2 * random.random(TASKS) - 1
     made = [
@@ -199,7 +201,7 @@ def evaluate(rule: PublishOptions, new: float, old: float, random: Any) -> Compa
 
 
 class Fate(NamedTuple):
-    """Say what became of the only version: when it was decided about, and whether it serves."""
+    """The outcome for a version: when it was decided about, and whether it serves at the end."""
 
     day: float
     tasks: int
@@ -207,15 +209,15 @@ class Fate(NamedTuple):
 
 
 class OneVersion(NamedTuple):
-    """Say which version comes, and how."""
+    """The case of one version: how it is decided about, the traffic, and its effect."""
 
     way: Way
     per_day: int
     effect: float
 
 
-def one_version(one: OneVersion, run: int) -> Fate:
-    policy = Policy(one.way.rule, one.per_day, one.effect, f"{one} {run}").live_through()
+def one_version(case: OneVersion, run: int) -> Fate:
+    policy = Policy(case.way.rule, case.per_day, case.effect, f"{case} {run}").live_through()
     day, tasks = policy.decided or (float("inf"), 0)
     return Fate(day, tasks, policy.serves)
 
@@ -247,7 +249,7 @@ def measure_decisions(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]
 
 
 def _median_time(way: Way, fates: Sequence[Fate]) -> str:
-    """Return the median of days, or of tasks, until something is decided about the version."""
+    """Return the median number of days, or of tasks if evaluated, until the decision."""
     if way is EVALUATED:
         return number(percentile([fate.tasks for fate in fates], 0.5))
     middle = percentile([fate.day for fate in fates], 0.5)
@@ -258,22 +260,23 @@ def _signed(effect: float) -> str:
     return f"{effect:+.2f}".replace("-", "−") if effect else "0"
 
 
-# A line of versions, as many as recipes make
+# A line of versions, as frequent as recipes make them
 
 
 class Line:
-    """Let versions follow each other as trainer and controller do, in mode "immediate".
+    """A simulated line of versions, trained and compared as in mode "immediate".
 
-    Time is counted in episodes, whose rewards are there at once. `step` is what the next version is
-    better by than what serves.
+    Time is counted in episodes, whose rewards arrive at once. `step` returns how much better a new
+    version is than the serving one.
 
     Attributes:
-        now: episodes so far.
-        means: of the versions, by number.
-        serving: what serves, `control` what it is compared with, if there is one.
-        rolled_back: how many versions, and episodes, a roll-back went back, for each.
-        held: when training was held, for each time.
-        was_new: whether what serves had the last episode.
+        now: number of episodes so far.
+        means: mean reward of each version, by its number.
+        serving: the serving version.
+        control: the version with which it is compared.
+        rolled_back: for each roll-back, by how many versions, and episodes, it went back.
+        held: each time when training was held.
+        was_new: whether the serving version had the last episode.
     """
 
     def __init__(self, mean: float, per_update: int, seed: str, delay: int = 0) -> None:
@@ -287,20 +290,20 @@ class Line:
         self._random = Random(seed)
         self._share, self._is_held, self._trained = 0.0, False, 0
         self._comparison: Comparison | None = None
-        # Of the newest episodes, whether they are the line's; and the place of the first.
+        # The newest episodes, each with whether the serving version had it; the number of the first.
         self._episodes: list[tuple[bool, ComparedEpisode]] = []
         self._first = 0
-        # When versions got the traffic, those that served since the control in their order.
+        # When the control and each later version got the traffic, in their order.
         self._began: dict[int, int] = {0: 0}
 
     @property
     def behind(self) -> tuple[int, int]:
-        """Return by how many versions, and episodes, the control is behind."""
+        """Return by how many versions, and episodes, the control is behind the serving version."""
         line = [one for one in self._began if one > self.control]
         return len(line), self.now - self._began[line[0]] if line else 0
 
     def live(self, episodes: int, until: Callable[[], bool] = lambda: False) -> "Line":
-        """Let so many episodes pass, or fewer if something comes to be."""
+        """Simulate `episodes` episodes, or fewer if `until` returns true."""
         end = self.now + episodes
         while self.now < end and not until():
             is_new = self.was_new = self._random.random() >= self._share
@@ -326,7 +329,7 @@ class Line:
             self._compare(self.now)
 
     def _compare(self, since: int) -> None:
-        """Compare what serves with its control by the episodes since then, and those to come."""
+        """Begin a comparison of serving version and control, with the episodes since `since`."""
         self._comparison = Comparison(
             self._rule,
             new_share=1 - self._rule.control_share,
@@ -343,7 +346,7 @@ class Line:
         self._episodes, self._first = self._episodes[dropped:], self._first + dropped
 
     def _look(self, comparison: Comparison) -> None:
-        """Do what the controller does."""
+        """Act on the comparison as the controller does."""
         if comparison.verdict is not None:
             self.rolled_back.append(self.behind)
             self.serving, self._comparison, self._share = self.control, None, 0.0
@@ -371,29 +374,31 @@ class Line:
                 self._compare(self.now - self.behind[1])
 
 
-# Episodes to an update of the packaged recipes, from few rewards of different kinds to whole ones.
+# Episodes to an update: with the recipe `default`, and with `ppo`.
 PER_UPDATE: Final = (64, 128)
-# What a line learns in 1,000 episodes, from where to where.
+# A learning line: the rise of its mean reward in 1,000 episodes, its first and its last mean.
 LEARNS, FROM, TO = 0.13, 0.3, 0.9
+# One episode a second, in episodes a day; a week in days.
 SECOND, WEEK = 86_400, 7
+# Episodes a day.
 PACES: Final = (20, 300, 1_000, 5_000, SECOND)
-# Falls: from which mean, by how much.
+# Falls of the mean reward: from which mean, by how much.
 FALLS: Final = ((0.9, 0.2), (0.9, 0.3), (0.6, 0.3), (0.4, 0.3))
 LARGE: Final = 0.3
 HELD_WITHIN, BACK_WITHIN, MOST_BEHIND, OLDEST = 150, 300, 1_000, 10
-# Of the runs, so many keep a bar.
+# This share of the runs must keep a bar.
 NEARLY_ALL: Final = 0.9
 
 
 class Learning(NamedTuple):
-    """Say how many episodes an update takes, and how late what failed counts, in episodes."""
+    """The case of a learning line: episodes to an update, and `reward_delay_s` in episodes."""
 
     per_update: int
     delay: int
 
 
 def watch_learning_line(case: Learning, run: int) -> tuple[list[tuple[int, int]], int]:
-    """Return how far the control is behind as a line learns, and how often it is rolled back."""
+    """Return how far the control was behind a learning line, and the number of roll-backs."""
     line = Line(FROM, case.per_update, f"{case} {run}", case.delay)
     line.step = lambda _: LEARNS * case.per_update / 1_000
     behind = []
@@ -403,7 +408,7 @@ def watch_learning_line(case: Learning, run: int) -> tuple[list[tuple[int, int]]
 
 
 class Fall(NamedTuple):
-    """Say how a line falls, after it was at its level for 2,000 to 4,000 episodes."""
+    """The case of a line that falls by `drop` after 2,000 to 4,000 episodes at `level`."""
 
     per_update: int
     level: float
@@ -411,9 +416,11 @@ class Fall(NamedTuple):
 
 
 class FoundFall(NamedTuple):
-    """Say when a fall was found: rewards of the versions that fell, and all episodes; None: not.
+    """How soon a fall was found; None: it was not.
 
-    `older` is how old what serves then was when the fall began, in episodes.
+    `held` and `back` count the rewards of the fallen versions until training was held, and until
+    the roll-back; `episodes` counts all episodes until the roll-back. `older` is the age, in episodes,
+    that the version restored by the roll-back had when the fall began.
     """
 
     held: int | None
@@ -442,7 +449,7 @@ def find_fall(case: Fall, run: int) -> FoundFall:
 
 
 def watch_steady_line(pace: int, run: int) -> tuple[float, list[tuple[int, int]], int]:
-    """Return for how many weeks a line stays as it is, its roll-backs, and how often it is held."""
+    """Simulate a line of equal versions; return weeks, roll-backs, and number of holds."""
     level, weeks = (0.5, 0.9)[run % 2], max(WEEK, 60_000 // pace) / WEEK
     line = Line(level, PER_UPDATE[run // 2 % 2], f"{pace} {run}", round(pace / 144))
     line.live(round(weeks * WEEK * pace))
@@ -577,10 +584,11 @@ def _format_count(value: float) -> str:
 
 
 class World(NamedTuple):
-    """Say how live episodes are scored by the old version, and compared.
+    """A kind of live traffic, and how two versions are compared in it.
 
-    `mean` is of a family of tasks, at a place (0 to 1) in the run. `wrong` is the share of episodes
-    that go wrong in each way that is guarded; the new version's do so `more` often.
+    `mean` is the old version's mean reward in a family of tasks, at a place (0 to 1) in the run.
+    `wrong` is the share of episodes with each guarded error; the new version's share is higher by
+    `more`.
     """
 
     name: str
@@ -594,7 +602,7 @@ class World(NamedTuple):
     more: float = 0.0
 
 
-# Of Pareto's rewards, cut at 1: the least one, and their mean.
+# Pareto-distributed rewards, cut at 1: the least reward, and the mean.
 LEAST_HEAVY, HEAVY_MEAN = 0.02, 0.0982
 WORLDS: Final = (
     World("trial: right or wrong, 0.5"),
@@ -605,18 +613,19 @@ WORLDS: Final = (
     World("trial: heavy tail, most rewards below 0.04", heavy=True),
     World("trial: 0.3 wrong in each way, and 0.05 more", wrong=0.3, more=GUARD_MARGIN),
 )
+# The first worlds are simulated with all runs, the others with fewer.
 PLAIN: Final = 2
 
 
 class Claim(NamedTuple):
-    """Say which world a new version is in, and its effect; without a world it is evaluated."""
+    """The case of a new version: its world (None: it is evaluated) and its effect."""
 
     world: int | None
     effect: float
 
 
 def verdict(claim: Claim, run: int) -> str | None:
-    """Return the verdict on a new version, looked at after each episode, or task; None: none."""
+    """Return the first verdict on a new version, or None if there is none by the end."""
     random = Random(f"{claim} {run}")
     if claim.world is None:
         return _evaluated(claim.effect, random)
@@ -629,7 +638,7 @@ def verdict(claim: Claim, run: int) -> str | None:
         is_new = random.random() < share
         comparison.add(is_new, _episode(world, claim.effect * is_new, is_new, seen, random))
         found = comparison.verdict
-        # The trial of an equal may have any verdict but worse.
+        # About an equal version, only the verdict `worse` is a mistake.
         if found and (found.kind == "worse" or claim.effect):
             return found.kind
     return None
@@ -691,13 +700,13 @@ def measure_mistakes(pool: Executor, runs: int) -> tuple[list[Rows], list[Bar]]:
 def simulate_all(
     pool: Executor, simulate: Callable[[Any, int], Any], case: Any, runs: int
 ) -> list[Any]:
-    """Simulate so many runs, in all processes."""
+    """Simulate a case `runs` times, in all processes, and return the results."""
     chunk = max(1, runs // 20)
     return list(pool.map(partial(simulate, case), range(runs), chunksize=chunk))
 
 
 def draw() -> None:
-    """Draw how an evaluation's bounds close in, and how a control follows what serves."""
+    """Draw how an evaluation's bounds narrow, and how the control follows the serving version."""
     pyplot = plotting()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), dpi=150)
     for effect, colour in {0.1: "#0b7285", 0.0: "#868e96", -0.1: "#e8590c"}.items():

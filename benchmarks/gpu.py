@@ -1,15 +1,15 @@
 """Measure updates of a large model on one GPU, beside TRL's asynchronous GRPO on the same rows.
 
-A model of random weights, of the shape of Qwen3-8B or of `--config`, trains on episodes whose calls
-only grow. One update is timed in each layout that can compute it, and then as TRL 1.16 packs it
+A model of random weights, of the shape of Qwen3-8B or of `--config`, trains on episodes in which
+each call extends the one before. One update is timed in each layout, and then as TRL 1.16 packs it
 (`trl.experimental.async_grpo`): prefix trees, its fused head and its loss, with PEFT's own layers.
-TRL takes FlashAttention 3 from a hub; where that cannot be reached it gets torch's FlashAttention.
-Last, half of the card is taken, as by a model server, and an episode whose longest call has 32,768
-tokens is trained beside it. Tokens are distinct ones; MFU counts what they need
-(`trainer.learners.flops`), not what is computed again.
+TRL loads FlashAttention 3 from a hub; if the hub cannot be reached, torch's FlashAttention replaces
+it. At last, half of the GPU's memory is taken, as by a model server, and episodes whose longest
+call has 32,768 tokens are trained. Tokens are counted once where calls share them; MFU counts the
+operations that these need (`trainer.learners.flops`), not recomputation.
 
-Needs a GPU; `--quick` runs all but TRL's part on a CPU, with a tiny model. Ends with status 1 where
-a bar is missed.
+Needs a GPU; `--quick` runs all but TRL's part on a CPU, with a tiny model. Ends with status 1 if a
+bar is missed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from trainer.learners.self_test import growing_rows
 from trainer.recipes.recipe import Recipe, load_recipe
 
 GIB: Final = 2**30
-# Qwen3-8B's config.json, without what changes no size.
+# Qwen3-8B's config.json, only the fields that change a size.
 QWEN3_8B: Final[dict[str, Any]] = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -70,7 +70,7 @@ TINY: Final = QWEN3_8B | {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-# Tokens of the longest call beside a server, and the server's share of the card.
+# Tokens of the longest call beside a model server, and the server's share of the GPU's memory.
 LONG: Final = 32768
 SERVED: Final = 0.5
 LEAST_MFU: Final = 0.35
@@ -78,7 +78,7 @@ TRL: Final = "TRL's packing"
 
 
 class MeasuredUpdate(NamedTuple):
-    """Hold what one update came to: `tokens` are distinct, `flops` what they need."""
+    """One measured update; `tokens` are the distinct tokens, `flops` the operations they need."""
 
     name: str
     seconds: float
@@ -89,7 +89,7 @@ class MeasuredUpdate(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Hold the update of TRL's packing: what runs it, and the tokens that it computes."""
+    """An update with TRL's packing: the function that runs it, and the tokens that it computes."""
 
     run: Callable[[], None]
     computed: int
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> None:
-    """Write a model of random weights, made where that is fast, and a tokenizer."""
+    """Write a model of random weights (made on the GPU if there is one), and a tokenizer."""
     config = AutoConfig.for_model(**shape)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -148,7 +148,7 @@ def made_rows(shape: dict[str, Any], turns: int, context: int, episodes: int) ->
 
 
 def training_recipe() -> Recipe:
-    """Return the default recipe, with room for log-probabilities that nobody sampled."""
+    """Return the default recipe; made-up log-probabilities exclude no row from training."""
     recipe = load_recipe("default")
     anything = recipe.off_policy.model_copy(update={"sequence_min": 0.0, "sequence_max": 1e9})
     return recipe.model_copy(update={"off_policy": anything})
@@ -205,7 +205,7 @@ def free_gpu_memory() -> None:
 
 
 def needed_flops(folder: Path, rows: Sequence[Row]) -> float:
-    """Return what the rows' distinct tokens need, each computed once."""
+    """Return the operations that the rows need if each distinct token is computed once."""
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     scored = sum(len(row.sampled_ids) for row in rows)
@@ -218,7 +218,7 @@ def trl_model(folder: Path, recipe: Recipe) -> Any:
     try:
         packing._flash_attn()
     except Exception as error:  # No hub, or no such kernel for this card.
-        print(f"TRL's FlashAttention 3 is not there, torch's own is taken: {error}"[:200])
+        print(f"TRL's FlashAttention 3 cannot be loaded, torch's replaces it: {error}"[:200])
         packing._flash_attn = lambda: TorchFlashAttention
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation=packing.TREE_ATTENTION
@@ -238,7 +238,7 @@ def trl_model(folder: Path, recipe: Recipe) -> Any:
 
 
 class TorchFlashAttention:
-    """Offer torch's FlashAttention by the name of the kernel that TRL takes from the hub."""
+    """torch's FlashAttention, under the name of the kernel that TRL loads from the hub."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -254,18 +254,18 @@ class TorchFlashAttention:
         causal: bool,
         window_size: tuple[int, int],
     ) -> Tensor:
-        """Attend within each of the sequences that lie one after the other."""
-        # Older releases take grouped heads without being asked to.
-        known = "enable_gqa" in signature(varlen_attn).parameters
-        named: dict[str, Any] = {"enable_gqa": True} if known else {}
+        """Compute causal attention within each of the concatenated sequences."""
+        # Older releases have no such parameter, and always accept grouped heads.
+        has_parameter = "enable_gqa" in signature(varlen_attn).parameters
+        named: dict[str, Any] = {"enable_gqa": True} if has_parameter else {}
         named |= {"scale": softmax_scale, "window_size": (-1, 0)}
         out = varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, **named)
         return cast("Tensor", out)
 
 
 def trl_packing(model: Any, rows: Sequence[Row], recipe: Recipe) -> Packing:
-    """Return TRL's update: trees that are filled sample by sample, up to the budget."""
-    # A row that ends within another takes one more token there.
+    """Return TRL's update on `rows`: trees are filled sample by sample, up to the token budget."""
+    # A row that is a prefix of another one takes one more token in the tree.
     longest = max(row.size for row in rows) + max(row.position for row in rows)
     budget = max(recipe.batch.micro_batch_tokens, longest)
     trees = [packing.TreeRow()]
@@ -289,7 +289,7 @@ def trl_packing(model: Any, rows: Sequence[Row], recipe: Recipe) -> Packing:
 
 
 def trl_sample(row: Row) -> dict[str, Any]:
-    """Return a row as TRL's rollouts are."""
+    """Return a row in the format of TRL's rollouts."""
     sampled = len(row.sampled_ids)
     before = row.size - sampled
     return {
@@ -323,7 +323,7 @@ def trl_loss(model: Any, packed: dict[str, Tensor], total: int) -> Tensor:
 
 
 def count_too_long(folder: Path, rows: Sequence[Row]) -> int:
-    """Return how many of two long episodes are too long to be trained beside a server."""
+    """Return how many of the episodes are too long to be trained beside a model server."""
     recipe = training_recipe()
     with hold_server_memory():
         learner = Learner(str(folder), recipe, seed=0, scratch=folder / "long")
@@ -336,7 +336,7 @@ def count_too_long(folder: Path, rows: Sequence[Row]) -> int:
 
 @contextmanager
 def hold_server_memory() -> Iterator[None]:
-    """Hold as much of the card as a model server takes."""
+    """Allocate as much GPU memory as a model server takes."""
     if torch.cuda.is_available():
         share = int(torch.cuda.mem_get_info()[1] * SERVED)
         held = torch.empty(share, dtype=torch.uint8, device="cuda")
@@ -347,7 +347,7 @@ def hold_server_memory() -> Iterator[None]:
 
 
 def bars(measured: Sequence[MeasuredUpdate], spent: int | None, *, counts: bool) -> list[Bar]:
-    """Return the bars; a tiny model's speed, or a CPU's, does not count."""
+    """Return the bars; without `counts`, as for a tiny model or a CPU, speed is not measured."""
     found = {one.name: one for one in measured}
     ours = found.get("tree") or found.get("chain")
     peak = peak_flops(torch.cuda.get_device_name()) if counts else None

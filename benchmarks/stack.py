@@ -1,4 +1,4 @@
-"""Start what is measured: processes, a `pawl proxy`, a whole stack, and clients."""
+"""Start the measured processes: a `pawl proxy`, a complete stack, and clients."""
 
 import asyncio
 import json
@@ -32,18 +32,18 @@ POLL_S: Final = 0.1
 
 
 class NotUp(Exception):
-    """Report that a process did not come up; the message ends with its log's last lines."""
+    """A process did not come up; the message ends with the last lines of its log."""
 
 
 class ClientFailed(Exception):
-    """Report that a client cannot be run, ended with an error, or did not end in time."""
+    """A client cannot be run, ended with an error, or did not end in time."""
 
 
 def _ports() -> Iterator[int]:
-    """Yield ports in random order, none twice before all.
+    """Yield ports without end, in random order, each again only after all others.
 
-    They lie below those that Linux gives to outgoing connections, one of which might take what is
-    free now. Each worker of the tests has its own: another would take what is not bound yet.
+    Linux never assigns these ports to outgoing connections, which might take a port that is free
+    now. Each worker of the tests has ports of its own: another might take one before it is bound.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -57,7 +57,7 @@ PORTS: Final = _ports()
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on, and that was not returned before."""
+    """Return a free port, other than those returned before."""
     for port in PORTS:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -67,7 +67,7 @@ def free_port() -> int:
 
 @contextmanager
 def on_core(core: int | None) -> Iterator[None]:
-    """Run what is started inside the block, and its children, on this core alone (None: on any)."""
+    """Restrict processes that are started in the block to this core (None: to no core)."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before if core is None else {core})
     try:
@@ -83,7 +83,7 @@ def running(
     environment: Mapping[str, str] | None = None,
     core: int | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a group of its own, output in `log`; end the group after the block."""
+    """Run a process in its own group, with its output in `log`; kill the group after the block."""
     with log.open("ab") as output, on_core(core):
         process = subprocess.Popen(
             [*map(str, command)],
@@ -110,7 +110,7 @@ def wait_for(
     log: Path,
     within_s: float = READY_S,
 ) -> None:
-    """Wait until `ready`.
+    """Wait until `ready` returns true.
 
     Raises:
         NotUp: the process has ended, or time is up.
@@ -124,21 +124,21 @@ def wait_for(
 
 
 def fetch_json(url: str, body: object | None = None) -> Any:
-    """Return the JSON at `url`, or that a POST of `body` gives."""
+    """Return the JSON answer to a GET of `url`, or to a POST of `body`."""
     data = None if body is None else json.dumps(body).encode()
     with urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=30) as response:
         return json.load(response)
 
 
 def answers(url: str) -> bool:
-    """Return whether a GET of it is a 200."""
+    """Return whether a GET of `url` is answered with status 200."""
     with suppress(URLError, OSError, ValueError), urlopen(url, timeout=2) as response:
         return bool(response.status == 200)
     return False
 
 
 class Proxy(NamedTuple):
-    """Name the ports, the supervisor's process, the database and its server of a `pawl proxy`."""
+    """A running `pawl proxy`: its ports, its supervisor, its database, and PostgreSQL's process."""
 
     port: int
     admin: int
@@ -155,7 +155,7 @@ def running_proxy(
     core: int | None = None,
     **settings: str,
 ) -> Iterator[Proxy]:
-    """Run the `pawl proxy` of a checkout on an embedded PostgreSQL of its own, until it has both.
+    """Run a checkout's `pawl proxy` with its own PostgreSQL; yield it once it is connected.
 
     Raises:
         NotUp: it did not come up.
@@ -166,7 +166,7 @@ def running_proxy(
         database_url = postgres.ensure_running()
     environment = {
         "PYTHONPATH": str(checkout),
-        # The working directory is not looked in, which `python -m` would do first.
+        # `python -m` must not import modules from the working directory.
         "PYTHONSAFEPATH": "1",
         "DATABASE_URL": database_url,
         "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
@@ -194,9 +194,9 @@ def running_proxy(
 def small_plan(
     folder: Path, model: str, policy: str, recipe: str, *, tool_parser: str = TOOL_PARSER
 ) -> StackPlan:
-    """Plan PostgreSQL, vLLM, proxy, trainer and controller on free ports.
+    """Return a plan of a stack on free ports.
 
-    `folder` holds all that they write, `model` is the packaged model's folder, and `recipe` a
+    All files are written into `folder`, `model` is the packaged model's folder, and `recipe` a
     recipe's name or file.
     """
     return StackPlan(
@@ -232,11 +232,11 @@ def small_plan(
 async def run_client(base_url: str, *command: str | Path, within_s: float | None = None) -> str:
     """Run a client in the clients' environment to its end; return the last line that it printed.
 
-    It is given nothing but the server's address.
+    The client gets only the server's address.
 
     Raises:
         ClientFailed: the clients are not installed, or this one ended with an error (the message
-            ends with what it printed), or not in time; no process is left behind.
+            ends with its standard error) or was killed because it did not end in time.
     """
     if not CLIENT_BINARIES.is_dir():
         raise ClientFailed("no clients here: `make test` or scripts/install_clients.py gets them")

@@ -1,9 +1,9 @@
-"""Measure how many bytes a call costs to keep.
+"""Measure how many bytes a stored call takes.
 
-An agent with tools makes 40 calls, each repeating all before; what its rows take in PostgreSQL
-(table and TOAST; the indexes apart) against its plain JSON: the request and reply bodies as they
-were sent, without token ids. And calls with 4 KB prompts and 2.9 KB replies, each an episode of its
-own.
+The size of its rows in PostgreSQL (table and TOAST; the indexes apart) is compared with its plain
+JSON: the request and reply bodies as they were sent, without token ids. Measured are an agent with
+tools that makes 40 calls, each repeating all earlier messages, and single calls with 4 KB prompts
+and 2.9 KB replies, each an episode of its own.
 """
 
 import argparse
@@ -71,7 +71,7 @@ async def measure(runs: int) -> dict[str, dict[str, float]]:
             sizes = {
                 f"agent_{TURNS}_turns": await stored_bytes(engine, agents),
                 "single_calls": await stored_bytes(
-                    engine, [[one for one in singles if isinstance(one, CallRecord)]]
+                    engine, [[record for record in singles if isinstance(record, CallRecord)]]
                 ),
             }
             await engine.dispose()
@@ -83,7 +83,7 @@ async def measure(runs: int) -> dict[str, dict[str, float]]:
 async def stored_bytes(
     engine: AsyncEngine, episodes: Sequence[list[CallRecord]]
 ) -> dict[str, float]:
-    """Store them in an empty ledger; what a call takes against its plain JSON."""
+    """Store episodes in an empty ledger; return the mean bytes of a call, stored and as JSON."""
     async with engine.begin() as connection:
         await connection.execute(
             text("TRUNCATE transitions, episodes, provided_fingerprints CASCADE")
@@ -105,7 +105,7 @@ async def stored_bytes(
 
 
 def single_call(dice: random.Random) -> bytes:
-    """Make what a worker spools of a question of 4 KB (200 ids), a reply of 2.9 KB with 20 ids."""
+    """Return the spooled record of a call: 4 KB prompt of 200 ids, 2.9 KB reply of 20 ids."""
     messages = [{"role": "user", "content": prose(4000, dice)}]
     record = captured(
         str(new_id()),
@@ -120,7 +120,7 @@ def single_call(dice: random.Random) -> bytes:
 
 
 def agent_calls(dice: random.Random, turns: int = TURNS) -> list[CallRecord]:
-    """Make an agent's run: a system prompt, tools, a tool call each turn, results up to 2 KB."""
+    """Return an agent's run: a system prompt, tools, a tool call a turn, results up to 2 KB."""
     field = {"type": "string", "description": prose(60, dice)}
     schema = {"type": "object", "properties": {"path": field, "why": field}, "required": ["path"]}
     tools = [
@@ -188,7 +188,7 @@ def agent_calls(dice: random.Random, turns: int = TURNS) -> list[CallRecord]:
 
 
 def prose(length: int, dice: random.Random) -> str:
-    """Write words, about as compressible as a prompt is."""
+    """Return a text of `length` characters, about as compressible as a prompt."""
     words: list[str] = []
     size = 0
     while size < length:
@@ -198,7 +198,7 @@ def prose(length: int, dice: random.Random) -> str:
 
 
 def some_ids(length: int, dice: random.Random) -> list[int]:
-    """Return the token ids of a text of so many bytes."""
+    """Return random token ids for a text of `length` bytes."""
     return [dice.randrange(VOCABULARY) for _ in range(length // BYTES_PER_TOKEN)]
 
 
