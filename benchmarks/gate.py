@@ -290,7 +290,7 @@ class Line:
         self._random = Random(seed)
         self._share, self._is_held, self._trained = 0.0, False, 0
         self._comparison: Comparison | None = None
-        # The newest episodes, each with whether the serving version had it; the number of the first.
+        # The newest episodes, each with whether the serving version had it; the first one's number.
         self._episodes: list[tuple[bool, ComparedEpisode]] = []
         self._first = 0
         # When the control and each later version got the traffic, in their order.
@@ -419,8 +419,8 @@ class FoundFall(NamedTuple):
     """How soon a fall was found; None: it was not.
 
     `held` and `back` count the rewards of the fallen versions until training was held, and until
-    the roll-back; `episodes` counts all episodes until the roll-back. `older` is the age, in episodes,
-    that the version restored by the roll-back had when the fall began.
+    the roll-back; `episodes` counts all episodes until the roll-back. `older` is the age, in
+    episodes, that the restored version had when the fall began.
     """
 
     held: int | None

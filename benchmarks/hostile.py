@@ -1,16 +1,16 @@
-"""Send replies that cost much to read or to hold, and measure what others notice of each.
+"""Send replies that cost much time or memory, and measure how they affect other clients.
 
-An upstream answers with one of the attacks by the name of the model: an endless reply in one
-piece, one HTTP chunk of 650 MB, events of 100 MB, long streams of text or of tool calls, and
-comments. The attack is repeated while another client makes 2,000 small calls, one after the other.
-Each connection of the upstream is a process; those that attack, and the clients that asked for it,
-have the lowest priority, so that others' times are the proxy's and not those of a scarce core. For
-each attack: how late others are, how long their records take to be stored, the most memory of
-worker and ingester, what of it the worker still holds ten seconds later, and CPU of both.
+An upstream sends the attack that the model's name selects: an endless reply in one piece, one HTTP
+chunk of 650 MB, events of 100 MB, long streams of text or of tool calls, and comments. The attack
+is repeated while another client makes 2,000 small calls, one after the other. Each connection of
+the upstream is a process; attacking processes, and the clients that request attacks, have the
+lowest priority, so that the proxy slows the other client, not a lack of cores. Measured for each
+attack: the latency of the other client, how long its records take to be stored, the most memory of
+worker and ingester, the worker's memory ten seconds later, and CPU of both.
 
 `--checkout FOLDER` runs another checkout's proxy instead, for a comparison by hand; `--only NAME`
-runs one attack, `--others N` is the number of others' calls, `--calls N` that of identical calls
-(0: none).
+runs the attacks with NAME in their names, `--others N` is the number of the other client's calls,
+`--calls N` the number of identical calls in a separate measurement (0: none).
 """
 
 import argparse
@@ -47,7 +47,7 @@ END: Final = (
 )
 WORKER_MB, INGESTER_MB, STORED_S, PINGS_MS, LATE_TIMES = 300, 300, 2.0, 20, 2
 LATER_S, REST_S = 10.0, 120.0
-PAUSE_S, LOOK_S = 0.01, 0.05
+PAUSE_S, POLL_S = 0.01, 0.05
 LOWEST: Final = 19
 OK: Final = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%b\r\n\r\n"
 
@@ -81,7 +81,7 @@ def pings(size: int) -> Iterator[bytes]:
 
 
 def blank(size: int, begin: bytes, end: bytes = b"") -> Iterator[bytes]:
-    """Yield one text of `size` bytes between `begin` and `end`."""
+    """Yield `size` bytes of one repeated letter, after `begin` and before `end`."""
     yield begin
     for _ in range(size // 2**17):
         yield b"x" * 2**17
@@ -93,7 +93,10 @@ LONG: Final = b'data: {"choices":[{"index":0,"delta":{"content":"'
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack: its bytes, how often at once, and how long it may take (None: to its end)."""
+    """An attack: its bytes, how many at once, and its time limit (None: to its end).
+
+    `mb` is its size, if it has an end and is to be stored.
+    """
 
     pieces: Callable[[], Iterator[bytes]]
     kind: str = EVENTS
@@ -118,7 +121,7 @@ ATTACKS: Final = {
 
 
 class Upstream(socketserver.StreamRequestHandler):
-    """Answer one connection's requests: an attack by its model's name, all else with `REPLY`."""
+    """Answers one connection's requests, with the attack that the model names or with `REPLY`."""
 
     def handle(self) -> None:
         with suppress(OSError):
@@ -145,7 +148,7 @@ class Upstream(socketserver.StreamRequestHandler):
 
 
 class UpstreamServer(socketserver.ForkingTCPServer):
-    """Give each connection a process."""
+    """A server with a process for each connection."""
 
     request_queue_size = 128
     max_children = 200
@@ -153,7 +156,11 @@ class UpstreamServer(socketserver.ForkingTCPServer):
 
 @dataclass
 class Seen:
-    """What was seen while something ran; times in seconds, memory in bytes."""
+    """Measurements during an attack; times in seconds, memory in bytes.
+
+    `late` and `stored` have, for each of the other client's calls, the time until its reply, and
+    from then until its record was stored. `own_s` is the latter of the attack's own call.
+    """
 
     late: list[float] = field(default_factory=list)
     stored: list[float] = field(default_factory=list)
@@ -165,7 +172,7 @@ class Seen:
 
 
 class Watch:
-    """Call the proxy as others do, and watch its processes."""
+    """Makes the other client's calls, and watches the proxy's processes."""
 
     def __init__(self, proxy: Proxy, session: aiohttp.ClientSession, pool: asyncpg.Pool) -> None:
         self._url = f"http://127.0.0.1:{proxy.port}/v1/chat/completions"
@@ -184,7 +191,7 @@ class Watch:
             return response.headers["x-pawl-call"]
 
     async def attack(self, name: str) -> str | None:
-        """Have curl make one attack, to its end or as long as it may take; return the call's id."""
+        """Have curl request one attack, until its end or time limit; return the call's id."""
         attack, body = ATTACKS[name], {"model": name, "messages": [], "stream": True}
         curl = ["curl", "-sN", "--max-time", str(attack.within_s or REST_S)]
         curl += ["-o", "/dev/null", "-D", "-", "-d", json.dumps(body), self._url]
@@ -204,11 +211,11 @@ class Watch:
         while (took := time.perf_counter() - began) < within_s:
             if await self.stored_calls([call]):
                 return took
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return None
 
     async def watch_during(self, attack: Attack | None, name: str, others: int) -> Seen:
-        """Make `others` calls, one after the other, while an attack is repeated."""
+        """Make `others` calls, one after the other, while an attack is repeated; return figures."""
         seen, is_over = Seen(), asyncio.Event()
         cpu = {who: sum(p.cpu_times()[:2]) for who, p in self._processes.items()}
         waiting: dict[str, float] = {}
@@ -217,13 +224,13 @@ class Watch:
             while waiting or not is_over.is_set():
                 for call in await self.stored_calls(list(waiting)) if waiting else ():
                     seen.stored.append(time.perf_counter() - waiting.pop(call))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
         async def memory() -> None:
             while True:
                 for who, process in self._processes.items():
                     seen.memory[who] = max(seen.memory.get(who, 0), process.memory_info().rss)
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
         async def attacks(first: bool) -> None:
             while attack is not None and not is_over.is_set():
@@ -252,7 +259,7 @@ class Watch:
 
 
 async def measure_equal_calls(watch: Watch, calls: int) -> list[float]:
-    """Make that many equal calls, and return the stored calls a second of each tenth of them."""
+    """Make equal calls, and return the stored calls a second for each tenth of them."""
     rates = []
     for _ in range(10):
         began, last = time.perf_counter(), ""

@@ -1,9 +1,9 @@
-"""Fill a database with a ledger of any size by SQL, as months of use would leave it.
+"""Fill a database by SQL with a ledger of any size, like one after months of use.
 
-Three policies with thirty trained versions each; runs of 12 to 28 calls by three agents; tasks in
-groups of eight; tool events, rewards and their corrections, updates with what they consumed, and
-the history of versions. All that reads rely on holds. `python -m benchmarks.ledger URL` fills an
-empty database.
+It has three policies with thirty trained versions each; runs of 12 to 28 calls by three agents;
+tasks in groups of eight; tool events, rewards and changed rewards, updates with consumed episodes,
+and the history of versions. The rows are consistent, as readers expect. `python -m
+benchmarks.ledger URL` fills an empty database.
 """
 
 import argparse
@@ -33,15 +33,16 @@ from trainer.recipes.recipe import PublishOptions, load_recipe
 EPISODES, DAYS = 50_000, 10
 POLICIES: Final = ("code", "sql", "support")
 VERSIONS: Final = 30
-# One more run is so long, each call repeating all before.
+# Name and calls of one long run, in which each call repeats all before it.
 LONG_RUN, LONG_RUN_TURNS = "the-long-run", 200
-# Episodes that an update trains; of the others of its version nothing could be learned any more.
+# Episodes that an update trains; the other episodes of its version expired.
 TRAINED: Final = 256
 GROUP: Final = 8
 CALL_EVERY_MS: Final = 7_000
 BATCH: Final = 5_000
 
-# Of a call, by its number, policy, place and tool; then by policy, task, place and tool.
+# Format strings of a call. Arguments: its number, policy, place and tool; number and tool; policy,
+# task, place and tool.
 _REPLY: Final = (
     '{"id":"chatcmpl-%1$s","object":"chat.completion","created":1795000000,"model":"%2$s",'
     '"choices":[{"index":0,"message":{"role":"assistant","content":"Step %3$s: the test still '
@@ -114,8 +115,8 @@ LANGUAGE sql IMMUTABLE AS $$ SELECT (hashint8extended(number, seed) & 1048575) /
 CREATE FUNCTION pg_temp.at(ms bigint) RETURNS timestamptz
 LANGUAGE sql IMMUTABLE AS $$ SELECT to_timestamp(ms / 1000.0) $$;
 """
-# Of every twenty runs one has no score and one is an evaluation, of fifty one failed, of a hundred
-# one is a part of another, of two hundred one is quarantined.
+# One run in twenty has no score, one in twenty is an evaluation, one in fifty failed, one in a
+# hundred was joined to another run, one in two hundred is quarantined.
 _RUNS: Final = """
 CREATE TEMP TABLE runs AS
 SELECT *, pg_temp.made_at(ms, n * 64) AS id, policy || '/' || (k / {group}) % {tasks} AS task,
@@ -278,9 +279,9 @@ async def fill_database(
     episodes: int = EPISODES,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Fill an empty database with so many runs of twenty calls on average, and a long one."""
+    """Fill an empty database with `episodes` runs of twenty calls on average, and a long one."""
     began, pace = time.monotonic(), DAYS * 86_400_000 // episodes
-    # The last runs have ended an hour ago.
+    # The last runs ended an hour ago.
     first = datetime.now(UTC) - timedelta(days=DAYS, hours=1)
     recipe = load_recipe("default").model_dump(mode="json")
     values: dict[str, object] = {

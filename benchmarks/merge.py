@@ -1,10 +1,10 @@
 """Compare merged prefixes with separate rows and TRL's GRPO: gradients, tokens and time.
 
-Gradients: in float64 over random trees of a tiny model, and in float32 with SmolLM2-135M (the
-packaged one, or `--model`) and LoRA of rank 16 on all linear layers, against transformers' and
-PEFT's own layers too. One update, of 16 groups of 8 with a shared prompt and of a thread of 20
-turns, is timed against TRL's own loss over padded rows. Ends with status 1 where a bar is missed;
-`--quick` takes a tiny random model and a few rows, for which only the gradients' bars hold.
+Gradients are compared in float64 over random trees of a tiny model, and in float32 with
+SmolLM2-135M (the packaged one, or `--model`) and LoRA of rank 16 on all linear layers, also with
+transformers' and PEFT's own layers. One update, of 16 groups of 8 with a shared prompt, and of a
+thread of 20 turns, is timed against TRL's own loss over padded rows. Ends with status 1 if a bar is
+missed; `--quick` uses a tiny random model and a few rows, and judges only the gradients.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from trainer.learners.kernels.process import keep_freed_memory
 
 
 class Size(NamedTuple):
-    """Set the size of groups, and of a thread."""
+    """The sizes of groups, and of a thread; lengths are in tokens."""
 
     groups: int = 16
     members: int = 8
@@ -54,13 +54,13 @@ class Size(NamedTuple):
 
 PICTURE: Final = ROOT / "docs" / "images" / "merge.png"
 QUICK: Final = Size(groups=2, members=4, prompt=24, sampled=6, turns=4, turn=12)
-# Tokens of a micro-batch, and random trees.
+# Tokens of a micro-batch, and the number of random trees.
 BUDGET: Final = 2048
 SEEDS: Final = 50
-# Rows that TRL computes at once, its default; fewer long ones: eight of a thread's last turns
-# take more than 20 GB, most of it logits.
+# TRL computes at most TRL_ROWS rows at once, its default, with TRL_TOKENS tokens in all: eight of a
+# thread's last turns would take more than 20 GB, most of it logits.
 TRL_ROWS, TRL_TOKENS = 8, 2400
-# How many times fewer tokens, and faster than TRL, an update has to be.
+# The bars: how many times fewer tokens than TRL an update computes, and how many times faster.
 BARS: Final = {"groups": (4.0, 2.8), "thread": (10.0, 8.0)}
 Result = dict[str, Any]
 
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def document_ids(model: Path) -> list[int]:
-    """Return this repository's own documents, as the model reads them."""
+    """Return the token ids of this repository's documents."""
     from transformers import AutoTokenizer
 
     pages = [ROOT / "ARCHITECTURE.md", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -124,7 +124,7 @@ def make_groups(size: Size, words: Sequence[int]) -> list[Row]:
 
 
 def make_conversation(size: Size, words: Sequence[int]) -> list[Row]:
-    """Make one conversation: each turn's prompt is all that was before it."""
+    """Make one conversation: each turn's prompt is everything before the turn."""
     dice = random.Random(1)
     rows = []
     conversation = cut_ids(dice, words, size.prompt)
@@ -136,7 +136,7 @@ def make_conversation(size: Size, words: Sequence[int]) -> list[Row]:
 
 
 def tiny_gradients() -> float:
-    """Compare merged with separate in float64 on random trees: the most they differ by."""
+    """Return the largest difference of merged and separate gradients, in float64, random trees."""
     model = make_model(TINY, torch.float64)
     reference = make_model(TINY, torch.float64, lean=False)
     worst = 0.0
@@ -149,7 +149,7 @@ def tiny_gradients() -> float:
 
 
 def real_gradient(source: Any, rows: Sequence[Row]) -> Result:
-    """Compare merged in float32 with separate, and with transformers' and PEFT's own layers."""
+    """Compare the merged gradient in float32 with the separate one, and with stock layers'."""
     model = make_model(source, torch.float32)
     train(model, plan_micro_batches(rows, BUDGET, layout="tree"), layout="tree")
     merged = gradient(model)
@@ -166,7 +166,7 @@ def real_gradient(source: Any, rows: Sequence[Row]) -> Result:
 
 
 def compare_with_trl(source: Any, rows: Sequence[Row], repeats: int) -> Result:
-    """Measure one update against TRL's: tokens, and seconds (best of `repeats`, once warm)."""
+    """Compare one update with TRL's: tokens, and seconds (best of `repeats` after a warm-up)."""
     model = make_model(source, torch.float32)
     batches = plan_micro_batches(rows, BUDGET, layout="tree")
     train(model, batches[:1], layout="tree")
@@ -190,7 +190,7 @@ def compare_with_trl(source: Any, rows: Sequence[Row], repeats: int) -> Result:
 
 
 def trl_update(model: Any, rows: Sequence[Row]) -> tuple[Callable[[], None], int]:
-    """Return what runs TRL's own GRPO loss (cispo) over padded rows, and the tokens it computes."""
+    """Return a function that runs TRL's GRPO loss (cispo) over padded rows, and its tokens."""
     trainer = _trl_trainer(model)
     at_once = max(1, min(TRL_ROWS, TRL_TOKENS // max(row.size for row in rows)))
     batches = [_padded(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
@@ -225,7 +225,7 @@ def _trl_trainer(model: Any) -> Any:
         save_strategy="no",
         logging_strategy="no",
     )
-    # TRL wants a tokenizer; nothing is tokenised.
+    # TRL requires a tokenizer, but tokenises nothing here.
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     trainer = GRPOTrainer(
         model=model,
@@ -245,7 +245,7 @@ def _padded(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Return TRL's tensors: prompts padded on the left, completions on the right."""
 
     def pad(values: Sequence[Sequence[float]], side: str) -> Tensor:
-        tensors = [torch.tensor(one) for one in values]
+        tensors = [torch.tensor(row) for row in values]
         padded: Tensor = torch.nn.utils.rnn.pad_sequence(
             tensors, batch_first=True, padding_side=side
         )
@@ -324,7 +324,7 @@ def updates_table(result: Result) -> Rows:
 
 
 def draw(result: Result) -> None:
-    """Draw tokens and seconds of one update, ours and TRL's."""
+    """Draw tokens and seconds of one update, merged and TRL's."""
     figure, axes = plotting().subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for axis, key, form in zip(axes, ("tokens", "seconds"), ("{:,.0f}", "{:.1f}"), strict=True):
         for offset, prefix, label in ((-0.2, "trl_", "TRL's GRPO"), (0.2, "", "merged")):

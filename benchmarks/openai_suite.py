@@ -1,12 +1,12 @@
 """Run openai-python's own tests, direct and through the proxy.
 
-The suite runs twice against the same mock server: straight, and with `pawl proxy` between them,
-recording durably. Every test must end alike; those that fail because the allow-list refuses an
-endpoint are counted apart, and the endpoints named. Ends with status 1 where a test ends otherwise.
+The suite runs twice against the same mock server: directly, and through `pawl proxy`, which records
+durably. Every test must have the same outcome twice; tests that fail because the allow-list refuses
+an endpoint are counted apart, and the endpoints named. Ends with status 1 if an outcome differs.
 
-Fetched once into `var/openai_suite`: openai-python's repository at a tag (which also holds the
-description of the API that the mock server answers from; the source distribution has neither that
-nor all tests), its packages, and the mock server (`@stdy/cli`, at the version the sources name).
+These are fetched once into `var/openai_suite`: openai-python's repository at a tag (the source
+distribution lacks tests, and the API description of the mock server), its packages, and the mock
+server (`@stdy/cli`, at the version that the sources name).
 """
 
 import argparse
@@ -43,17 +43,17 @@ COMMIT: Final = "753ab5c1a81cd85e8bf0aef4c04c51a2e8dae6cd"
 REPOSITORY: Final = "https://github.com/openai/openai-python"
 SPEC: Final = "api_reference/openapi.transformed.yml"
 MOCK: Final = "@stdy/cli@0.22.1"
-# As openai-python's own scripts/mock starts it.
+# Options from openai-python's own scripts/mock.
 FORMATS: Final = [
     f"--validator-{of}-format=brackets"
     for of in ("query-array", "form-array", "query-object", "form-object")
 ]
-# The allow-list's own words (`proxy.routing`).
+# The message of the allow-list (`proxy.routing`).
 REFUSAL: Final = re.compile(r"([A-Z]+ \S+) is not a path that Pawl serves")
 
 
 class Outcome(NamedTuple):
-    """State how one test ended; `text` is its failure's."""
+    """The outcome of a test; `text` describes its failure."""
 
     state: str
     text: str = ""
@@ -80,11 +80,11 @@ def main() -> None:
 
 
 def measure(repository: str, tests: list[str]) -> dict[str, Any]:
-    """Run the suite in both ways, and compare."""
+    """Run the suite directly and through the proxy, and compare the outcomes."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     sources = fetch_sources(repository)
     python = install(sources)
-    # The mock server serves the description's paths under /v1, where a real server has them.
+    # Real servers have the paths below /v1, but the description has them without it.
     spec = FOLDER / "openapi.v1.yml"
     spec.write_text("\n".join(prefix_paths((sources / SPEC).read_text().split("\n"))))
     port, log = free_port(), FOLDER / "mock.log"
@@ -114,10 +114,10 @@ def measure(repository: str, tests: list[str]) -> dict[str, Any]:
 
 
 def fetch_sources(repository: str) -> Path:
-    """Clone openai-python's tag, unless it is there.
+    """Clone openai-python's tag unless it was cloned before; return the folder.
 
     Raises:
-        ValueError: the repository's tag is another commit than ours.
+        ValueError: the tag is not at the commit `COMMIT`.
     """
     sources = FOLDER / f"openai-python-{VERSION}"
     if not sources.exists():
@@ -148,9 +148,9 @@ def install(sources: Path) -> Path:
 
 
 def mock_program() -> Path:
-    """Install the mock server; return its program.
+    """Install the mock server; return the path of its program.
 
-    The launcher in front of it would leave the server behind when it is ended.
+    npm's launcher is not used: if it is killed, the server stays.
     """
     home = FOLDER / "mock"
     server = home / "node_modules" / "@stdy" / "cli-linux-x64" / "bin" / "steady"
@@ -170,7 +170,7 @@ def run_suite(
 ) -> tuple[dict[str, Outcome], float]:
     """Run the suite against a server; return each test's outcome, and the seconds it took."""
     report = FOLDER / f"{name}.xml"
-    # Thousands of tracebacks: pytest's own style takes longer than the tests.
+    # Formatting thousands of tracebacks in pytest's style would take longer than the tests.
     command = [str(python), "-m", "pytest", "-q", "-n", str(len(os.sched_getaffinity(0)))]
     command += ["-p", "no:cacheprovider", "--tb=native", f"--junitxml={report}", *tests]
     environment = {
@@ -192,7 +192,7 @@ def outcomes(report: Path) -> dict[str, Outcome]:
     by_name: dict[str, Outcome] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
-        while name in by_name:  # parameters that print alike
+        while name in by_name:  # parameters with the same text
             name += "'"
         by_name[name] = Outcome("passed")
         for child in case:
@@ -202,7 +202,7 @@ def outcomes(report: Path) -> dict[str, Outcome]:
 
 
 def compare(direct: Mapping[str, Outcome], proxied: Mapping[str, Outcome]) -> dict[str, Any]:
-    """Put each test of either run in exactly one place."""
+    """Count each test once: same outcome, refused by the allow-list, or different."""
     same: Counter[str] = Counter()
     refused, different = Counter[str](), []
     for name in sorted({*direct, *proxied}):

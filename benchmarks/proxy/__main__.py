@@ -1,14 +1,14 @@
-"""Measure Pawl beside nginx, LiteLLM and Agent Lightning, a core each.
+"""Compare Pawl with nginx, LiteLLM and Agent Lightning, on one core each.
 
-Whole calls (wrk, 1 and 64 at once, 4 KB prompts, 2.9 KB replies with ids; a 100 KB reply) and
-streams (1, 256 and 1,000 at once, ten chunks a second each), in one run. For whole calls all are
-up and take turns, since nothing on a shared machine is twice the same. What is measured has one
-core with all it needs, Pawl's PostgreSQL included; load and model server share the other.
+Measured are calls without streaming (wrk, 1 and 64 at once, 4 KB prompts, 2.9 KB replies with ids;
+100 KB replies) and streams (1, 256 and 1,000 at once, ten chunks a second each). For the former all
+peers run and take turns, since a shared machine is never the same twice. The measured peer has one
+core with all its processes, Pawl's PostgreSQL included; load and model server share another core.
 Needs nginx and wrk (Debian: nginx-light, wrk).
 
 `--against CHECKOUT` measures this checkout in turns with another one instead (a folder, such as
-`git worktree add` makes), whole calls only: the ratios of pairs of turns, one after the other.
-`--seconds 45 --rounds 15` makes pairs of three seconds each.
+`git worktree add` makes), without streams: the ratios of the figures in pairs of turns.
+`--seconds 45 --rounds 15` makes turns of three seconds each.
 """
 
 import argparse
@@ -51,29 +51,30 @@ ALONE, MANY, LARGE_AT_ONCE = 1, 64, 8
 STREAMS: Final = (1, 256, 1000)
 INTERVAL_S, CHUNKS = 0.1, 50
 SAMPLE, WARM_S, STORED_S = 20, 2, 600.0
-# A small body gets the large reply.
+# Characters of a prompt to which the model server sends the large reply.
 LARGE_CHARS: Final = 10
+# Calls at once, and the characters of their prompts.
 LOADS: Final = {
     ALONE: wire.PROMPT_CHARS,
     MANY: wire.PROMPT_CHARS,
     LARGE_AT_ONCE: LARGE_CHARS,
 }
 QUIET_SHARE: Final = 0.1
-# The group of processes whose CPU it is, as `--against` names it.
+# Groups of processes, by the names that `--against` shows.
 CPU: Final = {"serving": "worker", "beside": "ingester", "postgres": "PostgreSQL"}
 MILLISECONDS: Final = {"us": 0.001, "ms": 1.0, "s": 1000.0, "m": 60_000.0}
 
 
 class WrongAnswer(Exception):
-    """Report that a peer answers, and not with what the model server said."""
+    """A peer's answer is not the model server's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Measure whole calls; CPU is given a call, by group of processes.
+    """Measurements of calls without streaming; `cpu_us` is for each call, by group of processes.
 
-    `stored` and `drain_s` are of a peer that stores its calls: how many, and how long after the
-    load's end the last one was stored.
+    For a peer that stores calls, `stored` is the number of stored calls, and `drain_s` the seconds
+    from the end of the load until the last one was stored.
     """
 
     calls: int
@@ -87,7 +88,7 @@ class Calls:
 
     @property
     def sustained_per_s(self) -> float | None:
-        """Return calls a second, counted until all were stored."""
+        """Return the calls a second until all calls were stored; None if the peer stores none."""
         if self.drain_s is None:
             return None
         return self.calls / (self.calls / self.calls_per_s + self.drain_s)
@@ -95,11 +96,11 @@ class Calls:
 
 @dataclass(slots=True)
 class Peer:
-    """Hold one row: what was measured, or why nothing was."""
+    """The measurements of a peer, or the reason why it is missing."""
 
     contender: Contender
     missing: str = ""
-    # By calls at once; peers take turns, round by round.
+    # Results of each round, by the number of calls at once.
     rounds: dict[int, list[Calls]] = field(default_factory=dict)
     calls: dict[int, Calls] = field(default_factory=dict)
     streams: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -120,7 +121,7 @@ def main() -> None:
     console = Console(stderr=options.json, width=None if sys.stdout.isatty() else 220)
     busy = psutil.cpu_percent(1.0) / 100
     if busy > QUIET_SHARE:
-        console.print(f"others use {busy:.0%} of this machine: the figures will be too low")
+        console.print(f"other programs use {busy:.0%} of this machine: the figures will be too low")
     os.sched_setaffinity(0, {LOAD_CORE})
     round_s = max(1, options.seconds // options.rounds)
     if options.against is not None:
@@ -169,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_calls(peers: Sequence[Peer], rounds: int, round_s: int, console: Console) -> None:
-    """Bring all up at once, and let them take turns."""
+    """Start all peers, and measure them in turns, round by round."""
     with ExitStack() as stack:
         up: list[tuple[Peer, Running, Path]] = []
         for peer in peers:
@@ -192,7 +193,7 @@ def measure_calls(peers: Sequence[Peer], rounds: int, round_s: int, console: Con
 
 @contextmanager
 def missing_unless_ours(peer: Peer, console: Console) -> Iterator[None]:
-    """Note an installed peer that fails as missing from the table; raise for the others."""
+    """Mark a failing peer as missing, or raise its error if it is not an installed product."""
     try:
         yield
     except (places.CannotInstall, NotUp, WrongAnswer) as error:
@@ -204,14 +205,14 @@ def missing_unless_ours(peer: Peer, console: Console) -> Iterator[None]:
 
 @contextmanager
 def work_folder() -> Iterator[Path]:
-    """Make a folder on the disk that the checkout is on: syncs must be real ones."""
+    """Make a folder on the checkout's disk, where syncs are real (unlike in a tmpfs)."""
     WORK.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK) as name:
         yield Path(name)
 
 
 def bring_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
-    """Bring one up with a model server of its own, check that it answers right, and warm it."""
+    """Start a contender and its model server, check its answers, and warm it up."""
     upstream = free_port()
     with ExitStack() as own:
         folder = own.enter_context(work_folder())
@@ -224,10 +225,10 @@ def bring_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
 
 
 def check_answers(up: Running) -> None:
-    """Check that replies are the model server's, and that Pawl hides the ids it asked for.
+    """Check that replies are the model server's, and that Pawl hides the ids that it requested.
 
     Raises:
-        WrongAnswer: they are not.
+        WrongAnswer: a reply differs, or shows ids.
     """
     chars = [*[wire.PROMPT_CHARS] * SAMPLE, LARGE_CHARS]
     for index, length in enumerate(chars):
@@ -238,11 +239,11 @@ def check_answers(up: Running) -> None:
             raise WrongAnswer(f"another text: {choice['message']['content'][:80]!r}")
         shown = [choice.get("token_ids"), choice.get("logprobs"), reply.get("prompt_token_ids")]
         if up.database_url and (shown != [None, None, None] or "x-pawl-call" not in headers):
-            raise WrongAnswer("ids were passed on to a client that did not ask")
+            raise WrongAnswer("a client that did not request ids got them")
 
 
 def one_call(up: Running, body: str) -> tuple[set[str], Any]:
-    """Return the names of the headers, and the reply, of one call."""
+    """Make one call; return the names of the reply's headers, and the reply."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {wire.KEY}"}
     try:
         with urlopen(Request(up.url, body.encode(), headers), timeout=30) as response:
@@ -252,7 +253,7 @@ def one_call(up: Running, body: str) -> tuple[set[str], Any]:
 
 
 def load_calls(up: Running, folder: Path, seconds: int, at_once: int, chars: int) -> Calls:
-    """Run wrk once; a peer that stores has stored all before and after."""
+    """Run wrk once, before and after which all calls are stored; return the measurements."""
     stored_before = wait_until_stored(up, 0)[0]
     watch = Watch(up)
     before = watch.cpu_seconds()
@@ -284,7 +285,7 @@ def load_calls(up: Running, folder: Path, seconds: int, at_once: int, chars: int
 
 
 def wrk_script(up: Running, chars: int) -> str:
-    """Write wrk's script: requests that differ in a number of fixed width."""
+    """Return a script for wrk that sends requests with a counter of fixed width."""
     zeros = "0" * 16
     body = wire.prompt(f"{uuid4().hex} {zeros} ", chars)
     headers = {"Authorization": f"Bearer {wire.KEY}"}
@@ -301,7 +302,7 @@ end
 
 
 def match_output(pattern: str, output: str, *default: str) -> Sequence[str]:
-    """Return what a pattern's groups match of wrk's output; raise where there is no default."""
+    """Return a pattern's groups in wrk's output, or the default; raise ValueError without one."""
     match = re.search(pattern, output)
     if match is None and not default:
         raise ValueError(f"wrk's output has no {pattern!r}:\n{output}")
@@ -314,7 +315,7 @@ def latency_ms(share: str, output: str) -> float:
 
 
 def combine_rounds(rounds: Sequence[Calls]) -> Calls:
-    """Combine the rounds of one load: add counts up, and take the median of the rest."""
+    """Combine the rounds of one load: the sums of counts, the medians of other figures."""
     is_stored = rounds[0].stored is not None
     return Calls(
         calls=sum(one.calls for one in rounds),
@@ -329,7 +330,7 @@ def combine_rounds(rounds: Sequence[Calls]) -> Calls:
 
 
 def measure_streams(peer: Peer, seconds: int, console: Console) -> None:
-    """Keep so many streams open at once, one number after the other."""
+    """Measure a peer's streams, with each of the numbers in `STREAMS` at once."""
     upstream = free_port()
     server = [sys.executable, "-m", "benchmarks.upstream", str(upstream), str(INTERVAL_S)]
     with work_folder() as folder, missing_unless_ours(peer, console):
@@ -342,7 +343,7 @@ def measure_streams(peer: Peer, seconds: int, console: Console) -> None:
                     plan = Plan(up.port, up.path, at_once, CHUNKS, INTERVAL_S, seconds)
                     measured = load_streams(up, folder, plan)
                     if at_once == ALONE:
-                        # First chunks come from streams of one chunk, one after the other.
+                        # The time to the first chunk is measured with streams of one chunk.
                         plan = Plan(up.port, up.path, at_once, 1, INTERVAL_S, seconds / 2)
                         single = load_streams(up, folder, plan)
                         for name in ("first_median_ms", "first_p99_ms"):
@@ -355,7 +356,7 @@ def measure_streams(peer: Peer, seconds: int, console: Console) -> None:
 
 
 def load_streams(up: Running, folder: Path, plan: Plan) -> dict[str, Any]:
-    """Run the generator once; CPU is what was used while its window was open."""
+    """Run `benchmarks.proxy.streams` once; `cpu_us` is measured while its window is open."""
     stored = wait_until_stored(up, 0)[0]
     watch = Watch(up)
     cpu: list[dict[str, float]] = []
@@ -377,10 +378,10 @@ def load_streams(up: Running, folder: Path, plan: Plan) -> dict[str, Any]:
 
 
 def wait_until_stored(up: Running, wanted: int) -> tuple[int, float]:
-    """Wait until so many calls are stored, and until no more come.
+    """Wait until `wanted` calls are stored, and then until no more come.
 
-    Return how many there are, and after how many seconds the wanted ones were. A peer that stores
-    none has settled at once.
+    Return the number of stored calls, and the seconds until the wanted ones were stored. For a peer
+    that stores no calls, return zeros at once.
 
     Raises:
         NotUp: answered calls are not in PostgreSQL after ten minutes.
@@ -410,9 +411,10 @@ async def _wait_until_stored(database_url: str, wanted: int) -> tuple[int, float
 
 
 class Watch:
-    """Measure CPU and memory of a peer's process trees, children that ended included.
+    """Measures CPU (with ended children) and memory of a peer's process trees, by group.
 
-    Of the tree called `proxy`, those that listen on the port are `serving`; the rest is `beside`.
+    Of the tree `proxy`, the processes that listen on the port are the group `serving`, all others
+    the group `beside`.
     """
 
     def __init__(self, up: Running) -> None:
@@ -428,7 +430,7 @@ class Watch:
         return self._sum(lambda process: sum(process.cpu_times()[:4]))
 
     def memory_mib(self) -> dict[str, float]:
-        """Return what is resident now, shared pages counted once (proportional set size)."""
+        """Return the resident memory by group; shared pages count once (proportional set size)."""
         return self._sum(lambda process: process.memory_full_info().pss / 2**20)
 
     def _sum(self, of: Any) -> dict[str, float]:
@@ -437,7 +439,7 @@ class Watch:
             for process in self._tree(name):
                 is_serving = process.pid in self._serving
                 group = name if name != "proxy" else "serving" if is_serving else "beside"
-                # It may end while we look: its parent has its time then.
+                # A process may end meanwhile: its parent then has its CPU time.
                 with suppress(psutil.NoSuchProcess):
                     by_group[group] = by_group.get(group, 0.0) + of(process)
         return by_group
@@ -450,7 +452,7 @@ class Watch:
 
 
 def note_memory(peer: Peer, up: Running) -> None:
-    """Note the most memory that was seen."""
+    """Store the largest memory of each group seen so far in `peer`."""
     for group, now in Watch(up).memory_mib().items():
         peer.memory_mib[group] = max(now, peer.memory_mib.get(group, 0.0))
 
@@ -470,8 +472,8 @@ Ratios = dict[int, dict[str, list[float]]]
 def compare_checkouts(checkout: Path, rounds: int, round_s: int, console: Console) -> Ratios:
     """Return the ratios of this checkout's figures to the other's, by calls at once.
 
-    Both are up at once, each with a PostgreSQL and a model server of its own: what disturbs a
-    shared machine lasts longer than a pair of loads, and disturbs both alike.
+    Both run at the same time, each with its own PostgreSQL and model server. A disturbance of the
+    machine mostly lasts longer than a pair of loads, so that it affects both.
     """
     ratios: Ratios = {}
     with ExitStack() as stack:
@@ -481,7 +483,7 @@ def compare_checkouts(checkout: Path, rounds: int, round_s: int, console: Consol
             for turn in range(rounds):
                 console.print(f"{at_once} at once, pair {turn + 1} of {rounds}")
                 pair: list[Any] = [None, None]
-                # Who comes second meets the machine as the first left it.
+                # The first load may affect the second, so the order alternates.
                 for side in (0, 1) if turn % 2 else (1, 0):
                     pair[side] = load_calls(*sides[side], round_s, at_once, chars)
                 theirs, ours = pair
@@ -512,7 +514,7 @@ def ratios_table(ratios: Ratios, other: str, rounds: int) -> Rows:
 
 
 def bars(peers: Mapping[str, Peer]) -> list[Bar]:
-    """Return Pawl's promises, as far as this run can judge them."""
+    """Return the bars for Pawl; those of what was not measured have the value None."""
     pawl = peers.get("pawl", Peer(CONTENDERS["pawl"]))
     many, most = pawl.calls.get(MANY), pawl.streams.get(STREAMS[-1])
     alone = [peers[name].calls.get(ALONE) for name in ("pawl", "direct") if name in peers]
@@ -520,7 +522,7 @@ def bars(peers: Mapping[str, Peer]) -> list[Bar]:
     if len(alone) == 2 and alone[0] is not None and alone[1] is not None:
         added_ms = alone[0].median_ms - alone[1].median_ms
     large = pawl.calls.get(LARGE_AT_ONCE)
-    # Calls that the load broke off at its end are stored, too.
+    # More calls may be stored than answered: the load broke off some at its end.
     unstored = None if many is None or many.stored is None else max(0, many.calls - many.stored)
     return [
         Bar("calls_per_nginx", ratio_to(peers, "nginx"), 1 / 9, at_least=True),
@@ -539,7 +541,7 @@ def bars(peers: Mapping[str, Peer]) -> list[Bar]:
 
 
 def ratio_to(peers: Mapping[str, Peer], other: str) -> float | None:
-    """Return the median over the rounds: what disturbs the machine disturbs both of a round."""
+    """Return the median of Pawl's calls a second over the other peer's in the same round."""
     if "pawl" not in peers or other not in peers:
         return None
     own, others = (peers[name].rounds.get(MANY, []) for name in ("pawl", other))
@@ -598,7 +600,7 @@ def streams_table(peers: Iterable[Peer]) -> Rows:
                     *(title, number(at_once), number(one["started"]), failed),
                     number(one["batched"]),
                     *(number(one[name], 2) for name in times),
-                    # One stream leaves the process idle: what is counted then is the clock's ticks.
+                    # With one stream the CPU time is too small to measure.
                     format_parts(one["cpu_us"] if at_once > ALONE else {}),
                 ]
             )
@@ -606,7 +608,7 @@ def streams_table(peers: Iterable[Peer]) -> Rows:
 
 
 def format_parts(of: Mapping[str, float]) -> str:
-    """Write a sum, and what it is made of where that is more than one thing."""
+    """Format the sum of the values, and the values if there is more than one."""
     if not of:
         return NONE
     shown = ", ".join(f"{name} {number(value)}" for name, value in of.items())

@@ -1,8 +1,8 @@
 """Start each peer as a fair user would: one worker, one core.
 
-LiteLLM is set up by its own advice for production (log level, no cost map from the network). Agent
-Lightning gets one rollout, made beforehand, whose id stands in the URL. Both are installed into
-environments of their own under `var/peers`, versions pinned.
+LiteLLM is configured as its documentation advises for production (log level, no cost map from the
+network). Agent Lightning gets one rollout, made beforehand, whose id is in the URL. Both are
+installed in pinned versions into environments of their own under `var/peers`.
 """
 
 import json
@@ -22,10 +22,10 @@ from rich.console import Console
 from benchmarks import wire
 from benchmarks.stack import ROOT, answers, fetch_json, free_port, running, running_proxy, wait_for
 
-# What is measured has this core to itself; the load and the model server share the other.
+# The measured peer has a core to itself; the load and the model server share the other.
 MEASURED_CORE, LOAD_CORE = 0, 1
 LARGE_TOKENS, TOKENS = 1240, 20
-# A request with a body under 1,000 bytes gets the large reply: an agent's is never so small.
+# A request body of at most this many digits of length (under 1,000 bytes) gets the large reply.
 SMALL_BODY_DIGITS: Final = 3
 TRIES: Final = 3
 LITELLM_VERSION, AGENT_LIGHTNING_VERSION = "1.106.2", "1.0.2"
@@ -33,14 +33,15 @@ ROLLOUT: Final = "bench"
 
 
 class CannotInstall(Exception):
-    """Report that the package index failed three times; the message ends with pip's reason."""
+    """pip failed three times; the message ends with its reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Hold a peer that is up.
+    """A running peer.
 
-    `roots` are the first processes of its trees; `database_url` says where calls end.
+    `roots` are the process ids at the roots of its process trees; `database_url` is the database
+    that stores calls, empty if there is none.
     """
 
     port: int
@@ -55,9 +56,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Define a peer: how it starts in a folder before an upstream's port, what is installed first.
+    """A peer: its name, how to start it, and what to install before.
 
-    `packages` are the arguments of one `pip install` after the other.
+    `start` gets a folder and the upstream's port. `packages` has the arguments of one `pip install`
+    after another. `no_streams` is the reason why streams are not measured.
     """
 
     name: str
@@ -78,7 +80,7 @@ def direct(_folder: Path, upstream: int) -> Iterator[Running]:
 
 @contextmanager
 def floor(folder: Path, upstream: int) -> Iterator[Running]:
-    """Pass on with nginx, which does nothing else and does not hold streams back."""
+    """Start nginx, which only forwards requests and does not buffer streams."""
     port = free_port()
     server = f"""upstream model {{ server 127.0.0.1:{upstream}; keepalive 1100; }}
 server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://model; proxy_buffering off;
@@ -89,7 +91,7 @@ server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://model; proxy_
 
 @contextmanager
 def pawl(folder: Path, upstream: int, checkout: Path = ROOT) -> Iterator[Running]:
-    """Start Pawl with everything on: ids, durable records, PostgreSQL on its core, a log file."""
+    """Start Pawl with everything on: ids, durable records, PostgreSQL on the same core, a log."""
     with running_proxy(folder, upstream, checkout, MEASURED_CORE) as proxy:
         roots = {"proxy": proxy.process.pid, "postgres": proxy.postgres_pid}
         yield Running(proxy.port, roots=roots, database_url=proxy.database_url)
@@ -97,7 +99,7 @@ def pawl(folder: Path, upstream: int, checkout: Path = ROOT) -> Iterator[Running
 
 @contextmanager
 def litellm(folder: Path, upstream: int) -> Iterator[Running]:
-    """Start LiteLLM's proxy, without a database: it keeps nothing."""
+    """Start LiteLLM's proxy without a database, so that it stores no calls."""
     port, config, log = free_port(), folder / "litellm.json", folder / "litellm.log"
     to = {"model": f"hosted_vllm/{wire.MODEL}", "api_base": f"http://127.0.0.1:{upstream}/v1"}
     # JSON is YAML as well.
@@ -119,7 +121,7 @@ def agent_lightning(folder: Path, upstream: int) -> Iterator[Running]:
     root = f"http://127.0.0.1:{port}"
     command = [program_path("agent-lightning", "python"), "-m", "agentlightning.server"]
     command += ["host=127.0.0.1", f"port={port}", f"default_proxy.model_name={wire.MODEL}"]
-    # Hydra writes its own log beside it.
+    # Hydra writes another log into this folder.
     command += [f"hydra.run.dir={folder}"]
     with running(command, log, {}, MEASURED_CORE) as process:
         wait_for(lambda: answers(f"{root}/healthz"), process, log)
@@ -137,7 +139,7 @@ def of_checkout(checkout: Path) -> Contender:
         ValueError: there is no checkout there.
     """
     if not (checkout / "pawl" / "cli.py").is_file():
-        raise ValueError(f"{checkout} is no checkout of Pawl")
+        raise ValueError(f"{checkout} is not a checkout of Pawl")
     return Contender(str(checkout), partial(pawl, checkout=checkout.resolve()))
 
 
@@ -153,8 +155,8 @@ CONTENDERS: Final = {
             agent_lightning,
             AGENT_LIGHTNING_VERSION,
             [
-                # Its metadata asks for Python 3.12, and its server runs on 3.11 as well: there it
-                # is taken without that check, and what its metadata needs is named here.
+                # Its metadata asks for Python 3.12, but its server also runs on 3.11: it is
+                # installed there without this check, and its dependencies are named here.
                 [
                     f"agentlightning=={AGENT_LIGHTNING_VERSION}",
                     *(
@@ -180,10 +182,10 @@ def program_path(peer: str, name: str) -> str:
 
 
 def install(contender: Contender, console: Console) -> None:
-    """Install a peer's packages, unless exactly these were installed before.
+    """Install a peer's packages unless the same packages were installed before.
 
     Raises:
-        CannotInstall: see there.
+        CannotInstall: pip failed three times.
     """
     folder = ROOT / "var" / "peers" / contender.name
     done, wanted = folder / "installed.txt", repr(contender.packages)
@@ -204,7 +206,7 @@ def install(contender: Contender, console: Console) -> None:
 
 @contextmanager
 def model_server(folder: Path, port: int) -> Iterator[None]:
-    """Let nginx answer a small body with the 100 KB reply, any other with the 2.9 KB one."""
+    """Run nginx as a model server: the reply to a small body has 100 KB, to any other 2.9 KB."""
     (folder / "large.json").write_text(wire.reply(LARGE_TOKENS))
     server = f"""server {{ listen 127.0.0.1:{port}; default_type application/json;
  location = /v1/models {{ return 200 '{wire.MODELS}'; }}
@@ -222,7 +224,7 @@ def nginx(folder: Path, port: int, server: str, core: int) -> Iterator[int]:
     """Run nginx on one core, with one worker, and yield its process id."""
     folder.mkdir(parents=True)
     config, log = folder / "nginx.conf", folder / "nginx.log"
-    # Its worker is to read the folder as we do.
+    # The worker must be able to read the folder.
     user = "user root;" if os.geteuid() == 0 else ""
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     places = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)

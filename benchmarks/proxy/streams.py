@@ -1,8 +1,8 @@
 """Load with streams: `python -m benchmarks.proxy.streams` with a `Plan` as JSON.
 
-So many streams are kept open: they begin spread over one stream's length, and each is followed by
-another, until the window closes. Prints a JSON line when the window opens, one when it closes, and
-one with the figures once the last stream has ended.
+A fixed number of streams is kept open: their starts are spread over one stream's length, and each
+stream is followed by another until the measuring window closes. Prints a JSON line when the window
+opens, one when it closes, and one with the figures once the last stream has ended.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from benchmarks import wire
 from benchmarks.report import percentile
 
 IDS_SHOWN: Final = re.compile(rb'"(?:prompt_)?token_ids":\s?\[')
-# What stands between two chunks of the transfer coding, perhaps within an event.
+# The bytes between two chunks of the transfer coding; an event may contain them.
 FRAMING: Final = re.compile(rb"\r\n[1-9a-f][0-9a-f]*\r\n")
 GRACE_S: Final = 5.0
-# Chunks that are delivered together were batched if they were written so far apart.
+# Chunks that arrive together were batched if they were written at least this far apart.
 BATCH_GAP_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan the load; `path` and `port` are the proxy's."""
+    """The load: `at_once` streams of `chunks` chunks; `path` and `port` are the proxy's."""
 
     port: int
     path: str
@@ -42,7 +42,7 @@ class Plan:
 
 
 class Load:
-    """Keep the streams open, and gather what is seen while the window is open."""
+    """Keeps the streams open, and collects figures while the window is open."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._life_s = plan, plan.chunks * plan.interval_s
@@ -74,7 +74,7 @@ class Load:
         }
 
     async def _keep_open(self, number: int) -> None:
-        """Have one stream after the other, on one connection while none fails."""
+        """Open one stream after another, on the same connection unless a stream fails."""
         await asyncio.sleep(number / self._plan.at_once * self._life_s)
         writer = None
         while time.perf_counter() < self._closes:
@@ -94,7 +94,7 @@ class Load:
             writer.close()
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Read one stream to its end; return what was wrong with it, or nothing."""
+        """Request a stream and read it to its end; return what was wrong with it, or ""."""
         began = time.perf_counter()
         body = wire.as_stream(wire.prompt(f"{self._started} {began} "), self._plan.chunks)
         headers = {"Authorization": f"Bearer {wire.KEY}"}
@@ -122,8 +122,8 @@ class Load:
         return "torn"
 
     def _note(self, now: float, began: float | None, stamps: list[float]) -> None:
-        """Note a piece that came; `began` is when its request was sent, if it is the first."""
-        self._batched += sum(later - one >= BATCH_GAP_S for one, later in pairwise(stamps))
+        """Record arrived chunks; `began` is the request's time if they are the first."""
+        self._batched += sum(later - earlier >= BATCH_GAP_S for earlier, later in pairwise(stamps))
         if self._opens <= now < self._closes:
             self._firsts += [] if began is None else [(now - began) * 1000]
             self._delays += [(now - stamp) * 1000 for stamp in stamps]
@@ -134,6 +134,6 @@ async def main(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
-    # No cycles are made, and a collection would be counted as delay.
+    # No reference cycles are made, and a garbage collection would be measured as delay.
     gc.disable()
     uvloop.run(main(Plan(**json.loads(sys.argv[1]))))
