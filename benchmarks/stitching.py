@@ -1,10 +1,10 @@
-"""Measure whether calls without a name are joined into their episodes.
+"""Measure whether calls without an episode's name are joined to the right episodes.
 
 A thousand episodes of five clients (openai, LangChain, the Agents SDK on the Responses API,
-AutoGen, anthropic), all at once in a random order, with no header that names anything. Each is
-replayed from a recording of the client's own code at work (`benchmarks/recordings`), under ids and
-a number of its own. The requests go through identity as the proxy sends them: by one proxy, and by
-three that share nothing but the ledger's joins.
+AutoGen, anthropic) run interleaved in random order, without any naming header. Each is replayed
+from a recording of the client's real requests (`benchmarks/recordings`), with new ids and a new
+number. The requests pass the product's identification: in one proxy, and in three that share only
+the ledger's joins.
 """
 
 import argparse
@@ -32,18 +32,18 @@ from store.ids import new_id
 
 RECORDING: Final = Path(__file__).with_name("recordings") / "stitching.json"
 CLIENTS: Final = ("openai", "langchain", "agents", "autogen", "anthropic")
-# Kinds of episodes, of a hundred of each client: with tools; whole runs that differ in nothing but
-# their tool calls' ids; plain chat; an attempt that fails and is sent again; and first turns that
-# are equal to the letter, whose second and third call nothing tells from those of others.
+# Kinds of episodes, in a hundred of each client: with tools; runs that differ only in the ids of
+# their tool calls; plain chat; a failed call that is retried; and runs with identical first turns,
+# whose second and third call cannot be told from those of other runs.
 KINDS: Final = {"tools": 40, "twins": 20, "chat": 29, "retried": 10, "alike": 1}
 ALIKE_CALLS: Final = 2
-# A number that nothing else in a recording holds: it gives way to the episode's own.
+# A number that stands for the episode's own in the recordings, and is nowhere else in them.
 RECORDED_NUMBER: Final = "271828"
 _IDS: Final = re.compile(r"(?:chatcmpl-tool-|chatcmpl-|resp_|msg_|rs_|fc_)[0-9a-f]{32}")
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """Hold a request as a client sent it, and what it got."""
+    """A recorded request and its reply."""
 
     dialect: str
     headers: dict[str, str]
@@ -53,7 +53,7 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 class SeenCall(msgspec.Struct):
-    """Hold one call as its proxy recorded it; `run` is the truth."""
+    """A replayed call as a proxy identified it; `run` is the run to which it really belongs."""
 
     run: int
     id: UUID
@@ -63,7 +63,10 @@ class SeenCall(msgspec.Struct):
 
 
 class Score(NamedTuple):
-    """Count what became of the calls that continue a run."""
+    """Counts of the calls that continue a run, by outcome.
+
+    `joins` are all, `own` those that stayed alone, `false` those joined to another run.
+    """
 
     joins: int
     right: int
@@ -73,7 +76,7 @@ class Score(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the share of all calls to be joined that were, rightly."""
+        """Return the share of `joins` that were made rightly."""
         return self.right / self.joins
 
 
@@ -98,13 +101,13 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(f"{len(replayed[1])} calls of {options.episodes} episodes, of which {alike}")
-    console.print("continue a conversation that others began to the letter alike.")
+    console.print("continue a conversation that others began with identical words.")
     console.print(f"One proxy identified them by: {dict(sorted(methods.items()))}.")
     console.print(f"Identity took {identity_us:.1f} µs a call (median), request and reply.")
 
 
 def make_plans(episodes: int, seed: int) -> list[tuple[str, str]]:
-    """Return client and kind of each episode: as many of every client, kinds in their shares."""
+    """Return client and kind of each episode: equal numbers of clients, kinds as in `KINDS`."""
     random = Random(seed)
     decks: dict[str, list[str]] = {client: [] for client in CLIENTS}
     plans = []
@@ -118,7 +121,7 @@ def make_plans(episodes: int, seed: int) -> list[tuple[str, str]]:
 
 
 def recorded_runs(plans: Iterable[tuple[str, str]], seed: int) -> list[list[Exchange]]:
-    """Return each episode's exchanges, under ids and a number of its own."""
+    """Return each episode's exchanges, with new ids and a new number."""
     random = Random(f"recorded {seed}")
     recording = json.loads(RECORDING.read_text())
     runs = []
@@ -132,7 +135,7 @@ def recorded_runs(plans: Iterable[tuple[str, str]], seed: int) -> list[list[Exch
 
 
 def replay(runs: Sequence[Sequence[Exchange]], proxies: int, seed: int) -> list[SeenCall]:
-    """Replay all runs at once, each call at a proxy drawn at random, in the order they arrived."""
+    """Replay all runs interleaved, each call at a random proxy; return the calls in their order."""
     random = Random(seed)
     memories = [CallMemory() for _ in range(proxies)]
     left = {run: list(exchanges) for run, exchanges in enumerate(runs)}
@@ -150,7 +153,7 @@ def replay(runs: Sequence[Sequence[Exchange]], proxies: int, seed: int) -> list[
                 active.pop()
             continue
         exchange = left[run].pop(0)
-        # An SDK sends its retry over the connection that it still has.
+        # An SDK sends a retry over the same connection, so to the same proxy.
         if retry_count(exchange.headers) == 0:
             connected[run] = random.choice(memories)
         memory = connected[run]
@@ -188,11 +191,11 @@ def _summary(wire_format: WireFormat, reply: dict[str, Any]) -> ReplySummary:
 
 
 def join_in_ledger(seen: Sequence[SeenCall]) -> list[tuple[str, bool]]:
-    """Return each call's episode, and whether it is in doubt, once the ledger knows all records.
+    """Return each call's episode, and whether it is in doubt, once the ledger has all records.
 
-    Of what a call needs, the surest fingerprint that other episodes provided counts. If they are
-    one episode, the call's is that one, too; if not, all of them are in doubt. Joins are made
-    until there are no more to be made, as one may settle the doubt of another.
+    Of the fingerprints that a call needs, the surest one that other episodes provide counts. If one
+    episode provides it, the call's episode is joined to that one; if several do, all of them are in
+    doubt. This is repeated until no join is left, as one join may settle the doubt of another.
     """
     provided: dict[bytes, set[str]] = defaultdict(set)
     for call in seen:
@@ -226,7 +229,7 @@ def join_in_ledger(seen: Sequence[SeenCall]) -> list[tuple[str, bool]]:
 
 
 def _matching_episodes(call: SeenCall, provided: dict[bytes, set[str]]) -> set[str]:
-    """Return the episodes that provide the surest fingerprint needed; a kind's ids are one."""
+    """Return the episodes that provide the surest needed fingerprint; ids of a kind are one."""
     levels: dict[int, set[str]] = defaultdict(set)
     for place, digest in enumerate(call.who.needs):
         level = digest[0] if digest[0] <= RESPONSE else RESPONSE + 1 + place
@@ -235,7 +238,7 @@ def _matching_episodes(call: SeenCall, provided: dict[bytes, set[str]]) -> set[s
 
 
 def score(seen: Sequence[SeenCall], outcome: Sequence[tuple[str, bool]]) -> Score:
-    """Score an episode with a doubtful call as quarantined whole, as it is trained whole."""
+    """Return the score; a doubtful call quarantines its whole episode, as episodes train whole."""
     doubted = {key for key, is_doubtful in outcome if is_doubtful}
     owner: dict[str, int] = {}
     first: dict[int, str] = {}

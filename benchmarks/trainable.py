@@ -1,12 +1,12 @@
 """Measure the share of real frameworks' calls that can be trained.
 
-Each framework runs, unchanged and at its own defaults, in the clients' own environment
-(`scripts/install_clients.py`) against a whole stack with a real vLLM and the packaged model. It is
-told nothing but the base URL. What counts is what the ledger says of its calls: a model this small
-often fails as an agent, and its tokens are as good as any.
+Each framework runs, unchanged and with its defaults, in the clients' own environment
+(`scripts/install_clients.py`) against a complete stack with a real vLLM and the packaged model. It
+gets only the base URL. Only the ledger's data on its calls count: a model this small often fails as
+an agent, but this does not matter.
 
-Ends with status 1 where under 95 % of a row's calls can be trained, or a row has fewer episodes or
-calls than its program was to ask questions.
+Ends with status 1 if less than 95 % of a row's calls can be trained, or a row has fewer episodes or
+calls than its program has questions.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from store.selecting import Selection, select_episodes
 from store.settings import parse_address
 from tests.support.faults.ledger import Scrapes, drained
 
-# Each row's key names its calls in the ledger; then come its title, and its program's arguments.
+# By the agent's name of a row's calls in the ledger: the title, and the program's arguments.
 ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "langgraph": ("LangGraph: a graph of two agents", "langgraph"),
     "agents-chat": ("Agents SDK: chat, strict tools", "agents_sdk", "chat"),
@@ -60,7 +60,7 @@ ROWS: Final[Mapping[str, tuple[str, ...]]] = {
     "openai-schema": ("openai: a JSON schema", "openai", "schema"),
 }
 PROGRAMS: Final = ROOT / "tests" / "clients" / "frameworks.py"
-# The name under which the programs ask for the model, and how many questions each asks.
+# The model that the programs request, and the number of questions that each asks.
 MODEL: Final = "agent"
 QUESTIONS: Final = 20
 SHARE: Final = 0.95
@@ -73,7 +73,7 @@ COLUMNS: Final = (
 
 
 class Result(NamedTuple):
-    """Count a row's calls, why some cannot be trained, and how the framework's runs failed."""
+    """A row's counts: calls, reasons why some cannot be trained, and failures of the runs."""
 
     title: str
     calls: int
@@ -88,7 +88,7 @@ class Result(NamedTuple):
 
     @property
     def missed(self) -> bool:
-        """Return whether too few calls can be trained, or a question was not even asked."""
+        """Return whether too few calls can be trained, or a question was not asked."""
         return self.share < SHARE or min(self.calls, self.episodes) < QUESTIONS
 
 
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 async def measure(keys: Sequence[str], tool_parser: str) -> list[Result]:
-    """Measure the rows, one after another, on one stack whose vLLM has this parser."""
+    """Measure the rows, one after another, on one stack whose vLLM has this tool parser."""
     if not CLIENT_BINARIES.is_dir():
         sys.exit("benchmarks.trainable: no clients here: scripts/install_clients.py gets them")
     shutil.rmtree(FOLDER, ignore_errors=True)

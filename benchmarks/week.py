@@ -1,21 +1,21 @@
-"""Measure how soon a team's traffic teaches the packaged model, and from how little signal.
+"""Measure how soon the packaged model learns from a team's traffic with little feedback.
 
-`pawl up` runs as it is, with vLLM, PostgreSQL and the recipe `default`, whose times are scaled as a
-day is: to a minute. The calculator's agent is production: each question comes once and never again,
-of five families. Rows:
+`pawl up` runs as it is, with vLLM, PostgreSQL and the recipe `default`, with times scaled from a
+day to a minute. The calculator's agent plays production: each question, of five families, comes
+only once. Rows:
 
 - `rewards`: a third of the episodes are rewarded, 1 to 30 s later, a tenth of these wrongly;
-- `next-turn`: nobody rewards; a user answers "Thanks." or "No, that is wrong.", a fifth of the time
-  the wrong one, and `pawl judge --next-turn` has a judge behind an OpenAI-compatible server that
-  looks for that word;
-- `corrections`: as `rewards`, and for a fifth of the failures somebody posts the right reply;
-- `teacher`: nobody rewards; `distill` learns from a finished version of `pawl demo`, which the same
-  vLLM serves (`make demo` comes first, or `--teacher FOLDER`);
-- `bad-judge`: a third are rewarded rightly, and a judge that throws dice scores all others;
-- `facts`: the same third, without a judge.
+- `next-turn`: no rewards; a user replies "Thanks." or "No, that is wrong.", the wrong reply in a
+  fifth of the episodes, and the model that `pawl judge --next-turn` asks only looks for the word
+  "wrong";
+- `corrections`: as `rewards`, and the right reply is posted for a fifth of the failures;
+- `teacher`: no rewards; `distill` learns from a finished version of `pawl demo`, which the same
+  vLLM serves (run `make demo` first, or give `--teacher FOLDER`);
+- `bad-judge`: a third of the episodes are rewarded rightly; a judge scores all others at random;
+- `facts`: the same third is rewarded, without a judge.
 
-What agents really achieved is known to the benchmark alone. Ends with status 1 where a bar does not
-hold; a run's files lie in its folder below `var/week`.
+Only the benchmark knows which answers are really right. Ends with status 1 if a bar does not hold;
+a run's files are in its folder below `var/week`.
 
     python -m benchmarks.week --rows rewards next-turn --seeds 1
 """
@@ -61,11 +61,11 @@ TEMPLATE: Final = packaged_template("smollm2_tools")
 EPISODES, HELD_OUT, BLOCK, AT_ONCE = 4000, 240, 200, 8
 REWARDED, WRONG, FLIPPED, CORRECTED = 1 / 3, 1 / 10, 1 / 5, 1 / 5
 DELAY_S: Final = (1.0, 30.0)
-# The bars: held-out success from rewards; and how many times the episodes of another row each may
-# take until its success is at these marks.
+# The bars: held-out success of the row `rewards` is at least HIGH; a row in TIMES reaches each of the
+# MARKS of success within this many times the episodes of another row.
 HIGH: Final = 0.9
 MARKS: Final = (0.75, 0.9)
-# A run ends before its last episode once live success is so high.
+# A run ends early once live success is this high.
 ENOUGH: Final = 0.95
 TIMES: Final = {
     "next-turn": ("rewards", 1.5),
@@ -73,7 +73,7 @@ TIMES: Final = {
     "teacher": ("rewards", 0.3),
     "bad-judge": ("facts", 1.5),
 }
-# `default`, but for its times: a day is a minute.
+# Added to the recipe `default`, whose times are scaled from a day to a minute.
 RECIPE: Final = "\n[publish]\nreward_delay_s = 1.0\n"
 TEACHER: Final = "teacher"
 DISTILL: Final = """
@@ -104,9 +104,10 @@ print(json.dumps({"value": random.Random(episode).randint(0, 1)}))
 
 
 class Run(NamedTuple):
-    """Hold what a run gave: true success, of held-out questions and of live ones in their order.
+    """A run's results: true success on held-out questions, and on live ones in their order.
 
-    Of what the control answered, the base model beside those that learned, it is None.
+    The value is None for live questions that the control answered (the base model, once trained
+    versions serve).
     """
 
     row: str
@@ -118,7 +119,7 @@ class Run(NamedTuple):
     seconds: float
 
     def until(self, mark: float) -> float:
-        """Return after how many episodes the mean of `BLOCK` first reached a mark."""
+        """Return the number of episodes until the mean of the last `BLOCK` first reached `mark`."""
         own = [(at, right) for at, right in enumerate(self.live, 1) if right is not None]
         for last in range(BLOCK, len(own) + 1):
             if fmean(right for _, right in own[last - BLOCK : last]) >= mark:
@@ -150,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--episodes", type=int, default=EPISODES, help="at most")
     parser.add_argument("--a-minute", type=float, default=250.0, help="episodes, at most")
-    parser.add_argument("--checkout", type=Path, default=ROOT, help="whose `pawl up` it is")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="whose `pawl up` runs")
     parser.add_argument("--recipe", help="default: `default`, its times scaled")
     parser.add_argument(
         "--teacher", type=Path, default=ROOT / "var" / "demo", help="a folder with adapters"
@@ -169,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def measure_run(row: str, seed: int, options: argparse.Namespace, progress: Progress) -> Run:
-    """Run `pawl up` and its users, and return what was learned."""
+    """Run `pawl up` and its simulated users, and return the results."""
     folder = options.out.absolute() / f"{row}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -206,9 +207,9 @@ async def measure_run(row: str, seed: int, options: argparse.Namespace, progress
 
 
 def model_with_template(folder: Path) -> Path:
-    """Make a folder of the packaged model that has the calculator's chat template as its own.
+    """Make a folder with the packaged model and the calculator's chat template, and return it.
 
-    Corrections need that: they are tokenised by the template in the model's folder.
+    Corrections are tokenised by the template in the model's folder.
     """
     folder.mkdir()
     for file in unpacked_model(ROOT / "var" / "models").iterdir():
@@ -219,15 +220,15 @@ def model_with_template(folder: Path) -> Path:
 
 @asynccontextmanager
 async def simulated_users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
-    """Yield what asks one question, as the row's users do, and returns whether it was right.
+    """Yield a function that asks a question as the row's users do, and returns 1 if it was right.
 
-    It returns None of what the control answered.
+    The function returns 0 for a wrong answer, and None if the control answered.
     """
     dice, posts = random.Random(seed), set[asyncio.Task[None]]()
     answered = dict[str, str]()
 
     async def note(response: Any) -> None:
-        # What is asked again was answered by nobody.
+        # Only an answered request counts: the others are sent again.
         if response.is_success:
             name = str(response.url).partition("/episode/")[2][:16]
             answered.setdefault(name, response.headers["x-pawl-policy"])
@@ -280,7 +281,7 @@ async def simulated_users(url: str, row: str, seed: int) -> AsyncIterator[Any]:
 
 
 def right_reply(question: str) -> str:
-    """Return what the model should write to call the calculator, as its template writes calls."""
+    """Return the right reply: a call of the calculator, as the chat template writes it."""
     stated = re.search(r"\d+( [*+-] \d+)+", question)
     expression = stated[0] if stated else " * ".join(re.findall(r"\d+", question))
     return f"[{attempts.TOOL_NAME}(expression={json.dumps(expression)})]"
@@ -289,16 +290,16 @@ def right_reply(question: str) -> str:
 async def follow_up(
     client: AsyncOpenAI, question: str, reply: attempts.Reply, attempt: Any, says: str
 ) -> None:
-    """Say something in the same conversation, after the tool's result where a tool was called."""
+    """Send the user's next turn `says` in the same conversation, after the tool's result if any."""
     messages: list[Any] = [*agent.messages_for(question, len(agent.EXAMPLES))]
-    said: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     if reply.call is not None:
         function = {"name": reply.call.name, "arguments": reply.call.arguments}
         call = {"id": reply.call.id, "type": "function", "function": function}
         result = {"role": "tool", "tool_call_id": reply.call.id, "content": f"{attempt['answer']}"}
-        messages += [said | {"tool_calls": [call]}, result]
+        messages += [message | {"tool_calls": [call]}, result]
     else:
-        messages.append(said)
+        messages.append(message)
     messages.append({"role": "user", "content": says})
     await client.chat.completions.create(
         model=MODEL, messages=messages, tools=agent.TOOLS, max_tokens=4
@@ -315,12 +316,12 @@ async def work(
     *,
     held: bool = False,
 ) -> list[float | None]:
-    """Ask so many questions, a few at once, and return which were right, in their order."""
+    """Ask `count` questions, a few at once; return in order 1 (right), 0, or None (control)."""
     made = questions.questions(count, seed, "held-out" if held else "train")
     room, right = asyncio.Semaphore(AT_ONCE), list[float | None]()
     shown = progress.add_task(name, total=count)
 
-    async def one(question: questions.Question) -> None:
+    async def ask_one(question: questions.Question) -> None:
         try:
             right.append(await ask(question, held=held))
         finally:
@@ -336,7 +337,7 @@ async def work(
             due = began + 60 * place / a_minute if a_minute else 0.0
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             await room.acquire()
-            asked.create_task(one(question))
+            asked.create_task(ask_one(question))
     progress.remove_task(shown)
     return right
 
@@ -366,7 +367,7 @@ async def running_judge(row: str, folder: Path, url: str) -> AsyncIterator[None]
 
 
 def judge_server() -> web.Application:
-    """Return a server that answers like a model which looks for one word."""
+    """Return a server that stands in for a judging model: it looks for the word "wrong"."""
 
     async def complete(request: web.Request) -> web.Response:
         asked = (await request.json())["messages"][-1]["content"]
@@ -380,7 +381,7 @@ def judge_server() -> web.Application:
 
 
 def table(runs: Sequence[Run]) -> Rows:
-    """Return a line a run: success before and after, by blocks, and when marks were reached."""
+    """Return a table with a line for each run: success before, after and live, and the marks."""
     heads = ["", "seed", "held out", "live", *(f"episodes to {m}" for m in MARKS), "updates", "min"]
     lines = [
         [
