@@ -61,8 +61,8 @@ TEMPLATE: Final = packaged_template("smollm2_tools")
 EPISODES, HELD_OUT, BLOCK, AT_ONCE = 4000, 240, 200, 8
 REWARDED, WRONG, FLIPPED, CORRECTED = 1 / 3, 1 / 10, 1 / 5, 1 / 5
 DELAY_S: Final = (1.0, 30.0)
-# The bars: held-out success of the row `rewards` is at least HIGH; a row in TIMES reaches each of the
-# MARKS of success within this many times the episodes of another row.
+# The bars: held-out success of the row `rewards` is at least HIGH; a row in TIMES reaches each of
+# the MARKS of success within this many times the episodes of another row.
 HIGH: Final = 0.9
 MARKS: Final = (0.75, 0.9)
 # A run ends early once live success is this high.
