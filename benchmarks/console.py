@@ -149,7 +149,7 @@ def running_console(folder: Path) -> Iterator[tuple[Running, str]]:
 
 
 def request_page(address: str, paths: Sequence[str], count: int) -> PageTimes:
-    """Request a page `count` times, at all of its addresses; a first request is not measured."""
+    """Request a page `count` times, each address before any again, and after an unmeasured one."""
     dice, page = random.Random(7), PageTimes([], [])
     page_size(address + paths[0])
     for place in range(count):

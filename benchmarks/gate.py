@@ -134,7 +134,7 @@ class Policy:
         self._random = numpy.random.default_rng(list(seed.encode()))
 
     def live_through(self) -> "Policy":
-        """Try the version, and watch it while it serves, for `DAYS` days in all."""
+        """Simulate `DAYS` days: the version is tried, and watched while it serves."""
         rule = self._rule
         if rule.mode == "immediate":
             self.serves = True

@@ -238,7 +238,7 @@ def _matching_episodes(call: SeenCall, provided: dict[bytes, set[str]]) -> set[s
 
 
 def score(seen: Sequence[SeenCall], outcome: Sequence[tuple[str, bool]]) -> Score:
-    """Return the score; a doubtful call quarantines its whole episode, as episodes train whole."""
+    """Count the calls by outcome; a doubtful call quarantines its whole episode."""
     doubted = {key for key, is_doubtful in outcome if is_doubtful}
     owner: dict[str, int] = {}
     first: dict[int, str] = {}

@@ -40,7 +40,7 @@ def install_python() -> None:
 def install_node() -> bool:
     """Install the Node clients, and return whether that succeeded.
 
-    It fails where npm's registry cannot be reached; the tests of these clients are then skipped.
+    If it failed, as without access to npm's registry, the tests of these clients are skipped.
     """
     print("pawl: installing the Node clients that the tests drive", flush=True)
     binaries = os.path.join(CLIENTS, "bin")

@@ -78,7 +78,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one call."""
+    """The outcome of one call: the new state, the parsed call, the tool's status and answer."""
 
     state: State
     tool: str

@@ -398,7 +398,7 @@ class Run:
     def _kill_life_and_others(
         self, kill: Callable[[], None], seconds: float, victims: Sequence[str]
     ) -> None:
-        """Start a life, kill and restart the `victims` while it works, then kill the life."""
+        """Start a life; while it works, `kill` (and restart) the `victims`; then kill the life."""
         pid, status = self._begin(None)
         if status is None:
             status = self._forks.wait(pid, seconds)

@@ -51,7 +51,7 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
     seed: int = 0
 
     def plan(self, tasks: tuple[Task, ...]) -> RolloutPlan:
-        """Return the plan; a journal to resume must have the same.
+        """Return the evaluation's plan; a journal that is resumed must have the same plan.
 
         Raises:
             RolloutError: nothing scores the runs.

@@ -83,7 +83,7 @@ def _is_answer(text: str, answer: Any) -> bool:
 
 
 def _parse_number(text: str) -> float | None:
-    """Parse a number, ignoring spaces, commas and a final full stop; None if `text` is none."""
+    """Parse a number, ignoring spaces, commas and a final full stop; None if `text` is not one."""
     try:
         number = float(text.strip().removesuffix(".").replace(",", ""))
     except ValueError:

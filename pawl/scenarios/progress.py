@@ -174,7 +174,7 @@ class EndingRule(Record, frozen=True, kw_only=True):
 
     @property
     def waves(self) -> int:
-        """Return the limit of waves; above `updates`, as updates without a version do not count."""
+        """Return the most waves to run: more than `updates`, as some may make no version."""
         return self.most_waves if self.updates is None else max(self.most_waves, 2 * self.updates)
 
     def is_reached(self, progress: Progress) -> bool:

@@ -171,7 +171,7 @@ class Child:
             self._others.discard(old)
 
     async def stop(self) -> None:
-        """Let the process finish its work and end, and also the other process of a replacement."""
+        """End the process, and any other one of a replacement, once each has finished its work."""
         self._stop.set()
         self._set_state("stopping")
         present = {self._present, *self._others}
@@ -275,7 +275,7 @@ class Child:
         )
 
     async def _end_failed(self, new: Running) -> int:
-        """Kill a process that did not come up unless it is ending by itself; return its status."""
+        """Wait for the end of a process that did not come up, or kill it; return its status."""
         try:
             # A signal to a process that has just ended would take its status away from us.
             return await asyncio.wait_for(new.process.wait(), ENDING_S)
