@@ -40,14 +40,15 @@ SUSPICIOUS: Final = 2.0
 # Information that decides a trial if the new version is better by about 0.1: n·m/(n + m) over the
 # arms' episodes, with rewards of 0 or 1.
 INFORMATION: Final = 200.0
-# Information that lets the control move on. A watch judges by the newest blocks with 1.5 times it.
+# Information after which the control may move on. A watch estimates the difference from the newest
+# blocks, which together have 1.5 times this information.
 RENEWAL: Final = 64.0
 # A watch calls an equally good version worse at most once in this many episodes: a week at one a
 # second.
 FALSE_ONCE_IN: Final = 600_000
-# The first families of tasks are compared separately, at most this many; and the information from
-# which a family's gain counts.
+# Only the first families of tasks are compared separately, at most this many.
 MOST_JUDGED: Final = 64
+# The least information with which a family's gain counts.
 KNOWN_FAMILY: Final = 10.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0
@@ -57,7 +58,7 @@ FIRST_TIMES: Final = 20
 
 
 class ComparedEpisode(msgspec.Struct, frozen=True):
-    """One episode, as a comparison sees it.
+    """What a comparison uses of one episode.
 
     Attributes:
         family: its task's family; tasks of one family are scored alike.
@@ -65,7 +66,7 @@ class ComparedEpisode(msgspec.Struct, frozen=True):
         failed: whether one of its requests failed.
         malformed: whether one of its tool calls was malformed; None if it called no tool.
         seconds: how long its calls took, in a unit that both versions share; None if unknown.
-        version: the version that it was given; an arm of a watch has several.
+        version: the version that answered it; in a watch one arm has several versions.
         task: its task; None if it is unknown.
     """
 
@@ -79,7 +80,10 @@ class ComparedEpisode(msgspec.Struct, frozen=True):
 
 
 class ArmFigures(msgspec.Struct, frozen=True):
-    """Episode counts of one arm; `mean` is over scored episodes, in units of the reward."""
+    """Episode counts of one arm; `clipped` counts rewards outside the recipe's range.
+
+    `mean` is the mean reward of the scored episodes.
+    """
 
     episodes: int
     unscored: int
@@ -89,9 +93,10 @@ class ArmFigures(msgspec.Struct, frozen=True):
 
 
 class PartFigures(msgspec.Struct, frozen=True):
-    """Both versions' means (0 to 1) in one part, and the evidence `against` the new version.
+    """Both versions' means (0 to 1) for a guard or a family of tasks, called `name`.
 
-    The part is a guard, whose means are shares of episodes, or a family of tasks.
+    The means of a guard are shares of bad episodes. `against` is the evidence that the new version
+    is worse here; it counts once it reaches `needed`.
     """
 
     name: str
@@ -106,11 +111,11 @@ class Figures(msgspec.Struct, frozen=True):
 
     Attributes:
         difference: estimate of new − old, in units of the reward; None before the first block.
-        lower: bound of the difference that holds at all times with probability 1 − `mistakes`.
-        upper: bound likewise, with probability 1 − `mistakes`/2.
-        better: evidence against "worse by the margin or more"; at `better_needed` the new version
-            is no worse.
-        worse: evidence against "as good"; at `worse_needed` the new version is worse.
+        lower: lower bound of the difference, true at all times with probability 1 − `mistakes`.
+        upper: upper bound, true at all times with probability 1 − `mistakes`/2.
+        better: evidence against "worse by the margin or more"; `better_needed` shows that the new
+            version is no worse.
+        worse: evidence against "as good"; `worse_needed` shows that the new version is worse.
         guards: failed requests, malformed tool calls, slow episodes.
         families: families of tasks, if there are several.
         fall: see `Comparison.fall`.
@@ -131,7 +136,10 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was shown about the new version; `reason` is a sentence for people."""
+    """The conclusion about the new version: `worse`, or `better` (not worse by the margin).
+
+    `reason` is a sentence for people.
+    """
 
     kind: Kind
     reason: str
@@ -165,7 +173,7 @@ class _Slowness:
 
 
 class _Part:
-    """Bet that new − old, in the values of one part, is on `side` of `null`."""
+    """A guard or a family of tasks, with a bet that new − old is on `side` of `null`."""
 
     def __init__(
         self, name: str, size: int, evidence: type[EProcess], null: float, side: Side
@@ -215,7 +223,7 @@ class Comparison:
     episodes.
 
     Attributes:
-        verdict: None while nothing is shown.
+        verdict: None while neither worse nor no worse is shown.
         trade: a sentence about a family of tasks on which the new version loses more than it gains
             on any other; None if there is no such family. With `undecided = "keep"` the verdict is
             then worse.
@@ -263,7 +271,7 @@ class Comparison:
         self.trade: str | None = None
 
     def add_past(self, episode: ComparedEpisode) -> None:
-        """Add an episode that was served before the control lost the traffic."""
+        """Add an episode from before the watch, only as a baseline to detect a fall of rewards."""
         value = self._reward_share(episode)
         if value is not None and not episode.failed:
             self._own_past.add(Scored(episode.family, episode.task, value), is_past=True)
@@ -286,7 +294,7 @@ class Comparison:
     def add_pair(self, new: Sequence[ComparedEpisode], old: Sequence[ComparedEpisode]) -> None:
         """Add both versions' episodes of one task, as a block of their own.
 
-        If one version has no scored episode, the task says nothing about the reward.
+        If one version has no scored episode, the task does not count for the reward.
         """
         for is_new, episodes in ((True, new), (False, old)):
             for episode in episodes:
@@ -305,18 +313,18 @@ class Comparison:
     def fall(self) -> float | None:
         """Return how far the new arm's rewards fell below their own past, as a share of the range.
 
-        None if they did not. Blocks from before a fall no longer count for the serving version.
+        None if they did not. After a fall, `difference` and its bounds use later blocks only.
         """
         return self._own_past.fall
 
     @property
     def tells_against(self) -> bool:
-        """Return whether there is enough evidence and by it the new version scores lower."""
+        """Return whether `is_enough` holds and the new version scored lower in all blocks."""
         return self.is_enough and self._total_ever < 0
 
     @property
     def is_enough(self) -> bool:
-        """Return whether there is as much information as decides a trial."""
+        """Return whether all blocks together have the INFORMATION that decides a trial."""
         return self._weight_ever >= INFORMATION
 
     @property
@@ -326,26 +334,27 @@ class Comparison:
 
     @property
     def next_control(self) -> int | None:
-        """Return the newest version with half of RENEWAL since its first episode, or None.
+        """Return the version to become the control, or None if the control may not move.
 
-        Half of it suffices to notice that rewards have fallen since that version.
+        It is the newest version since whose first episode half of RENEWAL was collected, which
+        suffices to notice that rewards have fallen since then.
         """
-        known = [
+        measured = [
             version
             for version, before in self._weight_before.items()
             if self._weight_ever - before >= RENEWAL / 2
         ]
-        return max(known) if known and self.may_move_control else None
+        return max(measured) if measured and self.may_move_control else None
 
     @property
     def points_to_harm(self) -> bool:
         """Return whether the evidence so far, however little, points against the new version.
 
-        It does if the estimated difference is below 0, or for a canary and a watch, which are
-        compared further, below −margin/2. It also does if a guard has some evidence.
+        It does if a guard has some evidence, or if the estimated difference is below 0. For a
+        canary and a watch, whose version is compared further, it must be below −margin/2.
         """
-        is_compared_on = self._rule.mode == "canary" or self.is_watch
-        least = -self._rule.margin / 2 if is_compared_on else 0.0
+        is_compared_later = self._rule.mode == "canary" or self.is_watch
+        least = -self._rule.margin / 2 if is_compared_later else 0.0
         bar = sqrt(self._guard_needed) if self.is_watch else SUSPICIOUS
         is_guarded = any(guard.against.value >= bar for guard in self._guards)
         return is_guarded or (self.difference or 0.0) < least
@@ -353,7 +362,8 @@ class Comparison:
     def figures(self, renewed: float = 1.0) -> Figures:
         """Return the figures behind the verdict.
 
-        The bounds are computed again once there are more than `renewed` times as many blocks.
+        The bounds are computed again once there are more than `renewed` times the blocks that
+        they were last computed from.
         """
         count = self.blocks
         if count > renewed * self._bounds[0]:
@@ -427,7 +437,7 @@ class Comparison:
     def _settle_rewards(self) -> None:
         """Settle the bets on the open block of rewards.
 
-        A block without any reward, only failed episodes, says nothing: that is an outage.
+        A block is dropped if all its episodes failed without a reward: that is an outage.
         """
         block = self._rewards.close()
         self._close_block(block if self._has_rewards else None)
@@ -492,7 +502,7 @@ MOST_SHARE: Final = 0.5
 
 
 def canary_share(episodes_per_hour: float, rule: "PublishOptions", taken: float = 0.0) -> float:
-    """Return the share of new episodes with which a decision is expected in time.
+    """Return the share of new episodes that a canary needs to be decided about in time.
 
     Args:
         episodes_per_hour: the policy's traffic.

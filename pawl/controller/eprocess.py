@@ -52,19 +52,19 @@ class EProcess:
         """Bet that the difference is on `side` of `null`, against the claim that it is not."""
         self._null = null
         self._side = side
-        self._parts = [1.0] * len(STAKES)
+        self._wealths = [1.0] * len(STAKES)
 
     @property
     def value(self) -> float:
         """Return the mean wealth: at 1/α the claim is refuted, wrongly with probability ≤ α."""
-        return sum(self._parts) / len(STAKES)
+        return sum(self._wealths) / len(STAKES)
 
     def update(self, block: Block) -> None:
         """Settle the bets on one block."""
-        won = _bet_gain(block, self._null, self._side)
-        self._parts = [
-            min(part * (1 + bet * won), MOST_WEALTH)
-            for part, bet in zip(self._parts, _bets(block.weight), strict=True)
+        gain = _bet_gain(block, self._null, self._side)
+        self._wealths = [
+            min(wealth * (1 + bet * gain), MOST_WEALTH)
+            for wealth, bet in zip(self._wealths, _bets(block.weight), strict=True)
         ]
 
 
@@ -78,11 +78,11 @@ class ChangeDetector(EProcess):
 
     def __init__(self, null: float, side: Side) -> None:
         super().__init__(null, side)
-        self._parts = [0.0] * len(STAKES)
+        self._wealths = [0.0] * len(STAKES)
 
     def update(self, block: Block) -> None:
         """Give each player a coin, and settle the bets on one block."""
-        self._parts = [part + 1 for part in self._parts]
+        self._wealths = [wealth + 1 for wealth in self._wealths]
         super().update(block)
 
 
@@ -110,7 +110,7 @@ def _bet_gain(block: Block, null: float, side: Side) -> float:
 
 MIN_BLOCK_SIZE: Final = 2
 MAX_BLOCK_SIZE: Final = 64
-# Expected episodes of the rarer arm among as many episodes as a block has at least.
+# About the expected episodes of the rarer arm in a block of the smallest size.
 RARER: Final = 0.5
 # A block is dropped if the other arm has not come after this many episodes.
 LONGEST: Final = 1_000
@@ -120,7 +120,7 @@ class Blocks:
     """Cut a stream of values into blocks; each episode is in one block, in the order given."""
 
     def __init__(self, size: int) -> None:
-        """Make blocks of at least `size` episodes, with one of each arm."""
+        """Make blocks of at least `size` episodes, with at least one of each arm."""
         self.size = size
         self._open: list[tuple[bool, str, float]] = []
         self._arms = set[bool]()
@@ -133,17 +133,17 @@ class Blocks:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the open block should be closed."""
+        """Return whether the open block is large enough to close, or too long to keep open."""
         count = len(self._open)
         return (count >= self.size and len(self._arms) == 2) or count >= LONGEST
 
     def close(self) -> Block | None:
-        """Close the open block, whatever its size; return None if it has episodes of one arm."""
+        """Close the open block, whatever its size; return None if an arm has no episode in it."""
         episodes, self._open = self._open, []
         self._arms.clear()
         block = self._compare_arms(episodes)
-        for _, one, reward in episodes:
-            self._centres.add(one, reward)
+        for _, family, value in episodes:
+            self._centres.add(family, value)
         return block
 
     def _compare_arms(self, episodes: list[tuple[bool, str, float]]) -> Block | None:
@@ -163,7 +163,7 @@ class Blocks:
 
 
 def block_size(tested: float, other: float) -> int:
-    """Return how many episodes a block has at least, for the arms' shares of all episodes.
+    """Return the smallest size of a block, given the arms' shares of all episodes.
 
     Smaller blocks allow larger bets on large differences, so most blocks have one episode of the
     rarer arm. The end of a block depends on the episodes' arms, not on their scores.
@@ -177,7 +177,7 @@ def block_size(tested: float, other: float) -> int:
     )
 
 
-# A family's mean counts as if this many episodes had scored as all families do together.
+# Weight, in episodes, of the mean of all families in the mean of one family.
 PRIOR: Final = 5
 # Further families are centred by the mean of all families, to bound memory.
 MOST_CENTRES: Final = 10_000
@@ -211,10 +211,10 @@ STEPS: Final = 500
 
 
 def difference_bound(blocks: Collection[Block], mistakes: float, side: Side) -> float:
-    """Return the bound, from −1 to 1, that the difference is shown to be above (or below).
+    """Return the bound (−1 to 1) of the difference: the lower for ABOVE, the upper for BELOW.
 
-    With probability 1 − `mistakes` the difference is never beyond it. Wealth is monotonic in the
-    null, so bisection finds the bound.
+    With probability 1 − `mistakes` the difference is never beyond the bound. Wealth is monotonic in
+    the null, so bisection finds it.
     """
     needed = log(1 / mistakes)
     refuted, open_ = STEPS, -STEPS

@@ -47,7 +47,8 @@ class Evaluations:
     ) -> Comparison | None:
         """Return the result of evaluating these two versions, or None while it runs.
 
-        Starts the evaluation if needed, in place of one of other versions or another rule.
+        Starts the evaluation if needed, and cancels the policy's other one: of other versions, or
+        by another rule.
         """
         name = candidate.version.name
         # `gate` also has the reward rule, which is not in `rule`.
@@ -60,7 +61,7 @@ class Evaluations:
         return task.result() if task.done() else None
 
     async def forget(self, name: str) -> None:
-        """Cancel a policy's evaluation: its candidate is gone or another."""
+        """Cancel a policy's evaluation, if any, and drop its result and error."""
         if name in self._tasks:
             _, task = self._tasks.pop(name)
             task.cancel()
@@ -103,7 +104,7 @@ async def evaluate_candidate(
 
     Raises:
         ValueError: the candidate's rule has no valid `evaluation`.
-        RolloutError: the tasks or the agent cannot be run: no proxy answers, there is no such file.
+        RolloutError: the tasks or the agent cannot be run: no proxy answers, or a file is missing.
         OSError: the tasks cannot be read, or the journal not written.
     """
     gate = candidate.gate or {}
@@ -113,9 +114,12 @@ async def evaluate_candidate(
     folder = Path(tempfile.gettempdir()) / f"pawl-evaluations-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is another user's: remove it, for a controller's journals")
+        raise PermissionError(
+            f"{folder} belongs to another user: remove it, so that this controller can store the"
+            " journals of its evaluations there"
+        )
     tasks = Path(options.tasks)
-    # In an earlier database, other versions may have had these names.
+    # Names alone do not identify versions: an earlier database may have had others of these names.
     updates = [one.version.update_id for one in (candidate, serving)]
     about = repr((updates, sorted(gate.items())))
     digest = sha256(about.encode() + await asyncio.to_thread(tasks.read_bytes)).hexdigest()

@@ -1,7 +1,7 @@
 """Read the episodes of a comparison: each once, in the order in which they count.
 
 A look reads only what is new since the last one. Another controller, or a restarted one, reads from
-the beginning and gets the same result: when an episode counts, and which of its data, does not
+the beginning and gets the same result: when an episode counts, and its data that count, do not
 depend on when it is read.
 """
 
@@ -28,7 +28,7 @@ from store.read.gates import (
 from store.records import Arm
 from trainer.recipes.recipe import PublishOptions
 
-# Episodes are read in parts of about EACH, of a bounded time span, to bound time and memory.
+# Episodes are read by time spans of SHORTEST to LONGEST, with about EACH episodes, to bound memory.
 EACH: Final = 2_000
 SHORTEST, LONGEST = timedelta(minutes=15), timedelta(days=1)
 MAX_EPISODES: Final = 5_000
@@ -36,6 +36,7 @@ MAX_EPISODES: Final = 5_000
 LONGEST_CALL: Final = timedelta(hours=1)
 # Longest past that the serving arm's rewards are compared with.
 LONGEST_PAST: Final = timedelta(days=7)
+# Episodes that began within this time of a change may still be of the versions before.
 KNOWN: Final = timedelta(seconds=PROXY_REFRESH_S)
 # Records of a proxy are in the database after this long, unless the database is away.
 STORED: Final = timedelta(seconds=5)
@@ -77,7 +78,7 @@ class Evidence:
         # that hang in either arm: the new version does not serve yet, and can do no harm.
         self._soon = comparison.is_watch
         self._new = new
-        # Rounded as the beginning of an episode is, which comes from its id.
+        # Rounded like the beginning of an episode, which is read from its id.
         self._since = time_of(lowest_id_at(since))
         # The time read up to (None: nothing is read); the episodes that began by then and do not
         # count yet; and the first calls of those that count.
@@ -89,7 +90,7 @@ class Evidence:
     async def catch_up(self, connection: AsyncConnection, given: Given, now: datetime) -> bool:
         """Read unread episodes that count by `now`; return whether all are read.
 
-        `given` has the versions of both arms. Reads at least one part, and stops after READ_S.
+        `given` has the versions of each arm. Reads at least one time span, and stops after READ_S.
         """
         until, clock = now - SKEW - STORED, asyncio.get_running_loop().time
         stop_at = clock() + READ_S
@@ -101,7 +102,7 @@ class Evidence:
             self._at = self._since - past * self.comparison.is_watch
         while self._at < until:
             end = min(self._at + self._part, until)
-            await self._begin(connection, end)
+            await self._read_begun(connection, end)
             waiting = self._waiting.values()
             for one in await arm_episodes(
                 connection, self._policy, waiting, until=end, within=self._delay, soon=self._soon
@@ -113,8 +114,8 @@ class Evidence:
                 return False
         return True
 
-    async def _begin(self, connection: AsyncConnection, end: datetime) -> None:
-        """Read the episodes that began before `end` and were not read yet."""
+    async def _read_begun(self, connection: AsyncConnection, end: datetime) -> None:
+        """Add to `_waiting` the episodes that began before `end` and were not read yet."""
         assert self._at is not None
         first = lowest_id_at(self._at - min(self._delay, LONGEST_CALL) - STORED)
         self._counted = {one for one in self._counted if one >= first}

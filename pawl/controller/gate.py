@@ -1,13 +1,14 @@
 """Decide about the versions of each policy by their episodes' results, and move the traffic.
 
-The serving version is rolled back once it is shown to be worse than its control, in reward or in a
-guard (failed, malformed, slow); a canary, than the serving version. `pawl.controller.comparison`
-has the test. Rewards that fall below their own past hold training, and roll nothing back.
+A canary is rolled back once it is shown to be worse than the serving version, in reward or in a
+guard (failed, malformed, slow); the serving version, once it is shown to be worse than its control.
+`pawl.controller.comparison` has the test. If rewards fall below their own past, training is held,
+and nothing is rolled back.
 
 A look is one transaction: it reads the evidence, locks the policy, and if the policy has not
 changed meanwhile, changes states and adds their events. So a kill or a lost database leaves nothing
-half done, and several controllers decide as a single one would. It needs neither a trainer nor a
-model server: every version that may get the traffic is loaded already.
+half done, and several controllers decide as a single one would. The gate needs neither a trainer
+nor a model server: every version that may get the traffic is loaded already.
 """
 
 import asyncio
@@ -70,7 +71,7 @@ MOVES: Final[tuple[PolicyState, ...]] = (
 )
 # A longer look is cancelled and retried; the episodes that it read are kept.
 LOOK_S: Final = 60.0
-# The bounds, which are for people, are computed again once there are this many times the blocks.
+# The bounds, which only people read, are computed again after this growth in the number of blocks.
 RENEWED: Final = 1.05
 WAITS: Final = "it waits for approval (`pawl policies promote`): "
 UNDECIDED: Final = "undecided"
@@ -87,7 +88,7 @@ Compared = Literal["trial", "watch"]
 
 
 class Move(NamedTuple):
-    """A version's new state, and why; valid once the look is committed."""
+    """A version's new state and the reason for it; in force once the look is committed."""
 
     version: PolicyVersion
     to: PolicyState
@@ -111,7 +112,7 @@ class PolicyGate:
         begin_at_zero({GATE_MOVES: [[name], MOVES]})
 
     async def judge(self, engine: AsyncEngine) -> None:
-        """Look at the policy in one transaction; log a repeated failure once."""
+        """Make the policy's due moves in one transaction; log them, and a lasting failure once."""
         error: Exception | None = None
         moves: list[Move] = []
         try:
@@ -119,7 +120,10 @@ class PolicyGate:
                 moves = await self._make_due_moves(connection)
             error = self._evaluations.errors.get(self._name)
         except TimeoutError:
-            error = TimeoutError(f"a look was given up after {LOOK_S:g} s; what it read counts")
+            error = TimeoutError(
+                f"judging took longer than {LOOK_S:g} s and was cancelled; the next look goes on"
+                " from the episodes read so far"
+            )
         except Exception as failed:
             error = failed
         failure = None if error is None else repr(error)
@@ -132,43 +136,43 @@ class PolicyGate:
             log.info("gate_moved", version=version.served_name, to=to, reason=reason)
 
     async def _make_due_moves(self, connection: AsyncConnection) -> list[Move]:
-        """Make the changes that are due, and return them; a frozen policy has none."""
-        stands = await read_gated_policy(connection, self._name)
-        if stands is None:
+        """Change the versions' states as is due, and return the moves; none if it is frozen."""
+        policy = await read_gated_policy(connection, self._name)
+        if policy is None:
             return []
-        GATE_FROZEN.labels(self._name).set(stands.frozen)
-        if stands.frozen:
+        GATE_FROZEN.labels(self._name).set(policy.frozen)
+        if policy.frozen:
             return []
         act = (
-            await self._watch(connection, stands)
-            or await self._judge_trial(connection, stands)
-            or await self._begin(connection, stands)
+            await self._watch(connection, policy)
+            or await self._judge_trial(connection, policy)
+            or await self._begin(connection, policy)
         )
         if act is None:
             return []
         # An operator, or another controller, may have moved the traffic in the meantime.
         await lock_policies(connection, [self._name])
         now = await read_gated_policy(connection, self._name)
-        is_same = now is not None and msgspec.structs.replace(now, now=stands.now) == stands
+        is_same = now is not None and msgspec.structs.replace(now, now=policy.now) == policy
         return (await act() if is_same else None) or []
 
-    async def _watch(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
-        """Compare the serving arm with its control: has it fallen behind, may the control move on?
+    async def _watch(self, connection: AsyncConnection, policy: GatedPolicy) -> Act | None:
+        """Compare the serving arm with its control, and return the action that is due, or None.
 
-        All versions that served since the control are one arm. In the modes that try a version
-        first, the control is the version that it was tried against.
+        All versions that served since the control are one arm. In the modes with a trial, the
+        control is the version that the serving one was tried against.
         """
-        serving, control = stands.serving, stands.control
+        serving, control = policy.serving, policy.control
         rule, number = _rule_of(serving), serving.version.version
         if control is None or not number:
             # A version that serves again after a roll-back was already compared with its control.
-            given = await last_traffic_gain(connection, self._name, number)
-            is_back = given.from_state == "retired" and given.actor == CONTROLLER
+            gain = await last_traffic_gain(connection, self._name, number)
+            is_back = gain.from_state == "retired" and gain.actor == CONTROLLER
             GATE_WATCHED.labels(self._name).set(is_back or not (number and rule.control_share))
             self._remove_gauges("watch")
-            alone = _because("there is no control to tell why rewards fell: training goes on")
-            go_on = partial(resume_training, connection, self._name, **alone)
-            return go_on if stands.is_held else None
+            why = _because("training goes on: there is no control to show why rewards fell")
+            go_on = partial(resume_training, connection, self._name, **why)
+            return go_on if policy.is_held else None
         GATE_WATCHED.labels(self._name).set(1)
         old = control.version.version
         served = await served_since(connection, self._name, control.since)
@@ -176,61 +180,64 @@ class PolicyGate:
         shares = 1 - rule.control_share, rule.control_share
         evidence = self._evidence_of("watch", "serving", rule, shares, control.since, control)
         arms: Given = {"serving": served, "control": range(old + 1)}
-        is_read = await evidence.catch_up(connection, arms, stands.now)
+        is_read = await evidence.catch_up(connection, arms, policy.now)
         comparison = evidence.comparison
         if comparison.verdict is not None:
             return partial(self._roll_back, connection, serving, _why(comparison, rule))
         if is_read:
             self._show_gauges("watch", comparison)
-            return await self._act_on_watch(connection, stands, served, evidence)
+            return await self._act_on_watch(connection, policy, served, evidence)
         return None
 
     async def _act_on_watch(
-        self, connection: AsyncConnection, stands: GatedPolicy, served: set[int], evidence: Evidence
+        self, connection: AsyncConnection, policy: GatedPolicy, served: set[int], evidence: Evidence
     ) -> Act | None:
-        """Return the next action on the serving arm, whose complete evidence proves no harm."""
-        serving, control, comparison = stands.serving, stands.control, evidence.comparison
+        """Return the action due after reading all evidence without a verdict, or None."""
+        serving, control, comparison = policy.serving, policy.control, evidence.comparison
         rule = _rule_of(serving)
         why = partial(_why, comparison, rule)
         assert control is not None
-        if comparison.fall is not None or stands.is_held:
-            return self._hold_or_resume(connection, stands, comparison, why)
+        if comparison.fall is not None or policy.is_held:
+            return self._hold_or_resume(connection, policy, comparison, why)
         if comparison.trade is not None and not evidence.is_loss_reported:
             evidence.is_loss_reported = True
             return partial(self._record_finding, connection, serving, why(comparison.trade))
-        # A canary that was promoted without a verdict has the trial's share until it is compared.
-        given = await last_traffic_gain(connection, self._name, serving.version.version)
-        is_tried = given.verdict == UNDECIDED and _share_of(control) > rule.control_share
-        if is_tried and comparison.tells_against:
+        # After a promotion without a verdict, the control has the trial's share, until there is
+        # enough evidence.
+        gain = await last_traffic_gain(connection, self._name, serving.version.version)
+        is_undecided = gain.verdict == UNDECIDED and _share_of(control) > rule.control_share
+        if is_undecided and comparison.tells_against:
             lower = why(f"{serving.version.served_name} scores lower so far")
             return partial(self._return_traffic, connection, serving, control, lower)
         version: int | None = None
-        if is_tried:
+        if is_undecided:
             version = control.version.version if comparison.is_enough else None
         elif comparison.next_control is not None:
             # Episodes that hang, or failed without a reward, count only after this delay.
-            before = stands.now - timedelta(seconds=rule.reward_delay_s)
+            before = policy.now - timedelta(seconds=rule.reward_delay_s)
             newest = comparison.next_control
             version = await next_control(connection, self._name, newest, served, before)
         if version is None:
             return None
-        in_line = why("what served since the last control does no worse")
+        no_worse = why("the versions that served since the last control do no worse")
         share = rule.control_share
-        return partial(move_control, connection, self._name, version, share, **in_line)
+        return partial(move_control, connection, self._name, version, share, **no_worse)
 
     def _hold_or_resume(
         self,
         connection: AsyncConnection,
-        stands: GatedPolicy,
+        policy: GatedPolicy,
         comparison: Comparison,
         because: Callable[[str], Why],
     ) -> Act | None:
-        """Hold training once rewards fall, until the serving arm does no worse than its control."""
-        serving = stands.serving
-        if not stands.is_held:
+        """Return the action that holds training, or that resumes it if the control may move."""
+        serving = policy.serving
+        if not policy.is_held:
             fell = f"rewards fell by {comparison.fall:.0%} of their range while it serves"
-            why = because(f"{fell}: training waits for how its control does")
-            share = max(_share_of(stands.control), MOST_SHARE)
+            why = because(
+                f"{fell}: training waits until it is shown to do no worse than its control"
+            )
+            share = max(_share_of(policy.control), MOST_SHARE)
             log.error("training_held", version=serving.version.served_name, reason=why["reason"])
             return partial(hold_training, connection, serving.version, share, **why)
         why = because("it does no worse than its control: training goes on")
@@ -249,48 +256,53 @@ class PolicyGate:
             Move(version, "serving", why["reason"]),
         ]
 
-    async def _judge_trial(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
-        """Compare the canary with the serving version: do its episodes suffice, or is time over?
+    async def _judge_trial(self, connection: AsyncConnection, policy: GatedPolicy) -> Act | None:
+        """Compare the canary with the serving version; return the end of the trial, or None.
 
-        The trial outlasts its time while there is no evidence at all, unless a newer version waits.
+        A trial ends with a verdict or when its time is over. While there is no evidence at all, it
+        goes on after its time, unless a newer version waits.
         """
-        serving, canary = stands.serving, stands.canary
+        serving, canary = policy.serving, policy.canary
         if canary is None:
             self._remove_gauges("trial")
             return None
         rule = _rule_of(canary)
         share = canary.version.share or 0.0
-        shares = share, 1 - share - _share_of(stands.control)
+        shares = share, 1 - share - _share_of(policy.control)
         since = max(canary.since, serving.since)
         evidence = self._evidence_of("trial", "canary", rule, shares, since, serving, canary)
         given: Given = {
             "canary": {canary.version.version},
             "serving": {serving.version.version},
         }
-        if not await evidence.catch_up(connection, given, stands.now):
+        if not await evidence.catch_up(connection, given, policy.now):
             return None
         comparison = evidence.comparison
         self._show_gauges("trial", comparison)
-        is_over = stands.now - since >= timedelta(hours=rule.decide_within_h)
-        may_end = comparison.difference is not None or stands.candidate is not None
+        is_over = policy.now - since >= timedelta(hours=rule.decide_within_h)
+        may_end = comparison.difference is not None or policy.candidate is not None
         if comparison.verdict is None and not (is_over and may_end):
             return None
         return partial(self._end, connection, canary, rule, comparison)
 
-    async def _begin(self, connection: AsyncConnection, stands: GatedPolicy) -> Act | None:
-        """Begin the trial of a loaded version, or act on its evaluation."""
-        candidate = stands.candidate
-        if candidate is None or stands.canary is not None:
+    async def _begin(self, connection: AsyncConnection, policy: GatedPolicy) -> Act | None:
+        """Return the action due on the candidate, or None: a trial, or the end of its evaluation.
+
+        If approval is needed in the mode without a trial, the candidate waits for it.
+        """
+        candidate = policy.candidate
+        if candidate is None or policy.canary is not None:
             await self._evaluations.forget(self._name)
             return None
         rule = _rule_of(candidate)
         if candidate.version.awaits_approval:
             return None
         if rule.mode == "canary":
-            return partial(self._begin_trial, connection, stands, candidate, rule)
+            return partial(self._begin_trial, connection, policy, candidate, rule)
         if rule.mode == "evaluated":
-            found = await self._evaluations.outcome(candidate, stands.serving, rule)
-            return None if found is None else partial(self._end, connection, candidate, rule, found)
+            result = await self._evaluations.outcome(candidate, policy.serving, rule)
+            end = partial(self._end, connection, candidate, rule)
+            return None if result is None else partial(end, result)
         # In the mode without a trial the trainer promotes, unless approval is needed.
         why = _because(WAITS + PASSED, {})
         waits = partial(await_approval, connection, candidate.version, **why)
@@ -299,13 +311,13 @@ class PolicyGate:
     async def _begin_trial(
         self,
         connection: AsyncConnection,
-        stands: GatedPolicy,
+        policy: GatedPolicy,
         candidate: VersionInRole,
         rule: PublishOptions,
     ) -> list[Move]:
-        """Give a version the share of new episodes with which a decision is expected in time."""
+        """Make the candidate a canary, with the share of new episodes for a decision in time."""
         per_hour = await episodes_per_hour(connection, self._name)
-        share = canary_share(per_hour, rule, _share_of(stands.control))
+        share = canary_share(per_hour, rule, _share_of(policy.control))
         why = f"it gets {share:.0%} of the new episodes ({per_hour:.3g} an hour), to be compared"
         await begin_canary(connection, candidate.version, share, **_because(why))
         return [Move(candidate.version, "canary", why)]
@@ -317,7 +329,10 @@ class PolicyGate:
         rule: PublishOptions,
         comparison: Comparison,
     ) -> list[Move]:
-        """Act on the finished comparison of a version with the serving one."""
+        """Roll back, retire or promote a version, as its finished comparison says.
+
+        It may wait for approval instead of being promoted.
+        """
         version, why, verdict = tried.version, _why(comparison, rule), comparison.verdict
         if verdict is not None and verdict.kind == "worse":
             return await self._roll_back(connection, tried, why)
@@ -332,7 +347,7 @@ class PolicyGate:
             waits = _because(WAITS + why["reason"], why["evidence"])
             await await_approval(connection, version, **waits)
             return []
-        # A version without proof is watched, if at all, with at least its trial's share.
+        # After a promotion without a verdict the control, if any, gets at least the trial's share.
         share = None
         if verdict is None and rule.control_share and version.share is not None:
             share = max(version.share, rule.control_share)
@@ -342,7 +357,10 @@ class PolicyGate:
     async def _roll_back(
         self, connection: AsyncConnection, fallen: VersionInRole, why: Why
     ) -> list[Move]:
-        """Roll back a version and all trained from it; the version compared with it then serves."""
+        """Roll back a version and all trained from it; after a serving one, another one serves.
+
+        A version that never had traffic is rejected instead.
+        """
         version = fallen.version
         serves = await roll_back(connection, version, **why)
         to: PolicyState = "rejected" if version.state == "loaded" else "rolled_back"
@@ -366,13 +384,14 @@ class PolicyGate:
         rule: PublishOptions,
         shares: tuple[float, float],
         since: datetime,
-        *of: VersionInRole,
+        *versions: VersionInRole,
     ) -> Evidence:
-        """Return the evidence about versions; other versions, or another rule, start it again.
+        """Return the evidence so far, or an empty one if the versions or the rule have changed.
 
-        `new` is the arm of the new version, and `shares` are both arms' shares of new episodes.
+        `new` is the arm of the new version, `shares` are both arms' shares of new episodes, and
+        `versions` are those that the evidence is about.
         """
-        key = rule, *((one.version.version, one.since) for one in of)
+        key = rule, *((one.version.version, one.since) for one in versions)
         evidence = self._evidence.get(compared)
         if evidence is None or evidence.key != key:
             watches = compared == "watch"
@@ -411,12 +430,12 @@ def _rule_of(version: VersionInRole) -> PublishOptions:
     Raises:
         ValueError: the stored rule is invalid.
     """
-    given = version.gate or {}
+    stored = version.gate or {}
     try:
-        return PublishOptions(**{key: given[key] for key in given.keys() & RULE})
+        return PublishOptions(**{key: stored[key] for key in stored.keys() & RULE})
     except ValidationError as error:
         raise ValueError(
-            f"the [publish] that {version.version.served_name} has: {error}"
+            f"the stored [publish] of {version.version.served_name} is invalid: {error}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Test whether rewards have fallen below their own past, whatever the version (pure).
 
 Without a control it is unknown whether the version is at fault or tasks became harder, so a fall
-only stops training. In return it is seen after half as many episodes.
+only stops training. In return a fall is seen after half the episodes that a control needs.
 """
 
 from collections import defaultdict, deque
@@ -32,10 +32,10 @@ class Scored(NamedTuple):
 
 
 class OwnPast:
-    """A sequence of rewards.
+    """The newest rewards in order, tested for a fall at every STEP added ones.
 
     Attributes:
-        fall: how far they fell, when that was first seen; None before.
+        fall: the first fall found, as a share of the range; None before.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class OwnPast:
 def fall_of(values: Sequence[Scored], new: int) -> float | None:
     """Return how far the last `new` values are below earlier values of their families.
 
-    None if that is too little to count, or if there are too few values.
+    None if the difference is too small to count, or if there are too few values.
     """
     if len(values) - new < FEWEST_BEFORE:
         return None
@@ -73,12 +73,13 @@ def fall_of(values: Sequence[Scored], new: int) -> float | None:
         variance += share**2 * (1 / len(own) + 1 / len(old))
         squares += sum((one.value - mean) ** 2 for one in old + own)
     squares /= count + sum(len(before[family]) for family in both)
-    variance *= squares * _likeness(side[family] for side in (before, after) for family in both)
+    samples = (side[family] for side in (before, after) for family in both)
+    variance *= squares * _design_effect(samples)
     return fall if fall >= max(LEAST_FALL, ERRORS * sqrt(variance)) else None
 
 
-def _likeness(samples: Iterable[Sequence[Scored]]) -> float:
-    """Return by what factor a mean varies more than that of as many independent values, at least 1.
+def _design_effect(samples: Iterable[Sequence[Scored]]) -> float:
+    """Return a mean's variance relative to that of as many independent values, at least 1.
 
     Tries of one task often end alike (https://en.wikipedia.org/wiki/Design_effect). The tasks of a
     sample are compared with its mean; unknown tasks count as different.

@@ -69,7 +69,7 @@ def versions_for_server(versions: Collection[PolicyVersion], listed: Listed) -> 
 
 
 def has_other_files(version: PolicyVersion, listed: Listed) -> bool:
-    """Return whether the server has files under the version's name that are not the version's."""
+    """Return whether the server has files of another folder under the version's name."""
     model = listed.get(version.served_name)
     return model is not None and model.get("root") != version.adapter_path
 
@@ -119,11 +119,11 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
 async def check_served(server: ModelServer, version: PolicyVersion) -> None:
     """Check that a server serves a loaded version as it was trained; unload it if not.
 
-    It is also unloaded if the server goes away before the check ends: nothing would record that the
-    version is unchecked.
+    It is also unloaded if the server goes away before the check ends, as nobody would know later
+    that the version is unchecked.
 
     Raises:
-        Misserved: the version is served otherwise, or the server refuses the check.
+        Misserved: the version is not served as trained, or the server refuses the check.
         FilesUnread: the manifest cannot be read for now.
         NotFetched: the manifest cannot be fetched for now.
         UpstreamAway: the server does not answer.
@@ -150,11 +150,11 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
         raise
     if why is not None:
         await unload_if_possible(server, name)
-        raise Misserved(f"{name} is not served by {server.url}: {why}")
+        raise Misserved(f"{server.url} does not serve {name} as it was trained: {why}")
 
 
 async def unload_if_possible(server: ModelServer, name: str) -> bool:
-    """Unload an adapter, and return whether the server did; a later look tries again."""
+    """Unload an adapter, and return whether that succeeded; a failure is only logged."""
     try:
         await server.unload(name)
     except (PublishError, UpstreamAway) as error:
@@ -199,7 +199,10 @@ class Reconciler:
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
 
     def may_skip(self, versions: Collection[PolicyVersion] | None) -> bool:
-        """Return whether to skip a look, as the last one found exactly these versions."""
+        """Return whether to skip this look, and count the skip.
+
+        After a look that found exactly these versions loaded, SETTLED_LOOKS − 1 looks are skipped.
+        """
         if versions is None or self._settled != versions or not self._skips:
             return False
         self._skips -= 1
@@ -298,7 +301,7 @@ class Reconciler:
         return asyncio.get_running_loop().time() < again_at
 
     def _note_success(self, name: str) -> None:
-        """Clear a version's failure; if it had one, the server may be repaired for all versions."""
+        """Clear a version's failure; after one, end all pauses, as the server may be repaired."""
         if self.troubles.pop(name, None) is not None:
             self._pauses.clear()
 

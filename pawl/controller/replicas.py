@@ -1,8 +1,8 @@
 """Keep each replica of the model server reconciled with the servable versions in the store.
 
 Replicas are reconciled independently, so a slow or absent one delays no other. While the database
-is away the last reading counts, but not for ever: the trainer, which may still reach the database,
-deletes the files of a version a while after it was unloaded.
+is away, the last reading is used for a limited time: the trainer, which may still reach the
+database, deletes a version's files a while after it was unloaded.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ log = structlog.get_logger()
 READ_S: Final = 10.0
 # All proxies know of a change after this long; they read the policies twice a second.
 PROXY_REFRESH_S: Final = 10.0
-# The oldest reading by which to load: such a load ends before the files can be deleted of a version
-# that was unloaded just after the reading.
+# The greatest age of a reading to load by. A load then ends before the trainer deletes the files of
+# a version that was unloaded just after the reading.
 OLDEST_S: Final = IDLE_S - TIMEOUT_S - LIST_S
 
 
@@ -52,8 +52,8 @@ class ServableVersions:
     def may_load(self, version: PolicyVersion) -> bool:
         """Return whether a version is still servable, and the reading recent enough to load it.
 
-        For a serving version any reading is: it must lose the traffic and be idle before it is
-        unloaded.
+        A serving version is loaded by a reading of any age, as its files are kept for longer: it
+        must first lose the traffic and be idle before it is unloaded.
         """
         if version not in (self.versions or ()):
             return False
@@ -79,8 +79,8 @@ class ServableVersions:
 
         Their episodes go on with the serving version, and a lost control gets no new episodes. If
         the serving version is in trouble too, the server or the disk is at fault, and nothing is
-        marked. After a start of a replica or of the controller, versions without an episode under
-        way are marked unloaded instead of being loaded again.
+        marked. After a start of a replica or of the controller, versions that lost the traffic and
+        have no episode under way are marked unloaded instead of being loaded again.
         """
         read_at, is_up = asyncio.get_running_loop().time(), False
         try:
@@ -142,7 +142,7 @@ class ReplicaController:
             await asyncio.sleep(self._poll_s)
 
     def _note_answer(self, up: bool, reason: str | None = None) -> None:
-        """Show whether the replica answers; log it only when that changes."""
+        """Set the gauge for whether the replica answers; log only a change."""
         REPLICA_UP.labels(self._url).set(up)
         if up is not self._up:
             if up:

@@ -57,9 +57,9 @@ async def controller(settings: ControllerSettings) -> None:
 
 @asynccontextmanager
 async def working(parts: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run these parts of the controller until the block ends.
+    """Run these coroutines as tasks; cancel them when the block ends, and wait for them.
 
-    Parts of replicas use the engine of the part that reads the store, and must end before it.
+    Tasks of replicas use the engine of the task that reads the store, and must end before it.
     """
     tasks = [asyncio.create_task(part) for part in parts]
     try:
@@ -78,7 +78,8 @@ async def look_forever(
 ) -> None:
     """Call `look` every `poll_s` seconds; never return.
 
-    A failure is logged when it begins, or changes between a database that is away and another one.
+    A failure is logged when it begins, and when it changes between an absent database and any other
+    failure.
     """
     trouble: str | None = None
     while True:

@@ -25,9 +25,9 @@ NO_FIGURES: Final[Mapping[str, Figure]] = {}
 class Finding(Record, frozen=True, kw_only=True):
     """A cause that keeps a policy from learning, or a policy's outlook.
 
-    `since` is when the cause began, if known. `remedy` is one command or setting. `needs_person` is
-    False if the cause passes by itself, and for an outlook (`is_outlook`): how many episodes can be
-    trained, and when.
+    An outlook (`is_outlook`) says how many episodes can be trained, and when. `since` is when the
+    cause began, if known. `remedy` is one command or setting. `needs_person` is False for an
+    outlook, and if the cause passes by itself.
     """
 
     title: str
@@ -39,12 +39,12 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 Check = Callable[[Facts], Iterable[Finding]]
-# Without a call for SILENT, calls do not arrive. With one in RECENT, the proxy works somewhere.
+# No call for SILENT is a finding. A call within RECENT shows that the proxy works, if elsewhere.
 SILENT: Final = timedelta(days=1)
 RECENT: Final = timedelta(minutes=5)
 # A trainer first tests the model servers, and then begins its policies one by one.
-BEGINS: Final = timedelta(minutes=30)
-# An evaluation may come first, and take this long.
+STARTING: Final = timedelta(minutes=30)
+# A new policy's calls may be an evaluation alone for this long.
 EVALUATED: Final = timedelta(hours=1)
 # Records on disk, as in the alert PawlSpoolGrows.
 MOST_SPOOLED: Final = 1000
@@ -57,16 +57,16 @@ IMITATED: Final = frozenset({"greedy", "constrained_sampling"})
 # Failures of serving, which also count in evaluation.
 BROKEN: Final = frozenset({"incomplete", "error_reply"})
 # The remedy for each `proxy.trainable.Reason`.
-REASONS: Final[Mapping[str, str]] = {
+REMEDIES: Final[Mapping[str, str]] = {
     "incomplete": "raise the client's timeout, or send less at once: calls break off before their"
     " reply has ended",
     "error_reply": "ask once with curl, and read the model server's log: it answers with errors",
     "side": "nothing to do: calls that an agent's program makes beside its work, such as titles,"
     " are not trained",
     "not_text": "send text alone: calls with images, sounds or files are not trained",
-    "no_token_ids": "serve the policy with vLLM, which gives them (return_token_ids). Where it is,"
-    " these are requests for which it gives none: messages that chat completions cannot express, or"
-    " that vLLM refuses there (its log says why), and background responses"
+    "no_token_ids": "serve the policy with vLLM, which returns token ids (return_token_ids). If it"
+    " is, vLLM gave none for these requests: messages that chat completions cannot express, or that"
+    " vLLM refuses as chat completions (its log says why), and background responses"
     " (docs/decisions/009-messages-and-responses.md)",
     "length_mismatch": "start vLLM with --logprobs-mode processed_logprobs, and nothing that"
     " changes its replies before the proxy",
@@ -74,7 +74,7 @@ REASONS: Final[Mapping[str, str]] = {
     "usage_mismatch": "let nothing change the server's replies before the proxy",
     "empty": "raise the client's max_tokens: replies have no token",
     "several_choices": "ask for one choice: n = 1",
-    "unreadable_sampling": "leave out fields that are not the API's own; `sampling` in `pawl"
+    "unreadable_sampling": "leave out fields that the API does not define; `sampling` in `pawl"
     " export` names them (docs/explanation/trainable.md)",
     "greedy": "ask with temperature = 1 (ChatOpenAI(temperature=1), ModelSettings(temperature=1);"
     " Aider: use_temperature: 1.0 in .aider.model.settings.yml), or set explore ="
@@ -89,13 +89,14 @@ REASONS: Final[Mapping[str, str]] = {
     "reply_too_long": "ask for shorter replies, or raise PAWL_IN_FLIGHT_MB and PAWL_MAX_REPLY_MB",
     "redacted": "narrow the rules of PAWL_REDACTION: redacted calls are not trained",
 }
-WHATS: Final[Mapping[str, str]] = {
+# What such calls do, in a finding's title; others "cannot be trained".
+SYMPTOMS: Final[Mapping[str, str]] = {
     "greedy": "are asked at temperature 0, and sample nothing",
     "incomplete": "broke off",
     "error_reply": "got an error",
     "no_token_ids": "have no token ids",
 }
-PAUSES: Final[Mapping[PauseReason, str]] = {
+PAUSE_REMEDIES: Final[Mapping[PauseReason, str]] = {
     "failed": "read why in the trainer's log (training_paused)",
     "out_of_memory": "give the trainer more memory: `pawl plan` says what the model takes",
     "drift": "set PAWL_DEFAULT_TEMPERATURE, PAWL_DEFAULT_SAMPLING and PAWL_TOOL_PARSER to what the"
@@ -125,7 +126,7 @@ def of_each_policy(check: Callable[[Facts, PolicyFacts], Finding | None]) -> Che
 
 
 def named(names: Iterable[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names as a text, with the number of the others."""
     # Clients choose many of the names: cut and escape them.
     every = [
         name if name.isprintable() and len(name) <= LONGEST else f"{name!r:.80}" for name in names
@@ -150,14 +151,14 @@ def unusable_files(facts: Facts) -> Iterator[Finding]:
 
 
 def missing_key(facts: Facts) -> Iterator[Finding]:
-    """Find that the proxy needs a key and PAWL_API_KEY is not valid, which evaluations need."""
+    """Find that the proxy refuses PAWL_API_KEY; a person is needed if evaluations use the key."""
     if facts.proxy.asks_key:
         evaluates = any(
             policy.recipe is not None and policy.recipe.publish.mode == "evaluated"
             for policy in facts.policies
         )
         yield Finding(
-            title="PAWL_API_KEY is not one that the proxy takes: its metrics are not read",
+            title="The proxy refuses PAWL_API_KEY: its metrics are not read",
             figures={"address": facts.proxy.address},
             remedy="set PAWL_API_KEY to a key with the scope read (`pawl keys create doctor"
             " --scope read`), or make a file of that name in PAWL_SECRETS_DIR",
@@ -183,7 +184,7 @@ def database_away(facts: Facts) -> Iterator[Finding]:
         )
     if facts.is_late:
         yield Finding(
-            title="The database took too long: some policies and calls were not looked at",
+            title="The database took too long: some policies and calls were not checked",
             figures={"policies_looked_at": len(facts.policies)},
             remedy="ask again when the database has less to do",
         )
@@ -197,8 +198,8 @@ def all_away(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             title="Pawl does not run here",
             figures={"error": facts.database},
-            remedy="run `pawl up`; a stack elsewhere is asked where PAWL_ADMIN_LISTEN,"
-            " PAWL_TRAINER_LISTEN, PAWL_CONTROLLER_LISTEN and DATABASE_URL say",
+            remedy="run `pawl up`; if Pawl runs elsewhere, set PAWL_ADMIN_LISTEN,"
+            " PAWL_TRAINER_LISTEN, PAWL_CONTROLLER_LISTEN and DATABASE_URL to its addresses",
         )
 
 
@@ -247,12 +248,12 @@ def proxy_away(facts: Facts) -> Iterator[Finding]:
             title="The proxy does not answer",
             since=last,
             figures={"address": facts.proxy.address, "error": facts.proxy.why_not or ""},
-            remedy="start `pawl proxy` (or `pawl up`); PAWL_ADMIN_LISTEN is where it is asked",
+            remedy="start `pawl proxy` (or `pawl up`), or set PAWL_ADMIN_LISTEN to its address",
         )
     elif facts.proxy.ready.workers and "no worker" in facts.proxy.ready.status:
         yield Finding(
             title="No worker of the proxy takes calls",
-            remedy="read why they end in the proxy's log",
+            remedy="read in the proxy's log why the workers end",
         )
 
 
@@ -284,7 +285,7 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
     """Find that no trainer runs, or that some policies have no trainer that works on them.
 
     A trainer runs if its port answers, or if the lock of a policy is held in the database; it works
-    on the policies whose locks are held. `paused_training` finds those that it left.
+    on the policies whose locks are held. `paused_training` finds policies that it gave up.
     """
     trained = [policy.about.trained_at for policy in facts.policies]
     since = max((at for at in trained if at is not None), default=None)
@@ -293,15 +294,15 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
         idle = [p.name for p in facts.policies if not p.about.is_held and not left.get(p.name)]
         if idle or facts.unbegun:
             started_s = facts.trainer.value("process_start_time_seconds") or 0.0
-            begins = facts.now.timestamp() - started_s < BEGINS.total_seconds()
+            is_starting = facts.now.timestamp() - started_s < STARTING.total_seconds()
             yield Finding(
                 title=f"No trainer works on {named([*idle, *facts.unbegun])}",
                 since=since if idle else None,
                 remedy="wait: the trainer has just started, and begins one policy after the other"
-                if begins
+                if is_starting
                 else "read why in the trainer's log (trainer_waits); PAWL_POLICY, if set, and"
                 " PAWL_POLICIES must name all policies that it is to train",
-                needs_person=not begins,
+                needs_person=not is_starting,
             )
         return
     why = facts.trainer.why_not or ""
@@ -334,7 +335,7 @@ def no_calls(facts: Facts) -> Iterator[Finding]:
 
 
 def unmatched_feedback(facts: Facts) -> Iterator[Finding]:
-    """Find feedback about calls or episodes that never came: it scores nothing."""
+    """Find feedback about calls or episodes that were never recorded, so that it scores nothing."""
     feedback = facts.unmatched
     if feedback.statements:
         target = named([bare(feedback.target or "")])
@@ -377,7 +378,7 @@ def broken_calls(facts: Facts) -> Iterator[Finding]:
     """Find policies with many calls that break off or get an error, evaluation included."""
     for name in sorted({one.policy for one in facts.calls if one.policy is not None}):
         own = [one for one in facts.calls if one.policy == name]
-        yield from _too_many(name, own, [one for one in own if one.reason in BROKEN])
+        yield from _many_bad_calls(name, own, [one for one in own if one.reason in BROKEN])
 
 
 def untrainable_calls(facts: Facts) -> Iterator[Finding]:
@@ -395,12 +396,12 @@ def untrainable_calls(facts: Facts) -> Iterator[Finding]:
         imitates = recipe is not None and recipe.imitation_rule is not None
         expected = {None, *BROKEN, *(IMITATED if imitates else ())}
         own = [one for one in kinds if one.policy == name]
-        yield from _too_many(name, own, [one for one in own if one.reason not in expected])
+        yield from _many_bad_calls(name, own, [one for one in own if one.reason not in expected])
 
 
-def _too_many(name: str, kinds: list[CallCount], bad: list[CallCount]) -> Iterator[Finding]:
+def _many_bad_calls(name: str, counts: list[CallCount], bad: list[CallCount]) -> Iterator[Finding]:
     """Find that more than a fifth of a policy's newest calls are bad."""
-    every, calls = sum(one.calls for one in kinds), sum(one.calls for one in bad)
+    every, calls = sum(one.calls for one in counts), sum(one.calls for one in bad)
     if calls <= MOST_UNTRAINED * every:
         return
     figures, reasons = Counter[str](), Counter[str]()
@@ -411,17 +412,17 @@ def _too_many(name: str, kinds: list[CallCount], bad: list[CallCount]) -> Iterat
     [(reason, _)] = reasons.most_common(1)
     yield Finding(
         title=f"{name}: {calls} of the newest {every} calls"
-        f" {WHATS.get(reason, 'cannot be trained')}",
+        f" {SYMPTOMS.get(reason, 'cannot be trained')}",
         since=min(one.first_at for one in bad if one.reason == reason),
         figures=dict(figures.most_common()),
         # A reason that another version of Pawl wrote may be unknown here.
-        remedy=REASONS.get(reason, "docs/explanation/trainable.md says what each reason means"),
+        remedy=REMEDIES.get(reason, "docs/explanation/trainable.md says what each reason means"),
         needs_person=2 * calls > every,
     )
 
 
 def only_evaluation(facts: Facts) -> Iterator[Finding]:
-    """Find that all calls are evaluation, which is never trained on."""
+    """Find that all calls are of the split `eval`, which is never trained on."""
     if facts.calls and all(one.split == EVAL for one in facts.calls):
         began = min(one.first_at for one in facts.calls)
         yield Finding(
@@ -483,7 +484,7 @@ def controller_away(facts: Facts) -> Iterator[Finding]:
 
 
 def paused_training(facts: Facts) -> Iterator[Finding]:
-    """Find policies that a running trainer left, or whose training is paused."""
+    """Find policies that a running trainer gave up, or whose training is paused."""
     policies = {policy.name: policy for policy in facts.policies}
     # Without the database the policies to train are unknown, so all are shown.
     all_are_shown = facts.tenant is None and (facts.database is not None or facts.is_late)
@@ -493,7 +494,7 @@ def paused_training(facts: Facts) -> Iterator[Finding]:
                 title=f"{name}: the trainer left it after a failure",
                 remedy="read why in the trainer's log (policy_left)",
             )
-    for reason, remedy in PAUSES.items():
+    for reason, remedy in PAUSE_REMEDIES.items():
         for name, value in facts.trainer.values("pawl_trainer_paused", reason=reason).items():
             if value and (all_are_shown or name in policies):
                 yield Finding(

@@ -94,7 +94,7 @@ async def collect_facts(
 
 
 def _read_files(settings: DoctorSettings) -> tuple[dict[str, str], PolicyTable | None]:
-    """Return errors of the files that settings name, by setting, and the policies' file, if any."""
+    """Return the errors of files that settings name, by setting, and the PAWL_POLICIES table."""
     unusable, table = dict[str, str](), None
     try:
         table = open_policies(settings.policies)
@@ -151,17 +151,17 @@ async def _ask_server(url: str, slots: int | None) -> ReplicaAnswer:
 async def _within(
     seconds: float,
     ask: Callable[[], Awaitable[T]],
-    without: Callable[[str], T],
+    fallback: Callable[[str], T],
 ) -> T:
-    """Return the answer of `ask`, or `without(reason)` if it fails or takes too long."""
+    """Return the answer of `ask`, or `fallback(reason)` if it fails or takes too long."""
     try:
         async with asyncio.timeout(seconds):
             return await ask()
     except TimeoutError:
-        return without(f"no answer within {seconds:g} s")
+        return fallback(f"no answer within {seconds:g} s")
     except Exception as error:
         # Any failure is a fact to report.
-        return without(str(error) or type(error).__name__)
+        return fallback(str(error) or type(error).__name__)
 
 
 def _read_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
@@ -179,7 +179,7 @@ def _read_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
             disk = Disk(setting=setting, folder=str(folder), free_gib=free)
             disks.setdefault(os.stat(place).st_dev, disk)
         except (OSError, RuntimeError):
-            # Another user's folder: its own process reports what is wrong with it.
+            # Such as another user's folder; the process that uses it reports what is wrong.
             continue
     with suppress(OSError):
         letters = sum(1 for _ in (settings.spool_dir / FOLDER).glob(f"*{LETTER}"))
@@ -203,12 +203,12 @@ async def _stored_facts(
             async for more in _read_facts(opened, settings, nothing, table):
                 facts = more
     except Exception as error:
-        is_out = isinstance(error, TimeoutError)
+        timed_out = isinstance(error, TimeoutError)
         is_late = is_too_slow(error) or isinstance(error, PoolTimeout)
-        if is_late or (is_out and facts is not nothing):
+        if is_late or (timed_out and facts is not nothing):
             return replace(facts, is_late=True)
         # Any failure is a fact to report.
-        why_not = f"no answer within {STORE_S:g} s" if is_out else explain_error(error)
+        why_not = f"no answer within {STORE_S:g} s" if timed_out else explain_error(error)
         return replace(nothing, database=why_not)
     return facts
 
@@ -284,7 +284,7 @@ def _policies_to_train(
     chosen: str | None,
     calls: Sequence[CallCount],
 ) -> list[TendedPolicy]:
-    """Return the policies to train: those of the file, or else those in use.
+    """Return the policies to train: those of the file, or without a file, those in use.
 
     Without a file, every model that was ever trained is a policy: those that are no longer called,
     trained or named by the settings are left out, unless that leaves none.

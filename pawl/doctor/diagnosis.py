@@ -53,7 +53,8 @@ def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:
     """Return the findings that need a person, upstream causes first, and then the others (pure).
 
     If nothing answers, that and unusable files are the only findings. Without `of_parts`,
-    processes, servers and disks, which all tenants share, and figures with them, are left out.
+    findings about processes, servers and disks, which all tenants share, and figures that name
+    them, are left out.
     """
     if of_parts and (away := list(checks.all_away(facts))):
         return [*checks.unusable_files(facts), *away]

@@ -91,9 +91,10 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     """Stored facts about a policy to train.
 
     `recipe` and `rule` are None if the recipe cannot be read. `ready` counts episodes with a reward
-    that may be claimed, and `updates` is how many updates their signal suffices for. `servable` has
-    the versions that servers should have, without recently changed ones. `waits` is the event that
-    made a version wait for a person. `judges` are those whose opinions are rewards.
+    that may be claimed, and `updates` is how many updates the waiting signal suffices for. `lacks`
+    counts episodes with feedback and no reward, by reason. `servable` has the versions that servers
+    should have, without recently changed ones. `waits` is the event that made a version wait for a
+    person. `judges` are the judges whose scores count as rewards.
     """
 
     about: TendedPolicy

@@ -17,7 +17,7 @@ DAY: Final = timedelta(days=1)
 
 
 class Outlook(Record, frozen=True, kw_only=True):
-    """How many episodes recorded within `time` count towards an update, and when it comes.
+    """How many episodes recorded within `time` count towards an update, and when the next comes.
 
     `unused` counts the other episodes by reason. `next_update` is the time until there are enough
     for an update; zero if there are. `first_seen` is the shortest and the longest time until a
@@ -68,7 +68,7 @@ class Outlook(Record, frozen=True, kw_only=True):
 def outlook_of(
     counts: EpisodeCounts, rule: ClaimRule, updates: float, now: datetime, *, is_untrained: bool
 ) -> Outlook | None:
-    """Return the outlook of a policy, or None if none of its episodes counts so far.
+    """Return the outlook of a policy, or None if none of its episodes is usable so far.
 
     `updates` is how many updates the waiting episodes suffice for; `is_untrained` means that the
     policy has no version yet.

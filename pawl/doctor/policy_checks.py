@@ -2,7 +2,15 @@
 
 from typing import Final
 
-from pawl.doctor.checks import LONGEST, MOST_NAMED, PAUSES, Figure, Finding, named, of_each_policy
+from pawl.doctor.checks import (
+    LONGEST,
+    MOST_NAMED,
+    PAUSE_REMEDIES,
+    Figure,
+    Finding,
+    named,
+    of_each_policy,
+)
 from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.doctor.outlook import outlook_of
 from store.link.joins import AMBIGUOUS_MATCH, DOUBTFUL_CALL, DOUBTFUL_NEED
@@ -24,7 +32,7 @@ FEWEST_EQUAL: Final = 8
 
 @of_each_policy
 def quarantined_episodes(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that many of the newest episodes are quarantined, or any that need a name."""
+    """Find that many of the newest episodes are quarantined, or any because runs have no names."""
     counts = policy.counts
     every = counts.episodes + counts.quarantined
     is_unnamed = counts.quarantined_as in (DOUBTFUL_CALL, DOUBTFUL_NEED, AMBIGUOUS_MATCH)
@@ -45,7 +53,7 @@ def quarantined_episodes(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def missing_rewards(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that no episodes have rewards, or many ended ones have none."""
+    """Find that no episodes have rewards, or many ended ones or ones with feedback have none."""
     counts = policy.counts
     lacks = sum(policy.lacks.values())
     if not counts.episodes or (policy.recipe and policy.recipe.teacher):
@@ -54,7 +62,7 @@ def missing_rewards(facts: Facts, policy: PolicyFacts) -> Finding | None:
         lack = max(policy.lacks, key=lambda one: policy.lacks[one])
         wanted = named(policy.recipe.reward) if policy.recipe is not None else ""
         return Finding(
-            title=f"{policy.name}: {lacks} episodes were spoken of and have no reward ({lack})",
+            title=f"{policy.name}: {lacks} episodes have feedback and no reward ({lack})",
             since=counts.unscored_since,
             figures={**policy.lacks, "scored": counts.scored},
             remedy="send a value for each of these, or give the metric a default in the recipe's"
@@ -97,7 +105,7 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
         if counts.most >= rule.least_reward or counts.scored < rule.groups:
             return None
         return Finding(
-            title=f"{policy.name}: no episode reached the reward that is imitated",
+            title=f"{policy.name}: no episode reached the least reward that is imitated",
             since=counts.scored_since,
             figures=figures | {"least_reward": rule.least_reward},
             remedy="give easier tasks, or lower sft.min_reward in the recipe",
@@ -122,17 +130,17 @@ def equal_rewards(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def unreliable_judges(_: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find the judge that agrees least with facts, or an unmeasured one."""
-    unlike = [one for one in policy.judges if one.trust == 0.0]
-    if not unlike and all(one.share is not None for one in policy.judges):
+    """Find the least reliable of the judges that disagree with facts, or an unmeasured judge."""
+    untrusted = [one for one in policy.judges if one.trust == 0.0]
+    if not untrusted and all(one.share is not None for one in policy.judges):
         return None
-    one = min(unlike or policy.judges, key=lambda judge: (judge.share or 0.0, judge.source))
+    one = min(untrusted or policy.judges, key=lambda judge: (judge.share or 0.0, judge.source))
     figures: dict[str, Figure] = {"statements": one.statements, "compared": one.compared}
     judge = f"{policy.name}: the judge {bare(one.source)[:LONGEST]!r}"
     if one.share is None:
         return Finding(
-            title=f"{judge} is unmeasured, and its rewards weigh full: {one.compared} of them are"
-            " about an episode whose reward was stated as a fact, too",
+            title=f"{judge} is not measured yet, and its rewards count in full: {one.compared} of"
+            " them are about an episode that has a factual reward, too",
             figures=figures | {"needed": FEWEST},
             remedy=f"POST rewards for {FEWEST} episodes, good ones and bad ones, and keep"
             " `pawl judge` at work (--compare)",
@@ -198,7 +206,7 @@ def drifted_version(facts: Facts, policy: PolicyFacts) -> Finding | None:
         title=f"{policy.name}: model server and trainer disagree about one version",
         since=policy.about.trained_at,
         figures=past,
-        remedy=PAUSES["drift"],
+        remedy=PAUSE_REMEDIES["drift"],
     )
 
 
@@ -219,7 +227,7 @@ def frozen_policy(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def misserved_versions(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find versions that a server lacks, has from another folder, or serves otherwise."""
+    """Find versions that a server lacks, has from another folder, or does not serve as trained."""
     ready = facts.controller.ready
     troubles = dict[str, Figure]()
     for server in facts.servers:
@@ -268,7 +276,7 @@ def undecided_version(facts: Facts, policy: PolicyFacts) -> Finding | None:
         return Finding(
             title=f"{tried.version.served_name} cannot be judged",
             since=tried.since,
-            remedy="do what `policy_not_judged` in the controller's log says is missing",
+            remedy="read why in the controller's log (policy_not_judged)",
         )
     figures: dict[str, Figure] = {}
     about = {"policy": policy.name, "compared": "trial"}

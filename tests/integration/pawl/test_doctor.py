@@ -373,7 +373,7 @@ async def test_doctor_cuts_off_and_reports_a_slow_database_read(
     monkeypatch.setattr("pawl.doctor.collecting.STORE_S", 1.0)
     monkeypatch.setattr("pawl.doctor.collecting._read_policy", slow)
     titles = [one.title for one in await stack.findings()]
-    assert titles == ["The database took too long: some policies and calls were not looked at"]
+    assert titles == ["The database took too long: some policies and calls were not checked"]
 
 
 async def test_doctor_command_prints_findings_of_a_tenant_and_exits_with_status_1(

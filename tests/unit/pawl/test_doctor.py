@@ -314,7 +314,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         ),
         (
             facts(policy(SUM, lacks={"missing_metric": 30})),
-            "m: 30 episodes were spoken of and have no reward (missing_metric)",
+            "m: 30 episodes have feedback and no reward (missing_metric)",
             "[reward]: correct",
             True,
         ),
@@ -332,7 +332,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         ),
         (
             facts(policy(SFT, counts=replace(COUNTS, most=0.5))),
-            "m: no episode reached the reward that is imitated",
+            "m: no episode reached the least reward that is imitated",
             "sft.min_reward",
             True,
         ),
