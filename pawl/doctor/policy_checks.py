@@ -139,7 +139,7 @@ def unreliable_judges(_: Facts, policy: PolicyFacts) -> Finding | None:
     judge = f"{policy.name}: the judge {bare(one.source)[:LONGEST]!r}"
     if one.share is None:
         return Finding(
-            title=f"{judge} is not measured yet, and its rewards count in full: {one.compared} of"
+            title=f"{judge} is unmeasured, and its rewards count in full: {one.compared} of"
             " them are about an episode that has a factual reward, too",
             figures=figures | {"needed": FEWEST},
             remedy=f"POST rewards for {FEWEST} episodes, good ones and bad ones, and keep"

@@ -42,7 +42,7 @@ class Judge(Protocol):
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
         """Return the judge's statements about an episode; an empty list if it cannot tell.
 
-        `episode` is its key, and `line` its line in `pawl export`, without a newline.
+        `episode` is the episode's key, and `line` its line in `pawl export`, without a newline.
 
         Raises:
             JudgeFailed: the judge gave no usable answer about this episode.
@@ -81,7 +81,7 @@ def read_answer(answer: bytes, episode: str) -> list[Statement]:
 
 
 def read_verdict(answer: bytes, episode: str) -> list[Statement]:
-    """Return the statements of a judge's answer about a run.
+    """Return the statements of a judge's answer about an episode, which may be a bare number.
 
     The answer is a number (the reward), an object of metrics, or statements as `/feedback` takes
     them. Null means that the judge cannot tell.

@@ -80,7 +80,7 @@ async def judge_episodes(flags: "JudgeFlags") -> dict[str, int]:
 
 
 def _make_plan(flags: "JudgeFlags", tenant: str) -> JudgingPlan:
-    """Return the judge's plan; only episodes of its key's tenant are judged."""
+    """Return the judge's plan; only episodes of `tenant` are judged."""
     return JudgingPlan(
         compared=flags.compare,
         selection=Selection(
@@ -131,7 +131,7 @@ async def _make_judge(
             return GitJudge(flags.git, name=flags.name)
         return ExitStatusJudge(flags.test_command or RUNS_TESTS, name=flags.name)
     if flags.next_turn and (flags.relative or flags.rubric):
-        raise JudgeError("--next-turn judges by what happened next: leave --relative and --rubric")
+        raise JudgeError("--next-turn has a rubric of its own: leave out --relative and --rubric")
     if flags.model is None and not (flags.next_turn or flags.relative):
         if flags.rubric is not None:
             raise JudgeError("--rubric is for a model that judges: name the model with --model")
@@ -180,8 +180,8 @@ def _checked_url(option: str, value: str) -> str:
 def _read_rubric(path: Path | None) -> str:
     if path is None:
         raise JudgeError(
-            "--model needs --rubric, --next-turn or --relative: name a text file that tells the "
-            "model what good work is, or by what it judges"
+            "--model needs --rubric, --next-turn or --relative: --rubric names a text file that "
+            "tells the model what good work is"
         )
     try:
         rubric = path.read_text()

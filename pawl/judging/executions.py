@@ -40,7 +40,7 @@ class _Call(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """The fields of an export line that are read."""
+    """An episode's export line, with only the fields that are read here."""
 
     calls: list[_Call]
 

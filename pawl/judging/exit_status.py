@@ -1,7 +1,7 @@
 """Judge by the last test command that an episode ran: did its tests pass?
 
-The exit status decides if it is the tests' own: that of `pytest | tail` is tail's. Otherwise the
-runner's summary in the result decides ("2 failed, 31 passed").
+The command's exit status decides if it is that of the tests; that of `pytest | tail` is tail's.
+Otherwise the test runner's summary in the result decides ("2 failed, 31 passed").
 """
 
 import re
@@ -65,7 +65,7 @@ class ExitStatusJudge:
 
 
 def _shell_command(arguments: Any, sessions: dict[str, str]) -> str:
-    """Return the shell command of a tool call, or the command whose session it continues."""
+    """Return the shell command of a tool call, or of the session that it continues; else ""."""
     given = arguments if isinstance(arguments, dict) else {}
     command = given.get("command") or given.get("cmd") or sessions.get(str(given.get("session_id")))
     if isinstance(command, list):
@@ -75,7 +75,7 @@ def _shell_command(arguments: Any, sessions: dict[str, str]) -> str:
 
 
 def has_tests_status(script: str, pattern: re.Pattern[str]) -> bool | None:
-    """Return whether a command's exit status is that of its last tests; None if it runs none."""
+    """Return whether a command's exit status is its last tests'; None if it runs no tests."""
     script = _QUOTED.sub(lambda quoted: re.sub(r"[();|&]", "_", quoted[0][1:-1]), script)
     script = re.sub(r"\\\n|\d?>&\d?|&>", " ", script)
     # Commands at even places, the operators between them at odd ones.

@@ -51,7 +51,7 @@ class FeedbackClient:
         self.matched = 0
 
     async def post(self, statements: list[Statement], key: str) -> None:
-        """Post the statements; with a key that was used before, nothing new is stated.
+        """Post the statements, and retry; with an idempotency `key` used before, change nothing.
 
         Raises:
             JudgeFailed: `/feedback` refuses the statements.
@@ -88,7 +88,7 @@ async def post_once(
     key: str,
     credentials: Mapping[str, str],
 ) -> tuple[int, str]:
-    """Post statements with an idempotency key; return the status, and the answer's beginning.
+    """Post statements with the idempotency `key`; return the status, and the answer's beginning.
 
     Raises:
         Away: there is no answer.

@@ -46,7 +46,7 @@ class GitJudge:
             raise JudgeError(f"--git {folder} names no checkout: {error}") from error
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """Return the share as the episode's reward; no statement if it wrote nothing there.
+        """Return the share as the episode's reward; no statement if it added no line to the folder.
 
         Raises:
             NotYet: none of the files was committed after the episode's last call.
@@ -67,7 +67,7 @@ class GitJudge:
             raise NotYet("no commit after the episode touches a file that it edited")
         kept = total = 0
         for path, lines in written.items():
-            # A file without its own commit is compared in another's: unchanged, it lost its edits.
+            # A file that no commit touches is compared at another file's: its edits were lost.
             commit = commits.get(path) or next(iter(commits.values()))
             after = self._lines_at_commit(commit, path)
             if path in commits or after is not None:

@@ -128,13 +128,13 @@ def _reply_text(body: bytes) -> str:
 
 
 def fence_text(text: str, most: int, mark: str) -> str:
-    """Return `cut(text, most)` between marks that the text itself cannot close."""
+    """Return `cut_middle(text, most)` between tags named `mark`, which the text cannot close."""
     shown = cut_middle(text, most).replace(f"</{mark}", f"<\\/{mark}")
     return f"<{mark}>\n{shown}\n</{mark}>"
 
 
 def cut_middle(text: str, most: int) -> str:
-    """Return `most` characters of a text; a note replaces the middle of a longer one."""
+    """Return at most `most` characters of a text; in a longer one, a note replaces the middle."""
     if len(text) <= most:
         return text
     head, tail = most - most // 2, most // 2
@@ -169,7 +169,7 @@ def as_score(score: Any, lowest: float = 0.0) -> float:
 
 
 def last_object(answer: str, field: str) -> dict[str, Any]:
-    """Return the last JSON object with this field in a model's answer, after its thoughts.
+    """Return the last JSON object with this field in a model's answer, without its thoughts.
 
     Raises:
         JudgeFailed: there is no such object.

@@ -67,7 +67,8 @@ class NextTurnJudge(ModelJudge):
 def messages_after(place: int, calls: list[dict[str, Any]]) -> list[Any]:
     """Return the messages that followed the reply of the call at `place`, up to the next reply.
 
-    They are in the first later call that repeats this call's conversation, or names its response.
+    They are read from the first later call whose request repeats this call's conversation or names
+    its response.
     """
     asked = members_of(calls[place]["request"])
     reply = calls[place]["reply"]

@@ -33,7 +33,7 @@ Good work reaches the goal that the user states. Among attempts that reach it, t
 that takes less and claims nothing untrue; among those that do not, the one that comes closer."""
 # Most attempts compared in one prompt.
 MAX_ATTEMPTS: Final = 8
-# Most scores kept of attempts that were not asked about yet.
+# Most scores kept of attempts that were compared but not asked about yet.
 MOST_KNOWN: Final = 1000
 
 # Return key and export line of each attempt at an episode's task, the episode's own first.
@@ -60,7 +60,7 @@ class RelativeJudge(ModelJudge):
         """Return the score of an attempt, compared with the others at its task.
 
         Raises:
-            NotYet: it is the only attempt so far, or goes on.
+            NotYet: the episode is the only attempt at its task so far, or goes on.
             JudgeFailed: no answer in time, an answer without all scores, or a refused request.
             Away: the server does not answer, or with an error that is not about this request.
         """

@@ -74,10 +74,7 @@ def judge_messages(rubric: str, line: bytes, max_chars: int) -> list[Message]:
 
 
 def parse_digits(digits: str) -> int | str:
-    """Return an integer, or its digits if there are more than Python reads.
-
-    The limit is `sys.get_int_max_str_digits`.
-    """
+    """Return the integer, or `digits` if there are more than `sys.get_int_max_str_digits`."""
     try:
         return int(digits)
     except ValueError:
@@ -104,7 +101,7 @@ def transcript(episode: dict[str, Any]) -> str:
 
 
 def members_of(request: Any) -> list[Any]:
-    """Return the members of a request's conversation in any of the wire formats."""
+    """Return the messages of a request, system prompt first, in any of the wire formats."""
     fields = request if isinstance(request, dict) else {}
     members = fields.get("messages") or fields.get("input") or fields.get("prompt") or []
     system = [
@@ -139,7 +136,7 @@ def _line(member: Any) -> str:
 
 
 def reply_of(reply: Any) -> Iterator[str]:
-    """Yield the text of a reply in any of the wire formats; the first of several choices."""
+    """Yield the text of a reply in any of the wire formats; of several choices, the first one's."""
     fields = reply if isinstance(reply, dict) else {}
     choices = fields.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else {}

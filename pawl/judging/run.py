@@ -52,9 +52,9 @@ LOOK_SHARE: Final = 20
 LONGEST_PAUSE_S: Final = 60.0
 FIRST_RETRY: Final = timedelta(seconds=30)
 RETRY_FACTOR: Final = 4.0
-# Pauses grow up to LONGEST_RETRY; FASTER bounds the exponent, so that the product stays small.
+# Pauses grow up to LONGEST_RETRY. The bounded exponent keeps the product within a timedelta.
 LONGEST_RETRY: Final = timedelta(hours=6)
-FASTER: Final = 10
+MAX_EXPONENT: Final = 10
 # Most tries while the judge cannot tell yet: within nine days.
 MOST_WAITS: Final = 40
 MAX_REASON: Final = 1000
@@ -88,11 +88,11 @@ def retry_at(times: int, attempts: int, now: datetime) -> datetime | None:
     """Return when to retry a judgement after `times` tries without a result; None: never."""
     if times >= attempts:
         return None
-    return now + min(LONGEST_RETRY, FIRST_RETRY * RETRY_FACTOR ** min(times - 1, FASTER))
+    return now + min(LONGEST_RETRY, FIRST_RETRY * RETRY_FACTOR ** min(times - 1, MAX_EXPONENT))
 
 
 class Judging:
-    """Judge until stopped; `tally` counts episodes by outcome."""
+    """Runs a judge on finished episodes until stopped; `tally` counts episodes by outcome."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Judging:
             )
 
     async def _judge_and_post(self, episode: Episode) -> Outcome:
-        """Ask the judge, or take its unsent answer, and post the answer.
+        """Post the judge's answer, or its earlier unsent one, and return the outcome.
 
         Raises:
             JudgeFailed: the judge gave no usable answer, or `/feedback` refused it.
@@ -238,8 +238,8 @@ class Judging:
             Damaged: the episode cannot be read back.
         """
         # Without the tenant: the proxy resolves names for the key's tenant.
-        name, shown = bare(episode.key), (episode.id, episode.last_call_at)
-        statements = self._unsent.pop(shown, None)
+        name, judged = bare(episode.key), (episode.id, episode.last_call_at)
+        statements = self._unsent.pop(judged, None)
         if statements is None:
             line = encoded_line(episode, datetime.now(UTC), self._plan.quiet)
             try:
@@ -250,7 +250,7 @@ class Judging:
                 if is_unavailable(error):
                     raise
                 # One episode's content must not stop the judge for the others.
-                raise JudgeFailed(f"the judge broke: {type(error).__name__}: {error}") from error
+                raise JudgeFailed(f"the judge raised {type(error).__name__}: {error}") from error
         if not statements:
             return "cannot_tell"
         # A source makes it an opinion, which does not override facts that were stated meanwhile.
@@ -261,6 +261,6 @@ class Judging:
         try:
             await self._feedback.post(opinions, idempotency_key(self._judge.name, name))
         except Away:
-            self._unsent[shown] = statements
+            self._unsent[judged] = statements
             raise
         return "judged"
