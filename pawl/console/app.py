@@ -1,4 +1,4 @@
-"""Serve the console: its screens, and who may see them.
+"""Serve the console's screens to the viewers who may see them.
 
 One middleware (`Guard`) stands before all screens: it authenticates the viewer, refuses cross-site
 requests, and turns every failure into a page. The process has a database pool of its own, reads in
@@ -139,7 +139,7 @@ class _Protocol(H11Protocol):
     """Close a connection whose next request has not arrived whole within `REQUEST_S` seconds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timeout for the first request, as for all later ones."""
+        """Start the timeout for the first request; close a silent connection if many are."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -182,7 +182,7 @@ def app_of(settings: ConsoleSettings, database_url: str) -> Starlette:
         middleware=[Middleware(Guard, settings=settings)],
         exception_handlers={HTTPException: failure_page},
     )
-    # A prefix's own end is no page's.
+    # The final slash of a prefix is not a page's: no redirects for it.
     app.router.redirect_slashes = False
     app.state.console = Console(app, settings, database_url)
     return app
@@ -281,8 +281,8 @@ def refuse_cross_site(request: Request) -> None:
         raise Refusal(
             403,
             "This was sent from another site",
-            "Changes and parts of pages are for the console's own pages alone. A proxy in front of "
-            "it has to pass the `Host` header on.",
+            "Only the console's own pages may request changes and parts of pages. A proxy in front "
+            "of the console has to pass on the `Host` header.",
         )
 
 
@@ -327,12 +327,12 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
     is_too_slow: Refusal(
         503,
         "The database took too long",
-        "The query was ended. Choose less with the filter, or a shorter time.",
+        "The query was cancelled. Choose less with the filter, or a shorter time.",
     ),
     lambda error: isinstance(error, PoolTimeout): Refusal(
         503,
-        "Too many look at once",
-        f"Pages of others took {WAIT_S:.0f} seconds: try again in a moment.",
+        "Too many viewers at once",
+        f"This page waited {WAIT_S:.0f} seconds for the pages of others: try again in a moment.",
     ),
     is_bad_value: Refusal(
         400,
@@ -342,8 +342,8 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
     prevents_all_storing: Refusal(
         503,
         "The database is away, or cannot be used",
-        "The console goes on as soon as it can. Its log has what PostgreSQL says. A new database "
-        "has no tables until the proxy starts, or `pawl migrate` makes them.",
+        "The console works again once the database does. Its log has PostgreSQL's message. A new "
+        "database has no tables until the proxy starts, or `pawl migrate` makes them.",
     ),
 }
 
@@ -359,7 +359,7 @@ def _log_refusal(request: Request, error: Exception) -> None:
 
 
 def failure_page(request: Request, error: Exception) -> Response:
-    """Return a page about a failure, and log the details that its reader may not see."""
+    """Return a page about a failure, and log the details that the viewer may not see."""
     _log_refusal(request, error)
     if isinstance(error, NoKey):
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")

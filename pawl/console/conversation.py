@@ -19,7 +19,8 @@ from store.values.documents import nests_too_deep
 
 # Parts shown of one message.
 MOST_PARTS: Final = 200
-# Messages shown: the first and the last half of this many added by a request; the first of a reply.
+# Messages shown of a reply (its first ones), and of those added by a request (half of them its
+# first ones, half its last ones).
 MOST_MESSAGES: Final = 40
 # The fields for instructions beside the messages, by API.
 _INSTRUCTIONS: Final = ("system", "instructions")
@@ -70,7 +71,7 @@ class Turn(NamedTuple):
 
     `messages` is None if the request cannot be parsed. The request repeats `same` messages of the
     previous one and drops `left_out`: the agent shortened or changed its history. If it sends the
-    previous reply back unchanged (`repeats_reply`), that is not among `messages`. `more` counts
+    previous reply back unchanged (`repeats_reply`), `messages` leaves that reply out. `more` counts
     added messages that are not shown.
     """
 
@@ -86,7 +87,7 @@ NO_TEXTS: Final = CallTexts(None, None)
 
 
 def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
-    """Return a call's reply and the messages that it adds to the call `before`."""
+    """Return a call's reply, and the messages that its request adds to that of `before`."""
     reply = reply_in(own.reply)
     fields, base = _parse_fields(own.request), _parse_fields(before.request) or {}
     if fields is None:
@@ -104,8 +105,8 @@ def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
     ]
     messages = [message_of(readable_value(raw), "user") for raw in shown]
     answers = list(takewhile(lambda message: message.role == "assistant", messages))
-    spoken = _comparable_parts(answers)
-    repeats_reply = bool(spoken) and spoken == _comparable_parts(reply_in(before.reply))
+    repeated = _comparable_parts(answers)
+    repeats_reply = bool(repeated) and repeated == _comparable_parts(reply_in(before.reply))
     return Turn(
         reply=reply,
         messages=(*instructions, *messages[len(answers) if repeats_reply else 0 :]),
@@ -166,7 +167,7 @@ def _comparable_parts(messages: Sequence[Message]) -> list[tuple[str, str, str]]
 
 
 def reply_in(body: bytes | None) -> tuple[Message, ...]:
-    """Return the messages of a reply in any format; a failure is shown as it is."""
+    """Return the messages of a reply in any format; an unknown body is one message of its text."""
     if body is None:
         return ()
     reply = decoded_object(body) or {}
@@ -186,7 +187,7 @@ def reply_in(body: bytes | None) -> tuple[Message, ...]:
 
 
 def message_of(member: Any, role: str) -> Message:
-    """Return a message, or an item of one; `role` is used if it names none."""
+    """Convert a request's or reply's message or item; `role` is used if it names no role."""
     if isinstance(member, dict):
         kind, named = member.get("type"), member.get("role")
         if isinstance(named, str):
@@ -202,7 +203,7 @@ def _first_parts(parts: Iterator[Part]) -> tuple[Part, ...]:
 
 
 def _parts(value: Any) -> Iterator[Part]:
-    """Yield the parts of a message, of its content, or of an item."""
+    """Yield the parts of a message, of a message's content, or of an item (Responses API)."""
     if isinstance(value, str):
         yield Part(kind="text", text=value)
     elif isinstance(value, list) and all(isinstance(member, dict) for member in value):

@@ -43,7 +43,7 @@ LEAST_WIDTH: Final = 0.4
 
 
 def numbers_of(episode: EpisodeDetail) -> dict[UUID, int]:
-    """Return the number of each call; as in credit, repeated calls are not counted."""
+    """Return the calls' numbers, from 1; as in credit, a repeated call shares the next one's."""
     number = episode.earlier_calls
     numbers: dict[UUID, int] = {}
     for call in episode.calls:
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
 
 
 def call_colour(call: Row[Any], *, is_repeated: bool) -> str:
-    """Return the colour of a call: repeated, failed, trainable or not."""
+    """Return the CSS class for the colour of a call: repeated, failed, trainable or not."""
     if is_repeated:
         return "again"
     if call.status != "complete" or (call.http_status or 0) >= 400:
@@ -79,9 +79,9 @@ def lane_of(call: Row[Any]) -> str:
 
 
 def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
-    """Return the marks by lane, in order of first calls, and the length of all in seconds.
+    """Return the marks by lane, ordered by their first calls, and the axis' length in seconds.
 
-    Each agent has a lane, and each thread of a sub-agent.
+    Each agent and each thread of a sub-agent has a lane; after MOST_LANES, the others share one.
     """
     if not episode.calls:
         return {}, 0.0
@@ -109,9 +109,9 @@ def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
 async def turns_of(
     connection: AsyncConnection, calls: Sequence[Row[Any]], shown: Sequence[Row[Any]]
 ) -> dict[UUID, Turn]:
-    """Read the texts of the calls `shown`; return what each adds, and its reply.
+    """Read the texts of the calls `shown`; return their turns.
 
-    A call is compared with the call that it is stored as an extension of, or its lane's last.
+    A call is compared with its stored parent, or without one, with the call before it in its lane.
     """
     newest: dict[str, UUID] = {}
     bases: dict[UUID, UUID | None] = {}
@@ -186,11 +186,11 @@ def why_not_consumed(fate: Row[Any], episode: EpisodeDetail) -> str:
     """Return in words why an episode is not consumed for a policy yet; "" if it is consumed."""
     reasons = (
         (fate.trained is not None, ""),
-        (fate.update_id is not None, "an update holds it, and is training"),
+        (fate.update_id is not None, "an update has claimed it, and is training"),
         (episode.split == EVAL, "it is evaluation, which is never trained on"),
         (episode.quarantined_reason, f"it is quarantined: {episode.quarantined_reason}"),
-        (fate.lacks == "missing_metric", "a metric that its reward is the sum of was not stated"),
-        (fate.lacks == "undeclared_text", "its recipe gives no value to a text that was stated"),
+        (fate.lacks == "missing_metric", "there is no feedback for a metric of its reward"),
+        (fate.lacks == "undeclared_text", "its recipe gives no value for a text in its feedback"),
         (not fate.scored, "nobody has scored it yet"),
         (fate.rolled_back, "a version that sampled it was rolled back"),
         (fate.in_fault_time, "it was sampled while a model server was at fault"),
@@ -206,8 +206,9 @@ def credit_rows(
 ) -> list[dict[str, Any]]:
     """Return the credit of the tenant's calls of an episode, or of a task's episodes.
 
-    Calls with equal arithmetic share a row. `returns` are those that they are compared with: of all
-    attempts at the task, or of the agent in each; `earlier` counts attempts consumed earlier.
+    Calls with equal arithmetic share a row. Its `returns` are those that the calls are compared
+    with: of all attempts at the task, or of the agent in each. `earlier` counts attempts that
+    earlier updates consumed.
     """
     by_agent = explained.recipe.credit.assignment == "per_agent"
     groups = explained.past.claim.groups
@@ -300,7 +301,7 @@ async def raw(request: Request) -> Response:
         async with reading(request) as connection:
             body = await raw_body(connection, call, which, viewer_of(request).tenant)
     if body is None:
-        raise Refusal(404, "There are no such bytes", "The call has none, or is gone.")
+        raise Refusal(404, "There are no such bytes", "The call has none, or was deleted.")
     headers = {"Content-Disposition": f'attachment; filename="{call}-{which}.txt"'}
     return Response(body, media_type="text/plain; charset=utf-8", headers=headers)
 

@@ -30,7 +30,7 @@ from store.records import SPLITS
 # How long to search for episodes that match a filter; longer on request.
 LOOK_S: Final = 0.08
 LOOK_FURTHER_S: Final = 2.0
-# Characters of a question or an answer in the list; and the most bytes of the body that it is in.
+# Characters of a question or an answer in the list; a body of more bytes is not searched for one.
 LISTED: Final = 120
 LARGEST_LISTED: Final = 128 * 1024
 STATES: Final[tuple[State, ...]] = get_args(State)
@@ -91,7 +91,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
 async def first_and_last_words(
     connection: AsyncConnection, episodes: Collection[UUID]
 ) -> dict[UUID, tuple[str, str]]:
-    """Return the ends of each episode's first question and last answer."""
+    """Return the shortened first question and last answer of each episode."""
     ends = await first_and_last_calls(connection, episodes)
     firsts, lasts = [row.first for row in ends], [row.last for row in ends]
     texts = await call_texts(connection, firsts, lasts, LARGEST_LISTED)
@@ -107,13 +107,13 @@ async def first_and_last_words(
 
 
 def end_of(words: str) -> str:
-    """Return the end of a text in one line."""
+    """Return a text in one line; of a long one, the last LISTED characters."""
     line = " ".join(words.split())
     return line if len(line) <= LISTED else f"… {line[-LISTED:]}"
 
 
 async def episodes(request: Request) -> Response:
-    """Show the newest episodes of a filter, or those before a given one."""
+    """Show the newest episodes that match a filter, or those before a given episode."""
     chosen = Filter.of(request.query_params)
     before = uuid_in(request.query_params.get("before"))
     if before is None and "before" in request.query_params:

@@ -34,7 +34,7 @@ def _chosen_days(request: Request) -> str:
 
 
 async def doctor(request: Request) -> Response:
-    """Return the findings and outlooks of `pawl doctor`."""
+    """Show the findings and outlooks of `pawl doctor`."""
     console, tenant = console_of(request), viewer_of(request).tenant
     findings = await console.examined.get(
         tenant,
@@ -49,7 +49,7 @@ async def doctor(request: Request) -> Response:
 
 
 async def figures(request: Request) -> Response:
-    """Return how many calls are trainable, and the rewards and outcomes of each policy."""
+    """Show how many calls are trainable, and the rewards and outcomes of each policy."""
     tenant = viewer_of(request).tenant
     begun = datetime.now(UTC) - timedelta(days=int(_chosen_days(request)))
     async with reading(request) as connection:

@@ -65,7 +65,7 @@ class Viewer(Record, frozen=True, kw_only=True):
 
 
 class Refusal(HTTPException):
-    """A page cannot be shown: `title` is what went wrong, `detail` what to do."""
+    """A page cannot be shown: `title` says what went wrong, and `detail` what to do."""
 
     def __init__(self, status: int, title: str, detail: str = "") -> None:
         super().__init__(status, detail)
@@ -134,7 +134,7 @@ class Console:
         self.previewing = asyncio.Lock()
 
     def url(self, name: str, *, query: Mapping[str, Any] | None = None, **parameters: Any) -> str:
-        """Return the address of a route behind the prefix."""
+        """Return the address of a route, which begins with the console's prefix."""
         path = self.prefix + quote(str(self.app.url_path_for(name, **parameters)), safe="/@:~+")
         return f"{path}?{urlencode(query)}" if query else path
 
@@ -149,7 +149,7 @@ def console_of(request: Request) -> Console:
 
 
 def viewer_of(request: Request) -> Viewer:
-    """Return who asks for the page, as `app.Guard` found by their key."""
+    """Return who sent the request, as stored in it by `app.Guard`."""
     return cast("Viewer", request.state.viewer)
 
 
@@ -187,8 +187,8 @@ def require(request: Request, scope: Scope) -> None:
         raise Refusal(
             403,
             f"Changes need a key for {scope}",
-            f"You look as {who.name}, for {', '.join(sorted(who.scopes))}: log in with a key that "
-            f"was made with --scope read,{scope} (`pawl keys create NAME`).",
+            f"You are {who.name}, with the scopes {', '.join(sorted(who.scopes))}: log in with a "
+            f"key that was made with --scope read,{scope} (`pawl keys create NAME`).",
         )
 
 
@@ -196,7 +196,7 @@ def require(request: Request, scope: Scope) -> None:
 
 
 def uuid_in(text: str | None) -> UUID | None:
-    """Return the UUID in a parameter, or None if it is none."""
+    """Return the UUID in a parameter, or None if it is missing or invalid."""
     try:
         return UUID(text) if text else None
     except ValueError:
@@ -235,7 +235,7 @@ def page(request: Request, template: str, status: int = 200, **context: Any) -> 
 
 
 def part(request: Request, template: str, **context: Any) -> HTMLResponse:
-    """Return a part that htmx loads; without scripts, a page with that part alone."""
+    """Return a part of a page for htmx; for a browser without scripts, a page with only it."""
     alone = "hx-request" not in request.headers
     return page(request, "base.html" if alone else template, part=template, **context)
 

@@ -39,7 +39,7 @@ REASONS: Final[Mapping[ReviewReason, str]] = {
 
 
 def steps_of(scale: Scale) -> list[float]:
-    """Return the scores that the keys 1, 2, … give: `STEPS`, evenly up the scale (pure)."""
+    """Return the scores of the number keys 1, 2, …: `STEPS` values evenly up the scale (pure)."""
     width = scale.high - scale.low
     return [round(scale.low + width * step / (STEPS - 1), 6) for step in range(STEPS)]
 
@@ -121,15 +121,15 @@ async def review(request: Request) -> Response:
 
 
 async def _scores(connection: AsyncConnection, episode: UUID | None, tenant: str) -> str | None:
-    """Return a tenant's episode with its scores so far, as text, or None."""
+    """Return an episode's key and scores as text; None if the tenant has no such episode."""
     key = None if episode is None else await key_to_review(connection, episode, tenant)
     if episode is None or key is None:
         return None
-    said = []
+    scores = []
     with suppress(Damaged):
         detail = await episode_detail(connection, episode)
-        said = [one for one in detail.statements if one.counts and not one.call] if detail else []
-    return ", ".join([key, *(f"{one.metric} {one.label or one.value}" for one in said)])
+        scores = [one for one in detail.statements if one.counts and not one.call] if detail else []
+    return ", ".join([key, *(f"{one.metric} {one.label or one.value}" for one in scores)])
 
 
 async def _call_labels(connection: AsyncConnection, episode: UUID) -> dict[UUID, str]:
@@ -149,7 +149,7 @@ async def _call_labels(connection: AsyncConnection, episode: UUID) -> dict[UUID,
 
 
 async def _post_score(request: Request, tenant: str, reason: ReviewReason) -> Response:
-    """Post a score once: a repeat with the same `once` adds nothing."""
+    """Post a form's scores; sending the form (field `once`) again adds nothing."""
     require(request, "feedback")
     given = await form(request)
     episode, once = uuid_in(given.get("episode")), given.get("once", "")
@@ -172,8 +172,8 @@ async def _post_score(request: Request, tenant: str, reason: ReviewReason) -> Re
         raise Refusal(
             502,
             "The proxy does not answer",
-            f"{url} {error}. Nothing is known to be posted: go back and send it again, which "
-            "counts once. PAWL_LISTEN says where the proxy is.",
+            f"{url} {error}. The score may not have been posted: go back and send it again; it "
+            "counts once. PAWL_LISTEN has to be the proxy's address.",
         ) from error
     if status not in TAKEN:
         why = f"{url} answered {status}: {answer}"

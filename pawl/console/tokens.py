@@ -42,8 +42,8 @@ def tokens_of(
 ) -> list[dict[str, float | str | None]]:
     """Return `TOKENS_A_PAGE` sampled tokens from `start` on; `texts` begin at `start` (pure).
 
-    `likely` and `moved` are the levels, 0 to 4, of a token's probability at sampling and of its
-    ratio. Unknown values are None.
+    `likely` and `moved` are the levels (0 to 4) of a token's probability at sampling (LIKELY) and
+    of its ratio (RATIOS). Unknown values are None.
     """
     page = slice(start, start + TOKENS_A_PAGE)
     known = zip_longest(ids[page], logprobs[page], map(_capped_exp, log_ratios[page]), texts or ())

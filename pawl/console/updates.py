@@ -42,7 +42,7 @@ SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def plotted_figures(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
-    """Return `SHOWN`, and each task family's reward if the updates have several families."""
+    """Return `SHOWN`, with the reward of each task family if the updates have several families."""
     families = sorted({one for own in updates for one in own.metrics.get("families", {})})
     lines = {f"families/{one}/reward": one or "(none)" for one in families}
     shown = {**SHOWN, FAMILIES: lines if len(lines) > 1 else {}}
@@ -50,7 +50,7 @@ def plotted_figures(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]
 
 
 def plots_of(updates: Sequence[Row[Any]]) -> dict[str, dict[str, Any]]:
-    """Return the plots that have a point, in the form of `console.js`, oldest first (pure)."""
+    """Return the plots that have a point, as `console.js` reads them, oldest first (pure)."""
     done = [update for update in reversed(updates) if update.state == "done"]
     x = [round(update.claimed_at.timestamp(), 3) for update in done]
     figures = [dict(flatten(update.metrics)) for update in done]

@@ -54,7 +54,10 @@ MOST_EVENTS: Final = 50
 
 
 def describe_version(version: Row[Any]) -> list[str]:
-    """Return the state of a version of `store.read.lineage` in words, then its marks (pure)."""
+    """Return a version's state in words, then marks such as `unloaded` (pure).
+
+    `version` is a row of `store.read.lineage`.
+    """
     state = version.state.replace("_", " ")
     if version.share is not None:
         state = "control" if version.state == "retired" else state
@@ -70,12 +73,12 @@ def describe_version(version: Row[Any]) -> list[str]:
 
 def actions_of(version: Row[Any]) -> list[str]:
     """Return the actions to offer for a version (pure); carrying them out checks again."""
-    there = version.ended_at is None and version.files_deleted_at is None
-    may = {
-        "promote": version.state in ("loaded", "canary", "retired") and there,
+    is_usable = version.ended_at is None and version.files_deleted_at is None
+    allowed = {
+        "promote": version.state in ("loaded", "canary", "retired") and is_usable,
         "rollback": version.state in ("loaded", "canary", "serving") and version.version > 0,
     }
-    return [action for action, holds in may.items() if holds]
+    return [action for action, is_allowed in allowed.items() if is_allowed]
 
 
 # Changes and their results
@@ -84,8 +87,8 @@ def actions_of(version: Row[Any]) -> list[str]:
 class Change(Record, frozen=True, kw_only=True):
     """An action on a version, with its reason and, once done or tried, its result.
 
-    `moved` has each version whose state changed, with the words for it before and after. `waits` is
-    the event, with evidence, that made the version to promote wait for a person.
+    `moved` has each version whose state changed, with its description before and after. `waits` is
+    the event, with evidence, that made the version to promote wait for a person; else None.
     """
 
     action: str
@@ -97,7 +100,7 @@ class Change(Record, frozen=True, kw_only=True):
 
     @property
     def named(self) -> str:
-        """Return the version as commands name it."""
+        """Return the version's name in commands, `POLICY@N`."""
         return f"{self.policy}@{self.number}"
 
     @property
@@ -199,8 +202,8 @@ async def versions(request: Request) -> Response:
         events = await newest_events(connection, policy.name, numbers)
         compared = []
         for why, new, old in (
-            ("the canary against what serves", standing.canary, standing.serving),
-            ("what serves against its control", standing.serving, standing.control),
+            ("the canary against the serving version", standing.canary, standing.serving),
+            ("the serving version against its control", standing.serving, standing.control),
         ):
             if new is not None and old is not None and new.version.version:
                 pair = [new.version.version, old.version.version]
@@ -248,7 +251,7 @@ async def version(request: Request) -> Response:
 
 
 async def confirm(request: Request) -> Response:
-    """Show the result that a change would have, and make the change once that is confirmed.
+    """Show the result that a change would have; make the change if that result is confirmed.
 
     Raises:
         Refusal: the change cannot be made, or the viewer's key does not allow it.

@@ -1,5 +1,5 @@
 "use strict";
-// What is done to every page, and to each part that htmx puts into one.
+// Runs on every page, and on each part of a page that htmx loads.
 (() => {
   const shown = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
   const two = (number) => String(number).padStart(2, "0");
@@ -11,7 +11,7 @@
       time.title = time.textContent;
       time.textContent = shown.format(new Date(time.dateTime));
     }
-    // A field of a time in UTC gets one in the viewer's zone beside it, and follows that.
+    // Beside a field with a UTC time, show a field in the viewer's zone, which sets the first.
     for (const field of part.querySelectorAll("input[data-when]:not([hidden])")) {
       const local = field.cloneNode();
       local.type = "datetime-local";
@@ -147,14 +147,14 @@
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => [...drawn.keys()].forEach(draw));
 
-  // What went wrong with a part of the page.
+  // Show an error of a part of the page.
   function note(text) {
     const line = document.getElementById("note");
     line.textContent = text;
     line.hidden = !text;
   }
 
-  // Keys press what names them in `data-key`.
+  // A key presses the element whose `data-key` it is.
   document.addEventListener("keydown", (event) => {
     const typing = event.target.closest("input, textarea, select");
     if (typing || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
@@ -172,7 +172,7 @@
 
   document.addEventListener("htmx:load", (event) => fill(event.detail.elt));
   document.addEventListener("htmx:beforeRequest", (event) => {
-    // A list that follows what happens stands still while somebody reads or uses it.
+    // A live list is not reloaded while somebody uses it, or has selected text in it.
     const list = event.detail.elt;
     if (!list.matches("[data-live]")) return;
     const selection = getSelection();

@@ -257,7 +257,7 @@ async def test_console_shows_a_page_while_the_database_is_away(
 @pytest.mark.parametrize(
     ("error", "title"),
     [
-        (PoolTimeout("QueuePool limit of size 4"), "Too many look at once"),
+        (PoolTimeout("QueuePool limit of size 4"), "Too many viewers at once"),
         (ConnectionRefusedError("cannot connect to 203.0.113.9:5432"), "The database is away"),
     ],
 )

@@ -268,7 +268,7 @@ async def test_tokens_show_log_probability_and_whether_they_are_trained(
     page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
     assert 'title="1: id 100, log-probability −1.1' in page
     assert "its 6 tokens are trained on" in page
-    assert "No model server says the texts" in page
+    assert "No model server gives the texts" in page
     assert "No ratio was recorded" in page
 
 
@@ -318,7 +318,7 @@ async def test_tokens_are_shown_as_ids_while_the_model_server_hangs(
         page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
         for connection in connections:
             connection.close()
-    assert "No model server says the texts" in page
+    assert "No model server gives the texts" in page
 
 
 async def test_page_of_hostile_texts_stays_below_two_megabytes(
@@ -359,7 +359,7 @@ async def test_tokens_are_shown_with_the_model_servers_texts(
         page = (await console.get(f"/calls/{episode.calls[0].id}/tokens")).body.decode()
     assert '<bdi class="text">SELECT</bdi>' in page
     assert "&lt;b&gt;" in page
-    assert "No model server says" not in page
+    assert "No model server gives" not in page
 
 
 async def test_attempts_at_a_task_are_compared_in_the_list_and_by_their_credit(

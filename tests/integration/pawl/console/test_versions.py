@@ -115,10 +115,10 @@ async def test_running_comparisons_are_shown_with_their_evidence(
         await ingest(connection, [*records, reward(0.0, episode="before")])
     said = words_in(await console.get("/versions"))
     assert "Version 2 is a canary" in said
-    assert "the canary against what serves" in said
+    assert "the canary against the serving version" in said
     assert "version 2 0.667 0.208 to 0.939 3 of 3 episodes" in said
     assert "version 1 1 0.207 to 1 1 of 1 episodes" in said
-    assert "what serves against its control" in said
+    assert "the serving version against its control" in said
 
 
 async def test_newer_versions_episodes_do_not_crowd_out_an_older_versions_reward_figures(
