@@ -57,7 +57,7 @@ def checked_tenant(name: str | None) -> str | None:
     return name
 
 
-# A filter and no permission: who can read the database sees all tenants' data.
+# A filter, not a permission: whoever can read the database can read all tenants' data.
 OfTenant = Annotated[
     str | None,
     typer.Option(
@@ -77,8 +77,8 @@ def in_transaction(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Re
     """Run `work` in a transaction, and return its result."""
 
     async def run(engine: "AsyncEngine") -> Result:
-        async with engine.begin() as one:
-            return await work(one)
+        async with engine.begin() as connection:
+            return await work(connection)
 
     return run_with_engine(run)
 
@@ -109,15 +109,15 @@ def require_torch() -> None:
 
 
 def with_zone(moment: datetime | None) -> datetime | None:
-    """Return the time with a zone; without one it is in the machine's zone."""
+    """Return the time with a zone; one without a zone is taken as local time of this machine."""
     return moment.astimezone() if moment is not None and moment.tzinfo is None else moment
 
 
 def with_flags(flags: type[Flags]) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
-    """Decorate a function of a `flags` record as a command with the record's fields as options.
+    """Make a function of a `flags` record a command, whose options are the record's fields.
 
-    Typer reads a command's options from its signature, which is the record's: a field's annotation
-    describes the option, and its default is the option's.
+    Typer reads a command's options from its signature, so the command gets the record's: a field's
+    annotation describes the option, and its default is the option's.
     """
 
     def make(run: Callable[[Flags], None]) -> Callable[..., None]:

@@ -69,8 +69,8 @@ def credit(
         fail("an update is explained by the recipe that it ran with: leave out --recipe")
     try:
         if update is not None:
-            which = _version_or_id(update)
-            past = in_transaction(lambda one: past_update(one, which, policy, tenant))
+            named = _version_or_id(update)
+            past = in_transaction(lambda connection: past_update(connection, named, policy, tenant))
             explained = explain_past(past)
             lines, notes = explained.lines, explained.notes
         else:
@@ -88,12 +88,12 @@ def credit(
 
 def _version_or_id(text: str) -> int | UUID:
     try:
-        which = int(text) if text.isdecimal() else UUID(text)
+        named = int(text) if text.isdecimal() else UUID(text)
     except ValueError:
-        which = MAX_INT32 + 1
-    if isinstance(which, int) and which > MAX_INT32:
+        named = MAX_INT32 + 1
+    if isinstance(named, int) and named > MAX_INT32:
         fail(f"--update is a version's number or an update's id, not {text!r:.80}")
-    return which
+    return named
 
 
 def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:
@@ -119,7 +119,7 @@ def explain_file(file: str, recipe: Recipe) -> list[CreditLine]:
 
 
 def credit_table(lines: Sequence[CreditLine]) -> Table:
-    """Return the lines as a table for a terminal; optional fields only if any line has them."""
+    """Return the lines as a table for a terminal; an optional column only if a line has it."""
     names = [*CreditLine.__struct_fields__]
     for name in ("parts", "correction"):
         if not any(getattr(line, name) for line in lines):
@@ -130,7 +130,7 @@ def credit_table(lines: Sequence[CreditLine]) -> Table:
 
 
 def _format_value(value: Any) -> Any:
-    """Format a value for the table; a reward's parts are shown with their metrics."""
+    """Format a value for the table; the parts of a reward are shown as `METRIC VALUE`."""
     if not isinstance(value, dict):
         return value
     return ", ".join(f"{metric} {part:+.4g}" for metric, part in value.items())

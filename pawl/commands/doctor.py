@@ -17,10 +17,10 @@ def doctor(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
     Asks the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR, if it runs), the proxy,
     the trainer, the controller, the model servers and the disks, all at once, and changes nothing.
-    A part that does not answer is reported as a finding. Processes of other machines are asked
-    where PAWL_ADMIN_LISTEN, PAWL_TRAINER_LISTEN and PAWL_CONTROLLER_LISTEN say; a proxy with
-    keys shows all only to PAWL_API_KEY with the scope read. Figures are of the newest calls and
-    episodes.
+    A part that does not answer is reported as a finding. If processes run on other machines, set
+    PAWL_ADMIN_LISTEN, PAWL_TRAINER_LISTEN and PAWL_CONTROLLER_LISTEN to their addresses; a proxy
+    that needs keys shows its metrics only if PAWL_API_KEY has the scope read. Figures are of the
+    newest calls and episodes.
 
     Status 1: something needs a person (`!`). What is marked with `·` passes by itself. The last
     lines are the policies' outlooks: how many episodes count towards an update, and when the next

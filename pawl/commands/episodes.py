@@ -186,7 +186,7 @@ def _selection(flags: DeleteFlags) -> Selection | None:
 
 
 async def _delete(engine: AsyncEngine, flags: DeleteFlags, selection: Selection | None) -> int:
-    """Delete episodes, and print each receipt; return how many of their records wait."""
+    """Delete episodes, and print each receipt; return how many of their records are left."""
     spool_dir = read_settings(ProxySettings).spool_dir
     as_lines = flags.as_json or not sys.stdout.isatty()
     names = [scoped(flags.tenant, name) for name in flags.names or ()]
@@ -212,7 +212,9 @@ class UnknownEpisodes(StoreError):
 async def choose_episodes(
     engine: AsyncEngine, names: Sequence[str], selection: Selection | None, *, marking: bool
 ) -> FoundEpisodes:
-    """Return the episodes of the names, with their tenant, or of a selection.
+    """Return the episodes with these names, which include the tenant, and those of a selection.
+
+    With `marking`, unknown names are returned too, to be marked as deleted.
 
     Raises:
         UnknownEpisodes: a name is not recorded, and `marking` is false.
@@ -235,20 +237,20 @@ async def delete_episodes(
 ) -> AsyncIterator[Receipt]:
     """Delete the chosen episodes one by one, and yield each receipt once its episode is deleted.
 
-    With `dry` each deletion is rolled back, so the receipts are those of a real one; dead letters
-    are left alone.
+    With `dry` each deletion is rolled back, so the receipts are those of a real deletion; dead
+    letters are kept.
     """
     for name, whole in chosen.deleted_before.items():
         async with engine.connect() as connection:
             receipt = await receipt_of_deleted(connection, name, whole)
         yield await _remove_letters(engine, spool_dir, receipt, dry=dry)
-    ones: list[UUID | str] = [*chosen.wholes, *chosen.unknown]
-    for one in ones:
+    targets: list[UUID | str] = [*chosen.wholes, *chosen.unknown]
+    for target in targets:
         async with engine.connect() as connection:
-            if isinstance(one, UUID):
-                deleted = await delete_episode(connection, one)
+            if isinstance(target, UUID):
+                deleted = await delete_episode(connection, target)
             else:
-                deleted = await mark_deleted(connection, one)
+                deleted = await mark_deleted(connection, target)
             await (connection.rollback() if dry else connection.commit())
         if deleted is not None:
             yield await _remove_letters(engine, spool_dir, deleted, dry=dry)
@@ -282,7 +284,7 @@ async def wait_until_drained(engine: AsyncEngine, spool_dir: Path, within_s: flo
 
 
 def without_tenant(receipt: Receipt) -> Receipt:
-    """Return a receipt with names as clients gave them, without the tenant."""
+    """Return a receipt whose names have no tenant, as clients gave them."""
     return msgspec.structs.replace(
         receipt,
         episode=bare(receipt.episode),

@@ -101,8 +101,8 @@ def evaluate_command(flags: EvaluateFlags) -> None:
     `pawl evaluate POLICY@N --against @M --tasks FILE --answer FIELD -- PROGRAM ARGUMENTS`. The
     agent is as for `pawl rollout`; its episodes are never trained on. Each task is a pair, the
     tasks come in random order, and it stops as soon as the difference is shown: the version is
-    worse, or no worse by the margin. The interval holds at every look. The same command goes on
-    where it was stopped or killed. Needs a proxy, and no database.
+    worse, or no worse by the margin. The interval stays valid however often it is checked. The same
+    command goes on where it was stopped or killed. Needs a proxy, and no database.
 
     Status 0: the version is better or no worse. Status 1: it is worse. Status 3: undecided when
     the tasks or --most-runs were used up. Status 2: the evaluation cannot run like this. Status
@@ -127,7 +127,7 @@ def evaluate_command(flags: EvaluateFlags) -> None:
 
 
 async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
-    """Make the runs missing in the journal, and return the result.
+    """Do the runs that are not in the journal yet, and return the result of all.
 
     Raises:
         RolloutError: the options cannot be used, or the evaluation could not go on.
@@ -198,7 +198,7 @@ def versions_to_compare(models: Models, policy: str | None, against: str | None)
 
 
 class EvaluationDisplay(Display):
-    """Shows an evaluation: how many tasks are compared, and the difference so far."""
+    """Shows a running evaluation: how many tasks are compared, and the difference so far."""
 
     def __init__(self, rollout: Rollout, pairs: Pairs, console: Console) -> None:
         super().__init__(rollout, console)

@@ -176,7 +176,7 @@ def _run_scenario(options: RunOptions, name: str) -> None:
 async def run_stack(settings: StackSettings) -> None:
     """Start the stack, print how to use it, and keep it until SIGINT or SIGTERM.
 
-    The signals also end a stack that is still starting.
+    The signals also stop a stack that is still starting.
 
     Raises:
         NotReady: the machine cannot run the stack; nothing was started.

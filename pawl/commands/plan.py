@@ -133,7 +133,8 @@ def plan(
     """Show what memory it takes to train a model, and how long its calls may be.
 
     Reads the model's configuration alone: no GPU and no weights are needed. With --rehearse the
-    model is loaded, and an update of two made-up episodes is done, whose calls only grow.
+    model is loaded, and an update is made on two made-up episodes, in which each call extends the
+    call before.
 
     Status 2: there is no such model or recipe, or the model cannot be planned.
     """
@@ -202,7 +203,7 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
         rows = with_logprobs(rows, dict(sampled))
         on_gpu = torch.cuda.is_available()
         if on_gpu:
-            # The learner has already computed the model's whole context, which is not the update's.
+            # Without the peak of the learner's start, which computed the model's whole context.
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         metrics = learner.update(rows)
@@ -225,13 +226,16 @@ def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehears
 
 
 def _default_context(takes: "Footprint", recipe: Recipe, device: str) -> int:
-    """Return the default longest call of a server, in tokens."""
+    """Return the longest call to plan for if none is given, in tokens: the server's default."""
     context = takes.context or recipe.batch.micro_batch_tokens
     return min(context, CPU_CONTEXT) if device == "cpu" else context
 
 
 class _Space(Record, frozen=True, kw_only=True):
-    """Bytes of a device, of vLLM's share (`server`), of vLLM's need, and of the trainer's room."""
+    """Memory in bytes: of the device, vLLM's share (`server`) and need (`serving`), and the rest.
+
+    `room` is the rest, which the trainer may use.
+    """
 
     on_gpu: bool
     memory: int
@@ -252,7 +256,7 @@ def memory_plan(
     turns: int,
     gpus: int = 1,
 ) -> MemoryPlan:
-    """Return the plan of a model; `takes` is its memory in one process (pure)."""
+    """Return the plan of a model; `takes` is the memory that one process needs (pure)."""
     from trainer.learners.kernels.process import LEFT_FREE
     from trainer.learners.memory import OVERHEAD
 
@@ -298,9 +302,10 @@ def memory_plan(
 def _advice(
     alone: "Footprint", recipe: Recipe, gpus: int, space: "_Space", context: int
 ) -> Sequence[str]:
-    """Return changes that let calls of `context` tokens be trained and served.
+    """Return advice for training and serving calls of `context` tokens, a sentence an obstacle.
 
-    Each alternative is enough by itself.
+    A sentence names alternative changes, each of which is enough. `alone` is the memory that
+    training in one process needs.
     """
     takes = alone.per_process(gpus)
     longest = takes.tokens_that_fit(space.room, checkpointing=True)

@@ -95,15 +95,15 @@ def show(
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed in
     it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and `high`
     are its 95 % interval by task: Wilson's where all rewards are 0 or 1, else Student's. `live
-    reward` is the mean of the version's episodes of work that have a reward. `tokens/s` are the
+    reward` is the mean reward of the version's episodes that are no evaluation. `tokens/s` are the
     distinct tokens trained per second, `MFU` is the share of the GPU's peak, and `idle` the share
-    of time since the update before in which the model computed nothing. If PAWL_POLICIES says that
-    the policy explores, so does the line of the version that serves. Its `warnings` say where
-    traffic and recipe do not fit, so that episodes are not trained, and what to change; its
-    `outlook` how many episodes count towards an update, and when the next one comes. New episodes
-    begin with the versions that have an `arm`: the one that serves, a canary and the
-    control with their `share`. An `unloaded` version is on no model server. If a version waits for
-    `pawl policies promote`, its line says why, with the evidence.
+    of time since the update before in which the model computed nothing. The serving version's line
+    has `explore`, if PAWL_POLICIES says that the policy explores; `warnings`, which say why
+    episodes are not trained and what to change; and `outlook`, which says how many episodes count
+    towards an update, and when the next one comes. New episodes begin with the versions that have
+    an `arm`: the one that serves, a canary and the control with their `share`. An `unloaded`
+    version is on no model server. If a version waits for `pawl policies promote`, its line says
+    why, with the evidence.
 
     With --events it shows the newest changes of their states instead: each with its reason, who
     made it, and, as JSON, the evidence that it rests on.
@@ -178,7 +178,7 @@ async def policies_of(
 
 
 def _lines_from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
-    """Return the lines of the file's policies."""
+    """Return the lines of the policies in the file; `recipe` is for those that name none."""
     return [
         PolicyLine(
             name=spec.name,
@@ -199,7 +199,10 @@ def _lines_from_file(table: PolicyTable | None, recipe: str) -> list[PolicyLine]
 def _line_from_store(
     versions: Sequence[PolicyVersion], table: PolicyTable | None, recipe: str
 ) -> PolicyLine:
-    """Return the line of a policy that is only in the store; without a file it is trained."""
+    """Return the line of a policy that is only in the store.
+
+    It is `trained` if there is no file of policies, else `unlisted`.
+    """
     name, base = versions[0].name, versions[0].served_name
     tenant = UNSET if versions[0].tenant == DEFAULT else versions[0].tenant
     if table is not None:
@@ -222,7 +225,7 @@ def _with_versions(
 
 
 def policies_table(lines: Sequence[PolicyLine]) -> Table:
-    """Return a table; it has the columns `explore` and `tenant` only if any line has them."""
+    """Return a table, with the columns `explore` and `tenant` only if a line has them."""
     names = list(PolicyLine.__struct_fields__)
     for name in ("explore", "tenant"):
         if all(getattr(line, name) is UNSET for line in lines):
@@ -235,9 +238,9 @@ class VersionLine(Record, frozen=True, kw_only=True):
     """One version of a policy; the fields are in output order.
 
     Of the `eval_episodes`, `scored` have a reward; `low` to `high` is the 95 % interval of their
-    `mean`. `live_reward` is the mean over the `live_episodes` of work that began with the version
-    and have a reward. `files_deleted` means that the adapter was deleted, as no request could use
-    it any more; `altered`, that its files on this machine are not those that were written;
+    `mean`. `live_reward` is the mean reward of the `live_episodes`, the other scored episodes that
+    began with the version. `files_deleted` means that the adapter was deleted, as no request could
+    use it any more; `altered`, that its files on this machine are not those that were written;
     `unread`, that they cannot be read for now; `ended`, that the policy's line started again before
     this version (`pawl policies retrain`). `kl_to_base` is the distance from the base model in nats
     a token, on the version's training data. Of its update, `tokens_per_second` counts distinct
@@ -353,7 +356,7 @@ def arm_of(version: PolicyVersion) -> Arm | None:
 
 
 def _file_fields(version: PolicyVersion) -> dict[str, Any]:
-    """Return the fields `altered` and `unread` of a version's files on this machine."""
+    """Return `altered` or `unread` for a version's files; no field if this machine lacks them."""
     if version.adapter_path is None:
         return {}
     folder = Path(version.adapter_path)
@@ -368,7 +371,7 @@ def _file_fields(version: PolicyVersion) -> dict[str, Any]:
 
 
 def versions_table(lines: Sequence[VersionLine]) -> Table:
-    """Return a table with the interval in one column, and notes below it."""
+    """Return a table of versions, with notes (exploring, waiting, warnings, outlook) below it."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
     notes = explore + [f"{line.version}: {line.waits}" for line in lines if line.waits is not UNSET]
     notes += [why for line in lines if line.warnings is not UNSET for why in line.warnings]
@@ -440,7 +443,7 @@ async def events_of(
 
 
 def events_table(lines: Sequence[StateChangeLine]) -> Table:
-    """Return a table without the evidence, which only the JSON lines have."""
+    """Return a table of state changes, without the evidence, which only the JSON lines have."""
     rows = []
     for line in lines:
         before = "" if line.from_state in (None, line.to_state) else f"{line.from_state} → "

@@ -45,8 +45,8 @@ def check(tenant: OfTenant = None, as_json: AsJson = False) -> None:
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
     PAWL_ADAPTER_DIR; neither is changed. A line is written for each version whose files are
-    missing or are not those that were written. Versions whose files were deleted, because nothing
-    could ask for them any more, lack nothing.
+    missing or are not those that were written. Versions whose files Pawl deleted, because no
+    request could use them any more, are not listed.
 
     Status 1: some versions lack files.
     """
@@ -80,8 +80,7 @@ def export_version(
     elsewhere knows the base model.
 
     With --merged the folder is a model that is served without LoRA: weights and tokenizer. The base
-    model, of which there is room for one copy in memory, is PAWL_MODEL, or what the version's
-    trainer loaded.
+    model is PAWL_MODEL, or the one that the version's trainer loaded; memory must hold one copy.
 
     Status 2: there is no such policy or version, its files are damaged, the base model is another
     or cannot be loaded, or the folder cannot be written.
@@ -115,11 +114,12 @@ def import_version(
 ) -> None:
     """Make a LoRA adapter from elsewhere the next version of a policy, and serve it.
 
-    Run it where the policy's trainer runs, with the trainer's settings, while that is stopped.
-    The adapter must be plain LoRA of the policy's base model, of layers that the recipe trains
-    and not above its rank. It is probed as a trained version is before it serves; training goes
-    on from it, with a new optimiser state. If the model server is away, the trainer publishes
-    the version when it starts. A version of a policy with publish_with waits for the others.
+    Run it where the policy's trainer runs, with the trainer's settings, while the trainer is
+    stopped. The adapter must be plain LoRA of the policy's base model, of layers that the recipe
+    trains and not above its rank. It is probed as a trained version is before it serves; training
+    goes on from it, with a new optimiser state. If the model server is away, the trainer publishes
+    the version when it starts. If the policy has publish_with in PAWL_POLICIES, the version waits
+    for new versions of the other policies.
 
     Status 2: the adapter cannot be a version, or was rejected, or a trainer works on the policy;
     nothing changes for any request then.
@@ -145,7 +145,7 @@ def import_version(
 
 
 class Fault(Record, frozen=True, kw_only=True):
-    """A version with a problem in its files."""
+    """A version whose files are missing, altered or unreadable."""
 
     version: str
     state: PolicyState

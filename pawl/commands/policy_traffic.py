@@ -40,12 +40,13 @@ def promote(
     reason: Reason = BY_HAND,
     tenant: OfTenant = None,
 ) -> None:
-    """Give a version the traffic now: by default the one that is tried, or waits to be.
+    """Give a version the traffic now: by default the canary, or else a loaded version.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). New episodes begin with
     the version; those under way keep theirs. If the version waits for approval, the evidence is
-    shown, and a terminal is asked. A version that was unloaded is loaded by the controller or the
-    trainer first: run this where the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) answer.
+    shown, and on a terminal you are asked to confirm. A version that was unloaded is loaded by the
+    controller or the trainer first: run this where the model servers (PAWL_UPSTREAM_URL,
+    PAWL_REPLICA_URLS) answer.
     The next version is judged as before; `pawl policies freeze` keeps the traffic where it is.
 
     Status 1: the answer was no. Status 2: there is no such version, or it cannot serve.
@@ -72,11 +73,12 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). If the version serves,
     its control serves again, which is always loaded, and all that served since the control is
-    rolled back with it; without a control, what served before it serves, or the base model.
+    rolled back with it; without a control, the version that served before, or the base model,
+    serves again.
     Episodes under way keep their version, and are not trained on. Versions that were trained from
     it never serve. This cannot be undone; the adapter can be exported and imported again.
 
-    Status 2: there is no such version, or it has no new episodes.
+    Status 2: there is no such version, or it is neither loaded, a canary nor serving.
     """
     chosen, serves = in_transaction(
         lambda connection: roll_back_by_hand(connection, name, reason, tenant)
@@ -109,10 +111,10 @@ def retrain(
     """Start a policy's line of versions again at an older version, without some episodes.
 
     For the day on which rewards turn out to be wrong. The version gets the traffic, and all after
-    it end: nothing is trained from them, and they never serve again. The episodes that these
-    consumed are free, and the policy's trainer trains the version on them, but for those left out,
-    which no update claims any more. Episodes under way keep their version. A trainer may run
-    meanwhile: an update under way is given up.
+    it end: nothing is trained from them, and they never serve again. The episodes that the ended
+    versions consumed can be trained on again, from the older version; the episodes left out are
+    never claimed again. Episodes under way keep their version. A trainer may run meanwhile: an
+    update under way is given up.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). A version that was
     unloaded is loaded by the controller or the trainer first: run this where the model servers

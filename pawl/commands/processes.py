@@ -83,7 +83,7 @@ def trainer(
 def _use_gpus(gpus: Sequence[int], options: Sequence[str]) -> None:
     """Limit CUDA to these GPUs; for several, train in one process for each GPU, and exit.
 
-    In a launched process, only make it end with its launcher.
+    In a process that was launched for one GPU, only let it end with its launcher.
 
     Raises:
         NotReady: a GPU does not exist.
@@ -136,19 +136,19 @@ def _run(process: Coroutine[Any, Any, None], name: str) -> None:
     except TrainerError as error:
         fail(str(error))
     except OSError as error:
-        fail(f"{name} cannot go on: {error}: this user needs that, or name another")
+        fail(f"{name} cannot go on: {error}: give this user access, or set another path")
 
 
 def adapters() -> None:
     """Fetch adapters for a model server that does not share the trainer's folder.
 
-    Runs beside one model server (PAWL_UPSTREAM_URL) and takes its place for trainer and controller,
-    which have the address PAWL_ADAPTERS_LISTEN in PAWL_UPSTREAM_URL or PAWL_REPLICA_URLS; the proxy
-    keeps the server's own. A version that is to be loaded is fetched from PAWL_ADAPTER_SOURCE into
-    PAWL_ADAPTER_DIR, which the model server reads, and checked; then the server loads it. All else
-    that they ask is passed on.
+    Runs beside one model server (PAWL_UPSTREAM_URL). Trainer and controller use it in the server's
+    place: their PAWL_UPSTREAM_URL or PAWL_REPLICA_URLS has the address PAWL_ADAPTERS_LISTEN. The
+    proxy keeps the server's own address. A version that is to be loaded is fetched from
+    PAWL_ADAPTER_SOURCE into PAWL_ADAPTER_DIR, which the model server reads, and checked; then the
+    server loads it. All other requests are passed on to the server.
 
-    SIGTERM or Ctrl-C ends it with status 0; the next start goes on with what is half fetched.
+    SIGTERM or Ctrl-C ends it with status 0; the next start resumes unfinished downloads.
     Status 2: its port is taken, or a setting cannot be used.
     """
     from pawl.adapters import run

@@ -73,7 +73,7 @@ class AgentFlags(Record, frozen=True, kw_only=True):
     ] = None
 
     def setup(self, program: Sequence[str] | None, journal: Callable[[Path], Path]) -> Setup:
-        """Return the setup of these options; `journal` gives the journal for a file of tasks.
+        """Return the setup of these options; `journal` maps the file of tasks to the journal's.
 
         Raises:
             RolloutError: there is no file of tasks, or the URL is invalid.
@@ -159,7 +159,7 @@ def rollout(flags: RolloutFlags) -> None:
 
 
 async def run_rollout(flags: RolloutFlags) -> dict[str, Any]:
-    """Make the runs missing in the journal, and return the summary.
+    """Do the runs that are not in the journal yet, and return the summary of all.
 
     Raises:
         RolloutError: the options cannot be used, or the rollout could not go on.
@@ -260,7 +260,11 @@ def _checked_split(flags: RolloutFlags) -> Split | None:
 
 
 def proxy_address(url: str | None) -> str:
-    """Return the proxy's URL without `/v1` and a trailing slash."""
+    """Return the proxy's URL (default: http:// and PAWL_LISTEN) without a final slash or `/v1`.
+
+    Raises:
+        RolloutError: the URL cannot be used.
+    """
     from proxy.settings import ProxySettings
 
     url = url or f"http://{read_settings(ProxySettings).listen}"

@@ -93,7 +93,7 @@ async def span_sender(settings: ProxySettings) -> AsyncIterator[SendSpans | None
 class DeadLetterLine(Record, frozen=True, kw_only=True):
     """A record that the store refused, or an unreadable frame of the spool.
 
-    `about` names its call, gap or feedback, as far as it can be read.
+    `about` describes the record as far as it can be read: a call, a gap or feedback.
     """
 
     path: str
@@ -105,8 +105,8 @@ class DeadLetterLine(Record, frozen=True, kw_only=True):
 class SpoolView(Record, frozen=True, kw_only=True):
     """The contents of a spool directory: counts of its segments, and dead letters, oldest first.
 
-    `records` counts those not in the database yet; a segment without any is deleted once it is
-    full. The ingester turns `damaged` records into dead letters.
+    `records` counts the records that are not in the database yet; a full segment with none of them
+    is deleted. The ingester turns `damaged` records into dead letters.
     """
 
     segments: int
