@@ -37,7 +37,7 @@ from trainer.recipes.recipe import PublishOptions
 STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
 MOST_FAILURES: Final = 20
 ALL: Final = "all tasks"
-HOLDS: Final = "The interval holds at every look, with 95 % at each end"
+INTERVAL_NOTE: Final = "The interval holds at every look, with 95 % at each end"
 
 
 class EvaluateFlags(AgentFlags, frozen=True, kw_only=True):
@@ -223,7 +223,7 @@ def render_report(evaluation: EvaluationReport) -> Group:
     return Group(
         Text(f"{evaluation.new} against {evaluation.old}"),
         _table(evaluation),
-        Text(f"{HOLDS}. {_describe_counts(evaluation)}", style="dim"),
+        Text(f"{INTERVAL_NOTE}. {_describe_counts(evaluation)}", style="dim"),
         *_guard_lines(evaluation.figures),
         *_failure_lines(evaluation.failures),
         Text(f"{evaluation.new}: {_headline(evaluation)}", style="bold").append(

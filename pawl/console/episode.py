@@ -60,7 +60,7 @@ class Mark(NamedTuple):
 
     x: float
     width: float
-    look: str
+    colour: str
     title: str
     call: UUID
 
@@ -96,10 +96,10 @@ def lanes_of(episode: EpisodeDetail) -> tuple[dict[str, list[Mark]], float]:
         lane = lanes.setdefault("(others)" if is_other else name, [])
         width = round(max(call.total_ms / 10 / seconds, LEAST_WIDTH), 3)
         x = round(min(100 * at / seconds, 100 - width), 3)
-        look = call_colour(call, is_repeated=call.id in episode.tools.repeated_by)
+        colour = call_colour(call, is_repeated=call.id in episode.tools.repeated_by)
         state = call.reason or ("trainable" if call.trainable else call.status)
         length = f"{call.total_ms / 1e3:.2f} s, {call.sampled_tokens} tokens"
-        lane.append(Mark(x, width, look, f"call {numbers[call.id]}, {length}: {state}", call.id))
+        lane.append(Mark(x, width, colour, f"call {numbers[call.id]}, {length}: {state}", call.id))
     return lanes, seconds
 
 

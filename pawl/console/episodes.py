@@ -45,11 +45,11 @@ def _parse_time(text: str) -> datetime:
     return moment
 
 
-# How to write each field of an address; fields that are not in HOW are names.
+# How to write each field of an address; fields that are not in FORMATS are names.
 NAME: Final = f"at most {LONGEST_NAME} characters, without U+0000"
 REWARD: Final = "a number, such as 0.5"
 TIME: Final = "a time from 1970 on, such as 2026-11-26T12:00"
-HOW: Final = {
+FORMATS: Final = {
     "version": "the number of a version, such as 3",
     "split": f"one of {', '.join(SPLITS)}",
     "state": f"one of {', '.join(STATES)}",
@@ -73,7 +73,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
         values = {}
         for field in msgspec.structs.fields(cls):
             if text := parameters.get(field.name, "").strip():
-                how = HOW.get(field.name, NAME)
+                how = FORMATS.get(field.name, NAME)
                 try:
                     value = _parse_time(text) if how is TIME else text
                     values[field.name] = msgspec.convert(value, field.type, strict=False)
@@ -123,14 +123,14 @@ async def episodes(request: Request) -> Response:
     async with reading(request) as connection:
         tenant = viewer_of(request).tenant
         listed = await browse(connection, chosen, tenant, before=before, within_s=within_s)
-        said = await first_and_last_words(connection, {line.id for line in listed.lines})
+        words = await first_and_last_words(connection, {line.id for line in listed.lines})
     return page(
         request,
         "episodes.html",
         states=STATES,
         chosen=chosen,
         listed=listed,
-        said=said,
+        words=words,
         before=before,
         most_calls=MOST_CALLS,
         looked_to=time_of(listed.goes_on_before) if listed.goes_on_before else None,

@@ -19,7 +19,7 @@ from store.records import EVAL, SIDE, TRAIN
 
 # The periods to choose from, in days.
 PERIODS: Final = ("1", "7", "30")
-USUAL: Final = "7"
+DEFAULT_PERIOD: Final = "7"
 NO_REWARDS: Final = Rewards(episodes=0, scored=0)
 
 
@@ -30,7 +30,7 @@ async def overview(request: Request) -> Response:
 
 def _chosen_days(request: Request) -> str:
     days = request.query_params.get("days")
-    return days if days in PERIODS else USUAL
+    return days if days in PERIODS else DEFAULT_PERIOD
 
 
 async def doctor(request: Request) -> Response:

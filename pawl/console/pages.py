@@ -272,15 +272,15 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 # Invisible characters that may change how other text is shown: control characters except tab and
 # newline, direction marks, zero-width characters, and halves of surrogate pairs.
-_UNSEEN: Final = re.compile(
+_INVISIBLE: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\u3164\ufeff\ufff9-\ufffb\uffa0\ud800-\udfff\U000e0000-\U000e0fff]+"
 )
 
 
 def plain_text(text: str) -> str:
-    """Return text of an agent or a model for a tooltip or a title; U+FFFD replaces `_UNSEEN`."""
-    return _UNSEEN.sub("\ufffd", text)
+    """Return text of an agent or a model for a tooltip or a title; U+FFFD replaces `_INVISIBLE`."""
+    return _INVISIBLE.sub("\ufffd", text)
 
 
 # Combining marks kept on one letter, so that they do not grow over its neighbours.
@@ -298,7 +298,7 @@ def visible_text(text: str | None, limit: int = SHOWN, raw: str | None = None) -
     if not kept.isascii():
         runs = groupby(kept, key=lambda letter: unicodedata.combining(letter) > 0)
         kept = "".join("".join(islice(run, _MARKS if marks else None)) for marks, run in runs)
-    shown = _UNSEEN.sub(_code_points, str(escape(kept)))
+    shown = _INVISIBLE.sub(_code_points, str(escape(kept)))
     if len(text) > limit:
         rest = Markup('<a href="{}">raw</a>').format(raw) if raw else ""
         shown += f' <span class="cut">… {len(text) - limit:,} more {rest}</span>'

@@ -49,7 +49,7 @@ FALSE_ONCE_IN: Final = 600_000
 # Only the first families of tasks are compared separately, at most this many.
 MOST_JUDGED: Final = 64
 # The least information with which a family's gain counts.
-KNOWN_FAMILY: Final = 10.0
+LEAST_FAMILY_INFORMATION: Final = 10.0
 # An episode is slow if it takes this many times the median of the old version's.
 SLOW: Final = 2.0
 # The median is over the newest TIMES episodes of the old version, and needs at least FIRST_TIMES.
@@ -473,7 +473,11 @@ class Comparison:
         for lost in parts:
             if lost.against.value < needed or len(parts) == 1:
                 continue
-            gain = max(one.difference for one in parts if one.weight >= KNOWN_FAMILY or one is lost)
+            gain = max(
+                one.difference
+                for one in parts
+                if one.weight >= LEAST_FAMILY_INFORMATION or one is lost
+            )
             if -lost.difference > gain:
                 means = f"{lost.mean(True) or 0:.2f} against {lost.mean(False) or 0:.2f}"
                 return f"loses more on the tasks {lost.name!r}, {means}, than it gains on others"
@@ -490,8 +494,8 @@ class Comparison:
             return Verdict("worse", self.trade)
         if self.is_watch:
             return None
-        is_spoken_against = any(guard.against.value > 1 for guard in self._guards)
-        if self._better.value >= self._better_needed and not is_spoken_against:
+        is_suspected = any(guard.against.value > 1 for guard in self._guards)
+        if self._better.value >= self._better_needed and not is_suspected:
             margin = f"{self._rule.margin:g}"
             return Verdict("better", f"scores at most {margin} lower than the version before")
         return None

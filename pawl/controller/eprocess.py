@@ -111,9 +111,9 @@ def _bet_gain(block: Block, null: float, side: Side) -> float:
 MIN_BLOCK_SIZE: Final = 2
 MAX_BLOCK_SIZE: Final = 64
 # About the expected episodes of the rarer arm in a block of the smallest size.
-RARER: Final = 0.5
+RARER_EXPECTED: Final = 0.5
 # A block is dropped if the other arm has not come after this many episodes.
-LONGEST: Final = 1_000
+LONGEST_BLOCK: Final = 1_000
 
 
 class Blocks:
@@ -135,7 +135,7 @@ class Blocks:
     def is_full(self) -> bool:
         """Return whether the open block is large enough to close, or too long to keep open."""
         count = len(self._open)
-        return (count >= self.size and len(self._arms) == 2) or count >= LONGEST
+        return (count >= self.size and len(self._arms) == 2) or count >= LONGEST_BLOCK
 
     def close(self) -> Block | None:
         """Close the open block, whatever its size; return None if an arm has no episode in it."""
@@ -171,7 +171,7 @@ def block_size(tested: float, other: float) -> int:
     share = tested / (tested + other) if tested + other > 0 else 0.0
     rarity = share * (1 - share)
     return (
-        min(max(round(RARER / rarity), MIN_BLOCK_SIZE), MAX_BLOCK_SIZE)
+        min(max(round(RARER_EXPECTED / rarity), MIN_BLOCK_SIZE), MAX_BLOCK_SIZE)
         if rarity > 0
         else MAX_BLOCK_SIZE
     )

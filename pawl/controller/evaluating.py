@@ -20,7 +20,7 @@ from store.values.rewards import REWARD_ALONE, RewardRule
 from trainer.recipes.recipe import EvaluationOptions, PublishOptions
 
 # A failed evaluation is retried after this long, and resumes from its journal.
-AGAIN_S: Final = 60.0
+RETRY_S: Final = 60.0
 # Concurrent runs. Few, as live traffic comes first.
 AT_ONCE: Final = 2
 
@@ -91,7 +91,7 @@ class Evaluations:
                 return comparison
             if clock() >= until:
                 return Comparison(rule)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
 
 async def evaluate_candidate(

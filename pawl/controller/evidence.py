@@ -28,8 +28,9 @@ from store.read.gates import (
 from store.records import Arm
 from trainer.recipes.recipe import PublishOptions
 
-# Episodes are read by time spans of SHORTEST to LONGEST, with about EACH episodes, to bound memory.
-EACH: Final = 2_000
+# Episodes are read span by span, with about EPISODES_PER_SPAN in each, to bound time and memory. A
+# span lasts SHORTEST to LONGEST.
+EPISODES_PER_SPAN: Final = 2_000
 SHORTEST, LONGEST = timedelta(minutes=15), timedelta(days=1)
 MAX_EPISODES: Final = 5_000
 # A call's record is looked for this long after the call began: it is stored once the call ends.
@@ -37,9 +38,9 @@ LONGEST_CALL: Final = timedelta(hours=1)
 # Longest past that the serving arm's rewards are compared with.
 LONGEST_PAST: Final = timedelta(days=7)
 # Episodes that began within this time of a change may still be of the versions before.
-KNOWN: Final = timedelta(seconds=PROXY_REFRESH_S)
+PROXIES_KNOW_AFTER: Final = timedelta(seconds=PROXY_REFRESH_S)
 # Records of a proxy are in the database after this long, unless the database is away.
-STORED: Final = timedelta(seconds=5)
+STORED_AFTER: Final = timedelta(seconds=5)
 # A look stops reading after this long, as other policies wait; the next looks go on.
 READ_S: Final = 5.0
 
@@ -83,25 +84,25 @@ class Evidence:
         # The time read up to (None: nothing is read); the episodes that began by then and do not
         # count yet; and the first calls of those that count.
         self._at: datetime | None = None
-        self._part = SHORTEST
+        self._span = SHORTEST
         self._waiting: dict[UUID, Row[Any]] = {}
         self._counted = set[UUID]()
 
     async def catch_up(self, connection: AsyncConnection, given: Given, now: datetime) -> bool:
-        """Read unread episodes that count by `now`; return whether all are read.
+        """Add unread episodes that count by `now` to the comparison; return whether all are read.
 
         `given` has the versions of each arm. Reads at least one time span, and stops after READ_S.
         """
-        until, clock = now - SKEW - STORED, asyncio.get_running_loop().time
+        until, clock = now - SKEW - STORED_AFTER, asyncio.get_running_loop().time
         stop_at = clock() + READ_S
         if self._at is None:
             an_hour = max(await episodes_per_hour(connection, self._policy), 1.0)
-            self._part = min(max(timedelta(hours=EACH / an_hour), SHORTEST), LONGEST)
+            self._span = min(max(timedelta(hours=EPISODES_PER_SPAN / an_hour), SHORTEST), LONGEST)
             # Twice the time in which PAST episodes are expected.
             past = min(timedelta(hours=2 * PAST / an_hour), LONGEST_PAST)
             self._at = self._since - past * self.comparison.is_watch
         while self._at < until:
-            end = min(self._at + self._part, until)
+            end = min(self._at + self._span, until)
             await self._read_begun(connection, end)
             waiting = self._waiting.values()
             for one in await arm_episodes(
@@ -117,7 +118,7 @@ class Evidence:
     async def _read_begun(self, connection: AsyncConnection, end: datetime) -> None:
         """Add to `_waiting` the episodes that began before `end` and were not read yet."""
         assert self._at is not None
-        first = lowest_id_at(self._at - min(self._delay, LONGEST_CALL) - STORED)
+        first = lowest_id_at(self._at - min(self._delay, LONGEST_CALL) - STORED_AFTER)
         self._counted = {one for one in self._counted if one >= first}
         while True:
             begun = await begun_episodes(connection, self._policy, first, end, MAX_EPISODES)
@@ -133,5 +134,7 @@ class Evidence:
         if one.began < self._since:
             if one.arm == self._new:
                 self.comparison.add_past(ComparedEpisode(**read))
-        elif one.version in given.get(one.arm, ()) and one.began >= self._since + KNOWN:
+        elif (
+            one.version in given.get(one.arm, ()) and one.began >= self._since + PROXIES_KNOW_AFTER
+        ):
             self.comparison.add(one.arm == self._new, ComparedEpisode(**read))

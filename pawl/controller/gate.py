@@ -146,7 +146,7 @@ class PolicyGate:
         act = (
             await self._watch(connection, policy)
             or await self._judge_trial(connection, policy)
-            or await self._begin(connection, policy)
+            or await self._judge_candidate(connection, policy)
         )
         if act is None:
             return []
@@ -285,7 +285,9 @@ class PolicyGate:
             return None
         return partial(self._end, connection, canary, rule, comparison)
 
-    async def _begin(self, connection: AsyncConnection, policy: GatedPolicy) -> Act | None:
+    async def _judge_candidate(
+        self, connection: AsyncConnection, policy: GatedPolicy
+    ) -> Act | None:
         """Return the action due on the candidate, or None: a trial, or the end of its evaluation.
 
         If approval is needed in the mode without a trial, the candidate waits for it.

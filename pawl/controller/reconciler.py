@@ -36,7 +36,7 @@ Listed = Mapping[str, Mapping[str, Any]]
 
 # Factor on the tolerance: a version that was just within it when published passes with other
 # rounding, while another base model is far beyond it.
-CHECKED_AGAIN: Final = 2.0
+RECHECK_FACTOR: Final = 2.0
 # A server with exactly the right adapters is asked again every so many looks, or after a change.
 SETTLED_LOOKS: Final = 10
 FIRST_PAUSE_S: Final = 1.0
@@ -142,7 +142,7 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
         )
         probe = compare_served(served, [row.logprobs for row in rows], of_base)
         tolerance = version.probe_tolerance or PublishOptions().tolerance
-        why = rejection_reason(probe, CHECKED_AGAIN * tolerance)
+        why = rejection_reason(probe, RECHECK_FACTOR * tolerance)
     except PublishError as error:
         why = str(error)
     except UpstreamAway:

@@ -45,7 +45,7 @@ RECENT: Final = timedelta(minutes=5)
 # A trainer first tests the model servers, and then begins its policies one by one.
 STARTING: Final = timedelta(minutes=30)
 # A new policy's calls may be an evaluation alone for this long.
-EVALUATED: Final = timedelta(hours=1)
+EVALUATION_TIME: Final = timedelta(hours=1)
 # Records on disk, as in the alert PawlSpoolGrows.
 MOST_SPOOLED: Final = 1000
 # Names listed in one text, and characters of one name.
@@ -431,7 +431,7 @@ def only_evaluation(facts: Facts) -> Iterator[Finding]:
             figures={"calls": sum(one.calls for one in facts.calls)},
             remedy="let the agent work without the header x-pawl-split, on tasks that do not begin"
             " as PAWL_EVAL_TASKS says",
-            needs_person=facts.now - began > EVALUATED,
+            needs_person=facts.now - began > EVALUATION_TIME,
         )
 
 

@@ -119,20 +119,22 @@ async def _ask_process(
         async with session.get(f"http://{address}{path}", headers=headers) as reply:
             return reply.status, await reply.text()
 
-    async def both() -> ProcessAnswer:
+    async def ask_all() -> ProcessAnswer:
         status, page = await ask("/metrics")
         if status not in (200, *UNAUTHORIZED):
             return ProcessAnswer(address=address, why_not=f"{status} {page:.200}")
-        has_ready, ready = await ask("/readyz")
+        ready_status, ready = await ask("/readyz")
         families = text_string_to_metric_families(page) if status == 200 else ()
         return ProcessAnswer(
             address=address,
             asks_key=status in UNAUTHORIZED,
-            ready=Ready() if has_ready == 404 else msgspec.json.decode(ready, type=Ready),
+            ready=Ready() if ready_status == 404 else msgspec.json.decode(ready, type=Ready),
             samples=tuple(sample for family in families for sample in family.samples),
         )
 
-    return await _within(PROCESS_S, both, lambda why: ProcessAnswer(address=address, why_not=why))
+    return await _within(
+        PROCESS_S, ask_all, lambda why: ProcessAnswer(address=address, why_not=why)
+    )
 
 
 async def _ask_server(url: str, slots: int | None) -> ReplicaAnswer:

@@ -17,7 +17,7 @@ MAX_ANSWER: Final = 2**20
 
 
 class JudgeError(Exception):
-    """The judge cannot run as it is configured; the message says what to do."""
+    """The judge cannot run as it is configured, or fails; the message says what to do."""
 
 
 class JudgeFailed(JudgeError):

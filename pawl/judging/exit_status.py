@@ -75,7 +75,7 @@ def _shell_command(arguments: Any, sessions: dict[str, str]) -> str:
 
 
 def has_tests_status(script: str, pattern: re.Pattern[str]) -> bool | None:
-    """Return whether a command's exit status is its last tests'; None if it runs no tests."""
+    """Return whether a command's exit status is that of its last tests; None without tests."""
     script = _QUOTED.sub(lambda quoted: re.sub(r"[();|&]", "_", quoted[0][1:-1]), script)
     script = re.sub(r"\\\n|\d?>&\d?|&>", " ", script)
     # Commands at even places, the operators between them at odd ones.

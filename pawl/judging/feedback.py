@@ -67,7 +67,11 @@ class FeedbackClient:
         self.trouble = None
 
     async def _try(self, statements: list[Statement], key: str) -> str | None:
-        """Post once; return None on success, else the reason for the failure."""
+        """Post once; return None on success, else the reason for a failure that may pass.
+
+        Raises:
+            JudgeFailed: `/feedback` refuses the statements.
+        """
         try:
             status, text = await post_once(self._session, self._url, statements, key, self._key)
         except Away as error:

@@ -86,12 +86,12 @@ def relative_messages(rubric: str, lines: Sequence[bytes], max_chars: int) -> li
     The transcripts' common beginning and each one's rest get equal parts of `max_chars` characters.
     """
     texts = [transcript(json.loads(line, parse_int=parse_digits)).split("\n") for line in lines]
-    alike = list(takewhile(lambda same: len(set(same)) == 1, zip(*texts, strict=False)))
-    begins = [line for line, *_ in alike]
+    same_lines = takewhile(lambda same: len(set(same)) == 1, zip(*texts, strict=False))
+    beginning = [line for line, *_ in same_lines]
     most = max_chars // (len(texts) + 1)
-    parts = [fence_text("\n".join(begins), most, "beginning")] * bool(begins)
+    parts = [fence_text("\n".join(beginning), most, "beginning")] * bool(beginning)
     parts += [
-        f"Attempt {place}:\n" + fence_text("\n".join(text[len(begins) :]), most, "attempt")
+        f"Attempt {place}:\n" + fence_text("\n".join(text[len(beginning) :]), most, "attempt")
         for place, text in enumerate(texts, 1)
     ]
     return [

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.stack import small_plan
 from pawl.controller.comparison import Comparison
-from pawl.controller.evidence import KNOWN, STORED, Evidence
+from pawl.controller.evidence import PROXIES_KNOW_AFTER, STORED_AFTER, Evidence
 from pawl.stack.stack import Stack, running_stack
 from store.database import make_engine
 from store.read.gates import GatedPolicy, read_gated_policy
@@ -186,13 +186,13 @@ class World:
         shares = {"new_share": 1 - rule.control_share, "old_share": rule.control_share}
         comparison = Comparison(rule, **shares, watches=True)
         evidence = Evidence(POLICY, rule, "serving", control.since, comparison)
-        now, end = control.since + KNOWN, (await self.gated()).now
+        now, end = control.since + PROXIES_KNOW_AFTER, (await self.gated()).now
         async with self.engine.connect() as connection:
             while now < end:
                 now += LOOK
                 await evidence.catch_up(connection, given, now)
                 if comparison.verdict is not None and comparison.verdict.kind == "worse":
-                    return now - timedelta(seconds=rule.reward_delay_s) - STORED
+                    return now - timedelta(seconds=rule.reward_delay_s) - STORED_AFTER
         raise AssertionError("the evidence does not suffice")
 
 

@@ -170,7 +170,7 @@ async def test_evaluation_ends_if_another_version_serves_meanwhile(engine: Async
 async def test_failed_evaluation_is_retried_and_logged_once(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.5)
+    monkeypatch.setattr("pawl.controller.evaluating.RETRY_S", 0.5)
     evaluator = Evaluator(0.4)
     evaluator.fails = 3
     evaluator.may_end.set()
@@ -191,7 +191,7 @@ async def test_failed_evaluation_is_retried_and_logged_once(
 async def test_version_not_evaluated_in_time_is_retired_and_failure_is_shown(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pawl.controller.evaluating.AGAIN_S", 0.0)
+    monkeypatch.setattr("pawl.controller.evaluating.RETRY_S", 0.0)
     evaluator = Evaluator(0.4)
     evaluator.fails = 10**9
     await loaded(engine, 0, rule={**EVALUATED, "decide_within_h": 1e-4})

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller import evidence
 from pawl.controller.comparison import Comparison, Figures
-from pawl.controller.evidence import KNOWN, Evidence
+from pawl.controller.evidence import PROXIES_KNOW_AFTER, Evidence
 from store.ids import lowest_id_at
 from store.records import Arm, SpoolRecord
 from store.versions import policy_name
@@ -56,7 +56,7 @@ def said(key: str, value: float, at: datetime) -> Arrival:
 
 def trial() -> Evidence:
     """Return what a controller that begins now knows of a canary beside what serves."""
-    return Evidence("m", RULE, "canary", BEGAN - KNOWN, Comparison(RULE))
+    return Evidence("m", RULE, "canary", BEGAN - PROXIES_KNOW_AFTER, Comparison(RULE))
 
 
 def traffic(random: Random, count: int) -> Iterator[Arrival]:
