@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pawl.controller.eprocess import (
     ABOVE,
     BELOW,
-    LONGEST,
+    LONGEST_BLOCK,
     MAX_BLOCK_SIZE,
     MIN_BLOCK_SIZE,
     MOST_CENTRES,
@@ -117,7 +117,7 @@ def test_block_waits_for_an_episode_of_the_other_arm_up_to_a_longest_block() -> 
     assert [closed(blocks, False, "a", 0.5) for _ in range(SIZE + 2)] == [None] * (SIZE + 2)
     found = closed(blocks, True, "a", 0.5)
     assert found == Block(pytest.approx(0.0), weight=10 / 11, reach=1.0)
-    assert [closed(blocks, False, "a", 1.0) for _ in range(LONGEST)] == [None] * LONGEST
+    assert [closed(blocks, False, "a", 1.0) for _ in range(LONGEST_BLOCK)] == [None] * LONGEST_BLOCK
     assert not blocks.is_full
     assert blocks.close() is None
 
