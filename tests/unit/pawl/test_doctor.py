@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.samples import Sample
 
-from pawl.doctor.checks import PAUSES, REASONS, Finding
+from pawl.doctor.checks import PAUSE_REMEDIES, REMEDIES, Finding
 from pawl.doctor.diagnosis import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
 from pawl.doctor.outlook import describe_time
@@ -544,8 +544,8 @@ def test_remedy_for_calls_without_token_ids_names_messages_that_chat_cannot_expr
 
 
 def test_doctor_has_a_remedy_for_every_untrainable_reason_and_pause_reason() -> None:
-    assert set(REASONS) == set(get_args(Reason))
-    assert set(PAUSES) == set(get_args(PauseReason))
+    assert set(REMEDIES) == set(get_args(Reason))
+    assert set(PAUSE_REMEDIES) == set(get_args(PauseReason))
 
 
 def test_findings_of_another_tenants_policy_are_not_shown() -> None:
