@@ -172,7 +172,7 @@ async def _post_score(request: Request, tenant: str, reason: ReviewReason) -> Re
         raise Refusal(
             502,
             "The proxy does not answer",
-            f"{url} {error}. The score may not have been posted: go back and send it again; it "
+            f"{url} {error}. The score may not have been posted: go back and send it again, which "
             "counts once. PAWL_LISTEN has to be the proxy's address.",
         ) from error
     if status not in TAKEN:

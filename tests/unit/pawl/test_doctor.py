@@ -402,7 +402,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
                 policy(standing=TRIED), controller=ProcessAnswer(address="", samples=(NOT_JUDGED,))
             ),
             "m@2 cannot be judged",
-            "`policy_not_judged` in the controller's log",
+            "in the controller's log (policy_not_judged)",
             True,
         ),
         (
