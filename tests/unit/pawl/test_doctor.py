@@ -407,7 +407,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         ),
         (
             facts(proxy=ProcessAnswer(address="", asks_key=True)),
-            "PAWL_API_KEY is not",
+            "The proxy refuses PAWL_API_KEY",
             "read",
             False,
         ),
