@@ -207,9 +207,8 @@ class Guard:
             return
         # A proxy in front may have removed the prefix, or not.
         path, prefix = scope["path"], self._settings.console_prefix
-        inner = path.removeprefix(prefix)
-        if path != inner and not inner.startswith("/"):
-            inner = "/"
+        has_prefix = path == prefix or path.startswith(f"{prefix}/")
+        inner = path.removeprefix(prefix) or "/" if has_prefix else path
         scope.update(path=prefix + inner, root_path=prefix)
         request = Request(scope, receive)
         started = False

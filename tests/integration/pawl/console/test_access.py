@@ -229,6 +229,7 @@ async def test_console_answers_behind_a_prefix_that_a_proxy_keeps_or_removes(
         assert 'href="/pawl/"' in shown
         [style] = re.findall(r'href="/pawl(/static/console\.css\?v=\w+)"', shown)
         assert (await console.get(style)).status == 200
+        assert (await console.get("/pawlx")).status == 404
         entered = await console.ask("POST", "/login", key="k")
         assert entered.headers["Location"] == "/pawl/"
         assert "Path=/pawl;" in entered.headers["Set-Cookie"]
