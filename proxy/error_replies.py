@@ -1,4 +1,4 @@
-"""Answer a client with an error, in the format of its API, and with the party at fault."""
+"""Send errors to clients, in the format of their API and with the party at fault."""
 
 from collections.abc import Callable, Mapping
 from time import monotonic
@@ -17,14 +17,14 @@ from proxy.routing import find_route
 log = structlog.get_logger()
 
 # Headers that replies of a status must have (RFC 9110 §11.6.1, §15.5.22).
-REQUIRED: Final[Mapping[int, Headers]] = {
+REQUIRED_HEADERS: Final[Mapping[int, Headers]] = {
     401: [(b"WWW-Authenticate", b"Bearer")],
     426: [(b"Upgrade", b"HTTP/1.1"), (b"Connection", b"Upgrade")],
 }
-# Marks an error that is passed on as the upstream sent it, whatever its cause.
-UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
+# Header of an error that is passed on as the upstream sent it, whatever its cause.
+UPSTREAM_AT_FAULT: Final = (b"x-pawl-fault", b"upstream")
 # Statuses of refusals that are logged: unauthenticated and forbidden.
-LOGGED: Final = frozenset({401, 403})
+LOGGED_STATUSES: Final = frozenset({401, 403})
 # Refusals logged a minute: clients must not fill the disk.
 MOST_LINES: Final = 20
 MINUTE_S: Final = 60.0
@@ -32,24 +32,24 @@ UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
 
 
 def error_shape_of(target: str) -> ErrorShape:
-    """Return the form of errors that a client of this path understands."""
+    """Return the error format of the API at a request's target, OpenAI's by default."""
     return next((one.errors for one in FORMATS.values() if one.path in target), OPENAI)
 
 
 def unreadable_request_body(target: str, status: int, why: str) -> bytes:
-    """Return the error body for bytes that could not be read as a request."""
+    """Return the body of the reply to bytes that could not be read as a request."""
     kind = "server_error" if status == 500 else "invalid_request_error"
     return error_shape_of(target).body(f"The request was not read: {why}.", kind, status=status)
 
 
 class RefusalLog:
-    """Log requests of this process that were refused with 401 or 403, `MOST_LINES` a minute.
+    """Log the requests that this process refused with 401 or 403, at most `MOST_LINES` a minute.
 
-    The next line says how many were left out.
+    The next minute's first line states how many were left out.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """Begin a minute with the first line; `clock` is in seconds."""
+        """Start the first minute at the first refusal; `clock` returns seconds."""
         self._clock = clock
         self._until = float("-inf")
         self._lines = 0
@@ -59,7 +59,7 @@ class RefusalLog:
         self, status: int, reason: str | None, path: str, key: str | None, client: str | None
     ) -> None:
         """Log a refusal: the path without ids, the key's name and the client's address if known."""
-        if status not in LOGGED:
+        if status not in LOGGED_STATUSES:
             return
         now = self._clock()
         if now >= self._until:
@@ -92,12 +92,12 @@ def send_error(
     errors: ErrorShape | None = None,
     headers: Headers | None = None,
 ) -> None:
-    """Count an error, and answer with it in the form `errors` or, if that is None, of the path.
+    """Count an error and send it, in the format `errors` or, if None, in that of the path's API.
 
-    If the reply has begun already, its connection is closed before the reply's end instead.
+    If the reply has begun already, it is cut off instead, and the connection closed.
     """
     REFUSED.labels(type(error).__name__).inc()
-    if error.status in LOGGED:
+    if error.status in LOGGED_STATUSES:
         # Only requests to served paths are refused with these statuses.
         label = find_route(exchange.method, exchange.target.partition("?")[0]).label
         REFUSALS.note_error(error, label, exchange.peer, exchange.key_name)
@@ -107,7 +107,7 @@ def send_error(
     shape = errors or error_shape_of(exchange.target)
     body = shape.body(error.message, error.kind, error.param, error.code, status=error.status)
     reply_headers: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
-    reply_headers += REQUIRED.get(error.status, [])
+    reply_headers += REQUIRED_HEADERS.get(error.status, [])
     if error.retry_after_s is not None:
         reply_headers.append((b"Retry-After", b"%d" % error.retry_after_s))
     exchange.reply(error.status, b"", reply_headers, body)
@@ -116,7 +116,7 @@ def send_error(
 def send_internal_error(
     exchange: Exchange, *, errors: ErrorShape | None = None, headers: Headers | None = None
 ) -> None:
-    """Answer 500 for an unforeseen failure and close; a reply that has begun is cut off instead."""
+    """Answer 500 for an unforeseen failure, or cut off a reply that has begun; then close."""
     if not exchange.open:
         REFUSED.labels(Unexpected.__name__).inc()
         return

@@ -8,8 +8,8 @@ Fault = Literal["client", "proxy", "upstream"]
 class ProxyError(Exception):
     """Root of the proxy's errors; each class sets its HTTP status and the party at fault.
 
-    `kind` is the `type` of the client's error object. `retry_after_s` is set if sending the same
-    request again, after so many seconds, is likely to help.
+    `kind` is the `type` of the client's error object. `retry_after_s` is set if the same request is
+    likely to succeed when it is sent again after that many seconds.
     """
 
     status: ClassVar[int] = 500
@@ -24,7 +24,7 @@ class ProxyError(Exception):
         kind: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        """Set the class's own values; others are inherited."""
+        """Set the given class attributes; the others are inherited."""
         cls.status = cls.status if status is None else status
         cls.fault = cls.fault if fault is None else fault
         cls.kind = cls.kind if kind is None else kind
@@ -77,7 +77,7 @@ class BadRequest(ProxyError, status=400, fault="client", kind="invalid_request_e
 
 
 class KeyReused(BadRequest, status=409):
-    """Report that an idempotency key came back with another body."""
+    """Report that an idempotency key was already used for another body."""
 
 
 class TooSlow(BadRequest, status=408):
@@ -109,11 +109,11 @@ class NotServed(BadRequest, status=404):
 
 
 class NotContinued(BadRequest, status=404):
-    """Report that the call names an earlier response, and its tenant has none of that id."""
+    """Report that the call continues a response that is not known to be its tenant's."""
 
 
 class NotKnownNow(ProxyError, status=503, retry_after_s=2):
-    """Report that only the database knows the tenant of a response, and it does not answer."""
+    """Report that the tenant of a response is unknown for now: the database does not answer."""
 
 
 class NotLoaded(ProxyError, status=503, fault="upstream", kind="upstream_error", retry_after_s=2):
@@ -129,7 +129,7 @@ class UpstreamBroke(ProxyError, status=502, fault="upstream", kind="upstream_err
 
 
 class ReplyTorn(UpstreamBroke):
-    """Report that a reply in one piece broke off before any of it was passed on."""
+    """Report that an upstream's reply broke off before any of it was sent to the client."""
 
 
 class Redirected(ProxyError, status=502, fault="upstream", kind="upstream_error"):
@@ -137,7 +137,7 @@ class Redirected(ProxyError, status=502, fault="upstream", kind="upstream_error"
 
 
 class UnreadableCoding(ProxyError, status=502, fault="upstream", kind="upstream_error"):
-    """Report that a reply's content coding was not requested and cannot be decoded."""
+    """Report that an upstream's reply has a content coding that the proxy cannot decode."""
 
 
 class UpstreamSilent(UpstreamBroke, status=504, fault="upstream", kind="upstream_error"):
@@ -149,7 +149,7 @@ class NoModels(ProxyError, status=502, fault="upstream", kind="upstream_error"):
 
 
 class SpoolFull(ProxyError, status=507, kind="storage_error"):
-    """Report that a record that must be durable before the answer could not be written to disk."""
+    """Report that a record could not be written to disk, as it must be before the answer."""
 
 
 class SpoolInUse(ProxyError):
@@ -169,4 +169,4 @@ class BadRedaction(ProxyError):
 
 
 class NoSpans(ProxyError):
-    """Report that `PAWL_OTEL` is set, and spans cannot be made or sent as the settings say."""
+    """Report that spans cannot be made or sent as the settings say, although `PAWL_OTEL` is set."""

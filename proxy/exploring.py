@@ -1,7 +1,7 @@
 """Sample a share of a policy's episodes with changed settings, so that something is learned (pure).
 
 The episodes are chosen by their names alone: every worker and proxy makes the same choice, also
-after a restart. A change maps a setting's name to its new value, or to None if it is left out. The
+after a restart. `Changes` map a setting's name to its new value, or to None if it is removed. The
 worker sends and records the changes; the ingester applies them again, and reads the sampling
 settings from the changed request.
 """
@@ -27,7 +27,7 @@ _ALL: Final = 2 ** (8 * _BYTES)
 
 
 class Exploring(msgspec.Struct, frozen=True):
-    """An exploring episode's rule, and its server's sampling defaults."""
+    """The rule for an exploring episode, and the model server's sampling defaults."""
 
     rule: Explore
     defaults: SamplingDefaults
@@ -51,7 +51,7 @@ _list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def with_changed_settings(request: ModelRequest, changes: Changes) -> ModelRequest:
-    """Return a request with `changes`; all other values keep their bytes, and the order is kept."""
+    """Return the request with the changed settings; other fields keep their bytes and order."""
     if request.parsed is None:
         return request
     parsed, fields = dict(request.parsed), dict(request.fields)
@@ -72,7 +72,7 @@ def with_changed_settings(request: ModelRequest, changes: Changes) -> ModelReque
 
 
 def _without_strict(tool: msgspec.Raw) -> msgspec.Raw | Object:
-    """Return a tool without `strict`, its own and its function's; others keep their bytes."""
+    """Return a tool without its and its function's `strict`; unchanged if neither is set."""
     parsed = parse_object(bytes(tool))
     if parsed is None:
         return tool
@@ -97,7 +97,7 @@ SEED: Final = "seed"
 
 
 class ExploredRequest(NamedTuple):
-    """A request with exploration's changes, and these changes."""
+    """A request as exploration changed it, and the changes."""
 
     request: ModelRequest
     changes: Changes
@@ -106,9 +106,9 @@ class ExploredRequest(NamedTuple):
 def explore_request(
     request: ModelRequest, wire_format: WireFormat, exploring: Exploring
 ) -> ExploredRequest | None:
-    """Return an exploring episode's request with its changes, or None if nothing is changed.
+    """Return an exploring episode's request with its changes, or None if it needs none.
 
-    A call that could not be trained on anyway is not changed.
+    None also if the call could not be trained on even with the changes.
     """
     if request.parsed is None:
         return None
@@ -123,13 +123,13 @@ def explore_request(
     if STRICT in changes and STRICT_TOOLS in settings:
         # A message added the strict tool; messages are not changed.
         return None
-    useful = not _has_several_prompts(request) and _is_useful(settings, wire_format.sampling)
-    text = useful and wire_format.turns.only_text(request.parsed)
-    return ExploredRequest(changed, changes) if text else None
+    is_useful = not _has_several_prompts(request) and _is_useful(settings, wire_format.sampling)
+    is_trainable = is_useful and wire_format.turns.only_text(request.parsed)
+    return ExploredRequest(changed, changes) if is_trainable else None
 
 
 def changes_header(changes: Changes) -> bytes:
-    """Return changes as a header's value, such as `temperature=0.7, strict`."""
+    """Return changes as a header value such as `temperature=0.7, strict` (`strict` is removed)."""
     shown = (name if value is None else f"{name}={value:g}" for name, value in changes.items())
     return ", ".join(shown).encode()
 
@@ -151,12 +151,12 @@ def _settings(
 def _wanted_changes(
     settings: Mapping[str, Any], rule: Explore, rules: SamplingRules
 ) -> dict[str, float | None]:
-    """Return the changes that a policy's rule makes to the settings."""
+    """Return the changes that a policy's rule makes to a call with these settings."""
     changes: dict[str, float | None] = {}
     if rule.temperature is not None and settings[TEMPERATURE] < rule.temperature:
         changes[TEMPERATURE] = rule.temperature
         if SEED in settings:
-            # With it, all episodes would explore the same reply to the same prompt.
+            # With a seed, all episodes would get the same reply to the same prompt.
             changes[SEED] = None
     # A grammar constrains a forced call whether its tool is strict or not.
     if rule.drop_strict and STRICT_TOOLS in settings and not rules.constrains(settings):
@@ -171,9 +171,9 @@ def _has_several_prompts(request: ModelRequest) -> bool:
 
 
 def _is_useful(settings: Mapping[str, Any], rules: SamplingRules) -> bool:
-    """Return whether a call with these settings can be trained on, and have several outcomes."""
-    several = number_of(settings.get("n", 1)) != 1
-    if several or why_not_replayed(settings, rules, sure=True) is not None:
+    """Return whether a call with these settings can be trained on, and its reply can vary."""
+    has_several_choices = number_of(settings.get("n", 1)) != 1
+    if has_several_choices or why_not_replayed(settings, rules, sure=True) is not None:
         return False
     sampled = distribution_of(settings)
     # The most likely token is sampled at any temperature.

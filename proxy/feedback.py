@@ -3,10 +3,10 @@
 If all targets are known, the status is 200 (`stored`). A target that is not known yet gives 202
 (`pending`) and is matched when it arrives.
 
-A repeat under an `Idempotency-Key` adds nothing. The key is taken first in this worker's memory,
-before anything is awaited; then on this machine, by a symbolic link to the body's hash. Another
-body under the same key is refused if either knows the key, or if the database does and answers in
-time. A repeat of the same body gets the same answer. It is recorded again unless it is known to be
+A body that is repeated under its `Idempotency-Key` adds nothing. The key is reserved in this
+worker's memory, before anything is awaited, and then on this machine, by a symbolic link to the
+body's hash. Another body under the same key is refused if the memory or the link has the key, or if
+the database has it and answers in time. A repeat is recorded again unless it is known to be
 durable; the database then counts it once.
 """
 
@@ -46,22 +46,21 @@ log = structlog.get_logger()
 FOLDER: Final = "keys"
 # Clients repeat within minutes; APIs with idempotency keys commonly promise a day.
 KEEP_S: Final = 86_400.0
-# Most keys that are kept, the newest first: each link takes an inode.
+# At most so many of the newest keys are kept: each link takes an inode.
 MAX_KEYS: Final = 200_000
 
 
 class KeyFiles:
-    """Keep the key links under one spool directory."""
+    """Idempotency keys in use, as symbolic links below the spool directory."""
 
     def __init__(self, spool_dir: Path) -> None:
-        """Use the folder `keys` of `spool_dir`; it is created with the first key."""
+        """Use the folder `keys` of `spool_dir`, which is created with the first key."""
         self._folder = spool_dir / FOLDER
 
     def take(self, key: str, body_hash: str) -> str | None:
-        """Take a key for a body; return the hash it is already taken for, or None if it was free.
+        """Reserve a key for a body; return the hash that has it already, or None if it was free.
 
-        If the disk fails, that is logged and the key counts as free: the database recognises
-        repeats, too.
+        A disk failure is logged, and the key counts as free: the database recognises repeats, too.
         """
         path = self._path(key)
         try:
@@ -75,14 +74,14 @@ class KeyFiles:
         return None
 
     def give_back(self, key: str) -> None:
-        """Free a key whose body could not be recorded; a disk that fails is logged."""
+        """Free a key whose body was not recorded; a disk failure is logged."""
         try:
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
             log.error("idempotency_key_not_freed", reason=str(error))
 
     def clean(self, now: float | None = None) -> int:
-        """Delete keys older than a day, and the oldest beyond `MAX_KEYS`; return how many.
+        """Delete keys older than a day, and all but the newest `MAX_KEYS`; return how many.
 
         `now` is Unix time in seconds, by default the present.
         """
@@ -117,37 +116,39 @@ class FeedbackAnswer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-# Takes a body and returns the answer; the argument says whether the body is known to be durable.
-State = Callable[[bool], Awaitable[FeedbackAnswer]]
+# Records a body unless the argument says that it is known to be durable, and returns the answer.
+RecordBody = Callable[[bool], Awaitable[FeedbackAnswer]]
 
 
 class _Running(msgspec.Struct):
-    """Note a body that is being taken; `outcome` is its answer, or None if taking it failed."""
+    """A body that is being recorded; `outcome` is its answer, or None if that failed."""
 
     body_hash: str
     outcome: "asyncio.Future[FeedbackAnswer | None]"
 
 
 class IdempotencyStore:
-    """Check one worker's keys against its memory, the machine's files and the database."""
+    """Recognise repeated keys by one worker's memory, the machine's files and the database."""
 
     def __init__(self, files: KeyFiles, lookup: Lookup) -> None:
-        """Begin with no key in memory; further keys are looked up in `files` and by `lookup`."""
+        """Begin with no key in memory; look keys up in `files` and by `lookup`."""
         self._files = files
         # By key, for the newest keys: the hash of the body that it was last used for.
         self._body_hashes: OrderedDict[str, str] = OrderedDict()
         self._lookup = lookup
         self._running: dict[str, _Running] = {}
 
-    async def answer_once(self, key: str, body_hash: str, state: State) -> FeedbackAnswer:
-        """Answer a request that has an idempotency key: `state` runs once for each key and body.
+    async def answer_once(
+        self, key: str, body_hash: str, record_body: RecordBody
+    ) -> FeedbackAnswer:
+        """Answer a request that has an idempotency key; a repeat that comes meanwhile shares it.
 
         Raises:
             KeyReused: the key was used for another body.
-            SpoolFull: `state` could not make the body durable; the key is free again.
+            SpoolFull: `record_body` could not make the body durable; the key is free again.
         """
         while (running := self._running.get(key)) is not None:
-            # Shielded: one request that is cancelled must not cancel the outcome for the others.
+            # Shielded: a waiting request that is cancelled must not cancel the shared outcome.
             answer = await asyncio.shield(running.outcome)
             if answer is not None and running.body_hash != body_hash:
                 raise _reused(key)
@@ -157,33 +158,35 @@ class IdempotencyStore:
         self._running[key] = _Running(body_hash, outcome)
         answer = None
         try:
-            answer = await self._check_key_and_answer(key, body_hash, state)
+            answer = await self._check_key_and_answer(key, body_hash, record_body)
         finally:
             del self._running[key]
             outcome.set_result(answer)
         return answer
 
-    async def _check_key_and_answer(self, key: str, body_hash: str, state: State) -> FeedbackAnswer:
-        earlier = self._body_hashes.get(key)
-        if earlier is not None:
-            if earlier != body_hash:
+    async def _check_key_and_answer(
+        self, key: str, body_hash: str, record_body: RecordBody
+    ) -> FeedbackAnswer:
+        remembered_hash = self._body_hashes.get(key)
+        if remembered_hash is not None:
+            if remembered_hash != body_hash:
                 raise _reused(key)
-            return await state(True)
-        taken = await asyncio.to_thread(self._files.take, key, body_hash)
-        if taken is not None and taken != body_hash:
+            return await record_body(True)
+        linked_hash = await asyncio.to_thread(self._files.take, key, body_hash)
+        if linked_hash is not None and linked_hash != body_hash:
             raise _reused(key)
         stored = await self._lookup.ask(
             lambda driver: stored_bodies(driver, key), within_s=LOOK_UP_S
         )
         if stored and body_hash not in stored:
-            if taken is None:
+            if linked_hash is None:
                 await asyncio.to_thread(self._files.give_back, key)
             raise _reused(key)
         try:
-            answer = await state(bool(stored))
+            answer = await record_body(bool(stored))
         except SpoolFull:
             # Nothing was recorded, so the client may use the key again, for any body.
-            if taken is None:
+            if linked_hash is None:
                 await asyncio.to_thread(self._files.give_back, key)
             raise
         self._body_hashes[key] = body_hash
@@ -208,7 +211,7 @@ LONG_BYTES: Final = 128 * 1024
 
 
 class RecentTargets:
-    """The policy versions of the last `CAPACITY` targets of feedback."""
+    """The policy versions that made the calls of the last `CAPACITY` targets of feedback."""
 
     def __init__(self) -> None:
         self._earners: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
@@ -229,10 +232,10 @@ class RecentTargets:
             self._earners.popitem(last=False)
 
     def version_of_target(self, kind: str, target: str) -> tuple[str, str] | None:
-        """Return policy and version of a target's call, or None if it is not remembered."""
+        """Return the policy and version that made a target's call, or None if not remembered."""
         earner = self._earners.get((kind, target))
         if earner is None and kind == "episode":
-            # An episode that consists of one call only has that call's id.
+            # An episode of a single call may have that call's id as its name.
             return self._earners.get(("call", target))
         return earner
 
@@ -242,7 +245,7 @@ NAMED_METRICS: Final = frozenset({"reward", "tool_status"})
 
 
 def metric_label(metric: str) -> str:
-    """Return the label of a statement's metric: its name if Pawl defines it, else `other`."""
+    """Return the label for a stated metric: its name if Pawl defines it, else `other`."""
     return metric if metric in NAMED_METRICS else "other"
 
 
@@ -264,12 +267,12 @@ class FeedbackEndpoint:
         self._keys = keys
 
     async def handle(self, exchange: Exchange, usage: Usage | None) -> None:
-        """Answer one POST; `usage` is what the client's key uses, if keys are required.
+        """Answer one POST; `usage` counts against the limits of the client's key, if it needs one.
 
         Raises:
-            BadRequest: a statement is malformed, or the key may not state so many in a minute;
-                nothing was taken.
-            TooMany: the key has stated too much for now; nothing was taken.
+            BadRequest: a statement is malformed, or there are more than the key's limit for a
+                minute; nothing was taken.
+            TooMany: the key's limit leaves no room for the statements now; nothing was taken.
             KeyReused: the `Idempotency-Key` belongs to another body; nothing was taken.
             TooLarge: the body is larger than `PAWL_MAX_FEEDBACK_KB`.
             Overloaded: there is no room for the body now.
@@ -283,8 +286,8 @@ class FeedbackEndpoint:
             if key is None or body_hash is None:
                 answer = await self._record_and_answer(record, exchange.key_name, False)
             else:
-                state = partial(self._record_and_answer, record, exchange.key_name)
-                answer = await self._keys.answer_once(key, body_hash, state)
+                record_body = partial(self._record_and_answer, record, exchange.key_name)
+                answer = await self._keys.answer_once(key, body_hash, record_body)
             exchange.reply(answer.status, b"", [JSON], answer.body)
 
     async def _read(self, exchange: Exchange, claim: BudgetShare) -> FeedbackRecord:
@@ -323,10 +326,10 @@ class FeedbackEndpoint:
         }
         missing = targets - known
         if missing:
-            in_ledger = await self._lookup.ask(
+            stored = await self._lookup.ask(
                 lambda driver: known_targets(driver, missing), within_s=LOOK_UP_S
             )
-            known |= in_ledger or set[tuple[str, str]]()
+            known |= stored or set[tuple[str, str]]()
         return known
 
     async def _make_durable(self, record: FeedbackRecord) -> None:

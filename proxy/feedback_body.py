@@ -22,7 +22,7 @@ WITHDRAWN: Final = "withdrawn"
 SOURCE: Final = "source"
 CORRECTION: Final = "correction"
 COMMON: Final = frozenset({"metric", "value", *TARGETS})
-# Fields of all metrics but `tool_status`.
+# Fields of a statement of any metric but `tool_status`.
 OF_METRICS: Final = COMMON | {WITHDRAWN, SOURCE, CORRECTION}
 ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
@@ -32,6 +32,7 @@ MAX_CORRECTION: Final = 65_536
 MAX_LABEL: Final = 256
 # Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
 MAX_TARGET_BYTES: Final = 2048
+NO_NUL: Final = "must not have the character U+0000, which the database cannot store"
 # Limits of a list of statements that hold only text and numbers.
 MAX_SIZE: Final = Size(
     containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(OF_METRICS | ABOUT_TOOLS) + 1)
@@ -43,7 +44,7 @@ def parse_feedback(
 ) -> FeedbackRecord:
     """Return the statements in a body: one JSON object, or a list of them.
 
-    Targets and key are names of `tenant`.
+    Targets and the idempotency key become names of `tenant`.
 
     Raises:
         BadRequest: the key or a statement is malformed; nothing of the body is taken.
@@ -110,7 +111,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def _reads_as_number(value: str) -> bool:
-    """Return whether a text is a number, or a truth value, in quotes."""
+    """Return whether a text reads as a number, `true` or `false`."""
     if value.strip().lower() in ("true", "false"):
         return True
     try:
@@ -161,7 +162,7 @@ class _Statement:
         for name in self._fields:
             if name not in allowed:
                 known = ", ".join(sorted(allowed))
-                raise self._error(name[:64], f"is not a field of a statement; there are {known}")
+                raise self._error(name[:64], f"is not a field of a statement; use only {known}")
 
     def _target(self) -> tuple[Any, str]:
         named = [kind for kind in TARGETS if self._fields.get(kind) is not None]
@@ -182,7 +183,7 @@ class _Statement:
     def _source(self) -> str | None:
         source = self._text(SOURCE)
         if source == "":
-            raise self._error(SOURCE, "must not be empty; leave it out where a fact is stated")
+            raise self._error(SOURCE, "must not be empty; leave it out to state a fact")
         return source and scoped(self._tenant, source)
 
     def _call_id(self, target: str) -> str:
@@ -199,7 +200,7 @@ class _Statement:
         if not isinstance(value, str) or len(value) > most:
             raise self._error(name, f"must be a string of at most {most} characters")
         if "\x00" in value:
-            raise self._error(name, "must not hold the character U+0000, which no text can keep")
+            raise self._error(name, NO_NUL)
         return value
 
     def _is_withdrawn(self) -> bool:
@@ -210,18 +211,18 @@ class _Statement:
             raise self._error(WITHDRAWN, f"must be true or false, not {_shown(value)}")
         if self._fields.get("value") is not None:
             raise self._error(
-                "value", "must be left out where withdrawn is true: nothing is stated in its place"
+                "value", "must be left out where withdrawn is true: the statement is only removed"
             )
         return True
 
     def _correction(self, *, is_withdrawn: bool) -> str | None:
-        """Return the reply that would have been right, or None if none is given."""
+        """Return the right reply that the statement gives, or None if it gives none."""
         text = self._text(CORRECTION, MAX_CORRECTION)
         if text is not None and (is_withdrawn or not text.strip()):
-            wanted = "must be the right reply, in full, and be left out where withdrawn is true"
+            wanted = "must be the whole right reply; leave it out where withdrawn is true"
             raise self._error(CORRECTION, wanted)
         if text is not None and self._fields.get(SOURCE) is not None:
-            raise self._error(CORRECTION, "is a fact: leave `source`; no judge may state one")
+            raise self._error(CORRECTION, "must be a fact, not a judge's opinion: leave out source")
         return text
 
     def _value(self) -> float | str:
@@ -236,7 +237,7 @@ class _Statement:
             raise self._error(
                 "value",
                 "must be a finite number, true, false or a short text, not "
-                f'{_shown(value)}; to take back what was stated send "withdrawn": true instead',
+                f'{_shown(value)}; to withdraw an earlier statement send "withdrawn": true instead',
             )
         if abs(number) > LARGEST:
             wanted = f"must be a number from {-LARGEST:g} to {LARGEST:g}, not {_shown(value)}"
@@ -247,7 +248,7 @@ class _Statement:
         if not 0 < len(value) <= MAX_LABEL:
             raise self._error("value", f"must be a text of 1 to {MAX_LABEL} characters")
         if "\x00" in value:
-            raise self._error("value", "must not hold the character U+0000, which no text can keep")
+            raise self._error("value", NO_NUL)
         if _reads_as_number(value):
             raise self._error("value", f"is the text {_shown(value)}: send it without quotes")
         return value

@@ -2,9 +2,9 @@
 
 With several upstreams, the body is read first to find the model's upstream, and the upstreams'
 lists of models are joined. With several tenants, the body is read to check that it names no other
-tenant's version and no object that the provider keeps for all tenants, and the list has the
-tenant's versions alone. The list also has the model names that the policies of a file answer, and
-Anthropic's form for its clients.
+tenant's version and no object that the provider keeps for all tenants, and a list of models shows
+the tenant's versions alone. Names that policies of the policies file answer to are added to the
+list, and clients of Anthropic's API get it in that API's form.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 import structlog
 
-from proxy.error_replies import UPSTREAM_SAID, send_error
+from proxy.error_replies import UPSTREAM_AT_FAULT, send_error
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
 from proxy.formats.base import ModelRequest, read_request
 from proxy.formats.raw_json import ODD_SHAPE
@@ -41,7 +41,7 @@ from store.tenants import DEFAULT
 log = structlog.get_logger()
 
 MODELS: Final = "/v1/models"
-# The tenant of the client's key.
+# Names the tenant of the client's key.
 TENANT: Final = b"x-pawl-tenant"
 POLICY: Final = b"x-pawl-policy"
 WARNING: Final = b"x-pawl-warning"
@@ -59,32 +59,34 @@ async def forward(
     *,
     may_delete_models: bool,
 ) -> None:
-    """Pass a request on to its upstream, and the reply back, byte for byte.
+    """Pass an unrecorded request on to its upstream, and the reply back to the client.
 
-    Any `ProxyError` is answered here and not raised.
+    A `ProxyError` is sent to the client here and not raised.
     """
     owners = versions.owners
-    more: Headers = []
+    added: Headers = []
     edit: Edit | None = None
     try:
         _check_allowed(exchange, route, upstreams, may_delete_models)
         if exchange.method in READS and route.path == MODELS:
-            more = _serving_header(versions, exchange.tenant)
+            added = _serving_header(versions, exchange.tenant)
             edit = _list_edit(exchange, versions)
-        names_model = not (route.keeps or route.administers)
-        hides = names_model and exchange.tenant != owners.sole
-        if upstreams.only is not None and not hides:
-            reply = await _send_streamed(exchange, route, upstreams.only, whole=edit is not None)
+        names_model = not (route.reaches_stored or route.manages_account)
+        must_check = names_model and exchange.tenant != owners.sole
+        if upstreams.only is not None and not must_check:
+            reply = await _send_streamed(
+                exchange, route, upstreams.only, is_edited=edit is not None
+            )
         elif exchange.method in READS and route.path == MODELS:
-            await _answer_model_list(exchange, upstreams, owners, more, edit)
+            await _answer_model_list(exchange, upstreams, owners, added, edit)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
-            hiding = owners if hides else None
-            reply, warning = await _send_by_model(exchange, route, upstreams, intake, hiding)
+            checked_by = owners if must_check else None
+            reply, warning = await _send_by_model(exchange, route, upstreams, intake, checked_by)
             if warning is not None:
                 WARNINGS.inc()
-                more.append((WARNING, warning.encode()))
+                added.append((WARNING, warning.encode()))
     except ProxyError as error:
         if isinstance(error, UpstreamBroke):
             # If the client did not send the rest of its body, the upstream is not to blame.
@@ -95,7 +97,7 @@ async def forward(
     FORWARDED.labels(route.label, status_label(reply.status)).inc()
     try:
         check_redirect(reply, exchange.api_key)
-        await _pass_back(exchange, reply, more, edit)
+        await _pass_back(exchange, reply, added, edit)
     except ProxyError as error:
         send_error(exchange, error)
     finally:
@@ -105,11 +107,11 @@ async def forward(
 def _check_allowed(
     exchange: Exchange, route: Route, upstreams: Upstreams, may_delete_models: bool
 ) -> None:
-    """Check that a request does not affect others without permission.
+    """Check that a request does not reach what belongs to others.
 
     Raises:
         Forbidden: it would delete a model, or reaches objects that are kept for all tenants.
-        NotAllowed: it manages an account at the provider that is not the client's own.
+        NotAllowed: it manages the account at the provider, and would be sent with our key.
     """
     if not may_delete_models and exchange.method == "DELETE" and _is_single_model(route):
         raise Forbidden(
@@ -117,13 +119,13 @@ def _check_allowed(
             "proxy does not forward it. Set PAWL_ALLOW_MODEL_DELETE=true to allow it",
             code="model_delete_not_allowed",
         )
-    if route.administers and upstreams.keyed:
+    if route.manages_account and upstreams.keyed:
         raise NotAllowed(
             f"{exchange.method} {route.path} manages the account at the provider, and this "
             "proxy would send it with its own API key. Send it to the provider directly",
             code="unknown_url",
         )
-    if route.keeps and exchange.tenant != DEFAULT:
+    if route.reaches_stored and exchange.tenant != DEFAULT:
         raise Forbidden(
             f"{route.label} is kept by the provider under one account for all tenants, so keys of "
             f"tenant {exchange.tenant} do not reach it: send the content in the request itself, or "
@@ -133,10 +135,10 @@ def _check_allowed(
 
 
 async def _send_streamed(
-    exchange: Exchange, route: Route, upstream: Upstream, *, whole: bool
+    exchange: Exchange, route: Route, upstream: Upstream, *, is_edited: bool
 ) -> Reply:
-    """Send a request as it comes; a `whole` reply is requested without a content coding."""
-    if whole:
+    """Send a request as it comes; request a reply that is to be edited without content coding."""
+    if is_edited:
         headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=True)
         return await upstream.fetch(_target(exchange, route), headers)
     length, chunked = exchange.length, exchange.chunked
@@ -154,51 +156,51 @@ async def _send_by_model(
     route: Route,
     upstreams: Upstreams,
     intake: Intake,
-    hiding: Owners | None,
+    owners: Owners | None,
 ) -> tuple[Reply, str | None]:
-    """Send a request to the upstream of the model that it names.
+    """Send a request to the upstream of the model that it names; return the reply and a warning.
 
-    With `hiding`, it must not name other tenants' versions, and a warning of what was left out is
-    returned with the reply.
+    With `owners`, the request must not name other tenants' versions, and the warning, if not None,
+    names the fields that were left out.
     """
     headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=False)
     target = _target(exchange, route)
-    if hiding is not None:
-        check_headers(hiding, exchange.tenant, exchange.headers)
-        check_query(hiding, exchange.tenant, target)
+    if owners is not None:
+        check_headers(owners, exchange.tenant, exchange.headers)
+        check_query(owners, exchange.tenant, target)
     named = route.path.removeprefix(MODELS + "/") if _is_single_model(route) else None
     if exchange.method in READS:
-        if hiding is not None:
-            hiding.check(exchange.tenant, named)
+        if owners is not None:
+            owners.check(exchange.tenant, named)
         return await upstreams.for_model(named or route.path).fetch(target, headers), None
     warning = None
     with intake.budget.claim() as claim:
         # The body names the model, and so the upstream.
         body, long = await intake.read(exchange, claim)
         if named is None:
-            checked = partial(_check_body, body, hiding, exchange, route.path)
-            request, warning = await intake.run_in_thread(checked) if long else checked()
+            check = partial(_check_body, body, owners, exchange, route.path)
+            request, warning = await intake.run_in_thread(check) if long else check()
             named, body = request.model, request.body
         reply = await upstreams.for_model(named).ask(exchange.method, target, headers, body)
         return reply, warning
 
 
 def _check_body(
-    body: bytes, hiding: Owners | None, exchange: Exchange, path: str
+    body: bytes, owners: Owners | None, exchange: Exchange, path: str
 ) -> tuple[ModelRequest, str | None]:
-    """Read a body; with `hiding`, return the request and warning of `check_forwarded`.
+    """Parse a body; with `owners`, check it and return the result of `check_forwarded`.
 
     Raises:
         NotServed, BadRequest: as `check_forwarded` does.
     """
     request = read_request(body)
-    if hiding is None:
+    if owners is None:
         return request, None
-    return check_forwarded(hiding, exchange.tenant, path, exchange.headers, request)
+    return check_forwarded(owners, exchange.tenant, path, exchange.headers, request)
 
 
 def _serving_header(versions: Versions, tenant: str) -> Headers:
-    """Return the header that names the versions which new episodes of a tenant's policies get."""
+    """Return a header that lists the serving versions of a tenant's policies, or no header."""
     served = [
         f"{policy}@{number}"
         for policy, number in sorted(versions.serving.items())
@@ -218,17 +220,17 @@ class _ModelList(msgspec.Struct):
 
 
 def _list_edit(exchange: Exchange, versions: Versions) -> Edit | None:
-    """Return the edit of a client's list of models, or None if it needs none."""
+    """Return the function that edits a client's list of models, or None to leave it as it is."""
     bases = versions.base_models(exchange.tenant)
     is_anthropics = first_value(exchange.headers, VERSION[0]) is not None
     return partial(_edit_model_list, bases, is_anthropics) if bases or is_anthropics else None
 
 
 def _edit_model_list(bases: Mapping[str, str], is_anthropics: bool, body: bytes) -> bytes:
-    """Return OpenAI's list of models with the names in `bases`, in Anthropic's form if wanted.
+    """Add the names in `bases` to OpenAI's list of models; return it in Anthropic's form if wanted.
 
-    Each name gets the entry of its base; Anthropic's fields are added to OpenAI's. A body that is
-    not such a list is returned as it came.
+    `bases` maps a name to the model whose entry it gets. Anthropic's fields are added to OpenAI's.
+    A body that is not such a list is returned as it came.
     """
     try:
         listed = msgspec.json.decode(body, type=_ModelList)
@@ -247,11 +249,11 @@ def _edit_model_list(bases: Mapping[str, str], is_anthropics: bool, body: bytes)
 
 
 async def _answer_model_list(
-    exchange: Exchange, upstreams: Upstreams, owners: Owners, more: Headers, edit: Edit | None
+    exchange: Exchange, upstreams: Upstreams, owners: Owners, added: Headers, edit: Edit | None
 ) -> None:
     headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=True)
     body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
-    reply_headers: Headers = [JSON, *more]
+    reply_headers: Headers = [JSON, *added]
     if exchange.tenant != DEFAULT:
         reply_headers.append((TENANT, exchange.tenant.encode()))
     if missing:
@@ -270,12 +272,13 @@ def _target(exchange: Exchange, route: Route) -> str:
 
 
 async def _pass_back(
-    exchange: Exchange, reply: Reply, more: Headers, edit: Edit | None = None
+    exchange: Exchange, reply: Reply, added: Headers, edit: Edit | None = None
 ) -> None:
-    """Pass a reply on as it comes, with `more` headers; with `edit`, in one piece.
+    """Send a reply to the client as it comes, with `added` headers; with `edit`, read it whole.
 
-    Unless the reply is a stream, its head waits for the body's first piece: a client cannot use
-    the head alone, and a reply that breaks off before that can still be answered with an error.
+    Unless the reply is a stream, its head is held back until the body's first piece has come: a
+    client cannot use the head alone, and a reply that breaks off earlier can be replaced by an
+    error.
 
     Raises:
         ReplyTorn: it broke off before any of it was sent to the client.
@@ -284,36 +287,36 @@ async def _pass_back(
         if edit is not None and reply.status < ERRORS:
             body = await reply.read(LIST_BYTES)
             if body is not None:
-                headers = [*headers_for_client(reply.headers), *more]
+                headers = [*headers_for_client(reply.headers), *added]
                 exchange.reply(reply.status, reply.reason, headers, edit(body))
                 return
         if is_event_stream(reply):
-            _begin_reply(exchange, reply, more)
+            _begin_reply(exchange, reply, added)
         async for piece in reply.pieces():
             if not exchange.started:
-                _begin_reply(exchange, reply, more)
+                _begin_reply(exchange, reply, added)
             exchange.write(piece)
             await exchange.wait_until_drained()
     except Torn as error:
         if not exchange.started:
             raise ReplyTorn(
                 f"The model server's reply broke off after its head: {error}. "
-                "Whether it worked on the request cannot be known",
+                "It is unknown whether the model server processed the request",
                 code="upstream_broke",
             ) from error
         log.warning("forwarded_reply_torn", reason=str(error))
         exchange.tear()
         return
     if not exchange.started:
-        _begin_reply(exchange, reply, more)
+        _begin_reply(exchange, reply, added)
     exchange.end()
 
 
-def _begin_reply(exchange: Exchange, reply: Reply, more: Headers) -> None:
+def _begin_reply(exchange: Exchange, reply: Reply, added: Headers) -> None:
     length = reply.header(b"content-length")
-    headers = [*headers_for_client(reply.headers), *more]
+    headers = [*headers_for_client(reply.headers), *added]
     if reply.status >= ERRORS:
-        headers.append(UPSTREAM_SAID)
+        headers.append(UPSTREAM_AT_FAULT)
     if length is None:
         exchange.begin(reply.status, reply.reason, headers)
     else:

@@ -4,9 +4,9 @@ A request claims memory before it is read, and as it grows; if there is none, it
 is charged even beyond the limit, because the model has done the work already. The numbers were
 measured: docs/decisions/030-limits-on-what-is-parsed.md.
 
-Two kinds of request are admitted past the limit, so that the budget refuses none for good: one
-large request while there is no other large request, however small the budget is; and small requests
-up to a quarter of the budget in all, whatever else is in flight.
+Two kinds of request are admitted beyond the limit, so that no request is refused forever: one large
+request while there is no other large request, however small the budget is; and small requests up to
+a quarter of the budget in all, whatever else is in flight.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Budget:
         self._large_claims = 0
 
     def claim(self) -> "BudgetShare":
-        """Return one request's claim: a context manager that gives all of it back at its end."""
+        """Return a request's claim, 0 bytes at first: a context manager that releases it all."""
         return BudgetShare(self)
 
     def _admits(self, held: int, wanted: int) -> bool:
@@ -63,25 +63,25 @@ class Budget:
             return self._small - held + wanted <= self.limit // RESERVED
         return self._large_claims == (1 if held > self.small else 0)
 
-    def _resize_claim(self, held: int, now: int) -> None:
-        """Count one request's claim as `now` bytes instead of `held`."""
-        change = now - held
+    def _resize_claim(self, old: int, new: int) -> None:
+        """Change the size of one request's claim from `old` to `new` bytes."""
+        change = new - old
         self.used += change
-        if held <= self.small >= now:
+        if old <= self.small >= new:
             self._small += change
             return
-        if held <= self.small:
-            self._small -= held
+        if old <= self.small:
+            self._small -= old
         else:
             self._large_claims -= 1
-        if now <= self.small:
-            self._small += now
+        if new <= self.small:
+            self._small += new
         else:
             self._large_claims += 1
 
 
 class BudgetShare:
-    """Hold one request's part of the budget: `held` bytes."""
+    """One request's part of the budget: `held` bytes."""
 
     __slots__ = ("_budget", "held")
 
@@ -132,10 +132,10 @@ class BudgetShare:
 
 
 def check_shape(body: bytes) -> Size:
-    """Return an upper bound of the containers and values in a body, if it may be parsed.
+    """Check that a body may be parsed; return an upper bound of its containers and values.
 
     Raises:
-        TooLarge: the body holds too many of them.
+        TooLarge: the body holds too many containers or values.
         BadRequest: the body nests too deep.
     """
     size = size_within(body, MAX_SIZE)
@@ -151,10 +151,10 @@ def check_shape(body: bytes) -> Size:
 
 
 def size_within(body: bytes, most: Size) -> Size | None:
-    """Return an upper bound of a body's containers and values, or None if it holds too many."""
+    """Return an upper bound of a body's containers and values, or None if it exceeds `most`."""
     size = size_bound(body)
     if _exceeds(size, most):
-        # That count includes brackets and commas inside strings; count exactly before refusing.
+        # The bound includes brackets and commas inside strings; count exactly before refusing.
         size = size_of(body, most)
     return None if _exceeds(size, most) else size
 
@@ -198,7 +198,7 @@ USUAL_S: Final = sys.getswitchinterval()
 
 
 class Intake:
-    """Let bodies into one worker: a memory budget, and a thread for work that blocks the loop.
+    """Read bodies within one worker's memory budget; run work that takes long in a thread.
 
     There is only one thread, so that two long bodies are never parsed at the same time: Python's
     parsers hold the GIL, and the event loop gets its turn between two bodies.
@@ -209,12 +209,12 @@ class Intake:
         self.budget = Budget(budget)
         self.max_body = max_body
         self.max_feedback = max_feedback
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="pawl-intake")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="pawl-intake")
 
     def read_arrived(self, exchange: Exchange, claim: BudgetShare) -> tuple[bytes, bool] | None:
-        """Return the result of `read` at once if the body has come and is not long, else None.
+        """Return the result of `read` at once if a short body has arrived, None for any other.
 
-        Nearly all bodies come with their heads, so that their calls await nothing here.
+        Nearly all bodies arrive with their heads, so that these calls await nothing here.
 
         Raises:
             TooLarge, BadRequest, Overloaded: as `read` does.
@@ -223,7 +223,7 @@ class Intake:
         return None if body is None else _claim_to_parse(body, check_shape(body), claim)
 
     async def read(self, exchange: Exchange, claim: BudgetShare) -> tuple[bytes, bool]:
-        """Return a call's body, and whether parsing it takes long; its memory is in `claim`.
+        """Return a call's body and whether parsing it takes long; claim the memory in `claim`.
 
         Raises:
             TooLarge: the body is larger than `max_body`, or holds too many values.
@@ -271,11 +271,11 @@ class Intake:
     async def run_in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
         """Run slow work in the thread, and return its result."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._beside, _run_yielding_gil, work, arguments)
+        return await loop.run_in_executor(self._executor, _run_yielding_gil, work, arguments)
 
     def close(self) -> None:
-        """Cancel waiting work, without waiting for running work."""
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        """Cancel the work that waits for the thread; do not wait for running work."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _claim_to_parse(body: bytes, size: Size, claim: BudgetShare) -> tuple[bytes, bool]:
@@ -285,7 +285,7 @@ def _claim_to_parse(body: bytes, size: Size, claim: BudgetShare) -> tuple[bytes,
 
 
 def _run_yielding_gil(work: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
-    """Do the work in this thread, and meanwhile let the event loop have the GIL sooner."""
+    """Run `work` in this thread, which meanwhile yields the GIL to the event loop sooner."""
     sys.setswitchinterval(SWITCH_S)
     try:
         return work(*arguments)

@@ -6,13 +6,13 @@ the public id, and a comparison in constant time.
 The ingester reads the keys from the database and writes them to a file of hashes, which the workers
 watch. The file's folder is made when the database is first reached, and stays: if the folder exists
 without a readable file, keys may exist but are unknown, and no request is admitted. Without the
-folder only this machine may call, if `PAWL_ACCESS` allows it.
+folder only this machine may call, and only if `PAWL_ACCESS` is `loopback`.
 
 The tokens that a call took are counted from the bytes of its reply. Whatever the API, a server
 reports them in objects called `usage`: at the end of a reply, and in some streams at its beginning
-or several times; the largest value of each number counts. Without usage, the ids that the proxy
-requested are counted. A reply with neither is estimated, so that a call without usage is not free.
-Text that a model writes cannot be mistaken for either: inside a JSON string quotes are escaped.
+or several times; the largest value of each number counts. Without usage, the token ids that the
+proxy requested are counted. Without ids, the tokens are estimated, so that no call is free. Text
+that a model writes cannot be mistaken for usage or ids: inside a JSON string quotes are escaped.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ _USAGE: Final = re.compile(rb'"usage"\s*:\s*(\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}
 _IDS: Final = re.compile(rb'"((?:prompt_)?token_ids)"\s*:\s*\[([^\]]*)\]')
 _EVENT: Final = re.compile(rb"^data:", re.MULTILINE)
 TOTAL: Final = "total_tokens"
-# The names of each number in the APIs.
+# The names that the APIs have for each number.
 PARTS: Final = (
     ("prompt_tokens", "input_tokens"),
     ("completion_tokens", "output_tokens"),
@@ -60,7 +60,7 @@ PARTS: Final = (
 # All other members of a usage are ignored: some servers add costs and times.
 NUMBERS: Final = frozenset({TOTAL}.union(*PARTS))
 BYTES_A_TOKEN: Final = 4
-# A longer reply is not inflated to find its usage: its length is estimate enough.
+# A longer reply is not inflated to find its usage: its tokens are estimated from its length.
 MOST_INFLATED: Final = 32 * 2**20
 
 _usages = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -100,11 +100,11 @@ class Usage:
 
     @property
     def counts_tokens(self) -> bool:
-        """Return whether the key has a limit of tokens: only then are they worth counting."""
+        """Return whether the key has a limit of tokens, so that they must be counted."""
         return self._tokens is not None
 
     def set_limits(self, grant: Grant, workers: int) -> None:
-        """Set the limits of a key, of which each of `workers` has a share."""
+        """Set this worker's share of a key's limits, which are divided among `workers` workers."""
         self._per_minute = share_of_limit(grant.per_minute, workers)
         self._most_statements = grant.per_minute
         self._at_once = share_of_limit(grant.at_once, workers)
@@ -135,23 +135,23 @@ class Usage:
         """Count a request that has begun as `number` requests, one for each statement.
 
         Raises:
-            BadRequest: there are more than the key may state in a minute.
-            TooMany: the key has stated too much for now; the request counts once.
+            BadRequest: there are more statements than the key may send in a minute.
+            TooMany: the limit leaves no room for them now; the request counts once.
         """
         if self._per_minute is None or self._most_statements is None:
             return
-        limit = f"The API key is limited to {self._most_statements} statements a minute"
+        limit_text = f"The API key is limited to {self._most_statements} statements a minute"
         if number > self._most_statements:
-            raise BadRequest(f"{limit}, and the body holds {number}: send them in parts")
-        # More than this worker's share is taken if no other request came in the minute.
+            raise BadRequest(f"{limit_text}, and the body holds {number}: send them in parts")
+        # More than this worker's share is accepted if no other request came in the minute.
         share = min(number, self._per_minute)
         if self._count(now, share - 1) is not None:
             wait_s = self._count(now, share) or BUSY_S
-            raise TooMany(f"{limit}: send this again in {wait_s} s", wait_s)
+            raise TooMany(f"{limit_text}: send this again in {wait_s} s", wait_s)
         self._begun.extend([now] * (number - share))
 
     def _count(self, now: float, number: int) -> int | None:
-        """Count `number` requests, or count none and return the seconds to wait."""
+        """Count `number` requests and return None, or count none and return the seconds to wait."""
         begun, limit = self._begun, self._per_minute
         if limit is None:
             return None
@@ -169,11 +169,11 @@ class Usage:
             self._spent += tokens
 
     def end(self) -> None:
-        """Count a request that has ended, however it did."""
+        """Note that a running request has ended, with whatever result."""
         self._running -= 1
 
     def _seconds_until_tokens(self, now: float) -> int | None:
-        """Return the seconds until the tokens are below the limit, or None if they are."""
+        """Return the seconds until the tokens are below the limit, or None if they are now."""
         if self._tokens is None:
             return None
         taken = self._taken
@@ -190,7 +190,7 @@ class Usage:
 
 
 def _seconds_until_old(at: float, now: float) -> int:
-    """Return the whole seconds from `now` until `at` is a minute ago."""
+    """Return the seconds, rounded up, from `now` until `at` is a minute ago."""
     # Sums of seconds are rounded, so compare as `begin` will compare then.
     wait_s = math.ceil(at + WINDOW_S - now)
     return wait_s if at <= now + wait_s - WINDOW_S else wait_s + 1
@@ -207,8 +207,8 @@ def tokens_of(
     """Return how many tokens a call took: those of its prompt and of all its choices.
 
     `reply` is JSON or events, deflated (zlib) if `deflated`; an empty reply costs nothing. An error
-    (`refused`) costs only the tokens in its usage. A reply of which only the beginning was kept
-    costs by its full length, `whole_bytes`.
+    (`refused`) costs only tokens that it reports. `whole_bytes` is the length of a reply of which
+    only the beginning was kept, else 0; such a call is estimated from that length.
     """
     if whole_bytes:
         return math.ceil((len(request) + whole_bytes) / BYTES_A_TOKEN)
@@ -243,7 +243,7 @@ def _reported_tokens(usages: Iterable[bytes]) -> int:
 
 
 def _count_ids(reply: bytes) -> int:
-    """Return how many token ids are in a reply, those of the prompt once; or 0."""
+    """Return how many token ids a reply has, prompt and choices; a repeated prompt counts once."""
     prompt = sampled = 0
     for name, ids in _IDS.findall(reply):
         number = ids.count(b",") + 1 if ids.strip() else 0
@@ -255,7 +255,7 @@ def _count_ids(reply: bytes) -> int:
 
 
 def _estimate_tokens(request: bytes, reply: bytes) -> int:
-    """Return a number of tokens by length: an event of a stream counts as one."""
+    """Estimate a call's tokens from the lengths of its bodies; each event of a stream is one."""
     events = len(_EVENT.findall(reply))
     return math.ceil(len(request) / BYTES_A_TOKEN) + (
         events or math.ceil(len(reply) / BYTES_A_TOKEN)
@@ -286,9 +286,10 @@ _SIZES: Final = frozenset(map(len, CREDENTIALS | RELAYED))
 
 
 class ShownCredentials(msgspec.Struct, frozen=True, gc=False):
-    """The sender's credentials in a request's headers.
+    """The credentials that a request shows in its headers.
 
-    `relayed`: a reverse proxy passed the request on. `headers`: all headers with credentials.
+    `credential`: the one to check. `relayed`: a reverse proxy passed the request on. `headers`: all
+    headers with credentials.
     """
 
     credential: bytes | None = None
@@ -296,7 +297,7 @@ class ShownCredentials(msgspec.Struct, frozen=True, gc=False):
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-NOTHING: Final = ShownCredentials()
+NO_CREDENTIALS: Final = ShownCredentials()
 
 
 class KeyChecker:
@@ -305,7 +306,8 @@ class KeyChecker:
     def __init__(self, access: Access, workers: int = 1, hosts: tuple[str, ...] = ()) -> None:
         """Begin without knowing the keys: no request is admitted until `replace_keys`.
 
-        Each of `workers` holds a key to its share of the limits. `hosts`: `PAWL_ALLOWED_HOSTS`.
+        Each of `workers` workers enforces its share of a key's limits. `hosts`:
+        `PAWL_ALLOWED_HOSTS`.
         """
         self._access = access
         self._hosts = hosts
@@ -313,53 +315,52 @@ class KeyChecker:
         self._usages: dict[str, Usage] = {}
         self._known: KeyRing | None = None
         self._grants: dict[bytes, Grant] = {bytes(bytearray(_ALWAYS)): _NOBODY}
-        # Requests need a key.
-        self._asks = True
+        self._needs_key = True
 
     @property
     def knows_keys(self) -> bool:
-        """Return whether the keys are known: no request is admitted before."""
+        """Return whether the keys have been read; until then no request is admitted."""
         return self._known is not None
 
     def replace_keys(self, ring: KeyRing | None) -> None:
-        """Replace the known keys. None: they cannot be read, and the old keys stay valid.
+        """Replace the known keys; if `ring` is None, they cannot be read, and old keys stay valid.
 
-        The old keys also stay if the ring states that no key was ever made: then the file was
-        removed. Before the database was reached (`seen`) keys are unknown, except with `loopback`.
+        Old keys also stay if the ring states that no key was ever made: then the file was removed.
+        Until the database was reached (`seen`), the keys are unknown, unless access is `loopback`.
         """
         if ring is not None and not ring.seen and self._access != "loopback":
             ring = None
         if (ring is None or not ring.made) and self._known is not None and self._known.made:
             return
         self._known = ring
-        self._asks = ring is None or ring.made or self._access == "keys"
+        self._needs_key = ring is None or ring.made or self._access == "keys"
         grants = () if ring is None else ring.grants
         self._grants = {grant.id.encode(): grant for grant in grants}
         # A copy, so that its bytes are compared like those of any key's id.
         self._grants[bytes(bytearray(_ALWAYS))] = _NOBODY
-        # Usages of revoked keys are forgotten; running requests still end theirs.
+        # Usages of revoked keys are forgotten; requests that still run keep a reference.
         usages = {grant.id: self._usages.get(grant.id) or Usage() for grant in grants}
         for grant in grants:
             usages[grant.id].set_limits(grant, self._workers)
         self._usages = usages
 
     def admit(self, exchange: Exchange, scope: Scope) -> Usage | None:
-        """Let a request of the data port in, and remove its credentials if keys are required.
+        """Admit a request of the data port; set the exchange's tenant, and its key's id and name.
 
-        Sets the exchange's tenant, and the id and name of its key.
+        Its credentials are removed if keys are required, or if they look like a key of Pawl.
 
         Returns:
             The key's usage, whose `end` must be called; None if no key is required.
 
         Raises:
-            TooMany: its key's limit of requests or tokens is used up.
+            TooMany: the key's limit of requests or tokens is used up.
             ProxyError: as `check` does.
         """
         shown = credentials_in(exchange.headers)
         credential = shown.credential
-        if credential is not None and (self._asks or credential.startswith(MARK)):
+        if credential is not None and (self._needs_key or credential.startswith(MARK)):
             exchange.headers = without_credentials(exchange.headers, shown)
-        local = not self._asks and exchange.local
+        local = not self._needs_key and exchange.local
         grant = self.check(shown, scope, (exchange.method, exchange.headers), local=local)
         if grant is None:
             return None
@@ -368,7 +369,7 @@ class KeyChecker:
         return self.count_request(grant, takes_tokens=scope == "infer")
 
     def count_request(self, grant: Grant, *, takes_tokens: bool) -> Usage:
-        """Count a request of a key that `check` admitted; call `end` of the returned usage later.
+        """Count a request that `check` admitted; the caller must call the returned usage's `end`.
 
         Raises:
             TooMany: the key's limit of requests or tokens is used up.
@@ -382,19 +383,19 @@ class KeyChecker:
     def check(
         self, shown: ShownCredentials, scope: Scope, request: tuple[str, Headers], *, local: bool
     ) -> Grant | None:
-        """Return the grant of a request, or None if no key is required.
+        """Return the grant of a request's key, or None if no key is required.
 
-        `request` is its method and headers. `local`, whether it comes from this machine, counts
-        only if no key was made.
+        `request` is its method and headers. `local` says whether it comes from this machine, which
+        matters only if no key was made.
 
         Raises:
             NoKey: the request has no key, or a wrong or revoked one.
             OutOfScope: the key lacks the scope.
             Forbidden: no key was made, and the request comes from another machine, or may come
-                from another site's page.
+                from a web page of another site.
             KeysUnknown: keys may have been made, and cannot be read.
         """
-        if not self._asks:
+        if not self._needs_key:
             if self._access == "loopback" and (shown.relayed or not local):
                 raise _not_local(shown)
             why = why_foreign(*request, self._hosts, loopback=self._access == "loopback")
@@ -403,11 +404,11 @@ class KeyChecker:
             return None
         if self._known is None:
             raise KeysUnknown(
-                "The proxy cannot read its API keys, so it lets nobody in. It reads them again as "
-                "soon as its ingester reaches the database; its log has the details"
+                "The proxy cannot read its API keys, so it admits no request. It reads them again "
+                "as soon as its ingester reaches the database; its log has the details"
             )
         if shown.credential is None:
-            raise NoKey(f"This proxy asks for an API key: {_SEND}", code="missing_api_key")
+            raise NoKey(f"This proxy requires an API key: {_SEND}", code="missing_api_key")
         grant = self.grant_of(shown.credential)
         if grant is None:
             raise NoKey(
@@ -417,8 +418,8 @@ class KeyChecker:
             )
         if scope not in grant.scopes:
             raise OutOfScope(
-                f"The API key is for {', '.join(grant.scopes)}, and this needs {scope}: use a key "
-                f"that was made with --scope {scope}",
+                f"The API key is for {', '.join(grant.scopes)}, and this request needs {scope}: "
+                f"use a key that was made with --scope {scope}",
                 grant.name,
             )
         return grant
@@ -451,18 +452,18 @@ def _too_many(grant: Grant, wait_s: int) -> TooMany:
 
 
 def _not_local(shown: ShownCredentials) -> Forbidden:
-    reason = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
+    origin = "through a reverse proxy" if shown.relayed else "from another machine"
     return Forbidden(
-        f"No API key was made yet, so only this machine may call, and {reason}. Make a key "
-        f"with {_MAKE}, or open the port to anyone with PAWL_ACCESS=anyone",
+        "No API key was made yet, so only this machine may call, and the request came "
+        f"{origin}. Make a key with {_MAKE}, or open the port to anyone with PAWL_ACCESS=anyone",
         code="not_loopback",
     )
 
 
 def credentials_in(headers: Headers) -> ShownCredentials:
-    """Return the credentials in a request's headers, and whether it came through a proxy.
+    """Return the credentials in a request's headers, and whether it came through a reverse proxy.
 
-    Of several credentials the first that looks like a key counts, else the first.
+    Of several credentials, the first that looks like a key of Pawl is checked, else the first.
     """
     pairs: list[tuple[bytes, bytes]] | None = None
     relayed = False
@@ -478,7 +479,7 @@ def credentials_in(headers: Headers) -> ShownCredentials:
             elif lower in RELAYED:
                 relayed = True
     if pairs is None:
-        return ShownCredentials(relayed=True) if relayed else NOTHING
+        return ShownCredentials(relayed=True) if relayed else NO_CREDENTIALS
     credential = _without_bearer(pairs[0][1])
     if len(pairs) > 1:
         credential = next(filter(None, map(_key_in_header, pairs)), credential)
@@ -486,7 +487,7 @@ def credentials_in(headers: Headers) -> ShownCredentials:
 
 
 def without_credentials(headers: Headers, shown: ShownCredentials) -> Headers:
-    """Return the headers without those that hold a client's credentials."""
+    """Return the headers without those that have the client's credentials."""
     kept = headers.copy()
     for pair in shown.headers:
         kept.remove(pair)
@@ -494,7 +495,7 @@ def without_credentials(headers: Headers, shown: ShownCredentials) -> Headers:
 
 
 def _key_in_header(pair: tuple[bytes, bytes]) -> bytes:
-    """Return the value of a header if it looks like a key, else nothing."""
+    """Return the value of a header if it looks like a key of Pawl, else empty bytes."""
     value = _without_bearer(pair[1])
     return value if value.startswith(MARK) else b""
 
@@ -505,7 +506,7 @@ def _without_bearer(value: bytes) -> bytes:
 
 
 class KeyFile:
-    """The file of keys below a spool directory."""
+    """The file below the spool directory from which the workers read the API keys."""
 
     def __init__(self, spool_dir: Path) -> None:
         """Set the path; nothing is read or written yet."""
@@ -537,7 +538,7 @@ class KeyFile:
         return self._seen != seen
 
     def read(self) -> KeyRing | None:
-        """Return the keys, or None (logged) if they were written and the file cannot be read."""
+        """Return the keys, `UNSEEN` if none were ever written, or None (logged) if unreadable."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=KeyRing)
         except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Query PostgreSQL from the serving path: seldom, and each time within a short limit."""
+"""Query PostgreSQL while a request waits: seldom, and each time within a short limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,10 +19,10 @@ Answer = TypeVar("Answer")
 
 
 class Lookup:
-    """Query the database from the serving path, where it can be reached."""
+    """Query the database for requests that must not fail, or wait for long, because of it."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        """Take the URL of the settings' database, or of the server that the ingester starts."""
+        """Use the database in the settings or, without one, the server that the ingester starts."""
         url = settings.database_url
         self._embedded = EmbeddedPostgres(settings.data_dir) if url is None else None
         self._url = url.get_secret_value() if url is not None else ""
@@ -37,8 +37,8 @@ class Lookup:
     ) -> Answer | None:
         """Return the answer to `question`, or None if it fails or takes longer than `within_s`.
 
-        At most `AT_ONCE` questions are asked at once. A question whose turn does not come in time
-        gets None, too, but does not count as a failure of the database.
+        At most `AT_ONCE` questions are asked at once. A question that waits for its turn longer
+        than `within_s` gets None, too, and so does any within `PAUSE_S` after one that failed.
         """
         try:
             async with asyncio.timeout(within_s):
@@ -69,8 +69,8 @@ class Lookup:
             if self._embedded is not None and isinstance(error, FileNotFoundError):
                 # The server has no socket: it has not been started yet, or was stopped.
                 return None
-            tell = log.warning if is_temporary_failure(error) else log.exception
-            tell("lookup_failed", reason=type(error).__name__)
+            write_log = log.warning if is_temporary_failure(error) else log.exception
+            write_log("lookup_failed", reason=type(error).__name__)
             return None
 
     async def _on_connection(
@@ -89,6 +89,6 @@ class Lookup:
         return answer
 
     def close(self) -> None:
-        """Close the connections to the database."""
+        """Close the idle connections to the database."""
         for driver in self._idle:
             driver.terminate()

@@ -1,7 +1,7 @@
 """Define the proxy's Prometheus metrics in one place, so that names and labels stay few.
 
-Workers and ingester count in shared files, and the ingester adds up (`proxy.shared_memory`); a
-gauge's `multiprocess_mode` says how its values are joined.
+Workers and ingester count in shared files, and the ingester adds the counts up
+(`proxy.shared_memory`); a gauge's `multiprocess_mode` says how its values are joined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ Metric = TypeVar("Metric", bound=MetricWrapperBase)
 def labelled(metric: Metric, *values: str) -> Metric:
     """Return `metric.labels(*values)`, cached because it is on a call's path.
 
-    Clients must not be able to choose a value freely: each becomes a time series.
+    A value must never be one that clients choose freely: each value becomes a time series.
     """
     return metric.labels(*values)
 
@@ -35,7 +35,7 @@ STANDARD_STATUSES: Final = frozenset(str(status.value) for status in HTTPStatus)
 
 
 def status_label(status: int) -> str:
-    """Return a reply's status as a label, or its class (`5xx`) if HTTP does not define it."""
+    """Return a reply's status as a label, or its class (`5xx`) if it is no standard status."""
     text = str(status)
     return text if text in STANDARD_STATUSES else status_class(status)
 
@@ -45,8 +45,8 @@ def status_class(status: int | None) -> str:
     return "none" if status is None else f"{str(status)[0]}xx"
 
 
-SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-ADDED: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.1, 1)
+SECONDS_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+ADDED_BUCKETS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.1, 1)
 
 CALLS = Counter(
     "pawl_calls_total",
@@ -57,7 +57,7 @@ CALLS = Counter(
 )
 EXPLORED = Counter(
     "pawl_calls_explored_total",
-    "Recorded calls of which exploration changed a setting: `temperature`, `seed` or `strict`.",
+    "Recorded calls in which exploration changed a setting: `temperature`, `seed` or `strict`.",
     ["policy", "kind"],
 )
 NOT_TRAINABLE = Counter(
@@ -67,7 +67,7 @@ NOT_TRAINABLE = Counter(
 )
 REDACTED = Counter(
     "pawl_redacted_total",
-    "Records of which something was replaced before they were stored, by rule.",
+    "Records in which redaction replaced something before they were stored, by rule.",
     ["rule"],
 )
 WITHHELD = Counter(
@@ -76,18 +76,21 @@ WITHHELD = Counter(
     ["reason"],
 )
 CALL_SECONDS = Histogram(
-    "pawl_call_seconds", "From a request's arrival to its reply's end.", ["stream"], buckets=SECONDS
+    "pawl_call_seconds",
+    "From a request's arrival to its reply's end.",
+    ["stream"],
+    buckets=SECONDS_BUCKETS,
 )
 FIRST_CHUNK_SECONDS = Histogram(
     "pawl_first_chunk_seconds",
     "From a request's arrival to the first byte passed on.",
-    buckets=SECONDS,
+    buckets=SECONDS_BUCKETS,
 )
 ADDED_SECONDS = Histogram(
     "pawl_added_seconds",
     "Time that Pawl adds to a call: from its body's arrival until it can be sent on, and while its"
     " reply's end waits until the call's record is on disk.",
-    buckets=ADDED,
+    buckets=ADDED_BUCKETS,
 )
 TOKENS = Counter("pawl_tokens_total", "Tokens recorded, `prompt` or `sampled`.", ["policy", "kind"])
 IN_FLIGHT = Gauge("pawl_calls_in_flight", "Calls being answered now.", multiprocess_mode="livesum")
@@ -169,7 +172,7 @@ FEEDBACK = Counter(
 )
 KEY_CONFLICTS = Counter(
     "pawl_feedback_key_conflicts_total",
-    "Requests stored under an idempotency key that another body has, too; both were taken.",
+    "Feedback bodies stored although another body has the same idempotency key; both are stored.",
 )
 LATE = Counter(
     "pawl_late_feedback_total",
@@ -207,7 +210,7 @@ EVAL_REWARD = Gauge(
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
 WARNINGS = Counter(
     "pawl_warnings_total",
-    "Requests without a header or field that was dropped: malformed, or not allowed for tenants.",
+    "Requests from which a header or field was dropped: malformed, or not allowed for tenants.",
 )
 SPANS = Counter(
     "pawl_spans_total",
@@ -226,7 +229,7 @@ DATABASE_UP = Gauge(
 
 
 def refusal_classes(kind: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
-    """Yield the classes of errors that refuse a request; others prevent the start."""
+    """Yield the classes of errors that requests are refused with; others prevent the start."""
     for error in kind.__subclasses__():
         if error is Unexpected or error.status != ProxyError.status:
             yield error
@@ -235,7 +238,7 @@ def refusal_classes(kind: type[ProxyError] = ProxyError) -> Iterator[type[ProxyE
 
 SLOW_STEPS: Final = ("head", "body", "write")
 # Label values that exist from the start; rules, routes, policies and versions appear when counted.
-KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
+INITIAL_LABELS: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
     NOT_TRAINABLE: [get_args(Reason)],
     WITHHELD: [("not_json", "unreadable")],
     CALL_SECONDS: [("true", "false")],
@@ -251,14 +254,14 @@ KNOWN: Final[Mapping[MetricWrapperBase, Iterable[Iterable[str]]]] = {
 
 TOTAL: Final = "_total"
 # Totals that include `UNWRITTEN`.
-WHOLES: Final = frozenset({"pawl_records", "pawl_records_dropped"})
-PART: Final = "pawl_records_unwritten"
+TOTALS_WITH_UNWRITTEN: Final = frozenset({"pawl_records", "pawl_records_dropped"})
+UNWRITTEN_NAME: Final = "pawl_records_unwritten"
 
 
 def exposed_registry(is_shown: Callable[[str], bool] | None = None) -> CollectorRegistry:
-    """Return the metrics that `/metrics` shows: those of all processes, with the totals joined.
+    """Return the metrics of all processes for `/metrics`, with unwritten records in the totals.
 
-    With `is_shown` there are only samples with a policy for whose name it returns true.
+    With `is_shown`, only samples of policies are returned, and only of those that it accepts.
     """
     together = CollectorRegistry()
     together.register(_Exposed(registry(), is_shown))
@@ -273,10 +276,10 @@ class _Exposed(Collector):
     def collect(self) -> Iterator[Family]:
         families = list(self._counted.collect())
         # Summed once, so that both totals include the same number.
-        unwritten = sum(_total(family) for family in families if family.name == PART)
+        unwritten = sum(_total(family) for family in families if family.name == UNWRITTEN_NAME)
         for family in families:
             shown = family
-            if family.name in WHOLES:
+            if family.name in TOTALS_WITH_UNWRITTEN:
                 shown = Family(family.name, family.documentation, family.type)
                 shown.add_sample(family.name + TOTAL, {}, _total(family) + unwritten)
             if self._is_shown is not None:

@@ -2,10 +2,10 @@
 
 A worker applies the rules before anything of a call is on its disk. A stream may split a secret
 over its events, so the worker first makes the call's record, as the ingester would later, and
-searches that. If no rule hits, it spools the captured call as always. If one hits, it spools the
-redacted record, without what was derived from the texts: token ids spell a text out, and a
-fingerprint of words can be checked against a guess. A call that cannot be redacted is recorded
-without its content.
+searches that. If no rule matches, it spools the captured call as always. If one does, it spools the
+redacted record, without data derived from the texts: token ids spell a text out, and a fingerprint
+of words can be checked against a guess. A call that cannot be redacted is recorded without its
+content.
 
 The ingester applies the rules too, for what was spooled before they were set
 (docs/howto/redact.md).
@@ -70,7 +70,7 @@ _STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 class RuleSpec(BaseModel):
-    """One table `[[rule]]` of the file: it has a pattern, or a field."""
+    """One table `[[rule]]` of the rules file; it has either a pattern or a field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -83,13 +83,13 @@ class RuleSpec(BaseModel):
     @classmethod
     def _is_usable(cls, pattern: str | None) -> str | None:
         if pattern is not None and _compiled(pattern).search(b"") is not None:
-            raise ValueError("it matches the empty text, and so everywhere; make it ask for more")
+            raise ValueError("it matches the empty text; make it match at least one character")
         return pattern
 
     @model_validator(mode="after")
     def _has_one_kind(self) -> "RuleSpec":
         if (self.pattern is None) == (self.field is None):
-            raise ValueError("write either pattern or field, and a rule of its own for another")
+            raise ValueError("write either pattern or field; for both, write two rules")
         return self
 
 
@@ -102,7 +102,7 @@ FILE: Final = TableFile(
         "pattern": r"pattern = '\b[0-9]{16}\b', a regular expression as RE2 reads it",
         "field": 'field = "request.metadata.user_id", a path from request. or reply. on; * stands '
         "for each member of a list or an object",
-        "replacement": 'replacement = "[card]", a text that takes the place of what is found',
+        "replacement": 'replacement = "[card]", a text that replaces the matches',
     },
     error=BadRedaction,
     setting="PAWL_REDACTION",
@@ -141,7 +141,7 @@ def parse_rules(text: str, where: str) -> "Rules":
 
 
 class Rules:
-    """The rules of a file. Methods add the names of the rules that hit to `hits`."""
+    """The rules of a file. Methods add the names of the rules that matched to `hits`."""
 
     def __init__(self, specs: Sequence[RuleSpec]) -> None:
         """Compile the rules.
@@ -159,7 +159,7 @@ class Rules:
         self._any_of = _compiled("|".join(f"(?:{pattern})" for _, pattern in patterns) or "x")
 
     def redact_bytes(self, text: bytes, hits: set[str]) -> bytes:
-        """Return UTF-8 with each pattern's matches replaced, in the order of the rules."""
+        """Return a UTF-8 text with each pattern's matches replaced, in the order of the rules."""
         if not self._patterns or self._any_of.search(text) is None:
             return text
         for name, finder, replacement in self._patterns:
@@ -177,10 +177,10 @@ class Rules:
         return self.redact_bytes(text.encode(errors="surrogatepass"), hits).decode(errors="replace")
 
     def redact_document(self, document: bytes, hits: set[str], depth: int = 0) -> bytes:
-        """Return a JSON document with the matches in its strings, also names, replaced in place.
+        """Return a JSON document with the matches replaced in its strings and member names.
 
-        All other bytes stay as they are, also numbers of any size. A string that holds JSON itself,
-        as the arguments of a tool call do, is searched inside, too.
+        All other bytes stay as they are, also numbers of any size. JSON within a string, such as a
+        tool call's arguments, is searched like a document, down to depth `DEEPEST`.
         """
         if not self._patterns:
             return document
@@ -196,7 +196,7 @@ class Rules:
         return _STRING.sub(redacted, document)
 
     def redact_body(self, body: bytes, side: str, hits: set[str]) -> bytes:
-        """Return a request or a reply with its fields and matches replaced."""
+        """Return the body of `side` (`request` or `reply`) with all rules applied."""
         for rule in self.fields:
             of_side, *path = str(rule.field).split(".")
             if of_side == side:
@@ -228,8 +228,8 @@ def _encoded(text: bytes) -> bytes:
 def replace_field(value: bytes, path: Sequence[str], replacement: bytes) -> bytes:
     """Return a JSON value with the values at `path` replaced by the JSON `replacement`.
 
-    A part of the path is the name of a member, the index of an item, or `*` for all of either.
-    If the path leads to nothing or null, `value` itself is returned.
+    A part of the path is a member's name, an item's index, or `*` for every member or item. If
+    there is no value at the path, or only null, `value` itself is returned.
     """
     if not path:
         return value if value.strip() in (b"null", replacement) else replacement
@@ -255,7 +255,7 @@ def without_ids(value: bytes) -> bytes:
 
 
 def _parts(value: bytes) -> dict[str, bytes]:
-    """Return the members of a JSON object, or the items of a list by their index."""
+    """Return a JSON object's members by name, or a list's items by index; {} for other values."""
     opening, decode = value.lstrip()[:1], msgspec.json.decode
     if opening == b"{":
         return {name: bytes(raw) for name, raw in decode(value, type=dict[str, Raw]).items()}
@@ -270,18 +270,18 @@ def _joined(value: bytes, parts: Mapping[str, bytes]) -> bytes:
 
 
 class RedactedCall(NamedTuple):
-    """A call's record as it may be stored, and the rules that hit.
+    """A call's record as it may be stored, and the names of the rules that matched.
 
-    `withheld`: a body is left out, since rules cannot be applied to it.
+    `withheld`: a body was left out because rules cannot be applied to it.
     """
 
     record: CallRecord
-    by: frozenset[str] = frozenset()
+    matched: frozenset[str] = frozenset()
     withheld: bool = False
 
 
 def redact_call(record: CallRecord, rules: Rules) -> RedactedCall:
-    """Return a call's record with the rules applied, or `record` itself if no rule hits.
+    """Return a call's record with the rules applied, or `record` itself if no rule matches.
 
     Raises:
         Exception: the call cannot be redacted, and must not be stored as it is.
@@ -295,7 +295,7 @@ def redact_call(record: CallRecord, rules: Rules) -> RedactedCall:
             # A field's rule would replace only the last of two members with the same name.
             body, withheld = None, True
         bodies[side] = body and rules.redact_body(body, side, hits)
-    texts = withheld or not hits.isdisjoint(field.name for field in rules.fields)
+    drop_texts = withheld or not hits.isdisjoint(field.name for field in rules.fields)
     redacted = replace(
         record,
         **bodies,
@@ -305,13 +305,14 @@ def redact_call(record: CallRecord, rules: Rules) -> RedactedCall:
     )
     if not hits and not withheld:
         return RedactedCall(record)
-    return RedactedCall(_without_derived(redacted, texts=texts), frozenset(hits), withheld)
+    stripped = _without_derived(redacted, drop_texts=drop_texts)
+    return RedactedCall(stripped, frozenset(hits), withheld)
 
 
 def without_content(record: CallRecord) -> CallRecord:
-    """Return a call without request, reply, and the values derived from them."""
+    """Return a call's record without request, reply, and the values derived from them."""
     bare = replace(record, request=None, reply=None, tool_calls=())
-    return _without_derived(bare, texts=True)
+    return _without_derived(bare, drop_texts=True)
 
 
 def _redact_item(item: FeedbackItem, rules: Rules, hits: set[str]) -> FeedbackItem:
@@ -319,7 +320,7 @@ def _redact_item(item: FeedbackItem, rules: Rules, hits: set[str]) -> FeedbackIt
         return replace(item, tool=_redact_tool_event(item.tool, rules, hits))
     value = rules.redact_text(item.value, hits) if isinstance(item.value, str) else item.value
     text = item.correction
-    # The replacement must not be learned.
+    # Drop it whole: training must not teach the replacement.
     correction = text if text is None or rules.redact_text(text, hits) == text else None
     return replace(item, value=value, correction=correction)
 
@@ -336,10 +337,10 @@ def _redact_tool_event(event: ToolEvent, rules: Rules, hits: set[str]) -> ToolEv
     return replace(event, name=name, detail=detail)
 
 
-def _without_derived(record: CallRecord, *, texts: bool) -> CallRecord:
-    """Return a redacted call without ids, log-probabilities, and digests of its texts.
+def _without_derived(record: CallRecord, *, drop_texts: bool) -> CallRecord:
+    """Return a redacted call without token ids, log-probabilities, and digests of its texts.
 
-    With `texts`, copies of texts outside request and reply go too: any may hold the secret.
+    `drop_texts` removes copies of texts outside request and reply, too: any may have the secret.
     """
     events = record.tool_events
     record = replace(
@@ -357,7 +358,7 @@ def _without_derived(record: CallRecord, *, texts: bool) -> CallRecord:
         needs=tuple(digest for digest in record.needs if digest[0] not in PREFIXES),
         text_digest=None,
     )
-    if not texts:
+    if not drop_texts:
         return record
     calls, events = record.tool_calls, record.tool_events
     return replace(
@@ -369,34 +370,34 @@ def _without_derived(record: CallRecord, *, texts: bool) -> CallRecord:
 
 
 def _without_texts(value: Any) -> Any:
-    """Return sampling settings with null for each that is a text, or a list."""
+    """Return sampling settings with null in place of each text and each list."""
     if isinstance(value, dict):
         return {name: _without_texts(member) for name, member in value.items()}
     return value if isinstance(value, bool | int | float) else None
 
 
 class Redactor:
-    """Apply the rules to records before they are on disk, in the database, or a dead letter."""
+    """Apply the rules to records before they are written to disk, database or a dead letter."""
 
     def __init__(self, rules: Rules, settings: ProxySettings) -> None:
         self._rules = rules
         self._readers = settings.tool_results
         self._most_reply = settings.max_reply_mb * 2**20
         # Its thread starts with the first call: the ingester needs none.
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
 
     async def redact_captured(self, captured: CapturedCall) -> Frame:
-        """Return the frame that a worker records of a call, redacted in a thread."""
+        """Return what a worker spools of a call, redacted in a thread; no content if that fails."""
         run = asyncio.get_running_loop().run_in_executor
         try:
-            redacted = await run(self._beside, self._redacted, captured)
+            redacted = await run(self._executor, self._redact, captured)
         except Exception as error:
             _log_failure(UUID(bytes=captured.id), error)
             return without_content(record_without_content(captured))
-        _count_redacted(redacted.by, withheld=redacted.withheld)
-        return redacted.record if redacted.by or redacted.withheld else captured
+        _count_redacted(redacted.matched, withheld=redacted.withheld)
+        return redacted.record if redacted.matched or redacted.withheld else captured
 
-    def _redacted(self, captured: CapturedCall) -> RedactedCall:
+    def _redact(self, captured: CapturedCall) -> RedactedCall:
         record = transcribe(captured, self._readers, self._most_reply)
         redacted = redact_call(record, self._rules)
         if redacted.record is not record:
@@ -405,10 +406,10 @@ class Redactor:
         return redacted
 
     def redact_record(self, record: SpoolRecord) -> SpoolRecord:
-        """Return a record as the ingester may store it; no content if it cannot be redacted."""
+        """Return a record that the ingester may store: without content if redaction fails."""
         if isinstance(record, FeedbackRecord):
             return self.redact_feedback(record)
-        # A call that a worker redacted is left alone: a replacement may match a pattern.
+        # A call that a worker redacted is not redacted again: a replacement may match a pattern.
         if not isinstance(record, CallRecord) or record.reason == REDACTED:
             return record
         try:
@@ -416,11 +417,11 @@ class Redactor:
         except Exception as error:
             _log_failure(record.id, error)
             return without_content(record)
-        _count_redacted(redacted.by, withheld=redacted.withheld)
+        _count_redacted(redacted.matched, withheld=redacted.withheld)
         return redacted.record
 
     def redact_feedback(self, record: FeedbackRecord) -> FeedbackRecord:
-        """Return feedback with the matches in its textual values and tool details replaced.
+        """Return feedback with matches replaced in labels and in tools' names and details.
 
         A correction with a match is left out.
         """
@@ -430,8 +431,8 @@ class Redactor:
         return replace(record, items=items) if hits else record
 
     def redact_letter(self, entry: Entry) -> tuple[bytes, str]:
-        """Return a dead letter's bytes and reason, without the content of an unreadable record."""
-        # The error of an unreadable record may quote it; the place in the code does not.
+        """Return a dead letter's bytes and reason; of a record that is unreadable, no content."""
+        # The error's text may quote an unreadable record; its class and place in the code do not.
         is_unread = entry.reason.startswith(CANNOT_BE_READ)
         reason = ": ".join(entry.reason.split(": ")[:2]) if is_unread else entry.reason
         if isinstance(entry.record, CallRecord | FeedbackRecord | GapRecord):

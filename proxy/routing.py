@@ -1,7 +1,7 @@
 """Decide on method and path alone which requests are let through, and how (pure).
 
 This is an allow-list, never a prefix rule: vLLM serves its adapter and admin endpoints under the
-same `/v1`. A path that is not exactly one of these, in any spelling, is refused. The routes of
+same `/v1`. A path is refused unless it is spelled exactly as the list has it. The routes of
 recorded calls are those of the wire formats (`proxy.formats.registry`); the rest of OpenAI's API is
 forwarded untouched and unrecorded.
 """
@@ -24,7 +24,7 @@ METHODS: Final = ("POST", "GET", "DELETE")
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Describe an allowed request: the upstream's path, and the names in its prefix."""
+    """An allowed request: its path at the upstream, and the names in the prefix of its URL."""
 
     path: str
     # The format of a recorded call; None for feedback and forwarded requests.
@@ -37,16 +37,16 @@ class Route(msgspec.Struct, frozen=True):
     label: str = ""
     # Manages the account at the provider, which needs a key with that right: forwarded only with
     # the client's own key. Many servers delete a model without a key: see `proxy.forwarding`.
-    administers: bool = False
+    manages_account: bool = False
     # Reaches objects that the provider keeps under one account, for all tenants.
-    keeps: bool = False
+    reaches_stored: bool = False
 
     @property
     def scope(self) -> Scope:
         """Return the scope that a key must have."""
         if self.path == FEEDBACK:
             return "feedback"
-        return "admin" if self.administers else "infer"
+        return "admin" if self.manages_account else "infer"
 
 
 _FORWARDED: Final = (
@@ -96,9 +96,9 @@ RULES: Final = tuple(
     (
         frozenset(methods.split()),
         re.compile(pattern + r"\Z", re.ASCII),
-        Route("", label=label, administers=administers, keeps=keeps),
+        Route("", label=label, manages_account=manages_account, reaches_stored=reaches_stored),
     )
-    for table, administers, keeps in (
+    for table, manages_account, reaches_stored in (
         (_PASSED_ON, False, False),
         (_KEPT, False, True),
         (_ADMINISTERED, True, False),
@@ -108,7 +108,7 @@ RULES: Final = tuple(
 
 
 def exact_routes(formats: Collection[WireFormat]) -> dict[tuple[str, str], Route]:
-    """Return the routes whose paths are exact, by method and path."""
+    """Return the routes with one fixed path each, by method and path."""
     routes = {
         ("POST", one.path): Route(one.path, wire_format=one, label=one.path) for one in formats
     }

@@ -11,7 +11,7 @@ from store.records import EVAL_TASKS
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.sampling import parse_server_defaults
 
-# A hundred years.
+# About a hundred years.
 MOST_DAYS: Final = 36_500
 # Who may call while no key was ever made.
 Access = Literal["loopback", "keys", "anyone"]
@@ -126,8 +126,8 @@ class ProxySettings(StoreSettings):
         default=192,
         ge=1,
         description="memory of one worker for requests and replies in flight, in MiB; when it is "
-        "full, new requests are answered with 503. A reply in one piece, or an event of a stream, "
-        "of more than a seventh of it is passed on and not stored",
+        "full, new requests are answered with 503. A non-streamed reply, or an event of a stream, "
+        "larger than a seventh of it is passed on and not stored",
     )
     max_reply_mb: int = Field(
         default=256,
@@ -140,8 +140,8 @@ class ProxySettings(StoreSettings):
     )
     redaction: Path | None = Field(
         default=None,
-        description="TOML file of rules for what is never stored of calls, by pattern and by "
-        "field; unset: calls are stored as they are",
+        description="TOML file of redaction rules, which keep secrets out of stored calls and "
+        "feedback, by pattern and by field; unset: they are stored as they are",
     )
     keep_days: int | None = Field(
         default=None,
@@ -171,7 +171,7 @@ class ProxySettings(StoreSettings):
 
     @property
     def calls_end_s(self) -> float:
-        """Return the seconds after SIGTERM at which calls still under way are broken off."""
+        """Return the seconds after SIGTERM at which calls that still run are broken off."""
         return 0.6 * self.stop_grace_s
 
     @property
@@ -181,7 +181,7 @@ class ProxySettings(StoreSettings):
 
     @property
     def ingester_ends_s(self) -> float:
-        """Return the seconds that the ingester may take to end after the workers have ended."""
+        """Return the seconds that the ingester may take to end once the workers have ended."""
         return self.stop_grace_s - self.workers_end_s
 
     @property

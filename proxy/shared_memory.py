@@ -1,8 +1,8 @@
 """Share metrics, the workers' states and pinned versions among the processes of one proxy.
 
-The supervisor makes a folder of files in memory, which every process is given. Each process that
+The supervisor makes a folder of files in memory, and passes it to every process. Each process that
 counts holds a numbered slot in it, whose files are prometheus_client's (its multiprocess mode). The
-next process that takes the slot goes on with its counts, so the number of files is bounded by the
+next process that takes the slot continues its counts, so the number of files is bounded by the
 number of processes that run at once, however often they are started again.
 """
 
@@ -41,17 +41,17 @@ ROOM: Final = {
 
 
 class SharedFolder:
-    """Make and keep the folder; only the supervisor does so."""
+    """The shared folder, which only the supervisor makes and removes."""
 
     def __init__(self) -> None:
-        """Make an empty folder, and remove those whose supervisor was killed.
+        """Make an empty folder; remove the folders that killed supervisors left behind.
 
         Raises:
             OSError: neither memory nor the disk for temporary files has room.
         """
         parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         _remove_abandoned(parent)
-        # Renamed once it is locked: before, a proxy that starts would take it for abandoned.
+        # Renamed only once it is locked: an unlocked folder would look abandoned to other proxies.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
         self._owner: Lock = lock_file(made / OWNER)
         self.path = made.rename(parent / made.name.removeprefix("."))
@@ -70,10 +70,10 @@ def _remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(folder)
 
 
-def count_in(folder: Path) -> None:
-    """Keep this process's metrics in `folder`; to be called before any metric is made.
+def share_metrics_in(folder: Path) -> None:
+    """Keep this process's metrics in `folder`; call this before any metric is made.
 
-    Without room for them the process logs that, and counts alone: it has calls to answer.
+    If the folder has no room for them, log that and keep them in this process only.
     """
     try:
         slot = _take_slot(folder)
@@ -101,7 +101,7 @@ def _take_slot(folder: Path) -> int:
 
 
 def _forget_gauges(folder: Path, slot: int) -> None:
-    """Remove the live gauges of a process that has ended."""
+    """Remove the live gauges of the process that had `slot` and has ended."""
     mark_process_dead(slot, str(folder))  # type: ignore[no-untyped-call]
 
 
@@ -111,7 +111,7 @@ def is_shared() -> bool:
 
 
 def registry() -> CollectorRegistry:
-    """Return the metrics of all processes that share a folder, or of this one if it counts alone.
+    """Return the metrics of all processes that share the folder, or of this one if it shares none.
 
     Counters, histograms and gauges of mode `sum` include those of processes that have ended.
     """
@@ -133,19 +133,19 @@ State = Literal["starting", "up", "restarting", "stopping"]
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """Describe one process that the supervisor runs; times are Unix time in seconds."""
+    """The state of one process that the supervisor runs; times are Unix time in seconds."""
 
     name: str
     state: State
     since: float
-    # How often it was started again after it ended unasked.
+    # How often it was started again after it had ended by itself.
     restarts: int
     # How it last ended: its exit status, or the negative number of the signal that ended it.
     last_exit: int | None = None
 
 
 def write_states(folder: Path, states: list[ProcessState]) -> None:
-    """Replace the workers' states, from which the ingester answers `/readyz`.
+    """Write the workers' states, from which the ingester answers `/readyz`, over the old ones.
 
     Raises:
         OSError: memory has no room.

@@ -19,10 +19,10 @@ CODEX_KINDS: Final = frozenset({"compaction", "memory", "prewarm"})
 
 
 class Prompt(NamedTuple):
-    """A known prompt: the kind of its calls, and its beginning, in characters that JSON keeps.
+    """The kind of a side call, and how its prompt begins, in characters that JSON never escapes.
 
-    It is the system prompt of a call without tools or, with `is_users`, the last user message of a
-    conversation that may have tools.
+    The prompt is the system prompt of a call without tools or, with `is_users`, the last user
+    message of a conversation that may have tools.
     """
 
     kind: str
@@ -39,7 +39,7 @@ PROMPTS: Final = (
     Prompt("title", "You are a title generator. You output ONLY a thread title. Nothing else."),
     Prompt("compaction", "You are a context summarization agent. You are given a conversation"),
     Prompt("summary", "Summarize what was done in this conversation. Write like a pull request"),
-    # Qwen Code: at the end of the thread first, and if that fails in a thread of its own.
+    # Qwen Code sends it at the end of the thread and, if that fails, in a separate thread.
     Prompt("compaction", "You are the component that summarizes a conversation when its", True),
     Prompt("compaction", "You are the component that summarizes a conversation when its"),
     # pi
@@ -48,36 +48,35 @@ PROMPTS: Final = (
 _CANDIDATES: Final = tuple((prompt, prompt.beginning.encode()) for prompt in PROMPTS)
 
 
-def side_kind(
-    body: bytes, fields: dict[str, Any], shown: Object | None, turns: Turns
-) -> str | None:
+def side_kind(body: bytes, fields: dict[str, Any], raw: Object | None, turns: Turns) -> str | None:
     """Return the kind of a side call, or None for a call of an agent's work.
 
     Args:
         body: the request as the client sent it.
-        fields: its fields without the large ones, parsed.
-        shown: all of its fields, unparsed; None if it is not a JSON object.
+        fields: the request's fields without the large ones, parsed.
+        raw: all of its fields, unparsed; None if the request is not a JSON object.
         turns: the reader of its conversation.
     """
     kind = codex_turn(fields).get("request_kind")
     if isinstance(kind, str) and kind in CODEX_KINDS:
         return kind
     for prompt, beginning in _CANDIDATES:
-        # Nearly all requests contain no known beginning, and are not read.
-        if beginning in body and shown is not None and _has_prompt(prompt, fields, shown, turns):
+        # Nearly all requests contain no known beginning, so their conversation is not read.
+        if beginning in body and raw is not None and _has_prompt(prompt, fields, raw, turns):
             return prompt.kind
     return None
 
 
-def _has_prompt(prompt: Prompt, fields: dict[str, Any], shown: Object, turns: Turns) -> bool:
+def _has_prompt(prompt: Prompt, fields: dict[str, Any], raw: Object, turns: Turns) -> bool:
     """Return whether a request has a known prompt in the expected place."""
     if not prompt.is_users and fields.get("tools"):
         return False
     try:
-        contents = list(turns.said_by_users(shown) if prompt.is_users else turns.instructs(shown))
-        # There may be several system texts; a user's request is in the last message.
-        placed = contents[-1:] if prompt.is_users else contents
-        return any(text.lstrip().startswith(prompt.beginning) for text in _texts(placed))
+        read = turns.said_by_users if prompt.is_users else turns.instructs
+        contents = list(read(raw))
+        # There may be several system texts; of the users' messages only the last may match.
+        candidates = contents[-1:] if prompt.is_users else contents
+        return any(text.lstrip().startswith(prompt.beginning) for text in _texts(candidates))
     except UNREADABLE:
         return False
 

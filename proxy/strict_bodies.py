@@ -6,8 +6,8 @@ escaped names, transfer encodings, and character sets in which ASCII bytes mean 
 
 If a JSON object repeats a name, the last value counts for Python's parsers, and the first for
 others: the proxy would check one value, and the upstream use the other. Names are compared without
-escapes, at any depth. Most bodies repeat no name, which a count shows: parsing then keeps as many
-members as the bytes have.
+escapes, at any depth. For most bodies a count suffices: no name is repeated if the parsed body has
+as many members as the bytes.
 """
 
 import json
@@ -21,10 +21,10 @@ from proxy.formats.base import ModelRequest
 from store.values.documents import count_members, nests_too_deep
 
 FORM: Final = "multipart/form-data"
-# vLLM's parser (Starlette) accepts so many fields, and so many files.
+# vLLM's parser (Starlette) accepts at most so many fields, and as many files.
 MOST_PARTS: Final = 1000
 MOST_HEAD: Final = 16 * 1024
-# Characters of a name that a message repeats.
+# Most characters of a name that an error message quotes.
 MOST_SHOWN: Final = 64
 LINE: Final = b"\r\n"
 HEAD_END: Final = b"\r\n\r\n"
@@ -60,8 +60,9 @@ _STRUCTURES: Final = ("[", "{")
 class Form(msgspec.Struct, frozen=True):
     """The content of a form without its files.
 
-    `texts` are the values of its parts. `fields` are the same by name, as in a JSON object: names
-    such as `mask[file_id]` make nested objects, and JSON objects and lists are parsed.
+    `texts` are the values of its parts. `fields` are the same values by name, as in a JSON object:
+    names such as `mask[file_id]` make nested objects, and values that are JSON objects or lists are
+    parsed.
     """
 
     texts: tuple[str, ...]
@@ -74,7 +75,7 @@ class _Head(NamedTuple):
 
 
 def extends_ascii(content_type: str) -> bool:
-    """Return whether a content type's character set, if it names any, extends ASCII."""
+    """Return whether a content type names no character set, or only ones that extend ASCII."""
     return all(map(_PLAIN.fullmatch, _CHARSET.findall(content_type)))
 
 
@@ -115,26 +116,26 @@ def _boundary(content_type: str) -> bytes:
     return boundary
 
 
-def _parameters(header: bytes, at: int, whose: str) -> dict[bytes, bytes]:
-    """Return the parameters of a header from `at` on, by lower-case name, quotes included.
+def _parameters(header: bytes, at: int, header_name: str) -> dict[bytes, bytes]:
+    """Return a header's parameters from offset `at` on, by lower-case name, with their quotes.
 
-    `whose` names the header in the error's message.
+    `header_name` is for the error's message.
     """
     parameters: dict[bytes, bytes] = {}
     while at < len(header):
         parameter = _PARAMETER.match(header, at)
         name = b"" if parameter is None else parameter[1].lower()
         # Other extended parameters (`name*`) repeat a name (RFC 2231).
-        is_again = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
-        if parameter is None or is_again:
-            raise ValueError(f"{whose} has malformed or repeated parameters")
+        is_repeated = name in parameters or (name.endswith(b"*") and name != _FILE_NAME)
+        if parameter is None or is_repeated:
+            raise ValueError(f"{header_name} has malformed or repeated parameters")
         parameters[name] = parameter[2]
         at = parameter.end()
     return parameters
 
 
 def _parts(boundary: bytes, body: bytes) -> Iterator[tuple[_Head, bytes | None]]:
-    """Yield the parts of a form: the head and the value, which is None for a file.
+    """Yield the head and the value of each part of a form; the value is None for a file.
 
     The body is scanned once, and files are not copied.
     """
@@ -205,7 +206,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def _put_member(fields: dict[str, Any], name: str, value: Any) -> None:
-    """Add a value under the name of its part, which may be the path of a nested member."""
+    """Add a part's value to `fields` under its name, which may be a path such as `a[b]`."""
     *path, last = [step for step in _STEPS.split(name) if step] or [name]
     for step in path:
         fields = fields.setdefault(step, {})
@@ -224,7 +225,7 @@ _NESTED: Final = frozenset({dict, list})
 
 
 class RepeatedName(ValueError):
-    """A name that an object has twice."""
+    """Report that a JSON object has the same name twice; the message is the name."""
 
 
 def repeated_name(request: ModelRequest) -> str | None:
@@ -244,7 +245,7 @@ def repeated_name(request: ModelRequest) -> str | None:
 
 
 def members_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object that has these members, as a hook of a JSON parser.
+    """Return an object with these members; pass this to a JSON parser as `object_pairs_hook`.
 
     Raises:
         RepeatedName: two members have the same name.
@@ -258,7 +259,7 @@ def members_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _count_members(tree: object) -> int:
-    """Return how many members the objects of a parsed value have."""
+    """Return how many members all objects within a parsed value have together."""
     count = 0
     waiting: list[Any] = [tree]
     while waiting:

@@ -1,4 +1,4 @@
-"""Keep tenants from naming each other's objects in requests.
+"""Keep tenants from reaching each other's objects by naming them in requests.
 
 One model server, and one account at a provider, serve all tenants. A request could name another
 tenant's version, file, response or cache, or send itself to another address. So in a tenant's body
@@ -6,15 +6,15 @@ tenant's version, file, response or cache, or send itself to another address. So
 - references to such objects are refused, with their place in the body;
 - tools and options are passed on if they are listed here, and others are left out with a warning:
   a gateway may take them for an address, a key or a store;
-- conversations are passed on, except for members that may be references: servers find text, ids
-  and addresses there.
+- conversations are passed on without members that may be references or addresses that are not
+  public.
 
-So a new field of a client fails no call, and reaches a server once it is listed. The default tenant
-owns the account and may send any field, but must not name another tenant's version, nor continue
-another tenant's response.
+So a call with a new field does not fail; the field is left out until it is listed here. The default
+tenant owns the account and may send any field, but must not name another tenant's version, nor
+continue another tenant's response.
 
-All parsers must read a body alike: if anything is hidden from its sender, a body that servers may
-read in different ways is refused (docs/decisions/068-tenants.md).
+All parsers must read a body alike: if any version is hidden from the sender, a body that servers
+may read in different ways is refused (docs/decisions/068-tenants.md).
 """
 
 import asyncio
@@ -102,8 +102,8 @@ MEMBERS: Final = _words("""
     tool_call_id tool_configuration tool_id tool_names tool_use_id tools toolset_name total trigger
     ttl type url url_sources user_id user_input user_location value verbosity version voice
 """)
-# Fields with a conversation, whose members are passed on unless they may be references.
-TALKS: Final = _words("messages input prompt system instructions prediction")
+# Fields of a conversation, whose members are passed on unless they may be references.
+CONVERSATIONS: Final = _words("messages input prompt system instructions prediction")
 # Members with tools and options, also within a conversation.
 OPTIONS: Final = _words("tool tools toolset container environment")
 # Names of members that may refer to stored objects, cached pictures, or tensors to load.
@@ -135,15 +135,15 @@ ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     "reasoning": ("encrypted_content", "content"),
     "image_generation_call": ("result",),
 }
-# Other fields with words and ids that name no model.
+# Fields besides the allowed ones whose words and ids name no model.
 _NO_MODELS: Final = _words("""
     query text texts conversation session_id request_id cache_salt litellm_session_id
     litellm_trace_id text_format
 """)
 QUERY: Final = _words("model beta api-version after after_id before_id limit order")
-# Names of LiteLLM's fields with an address or a credential, in `metadata` too, in lower case
-# without dashes and underscores (`litellm/proxy/auth/auth_utils.py`).
-_PLACE: Final = re.compile(
+# Names of fields, also in `metadata`, from which LiteLLM takes an address or a credential; in lower
+# case without dashes and underscores (`litellm/proxy/auth/auth_utils.py`).
+_STEERING: Final = re.compile(
     r".*(?:api(?:base|url|key|token)|baseurl|(?:target|server|deployment|webhook|callback)url"
     r"|endpoint(?:url)?|secret(?:key)?|accesskey(?:id)?|sessiontoken|adtoken|identitytoken"
     r"|credentials?|credentialname|rolename|profilename|langfuse\w*host)"
@@ -169,7 +169,7 @@ REFERENCES: Final[Mapping[str, str]] = {
     ),
 }
 _PUBLIC: Final = "name a public address by http:// or https://, or send the content itself"
-# An address that all parsers read alike: some would drop a space or turn a backslash.
+# An address that all parsers read alike: some drop spaces, or read a backslash as a slash.
 _URL: Final = re.compile(
     r"https?://(?:[^\s/?#@\\]*@)?(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d*)?(?:[/?#][^\s\\]*)?",
     re.ASCII | re.IGNORECASE,
@@ -178,7 +178,7 @@ _CONTENT_TYPE: Final = b"content-type"
 _CONTENT_ENCODING: Final = b"content-encoding"
 _MOST_WARNED: Final = 300
 _MOST_READ: Final = 100
-# A response of another worker is known once the ingester has stored it, which takes a moment.
+# Wait so long for the ingester to store a response that another worker has just passed on.
 WAIT_S: Final = 2.0
 LOOK_S: Final = 0.25
 PAUSE_S: Final = 0.1
@@ -187,11 +187,12 @@ PAUSE_S: Final = 0.1
 def check_call(
     owners: Owners, tenant: str, path: str, headers: Headers, request: ModelRequest
 ) -> tuple[ModelRequest, str | None]:
-    """Return a recorded call's request as it is passed on, and a warning of what is left out.
+    """Return a recorded call's request as it is to be sent, and a warning of omissions, or None.
 
     Raises:
         NotServed: it names a version that is hidden from its sender.
-        BadRequest: it is not an unambiguous JSON object, or names an object not its tenant's.
+        BadRequest: it is not an unambiguous JSON object, or names an object that is not its
+            tenant's.
     """
     if tenant == owners.sole:
         return request, None
@@ -202,7 +203,7 @@ def check_call(
             "known which model it names: send a JSON object",
             code="invalid_json",
         )
-    _type_of(headers, request.body)
+    _checked_content_type(headers, request.body)
     try:
         repeated = repeated_name(request)
         fields = _all_fields(request)
@@ -222,7 +223,7 @@ def check_call(
     if not left_out:
         return request, None
     try:
-        return _without(request, left_out), _warning(left_out)
+        return _without_places(request, left_out), _warning(left_out)
     except ValueError as error:
         raise _unreadable(error) from error
 
@@ -232,19 +233,20 @@ def check_forwarded(
 ) -> tuple[ModelRequest, str | None]:
     """Check a body that is passed on unrecorded, as `check_call` does; it may be a form.
 
-    A form is passed on as it came, so a field that would be left out is refused.
+    Nothing is left out of a form: it is refused if it has a field that `check_call` would leave
+    out.
     """
     if not request.body:
         return request, None
-    content_type = _type_of(headers, request.body)
+    content_type = _checked_content_type(headers, request.body)
     if not content_type.lower().startswith(FORM):
         return check_call(owners, tenant, path, headers, request)
     try:
         form = read_form(content_type, request.body)
     except ValueError as error:
         raise BadRequest(
-            f"The form in the body cannot be read ({error}), so it is not known what it names: "
-            "send it as HTTP libraries write forms",
+            f"The form in the body cannot be read ({error}), so it is not known which objects it "
+            "names: send it as HTTP libraries write forms",
             code="invalid_form",
         ) from error
     for text in form.texts:
@@ -256,7 +258,7 @@ def check_forwarded(
 
 
 def check_query(owners: Owners, tenant: str, target: str) -> None:
-    """Check the query in a request's target, as `check_call` checks a body."""
+    """Check the query of a request's target: no hidden version, and only listed parameters."""
     for name, value in parse_qsl(target.partition("?")[2], keep_blank_values=True):
         owners.check(tenant, value, name)
         if tenant != DEFAULT and name not in QUERY:
@@ -264,22 +266,22 @@ def check_query(owners: Owners, tenant: str, target: str) -> None:
 
 
 def check_headers(owners: Owners, tenant: str, headers: Headers) -> None:
-    """Check that no header that is passed on names a version that is hidden from the tenant.
+    """Check that no header of the default tenant names a version that is hidden from it.
 
     Raises:
-        NotServed: a header does.
+        NotServed: a header names one.
     """
-    # For other tenants only listed headers are passed on.
+    # Headers of other tenants are passed on only if they are listed.
     if tenant != DEFAULT:
         return
     for name, value in headers:
-        # Nearly no value has an @. A product's name and version may, in headers of any tenant.
+        # Nearly no value has an @. Headers of any tenant may have one, as in `product@version`.
         if b"@" in value and not is_of_any_tenant(name):
             owners.check(tenant, value.decode("latin-1"), name.decode("latin-1"))
 
 
 def _all_fields(request: ModelRequest) -> Mapping[str, Any]:
-    """Return a request's fields, also parsing those that hold a number like 1e400.
+    """Return a request's parsed fields, also those left unparsed for a number such as 1e400.
 
     Raises:
         ValueError: a field still cannot be read.
@@ -293,11 +295,11 @@ def _all_fields(request: ModelRequest) -> Mapping[str, Any]:
     return {**request.fields, **unread} if unread else request.fields
 
 
-def _type_of(headers: Headers, body: bytes) -> str:
-    """Return the content type of a body that all parsers read alike.
+def _checked_content_type(headers: Headers, body: bytes) -> str:
+    """Return a body's content type, after checking that all parsers read the body alike.
 
     Raises:
-        BadRequest: its headers, or a type that does not fit it, allow different readings.
+        BadRequest: parsers may read the body differently, by its headers or its content type.
     """
     types = [value for name, value in headers if name.lower() == _CONTENT_TYPE]
     codings = [value for name, value in headers if name.lower() == _CONTENT_ENCODING]
@@ -324,7 +326,7 @@ def _unclear_body(reason: str, remedy: str) -> BadRequest:
 
 
 def allowed_fields(path: str) -> frozenset[str]:
-    """Return the fields of requests to a path that are passed on for any tenant."""
+    """Return the names of fields that any tenant may send to a path."""
     if path.startswith(("/v1/audio/", "/v1/images/")):
         return _OF_MEDIA
     if path.startswith("/v1/messages"):
@@ -337,9 +339,9 @@ def _check_models(owners: Owners, path: str, fields: Mapping[str, Any]) -> None:
 
     Gateways take models from fields that cannot all be listed, such as `fallbacks`.
     """
-    wordy = (allowed_fields(path) | _NO_MODELS) - {MODEL}
+    without_models = (allowed_fields(path) | _NO_MODELS) - {MODEL}
     for name, value in fields.items():
-        if name not in wordy:
+        if name not in without_models:
             for text in _texts(value):
                 owners.check(DEFAULT, text, name)
         elif name == "tools":
@@ -349,7 +351,7 @@ def _check_models(owners: Owners, path: str, fields: Mapping[str, Any]) -> None:
 
 
 def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, Any]) -> list[Place]:
-    """Check a tenant's body, and return the places to leave out.
+    """Check the fields of a body, and return the places of those to leave out.
 
     Raises:
         NotServed, BadRequest: it names an object that is not its tenant's.
@@ -361,17 +363,19 @@ def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, A
                 owners.check(tenant, text, name)
         elif name not in allowed and value is not None:
             folded = name.casefold()
-            if folded in REFERENCES or folded in allowed or _is_steered_by_gateways(folded):
+            if folded in REFERENCES or folded in allowed or _steers_gateways(folded):
                 raise _not_allowed((None, name))
             left_out.append((None, name))
         elif name == "prompt" and isinstance(value, dict):
             raise _not_allowed((None, name))
         elif name not in FREE:
-            is_talk = name in TALKS
-            _check_within(owners, tenant, value, name, (None, name), left_out, is_talk=is_talk)
+            in_conversation = name in CONVERSATIONS
+            _check_within(
+                owners, tenant, value, name, (None, name), left_out, in_conversation=in_conversation
+            )
     metadata = fields.get("metadata")
     for name in metadata if isinstance(metadata, dict) else ():
-        if _is_steered_by_gateways(name.casefold()):
+        if _steers_gateways(name.casefold()):
             raise _not_allowed(((None, "metadata"), name))
     if path == "/v1/responses":
         _check_items(fields.get("input"))
@@ -386,42 +390,45 @@ def _check_within(
     place: Place,
     left_out: list[Place],
     *,
-    is_talk: bool,
+    in_conversation: bool,
 ) -> None:
-    """Check a member's value, also within lists, and add the places to leave out.
+    """Check a member's value and all values within it; add the places to leave out.
 
     Args:
         owners: the tenants of the policies.
         tenant: the sender.
-        value: the value.
+        value: the member's value.
         folded: the member's name in lower case.
-        place: where the value stands.
-        left_out: receives the places to leave out.
-        is_talk: the value belongs to a conversation.
+        place: the value's place in the body.
+        left_out: the list to which the places to leave out are added.
+        in_conversation: whether the value is part of a conversation.
 
     Raises:
         NotServed, BadRequest: a member names an object that is not its tenant's.
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
-            _check_within(owners, tenant, item, folded, (place, index), left_out, is_talk=is_talk)
+            inner = (place, index)
+            _check_within(
+                owners, tenant, item, folded, inner, left_out, in_conversation=in_conversation
+            )
     elif isinstance(value, dict):
         for name, member in value.items():
             if member is None or name in FREE or (name == "input" and isinstance(member, dict)):
                 continue
-            said, inner = name.casefold(), (place, name)
+            lower, inner = name.casefold(), (place, name)
             # Some parsers ignore the case of a name.
-            is_odd = said != name and said in MEMBERS
-            if is_odd or _is_reference(said, member, is_item=isinstance(place[1], int)):
+            is_odd = lower != name and lower in MEMBERS
+            if is_odd or _is_reference(lower, member, is_item=isinstance(place[1], int)):
                 raise _not_allowed(inner)
-            if name not in MEMBERS and (not is_talk or KEPT.fullmatch(said)):
+            if name not in MEMBERS and (not in_conversation or KEPT.fullmatch(lower)):
                 left_out.append(inner)
                 continue
-            if said == MODEL and isinstance(member, str):
+            if lower == MODEL and isinstance(member, str):
                 owners.check(tenant, member)
-            is_talk_still = is_talk and name not in OPTIONS
-            _check_within(owners, tenant, member, said, inner, left_out, is_talk=is_talk_still)
-    elif isinstance(value, str) and not _is_open(folded, value):
+            stays_in = in_conversation and name not in OPTIONS
+            _check_within(owners, tenant, member, lower, inner, left_out, in_conversation=stays_in)
+    elif isinstance(value, str) and not _is_harmless(folded, value):
         if isinstance(place[1], int) or folded in MEMBERS:
             raise _not_allowed(place, _PUBLIC)
         left_out.append(place)
@@ -440,14 +447,14 @@ def _is_reference(folded: str, member: object, *, is_item: bool) -> bool:
     return isinstance(member, dict) if folded == "prompt" else folded in REFERENCES
 
 
-def _is_steered_by_gateways(folded: str) -> bool:
+def _steers_gateways(folded: str) -> bool:
     """Return whether gateways take an address or a credential from a field of this name."""
     # The pattern is slow on long names, which no gateway reads.
-    return _PLACE.fullmatch(folded[-_MOST_READ:].replace("_", "").replace("-", "")) is not None
+    return _STEERING.fullmatch(folded[-_MOST_READ:].replace("_", "").replace("-", "")) is not None
 
 
 def _steps(place: Place) -> list[str | int]:
-    """Return the names and indexes on the way to a place, from the body on."""
+    """Return the names and indexes that lead from the body to a place."""
     steps, outer = [place[1]], place[0]
     while outer is not None:
         steps.append(outer[1])
@@ -455,8 +462,8 @@ def _steps(place: Place) -> list[str | int]:
     return steps[::-1]
 
 
-def _without(request: ModelRequest, left_out: Sequence[Place]) -> ModelRequest:
-    """Return a request without the places `left_out`, all other fields byte for byte.
+def _without_places(request: ModelRequest, left_out: Sequence[Place]) -> ModelRequest:
+    """Return a request without the places `left_out`; fields without any keep their bytes.
 
     Raises:
         ValueError: a field with a place to leave out has a number that cannot be encoded again.
@@ -486,16 +493,16 @@ def _without(request: ModelRequest, left_out: Sequence[Place]) -> ModelRequest:
 
 
 def _warning(left_out: Sequence[Place]) -> str:
-    """Return a warning that names the places, without list indexes."""
-    # More would not be shown.
+    """Return a warning that lists the places, without list indexes."""
+    # More places would not fit into the warning.
     shown_of = map(_steps, left_out[:_MOST_WARNED])
     names = dict.fromkeys(".".join(s for s in place if isinstance(s, str)) for place in shown_of)
     listed = ascii(", ".join(names))[:_MOST_WARNED]
     return f"left out, as it may refer to another tenant's object: {listed}"
 
 
-def _is_open(folded: str, text: str) -> bool:
-    """Return whether a text under this name is no address, or a public address."""
+def _is_harmless(folded: str, text: str) -> bool:
+    """Return whether a member's text is not an address to fetch, or is a public address."""
     fetched = _FETCHED.fullmatch(folded)
     if fetched is None or not text or (":" not in text and not fetched[1]):
         return True
@@ -503,7 +510,7 @@ def _is_open(folded: str, text: str) -> bool:
 
 
 def _is_public(url: str) -> bool:
-    """Return whether a URL holds its data, or has a public address for all parsers."""
+    """Return whether a URL is a `data:` URL, or names a public host by any parser's reading."""
     if url[:5].lower() == "data:":
         return True
     named = _URL.fullmatch(url)
@@ -518,7 +525,7 @@ def _is_public(url: str) -> bool:
 
 
 def _check_items(items: object) -> None:
-    """Check that no item of a response's input is a reference to a stored item."""
+    """Raise `BadRequest` if an item of a response's input refers to a stored item."""
     for index, item in enumerate(items if isinstance(items, list) else ()):
         place: Place = ((None, "input"), index)
         if isinstance(item, list):
@@ -529,9 +536,9 @@ def _check_items(items: object) -> None:
         if kind is None and item.get("role"):
             # A message, which has a role, may lack a type; so may a reference.
             continue
-        said_in = ITEMS.get(kind) if isinstance(kind, str) else None
-        if said_in is None or (said_in and not any(map(item.get, said_in))):
-            thoughts = ", thoughts as the `encrypted_content` that `include` asks for"
+        members = ITEMS.get(kind) if isinstance(kind, str) else None
+        if members is None or (members and not any(map(item.get, members))):
+            thoughts = ", with the `encrypted_content` that `include` asks for"
             raise _not_allowed(
                 place, f"send the item itself{thoughts if kind == 'reasoning' else ''}"
             )
@@ -542,7 +549,8 @@ def _not_allowed(place: Place, remedy: str = "") -> BadRequest:
     path = "".join(steps)[1:]
     remedy = remedy or REFERENCES.get(str(place[1]).casefold(), "leave it out")
     return BadRequest(
-        f"{shortened(path)} is not among what tenants may send through this proxy: {remedy}",
+        f"{shortened(path)} is not among the fields that tenants may send through this proxy: "
+        f"{remedy}",
         param=shortened(path),
         code="field_not_allowed",
     )
@@ -550,8 +558,8 @@ def _not_allowed(place: Place, remedy: str = "") -> BadRequest:
 
 def _unreadable(error: ValueError) -> BadRequest:
     return BadRequest(
-        f"The body cannot be read ({error}), so it is not known what it names: send numbers "
-        "of fewer digits, or texts in their place",
+        f"The body cannot be read ({error}), so it is not known which objects it names: send "
+        "numbers of fewer digits, or texts in their place",
         code="invalid_json",
     )
 
@@ -570,7 +578,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def responses_named(wire_format: WireFormat, request: ModelRequest) -> list[str]:
-    """Return the ids of the responses that a call continues."""
+    """Return the ids of the earlier responses that a call asks to continue."""
     fields = request.fields
     # Gateways merge the fields of `extra_body` into the body.
     extra = fields.get("extra_body")
@@ -579,12 +587,17 @@ def responses_named(wire_format: WireFormat, request: ModelRequest) -> list[str]
 
 
 async def check_continued(
-    tenant: str, dialect: str, named: str, owners: Owners, memory: CallMemory, lookup: Lookup
+    tenant: str,
+    dialect: str,
+    response_id: str,
+    owners: Owners,
+    memory: CallMemory,
+    lookup: Lookup,
 ) -> None:
-    """Check that a call does not continue another tenant's response.
+    """Check that `tenant` may continue the response `response_id`.
 
-    A provider keeps all tenants' responses under one account, and continues any. A tenant's
-    response must be known as its own. The default tenant's may be unknown, as the
+    A provider keeps all tenants' responses under one account, and continues any of them. So the
+    response must be known as the tenant's own. For the default tenant it may be unknown, as the
     provider may keep responses that no proxy has seen, but must not be known as another tenant's.
 
     Raises:
@@ -592,9 +605,9 @@ async def check_continued(
         NotKnownNow: the database does not answer, and this worker does not know the response.
     """
     others = owners.other_tenants if tenant == DEFAULT else frozenset()
-    fingerprint = response_fingerprint(named)
+    fingerprint = response_fingerprint(response_id)
     digests = {name: keyed_digests(name, [fingerprint])[0] for name in (tenant, *others)}
-    names = {scoped(name, named): name for name in (tenant, *others)}
+    names = {scoped(name, response_id): name for name in (tenant, *others)}
 
     async def ask(driver: Driver) -> set[str]:
         return await known_responses(driver, list(names), dialect)
@@ -602,28 +615,30 @@ async def check_continued(
     clock = asyncio.get_running_loop().time
     deadline = clock() + WAIT_S
     # PostgreSQL neither stores U+0000 in a text nor accepts it in a query.
-    is_possible = "\x00" not in named
+    is_possible = "\x00" not in response_id
     while True:
-        known = {name for name, digest in digests.items() if memory.remembers_fingerprint(digest)}
+        owning_tenants = {
+            name for name, digest in digests.items() if memory.remembers_fingerprint(digest)
+        }
         is_answered = True
-        if not known and is_possible:
+        if not owning_tenants and is_possible:
             stored = await lookup.ask(ask, within_s=LOOK_S)
             is_answered = stored is not None
-            known = {names[name] for name in stored or ()}
-        if tenant in known:
+            owning_tenants = {names[name] for name in stored or ()}
+        if tenant in owning_tenants:
             return
-        if known or not is_possible or clock() >= deadline:
+        if owning_tenants or not is_possible or clock() >= deadline:
             break
         await asyncio.sleep(PAUSE_S)
     if not is_answered:
         raise NotKnownNow(
-            f"It is not known now whether response {shortened(named)!r} is yours, as the database "
-            "does not answer: send the request again, or the conversation itself",
+            f"It is not known now whether response {shortened(response_id)!r} is yours, as the "
+            "database does not answer: send the request again, or the conversation itself",
             param="previous_response_id",
         )
-    if known or tenant != DEFAULT:
+    if owning_tenants or tenant != DEFAULT:
         raise NotContinued(
-            f"There is no response {shortened(named)!r} to go on from: send the conversation "
+            f"There is no response {shortened(response_id)!r} to continue: send the conversation "
             "itself, or the id of a response that you got",
             param="previous_response_id",
             code="previous_response_not_found",

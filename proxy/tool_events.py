@@ -3,8 +3,8 @@
 A client may state how a tool ended: in the header `x-pawl-tool-status`, an RFC 9651 list such as
 `ok;id="call_1", error;id="call_2";detail="exit 2"`, or with the result, where the API has a field
 for it. `PAWL_TOOL_RESULTS` names rules that read results, tool by tool:
-`search=json_error,shell=exit_code+timeout`. If nothing is stated, some APIs mean that the tool
-succeeded. The three sources are stored apart (docs/decisions/019-tool-event-sources.md).
+`search=json_error,shell=exit_code+timeout`. In some APIs a result that states no error means that
+the tool succeeded. Each event stores its source (docs/decisions/019-tool-event-sources.md).
 """
 
 import re
@@ -23,13 +23,13 @@ from proxy.formats.raw_json import Object
 from store.ids import new_id
 from store.records import TOOL_STATUSES, Record, ToolCall, ToolEvent, ToolSource, ToolStatus
 
-# A text that is one fenced block and nothing else: agents execute its content.
+# A text that is a single fenced code block: agents execute what is inside the fence.
 _FENCED: Final = re.compile(r"```[^\n`]*\n((?:(?!```).)*)```", re.DOTALL)
 MOST_QUOTES: Final = 4
 
 
 def text_digest(text: str) -> UUID | None:
-    """Return a digest of a text without the blanks and the fence around it, or None if empty."""
+    """Return the digest of a text without outer whitespace and code fence, or None if empty."""
     bare = text.strip()
     if fenced := _FENCED.fullmatch(bare):
         bare = fenced.group(1).strip()
@@ -39,9 +39,9 @@ def text_digest(text: str) -> UUID | None:
 
 
 def quoted_digests(texts: Iterable[str]) -> tuple[UUID, ...]:
-    """Return the distinct digests of the first `MOST_QUOTES` texts of a tool call."""
+    """Return the distinct digests of the first `MOST_QUOTES` texts that are not empty."""
     digests = filter(None, map(text_digest, texts))
-    # No more is digested than is kept: a tool call may have a million arguments.
+    # Further texts are not digested: a tool call may have a million arguments.
     return tuple(dict.fromkeys(islice(digests, MOST_QUOTES)))
 
 
@@ -56,15 +56,16 @@ _TIMED_OUT: Final = ("timed_out", "timedOut", "timeout")
 _CODE: Final = r"(?:(?:exit|return)[ _-]?|exited with )(?:code|status)[\s:=]{0,3}(-?\d{1,10})\b"
 # At a line's beginning ("Exit code 2", "exit_code: 0 (done)"), or at its end ("… exit code 1.").
 _EXIT_LINE: Final = re.compile(rf"\W*{_CODE}|.*\b{_CODE}\W*\Z", re.IGNORECASE | re.ASCII)
-# Frames that coding agents write around a command's output, matched whole, since the output may
-# hold similar lines. Without a code the command still runs, or was killed.
+# Frames that coding agents write around a command's output. They are matched as a whole, since the
+# output may have similar lines. A frame has no code if the command still runs, or was killed.
 _CODEX: Final = re.compile(
     r"(?:Chunk ID: \w+\n)?Wall time: \d+\.\d+ seconds\n"
     r"Process (?:exited with code (-?\d{1,10})|running with session ID \d+)\n"
     r"(?:Original token count: \d+\n)?Output:(?:\n|\Z)",
     re.ASCII,
 )
-# The last lines of each kind are Qwen Code's own. A long result begins with a notice.
+# The output comes before the last `Error`, `Exit Code` and further lines. A result that was too
+# long begins with a notice.
 _QWEN_CODE: Final = re.compile(
     r"(?:Tool output was too large and has been truncated\.\n(?:.+\n)*\n"
     r"Truncated part of the output:\n)?"
@@ -73,16 +74,16 @@ _QWEN_CODE: Final = re.compile(
     r"(?:\n\nNote: this foreground command ran for .*)?\Z",
     re.ASCII,
 )
-_QWEN_CODE_LATE: Final = re.compile(r"Command timed out after \d+ms before it could complete\.")
+_QWEN_CODE_TIMEOUT: Final = re.compile(r"Command timed out after \d+ms before it could complete\.")
 _TIMEOUT: Final = re.compile(
     r"\btim(?:ed|e)[ _-]?out\s*(?:$|[.:!(]|after\b|expired\b|exceeded\b|reached\b|error\b)",
     re.IGNORECASE | re.ASCII,
 )
-_LINE: Final = 300
+_MAX_LINE: Final = 300
 
 
 class ToolVerdict(Record, frozen=True, kw_only=True):
-    """A rule's verdict on how a tool ended, with the detail behind it."""
+    """A rule's verdict on how a tool ended, with an explanation if the result has one."""
 
     status: ToolStatus
     detail: str | None = None
@@ -101,7 +102,7 @@ _CLINE: Final = list[_ClineResult]
 
 
 class BadReaders(ValueError):
-    """Report that `PAWL_TOOL_RESULTS` is invalid; the message says where, and what is allowed."""
+    """Report that `PAWL_TOOL_RESULTS` is invalid; the message quotes the invalid part."""
 
 
 class ResultReaders(Record, frozen=True, kw_only=True):
@@ -114,10 +115,7 @@ class ResultReaders(Record, frozen=True, kw_only=True):
     give_verdicts: bool = False
 
     def read(self, name: str | None, text: str) -> ToolVerdict | None:
-        """Return how the tool of that name ended, or None if no rule gives a verdict.
-
-        The worst of several verdicts counts.
-        """
+        """Return the worst verdict on a result `text` of the tool, or None if no rule gives one."""
         rules = self._rules_for(name)
         if not rules:
             return None
@@ -126,7 +124,7 @@ class ResultReaders(Record, frozen=True, kw_only=True):
         return max(verdicts, key=lambda reading: _WORST.index(reading.status), default=None)
 
     def ignores(self, name: str | None) -> bool:
-        """Return whether a result of that tool must not be assumed `ok` when it states nothing."""
+        """Return whether the tool has the rule `ignore`: its results are never assumed `ok`."""
         return IGNORE in self._rules_for(name)
 
     def _rules_for(self, name: str | None) -> tuple[str, ...]:
@@ -135,7 +133,7 @@ class ResultReaders(Record, frozen=True, kw_only=True):
 
 
 def parse_readers(value: str) -> ResultReaders:
-    """Return the rules that the setting's value names.
+    """Return the rules that the value of `PAWL_TOOL_RESULTS` names.
 
     Raises:
         BadReaders: a part is not TOOL=RULE, names a tool again, or its rule is unknown.
@@ -164,7 +162,7 @@ def _rule(rule: str, part: str) -> str:
 
 
 def json_error(text: str, parsed: Any) -> ToolVerdict | None:
-    """Read a JSON object's `error`: the tool failed unless that is null, false or empty."""
+    """Judge by the `error` of a JSON object: the tool failed unless it is null, false or empty."""
     if not isinstance(parsed, dict):
         return None
     error = parsed.get("error")
@@ -176,7 +174,7 @@ def json_error(text: str, parsed: Any) -> ToolVerdict | None:
 
 
 def exit_code(text: str, parsed: Any) -> ToolVerdict | None:
-    """Read the exit code in a JSON object, or in a text's first or last line: only 0 is success."""
+    """Judge by the exit code in a JSON object, or in a text's first or last line: 0 is success."""
     code = _json_code(parsed) if isinstance(parsed, dict) else _text_code(text)
     if isinstance(parsed, dict) and _says_timed_out(parsed):
         return ToolVerdict(status="timeout", detail=None if code is None else f"exit code {code}")
@@ -184,19 +182,19 @@ def exit_code(text: str, parsed: Any) -> ToolVerdict | None:
 
 
 def codex(text: str, parsed: Any) -> ToolVerdict | None:
-    """Read the exit code in the header that Codex writes before a command's output."""
+    """Judge by the exit code in the header that Codex writes before a command's output."""
     return _verdict_of_code(_framed_code(_CODEX.match(text)))
 
 
 def qwen_code(text: str, parsed: Any) -> ToolVerdict | None:
-    """Read the exit code in the lines that Qwen Code writes around a command's output."""
-    if _QWEN_CODE_LATE.match(text):
+    """Judge by the exit code in the lines that Qwen Code writes around a command's output."""
+    if _QWEN_CODE_TIMEOUT.match(text):
         return ToolVerdict(status="timeout")
     return _verdict_of_code(_framed_code(_QWEN_CODE.match(text)))
 
 
 def cline(text: str, parsed: Any) -> ToolVerdict | None:
-    """Read the results that Cline writes as JSON, one or a list: `success` must be true in all."""
+    """Judge by Cline's JSON, a result or a list of them: `ok` if `success` is true in each."""
     try:
         results = msgspec.convert(parsed if isinstance(parsed, list) else [parsed], _CLINE)
     except msgspec.ValidationError:
@@ -206,7 +204,7 @@ def cline(text: str, parsed: Any) -> ToolVerdict | None:
 
 
 def timeout(text: str, parsed: Any) -> ToolVerdict | None:
-    """Read from a JSON object, or a text's first or last line, that the tool ran out of time."""
+    """Judge whether a JSON object, or a text's first or last line, states a timeout."""
     if isinstance(parsed, dict):
         timed_out = _says_timed_out(parsed)
         return ToolVerdict(status="timeout") if timed_out else None
@@ -249,9 +247,9 @@ def _json_code(parsed: dict[str, Any]) -> int | None:
 
 
 def _text_code(text: str) -> int | None:
-    """Return the exit code of the first or last line; if both give one, prefer the failing one.
+    """Return the exit code in the first or last line, that of a failure if both have a code.
 
-    A command may print such a line itself. If there is a coding agent's frame, only that counts.
+    A command may print such a line itself, so in a coding agent's frame only its code counts.
     """
     if framed := _CODEX.match(text) or _QWEN_CODE.match(text):
         return _framed_code(framed)
@@ -271,9 +269,9 @@ def _verdict_of_code(code: int | None) -> ToolVerdict | None:
 
 
 def _outer_lines(text: str) -> tuple[str, ...]:
-    """Return the first and the last line; the tool's own output stands between them."""
+    """Return the first and the last line, where a tool's wrapper states how the tool ended."""
     stripped = text.strip()
-    return stripped.split("\n", 1)[0][:_LINE], stripped.rpartition("\n")[2][:_LINE]
+    return stripped.split("\n", 1)[0][:_MAX_LINE], stripped.rpartition("\n")[2][:_MAX_LINE]
 
 
 def _says_timed_out(parsed: dict[str, Any]) -> bool:
@@ -281,7 +279,7 @@ def _says_timed_out(parsed: dict[str, Any]) -> bool:
 
 
 def _detail(text: str | None) -> str | None:
-    """Return the beginning of a text, in a form that the database can store."""
+    """Return the beginning of a text, without U+0000, which the database cannot store."""
     return text.replace("\x00", "")[:MAX_DETAIL] if text else None
 
 
@@ -290,7 +288,7 @@ def result_events(
 ) -> tuple[ToolEvent, ...]:
     """Return the tool events of the results in a call's request.
 
-    `parsed` is the request's top level. The same call gives the same events, ids included.
+    `parsed` has the request's fields, unparsed. The same call always gives the same event ids.
     """
     events: list[ToolEvent] = []
     for result in turns.results(parsed):
@@ -316,8 +314,8 @@ def not_offered_events(
 ) -> tuple[ToolEvent, ...]:
     """Return a `malformed` event for each tool call whose tool the request does not offer.
 
-    `tools` is the request's field. If any tool has no name, or is a set of tools, the names are not
-    all known, and there are no events. Of tool calls that share an id the last counts.
+    `tools` is the request's field of that name. If any tool has no name, or is a set of tools, not
+    all names are known, and no events are returned. Of tool calls that share an id the last counts.
     """
     names = {_tool_name(tool) for tool in tools} if isinstance(tools, list) else set()
     if not names or None in names:
@@ -348,7 +346,7 @@ def _tool_name(tool: Any) -> str | None:
 def _surest_verdict(
     turns: Turns, result: ToolResult, readers: ResultReaders
 ) -> tuple[ToolStatus, ToolSource, str | None] | None:
-    """Return the surest verdict on a result: stated, read by a rule, or assumed by default."""
+    """Return the surest verdict on a result: stated in it, read by a rule, or assumed `ok`."""
     if result.is_error is not None:
         return ("error" if result.is_error else "ok"), "is_error", None
     read = readers.read(result.name, result.text)

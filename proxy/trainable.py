@@ -4,10 +4,10 @@ A trainable call has ids that the policy sampled under a distribution that the t
 again (`store.values.sampling`). Their log-probabilities are recorded, or the trainer computes them
 with the version that sampled the ids.
 
-vLLM's request classes accept more than they document: a number in a string, true for 1. It also
-never samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting
-whose meaning is unclear is recorded as it was sent, and named in `unreadable`. An unknown field is
-named there, too: a server may take it for a constraint.
+vLLM accepts more than it documents, such as a number in a string, or true for 1, and it never
+samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting whose
+meaning is unclear is recorded as it was sent, and named in `unreadable`. An unknown field is named
+there, too: a server may take it for a constraint.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,14 +68,15 @@ GRAMMARS: Final = frozenset({STRUCTURED, *GUIDED})
 STRICT_TOOLS: Final = "strict_tools"
 ONE_CALL: Final = "one_call"
 UNREAD_SETTINGS: Final = "unreadable"
-# Settings by which a grammar may have constrained a reply.
-HELD: Final = GRAMMARS | {STRICT_TOOLS, ONE_CALL}
+# Settings that may have constrained a reply by a grammar.
+MAY_CONSTRAIN: Final = GRAMMARS | {STRICT_TOOLS, ONE_CALL}
 
 
 class JudgedSettings(msgspec.Struct, frozen=True):
-    """A call's settings as they are recorded (JSON), and the reasons why they prevent training.
+    """A call's settings as they are recorded (JSON), and why they prevent training, if they do.
 
-    `unsure` is the reason if it is not known which tokens a grammar constrained.
+    `sure` is the reason, or None, if it is known which tokens a grammar constrained; `unsure` is
+    the reason, or None, if it is not.
     """
 
     recorded: bytes
@@ -83,11 +84,11 @@ class JudgedSettings(msgspec.Struct, frozen=True):
     unsure: Reason | None
 
     def why_not(self, sure: bool) -> Reason | None:
-        """Return why the distribution cannot be computed again, or None if it can."""
+        """Return why the distribution cannot be computed again, or None; see `why_not_replayed`."""
         return self.sure if sure else self.unsure
 
     def with_setting(self, name: str, value: Any) -> "JudgedSettings":
-        """Return a copy with one more recorded setting, which changes no reason."""
+        """Return a copy that records one more setting; the reasons stay the same."""
         recorded = msgspec.json.decode(self.recorded) | {name: value}
         return msgspec.structs.replace(self, recorded=msgspec.json.encode(recorded))
 
@@ -104,8 +105,8 @@ def why_untrainable(
 ) -> Reason | None:
     """Return the first reason why a call cannot be trained on, or None if it can.
 
-    `judge` does what `why_not_replayed` does for the call's settings. `only_text` says whether the
-    call shows and requests text alone, and `is_side` whether it is a side call.
+    `judge` is `why_not_replayed` for the call's settings, given `sure`. `only_text` says whether
+    the call's prompt and reply are text alone, and `is_side` whether it is a side call.
     """
     if status != "complete":
         return "incomplete"
@@ -142,10 +143,10 @@ def _why_tokens_unusable(sampled: SampledTokens) -> Reason | None:
 def why_not_replayed(
     sampling: Mapping[str, Any], rules: SamplingRules, *, sure: bool
 ) -> Reason | None:
-    """Return why the distribution cannot be computed again, or None if it can.
+    """Return why the trainer cannot compute the settings' distribution again, or None if it can.
 
-    `sure` says whether it is known which tokens a grammar constrained: all, as there are no
-    thoughts, or those that the server's log-probabilities show.
+    `sure` says whether it is known which tokens a grammar constrained, if any: all of a reply
+    without thoughts, or those that the server's log-probabilities show.
     """
     if UNREAD_SETTINGS in sampling:
         return "unreadable_sampling"
@@ -156,12 +157,12 @@ def why_not_replayed(
         return reshaped
     if GRAMMAR in sampling:
         return None if sure else "constrained_sampling"
-    held = not HELD.isdisjoint(sampling) or rules.constrains(sampling)
-    return "constrained_sampling" if held else None
+    may_constrain = not MAY_CONSTRAIN.isdisjoint(sampling) or rules.constrains(sampling)
+    return "constrained_sampling" if may_constrain else None
 
 
 def _why_not_replayable(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
-    """Return why the trainer cannot replay the settings, or None if it can."""
+    """Return why the trainer cannot replay the settings, grammars aside, or None if it can."""
     for name, value in sampling.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             return "reshaped_distribution"
@@ -185,9 +186,9 @@ NUMBERS: Final = frozenset(
     }
 )
 NO_DEFAULTS: Final[Mapping[str, float]] = {}
-# Marks of tools that a grammar in a known syntax may constrain although no call is forced.
+# Marks by which a grammar in a known syntax may constrain tool calls although none is forced.
 TAGGED: Final = frozenset({STRICT_TOOLS, ONE_CALL})
-# How many unknown fields are named.
+# At most so many unknown fields are named in `unreadable`.
 MOST_UNKNOWN: Final = 8
 # Most cached settings, and most bytes of request fields that serve as a cache key.
 MOST_KNOWN: Final = 256
@@ -198,14 +199,14 @@ Fields = tuple[tuple[str, bytes], ...]
 
 
 def judge_settings(captured: CapturedCall, request: ModelRequest) -> JudgedSettings:
-    """Return the settings of a captured call, whose `request` was read without its large fields.
+    """Return the settings of a captured call; `request` was parsed without its large fields.
 
-    An agent sends the same settings and tools with each of its calls: they are judged once.
+    The results are cached: an agent sends the same settings and tools with each of its calls.
     """
     wire_format = FORMATS[captured.dialect]
     parsed = request.parsed
     defaults = tuple(captured.sampling_defaults.items())
-    how = (
+    conditions = (
         captured.dialect,
         captured.default_temperature,
         defaults,
@@ -213,12 +214,12 @@ def judge_settings(captured: CapturedCall, request: ModelRequest) -> JudgedSetti
         captured.tool_tag,
     )
     if parsed is None or not wire_format.unread or _memory_size(parsed) > MOST_FIELD_BYTES:
-        return _judge(None if parsed is None else request.fields, *how)
-    return _judge_once(tuple((name, bytes(raw)) for name, raw in parsed.items()), *how)
+        return _judge(None if parsed is None else request.fields, *conditions)
+    return _judge_once(tuple((name, bytes(raw)) for name, raw in parsed.items()), *conditions)
 
 
 def _memory_size(parsed: Object) -> int:
-    """Return about how many bytes of memory the fields take as a key."""
+    """Estimate the memory that the fields take as a key of the cache, in bytes."""
     return sum(FIELD_BYTES + len(name) + len(memoryview(raw)) for name, raw in parsed.items())
 
 
@@ -266,11 +267,12 @@ def sampling_settings(
     tool_grammars: bool = True,
     tool_tag: str | None = None,
 ) -> dict[str, Any]:
-    """Return a request's sampling settings, with the temperature; for None only `unreadable`.
+    """Return a request's sampling settings, always with a temperature, and marks for tools.
 
-    `request` is None if the body could not be parsed. `default_temperature` and `defaults` are the
-    server's, for settings that the request does not name. `tool_grammars` says whether the server
-    may constrain calls of strict tools by a grammar, and `tool_tag` in which syntax, if known.
+    If `request` is None, its body could not be parsed, and only `unreadable` is returned.
+    `default_temperature` and `defaults` are the server's, for settings that the request does not
+    name. `tool_grammars` says whether the server may constrain tool calls by a grammar, and
+    `tool_tag` in which syntax, if known.
     """
     if request is None:
         return {UNREAD_SETTINGS: ["request"]}
@@ -284,7 +286,7 @@ def sampling_settings(
         elif name not in rules.harmless:
             unknown.append(name)
     unreadable = _to_numbers(settings)
-    # A value that none of our parsers reads (with 1e400, for example) is a text here.
+    # A value that our parsers cannot read (such as one with 1e400) is a text here.
     unreadable += [n for n in rules.objects if not isinstance(settings.get(n, {}), dict)]
     unreadable += unknown[:MOST_UNKNOWN]
     tools = rules.tools(request)
@@ -309,18 +311,19 @@ def _grammar(
     rules: SamplingRules,
     tool_tag: str | None,
 ) -> Mapping[str, str] | None:
-    """Return the grammar that constrained the reply, or None if there is none that can be read."""
+    """Return the grammar that constrained the reply, or None if there is none or it is unclear."""
     tagged = tool_tag is not None and not TAGGED.isdisjoint(settings)
-    held = tagged or STRUCTURED in settings or rules.constrains(settings)
-    if not held or not settings.keys().isdisjoint(GUIDED):
+    is_constrained = tagged or STRUCTURED in settings or rules.constrains(settings)
+    if not is_constrained or not settings.keys().isdisjoint(GUIDED):
         return None
     return rules.grammar(request, tool_tag)
 
 
 def _to_numbers(settings: dict[str, Any]) -> list[str]:
-    """Turn settings into the numbers that vLLM uses; return the names of those that are none.
+    """Replace numeric settings in place by the numbers that vLLM uses.
 
-    `settings` is changed in place.
+    Returns:
+        The names of settings that are not numbers.
     """
     unreadable = []
     used = used_temperature(settings["temperature"])
@@ -354,9 +357,9 @@ def _allows_one_call(request: Mapping[str, Any]) -> bool:
 def _has_strict_tool(tools: list[Any]) -> bool:
     """Return whether any of the tools is strict.
 
-    A grammar of vLLM's constrains strict tools to their schema, and so the distribution. In a
-    chat `strict` is a field of the tool's function, in the other APIs of the tool itself. Any
-    value but false and null counts as true, because the server may read it so.
+    vLLM constrains calls of strict tools to their schema by a grammar, which changes the
+    distribution. In a chat `strict` is a field of the tool's function, in the other APIs of the
+    tool itself. Any value but false and null counts as true: the server may read it as true.
     """
     return any(
         holder.get("strict") not in (None, False)

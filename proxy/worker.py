@@ -1,4 +1,4 @@
-"""Serve the data port: take calls and feedback; only the disk and the upstream are needed."""
+"""Serve the data port: calls and feedback. It needs only the disk and the upstream."""
 
 import asyncio
 import socket
@@ -51,15 +51,15 @@ BACKLOG: Final = 4096
 def data_handler(
     parts: CallParts,
     feedback: FeedbackEndpoint,
-    gate: KeyChecker,
+    key_checker: KeyChecker,
     *,
     may_delete_models: bool,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Handler:
     """Return the data port's handler.
 
-    Every request goes through the allow-list (`proxy.routing`), which is the only router, and
-    through the gate, which checks and removes its key. Only `/healthz` does not: load balancers
+    Every request passes the allow-list (`proxy.routing`), which is the only router, and the
+    `key_checker`, which checks and removes its key. Only `/healthz` passes neither: load balancers
     have no key and may not reach the admin port.
     """
 
@@ -67,7 +67,7 @@ def data_handler(
         if exchange.target == HEALTH and exchange.method == "GET":
             if stopping():
                 exchange.reply(503, b"", [JSON], b'{"status": "stopping"}')
-            elif not gate.knows_keys:
+            elif not key_checker.knows_keys:
                 exchange.reply(503, b"", [JSON], b'{"status": "keys unknown"}')
             else:
                 exchange.reply(200, b"", [JSON], b'{"status": "ok"}')
@@ -78,7 +78,7 @@ def data_handler(
             if exchange.method == "GET":
                 _refuse_websocket(exchange.headers, path)
             route = find_route(exchange.method, path)
-            usage = gate.admit(exchange, route.scope)
+            usage = key_checker.admit(exchange, route.scope)
             if route.wire_format is not None:
                 await answer_call(parts, exchange, route, usage)
             elif route.path == FEEDBACK:
@@ -93,7 +93,7 @@ def data_handler(
                     may_delete_models=may_delete_models,
                 )
         except ClientGone:
-            # If it got as far as a `Call`, its record has been made.
+            # If the request had become a `Call`, its record has been made.
             log.debug("client_gone", method=exchange.method)
         except Exception as error:
             _answer_failure(exchange, error)
@@ -115,13 +115,13 @@ def _refuse_websocket(headers: Headers, path: str) -> None:
     offer, key = (first_value(headers, name) for name in (b"upgrade", b"sec-websocket-key"))
     if ((offer or b"").lower() == b"websocket" or key is not None) and is_served(path):
         raise NoWebsocket(
-            f"Pawl serves {path} over HTTP, streamed too, and opens no websocket",
+            f"Pawl serves {path} over HTTP, streamed too, and opens no websocket: send a request",
             code="no_websocket",
         )
 
 
 def _answer_failure(exchange: Exchange, error: Exception) -> None:
-    """Answer with the error if its reason is known; else log it, and answer 500."""
+    """Answer with a `ProxyError` or for a slow body; log any other error, and answer 500."""
     if isinstance(error, BodyTooSlow):
         error = TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take")
     if isinstance(error, ProxyError):
@@ -152,9 +152,9 @@ async def run_worker(
 ) -> AsyncIterator[Server]:
     """Run a worker that takes connections from `listener`; it is up when the context is entered.
 
-    `pins` are the episodes' versions that all workers of a proxy agree on, None for a sole worker.
-    `stopping` returns whether clients should go elsewhere. When the context is left, no new
-    connection is taken, and calls under way have a part of `PAWL_STOP_GRACE_S` to finish, unless
+    `pins` holds the version of each episode for all workers of a proxy; None for a sole worker.
+    `stopping` returns whether `/healthz` is to send clients elsewhere. When the context is left, no
+    new connection is accepted, and calls that still run have `calls_end_s` to finish, unless
     `finish_within` was called on the server before.
     """
 
@@ -163,7 +163,7 @@ async def run_worker(
         parts.upstreams.learn(known)
 
     def take_keys(ring: KeyRing | None) -> None:
-        gate.replace_keys(ring)
+        key_checker.replace_keys(ring)
         if ring is not None and ring.made:
             versions.owners.learn_keys(ring.tenants)
 
@@ -193,12 +193,12 @@ async def run_worker(
     )
     keys = IdempotencyStore(KeyFiles(settings.spool_dir), parts.lookup)
     feedback = FeedbackEndpoint(parts.recorder, parts.targets, parts.lookup, parts.intake, keys)
-    gate = KeyChecker(settings.access, settings.workers, settings.allowed_hosts)
+    key_checker = KeyChecker(settings.access, settings.workers, settings.allowed_hosts)
     server = Server(
         data_handler(
             parts,
             feedback,
-            gate,
+            key_checker,
             may_delete_models=settings.allow_model_delete,
             stopping=stopping,
         ),
@@ -233,7 +233,7 @@ async def run_worker(
 
 
 async def _let_finish(server: Server, within_s: float) -> None:
-    """Take no more connections, and give calls under way `within_s` seconds to finish."""
+    """Accept no more connections, and give running calls `within_s` seconds to finish."""
     # Accept connections that are queued already: closing the socket would reset them.
     await asyncio.sleep(QUEUE_S)
     server.stop_accepting()
@@ -244,7 +244,7 @@ async def _let_finish(server: Server, within_s: float) -> None:
 
 
 async def _load_pins(lookup: Lookup, versions: Versions) -> None:
-    """Load the versions of episodes under way, which they keep across a restart of the proxy."""
+    """Load the versions of unfinished episodes, which keep them across a restart of the proxy."""
     while True:
         pins = await lookup.ask(lambda c: pinned_episodes(c, MAX_PINS), within_s=PINS_S)
         if pins is not None:

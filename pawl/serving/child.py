@@ -22,7 +22,7 @@ from pawl.processes import end_if_hung
 from pawl.serving.process import DISK_FAILS, LEAVE, LEAVE_S, MOST_REPORTED, STOP, UP
 from proxy.errors import ProxyError
 from proxy.settings import ProxySettings
-from proxy.shared_memory import PINS, count_in, read_states
+from proxy.shared_memory import PINS, read_states, share_metrics_in
 from proxy.spool.folders import PASSING
 from store.errors import StoreError
 
@@ -144,7 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     configure_logging(buffered=arguments.kind == "worker")
     # Must come before the imports in `_run_ingester` and `_run_worker`: these create the metrics.
-    count_in(arguments.shared)
+    share_metrics_in(arguments.shared)
     ready = os.fdopen(arguments.ready, "wb", buffering=0)
     try:
         if arguments.kind == "ingester":

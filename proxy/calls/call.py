@@ -21,7 +21,7 @@ from proxy.calls.recording import (
     read_reply,
     record_call,
 )
-from proxy.error_replies import UNEXPECTED, UPSTREAM_SAID, send_error, send_internal_error
+from proxy.error_replies import UNEXPECTED, UPSTREAM_AT_FAULT, send_error, send_internal_error
 from proxy.errors import NotLoaded, NotServed, ProxyError, ReplyTorn
 from proxy.exploring import Changes, Exploring, changes_header, explore_request, is_chosen
 from proxy.feedback import RecentTargets
@@ -498,7 +498,7 @@ class Call:
             reply = decode_reply(reply)
         headers = self._own_headers()
         if reply.status >= ERRORS:
-            headers.append(UPSTREAM_SAID)
+            headers.append(UPSTREAM_AT_FAULT)
         kind = StreamedAnswer if is_event_stream(reply) else WholeAnswer
         answer = self.answer = kind(reply, headers, self.claim)
         return answer

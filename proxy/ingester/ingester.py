@@ -21,7 +21,7 @@ from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
 from proxy.ingester.removing import DeletedLetters, remove_outdated, remove_pending
 from proxy.keys import KeyChecker, KeyFile
-from proxy.metrics import EVAL_EPISODES, EVAL_REWARD, KNOWN
+from proxy.metrics import EVAL_EPISODES, EVAL_REWARD, INITIAL_LABELS
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
@@ -116,7 +116,7 @@ async def _run_with_lock(
     owners = OwnersFile(settings.policies)
     app = admin_app(database, drainer, gate, owners, processes)
     show_version()
-    begin_at_zero(KNOWN)
+    begin_at_zero(INITIAL_LABELS)
     admin = await serve_app(app, settings.admin_listen, "PAWL_ADMIN_LISTEN", None)
     keys = asyncio.create_task(key_file.watch(gate.replace_keys), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")

@@ -78,7 +78,7 @@ def test_every_forwarded_route_is_documented() -> None:
         matching = [
             route
             for route in DOCUMENT["x-pawl-forwarded"]["routes"]
-            if (route["account"], route["kept"]) == (rule.administers, rule.keeps)
+            if (route["account"], route["kept"]) == (rule.manages_account, rule.reaches_stored)
         ]
         assert matching, rule.label
         for method in methods:

@@ -17,8 +17,8 @@ from proxy.errors import BadRequest, Forbidden, KeysUnknown, NoKey, ProxyError, 
 from proxy.http.server import is_loopback
 from proxy.http.wire import CREDENTIALS, Headers
 from proxy.keys import (
+    NO_CREDENTIALS,
     NO_KEYS,
-    NOTHING,
     UNSEEN,
     WINDOW_S,
     KeyChecker,
@@ -219,7 +219,7 @@ def test_key_is_found_in_each_header_that_clients_use(headers: list[tuple[bytes,
 
 
 def test_headers_without_credentials_show_no_key() -> None:
-    assert credentials_in([(b"Host", b"a"), (b"x-my-key", KEY)]) is NOTHING
+    assert credentials_in([(b"Host", b"a"), (b"x-my-key", KEY)]) is NO_CREDENTIALS
 
 
 @pytest.mark.parametrize("name", [b"Forwarded", b"X-Forwarded-For", b"x-real-ip", b"Via"])

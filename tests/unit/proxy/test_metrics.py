@@ -15,15 +15,15 @@ from structlog.testing import capture_logs
 
 from proxy import metrics, shared_memory
 from proxy.metrics import status_label
-from proxy.shared_memory import ROOM, VARIABLE, SharedFolder, count_in, registry
+from proxy.shared_memory import ROOM, VARIABLE, SharedFolder, registry, share_metrics_in
 from proxy.spool.folders import Lock
 
 # Counts in the folder, does what each line says, and is killed.
 PROCESS = """
 import sys
 from pathlib import Path
-from proxy.shared_memory import count_in
-count_in(Path(sys.argv[1]))
+from proxy.shared_memory import share_metrics_in
+share_metrics_in(Path(sys.argv[1]))
 from prometheus_client import Counter, Gauge, Histogram
 calls = Counter("calls_total", "Calls.", ["policy"])
 plain = Counter("plain_total", "Plain.")
@@ -144,7 +144,7 @@ def test_process_without_shared_memory_keeps_its_metrics_to_itself(
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = values.ValueClass
     with capture_logs() as logs:
-        count_in(folder)
+        share_metrics_in(folder)
     assert [entry["event"] for entry in logs] == ["counts_alone"]
     assert values.ValueClass is before
 

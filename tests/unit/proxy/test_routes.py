@@ -147,7 +147,9 @@ def test_no_other_path_of_vllm_gets_through(method: str) -> None:
 def test_paths_that_tenants_reach_beside_calls_are_listed() -> None:
     # Whoever adds a path here has to look at what a body of it, JSON or a form, may name by an id
     # that the provider keeps for all tenants (`proxy.tenants`).
-    beside = {rule.label for _, _, rule in RULES if not (rule.keeps or rule.administers)}
+    beside = {
+        rule.label for _, _, rule in RULES if not (rule.reaches_stored or rule.manages_account)
+    }
     assert beside == {
         *("/v1/audio", "/v1/images", "/v1/moderations", "/v1/content_provenance_checks"),
     }
@@ -157,4 +159,4 @@ def test_paths_that_tenants_reach_beside_calls_are_listed() -> None:
         "/v1/messages/count_tokens",
     }
     for path in ("/v1/realtime/client_secrets", "/v1/audio/voices", "/v1/uploads/u1/parts"):
-        assert find_route("POST", path).keeps
+        assert find_route("POST", path).reaches_stored

@@ -18,12 +18,12 @@ from proxy.formats.base import ModelRequest, read_request
 from proxy.http.wire import Headers
 from proxy.policies.owners import Owners
 from proxy.tenants import (
+    CONVERSATIONS,
     FREE,
     KEPT,
     MEMBERS,
     OPTIONS,
     REFERENCES,
-    TALKS,
     allowed_fields,
     check_call,
     check_forwarded,
@@ -188,7 +188,7 @@ def test_tenants_request_field_off_the_allow_list_is_refused_by_its_name(
             called("a", path, fields, owners=owners)
         error = refused.value
         assert (error.status, error.param) == (400, param)
-        assert error.message.startswith(f"{param} is not among what tenants may send")
+        assert error.message.startswith(f"{param} is not among the fields that tenants may send")
         assert error.message.endswith(
             ("leave it out", "itself", "beside the others", "that `include` asks for")
         )
@@ -437,7 +437,7 @@ def test_every_field_of_the_sdks_is_passed_on_or_known_to_be_withheld(path: str)
     module, _, name = SDK_REQUESTS[path].partition(":")
     top, options, said = set(), set(), set()
     for within, field in typed_names(getattr(importlib.import_module(module), name)):
-        is_talk = within and within[0] in TALKS and OPTIONS.isdisjoint(within)
+        is_talk = within and within[0] in CONVERSATIONS and OPTIONS.isdisjoint(within)
         (said if is_talk else options if within else top).add(field)
     assert top - allowed_fields(path) - WITHHELD == set()
     assert options - MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()

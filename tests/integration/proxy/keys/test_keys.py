@@ -202,7 +202,7 @@ async def test_refusal_of_an_api_key_has_the_error_format_of_the_clients_api(
     assert key[22:] not in str(body)
     code, headers, body = await refusal(chat, bearer(key))
     assert (code, headers["x-pawl-fault"]) == (403, "client")
-    assert "is for feedback, and this needs infer" in body["error"]["message"]
+    assert "is for feedback, and this request needs infer" in body["error"]["message"]
     code, _, body = await refusal(messages, {"x-api-key": "sk-ant-other"})
     assert (code, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
     code, _, body = await refusal(messages, {"x-api-key": key})

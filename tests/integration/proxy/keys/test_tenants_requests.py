@@ -256,5 +256,5 @@ async def test_only_the_default_tenant_may_refer_to_a_providers_file_in_a_reques
     seen = {one: await shared.ask("POST", path, key, **body) for one, key in keys.items()}
     assert {one: reply.status for one, reply in seen.items()} == {"a": 400, "b": 400, DEFAULT: 200}
     assert seen["a"].headers["x-pawl-fault"] == "client"
-    assert b"is not among what tenants may send" in seen["a"].body
+    assert b"is not among the fields that tenants may send" in seen["a"].body
     assert len(upstream.requests) + len(upstream.other) == 1
