@@ -1,1 +1,1 @@
-"""Take recorded calls: forward, answer and capture them."""
+"""Forward recorded calls, pass their replies on, and record them."""

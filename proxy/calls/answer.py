@@ -1,9 +1,9 @@
 """Pass a reply to the client as it arrives, and hold its end back until the call is recorded.
 
-`receive` takes the reply, and `release` sends its end. Between the two the call is recorded, so
+`receive` reads the reply, and `release` sends its end. Between the two the call is recorded, so
 that the end leaves only once the record is durable. An answer changes while it is received: a call
 can break off at any chunk, and its record shows how much of the reply arrived. A call refers to its
-answer, but an answer not to its call: only the garbage collector would free such a cycle.
+answer, but an answer does not refer to its call: only the garbage collector would free the cycle.
 
 The bytes that an answer holds are charged to the memory budget as they arrive. While the budget is
 full, the upstream is not read further. A reply that is too long, or finds no room in time, is still
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ERRORS: Final = 400
-# Copies in memory of a reply in one piece, or of a stream's line, until it is recorded.
+# Copies in memory of a non-streamed reply, or of a stream's line, until it is recorded.
 REPLY_COPIES: Final = 6
-# Longest wait for room in the budget, and the pause between two tries, in seconds.
+# Longest wait for room in the memory budget, and the pause between two tries, in seconds.
 ROOM_S: Final = 10.0
 LOOK_S: Final = 0.05
 # A reply is held in memory until its end. Beyond this size it is deflated; a reply that is too long
@@ -48,7 +48,7 @@ PACKED_BYTES: Final = 256
 
 
 async def wait_for_room(claim: BudgetShare, size: int, within_s: float) -> bool:
-    """Wait for room to hold `size` bytes in all, and claim it; return False after `within_s`."""
+    """Wait until the claim can hold `size` bytes in all, and claim them; False after `within_s`."""
     until = monotonic() + within_s
     while True:
         try:
@@ -62,21 +62,21 @@ async def wait_for_room(claim: BudgetShare, size: int, within_s: float) -> bool:
 
 
 def max_held_bytes(call: "Call") -> int:
-    """Return the most bytes of a reply in one piece, or of a line, that may be held.
+    """Return how many bytes of a non-streamed reply, or of a stream's line, may be held in memory.
 
-    Room for one more copy is left to the rest of the call.
+    The budget has room for all copies of them, and as much as one more copy for other data.
     """
     return min(call.parts.max_reply, call.parts.intake.budget.limit // (REPLY_COPIES + 1))
 
 
 class StreamedAnswer:
-    """A reply of server-sent events, passed on event by event."""
+    """A reply of server-sent events, passed on as they arrive."""
 
     streamed = True
     __slots__ = (
         "_base",
+        "_end",
         "_headers",
-        "_held",
         "_pieces",
         "_reply",
         "_why_torn",
@@ -92,12 +92,13 @@ class StreamedAnswer:
 
         Args:
             reply: the upstream's reply, whose head has arrived.
-            headers: the proxy's own headers, to be added.
+            headers: the headers that the proxy adds.
             claim: the call's share of the memory budget.
         """
         self._reply = reply
         self._headers = headers
-        self._held = b""
+        # The last bytes, which are sent once the record is durable.
+        self._end = b""
         self._why_torn: str | None = None
         # The request's part of the budget.
         self._base = claim.held
@@ -135,11 +136,11 @@ class StreamedAnswer:
                 self._why_torn = str(error)
                 log.warning("stream_torn", call=call.name, reason=self._why_torn)
                 return "truncated"
-        self._held = b"" if parser.at_end else parser.finish()
+        self._end = b"" if parser.at_end else parser.finish()
         return "complete" if parser.ended else "truncated"
 
     async def _make_room(self, call: "Call", parser: ReplyParser) -> None:
-        """Charge the bytes held by now; without room for them, give up part of them.
+        """Charge the bytes held so far to the budget; without room for them, hold fewer.
 
         Of a stream that is too long only the beginning is stored; its lines are passed on as
         before. A line that is too long is passed on as it arrives, added fields included.
@@ -161,7 +162,7 @@ class StreamedAnswer:
             call.claim.charge(self._base - call.claim.held)
 
     async def release(self, call: "Call") -> None:
-        """Send the end; tear a reply that broke off: a clean end would make it look whole."""
+        """Send the reply's end; if it broke off, send an error, and close without a clean end."""
         exchange, parser = call.exchange, self.parser
         if self._why_torn is not None:
             message = f"The model server's reply broke off: {self._why_torn}."
@@ -172,13 +173,13 @@ class StreamedAnswer:
             # The reply's end was seen. The upstream may send more before it closes.
             if not self._reply.fully_read:
                 await self._pass_rest(call, parser)
-            self._held = parser.finish()
-        exchange.end(self._held)
+            self._end = parser.finish()
+        exchange.end(self._end)
 
     async def _pass_rest(self, call: "Call", parser: ReplyParser) -> None:
-        """Pass on what follows the reply's last event, until the upstream closes its body.
+        """Pass on the last event and all bytes after it, until the upstream ends the body.
 
-        The client has that event and the record is made, so the rest is not recorded.
+        The record is made already, so the bytes after the last event are not recorded.
         """
         exchange = call.exchange
         exchange.write(parser.release())
@@ -193,7 +194,7 @@ class StreamedAnswer:
 
 
 class WholeAnswer:
-    """A reply in one piece, sent once it is recorded."""
+    """A reply that is not a stream, sent once its record is durable."""
 
     streamed = False
     first_chunk_ms = None
@@ -205,13 +206,13 @@ class WholeAnswer:
         self._headers = headers
         self._body = self._out = b""
         self._base = claim.held
-        # The reply is too long to be held: it is passed on as it arrives.
+        # Whether the reply is too long to be held, and therefore passed on as it arrives.
         self._passes = False
         self.buffer = ReplyBuffer()
         self.parser: ReplyParser | None = None
 
     async def receive(self, call: "Call") -> CallStatus:
-        """Read the whole reply; nothing of it is passed on before its record is durable.
+        """Read the whole reply, to be sent by `release`; return how it ended.
 
         A reply that is too long to be held is passed on as it arrives, all but its last piece.
 
@@ -242,7 +243,7 @@ class WholeAnswer:
         return "complete"
 
     async def _read(self, call: "Call") -> bytes | None:
-        """Return the whole reply, or None if it is too long, or there is no room for it in time.
+        """Return the whole reply, or None if it is too long or the budget has no room in time.
 
         Raises:
             Torn: the reply broke off.
@@ -268,7 +269,7 @@ class WholeAnswer:
         return None
 
     async def _pass_on(self, call: "Call") -> CallStatus:
-        """Pass on a reply that is too long to be held, as it arrives, all but its last piece.
+        """Pass on all but the last piece of a reply that is too long to be held, as it arrives.
 
         Raises:
             Torn: the reply broke off.
@@ -300,7 +301,7 @@ class WholeAnswer:
         return "complete"
 
     async def release(self, call: "Call") -> None:
-        """Send the reply, or its last piece if it was passed on; its record is durable."""
+        """Send the reply, or only its last piece if the others were passed on already."""
         if self._passes:
             call.exchange.end(self._out)
             return
@@ -314,7 +315,7 @@ Answer = StreamedAnswer | WholeAnswer
 
 
 class ReplyBuffer:
-    """A reply's bytes so far; a long stream is compressed in memory."""
+    """The bytes of a reply that have arrived; a long stream is compressed in memory."""
 
     __slots__ = ("_deflater", "_packed", "_packed_bytes", "_pieces", "_size", "_total", "dropped")
 
@@ -339,12 +340,12 @@ class ReplyBuffer:
         return self._total + self._size
 
     def keep_uncompressed(self, data: bytes) -> None:
-        """Keep bytes uncompressed: a reply in one piece is in memory anyway."""
+        """Keep bytes uncompressed: a non-streamed reply is in memory anyway."""
         self._pieces.append(data)
         self._size += len(data)
 
     def add(self, data: bytes) -> bool:
-        """Keep a piece of a stream; return whether `DEFLATE_FROM` more bytes have arrived."""
+        """Keep a piece of a stream; return True each time `DEFLATE_FROM` more bytes have come."""
         if not self.dropped:
             self._pieces.append(data)
         self._size += len(data)
@@ -375,7 +376,7 @@ class ReplyBuffer:
         self._pieces, self._size = [], 0
 
     def take(self) -> tuple[bytes, bool]:
-        """Return all bytes, and whether they are deflated (zlib format, RFC 1950)."""
+        """Return all bytes that are kept, and whether they are deflated (zlib, RFC 1950)."""
         if self._deflater is None:
             return b"".join(self._pieces), False
         self._deflate()

@@ -1,4 +1,4 @@
-"""Take recorded calls through their steps; answer and record each call, whatever fails.
+"""Route, send, answer and record calls; each call is answered and recorded, whatever fails.
 
 `Call.run` shows the steps and their order. The request leaves at once, chunks are passed on as they
 come, the record is made durable, and only then does the reply's end leave. Whatever happens (the
@@ -64,7 +64,7 @@ UNKNOWN_MODEL: Final = 404
 REFUSED_AS_MALFORMED: Final = (400, 422)
 # Longest wait for the database to name an episode's version; a local one answers in 1 ms.
 PIN_S: Final = 0.05
-NOBODY: Final = ServedVersion(None, None, None)
+NO_VERSION: Final = ServedVersion(None, None, None)
 
 
 class CallParts(msgspec.Struct, frozen=True):
@@ -89,8 +89,8 @@ class RoutedRequest(msgspec.Struct, frozen=True):
     """The policy version that serves a call, and the request as the upstream gets it.
 
     `explored` holds the settings that exploration changed, None if there are none. `changed`: the
-    upstream gets other bytes than the client sent. Its reply must then not be compressed, because
-    the fields that the change adds to it have to be removed.
+    upstream gets other bytes than the client sent. Its reply must then be readable without content
+    coding, because fields that the proxy asked for have to be removed from it.
     """
 
     serving: ServedVersion
@@ -102,7 +102,7 @@ class RoutedRequest(msgspec.Struct, frozen=True):
 async def answer_call(
     parts: CallParts, exchange: Exchange, route: Route, usage: Usage | None = None
 ) -> None:
-    """Answer and record one call; `usage` is that of the client's key, if keys are required.
+    """Answer and record one call; `usage` is the use of the client's key, if keys are required.
 
     Raises:
         TooLarge, BadRequest, Overloaded, ClientGone: the body was not read (`Intake.read`).
@@ -116,11 +116,11 @@ async def answer_call(
 class Call:
     """One call on its way through the proxy.
 
-    It holds the outcome of each step. If a step fails, the outcomes of earlier steps are enough to
-    answer and to record the call. `id` is the bytes of a UUIDv7 and `name` the same as text; `own`
-    is the stored name of the episode that holds this call alone, if it belongs to no other.
-    `arrived_at` and `read_at` (the whole body) are by `time.perf_counter`; `started_at` is Unix
-    time in seconds. `held_s` is the time from `read_at` until the request could be sent.
+    It holds the result of each step. If a step fails, the results of earlier steps are enough to
+    answer and to record the call. `id` is the bytes of a UUIDv7 and `name` the same as text. A call
+    of no other episode has an episode of its own, whose stored name is `own_episode`. `arrived_at`
+    (head) and `read_at` (whole body) are by `time.perf_counter`; `started_at` is Unix time in
+    seconds. `held_s` is the time from `read_at` until the request could be sent.
     """
 
     __slots__ = (
@@ -128,6 +128,7 @@ class Call:
         "_recorded",
         "answer",
         "arrived_at",
+        "checked_request",
         "claim",
         "conversation",
         "exchange",
@@ -136,9 +137,8 @@ class Call:
         "id",
         "identity",
         "name",
-        "own",
+        "own_episode",
         "parts",
-        "passed",
         "read_at",
         "reading",
         "reply",
@@ -169,13 +169,13 @@ class Call:
         self.held_s = 0.0
         assert route.wire_format is not None
         self.format: WireFormat = route.wire_format
-        # The conversation of a request that takes long to read, None for other requests.
+        # The conversation of a request that takes long to read; None for other requests.
         self.conversation: Conversation | None = None
         self.tool_events: tuple[ToolEvent, ...] = ()
         self.warnings: tuple[str, ...] = ()
         self.reply: Reply | None = None
         self.answer: Answer | None = None
-        # Reads a long reply beside the event loop.
+        # Reads a long reply in a thread.
         self.reading: asyncio.Task[ReplyRead] | None = None
         self._failure: Exception | None = None
         self._recorded: RecordedCall | None = None
@@ -183,15 +183,15 @@ class Call:
     async def read(self) -> None:
         """Read the request, and give the call its id, which its client may use from now on.
 
-        If parsing the body fails unexpectedly, there is a call all the same: `run` answers and
-        records it.
+        If parsing the body fails unexpectedly, the error is kept, and `run` answers and records the
+        call.
 
         Raises:
             TooLarge, BadRequest, Overloaded, ClientGone: the body was not read (`Intake.read`).
         """
         exchange, intake = self.exchange, self.parts.intake
-        taken = intake.read_arrived(exchange, self.claim)
-        body, long = await intake.read(exchange, self.claim) if taken is None else taken
+        arrived = intake.read_arrived(exchange, self.claim)
+        body, long = await intake.read(exchange, self.claim) if arrived is None else arrived
         self.read_at = perf_counter()
         try:
             if long:
@@ -202,12 +202,12 @@ class Call:
             self.request, self._failure = ModelRequest(body=body), error
         self.id, self.name = new_id_with_text()
         exchange.call = self.name
-        self.own = scoped(exchange.tenant, self.name)
+        self.own_episode = scoped(exchange.tenant, self.name)
         self.started_at = time()
-        self.identity = identity_without_body(self.own, self.name, self.route)
-        # The request to pass on; the record has the request as the client sent it.
-        self.passed = self.request
-        self.routed = RoutedRequest(NOBODY, self.request)
+        self.identity = identity_without_body(self.own_episode, self.name, self.route)
+        # The request without fields that may not pass; the record has the one that the client sent.
+        self.checked_request = self.request
+        self.routed = RoutedRequest(NO_VERSION, self.request)
 
     def _parse_body(self, body: bytes) -> tuple[ModelRequest, Conversation]:
         request = read_request(body, checked=True)
@@ -215,11 +215,11 @@ class Call:
 
     @property
     def takes_long(self) -> bool:
-        """Return whether further work on the request must run beside the event loop."""
+        """Return whether further work on the request must run in a thread."""
         return self.conversation is not None
 
     async def run(self) -> None:
-        """Route, send, answer and record the call; a failed step is answered and recorded, too."""
+        """Route, send, answer and record the call; if a step fails, answer and record that."""
         try:
             self._identify()
             upstream = await self._route()
@@ -253,14 +253,14 @@ class Call:
         headers, eval_tasks = self.exchange.headers_by_name(), self.parts.eval_tasks
         if self._failure is not None:
             self.identity = identity_without_body(
-                self.own, self.name, self.route, headers, eval_tasks
+                self.own_episode, self.name, self.route, headers, eval_tasks
             )
             raise self._failure
         self.identity = identify(
             headers,
             self.route,
             self.request,
-            self.own,
+            self.own_episode,
             self.parts.memory,
             self.conversation,
             eval_tasks,
@@ -278,26 +278,26 @@ class Call:
     # Route: which policy version serves the call, and which server has it?
 
     async def _route(self) -> ModelServer:
-        """Choose version and upstream, and fit the request to both; return the upstream.
+        """Choose version and upstream, and rewrite the request for both; return the upstream.
 
         Raises:
-            ProxyError: the call names another tenant's things, or no upstream serves its model.
+            ProxyError: the call names another tenant's objects, or no upstream serves its model.
         """
         parts, identity, model = self.parts, self.identity, self.request.model
         tenant, owners = self.exchange.tenant, parts.versions.owners
         if tenant != owners.sole:
             await self._check_names()
         if tenant != DEFAULT or owners.other_tenants:
-            for named in responses_named(self.format, self.request):
+            for response_id in responses_named(self.format, self.request):
                 await check_continued(
-                    tenant, self.format.name, named, owners, parts.memory, parts.lookup
+                    tenant, self.format.name, response_id, owners, parts.memory, parts.lookup
                 )
-        if model is not None and identity.follows != self.own:
+        if model is not None and identity.follows != self.own_episode:
             await self._learn_pin(model)
         return await self._fit_request()
 
     async def _fit_request(self) -> ModelServer:
-        """Choose the version, fit the request to it and its upstream, and return the upstream.
+        """Choose the version, rewrite the request for it and its upstream; return the upstream.
 
         Raises:
             NoUpstream: no upstream serves the model.
@@ -307,9 +307,11 @@ class Call:
         upstream = self.parts.upstreams.for_model(self._upstreams_model())
         model = serving.served_name
         want_ids = await upstream.gives_ids(model)
-        if model is not None and want_ids and self.format.has_inline_system(self.passed):
+        if model is not None and want_ids and self.format.has_inline_system(self.checked_request):
             keeps_system = await upstream.keeps_system(model)
-            self.passed = msgspec.structs.replace(self.passed, keep_system=keeps_system)
+            self.checked_request = msgspec.structs.replace(
+                self.checked_request, keep_system=keeps_system
+            )
         if self.takes_long:
             self.routed = await self.parts.intake.run_in_thread(rewrite_request, self, want_ids)
         else:
@@ -317,10 +319,10 @@ class Call:
         return upstream
 
     async def _check_names(self) -> None:
-        """Refuse a call that names things hidden from its tenant; drop fields that may not pass.
+        """Check that the call names no object hidden from its tenant; drop fields not allowed.
 
         Raises:
-            NotServed, BadRequest: the call names hidden things, or cannot be checked.
+            NotServed, BadRequest: the call names a hidden object, or cannot be checked.
         """
         exchange, owners = self.exchange, self.parts.versions.owners
         tenant, headers = exchange.tenant, exchange.headers
@@ -328,18 +330,20 @@ class Call:
         check_query(owners, tenant, exchange.target)
         arguments = (owners, tenant, self.route.path, headers, self.request)
         if self.takes_long:
-            self.passed, warning = await self.parts.intake.run_in_thread(check_call, *arguments)
+            self.checked_request, warning = await self.parts.intake.run_in_thread(
+                check_call, *arguments
+            )
         else:
-            self.passed, warning = check_call(*arguments)
+            self.checked_request, warning = check_call(*arguments)
         if warning is not None:
             if not self.warnings:
                 WARNINGS.inc()
             self.warnings = (*self.warnings, warning)
 
     async def _learn_pin(self, model: str) -> None:
-        """Ask the database for the version of an episode that may have begun at another proxy.
+        """Learn from the database the version of an episode that may have begun at another proxy.
 
-        Only a policy with several servable versions needs that.
+        This is needed only for a policy with several servable versions.
         """
         versions, episode = self.parts.versions, self.identity.follows
         policy = versions.trained_policy(model, self.identity.agent, self.exchange.tenant)
@@ -352,11 +356,11 @@ class Call:
             versions.pin(policy, episode, version)
 
     def _choose_version(self) -> ServedVersion:
-        """Return the policy version that serves the call, and whether its episode explores."""
+        """Return the policy version for the call, with its rule if the episode explores."""
         versions, identity, model = self.parts.versions, self.identity, self.request.model
         episode, agent, tenant = identity.follows, identity.agent, self.exchange.tenant
         serving = versions.resolve(
-            model, episode, agent, tenant, identity.split, is_unnamed=episode == self.own
+            model, episode, agent, tenant, identity.split, is_unnamed=episode == self.own_episode
         )
         if not versions.is_exploring or model is None or identity.split == EVAL:
             return serving
@@ -368,7 +372,7 @@ class Call:
         return msgspec.structs.replace(serving, exploring=exploring)
 
     def sampling_defaults(self) -> SamplingDefaults:
-        """Return the upstream's defaults of sampling settings that the request leaves out."""
+        """Return the upstream's defaults for sampling settings that a request leaves out."""
         return self.parts.upstreams.sampling_defaults(self._upstreams_model())
 
     def _upstreams_model(self) -> str | None:
@@ -404,8 +408,8 @@ class Call:
         - The server does not know the version, which the store lists as servable: it is being
           loaded (`pawl controller`), or another replica has it. The call waits, for a bounded time.
           Sending it again is safe: a server that does not know a model has not run the request.
-        - The server refused a request as malformed to which the proxy had added fields: it is sent
-          as the client wrote it, except for the model's name.
+        - The server refused a request as malformed, and the proxy had added fields to it: it is
+          sent again without them.
 
         `proxy.upstreams.server` chooses another replica for a request that could not be sent at
         all. Nothing else is ever sent twice: a model must not answer one call twice.
@@ -415,7 +419,7 @@ class Call:
         """
         reply = await self._retry_once_loaded(upstream, refusal)
         if reply.status in REFUSED_AS_MALFORMED and self.routed.request.injected:
-            # So no added field can fail a call, and a second refusal is about the client's request.
+            # So no added field can fail a call: a second refusal is due to the client's request.
             # `routed` changes before sending: if the call fails now, its record shows what was sent
             # last.
             self.routed = rewrite_request(self, False)
@@ -425,11 +429,11 @@ class Call:
         return reply
 
     async def _retry_once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
-        """Return the reply; if its server lacks the version, that of a replica that has it.
+        """Return the reply or, if its server lacks the version, the reply of a replica that has it.
 
-        The reply of a server that lists the version is final, whatever it says. A version that was
-        unloaded meanwhile is not waited for: the episode goes on with the serving version, as if
-        the call had come later, unless the request names the version.
+        The reply of a server that lists the version is final, whatever its status. A version that
+        is unloaded meanwhile is not waited for: the call gets the serving version, as if it had
+        come later, unless the request names the version.
 
         Raises:
             NotServed: the request names a version that was unloaded meanwhile.
@@ -459,8 +463,8 @@ class Call:
             return served
         if versions.is_servable(serving):
             raise NotLoaded(
-                f"The model server does not have {name} now, and was not given it within "
-                f"{WAIT_S:.0f} s. It is being loaded again: repeat the request",
+                f"The model server does not have {name} now, and did not get it within "
+                f"{WAIT_S:.0f} s. It is being loaded again: send the request again",
                 code="version_not_loaded",
             )
         why = self.why_not_served()
@@ -472,17 +476,17 @@ class Call:
     def why_not_served(self) -> str | None:
         """Return why the version that the request names is not served.
 
-        The result is None if the call's version is servable, or the request names no version.
+        Return None if the call's version is servable, or the request names no version.
         """
         versions = self.parts.versions
         if versions.is_servable(self.routed.serving):
             return None
         return versions.why_not_served(self.request.model)
 
-    # Answer: pass the reply back, all but its end, make the record durable, let the end leave.
+    # Answer: pass on all but the reply's end, make the record durable, and send the end.
 
     def _begin_answer(self, reply: Reply) -> Answer:
-        """Return the answer that passes the reply on: a stream as it comes, else in one piece.
+        """Return the answer that passes the reply on: as it comes if it is a stream, else whole.
 
         Raises:
             NotServed: the request names a version that the upstream does not have.
@@ -504,7 +508,7 @@ class Call:
         return answer
 
     async def _make_durable(self, status: CallStatus) -> None:
-        """Record the call, and wait until the record is durable: only then may the end leave."""
+        """Record the call, and wait until the record is durable; only then may the reply end."""
         before = perf_counter()
         if self.answer is not None and self.answer.buffer.total > LONG_BYTES:
             self.reading = asyncio.create_task(self.parts.intake.run_in_thread(read_reply, self))
@@ -513,18 +517,18 @@ class Call:
         ADDED_SECONDS.observe(self.held_s + perf_counter() - before)
 
     def _record(self, status: CallStatus) -> RecordedCall:
-        """Record the call with this status, unless it has been recorded."""
+        """Record the call with this status, unless it was recorded before; return the record."""
         if self._recorded is None:
             self._recorded = record_call(self, status)
         return self._recorded
 
     async def _refuse(self, error: ProxyError) -> None:
-        """Record the call, and answer with a foreseen error."""
+        """Record the call, and answer it with an error of the proxy's own."""
         await self._make_durable("truncated" if isinstance(error, ReplyTorn) else "upstream_error")
         send_error(self.exchange, error, errors=self.format.errors, headers=self._own_headers())
 
     async def _fail(self) -> None:
-        """Record the call; answer with status 500, or an error event if the reply has begun."""
+        """Record the call after an unforeseen error; answer 500, or end the reply with an error."""
         exchange, errors = self.exchange, self.format.errors
         log.exception("call_failed", call=self.name)
         await self._make_durable("truncated" if exchange.started else "upstream_error")
@@ -551,14 +555,14 @@ class Call:
 
 
 def rewrite_request(call: Call, want_ids: bool) -> RoutedRequest:
-    """Return the call's request, rewritten for its version and its upstream."""
-    serving, request, wire_format = call.routed.serving, call.passed, call.format
+    """Return the call's request for the upstream: its model's name, token ids, exploration."""
+    serving, request, wire_format = call.routed.serving, call.checked_request, call.format
     if serving.exploring is not None and want_ids:
         changed = explore_request(request, wire_format, serving.exploring)
         if changed is not None:
             sent = wire_format.rewrite(changed.request, serving.served_name, want_ids=True)
-            # Explore only if the proxy asks for the ids. Without ids a call cannot be trained on,
-            # and a client that asks for ids itself measures the settings that it chose.
+            # Explore only if the proxy itself asks for token ids: a call without ids cannot be
+            # trained on, and a client that asks for ids wants the settings that it chose.
             if sent.injected:
                 return RoutedRequest(serving, sent, changed.changes, changed=True)
     sent = wire_format.rewrite(request, serving.served_name, want_ids=want_ids)

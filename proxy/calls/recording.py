@@ -25,19 +25,22 @@ if TYPE_CHECKING:
     from proxy.calls.call import Call
 
 log = structlog.get_logger()
-# A reply's summary, and the fingerprints of its call.
+# A reply's summary, and the call's fingerprints, which later calls may repeat.
 ReplyRead = tuple[ReplySummary, tuple[bytes, ...]]
 
 
 class RecordedCall(msgspec.Struct, frozen=True):
-    """A call's capture (None if making it failed), and a future: whether it is durable."""
+    """A call that was recorded; `capture` is None if the record could not be made.
+
+    The result of `on_disk` is whether the record is durable.
+    """
 
     capture: CapturedCall | None
     on_disk: "asyncio.Future[bool]"
 
 
 def record_call(call: "Call", status: CallStatus) -> RecordedCall:
-    """Hand a call's record to the recorder; if it cannot be made, count it as lost."""
+    """Make a call's record and hand it to the recorder; if that fails, count it as lost."""
     parts, capture = call.parts, None
     try:
         summary, provided = _summary_and_provided(call, status)
@@ -64,8 +67,8 @@ def read_reply(call: "Call") -> ReplyRead:
 def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
     """Return the reply's summary and the call's fingerprints, both empty if reading fails.
 
-    The fingerprints are remembered before the reply's end leaves: the client's next call may follow
-    at once.
+    The fingerprints are also remembered here, before the reply's end leaves: the client's next call
+    may follow at once.
     """
     try:
         reading = call.reading
@@ -137,7 +140,7 @@ def _capture_call(call: "Call", status: CallStatus, provided: tuple[bytes, ...])
 
 
 def _charge_tokens(usage: Usage, capture: CapturedCall) -> None:
-    """Charge a call's tokens to its key; if they cannot be counted, the call is recorded anyway.
+    """Charge a call's tokens to its key; never raise, so that the call is recorded anyway.
 
     This happens before the reply's end leaves: the client's next request may follow at once.
     """
@@ -163,9 +166,9 @@ def count_and_log_call(call: "Call", capture: CapturedCall) -> None:
     labelled(CALL_SECONDS, stream).observe(capture.total_ms / 1000)
     for kind in capture.explored or ():
         labelled(EXPLORED, capture.policy or "", kind).inc()
-    first, tenant = capture.first_chunk_ms, call.exchange.tenant
+    first_ms, tenant = capture.first_chunk_ms, call.exchange.tenant
     # A line without a tenant is the default tenant's: most proxies have no other.
-    whose = {} if tenant == DEFAULT else {"tenant": tenant}
+    tenant_field = {} if tenant == DEFAULT else {"tenant": tenant}
     log.debug(
         "call",
         call=call.name,
@@ -178,11 +181,11 @@ def count_and_log_call(call: "Call", capture: CapturedCall) -> None:
         status=capture.status,
         http_status=capture.http_status,
         stream=capture.streamed,
-        first_chunk_ms=None if first is None else round(first, 1),
+        first_chunk_ms=None if first_ms is None else round(first_ms, 1),
         total_ms=round(capture.total_ms, 1),
         ids=capture.wanted_ids,
         bytes=len(capture.request) + len(capture.reply),
         retry=capture.retry,
         warnings=len(call.warnings),
-        **whose,
+        **tenant_field,
     )

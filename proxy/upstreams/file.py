@@ -22,8 +22,9 @@ from proxy.errors import BadUpstreams
 from store.toml_file import TableFile
 from store.values.sampling import parse_server_defaults
 
-# The key's header: OpenAI's, that of many gateways, or Anthropic's, which is `x-api-key` in its own
-# API and a bearer token in OpenAI's format (https://docs.anthropic.com/en/api/openai-sdk).
+# How the key is sent: `authorization` as OpenAI wants it, `x-api-key` as many gateways want it, or
+# as Anthropic wants it: `x-api-key` in its own API, and a bearer token in OpenAI's format
+# (https://docs.anthropic.com/en/api/openai-sdk).
 Style = Literal["authorization", "x-api-key", "anthropic"]
 
 TABLE: Final = "upstream"
@@ -42,7 +43,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     "tool_parser": 'tool_parser = "hermes", as vLLM\'s --tool-call-parser has it',
     "options": 'options = { api_version = "2024-10-21" }, as litellm.acompletion takes them',
 }
-# Arguments of litellm that a request or another key of the table sets.
+# Arguments of litellm that may not be options: a request or another key of the table sets them.
 NOT_OPTIONS: Final = frozenset(
     {"model", "messages", "input", "stream", "api_key", "api_base", "base_url", "timeout"}
 )
@@ -69,7 +70,7 @@ def _pattern(value: str) -> str:
         raise ValueError("a server for all other models has default = true, not *")
     if not value or "*" in value[:-1]:
         raise ValueError(
-            f"{value!r} is not a model's name or prefix: one * may stand at its end, only there"
+            f"{value!r} is not a model's name or prefix: a prefix ends in *, and has no other *"
         )
     return value
 
@@ -138,7 +139,7 @@ class UpstreamSpec(BaseModel):
 
     @property
     def key_style(self) -> Style:
-        """Return how the key is sent to this upstream."""
+        """Return in which style of header the key is sent to this upstream."""
         of_anthropic = any(urlsplit(url).hostname == ANTHROPIC for url in self.urls)
         return self.api_key_header or ("anthropic" if of_anthropic else "authorization")
 
@@ -165,7 +166,7 @@ def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[Upstream
         if spec.api_key_env is not None and not environment.get(spec.api_key_env):
             raise BadUpstreams(
                 f"{path}: upstream {spec.name!r}: api_key_env: the variable {spec.api_key_env} "
-                "is not set; set it, or leave the key out to pass the clients' own keys on"
+                "is not set; set it, or leave api_key_env out to pass the clients' own keys on"
             )
     return specs
 

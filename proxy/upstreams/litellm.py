@@ -42,11 +42,11 @@ CHAT_FIELDS: Final = frozenset(
 # https://platform.openai.com/docs/api-reference/embeddings/create
 EMBEDDING_FIELDS: Final = frozenset({"model", "input", "dimensions", "encoding_format", "user"})
 FIELDS: Final[Mapping[str, frozenset[str]]] = {CHAT: CHAT_FIELDS, EMBEDDINGS: EMBEDDING_FIELDS}
-REQUIRED: Final[Mapping[str, str]] = {CHAT: "messages", EMBEDDINGS: "input"}
-# The client's own notes, recorded but not passed on: litellm would interpret them itself.
-NOTES: Final = frozenset({"metadata"})
+REQUIRED_FIELD: Final[Mapping[str, str]] = {CHAT: "messages", EMBEDDINGS: "input"}
+# Fields that are recorded but not passed on: litellm would interpret them itself.
+NOT_PASSED_ON: Final = frozenset({"metadata"})
 # Fields that OpenAI's replies have even if null; litellm's other nulls are left out.
-NULLS: Final[Mapping[str, tuple[str, ...]]] = {
+KEPT_NULLS: Final[Mapping[str, tuple[str, ...]]] = {
     "choice": ("finish_reason", "logprobs"),
     "message": ("content",),
 }
@@ -54,7 +54,7 @@ RETRY: Final = ("retry-after", "retry-after-ms")
 
 
 class LitellmRequest(msgspec.Struct, frozen=True):
-    """Hold a request as litellm's arguments."""
+    """A client's request, as the arguments with which litellm is called."""
 
     path: str
     model: str
@@ -63,7 +63,7 @@ class LitellmRequest(msgspec.Struct, frozen=True):
 
 
 def read_litellm_request(path: str, body: bytes, upstream: str) -> LitellmRequest:
-    """Return the arguments for a request's body; `upstream` names the table in messages.
+    """Return a request's arguments for litellm; `upstream` is the upstream's name for messages.
 
     Raises:
         BadRequest: litellm cannot express the request.
@@ -81,9 +81,9 @@ def read_litellm_request(path: str, body: bytes, upstream: str) -> LitellmReques
         raise BadRequest("The request's body is not a JSON object", code="invalid_json")
     if request.model is None:
         raise BadRequest("model is missing: name one", param="model")
-    if REQUIRED[path] not in request.fields:
-        raise BadRequest(f"{REQUIRED[path]} is missing", param=REQUIRED[path])
-    unknown = sorted(request.fields.keys() - fields - NOTES)
+    if REQUIRED_FIELD[path] not in request.fields:
+        raise BadRequest(f"{REQUIRED_FIELD[path]} is missing", param=REQUIRED_FIELD[path])
+    unknown = sorted(request.fields.keys() - fields - NOT_PASSED_ON)
     if unknown:
         raise BadRequest(
             f"{unknown[0]} is not a field that upstream {upstream!r} passes on through "
@@ -103,13 +103,13 @@ def read_litellm_request(path: str, body: bytes, upstream: str) -> LitellmReques
     given = {
         name: value
         for name, value in request.fields.items()
-        if value is not None and name not in NOTES and name != "model"
+        if value is not None and name not in NOT_PASSED_ON and name != "model"
     }
     return LitellmRequest(path, request.model, request.stream, given)
 
 
 def whole_reply(reply: dict[str, Any], model: str) -> bytes:
-    """Return a reply in one piece, under the model's name that the client used."""
+    """Return a non-streamed reply as JSON, with the model's name that the client used."""
     for choice in reply.get("choices", ()):
         _with_nulls(choice, "choice")
         _with_nulls(choice.get("message"), "message")
@@ -117,7 +117,7 @@ def whole_reply(reply: dict[str, Any], model: str) -> bytes:
 
 
 def chunk_event(chunk: dict[str, Any], model: str) -> bytes:
-    """Return a chunk as an event of a stream."""
+    """Return a chunk as an event of a stream, with the model's name that the client used."""
     choices = [choice for choice in chunk.get("choices", ()) if not _is_filler(choice, chunk)]
     for choice in choices:
         _with_nulls(choice, "choice")
@@ -125,15 +125,15 @@ def chunk_event(chunk: dict[str, Any], model: str) -> bytes:
 
 
 def _is_filler(choice: dict[str, Any], chunk: dict[str, Any]) -> bool:
-    """Return whether a choice is only there because litellm sends one with the usage.
+    """Return whether a choice is an empty one that litellm sends along with the usage.
 
-    In OpenAI's API the usage comes with no choice (API reference, `stream_options`).
+    In OpenAI's API the usage comes without a choice (API reference, `stream_options`).
     """
     return "usage" in chunk and not choice.get("delta") and choice.get("finish_reason") is None
 
 
 def _with_nulls(holder: dict[str, Any] | None, kind: str) -> None:
-    for name in NULLS[kind] if holder is not None else ():
+    for name in KEPT_NULLS[kind] if holder is not None else ():
         assert holder is not None
         holder.setdefault(name, None)
 
@@ -175,17 +175,17 @@ EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
 def hidden_words(spec: UpstreamSpec, key: str | None) -> dict[str, str]:
-    """Return the words to hide from clients and their replacements, in the order to replace them.
+    """Return the words to hide from clients, mapped to their replacements, in order.
 
-    Some providers take the key in their URL, which errors quote, and some repeat it. Errors quote
-    an address whole, or its host and port.
+    Errors of providers may quote the key, also as part of a URL, and the address, as a whole or
+    only host and port.
     """
     places = [place for url in spec.urls for place in (url, urlsplit(url).netloc)]
     return ({key: HIDDEN} if key else {}) | dict.fromkeys(places, spec.name)
 
 
 class LitellmUpstream:
-    """Send requests to one provider."""
+    """Send requests to one provider through litellm."""
 
     def __init__(self, spec: UpstreamSpec, key: str | None, *, silence_s: float) -> None:
         """Import litellm, and prepare the arguments that each request gets.
@@ -200,12 +200,12 @@ class LitellmUpstream:
         self._spec = spec
         self._silence_s = silence_s
         self._closing: set[asyncio.Task[None]] = set()
-        self._always = dict(spec.options)
+        self._fixed_arguments = dict(spec.options)
         self._hidden = hidden_words(spec, key)
         if key is not None:
-            self._always["api_key"] = key
+            self._fixed_arguments["api_key"] = key
         if spec.urls:
-            self._always["api_base"] = spec.urls[0]
+            self._fixed_arguments["api_base"] = spec.urls[0]
 
     @staticmethod
     def check(spec: UpstreamSpec) -> None:
@@ -228,7 +228,7 @@ class LitellmUpstream:
             UpstreamSilent: the provider gave no reply in time.
         """
         request = read_litellm_request(target.partition("?")[0], body, self._spec.name)
-        arguments = request.arguments | self._always
+        arguments = request.arguments | self._fixed_arguments
         arguments |= {"model": self._name(request.model), "timeout": self._silence_s}
         # No request is sent twice: a model must not answer one call twice.
         arguments |= {"max_retries": 0, "num_retries": 0}
@@ -263,16 +263,16 @@ class LitellmUpstream:
     async def ask_where_served(
         self, model: str, method: str, target: str, headers: Headers, body: bytes
     ) -> "LitellmReply":
-        """Do what `ask` does: a provider has no replicas, and no adapter is loaded there."""
+        """Call `ask`: a provider has no replicas, and no adapter is loaded there."""
         return await self.ask(method, target, headers, body)
 
     async def fetch(self, target: str, headers: Headers) -> "LitellmReply":
-        """Return an entry for the model in the path: a claimed model is assumed to exist."""
+        """Return a list entry for the model in the path, which is assumed to exist."""
         model = target.partition("?")[0].removeprefix("/v1/models/")
         return LitellmReply(200, [JSON], self._entry(model))
 
     async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
-        """Return an entry for each claimed name that is no prefix; the provider is not asked."""
+        """Return a list entry for each model that is claimed by its full name, without asking."""
         return {
             model: msgspec.Raw(self._entry(model))
             for model in self._spec.models
@@ -288,7 +288,7 @@ class LitellmUpstream:
         return False
 
     async def keeps_system(self, model: str) -> bool:
-        """Return False: nothing is translated for litellm, and no template is asked for."""
+        """Return False: requests to litellm are not translated, so it does not matter."""
         return False
 
     def learn(self, served_names: Iterable[str]) -> None:
@@ -298,7 +298,7 @@ class LitellmUpstream:
         """Do nothing: litellm manages its own connections."""
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Wait until abandoned streams are closed, and close litellm's connections."""
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._library.close_litellm_async_clients()
 
@@ -310,7 +310,7 @@ class LitellmUpstream:
 
 
 class LitellmReply:
-    """A reply in one piece."""
+    """A whole reply in memory: a non-streamed reply, or an error."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         self.status = status
@@ -336,11 +336,11 @@ class LitellmReply:
         return True
 
     def unread(self) -> bytes:
-        """Return nothing: a reply in one piece does not break off."""
+        """Return empty bytes: a reply in memory does not break off."""
         return b""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to stop."""
+        """Do nothing: the reply is in memory."""
 
     def discard(self) -> None:
         """Close the reply, which has no connection of its own."""
@@ -348,10 +348,10 @@ class LitellmReply:
 
 
 class LitellmStream(LitellmReply):
-    """A reply as OpenAI's events, made of litellm's chunks as they come."""
+    """A streamed reply: litellm's chunks, as OpenAI's events, as they come."""
 
     def __init__(self, upstream: LitellmUpstream, stream: Any, model: str) -> None:
-        """Wrap `stream`; its events name the model `model`."""
+        """Wrap litellm's `stream`; the events get the model's name `model`."""
         super().__init__(200, [EVENTS], b"")
         self._upstream = upstream
         self._stream = stream
@@ -390,7 +390,7 @@ class LitellmStream(LitellmReply):
 
 
 def _library() -> Any:
-    """Import litellm; it fetches no prices, prints nothing and sends nothing home."""
+    """Import litellm, set so that it fetches no prices, prints no hints and sends no telemetry."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     library: Any = importlib.import_module(LIBRARY)
     library.suppress_debug_info = True

@@ -4,9 +4,10 @@ A request is sent again in three cases only, because a model must not answer a c
 could not be sent to one replica, it goes to the next. If a server does not know the version, or
 refuses the fields that the proxy added, the call is sent again (`Call._retry_refused`).
 
-A request for ids asks for `identity`, but some servers and balancers compress all the same, and
-token ids can only be removed from a decoded reply. A compressed stream is passed on decoded. A
-whole reply from which nothing was removed is passed on in its original coding.
+Token ids can only be removed from a decoded reply. So a request for token ids asks for a reply
+without content coding (`identity`), but some servers and balancers compress all the same. A
+compressed stream is passed on decoded. A non-streamed reply from which nothing was removed is
+passed on in its original coding.
 """
 
 import asyncio
@@ -49,9 +50,9 @@ EVENT_STREAM: Final = b"text/event-stream"
 CODING: Final = b"content-encoding"
 PLAIN: Final = (b"", b"identity")
 # RFC 9110 §8.4.1; `deflate` is defined as zlib's format, but some send it without its header.
-KNOWN: Final = (b"gzip", b"x-gzip", b"deflate")
+DECODABLE: Final = (b"gzip", b"x-gzip", b"deflate")
 GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
-BARE: Final = -zlib.MAX_WBITS
+RAW_DEFLATE: Final = -zlib.MAX_WBITS
 MAGIC: Final = b"\x1f\x8b"
 ERRORS: Final = 400
 # Bytes decoded at once: a small piece may decode to very many.
@@ -69,7 +70,7 @@ class Decoder:
         """Yield the decoded `data`, at most `STEP` bytes at once.
 
         Raises:
-            Torn: the data is not in this coding.
+            Torn: the data is neither gzip nor deflate.
         """
         while data:
             try:
@@ -77,7 +78,7 @@ class Decoder:
             except zlib.error as error:
                 if self._begun:
                     raise Torn(f"its content coding is broken: {error}") from error
-                self._engine, self._begun = zlib.decompressobj(BARE), True
+                self._engine, self._begun = zlib.decompressobj(RAW_DEFLATE), True
                 continue
             self._begun = True
             if piece:
@@ -94,20 +95,20 @@ class Decoder:
         return data
 
     def check_end(self) -> None:
-        """Check that the coding came to its end.
+        """Check that the coded data came to its end.
 
         Raises:
-            Torn: it did not.
+            Torn: it broke off.
         """
         if self._begun and not self._engine.eof:
             raise Torn("its content coding breaks off")
 
 
 class DecodedReply:
-    """Pass a reply on with its content coding removed."""
+    """A reply with its content coding removed; `coded` is the original one."""
 
     def __init__(self, reply: "Reply") -> None:
-        """Wrap `reply`, whose coding is one of `KNOWN`."""
+        """Wrap `reply`, whose coding is one of `DECODABLE`."""
         self.coded = reply
         self.raw = b""
         self.status: int = reply.status
@@ -117,12 +118,12 @@ class DecodedReply:
         self._ended = False
 
     def header(self, wanted: bytes) -> bytes | None:
-        """Return a header's value, or None; the content coding is hidden."""
+        """Return a header's value, or None if it is missing or `Content-Encoding`."""
         return None if wanted == CODING else self.coded.header(wanted)
 
     @property
     def fully_read(self) -> bool:
-        """Return whether the whole body was decoded and taken."""
+        """Return whether `pieces` has yielded the whole body."""
         return self._ended
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -140,7 +141,7 @@ class DecodedReply:
     async def read(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return the whole decoded body, or None once that is longer than `limit` bytes.
 
-        `grown` is called with the number of bytes before they are decoded.
+        `grown` is called with the number of coded bytes that have arrived.
 
         Raises:
             Torn: the body or its coding broke off.
@@ -182,16 +183,16 @@ def is_event_stream(reply: Reply) -> bool:
 
 
 def decode_reply(reply: Reply) -> Reply:
-    """Return the reply with plain bytes; an error in an unknown coding is returned as it is.
+    """Return the reply without content coding; an error in an unknown coding as it is.
 
     Raises:
-        UnreadableCoding: the reply is not an error and has an unknown coding, so that what was
-            added to its request could not be removed from it.
+        UnreadableCoding: the reply is not an error and has an unknown coding, so that the fields
+            that the proxy asked for cannot be removed from it.
     """
     coding = (reply.header(CODING) or b"").strip().lower()
     if coding in PLAIN:
         return reply
-    if coding in KNOWN:
+    if coding in DECODABLE:
         return DecodedReply(reply)
     if reply.status >= ERRORS:
         return reply
@@ -205,9 +206,9 @@ def decode_reply(reply: Reply) -> Reply:
 
 
 def restore_coding(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
-    """Return the headers and body to pass on; `out` was made of the decoded `body`.
+    """Return the headers and body to send for `out`, which was made from the decoded `body`.
 
-    If `out` equals `body`, they are the original ones, coding included.
+    If `out` equals `body`, they are the original ones, with their coding.
     """
     if isinstance(reply, DecodedReply) and out == body:
         return reply.coded.headers, reply.raw
@@ -216,13 +217,13 @@ def restore_coding(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, byte
 
 LOCATION: Final = b"location"
 REDIRECTS: Final = range(300, 400)
-# Beginnings of locations relative to this proxy. By browsers' rules a backslash is a slash, and
-# tabs are dropped.
+# Locations that stay at this proxy. Browsers read a backslash as a slash and drop tabs, so neither
+# may follow the first slash.
 _STAYS: Final = re.compile(rb"(?:/(?![/\\\t])|\?|#|\.{1,2}(?:/|\Z)|\Z)")
 
 
 def check_redirect(reply: Reply, api_key: str | None) -> None:
-    """Check that a reply redirects no client with a key of this proxy to another address.
+    """Check that a reply does not redirect a client with a key of this proxy to another address.
 
     `api_key` is the id of the client's key, None if no key is required.
 
@@ -230,7 +231,7 @@ def check_redirect(reply: Reply, api_key: str | None) -> None:
     libraries drop `Authorization` for another host, but not `x-api-key`.
 
     Raises:
-        Redirected: the reply does.
+        Redirected: the reply redirects such a client.
     """
     if api_key is None or reply.status not in REDIRECTS:
         return
@@ -251,12 +252,12 @@ VERSION: Final = (b"anthropic-version", b"2023-06-01")
 
 
 class Key:
-    """Hold a secret, and the style of header that it is sent in."""
+    """The proxy's own key for an upstream, and the style of header that it is sent in."""
 
     __slots__ = ("_bearer", "_plain", "_style")
 
     def __init__(self, secret: str, style: Style) -> None:
-        """Prepare both headers that `style` may call for."""
+        """Prepare the headers `Authorization` and `x-api-key`; `style` decides which is sent."""
         self._style = style
         self._bearer = (b"Authorization", b"Bearer " + secret.encode())
         self._plain = (b"x-api-key", secret.encode())
@@ -273,7 +274,7 @@ class Key:
 
 # How long a replica may take to list its models while a call waits.
 LIST_S: Final = 2.0
-# A longer list is not read.
+# A list with more bytes is not read.
 LIST_BYTES: Final = 4 << 20
 # A list of this age is still valid: no server restarts in so short a time.
 SHARED_S: Final = 0.1
@@ -284,7 +285,7 @@ class Listing:
     """The names that a replica lists, at most `SHARED_S` old."""
 
     def __init__(self, pool: Pool, target: str) -> None:
-        """Store where the list is: the connections to the replica, and the path."""
+        """Store the connections to the replica, and the list's path."""
         self._pool = pool
         self._target = target
         self._names: Collection[str] = ()
@@ -294,7 +295,7 @@ class Listing:
     async def lists_name(self, name: str, headers: Headers) -> bool:
         """Return whether the replica lists `name` now; False if it does not answer.
 
-        Of the call's `headers`, the credentials are sent.
+        Only the credentials in the call's `headers` are sent.
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
@@ -339,8 +340,8 @@ TOOL: Final = {"type": "function", "function": {"name": "four", "parameters": {"
 TEMPLATE_S: Final = 10.0
 ENGINE: Final = "vllm"
 LOOK_S: Final = 10.0
-# A name that is not in the server's list of models may be in it later. The list is fetched no
-# more often than this, whatever names clients ask for.
+# A name that is missing from the server's list of models may come later. The list is fetched at
+# most once in so many seconds, whatever names clients ask for.
 LOOK_AGAIN_S: Final = 2.0
 # A server that did not answer may be starting, so it is tried again sooner.
 RETRY_S: Final = 0.5
@@ -353,7 +354,7 @@ REFUSED: Final = range(400, 500)
 
 
 class Replica:
-    """Keep one server's address, and the connections to it."""
+    """One server of an upstream: its address, and the connections to it."""
 
     def __init__(self, base_url: str, tls: ssl.SSLContext | None) -> None:
         """Parse the address; connections are opened as they are needed."""
@@ -384,7 +385,7 @@ class Upstream:
         key: Key | None = None,
         called: str = "The model server that PAWL_UPSTREAM_URL names",
     ) -> None:
-        """Prepare the replicas at the base URLs `urls`; messages to clients begin with `called`.
+        """Prepare the replicas at the base URLs `urls`; `called` is the name in error messages.
 
         A reply is given up after `silence_s` seconds of silence. `key` is sent in place of the
         client's credentials.
@@ -393,7 +394,7 @@ class Upstream:
         self.replicas = [Replica(url, tls) for url in urls]
         self._silence_s = silence_s
         self._key = key
-        # Whether requests are sent with a key of ours in place of the client's.
+        # Whether requests are sent with our own key in place of the client's.
         self.keyed = key is not None
         self._called = called
         # Whether a model gives ids, by its name: only names that the server listed or our trainer
@@ -440,7 +441,7 @@ class Upstream:
     ) -> Reply | None:
         """Send a request to a replica that lists `model` now, or return None if none does.
 
-        All calls try the other replicas last for a while: as they refuse at once, they look idle.
+        For a while, calls try replicas without the model last: they refuse at once and look idle.
 
         Raises:
             UpstreamBroke: the request was sent, and no reply came.
@@ -491,7 +492,7 @@ class Upstream:
         )
 
     async def gives_ids(self, model: str | None) -> bool:
-        """Return whether `model` is served by vLLM, as the server's list of models says."""
+        """Return whether `model` is served by vLLM, which gives token ids on request."""
         if model is None:
             return False
         known = self._gives_ids.get(model)
@@ -511,9 +512,9 @@ class Upstream:
         """Return whether a model's chat template keeps system messages in place.
 
         It does if a system message at the end only extends the prompt; it does not if the template
-        raises an error, drops the message, or moves it. The server is asked every `TEMPLATE_S`,
-        within `LIST_S`; if it gives no answer, the last one counts, or False. `model` must give
-        ids.
+        raises an error, drops the message, or moves it. The server is asked at most every
+        `TEMPLATE_S`, and has `LIST_S` to answer; without an answer, the last one counts, or False.
+        Call this only for models that `gives_ids` accepts.
         """
         clock = asyncio.get_running_loop().time
         keeps, until = self._keeps_system.get(model, (False, float("-inf")))
@@ -543,7 +544,7 @@ class Upstream:
     async def _prompt(
         self, model: str, messages: Sequence[dict[str, str]], tools: list[dict[str, Any]]
     ) -> list[int]:
-        """Return the ids of a prompt without a generation prompt; none if the server refuses it."""
+        """Return the token ids of the messages' prompt; none if the server refuses the messages."""
         asked = {"model": model, "messages": messages, "add_generation_prompt": False}
         body = msgspec.json.encode(asked | ({"tools": tools} if tools else {}))
         reply = await self.ask("POST", "/tokenize", [JSON], body)
@@ -561,7 +562,7 @@ class Upstream:
         self._gives_ids |= gives_ids
 
     async def _look(self) -> dict[str, bool] | None:
-        """Return whether each listed model is vLLM's, or None if the server did not answer."""
+        """Return for each listed model whether vLLM serves it; None if no list came."""
         try:
             listed = await self.models([])
         except ProxyError as error:
@@ -606,7 +607,7 @@ class Upstream:
         self._remember(dict.fromkeys(served_names, True))
 
     async def sweep(self) -> None:
-        """Close idle connections and give up silent servers periodically; never return."""
+        """Periodically close idle connections, and those that are silent too long; never return."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for replica in self.replicas:

@@ -23,23 +23,23 @@ from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
-# A version's name is its policy's with @N. Some vendors' models have a date in this form.
+# A version's name is its policy's name and @N. Some vendors' models have a date after an @.
 _VERSION: Final = re.compile(r"(.+)@\d+\Z", re.DOTALL)
 
-# Characters of a name from a request that a message repeats.
+# Most characters of a request's text that an error message quotes.
 _MOST_SHOWN: Final = 200
 
 
-def shortened(model: str) -> str:
-    """Return a model's name for a message, shortened if it is long."""
-    return model if len(model) <= _MOST_SHOWN else f"{model[:_MOST_SHOWN]}…"
+def shortened(text: str) -> str:
+    """Return a text of a request for an error message, shortened if it is long."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 class ModelTable:
     """Map a model's name to the number of the upstream that claims it.
 
-    The name itself is looked up first, then the name of the policy that it is a version of, then
-    the longest prefix that is claimed, then the default.
+    The name itself is looked up first, then the name without `@N` (a version's policy), then the
+    longest claimed prefix, then the default.
     """
 
     def __init__(self, claims: Iterable[Iterable[str]], default: int | None) -> None:
@@ -59,7 +59,7 @@ class ModelTable:
         self.known = (*self._exact, *(f"{prefix}*" for prefix in prefixes))
 
     def find(self, model: str | None) -> int | None:
-        """Return the upstream's number, or None if no upstream answers for the model."""
+        """Return the number of the model's upstream, or None if no upstream answers for it."""
         if model is None:
             return self.default
         number = self._exact.get(model)
@@ -74,7 +74,7 @@ class ModelTable:
         return self.default
 
 
-ONE: Final = "upstream"
+SOLE_NAME: Final = "upstream"
 TEMPERATURE: Final = "temperature"
 
 
@@ -83,10 +83,10 @@ ModelServer = Upstream | LitellmUpstream
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """A server's sampling settings, used where a request states none.
+    """The sampling settings that a server uses where a request states none.
 
-    `tool_grammars` says whether the server may constrain calls of strict tools by a grammar, and
-    `tool_tag` in which syntax, if known.
+    `tool_grammars` says whether the server may constrain tool calls by a grammar, and `tool_tag` in
+    which syntax, if known.
     """
 
     temperature: float = 1.0
@@ -100,7 +100,7 @@ VLLMS_DEFAULTS: Final = SamplingDefaults()
 
 
 class UpstreamMember(msgspec.Struct, frozen=True):
-    """Describe one upstream: its name, its models, and the server or library that answers."""
+    """One upstream: its name, the models it claims, and the server or library that answers."""
 
     name: str
     models: tuple[str, ...]
@@ -110,7 +110,7 @@ class UpstreamMember(msgspec.Struct, frozen=True):
 
 
 class Upstreams:
-    """Find the upstream that a request goes to."""
+    """All upstreams: find the one for a request's model, and join their lists of models."""
 
     def __init__(self, members: Sequence[UpstreamMember]) -> None:
         """Build the table of models from the upstreams' claims."""
@@ -121,12 +121,12 @@ class Upstreams:
         )
         self._sole = members[0] if len(members) == 1 and members[0].default else None
         sole = None if self._sole is None else self._sole.server
-        # A sole upstream takes every request: bodies need not be read and are streamed both ways.
+        # A sole upstream gets every request: bodies need not be read, and are streamed both ways.
         self.only = sole if isinstance(sole, Upstream) else None
 
     @property
     def keyed(self) -> bool:
-        """Return whether any upstream gets the proxy's own key, which all clients then share."""
+        """Return whether requests to any upstream carry the proxy's own key."""
         servers = (member.server for member in self._members)
         return any(isinstance(server, Upstream) and server.keyed for server in servers)
 
@@ -180,7 +180,7 @@ class Upstreams:
     ) -> tuple[bytes, list[str]]:
         """Return one list of all upstreams' models, and the names of upstreams that gave no list.
 
-        The list has a model only from the upstream that requests for it reach, unless it is hidden.
+        A model is listed by the upstream to which requests for it go, unless `is_hidden(model)`.
 
         Raises:
             UpstreamUnreachable: no upstream gave its list.
@@ -244,7 +244,9 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
     """
     if settings.upstreams is None:
         server = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
-        return Upstreams([UpstreamMember(ONE, (), True, server, _defaults(settings, {}, None))])
+        return Upstreams(
+            [UpstreamMember(SOLE_NAME, (), True, server, _defaults(settings, {}, None))]
+        )
     environment = _environment(settings.secrets_dir)
     specs = _specs(settings, environment)
     return Upstreams(
@@ -264,7 +266,7 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
 def _defaults(
     settings: ProxySettings, own: dict[str, float], tool_parser: str | None
 ) -> SamplingDefaults:
-    """Return the settings' defaults, overridden by an upstream's `own` and tool parser."""
+    """Return the settings' defaults, overridden by an upstream's `own` ones and its tool parser."""
     others = settings.sampling_defaults | own
     temperature = others.pop(TEMPERATURE)
     parser = tool_parser or settings.tool_parser
@@ -290,9 +292,9 @@ def _server(
 
 
 def _environment(secrets: Path | None) -> dict[str, str]:
-    """Return the variables of the environment, of `.env`, and of secrets, in this precedence.
+    """Return the variables of the environment, of `.env` and of the secrets folder.
 
-    Settings are read in the same way, from the same places.
+    Earlier ones take precedence, as when settings are read.
     """
     from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
     folder = secrets_folder(secrets)
