@@ -23,7 +23,7 @@ from pawl.serving.process import DISK_FAILS, LEAVE, LEAVE_S, MOST_REPORTED, STOP
 from proxy.errors import ProxyError
 from proxy.settings import ProxySettings
 from proxy.shared_memory import PINS, read_states, share_metrics_in
-from proxy.spool.folders import PASSING
+from proxy.spool.folders import PASSING_ERRORS
 from store.errors import StoreError
 
 log = structlog.get_logger()
@@ -152,7 +152,7 @@ def main() -> None:
         else:
             uvloop.run(end_if_hung(_run_worker(ready, arguments.shared, arguments.listener)))
     except (OSError, StoreError, ProxyError) as error:
-        if isinstance(error, OSError) and error.errno in PASSING:
+        if isinstance(error, OSError) and error.errno in PASSING_ERRORS:
             log.error("disk_fails", reason=str(error))
             sys.exit(DISK_FAILS)
         if ready.closed:

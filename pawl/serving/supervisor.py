@@ -22,7 +22,7 @@ from proxy.errors import BadRedaction, BadUpstreams, DoesNotStart, NoSpans
 from proxy.redaction import open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import SharedFolder, write_states
-from proxy.spool.folders import PASSING
+from proxy.spool.folders import PASSING_ERRORS
 from proxy.upstreams.upstreams import check_upstreams
 from store import install_command
 from store.admin_port import explain_listen_failure
@@ -88,7 +88,7 @@ async def serve(settings: ProxySettings) -> None:
         settings.spool_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         # A full or failing disk is waited for.
-        if error.errno not in PASSING:
+        if error.errno not in PASSING_ERRORS:
             place = f"PAWL_SPOOL_DIR={settings.spool_dir}"
             why = f"{place} cannot be made: {error.strerror}: set another folder"
             raise DoesNotStart(why) from error

@@ -1,1 +1,1 @@
-"""Keep what workers recorded: move it to PostgreSQL, migrate the schema, and report metrics."""
+"""Move the workers' records to PostgreSQL, migrate its schema, and serve metrics."""

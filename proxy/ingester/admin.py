@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from proxy.error_replies import REFUSALS, REQUIRED
+from proxy.error_replies import REFUSALS, REQUIRED_HEADERS
 from proxy.errors import ProxyError
 from proxy.formats.errors import OPENAI
 from proxy.http.server import is_loopback
@@ -33,7 +33,7 @@ Mark = tuple[int, int, int] | str
 
 
 class OwnersFile:
-    """The owners of policies, read again whenever their file changes."""
+    """The tenants that own the policies, read from the policies file whenever it changes."""
 
     def __init__(self, path: Path | None) -> None:
         """Store the path of the policies file; the first `current_owners` reads it."""
@@ -43,12 +43,12 @@ class OwnersFile:
         self._owners = Owners(None)
 
     def current_owners(self, versions: Iterable[PolicyVersion]) -> Owners:
-        """Return the owners named by the file and by the store's `versions`.
+        """Return the policies' owners, by the policies file and the store's `versions`.
 
         If the file cannot be used, that is logged once, its last usable content counts, and the
         next call tries again.
         """
-        # Taken before reading: a file that is replaced in between is read again at the next call.
+        # Look before reading: a file that is replaced in between is read again at the next call.
         mark = self._mark()
         if mark != self._seen:
             try:
@@ -75,24 +75,24 @@ class OwnersFile:
 # The tenant of a request's key.
 TENANT: Final = web.RequestKey("tenant", str)
 # Load balancers have no keys, and these endpoints show no content.
-OPEN: Final = frozenset({"/healthz", "/readyz"})
-ENDS: Final = ("stored", "dead_lettered", "dropped", "deleted")
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz"})
+OUTCOMES: Final = ("stored", "dead_lettered", "dropped", "deleted")
 
 
 def admin_app(
     database: Database,
     drainer: Drainer,
-    gate: KeyChecker,
+    key_checker: KeyChecker,
     owners: OwnersFile,
     processes: Callable[[], list[ProcessState]] | None = None,
 ) -> web.Application:
     """Return the admin port's application.
 
-    `/healthz` is 200 while the process answers. `/readyz` is 200 while a worker takes calls and
-    503 otherwise; it asks for no key, and so shows only the default tenant's policies. `/metrics`,
-    in Prometheus's text format, shows everything to the default tenant, which owns the proxy, and
-    to any other tenant the series of its own policies. `processes` returns the workers' states; it
-    is None if no supervisor runs them.
+    `/healthz` is 200 while the process answers. `/readyz` is 200 while a worker accepts calls, else
+    503; it needs no key, and so shows only the default tenant's policies. `/metrics`, in
+    Prometheus's text format, shows everything to the default tenant, which owns the proxy, and to
+    any other tenant the series of its own policies. `processes` returns the workers' states; it is
+    None if no supervisor runs them.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -113,22 +113,22 @@ def admin_app(
         page = generate_latest(exposed_registry(is_shown))
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    app = web.Application(middlewares=[require_read_key(gate)])
+    app = web.Application(middlewares=[require_read_key(key_checker)])
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
 
 
-def require_read_key(gate: KeyChecker) -> Middleware:
-    """Return the middleware that asks for a key with the scope `read`."""
+def require_read_key(key_checker: KeyChecker) -> Middleware:
+    """Return the middleware that requires a key with the scope `read`, where keys are required."""
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in OPEN:
+        if request.path in OPEN_PATHS:
             return await handler(request)
         try:
-            usage = _begin(gate, request)
+            usage = _begin(key_checker, request)
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
             REFUSALS.note_error(error, request.path, request.remote)
@@ -142,20 +142,20 @@ def require_read_key(gate: KeyChecker) -> Middleware:
     return admit
 
 
-def _begin(gate: KeyChecker, request: web.Request) -> Usage | None:
+def _begin(key_checker: KeyChecker, request: web.Request) -> Usage | None:
     peer = None if request.transport is None else request.transport.get_extra_info("peername")
     headers = list(request.raw_headers)
     shown, asked = credentials_in(headers), (request.method, headers)
-    grant = gate.check(shown, "read", asked, local=is_loopback(peer))
+    grant = key_checker.check(shown, "read", asked, local=is_loopback(peer))
     request[TENANT] = DEFAULT if grant is None else grant.tenant
-    return None if grant is None else gate.count_request(grant, takes_tokens=False)
+    return None if grant is None else key_checker.count_request(grant, takes_tokens=False)
 
 
 def _refusal(error: ProxyError) -> web.Response:
     headers: dict[str, str] = {"x-pawl-fault": error.fault}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    for name, value in REQUIRED.get(error.status, []):
+    for name, value in REQUIRED_HEADERS.get(error.status, []):
         headers[name.decode()] = value.decode()
     body = OPENAI.body(error.message, error.kind, error.param, error.code)
     return web.Response(
@@ -170,10 +170,10 @@ def _ready_reply(
     workers: object,
     serving: Mapping[str, int],
 ) -> web.Response:
-    """Return the reply of `/readyz`.
+    """Return the reply of `/readyz`; its status code depends only on `ready`.
 
-    Database and drain are reported and do not change the status code: serving depends on neither,
-    so a load balancer must not take the proxy out of rotation for them.
+    Database and drain are reported, but serving depends on neither, so a load balancer must not
+    take the proxy out of rotation for them.
     """
     drain = drainer.progress
     recording_outage_s = drainer.outages.lasts_s
@@ -194,13 +194,13 @@ def _ready_reply(
 
 
 def count_unsettled() -> int:
-    """Return how many records that earlier ingesters counted have not ended yet.
+    """Return how many records earlier ingesters counted, but did not bring to their end.
 
-    A record ends stored, dead-lettered, dropped or deleted. The number is 0 if counters are not
-    shared: those of earlier ingesters are then unknown.
+    A record ends stored, dead-lettered, dropped or deleted. The result is 0 if counters are not
+    shared, as those of earlier ingesters are then unknown.
     """
     if not is_shared():
         return 0
     samples = {s.name: s.value for metric in exposed_registry().collect() for s in metric.samples}
-    ended = sum(samples.get(f"pawl_records_{end}_total", 0.0) for end in ENDS)
+    ended = sum(samples.get(f"pawl_records_{end}_total", 0.0) for end in OUTCOMES)
     return int(samples.get("pawl_records_total", 0.0) - ended)

@@ -1,7 +1,7 @@
-"""Settle records, each in one of three ways: stored and counted, a dead letter, or held for later.
+"""Settle records: store and count them, or write them as dead letters; hold those that must wait.
 
-An error over one record does not hold up later records: the record is passed over for now, and its
-segment is kept until it is settled.
+An error over one record does not hold up later records: the record is held, and its segment is kept
+until it is settled.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ from store.write.ingest import Ingester
 
 log = structlog.get_logger()
 
-# Pause before a dead letter that the disk did not take is tried again.
+# Pause before a dead letter that could not be written to disk is tried again.
 LETTER_AGAIN_S: Final = 1.0
-# Pause before a record that PostgreSQL did not take, while it answered, is tried again.
+# Pause before a record that PostgreSQL did not store, although it answered, is tried again.
 UNANSWERED_AGAIN_S: Final = 30.0
 
-# A reply longer than this, in bytes, is read in a thread beside the drain.
+# A reply longer than this, in bytes, is parsed in a thread, so that the drain goes on.
 AT_ONCE: Final = 2**20
-# A long reply becomes a dead letter after this many ingesters ended while they read it.
+# A long reply becomes a dead letter after so many ingesters ended (were killed) while reading it.
 MOST_BEGUN: Final = 3
 ENDS_INGESTERS: Final = f"{MOST_BEGUN} ingesters ended while they read its reply"
 # Longest time to read pieces, in seconds, before the records in them are stored.
@@ -64,9 +64,9 @@ REASONS: Final[dict[Why, str]] = {
 def is_due(held: HeldPiece, stored: dict[type, int], now: float) -> bool:
     """Return whether a held piece is to be tried again, at `now` by the monotonic clock.
 
-    A suspect is due once another record of its kind was stored (`stored`: the turn in which a
-    record of each type was last stored): an error that it raises then is its own fault. Before
-    that, the error may be a bug that hits every record, and a bug must not turn all records into
+    A suspect is due once another record of its type was stored (`stored`: the turn in which a
+    record of each type was last stored). If it fails again then, the record itself is the cause.
+    Before that, a bug that hits every record may be the cause, and must not turn all records into
     dead letters.
     """
     if held.why == "suspect":
@@ -74,16 +74,17 @@ def is_due(held: HeldPiece, stored: dict[type, int], now: float) -> bool:
     return now - held.at >= (LETTER_AGAIN_S if held.why == "letter" else UNANSWERED_AGAIN_S)
 
 
-# After this many failures in a row while PostgreSQL answers, records are stored one by one: one of
+# After so many failures in a row while PostgreSQL answers, records are stored one by one: one of
 # them may be the cause.
 PATIENCE: Final = 5
-# No record makes PostgreSQL read-only. After a failover it may be so for a while.
+# The same limit while PostgreSQL is read-only, as it may be for a while after a failover: no record
+# is the cause of that.
 READ_ONLY_PATIENCE: Final = 60
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
 class StoredBatch(NamedTuple):
-    """The records that were stored, and the number left out because they were deleted."""
+    """The records that were stored, and how many were left out: their episodes are deleted."""
 
     records: Sequence[SpoolRecord]
     left_out: int
@@ -93,7 +94,7 @@ NOTHING_STORED: Final = StoredBatch((), 0)
 
 
 class BatchWriter:
-    """Settle the records of one drainer; the caller must not settle two batches at once."""
+    """Settle the records of one drainer; callers must not settle two batches at once."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class BatchWriter:
         redactor: Redactor | None = None,
         send_spans: Callable[[Iterable[SpoolRecord]], None] | None = None,
     ) -> None:
-        """Settle records under `root`; replies longer than `most_reply` bytes are not read.
+        """Write dead letters under `root`; read no replies longer than `most_reply` bytes.
 
         `redactor` is applied to every record before it is stored or becomes a dead letter.
         `send_spans` is called with stored records.
@@ -121,7 +122,7 @@ class BatchWriter:
         self._stored: dict[type, int] = {}
         # Number of failures of PostgreSQL, while it answered, since a record was last stored.
         self.failures = 0
-        # Why a record could not be settled in the present turn, though PostgreSQL answers.
+        # Why a record could not be settled in the present turn, although PostgreSQL answers.
         self.trouble = ""
 
     @property
@@ -130,14 +131,14 @@ class BatchWriter:
         return self.failures >= PATIENCE
 
     def begin_turn(self) -> None:
-        """Begin another turn, in which nothing has failed yet."""
+        """Begin another turn of the drain, and clear the last one's `trouble`."""
         self._turn += 1
         self.trouble = ""
 
     async def count_error(self, engine: AsyncEngine, error: Exception) -> bool:
-        """Count an error, and return whether PostgreSQL answers but keeps failing.
+        """Count a failed turn, and return whether PostgreSQL answers but keeps failing.
 
-        An outage is not counted, however long it is: no record is its cause.
+        While PostgreSQL does not answer, nothing is counted: no record is the cause of that.
         """
         if not (is_lasting_refusal(error) or await is_answering(engine)):
             return False
@@ -150,10 +151,10 @@ class BatchWriter:
         return self._long is not None
 
     def read(self, pieces: Iterable[Piece], at_once: float = AT_ONCE) -> list[Entry]:
-        """Read pieces of a segment in order: each as a redacted record, or why it is unreadable.
+        """Read pieces of a segment in order: each as a redacted record, or why it has none.
 
         The last pieces are left out if reading takes too long. A call whose reply is longer than
-        `at_once` bytes has no record, and the reason `TAKES_LONG`.
+        `at_once` bytes is not read; its reason is `TAKES_LONG`.
         """
         entries, began = [], monotonic()
         for piece in pieces:
@@ -166,7 +167,7 @@ class BatchWriter:
         return entries
 
     async def settle(self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]) -> None:
-        """Store entries of a segment; halve a batch that fails down to the record that fails.
+        """Settle entries of a segment; halve a batch that fails until the failing record is alone.
 
         If the database goes away in the middle, settled entries stay settled.
 
@@ -219,7 +220,7 @@ class BatchWriter:
     async def _settle_failed(
         self, engine: AsyncEngine, segment: Segment, entry: Entry, error: Exception
     ) -> None:
-        """Hold a record that fails alone in its batch, or write it as a dead letter.
+        """Hold a record that failed alone in its batch, or write it as a dead letter.
 
         Raises:
             Exception: the database is away; the record itself may be sound.
@@ -241,12 +242,12 @@ class BatchWriter:
 
     def _hold(self, segment: Segment, entry: Entry, why: Why, reason: str) -> None:
         kind = None if entry.record is None else type(entry.record)
-        # Its bytes stay on disk only: there may be any number of such records.
+        # Keep its bytes only on disk: there may be any number of such records.
         piece = entry.piece._replace(data=b"")
         segment.hold(HeldPiece(piece, why, reason, kind, self._turn, monotonic()))
 
     async def _write_letters(self, segment: Segment, entries: Sequence[Entry]) -> bool:
-        """Write entries as dead letters, or hold them and return False if the disk refuses."""
+        """Write entries as dead letters; if the disk refuses, hold them and return False."""
         if not entries:
             return True
         # Names are unique to a record, and the same if the next ingester writes it after a kill.
@@ -276,9 +277,9 @@ class BatchWriter:
         return self._redactor.redact_letter(entry)
 
     async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
-        """Try the held pieces that are due again, and return how many were settled."""
+        """Try again the held pieces that are due, and return how many of them were settled."""
         moved = 0
-        # A long reply was read, but its segment may be gone: then it is discarded below.
+        # A long reply that was read, but whose segment is gone, is discarded below.
         read = self._long if self._long is not None and self._long[1].done() else None
         for segment in segments:
             for held in sorted(segment.held.values()):
@@ -294,7 +295,12 @@ class BatchWriter:
         return moved
 
     async def _try_long(self, engine: AsyncEngine, segment: Segment, held: HeldPiece) -> bool:
-        """Read a long reply in a thread, one at a time; return whether it is read and settled.
+        """Start to read a long reply in a thread, or settle it once it is read.
+
+        One reply is read at a time.
+
+        Returns:
+            Whether it was settled.
 
         Raises:
             Exception: the database is away.
@@ -330,7 +336,7 @@ class BatchWriter:
         return entries
 
     async def _try_again(self, engine: AsyncEngine, segment: Segment, held: HeldPiece) -> bool:
-        """Store a held record or write it as a dead letter, and return whether it is settled.
+        """Store a held record, or write it as a dead letter; return whether it was settled.
 
         Raises:
             Exception: the database is away.

@@ -1,8 +1,8 @@
 """Connect the ingester to PostgreSQL, migrate it, and watch the policy versions and the API keys.
 
-The versions whose files exist, and the keys, are read twice a second and kept in files that every
-worker watches. A proxy that starts while the database is away therefore routes as before, and lets
-the same keys in.
+The versions whose files exist, and the keys, are read twice a second and written to files that
+every worker watches. A proxy that starts while the database is away therefore routes as before, and
+accepts the same keys.
 """
 
 import asyncio
@@ -34,23 +34,23 @@ WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
 # Longest single wait for an embedded server. Short, so that the ingester can be stopped meanwhile.
 LOOK_S: Final = 5.0
-# Number of newest changes of policies that are searched for changes by hand at one look.
+# So many of the newest changes of policies are searched for changes by hand at one look.
 MOST_EVENTS: Final = 200
 
 
 class KeyPublisher:
-    """Keep the file of keys up to date with the database."""
+    """Keep the workers' file of API keys up to date with the database."""
 
     def __init__(self, spool_dir: Path) -> None:
-        """Begin with an unknown file: the first `update_file` writes it."""
+        """Store the file's path; the first `update_file` writes it."""
         self._file = KeyFile(spool_dir)
         self._written: KeyRing | None = None
 
     async def update_file(self, connection: AsyncConnection) -> None:
-        """Read the keys from the database, and write the file if they or the file changed.
+        """Read the keys from the database, and write the file if the keys or the file changed.
 
-        A disk error is logged, and the next call tries again: the caller must not take it for a
-        lost database.
+        A disk error is logged and not raised, as it is no error of the database; the next call
+        tries again.
         """
         ring = await key_ring(connection)
         if ring == self._written and not self._file.has_changed():
@@ -68,7 +68,7 @@ class KeyPublisher:
 
 
 def _changed_keys(before: KeyRing | None, ring: KeyRing) -> dict[str, list[str]]:
-    """Return the names of the keys that were made and revoked since `before`, if that is known."""
+    """Return the names of keys added and revoked since `before`; {} if `before` is unknown."""
     if before is None or not before.seen:
         return {}
     old, new = ({grant.id: grant.name for grant in one.grants} for one in (before, ring))
@@ -86,7 +86,7 @@ class Database:
     """Connect to PostgreSQL, migrate it, and keep the workers' policy file up to date."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        """Read the last known policy versions from the spool directory; `run` connects."""
+        """Read the policy versions last written to the spool directory; `run` connects."""
         self._settings = settings
         self._file = VersionFile(settings.spool_dir)
         self._keys = KeyPublisher(settings.spool_dir)
@@ -101,14 +101,14 @@ class Database:
         # `up` and `refusal` as they were last logged.
         self._logged: tuple[bool, str] | None = None
         self.up = False
-        # Why PostgreSQL refuses us, or which error no outage explains; empty if there is none.
+        # The class of the last error if it will not pass by itself, else empty.
         self.refusal = ""
         self.versions: list[PolicyVersion] = []
         self.serving: dict[str, int] = {}
         self._set_metrics(self._file.read() or [])
 
     def engine(self) -> AsyncEngine | None:
-        """Return the engine, or None before the first connection, which may be lost by now."""
+        """Return the engine, or None before the first connection; the database may be away now."""
         return self._engine
 
     async def run(self) -> None:
@@ -133,7 +133,7 @@ class Database:
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
     def stop(self) -> None:
-        """Let `run` return after the present look."""
+        """Make `run` return after its present look at the database."""
         self._stopping.set()
 
     async def close(self) -> None:
@@ -169,7 +169,7 @@ class Database:
             await self._write(versions)
 
     async def _log_manual_changes(self, connection: AsyncConnection) -> None:
-        """Log the changes of policies that were made by hand since the last look."""
+        """Log the changes of policies that operators made since the last look."""
         seen = self._events
         if seen is not None and seen.issuperset(await _newest_events(connection, 1)):
             return
@@ -215,7 +215,7 @@ class Database:
 
 
 def _type_if_lasting(error: Exception) -> str:
-    """Return the error's type if somebody must fix it; empty for an outage, which passes."""
+    """Return the error's class if somebody must fix its cause; "" if it passes by itself."""
     # An embedded server that does not start, or not yet, is a StoreError.
     away = isinstance(error, StoreError) or is_unavailable(error)
     return type(error).__name__ if is_lasting_refusal(error) or not away else ""

@@ -3,15 +3,15 @@
 A batch is stored in one transaction and only then counted as drained. Records carry their ids, so
 that a record drained twice is stored once. A batch that the database refuses is halved until the
 refused record is alone; the record becomes a dead letter, with the reason beside it. While the
-database is away, everything waits on disk and is counted.
+database is away, all records wait on disk and are counted.
 
 No record's content stops the drain:
 
 - A record that cannot be read becomes a dead letter at once.
-- A record whose storing raises an unexpected error is held. It is passed over, and becomes a
-  dead letter if it fails again after another record of its kind was stored.
-- A record that PostgreSQL does not take while it answers is held and tried again.
-- A dead letter that the disk does not take is held and tried again.
+- A record is held if storing it raises an unexpected error. It becomes a dead letter if it fails
+  again after another record of its type was stored.
+- A record that PostgreSQL does not store, although it answers, is held and tried again.
+- A dead letter that cannot be written to disk is held and tried again.
 
 Only the ingester counts records, as it finds them in the workers' folders. Whichever process is
 killed at any time, recorded = stored + spooled + dead-lettered + dropped + deleted.
@@ -19,8 +19,8 @@ killed at any time, recorded = stored + spooled + dead-lettered + dropped + dele
 A recording outage is a time in which a worker lost records of unknown episodes. The worker notes it
 in a file beside its segments (`proxy.spool.outages`). An outage that has ended is stored once. An
 outage that lasts is stored up to now, so that no update claims episodes of that time while the disk
-stays full. This waits a while, because a short outage ends with all of its episodes named. If the
-worker is gone, it loses no more records, so the outage ends now.
+stays full. It is stored only after a while, because gaps name all episodes of a short outage once
+it ends. If the worker is gone, it loses no more records, so the outage ends now.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ CANNOT_STORE_OUTAGE: Final = "a recording outage cannot be read, or PostgreSQL d
 
 
 class RecordingOutages:
-    """Store the recording outages of the workers under one root."""
+    """Store the recording outages of all workers under `root` in the database."""
 
     def __init__(self, root: Path, patience_s: float = OUTAGE_PATIENCE_S) -> None:
         self._root = root
@@ -137,7 +137,7 @@ class RecordingOutages:
         except Exception as error:
             if prevents_all_storing(error) and not await is_answering(engine):
                 raise
-            # The fault may be this outage's: records do not wait for it.
+            # This outage may be the cause, so records do not wait for it.
             self._fail(path, error)
             return False
         return True
@@ -158,7 +158,7 @@ class RecordingOutages:
 
 
 def _not_stored(path: Path) -> RecordingOutage | None:
-    """Return the outage in a file that the database lacks, or None; end it if its worker is gone.
+    """Return a file's outage if the database lacks it, else None; end it if its worker is gone.
 
     Raises:
         OSError: the file cannot be read, or the outage cannot be ended.
@@ -190,7 +190,7 @@ class DrainState:
 
     `moving`: records are being stored, or there are none. `waiting`: PostgreSQL is away, and
     records wait on disk, as intended. `stuck`: something else keeps some or all records from being
-    stored. It lasts until all records move again: an outage in between does not end it.
+    stored. The time of being stuck ends only with `moving`: it includes `waiting` in between.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -200,7 +200,7 @@ class DrainState:
         self._stuck_since: float | None = None
         self.state: State = "moving"
         self.reason = ""
-        # Number of records that are passed over for now.
+        # Number of held pieces.
         self.held = 0
 
     def note(self, state: State, reason: str = "") -> None:
@@ -234,8 +234,8 @@ BATCH: Final = 256
 IDLE_S: Final = 0.1
 # Longest wait of `count` for a batch that is being stored.
 COUNT_S: Final = 1.0
-# Pause after a turn that left no records, so that the next batch is larger: more records then share
-# the cost of a transaction, here and in PostgreSQL.
+# Pause after a turn that stored all records, so that the next batch is larger: more records then
+# share the cost of a transaction, here and in PostgreSQL.
 GATHER_S: Final = 0.03
 
 
@@ -254,7 +254,7 @@ class Drainer:
         redactor: Redactor | None = None,
         send_spans: Callable[[Iterable[SpoolRecord]], None] | None = None,
     ) -> None:
-        """Begin; `root` has a folder for each worker.
+        """Begin with the state `moving`; `root` has a folder for each worker.
 
         `connect` returns the engine, or None while there is no connection. `counted_before` is the
         number of records on disk that an earlier ingester counted already. Replies longer than
@@ -270,7 +270,7 @@ class Drainer:
         self._stopping = asyncio.Event()
         # Counting and draining move the same offsets.
         self._busy = asyncio.Lock()
-        # Whether the last turn left records behind that were on disk when it looked.
+        # Whether the last turn did not store all records that were on disk when it looked.
         self._is_behind = False
         self.progress = DrainState()
 
@@ -280,7 +280,7 @@ class Drainer:
         return sum(segment.waiting for segment in self._segments.values())
 
     def stop(self) -> None:
-        """Let `run` return once the present batch is settled.
+        """Make `run` return once the present batch is settled.
 
         `run` may also be cancelled at any time: unsettled records stay in the spool.
         """
@@ -308,7 +308,7 @@ class Drainer:
             await self._pause(GATHER_S)
 
     async def _await_connection(self) -> None:
-        """Pause for `RETRY_S` seconds, or until there is a connection for the first time."""
+        """Pause for `RETRY_S` seconds, or until the first connection has been made."""
         over = monotonic() + RETRY_S
         while self._connect() is None and monotonic() < over and not self._stopping.is_set():
             await self._pause(IDLE_S)
@@ -351,8 +351,8 @@ class Drainer:
     async def count(self) -> None:
         """Count the records that the workers have written up to now.
 
-        They are counted later if PostgreSQL takes longer than `COUNT_S` for a batch: a scrape of
-        the metrics must not wait for it.
+        If storing the present batch takes longer than `COUNT_S`, they are counted later: a scrape
+        of the metrics must not wait for PostgreSQL.
         """
         try:
             async with asyncio.timeout(COUNT_S):
@@ -382,7 +382,7 @@ class Drainer:
         Raises:
             OSError: it cannot be read.
         """
-        # Until the segment is drained, a torn frame at its end looks like one being written.
+        # A torn frame at the segment's end is not counted here: it may still be being written.
         read = partial(segment.pieces, most=None, sealed=False)
         while pieces := await asyncio.to_thread(read, segment.counted):
             self._count(segment, pieces)
@@ -407,9 +407,9 @@ class Drainer:
                 await asyncio.sleep(RETRY_S)
 
     async def drain_once(self) -> int | None:
-        """Store a batch of each worker; return how many records left the spool.
+        """Store a batch of each worker's records; return how many records left the spool.
 
-        Return None without a database.
+        Without a connection to the database, only count them, and return None.
         """
         engine = self._connect()
         if engine is None:
@@ -444,13 +444,13 @@ class Drainer:
         return moved
 
     async def _next_pieces(self, segment: Segment) -> list[Piece]:
-        """Return the next pieces of a segment; delete it if there are none and never will be."""
+        """Return the next pieces of a segment; delete it if it has no more and will not grow."""
         if segment.not_before > monotonic():
             self._writer.trouble = CANNOT_READ
             return []
         try:
             if not segment.drained:
-                # Asked before reading: bytes that a worker adds until it seals are read next time.
+                # Look before reading: bytes that a worker adds before it seals are read next time.
                 sealed = segment.sealed
                 most = 1 if self._writer.one_by_one else self._batch
                 pieces = await asyncio.to_thread(
@@ -464,13 +464,13 @@ class Drainer:
         return []
 
     def _note_read_error(self, segment: Segment, error: OSError) -> None:
-        """Note that a segment cannot be read; the other segments are drained."""
+        """Pause a segment that cannot be read or deleted; the others are drained meanwhile."""
         if not segment.is_gone(error):
             segment.pause_after_failure(error)
             self._writer.trouble = CANNOT_READ
 
     def _find_segments(self) -> None:
-        """Find new segments, and drop those that vanished."""
+        """Add new segments, and count the waiting records of vanished ones as dropped."""
         paths = dict(segment_files(self._root))
         for stem, path in paths.items():
             segment = self._segments.get(stem)
@@ -505,7 +505,7 @@ class Drainer:
         DRAIN_STUCK.set(self.progress.stuck_s)
 
     def _delete_drained(self, segment: Segment) -> None:
-        """Delete a segment that is drained to its end and will not grow.
+        """Delete a segment that is drained to its end and will not grow, unless a piece is held.
 
         Raises:
             OSError: it could not be deleted; it is tried again.

@@ -34,7 +34,7 @@ from store.read.evaluations import evaluations
 log = structlog.get_logger()
 
 LOOK_S: Final = 0.1
-# Seconds between two runs of each repeated task.
+# Seconds between two runs of a repeated task.
 KEYS_S: Final = 600.0
 EVALUATIONS_S: Final = 2.0
 DELETED_S: Final = 10.0
@@ -53,9 +53,9 @@ async def run_ingester(
     patience_s: float = 0.0,
     processes: Callable[[], list[ProcessState]] | None = None,
 ) -> AsyncIterator[None]:
-    """Run an ingester within the context; at its end, drain for a limited time.
+    """Run an ingester while the context is entered; at its end, drain for a limited time.
 
-    It waits `patience_s` seconds for another ingester to release the spool directory. `processes`
+    Wait `patience_s` seconds for another ingester to release the spool directory. `processes`
     returns the workers' states; it is None if no supervisor runs them.
 
     Raises:
@@ -93,7 +93,7 @@ async def _run_with_lock(
     redactor: Redactor | None,
     processes: Callable[[], list[ProcessState]] | None,
 ) -> AsyncIterator[None]:
-    """Do an ingester's work in a spool directory that it holds."""
+    """Run an ingester in a spool directory whose lock this process holds."""
     database = Database(settings)
     spans = None
     if settings.otel:
@@ -110,15 +110,15 @@ async def _run_with_lock(
         redactor=redactor,
         send_spans=None if spans is None else spans.send,
     )
-    gate = KeyChecker(settings.access, hosts=settings.allowed_hosts)
+    key_checker = KeyChecker(settings.access, hosts=settings.allowed_hosts)
     key_file = KeyFile(settings.spool_dir)
-    gate.replace_keys(key_file.read())
+    key_checker.replace_keys(key_file.read())
     owners = OwnersFile(settings.policies)
-    app = admin_app(database, drainer, gate, owners, processes)
+    app = admin_app(database, drainer, key_checker, owners, processes)
     show_version()
     begin_at_zero(INITIAL_LABELS)
     admin = await serve_app(app, settings.admin_listen, "PAWL_ADMIN_LISTEN", None)
-    keys = asyncio.create_task(key_file.watch(gate.replace_keys), name="pawl-keys")
+    keys = asyncio.create_task(key_file.watch(key_checker.replace_keys), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
     side_tasks = _start_side_tasks(settings, database)
@@ -141,7 +141,7 @@ async def _run_with_lock(
 
 
 def _start_side_tasks(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
-    """Start the ingester's tasks beside draining; each runs until it is cancelled."""
+    """Start the ingester's periodic tasks; each runs until it is cancelled."""
     root, connect, days = settings.spool_dir, database.engine, settings.keep_days
     files, deleted = KeyFiles(root), DeletedLetters(root)
     work = {
@@ -167,8 +167,8 @@ async def repeat(
 ) -> None:
     """Repeat work until cancelled; a failure is logged, and the work is tried again.
 
-    `connect` returns the engine that `work` gets, None before the first connection. `first_s` is
-    the pause before the first run, if it is not `pause_s`.
+    `connect` returns the engine to pass to `work`, None before the first connection. `first_s` is
+    the pause before the first run, by default `pause_s`.
     """
     task = asyncio.current_task()
     name = "" if task is None else task.get_name()
@@ -179,18 +179,18 @@ async def repeat(
             await work(connect())
         except Exception as error:
             # This task must not end.
-            note = log.warning if is_unavailable(error) else log.exception
-            note("work_put_off", task=name, reason=type(error).__name__)
+            write_log = log.warning if is_unavailable(error) else log.exception
+            write_log("work_put_off", task=name, reason=type(error).__name__)
         await asyncio.sleep(max(pause_s, LOOK_SHARE * (perf_counter() - began)))
 
 
 async def clean_keys(files: KeyFiles, _: AsyncEngine | None) -> None:
-    """Delete this machine's links of idempotency keys that are a day old, or too many."""
+    """Delete this machine's idempotency keys that are older than a day, or too many."""
     log.info("idempotency_keys_forgotten", keys=await asyncio.to_thread(files.clean))
 
 
 async def show_evaluations(engine: AsyncEngine | None) -> None:
-    """Set the metrics to the mean reward of each policy version's evaluation episodes."""
+    """Set the metrics of each policy version's evaluation: episodes, mean reward and interval."""
     if engine is None:
         return
     async with engine.connect() as connection:
@@ -205,7 +205,7 @@ async def show_evaluations(engine: AsyncEngine | None) -> None:
 
 
 async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: float) -> None:
-    """Drain for at most `within_s` seconds; the next start stores the rest."""
+    """Drain for at most `within_s` seconds; the next ingester stores the remaining records."""
     drainer.stop()
     try:
         async with asyncio.timeout(within_s):

@@ -46,7 +46,7 @@ REASON: Final = ".reason"
 
 
 class DeadLetter(NamedTuple):
-    """Hold a record's bytes, and why it is not stored; `name` is unique to the record."""
+    """A record's bytes, and why it cannot be stored; `name` is unique to the record."""
 
     name: str
     data: bytes
@@ -54,7 +54,7 @@ class DeadLetter(NamedTuple):
 
 
 def write_dead_letters(root: Path, letters: Sequence[DeadLetter]) -> None:
-    """Make letters durable in the spool at `root`; writing the same names again is harmless.
+    """Write letters durably to the spool at `root`; writing the same names again is harmless.
 
     Raises:
         OSError: they could not all be written.
@@ -69,18 +69,18 @@ def write_dead_letters(root: Path, letters: Sequence[DeadLetter]) -> None:
     sync(folder)
 
 
-CHANGED: Final = b"refused; what was about deleted episodes was removed from it"
+CHANGED: Final = b"refused; its parts about deleted episodes were removed later"
 
 
 def names_in(frame: Frame) -> Iterable[Named]:
-    """Return the names in a record that show whether it, or a part of it, is deleted."""
+    """Return the names in a record whose deletion would delete the record or a part of it."""
     if isinstance(frame, CapturedCall):
         return [("episode", frame.episode)]
     return tombstones.names_in(frame)
 
 
 def without_deleted(frame: Frame, deleted: Set[UUID]) -> Frame | None:
-    """Return a record without its parts about deleted names; None: nothing is left."""
+    """Return a record without its parts about deleted names, or None if nothing is left."""
     if isinstance(frame, CapturedCall):
         return frame if undeleted_keys([frame.episode], deleted) else None
     return tombstones.without_deleted(frame, deleted)
@@ -90,26 +90,26 @@ class DeletedLetters:
     """Remove this machine's dead letters about deleted episodes."""
 
     def __init__(self, root: Path) -> None:
-        """Begin with no letter searched; `root` is the spool's folder."""
+        """Begin with all letters unsearched; `root` is the spool's folder."""
         self._root = root
         self._seen: set[Path] = set()
         # The number of the last deletion; None before the first look.
         self._deletion: int | None = None
 
     async def remove(self, engine: AsyncEngine | None) -> None:
-        """Search new letters; after a deletion, search all letters again."""
+        """Search new letters for deleted episodes; after a deletion, search all letters again."""
         if engine is None:
             return
         async with engine.connect() as connection:
             newest = await last_deletion(connection)
             seen = self._seen if newest == self._deletion else set()
-            there = set(await asyncio.to_thread(dead_letters_in, self._root))
+            present = set(await asyncio.to_thread(dead_letters_in, self._root))
             if newest:
-                await remove_letters(connection, sorted(there - seen))
+                await remove_letters(connection, sorted(present - seen))
             if self._deletion is not None and newest > self._deletion:
                 # Only a number is logged: the names are not kept anywhere.
                 log.info("episodes_deleted", episodes=newest - self._deletion)
-            self._seen, self._deletion = there, newest
+            self._seen, self._deletion = present, newest
 
 
 def dead_letters_in(root: Path) -> list[Path]:
@@ -120,11 +120,10 @@ def dead_letters_in(root: Path) -> list[Path]:
 async def remove_letters(
     connection: AsyncConnection, letters: Iterable[Path], names: Sequence[str] = ()
 ) -> int:
-    """Remove deleted episodes from dead letters; return how many letters changed.
+    """Remove deleted episodes from dead letters; return how many letters were changed or removed.
 
     A letter that is also about other episodes is written again without the deleted ones. A letter
-    that cannot be decoded is removed if it contains one of `names`, names of deleted episodes, as a
-    field.
+    that cannot be decoded is removed if one of `names` (of deleted episodes) is a field in it.
 
     Raises:
         OSError: the disk fails; the remaining letters can be searched later.
@@ -138,7 +137,7 @@ async def remove_letters(
         except FileNotFoundError:
             # It was replayed meanwhile.
             continue
-        left = None
+        remaining = None
         try:
             frame = decode_payload(payload)
         except Exception:
@@ -146,32 +145,32 @@ async def remove_letters(
             if not any(name in payload for name in encoded):
                 continue
         else:
-            left = without_deleted(
+            remaining = without_deleted(
                 frame, await known_tombstones(connection, tombstones_of(names_in(frame)))
             )
-            if left == frame:
+            if remaining == frame:
                 continue
-        await asyncio.to_thread(replace_letter, path, left)
+        await asyncio.to_thread(replace_letter, path, remaining)
         removed += 1
     if removed:
         log.info("dead_letters_of_deleted_episodes", letters=removed)
     return removed
 
 
-def replace_letter(path: Path, left: Frame | None) -> None:
-    """Write a letter again with the record `left`; None: remove the letter.
+def replace_letter(path: Path, remaining: Frame | None) -> None:
+    """Replace a letter's record by `remaining`, or remove the letter if that is None.
 
     Raises:
         OSError: the disk fails.
     """
     reason = path.with_suffix(REASON)
-    if left is None:
+    if remaining is None:
         path.unlink(missing_ok=True)
         reason.unlink(missing_ok=True)
     else:
         # The reason may quote the whole record.
         write_private(reason, CHANGED)
-        write_private(path, encode_payload(left))
+        write_private(path, encode_payload(remaining))
     sync(path.parent)
 
 
@@ -188,7 +187,7 @@ async def count_waiting_deleted(connection: AsyncConnection, root: Path) -> int:
 
 
 def _frames_in(path: Path) -> list[Frame]:
-    """Return the readable records of a segment; the drain makes dead letters of the others."""
+    """Return the readable records of a segment; the others will become dead letters."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -220,14 +219,14 @@ async def remove_outdated(root: Path, days: int, engine: AsyncEngine | None) -> 
 
 
 async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
-    """Remove statements whose target never came, step by step, and count them."""
+    """Remove statements that have waited `days` for their target, step by step, and count them."""
     while engine is not None and (removed := await retaining.remove_pending(engine, days)):
         OUTDATED.labels("pending").inc(removed)
         await asyncio.sleep(STEP_S)
 
 
 async def remove_outdated_records(engine: AsyncEngine, before: date) -> None:
-    """Remove records from before a day, step by step, and count them."""
+    """Remove the database's records from before a day, step by step, and count them."""
     after = LOWEST_ID
     while (removed := await remove_some(engine, before, after)) is not None:
         after = removed.last
@@ -250,7 +249,7 @@ def _count(removed: Removed) -> None:
 
 
 def remove_old_letters(root: Path, before: date) -> int:
-    """Remove this machine's dead letters that were made before a day; return how many.
+    """Remove this machine's dead letters of records made before a day; return how many.
 
     A letter that cannot be read or removed is logged, and tried again at the next look.
     """
@@ -269,7 +268,7 @@ def remove_old_letters(root: Path, before: date) -> int:
 
 
 def _made_at(letter: Path) -> datetime:
-    """Return when a letter's record was made, or when the letter was written if unreadable."""
+    """Return when a letter's record was made or, if it is unreadable, the letter was written."""
     payload = letter.read_bytes()
     try:
         frame = decode_payload(payload)

@@ -1,8 +1,8 @@
-"""Follow segments into the database: how far each is counted, and how far it is stored.
+"""Read segments, and keep track of how far each is counted, and how far it is stored.
 
 The offset up to which a segment is stored is kept beside it, in `ID.at`, so that a new ingester
 goes on where a killed one stopped. That file is not synced: if it is lost, or cannot be read or
-written, some records are stored a second time, which changes nothing.
+written, some records are stored a second time, which changes nothing in the database.
 """
 
 import os
@@ -26,29 +26,31 @@ Result = TypeVar("Result")
 log = structlog.get_logger()
 
 AT: Final = ".at"
-# File beside a segment: the offset of each long piece that an ingester began to read, a line each.
+# File beside a segment with a line for each time that an ingester began to read a long piece: the
+# piece's offset.
 BEGUN: Final = ".begun"
 # Bytes of a segment that are read at once.
 READ_BYTES: Final = 4 * 2**20
 # Pause before a segment that failed is tried again.
 RETRY_S: Final = 1.0
-# Content of `ID.at`: the offset, one more than the number of the frame there (0: not known),
-# and a checksum of both.
-_MARK: Final = struct.Struct(">QQ")
+# Content of `ID.at`: the offset, 1 + the number of the frame at the offset (0: unknown), and a
+# checksum of both.
+_PLACE: Final = struct.Struct(">QQ")
 _CHECK: Final = struct.Struct(">I")
 
 
-# `letter`: a dead letter that the disk does not take yet.
-# `suspect`: storing it raised an unexpected error: the record's fault, or a bug that hits all.
-# `unanswered`: PostgreSQL answers, but fails over this record and reports a fault of its own.
-# `long`: its reply is long, and read beside the drain.
+# Why a piece is held.
+# `letter`: its dead letter cannot be written to disk yet.
+# `suspect`: storing it raised an unexpected error, due to the record or to a bug that hits all.
+# `unanswered`: PostgreSQL answers, but storing this record ends in an error of PostgreSQL's own.
+# `long`: its reply is long, and is parsed in a thread.
 Why = Literal["letter", "suspect", "unanswered", "long"]
 
 
 class HeldPiece(NamedTuple):
-    """A piece that was passed over, and why.
+    """A piece that was passed over to be settled later, and why.
 
-    `kind` is its record's type, None for a letter. `turn` (as the batch writer counts them) and
+    `kind` is its record's type, None for a letter. `turn` (as the batch writer counts turns) and
     `at` (seconds of the monotonic clock) say when it was last tried.
     """
 
@@ -61,7 +63,7 @@ class HeldPiece(NamedTuple):
 
 
 class FramePlace(NamedTuple):
-    """Where a piece begins: its offset, and the number of the frame there (None: unknown)."""
+    """Where a piece begins: its offset, and its first frame's number (None: unknown)."""
 
     offset: int
     number: int | None
@@ -71,45 +73,47 @@ BEGIN: Final = FramePlace(0, None)
 
 
 class Segment:
-    """One segment file, with the ingester's position in it."""
+    """One segment file, and how far the ingester has counted and stored it."""
 
     def __init__(self, path: Path) -> None:
         """Read the position that an earlier ingester left beside the segment at `path`."""
         self.path = path
         self._at = path.with_suffix(AT)
         self._frames_mark = _mark_of(path.stem)
-        self._marked = True
+        self._place_saved = True
         self.stored = self._read_place()
         self.counted = self.stored
-        # Number of records between `stored` and `counted`, and of held records.
+        # Number of records that are counted and not settled, held ones included.
         self.waiting = 0
-        # Records that were passed over for now, by the offset at which they begin.
+        # Held pieces, by the offset at which they begin.
         self.held: dict[int, HeldPiece] = {}
-        # Everything in it is settled or held; once nothing is held, the file can be deleted.
+        # Whether all its pieces are settled or held; once none is held, the file can be deleted.
         self.drained = False
         # Whether there are more pieces after the last read.
         self.has_more = False
         # Expected bytes of the next batch, by the size of the last one.
-        self._likely = READ_BYTES
-        # After a failure: when it may be tried again (seconds of the monotonic clock).
+        self._expected_bytes = READ_BYTES
+        # Until when it is left alone after a failure (seconds of the monotonic clock).
         self.not_before = 0.0
 
     @property
     def sealed(self) -> bool:
-        """Return whether it will not grow: it was sealed, or its worker is gone."""
+        """Return whether the segment will not grow: it was sealed, or its worker is gone."""
         return self.path.suffix == SEALED or not is_held(self.path.parent / "lock")
 
     def has_grown(self) -> bool:
-        """Return whether the file is longer than what was counted."""
+        """Return whether the file has bytes beyond those that were counted."""
         return self._with_file(Path.stat).st_size > self.counted.offset
 
     def pieces(self, place: FramePlace, most: int | None, *, sealed: bool) -> list[Piece]:
-        """Return the first pieces from `place` on, as many as one read gives, at most `most`.
+        """Return the next pieces from `place` on: those that one read gives, at most `most`.
+
+        `sealed` says that the segment will not grow, so that an incomplete frame is damaged.
 
         Raises:
             OSError: it cannot be read.
         """
-        size = READ_BYTES if most is None else min(READ_BYTES, self._likely)
+        size = READ_BYTES if most is None else min(READ_BYTES, self._expected_bytes)
         while True:
             data, whole = self._read(place.offset, size)
             unread = read_pieces(
@@ -122,15 +126,18 @@ class Segment:
             pieces = list(islice(unread, most))
             if pieces or whole:
                 self.has_more = not whole or len(pieces) == most
-                self._enlarge_next_batch(pieces if len(pieces) == most else [])
+                self._expect_batch_size(pieces if len(pieces) == most else [])
                 return pieces
             # The first frame is longer than `size`.
             size *= 2
 
-    def _enlarge_next_batch(self, batch: list[Piece]) -> None:
-        """Expect the next batch to be a quarter larger: bytes beyond a batch are read twice."""
+    def _expect_batch_size(self, batch: list[Piece]) -> None:
+        """Expect the next batch to be a quarter larger than this one, and not more.
+
+        Bytes that are read beyond a batch are read again for the next one.
+        """
         taken = batch[-1].end - batch[0].start if batch else READ_BYTES
-        self._likely = taken + taken // 4
+        self._expected_bytes = taken + taken // 4
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes from offset `begin` up to `end`.
@@ -173,14 +180,14 @@ class Segment:
         return piece.records
 
     def advance(self, piece: Piece, records: int) -> None:
-        """Move on behind `piece`, of which `records` records are settled; never move back."""
+        """Move `stored` on to the end of `piece`, never back; `records` of it are settled."""
         if piece.end > self.stored.offset:
             self.stored = FramePlace(piece.end, piece.number)
         self.waiting -= records
         self._save_place()
 
     def hold(self, held: HeldPiece) -> None:
-        """Move on behind a piece that is kept for later; its bytes stay in the file."""
+        """Pass over a piece that is to be settled later; its bytes stay in the file."""
         self.held[held.piece.start] = held
         self.advance(held.piece, 0)
 
@@ -193,7 +200,7 @@ class Segment:
                 earlier = file.read().split().count(str(piece.begin))
                 file.write(f"{piece.begin}\n")
         except OSError as error:
-            # Read it all the same: on a full disk, only draining makes room.
+            # Read the piece all the same: on a full disk, only draining makes room.
             log.warning("reading_not_noted", segment=self.path.stem, reason=str(error))
             return 0
         return earlier
@@ -207,36 +214,36 @@ class Segment:
         self.path.with_suffix(BEGUN).unlink(missing_ok=True)
 
     def release(self, held: HeldPiece) -> None:
-        """Forget a held piece, which is settled now."""
+        """Forget a held piece that has been settled."""
         del self.held[held.piece.start]
         self.waiting -= held.piece.records
         self._save_place()
 
     def _save_place(self) -> None:
-        """Save where the next ingester has to begin: at the first held piece, if there is one."""
+        """Save where another ingester would begin: at the first held piece, else at `stored`."""
         place = self.stored
         if self.held:
             first = self.held[min(self.held)].piece
             number = first.number
             before = None if number is None else (number - first.records) % NUMBERS
             place = FramePlace(first.start, before)
-        fields = _MARK.pack(place.offset, 0 if place.number is None else place.number + 1)
+        fields = _PLACE.pack(place.offset, 0 if place.number is None else place.number + 1)
         try:
-            # In place and in one write: a kill leaves the old mark or the new one.
+            # In place and in one write: a kill leaves the old place or the new one.
             handle = os.open(self._at, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.pwrite(handle, fields + _CHECK.pack(crc32(fields)), 0)
             finally:
                 os.close(handle)
         except OSError as error:
-            if self._marked:
+            if self._place_saved:
                 log.warning("segment_not_marked", segment=self.path.stem, reason=str(error))
-            self._marked = False
+            self._place_saved = False
         else:
-            self._marked = True
+            self._place_saved = True
 
     def _read_place(self) -> FramePlace:
-        """Return the position of an earlier ingester, or the beginning if that cannot be read."""
+        """Return the place that an earlier ingester saved, or the beginning if it is unreadable."""
         try:
             data = self._at.read_bytes()
             size = self._with_file(Path.stat).st_size
@@ -254,7 +261,7 @@ class Segment:
     def is_gone(self, error: OSError) -> bool:
         """Return whether `error` came because the segment is gone, under either name.
 
-        Its worker deletes a segment that stayed empty. The records of any other segment count as
+        A worker deletes a segment that stayed empty. If the segment had records, they count as
         dropped at the next look.
         """
         names = (self.path.with_suffix(suffix) for suffix in (OPEN, SEALED))
@@ -276,17 +283,17 @@ class Segment:
 
 
 def _parsed(data: bytes) -> FramePlace | None:
-    if len(data) != _MARK.size + _CHECK.size:
+    if len(data) != _PLACE.size + _CHECK.size:
         return None
-    fields = data[: _MARK.size]
-    if _CHECK.unpack(data[_MARK.size :])[0] != crc32(fields):
+    fields = data[: _PLACE.size]
+    if _CHECK.unpack(data[_PLACE.size :])[0] != crc32(fields):
         return None
-    offset, number = _MARK.unpack(fields)
+    offset, number = _PLACE.unpack(fields)
     return FramePlace(offset, number - 1 if number else None)
 
 
 def _mark_of(stem: str) -> bytes | None:
-    """Return the frames' mark from a segment's name; None if it has none."""
+    """Return the mark of a segment's frames, which is in its name; None if it is not."""
     try:
         return bytes.fromhex(stem.partition("_")[2]) or None
     except ValueError:
@@ -306,6 +313,6 @@ def segment_files(root: Path) -> Iterator[tuple[str, Path]]:
     A segment is `ID.open` while it grows, and `ID.seg` after that.
     """
     by_stem = {path.stem: path for path in files_in_folders(root, f"*{OPEN}")}
-    # A segment that is sealed in between is seen under either name, or both.
+    # A segment that is sealed in between may be found under both names.
     by_stem |= {path.stem: path for path in files_in_folders(root, f"*{SEALED}")}
     yield from sorted(by_stem.items())

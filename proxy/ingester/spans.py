@@ -48,10 +48,10 @@ log = structlog.get_logger()
 
 # The conventions' last version before generative AI got a repository of its own.
 SCHEMA: Final = "https://opentelemetry.io/schemas/1.41.0"
-# Spans that wait or are being sent: the SDK's own default. Each is a few KB.
+# Most spans that wait or are being sent: the SDK's own default. Each is a few KB.
 MOST_WAITING: Final = 2048
 BATCH: Final = 512
-# Longer texts are cut: servers choose ids and finish reasons.
+# Characters beyond these are cut off: servers choose ids and finish reasons freely.
 LONGEST: Final = 256
 # Protobuf has no larger integers: a larger one would lose the whole batch.
 INT64_END: Final = 2**63
@@ -81,21 +81,22 @@ def check_environment(environment: Mapping[str, str]) -> None:
     """Check OpenTelemetry's environment variables for protocol, endpoint and headers.
 
     Raises:
-        NoSpans: Pawl cannot use a variable. Its value is left out: it may hold credentials.
+        NoSpans: Pawl cannot use a variable. The message does not quote its value, which may hold
+            credentials.
     """
 
-    def stated(of: str) -> tuple[str, str]:
-        names = f"OTEL_EXPORTER_OTLP_TRACES_{of}", f"OTEL_EXPORTER_OTLP_{of}"
+    def variable(suffix: str) -> tuple[str, str]:
+        names = f"OTEL_EXPORTER_OTLP_TRACES_{suffix}", f"OTEL_EXPORTER_OTLP_{suffix}"
         name = next((name for name in names if environment.get(name)), names[1])
         return name, environment.get(name, "")
 
-    name, protocol = stated("PROTOCOL")
+    name, protocol = variable("PROTOCOL")
     if protocol not in ("", "http/protobuf"):
         raise NoSpans(f"{name}: with PAWL_OTEL, Pawl sends http/protobuf only: leave it out")
-    name, endpoint = stated("ENDPOINT")
+    name, endpoint = variable("ENDPOINT")
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise NoSpans(f"{name}: write the collector's URL, such as http://collector:4318")
-    name, headers = stated("HEADERS")
+    name, headers = variable("HEADERS")
     if any("=" not in header for header in headers.split(",") if header.strip()):
         raise NoSpans(f"{name}: write NAME=VALUE, and a comma between two of these")
 
@@ -153,16 +154,16 @@ class Spans:
 
 
 class _Ids(IdGenerator):
-    """Give a call's span the ids that follow from the call."""
+    """Give a call's span ids that are computed from the call."""
 
     def __init__(self) -> None:
         self._trace = self._span = 0
 
     def use_ids_of(self, record: CallRecord) -> None:
-        """Set the next span's ids: a trace for each episode, a span for each call.
+        """Set the next span's ids: one trace id for each episode, one span id for each call.
 
-        The trace id is a hash of the episode's name; a client's `traceparent` takes precedence.
-        The span id is the last 8 bytes of the call's id, which are random in a UUIDv7.
+        The trace id is a hash of the episode's name, unless the client sent a `traceparent`. The
+        span id is the last 8 bytes of the call's id, which are random in a UUIDv7.
         """
         digest = blake2b(record.episode.encode(errors="replace"), digest_size=16).digest()
         self._trace = int.from_bytes(digest)
@@ -176,7 +177,7 @@ class _Ids(IdGenerator):
 
 
 class _Exporter(SpanExporter):
-    """Send batches by OTLP, count spans as sent or dropped, and log when that changes."""
+    """Send batches by OTLP; count spans as sent or dropped, and log each change between the two."""
 
     def __init__(self) -> None:
         session: Any = import_module("requests").Session()
@@ -265,7 +266,7 @@ def _attributes(record: CallRecord) -> dict[str, Value]:
 
 
 def _error_type(record: CallRecord) -> str | None:
-    """Return how a call failed; a client that goes away before a reply's end is no failure."""
+    """Return how a call failed, None if it did not; a client that goes away is no failure."""
     if (record.http_status or 0) >= ERRORS:
         return str(record.http_status)
     return record.status if record.status in ("upstream_error", "truncated") else None
@@ -277,7 +278,7 @@ def _text(text: str | None) -> str | None:
 
 
 def _fields(document: bytes | None) -> dict[str, Any]:
-    """Return the fields of settings or usage; none if they cannot be decoded."""
+    """Return the fields of settings or usage (JSON); {} if they cannot be decoded."""
     with suppress(msgspec.DecodeError):
         return {} if document is None else msgspec.json.decode(document, type=dict[str, Any])
     return {}
@@ -291,6 +292,6 @@ def _number(value: object) -> int | float | None:
 
 
 def _tokens(usage: Mapping[str, object], names: Iterable[str], ids: bytes) -> int:
-    """Return how many tokens the server counted, or else the number of its token ids."""
+    """Return the number of tokens in the server's usage or, without one, of its token ids."""
     counts = (_number(usage.get(name)) for name in names)
     return next((one for one in counts if isinstance(one, int)), len(ids) // ITEM_BYTES)

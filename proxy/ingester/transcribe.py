@@ -1,9 +1,9 @@
 """Turn a piece of a segment into the database's record, or a reason why there is none (pure).
 
-A worker's capture is parsed again in its wire format. The question of a request is what users say
-in it, without the instructions: these may hold the time of day or a session's id, and then differ
-each time. Episodes with one question are a group in the database, so the digest of the same bytes
-must never change.
+A worker's capture is parsed again in its wire format. The question of a request is the text of its
+users' messages, without the instructions: these may hold the time of day or a session's id, and
+then differ each time. Episodes with the same question form a group in the database, so the digest
+of the same bytes must never change.
 """
 
 import gc
@@ -41,9 +41,9 @@ _RESULT: Final = "tool_result"
 
 
 def question_of(call: CallRecord) -> bytes | None:
-    """Return a digest of what users say in a call's request.
+    """Return a digest of the users' messages in a call's request.
 
-    Return None if the request cannot be read, users say nothing, or the wire format is unknown.
+    Return None if the request cannot be read, these are empty, or the wire format is unknown.
     """
     wire_format = FORMATS.get(call.dialect)
     if wire_format is None or call.request is None:
@@ -59,16 +59,16 @@ def question_of(call: CallRecord) -> bytes | None:
 
 def _digest(texts: Iterable[bytes]) -> bytes | None:
     """Return a digest of texts and of their lengths; None if all are empty."""
-    digest, is_asked = sha256(), False
+    digest, has_text = sha256(), False
     for text in texts:
         digest.update(b"%d:" % len(text))
         digest.update(text)
-        is_asked |= bool(text)
-    return digest.digest() if is_asked else None
+        has_text |= bool(text)
+    return digest.digest() if has_text else None
 
 
 def _message_text(content: bytes) -> bytes:
-    """Return the text of a message's content (JSON), whether a string or parts."""
+    """Return the text of a message's content (JSON), which is a string or a list of parts."""
     # A string without escapes: its bytes are its text.
     if content[:1] == content[-1:] == b'"' and b"\\" not in content and content.isascii():
         return content[1:-1]
@@ -76,7 +76,7 @@ def _message_text(content: bytes) -> bytes:
 
 
 def _texts(content: Any) -> Iterator[bytes]:
-    """Yield a message's texts, and other parts as JSON; leave out results of tools."""
+    """Yield a content's texts, and its other parts as JSON, except results of tools."""
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
         if isinstance(text, str):
@@ -87,7 +87,7 @@ def _texts(content: Any) -> Iterator[bytes]:
 
 TOO_DEEP: Final[Reason] = "nested_too_deep"
 TOO_LONG: Final[Reason] = "reply_too_long"
-# Least bytes of a reply that are parsed at once.
+# A reply is parsed in blocks of at least so many bytes.
 BLOCK_BYTES: Final = 64 * 1024
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED)
@@ -104,7 +104,7 @@ class Entry(NamedTuple):
 
 
 class TakesLong(Exception):
-    """Report that a call's reply is too long to be read while others wait."""
+    """Report that a call's reply is too long to be parsed while other records wait."""
 
 
 def read_entry(
@@ -113,7 +113,7 @@ def read_entry(
     most_reply: int = MOST_INFLATED,
     at_once: float = inf,
 ) -> Entry:
-    """Return the record of a piece, or why it cannot be read.
+    """Return the record of a piece, or why it has none.
 
     The reason is `TAKES_LONG` if its reply is longer than `at_once` bytes.
 
@@ -131,7 +131,7 @@ def read_entry(
     except TakesLong:
         return Entry(piece, None, TAKES_LONG)
     except Exception as error:
-        # Clients and models decide its content; reading it again would fail the same way.
+        # Clients and models determine the content; reading it again would fail the same way.
         cause = f"{type(error).__name__} at {raised_at(error)}"
         return Entry(piece, None, f"{CANNOT_BE_READ}: {cause}: {error}")
 
@@ -155,9 +155,9 @@ def record_of(
     """Return the database's record of a spooled payload.
 
     Raises:
-        TakesLong: its reply is longer than `at_once` bytes.
-        Exception: this version of Pawl cannot read it. The type is not narrower, because the
-            content is a client's and a model's.
+        TakesLong: the call's reply is longer than `at_once` bytes.
+        Exception: this version of Pawl cannot read the payload. Any exception is possible, because
+            clients and models determine the content.
     """
     frame = decode_payload(payload)
     if isinstance(frame, CapturedCall):
@@ -178,7 +178,7 @@ def transcribe(
     """
     wire_format = FORMATS[captured.dialect]
     turns = wire_format.turns
-    request, shown = _read_request(captured.request, wire_format)
+    request, raw_fields = _read_request(captured.request, wire_format)
     raw = inflate(captured.reply, most_reply) if captured.deflated else captured.reply
     sent = (
         request if captured.explored is None else with_changed_settings(request, captured.explored)
@@ -187,7 +187,7 @@ def transcribe(
     settings = judge_settings(captured, sent)
     if captured.explored is not None:
         settings = settings.with_setting(EXPLORED, captured.explored)
-    side = side_kind(captured.request, request.fields, shown, turns)
+    side = side_kind(captured.request, request.fields, raw_fields, turns)
     reason: Reason | None
     if unread is not None:
         reason = unread
@@ -200,7 +200,7 @@ def transcribe(
             captured.policy_version,
             facts.sampled,
             settings.why_not,
-            only_text=shown is None or turns.only_text(shown),
+            only_text=raw_fields is None or turns.only_text(raw_fields),
             is_side=side is not None,
         )
     events, quotable = captured.tool_events, None
@@ -209,16 +209,16 @@ def transcribe(
         tools = wire_format.sampling.tools(request.fields)
         unknown = not_offered_events(UUID(bytes=captured.id), tools, facts.tool_calls)
         events = (*events, *unknown)
-    # The API states how a tool ended, or a reader is configured.
+    # Results of tools are read if the API states how a tool ended, or a reader is configured.
     if turns.states_errors or readers.give_verdicts:
-        events = (*events, *result_events(UUID(bytes=captured.id), turns, shown, readers))
+        events = (*events, *result_events(UUID(bytes=captured.id), turns, raw_fields, readers))
         # The text of a reply without tool calls, which a later call may quote.
         quotable = None if facts.tool_calls else text_digest(facts.text)
     return _record(captured, request, raw, facts, settings, reason, events, quotable, side)
 
 
 def record_without_content(captured: CapturedCall) -> CallRecord:
-    """Return a captured call's record without parsing it, and without request and reply."""
+    """Return a captured call's record without request and reply, which are not parsed."""
     unknown = msgspec.json.encode({UNREAD_SETTINGS: ["request"]})
     settings = JudgedSettings(unknown, TOO_DEEP, TOO_DEEP)
     events = captured.tool_events
@@ -287,25 +287,25 @@ def _record(
 
 
 def _read_request(body: bytes, wire_format: WireFormat) -> tuple[ModelRequest, Object | None]:
-    """Return the request with the fields needed to read its reply, and all fields unparsed.
+    """Return the request with the fields needed to read its reply, and all its fields unparsed.
 
-    The request is stored as bytes. The other fields may be very large, and are never parsed as a
-    whole.
+    The other fields may be very large, and are never parsed as a whole: the request is stored as
+    bytes.
     """
     if not wire_format.unread:
         request = read_request(body)
         return request, request.parsed
-    shown = parse_object(body)
-    if shown is None or nests_too_deep(body):
-        return ModelRequest(body=body), shown
-    read = {name: raw for name, raw in shown.items() if name not in wire_format.unread}
-    return request_of(body, read), shown
+    raw_fields = parse_object(body)
+    if raw_fields is None or nests_too_deep(body):
+        return ModelRequest(body=body), raw_fields
+    read = {name: raw for name, raw in raw_fields.items() if name not in wire_format.unread}
+    return request_of(body, read), raw_fields
 
 
 def _reply_facts(
     captured: CapturedCall, request: ModelRequest, raw: bytes
 ) -> tuple[ReplyFacts, Reason | None]:
-    """Return the reply's facts, and the reason if reply or request cannot be read.
+    """Return the reply's facts, and a reason if reply or request cannot be read, else None.
 
     A reply that nests too deep, or was too long to be kept whole, is stored as raw bytes: only its
     id is read, because feedback may name it.
@@ -343,7 +343,7 @@ def _reply_facts(
 
 
 def _blocks(raw: bytes) -> Iterator[bytes]:
-    """Yield a reply in blocks of whole lines: parsing all at once takes many times its length."""
+    """Yield a reply in blocks of whole lines: parsed at once, it takes many times its memory."""
     start = 0
     while start < len(raw):
         end = raw.find(b"\n", start + BLOCK_BYTES) + 1 or len(raw)
@@ -352,7 +352,7 @@ def _blocks(raw: bytes) -> Iterator[bytes]:
 
 
 def _is_deep(block: bytes) -> bool:
-    """Return whether a line of this part of a stream has JSON nested too deeply to be parsed."""
+    """Return whether a line of this part of a stream is JSON that nests too deep to be parsed."""
     if block.count(b"[") + block.count(b"{") <= MAX_DEPTH:
         return False
     return any(map(nests_too_deep, block.split(b"\n")))

@@ -1,1 +1,1 @@
-"""Spool records to disk before their replies end, in segments that survive damage."""
+"""Write records to disk before their replies end, in segments that stay readable if damaged."""

@@ -14,8 +14,10 @@ PRIVATE: Final = 0o700
 LOCK: Final = "lock"
 OPEN: Final = ".open"
 SEALED: Final = ".seg"
-# Disk errors that may pass by themselves; any other is a mistake in the set-up.
-PASSING: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
+# Numbers of disk errors that may pass by themselves; any other is a mistake in the set-up.
+PASSING_ERRORS: Final = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
+)
 
 
 class Lock:
@@ -71,7 +73,7 @@ def is_held(path: Path) -> bool:
 
 
 class WorkerFolder:
-    """A worker's own folder, locked."""
+    """A worker's own folder in the spool, locked for this process."""
 
     def __init__(self, folder: Path) -> None:
         """Lock `folder`; create it if it is missing.
@@ -85,7 +87,7 @@ class WorkerFolder:
         self._lock = lock_file(folder / LOCK)
         try:
             # Segments that an earlier worker left open; no process writes to them.
-            self.left = sorted(folder.glob(f"*{OPEN}"))
+            self.left_open = sorted(folder.glob(f"*{OPEN}"))
         except OSError:
             self._lock.release()
             raise
@@ -103,7 +105,7 @@ class WorkerFolder:
 
 
 def take_worker_folder(root: Path) -> WorkerFolder:
-    """Take the first numbered folder under `root` that no process holds.
+    """Lock the first numbered folder under `root` that no process holds.
 
     Raises:
         OSError: it cannot be created or written.

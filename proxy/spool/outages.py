@@ -7,11 +7,12 @@ no kill loses it. Each worker's folder has one file of three pages:
     | worker's state, even number | worker's state, odd number | outage stored in the database |
 
 A state is a number, an id, a beginning and an end (Unix seconds; an end of 0: it lasts). Of the
-worker's two pages the higher number counts. If a write is torn, the previous state counts: before a
-beginning no call was answered yet, and before an end the outage still lasts.
+worker's two pages the one with the higher number counts. If a write is torn, the previous state
+counts. That is correct: before a beginning no call was answered yet, and before an end the outage
+still lasts.
 
-A file holds one outage. An outage that begins before the last one is stored is merged with it, and
-covers the time between.
+A file holds one outage. An outage that begins before the last one is stored is merged with it, so
+the merged outage also covers the time between them.
 """
 
 import os
@@ -56,7 +57,7 @@ class OutageState(NamedTuple):
 
     @property
     def not_stored(self) -> RecordingOutage | None:
-        """Return the outage, unless it is stored with its end."""
+        """Return the worker's outage, or None if it is stored with its end, or there is none."""
         return None if self.outage == self.stored else self.outage
 
 
@@ -103,8 +104,8 @@ class OutageFile:
         except OSError:
             os.close(self._file)
             raise
-        # The outage was merged with an earlier one, whose episodes are unknown.
-        self._joined = self.is_lasting
+        # Whether the outage was merged with an earlier one, whose episodes are unknown.
+        self._merged = self.is_lasting
         # The latest time seen during the outage: the clock may be set back.
         self._latest = 0.0
 
@@ -133,18 +134,18 @@ class OutageFile:
         not_stored = _read(self._file).not_stored
         if not_stored is not None:
             # Merge with it, also if it lasts and the clock was set back.
-            self._joined |= not_stored.until is not None
+            self._merged |= not_stored.until is not None
             self._set(RecordingOutage(not_stored.id, min(not_stored.since, now), None))
         else:
-            self._joined, self._latest = False, now
+            self._merged, self._latest = False, now
             self._set(RecordingOutage(new_id().bytes, now, None))
         return True
 
     def mark_records_lost_until(self, now: float, *, named: bool) -> RecordingOutage | None:
-        """End the present outage; return it, or None if there is none or it need not be stored.
+        """End the present outage; return it, or None if there is none or it was discarded.
 
-        `named`: all episodes that lost a record since it began are marked by name. The outage is
-        then discarded, unless it was merged with an earlier one.
+        `named`: gaps name all episodes that lost a record since the outage began. It is then
+        discarded, unless it was merged with an earlier one.
 
         Raises:
             OSError: the write failed; the outage lasts.
@@ -152,7 +153,7 @@ class OutageFile:
         if self._outage is None or self._outage.until is not None:
             return None
         ended = self._outage._replace(until=max(now, self._latest, self._outage.since))
-        self._set(None if named and not self._joined else ended)
+        self._set(None if named and not self._merged else ended)
         return self._outage
 
     def _set(self, outage: RecordingOutage | None) -> None:
@@ -174,7 +175,7 @@ def read_outage(path: Path) -> OutageState:
 
 
 def note_stored(path: Path, outage: RecordingOutage) -> None:
-    """Note in an outage file that PostgreSQL has `outage`; only the ingester calls this.
+    """Note in an outage file that PostgreSQL has stored `outage`; only the ingester calls this.
 
     Raises:
         OSError: the disk refuses it.

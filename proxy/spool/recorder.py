@@ -8,9 +8,9 @@ the disk answers, new frames are refused at once. Failed bytes are cut off again
 segment stays readable.
 
 A record that cannot be written is counted, and a `GapRecord` names its episode. Before any client
-gets its answer, the writer thread writes the gap into a reserve that a full disk cannot refuse. If
-that fails too, the episodes stay in memory until the disk takes their gap; meanwhile a recording
-outage on disk covers them, in case this process is killed.
+gets its answer, the writer thread writes the gap into a reserve, for which even a full disk has
+room. If that fails too, the episodes stay in memory until their gap can be written; meanwhile a
+recording outage on disk covers them, in case this process is killed.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ import structlog
 
 from proxy.metrics import UNWRITTEN
 from proxy.redaction import Redactor
-from proxy.spool.folders import PASSING, WorkerFolder, take_worker_folder
+from proxy.spool.folders import PASSING_ERRORS, WorkerFolder, take_worker_folder
 from proxy.spool.segments import CapturedCall, Frame, encode_frame
 from proxy.spool.writer import SegmentWriter
 from store.ids import new_id
@@ -37,8 +37,8 @@ log = structlog.get_logger()
 SEGMENT_BYTES: Final = 8 * 2**20
 # A segment that has not grown for this long is sealed, so that the ingester can delete it.
 QUIET_S: Final = 5.0
-# After a commit of at least `BUSY` frames the next one waits `GATHER_S` for more: each commit
-# wakes the writer thread up, and calls wait for that.
+# After a commit of at least `BUSY` frames, the next commit waits `GATHER_S` for more frames: each
+# commit wakes the writer thread up, and calls wait for that.
 BUSY: Final = 4
 GATHER_S: Final = 0.002
 # A commit has at most one frame longer than this; the others wait.
@@ -85,7 +85,7 @@ class Spool:
             on_commit: called after each commit, before its futures get their result, with
                 its outcome and the marks of its frames.
             note: called in the writer thread with the marks of lost frames; returns the frame to
-                write instead of them, or nothing.
+                write in their place, or empty bytes.
             patience_s: longest time that a commit may take before it counts as failed.
 
         Raises:
@@ -109,9 +109,9 @@ class Spool:
         self._thread.start()
 
     def append(self, frame: bytes, mark: str = "") -> "asyncio.Future[bool]":
-        """Take a frame; the future's result is whether it is durable (False: it counts as lost).
+        """Queue a frame; the future's result is whether it is durable (False: it counts as lost).
 
-        Cancelling the future does not take the frame back. `on_commit` gets the frame's `mark`.
+        A frame is written even if its future is cancelled. `on_commit` gets the frame's `mark`.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
@@ -145,7 +145,7 @@ class Spool:
         self._queue.put((self._in_commit, loop))
 
     def _check_commit(self) -> None:
-        """Give up a commit that takes too long: all waiting frames count as lost."""
+        """If the present commit takes too long, give it up: all waiting frames count as lost."""
         self._watched = False
         if not self._in_commit:
             return
@@ -162,7 +162,7 @@ class Spool:
 
     def _committed(self, waiting: list[Waiting], outcome: Outcome) -> None:
         if self._stalled:
-            # The futures gave False already. Frames that reached the disk are stored all the same.
+            # The futures got False already. Frames that reached the disk will be stored anyway.
             self._stalled = False
             log.warning("spool_answers_again", outcome=outcome)
             self._answer([], outcome)
@@ -186,18 +186,19 @@ class Spool:
                 future.set_result(outcome == "durable")
 
     def end_outage(self, *, named: bool) -> None:
-        """End the outage, if one lasts; `named`: a gap names every episode that lost a record."""
+        """End the outage, if one lasts; `named`: gaps name every episode that lost a record."""
         self._queue.put(partial(self._writer.end_outage, named=named))
 
     async def flush(self) -> None:
-        """Wait until every frame that was taken is durable or given up."""
+        """Wait until every queued frame is durable or counts as lost."""
         while waiting := [*self._gathered, *self._in_commit]:
             await asyncio.wait([future for _, future, _ in waiting])
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Seal the segment and unlock the folder; call `flush` before.
 
-        Wait at most `within_s` seconds for the disk: the end of this process unlocks the folder.
+        Wait at most `within_s` seconds for the disk; after that, only the end of this process
+        unlocks the folder.
         """
         self._queue.put(None)
         self._thread.join(within_s)
@@ -243,7 +244,7 @@ class Spool:
 
 
 def _split_commit(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
-    """Return the frames of the next commit, and the frames of a later one.
+    """Return the frames of the next commit, and those that wait for a later commit.
 
     Waiting frames may be written in any order: a call arrives after the record of any call that it
     depends on is durable.
@@ -263,22 +264,22 @@ def _take_folder(take: Callable[[], WorkerFolder]) -> WorkerFolder | None:
     try:
         return take()
     except OSError as error:
-        if error.errno not in PASSING:
+        if error.errno not in PASSING_ERRORS:
             raise
         log.error("spool_not_taken", reason=str(error), until="the disk works")
         return None
 
 
-# Most episodes with an unwritten gap kept by name; the outage alone covers further ones.
+# Most episodes whose gap is not written yet; further ones are covered by the outage alone.
 MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
-# Marks a frame that holds a `GapRecord`, which is not a client's record.
+# The mark of a frame with a `GapRecord`, which is not a client's record.
 GAP: Final = "\0gap"
 
 
 class Recorder:
-    """Writes one worker's records: each is durable, or it is dropped, counted and marked."""
+    """Write one worker's records; one that cannot be written is counted, and a gap names it."""
 
     def __init__(
         self,
@@ -296,8 +297,9 @@ class Recorder:
         self._redacting: set[asyncio.Task[None]] = set()
         self._gaps: dict[str, None] = {}
         # The episodes of the gap that is being written.
-        self._telling: tuple[str, ...] = ()
-        # Records were lost since the last outage ended; some of their episodes were not kept.
+        self._writing_gap: tuple[str, ...] = ()
+        # Whether records were lost since the last outage ended, and whether the episodes of some of
+        # them are not remembered.
         self._losing = False
         self._unnamed = False
         self._retry: asyncio.TimerHandle | None = None
@@ -309,11 +311,14 @@ class Recorder:
         )
 
     def take(self, record: CapturedCall) -> "asyncio.Future[bool]":
-        """Take a call's record; it is written whether or not the future is awaited."""
+        """Queue a call's record; the future's result is whether it is durable.
+
+        The record is written whether or not the future is awaited.
+        """
         if self._redactor is None:
             return self._append(record, record.episode)
         durable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        # A separate task: the caller may stop waiting, and the record is written anyway.
+        # A separate task, so that the record is written even if the caller stops waiting.
         task = asyncio.create_task(self._append_redacted(self._redactor, record, durable))
         self._redacting.add(task)
         task.add_done_callback(self._redacting.discard)
@@ -340,7 +345,7 @@ class Recorder:
         return lost
 
     async def append(self, record: Frame) -> bool:
-        """Write a record that is not a captured call; return whether it is durable."""
+        """Write a record that is no captured call (feedback); return whether it is durable."""
         if self._redactor is not None and isinstance(record, FeedbackRecord):
             record = self._redactor.redact_feedback(record)
         return await self._append(record, "")
@@ -355,23 +360,23 @@ class Recorder:
         return self._spool.append(frame, episode)
 
     def under_way_s(self) -> float:
-        """Return for how many seconds the disk has been busy with one commit."""
+        """Return for how many seconds the disk has been busy with the present commit."""
         return self._spool.under_way_s()
 
     def _gap_of(self, marks: list[str]) -> bytes:
-        """Return the frame of a gap for lost frames; called in the writer thread."""
-        # `_telling` does not change before the commit of its gap has ended.
+        """Return a gap's frame for the episodes of lost frames, or empty bytes if none has one."""
+        # `_writing_gap` does not change before the commit of its gap has ended.
         episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP)
         if GAP in marks:
-            episodes |= dict.fromkeys(self._telling)
+            episodes |= dict.fromkeys(self._writing_gap)
         return _gap_frame(tuple(episodes)) if episodes else b""
 
     def _committed(self, outcome: Outcome, marks: list[str]) -> None:
         if GAP in marks:
-            written, self._telling = self._telling, ()
+            written, self._writing_gap = self._writing_gap, ()
             if outcome == "lost":
                 self._gaps = dict.fromkeys(written) | self._gaps
-        # A frame of gaps is no client's record: it is not lost, but written again later.
+        # A gap is no client's record: it does not count as lost, but is written again later.
         lost = [mark for mark in marks if mark != GAP]
         if outcome == "durable":
             self._write_gaps()
@@ -398,7 +403,7 @@ class Recorder:
 
     def _end_outage(self) -> None:
         """End the outage once gaps of all remembered episodes are written."""
-        if self._gaps or self._telling:
+        if self._gaps or self._writing_gap:
             return
         self._spool.end_outage(named=not self._unnamed)
         self._losing = self._unnamed = False
@@ -410,11 +415,11 @@ class Recorder:
         self._write_gaps()
 
     def _write_gaps(self) -> None:
-        """Write a `GapRecord` for the episodes that miss a record, unless one is being written."""
-        if not self._gaps or self._telling:
+        """Write a `GapRecord` of the remembered episodes, unless one is being written."""
+        if not self._gaps or self._writing_gap:
             return
-        self._telling, self._gaps = tuple(self._gaps), {}
-        self._spool.append(_gap_frame(self._telling), GAP)
+        self._writing_gap, self._gaps = tuple(self._gaps), {}
+        self._spool.append(_gap_frame(self._writing_gap), GAP)
 
     async def close(self) -> None:
         """Write all waiting records, and unlock the folder."""

@@ -2,15 +2,15 @@
 
     | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
 
-A payload is a call (captured, or redacted), feedback, or a gap. A worker parses only the fields
-that serving needs. The ingester parses a call's bytes again with the same wire format, and makes
-the database's record from them (`proxy.ingester.transcribe`).
+A payload is a call (captured, or redacted), feedback, or a gap. A worker parses only the fields of
+a call that serving needs. The ingester parses the call's bytes again with the same wire format, and
+makes the database's record from them (`proxy.ingester.transcribe`).
 
 All numbers are u32, little-endian. `magic` (4 bytes) and `mark` (8 random bytes for each process)
 show where a frame begins: after damaged bytes, reading goes on at the next frame. A client cannot
 fake a frame in its body, because it does not know the mark; the reader takes the mark from the
 segment's name. The header has its own checksum, so that a frame's length can be trusted even if its
-payload is damaged. `number` counts frames, and so tells how many a damaged stretch lost.
+payload is damaged. `number` counts frames, and so tells how many were lost by damage.
 """
 
 import os
@@ -42,8 +42,10 @@ _HEAD: Final = struct.Struct("<12sIIII")
 HEAD_BYTES: Final = _HEAD.size
 _CHECK: Final = struct.Struct("<I")
 _FIELDS: Final = struct.Struct("<12sIII")
+# After so many frames their numbers begin again at 0.
 NUMBERS: Final = 2**32
-PIECE: Final = 5000
+# Most bytes whose checksum is computed at once.
+CHECKSUM_BYTES: Final = 5000
 # Default limit of an inflated reply, in bytes: a few deflated bytes can inflate to very many.
 MOST_INFLATED: Final = 256 * 2**20
 # Bytes of magic and mark that must match for a damaged header to be recognised.
@@ -86,10 +88,10 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     started_at: float
     first_chunk_ms: float | None
     total_ms: float
-    # The upstream's defaults of sampling settings that the request leaves out.
+    # The upstream's defaults for sampling settings that the request leaves out.
     sampling_defaults: Mapping[str, float] = {}
     split: Split = TRAIN
-    # Whether the upstream may constrain calls of strict tools with a grammar.
+    # Whether the upstream may constrain tool calls by a grammar.
     tool_grammars: bool = True
     # The settings that exploration changed (`proxy.exploring`).
     explored: Mapping[str, float | None] | None = None
@@ -107,7 +109,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
 
     @property
     def too_long(self) -> bool:
-        """Return whether the reply was too long to keep, and `reply` is only its beginning."""
+        """Return whether the reply was too long to keep whole: `reply` is only its beginning."""
         return not self.deflated and self.reply_bytes > len(self.reply)
 
 
@@ -182,18 +184,18 @@ class _Head(msgspec.Struct, frozen=True, gc=False):
 
 
 def encode_frame(record: Frame) -> bytes:
-    """Return a record as a frame, with the process's next frame number."""
+    """Encode a record as a frame with this process's next frame number."""
     return frame_payload(encode_payload(record))
 
 
 def frame_payload(payload: bytes) -> bytes:
-    """Return a payload as a frame, with the process's next frame number."""
+    """Wrap a payload into a frame with this process's next frame number."""
     fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
     return fields + _CHECK.pack(crc32(fields)) + payload
 
 
 def encode_payload(record: Frame) -> bytes:
-    """Return a record as a frame's payload, which is also what a dead letter holds."""
+    """Encode a record as a frame's payload; dead letters hold the same bytes."""
     return _encoder.encode(record)
 
 
@@ -203,9 +205,9 @@ def _checksum(payload: bytes) -> int:
     It is computed in pieces of at most 5,000 bytes, because zlib releases the GIL for longer ones
     and getting it back may take long.
     """
-    checksum = crc32(payload[:PIECE])
-    for start in range(PIECE, len(payload), PIECE):
-        checksum = crc32(payload[start : start + PIECE], checksum)
+    checksum = crc32(payload[:CHECKSUM_BYTES])
+    for start in range(CHECKSUM_BYTES, len(payload), CHECKSUM_BYTES):
+        checksum = crc32(payload[start : start + CHECKSUM_BYTES], checksum)
     return checksum
 
 
@@ -224,10 +226,10 @@ def read_pieces(
     number: int | None = None,
     ended: bool = False,
 ) -> Iterator[Piece]:
-    """Yield the pieces of `data`, which stands at the offset `base` of its segment.
+    """Yield the pieces of `data`, which begins at the offset `base` of its segment.
 
     Reading stops before the first piece whose end is not known yet, so that the pieces do not
-    depend on how much of the segment was there to read.
+    depend on how much of the segment `data` has.
 
     `mark` is the mark of the segment's frames, and `number` the number of the first frame, if they
     are known. If the segment has `ended`, an incomplete frame is damaged; otherwise it may still be
@@ -280,12 +282,12 @@ def _end_of_damage(
     """Return where the damaged stretch that begins at `at` ends; None if it is not known yet."""
     if head is not None and head.end <= len(data):
         if _seems_frame_start(data, head.end, mark):
-            # A frame that was cut off may be followed by whole ones up to where it would end.
+            # Intact frames may follow a frame that was cut off, before the end in its header.
             return _intact_within(data, at + 1, head.end, mark) or head.end
     elif head is not None and not ended:
         return None
-    # Without a mark, search only data that is not being written any more: a client can plant a
-    # beginning in a body, which must not be found in a frame that is still incomplete.
+    # Without a mark, search only data that is not being written any more: a client can put a
+    # frame's beginning into a body, which must not be found in a frame that is still incomplete.
     following = _next_frame(data, at + 1, mark) if ended or mark is not None else -1
     if following < 0:
         return len(data) if ended else None
@@ -316,7 +318,7 @@ def _single_bytes(data: bytes) -> Iterator[bytes]:
 
 
 def _next_frame(data: bytes, at: int, mark: bytes | None) -> int:
-    """Return the offset of the next frame's beginning from `at` on, or -1 if there is none."""
+    """Return the offset at which the next frame from `at` on begins, or -1 if there is none."""
     if mark is not None:
         return data.find(MAGIC + mark, at)
     start = data.find(MAGIC, at)
@@ -326,9 +328,10 @@ def _next_frame(data: bytes, at: int, mark: bytes | None) -> int:
 
 
 def _count_lost(number: int | None, following: _Head | None, size: int) -> int:
-    """Return how many records a damaged stretch of `size` bytes held, by the next frame's number.
+    """Return how many records were lost in a damaged stretch of `size` bytes.
 
-    Return 1 if the count is unknown, or if the stretch is too short for that many headers.
+    The count follows from `number`, the next expected one, and that of the `following` frame.
+    Return 1 if it is unknown, or if the stretch is too short for that many headers.
     """
     if number is None or following is None:
         return 1
@@ -340,7 +343,7 @@ def decode_payload(payload: bytes) -> Frame:
     """Return the record in a payload.
 
     Raises:
-        msgspec.DecodeError: it is no record that this version of Pawl knows.
+        msgspec.DecodeError: the payload is no record that this version of Pawl knows.
     """
     first = payload[0] if payload else 0
     if first in ARRAYS or first in LONG_ARRAYS:

@@ -3,9 +3,10 @@
 `SegmentWriter` never raises: a disk that fails now may work in a moment, and the writer must still
 run then. Failures are logged, and `append` returns False.
 
-Beside the present segment there is an empty segment with allocated disk blocks: the reserve. It
-takes the marks of lost records (`append_to_reserve`) while the disk has no room for anything else.
-Once it is used up, one mark of fixed size says that records were lost (`proxy.spool.outages`).
+Beside the present segment there is an empty segment with allocated disk blocks: the reserve. The
+gaps of lost records are written to it (`append_to_reserve`) while the disk has no room for other
+data. Once it is used up, one mark of fixed size says that records were lost
+(`proxy.spool.outages`).
 """
 
 import ctypes
@@ -110,7 +111,7 @@ def _allocate(file: int, size: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-# Enough for the marks of some 20,000 lost records, several of which share a frame.
+# Enough for the gaps of some 20,000 lost records, several of which share a frame.
 RESERVE_BYTES: Final = 2**20
 
 
@@ -120,7 +121,7 @@ class SegmentWriter:
     def __init__(
         self, take: Callable[[], WorkerFolder], home: WorkerFolder | None, *, segment_bytes: int
     ) -> None:
-        """Write into `home`; if it is None, call `take` for a folder once one is needed."""
+        """Write into the folder `home`; if it is None, call `take` for one when it is needed."""
         self._take = take
         self._home = home
         self._segment_bytes = segment_bytes
@@ -128,20 +129,21 @@ class SegmentWriter:
         self._reserve: SegmentFile | None = None
         self._reserve_failed = False
         # Segments that will not grow any more, but could not be renamed yet.
-        self._unsealed: list[Path] = [] if home is None else home.left
+        self._unsealed: list[Path] = [] if home is None else home.left_open
         self._outage: OutageFile | None = None
-        # Whether the outage file failed last; `named` of an outage's end that is not written yet.
+        # Whether the last use of the outage file failed. The argument `named` of an `end_outage`
+        # that could not be written yet, else None.
         self._outage_failed = False
         self._ending: bool | None = None
-        # When the first unmarked record was lost (Unix time): the error that refused the mark may
-        # pass while the disk still has no room for names.
+        # Unix time at which the first record was lost whose loss could not be marked; infinity if
+        # there is none. Marking may work again while the disk still has no room for gaps.
         self._unmarked_since = inf
         self._open_outage()
 
     def append(self, data: bytes) -> bool:
         """Make `data` durable at the segment's end, and return whether that worked.
 
-        Bytes that failed are cut off, and the segment ends there, for two reasons. The ingester may
+        Bytes that failed are cut off, and the segment is ended, for two reasons. The ingester may
         have read them, so no others may take their offsets. And after a failed sync it is not
         known how much of the segment's end is on disk.
         """
@@ -184,7 +186,7 @@ class SegmentWriter:
         return True
 
     def begin_outage(self) -> None:
-        """Mark durably, without more disk space, that records are lost from now on.
+        """Mark durably, without needing disk space, that records are lost from now on.
 
         The outage begins with the earliest loss that could not be marked.
         """
@@ -201,12 +203,12 @@ class SegmentWriter:
                 )
             self._unmarked_since = inf
         except Exception as error:
-            self._lose_outage(error)
+            self._close_failed_outage(error)
 
     def end_outage(self, *, named: bool) -> None:
         """End the outage, if one lasts: records can be written again.
 
-        `named`: all episodes that lost a record meanwhile are marked by name.
+        `named`: gaps name all episodes that lost a record meanwhile.
         """
         self._ending = named
         if self._outage is None:
@@ -217,7 +219,7 @@ class SegmentWriter:
             outage = self._outage.mark_records_lost_until(time.time(), named=named)
         except Exception as error:
             # `seal` tries again.
-            self._lose_outage(error)
+            self._close_failed_outage(error)
             return
         self._ending, self._unmarked_since = None, inf
         if outage is not None and outage.until is not None:
@@ -256,14 +258,14 @@ class SegmentWriter:
                 self._abandon_folder(self._home)
             if self._home is None:
                 self._home = self._take()
-                self._unsealed += self._home.left
+                self._unsealed += self._home.left_open
             self._segment = SegmentFile(self._home.folder)
         return self._segment
 
     def _abandon_folder(self, home: WorkerFolder) -> None:
-        """Give up a removed folder with its files; another is taken next.
+        """Close the files of a folder that somebody removed; another folder is locked next.
 
-        A lasting outage goes on, though its file is gone.
+        An outage that lasts goes on, though its file is gone.
         """
         log.error("spool_removed", folder=str(home.folder), by="somebody else")
         reserve, self._reserve = self._reserve, None
@@ -285,7 +287,7 @@ class SegmentWriter:
             self._reserve = SegmentFile(folder, allocated=RESERVE_BYTES)
         except Exception as error:
             if not self._reserve_failed:
-                # Gaps for which the present reserve has no room are kept in memory.
+                # Until there is a reserve, gaps are kept in memory.
                 log.warning("no_reserve", folder=str(folder), reason=_text(error))
             self._reserve_failed = True
             return
@@ -300,14 +302,14 @@ class SegmentWriter:
         try:
             outage = OutageFile(self._home.folder)
         except Exception as error:
-            self._lose_outage(error)
+            self._close_failed_outage(error)
             return
         self._outage, self._outage_failed = outage, False
         if outage.is_lasting and self._ending is None:
             self.end_outage(named=False)
 
-    def _lose_outage(self, error: Exception) -> None:
-        """Close the outage file after an error; it is opened again when it is needed."""
+    def _close_failed_outage(self, error: Exception) -> None:
+        """Close the outage file after `error`; it is opened again when it is needed."""
         if not self._outage_failed:
             log.error(
                 "recording_outage_not_marked", reason=_text(error), kept="in this worker's memory"
@@ -325,7 +327,7 @@ class SegmentWriter:
         self.seal()
 
     def _end(self, segment: SegmentFile, *, cut: bool = False) -> None:
-        """Close a segment; delete it if it is empty, so that a full disk does not gather files.
+        """Close a segment; delete it if it is empty, so that empty files do not gather.
 
         `cut`: the last append failed, so its bytes are cut off.
         """
