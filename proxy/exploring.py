@@ -22,8 +22,8 @@ from store.values.sampling import distribution_of, number_of
 
 # Makes this choice independent of other choices by an episode's name.
 _PURPOSE: Final = b"pawl.explore"
-_BYTES: Final = 6
-_ALL: Final = 2 ** (8 * _BYTES)
+_DIGEST_BYTES: Final = 6
+_DIGEST_VALUES: Final = 2 ** (8 * _DIGEST_BYTES)
 
 
 class Exploring(msgspec.Struct, frozen=True):
@@ -36,8 +36,8 @@ class Exploring(msgspec.Struct, frozen=True):
 def is_chosen(episode: str, share: float) -> bool:
     """Return whether an episode belongs to the share of episodes that explores."""
     name = episode.encode(errors="surrogatepass")
-    digest = blake2b(name, digest_size=_BYTES, person=_PURPOSE).digest()
-    return int.from_bytes(digest) < share * _ALL
+    digest = blake2b(name, digest_size=_DIGEST_BYTES, person=_PURPOSE).digest()
+    return int.from_bytes(digest) < share * _DIGEST_VALUES
 
 
 Changes = Mapping[str, float | None]

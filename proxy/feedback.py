@@ -104,7 +104,7 @@ class KeyFiles:
 
 
 # Keys that a worker remembers.
-REMEMBERED: Final = 20_000
+MAX_REMEMBERED: Final = 20_000
 # Feedback is durable without the database, so it waits for a slow or absent one only briefly.
 LOOK_UP_S: Final = 0.25
 
@@ -190,7 +190,7 @@ class IdempotencyStore:
                 await asyncio.to_thread(self._files.give_back, key)
             raise
         self._body_hashes[key] = body_hash
-        if len(self._body_hashes) > REMEMBERED:
+        if len(self._body_hashes) > MAX_REMEMBERED:
             self._body_hashes.popitem(last=False)
         return answer
 
@@ -203,15 +203,15 @@ def _reused(key: str) -> KeyReused:
     )
 
 
-SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
+LIMIT_SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
 # Targets of about 7,000 calls; the database knows the older ones.
-CAPACITY: Final = 20_000
+MAX_TARGETS: Final = 20_000
 # A longer body takes more than about 10 ms to parse, which is done in a thread.
 LONG_BYTES: Final = 128 * 1024
 
 
 class RecentTargets:
-    """The policy versions that made the calls of the last `CAPACITY` targets of feedback."""
+    """The policy versions that made the calls of the last `MAX_TARGETS` targets of feedback."""
 
     def __init__(self) -> None:
         self._earners: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
@@ -228,7 +228,7 @@ class RecentTargets:
             self._earners["episode", record.episode] = earner
         if response_id:
             self._earners["response", name_in_same_tenant(record.episode, response_id)] = earner
-        while len(self._earners) > CAPACITY:
+        while len(self._earners) > MAX_TARGETS:
             self._earners.popitem(last=False)
 
     def version_of_target(self, kind: str, target: str) -> tuple[str, str] | None:
@@ -292,7 +292,7 @@ class FeedbackEndpoint:
 
     async def _read(self, exchange: Exchange, claim: BudgetShare) -> FeedbackRecord:
         intake = self._intake
-        body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
+        body = await intake.read_bytes(exchange, claim, intake.max_feedback, LIMIT_SETTING)
         key = exchange.headers_by_name().get("idempotency-key")
         parse = partial(parse_feedback, body, datetime.now(UTC), key, exchange.tenant)
         record = await intake.run_in_thread(parse) if len(body) > LONG_BYTES else parse()

@@ -21,10 +21,10 @@ TARGETS: Final = ("episode", "call", "response")
 WITHDRAWN: Final = "withdrawn"
 SOURCE: Final = "source"
 CORRECTION: Final = "correction"
-COMMON: Final = frozenset({"metric", "value", *TARGETS})
+COMMON_FIELDS: Final = frozenset({"metric", "value", *TARGETS})
 # Fields of a statement of any metric but `tool_status`.
-OF_METRICS: Final = COMMON | {WITHDRAWN, SOURCE, CORRECTION}
-ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
+METRIC_FIELDS: Final = COMMON_FIELDS | {WITHDRAWN, SOURCE, CORRECTION}
+TOOL_FIELDS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
 MAX_TEXT: Final = 1024
 MAX_CORRECTION: Final = 65_536
@@ -35,7 +35,7 @@ MAX_TARGET_BYTES: Final = 2048
 NO_NUL: Final = "must not have the character U+0000, which the database cannot store"
 # Limits of a list of statements that hold only text and numbers.
 MAX_SIZE: Final = Size(
-    containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(OF_METRICS | ABOUT_TOOLS) + 1)
+    containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(METRIC_FIELDS | TOOL_FIELDS) + 1)
 )
 
 
@@ -158,7 +158,7 @@ class _Statement:
         return BadRequest(f"{self._where}{field} {message}", param=f"{self._where}{field}")
 
     def _refuse_unknown(self, metric: str) -> None:
-        allowed = COMMON | ABOUT_TOOLS if metric == TOOL_STATUS else OF_METRICS
+        allowed = COMMON_FIELDS | TOOL_FIELDS if metric == TOOL_STATUS else METRIC_FIELDS
         for name in self._fields:
             if name not in allowed:
                 known = ", ".join(sorted(allowed))

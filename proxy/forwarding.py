@@ -28,8 +28,8 @@ from proxy.policies.versions import Versions
 from proxy.routing import Route
 from proxy.tenants import check_forwarded, check_headers, check_query
 from proxy.upstreams.server import (
+    ANTHROPIC_VERSION,
     LIST_BYTES,
-    VERSION,
     Reply,
     Upstream,
     check_redirect,
@@ -45,9 +45,9 @@ MODELS: Final = "/v1/models"
 TENANT: Final = b"x-pawl-tenant"
 POLICY: Final = b"x-pawl-policy"
 WARNING: Final = b"x-pawl-warning"
-ERRORS: Final = 400
+FIRST_ERROR_STATUS: Final = 400
 # A HEAD request is answered like GET; the exchange leaves the body out.
-READS: Final = ("GET", "HEAD")
+READING_METHODS: Final = ("GET", "HEAD")
 
 
 async def forward(
@@ -68,7 +68,7 @@ async def forward(
     edit: Edit | None = None
     try:
         _check_allowed(exchange, route, upstreams, may_delete_models)
-        if exchange.method in READS and route.path == MODELS:
+        if exchange.method in READING_METHODS and route.path == MODELS:
             added = _serving_header(versions, exchange.tenant)
             edit = _list_edit(exchange, versions)
         names_model = not (route.reaches_stored or route.manages_account)
@@ -77,13 +77,13 @@ async def forward(
             reply = await _send_streamed(
                 exchange, route, upstreams.only, is_edited=edit is not None
             )
-        elif exchange.method in READS and route.path == MODELS:
+        elif exchange.method in READING_METHODS and route.path == MODELS:
             await _answer_model_list(exchange, upstreams, owners, added, edit)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
-            checked_by = owners if must_check else None
-            reply, warning = await _send_by_model(exchange, route, upstreams, intake, checked_by)
+            hiding_owners = owners if must_check else None
+            reply, warning = await _send_by_model(exchange, route, upstreams, intake, hiding_owners)
             if warning is not None:
                 WARNINGS.inc()
                 added.append((WARNING, warning.encode()))
@@ -169,7 +169,7 @@ async def _send_by_model(
         check_headers(owners, exchange.tenant, exchange.headers)
         check_query(owners, exchange.tenant, target)
     named = route.path.removeprefix(MODELS + "/") if _is_single_model(route) else None
-    if exchange.method in READS:
+    if exchange.method in READING_METHODS:
         if owners is not None:
             owners.check(exchange.tenant, named)
         return await upstreams.for_model(named or route.path).fetch(target, headers), None
@@ -211,7 +211,7 @@ def _serving_header(versions: Versions, tenant: str) -> Headers:
 
 # Changes a reply's body.
 Edit = Callable[[bytes], bytes]
-NEVER: Final = "1970-01-01T00:00:00Z"
+UNKNOWN_TIME: Final = "1970-01-01T00:00:00Z"
 
 
 class _ModelList(msgspec.Struct):
@@ -222,7 +222,7 @@ class _ModelList(msgspec.Struct):
 def _list_edit(exchange: Exchange, versions: Versions) -> Edit | None:
     """Return the function that edits a client's list of models, or None to leave it as it is."""
     bases = versions.base_models(exchange.tenant)
-    is_anthropics = first_value(exchange.headers, VERSION[0]) is not None
+    is_anthropics = first_value(exchange.headers, ANTHROPIC_VERSION[0]) is not None
     return partial(_edit_model_list, bases, is_anthropics) if bases or is_anthropics else None
 
 
@@ -242,7 +242,7 @@ def _edit_model_list(bases: Mapping[str, str], is_anthropics: bool, body: bytes)
             models.setdefault(name, models[base] | {"id": name})
     if not is_anthropics:
         return msgspec.json.encode({"object": "list", "data": list(models.values())})
-    own = {"type": "model", "created_at": NEVER}
+    own = {"type": "model", "created_at": UNKNOWN_TIME}
     data = [own | {"display_name": name} | model for name, model in models.items()]
     ends = {"first_id": next(iter(models), None), "last_id": next(reversed(models), None)}
     return msgspec.json.encode({"data": data, "has_more": False} | ends)
@@ -284,7 +284,7 @@ async def _pass_back(
         ReplyTorn: it broke off before any of it was sent to the client.
     """
     try:
-        if edit is not None and reply.status < ERRORS:
+        if edit is not None and reply.status < FIRST_ERROR_STATUS:
             body = await reply.read(LIST_BYTES)
             if body is not None:
                 headers = [*headers_for_client(reply.headers), *added]
@@ -315,7 +315,7 @@ async def _pass_back(
 def _begin_reply(exchange: Exchange, reply: Reply, added: Headers) -> None:
     length = reply.header(b"content-length")
     headers = [*headers_for_client(reply.headers), *added]
-    if reply.status >= ERRORS:
+    if reply.status >= FIRST_ERROR_STATUS:
         headers.append(UPSTREAM_AT_FAULT)
     if length is None:
         exchange.begin(reply.status, reply.reason, headers)

@@ -22,8 +22,8 @@ from store.values.documents import MAX_DEPTH, Size, nests_too_deep, size_bound, 
 
 # Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
 SMALL: Final = 4 * 2**20
-# 1 / `RESERVED` of the budget is kept for small requests.
-RESERVED: Final = 4
+# 1 / `RESERVED_DIVISOR` of the budget is kept for small requests.
+RESERVED_DIVISOR: Final = 4
 # Most lists and objects in one body: a conversation of 30,000 messages in parts. Most values of
 # any kind: a prompt of a million token ids.
 MAX_CONTAINERS: Final = 100_000
@@ -47,7 +47,7 @@ class Budget:
         """Begin unused; `limit` is in bytes."""
         self.limit = limit
         # A small budget lowers the bound: a small request must fit into the reserved part.
-        self.small = min(SMALL, limit // RESERVED)
+        self.small = min(SMALL, limit // RESERVED_DIVISOR)
         self.used = 0
         self._small = 0
         self._large_claims = 0
@@ -60,7 +60,7 @@ class Budget:
         if self.used - held + wanted <= self.limit:
             return True
         if wanted <= self.small:
-            return self._small - held + wanted <= self.limit // RESERVED
+            return self._small - held + wanted <= self.limit // RESERVED_DIVISOR
         return self._large_claims == (1 if held > self.small else 0)
 
     def _resize_claim(self, old: int, new: int) -> None:
@@ -194,7 +194,7 @@ LONG_TO_COUNT: Final = 2**20
 # Seconds after which a thread gives up the GIL to another that waits (Python's default is 5 ms).
 # The event loop waits for it several times a call.
 SWITCH_S: Final = 0.0005
-USUAL_S: Final = sys.getswitchinterval()
+USUAL_SWITCH_S: Final = sys.getswitchinterval()
 
 
 class Intake:
@@ -290,4 +290,4 @@ def _run_yielding_gil(work: Callable[..., Result], arguments: tuple[object, ...]
     try:
         return work(*arguments)
     finally:
-        sys.setswitchinterval(USUAL_S)
+        sys.setswitchinterval(USUAL_SWITCH_S)

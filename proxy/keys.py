@@ -51,14 +51,14 @@ _IDS: Final = re.compile(rb'"((?:prompt_)?token_ids)"\s*:\s*\[([^\]]*)\]')
 _EVENT: Final = re.compile(rb"^data:", re.MULTILINE)
 TOTAL: Final = "total_tokens"
 # The names that the APIs have for each number.
-PARTS: Final = (
+USAGE_PARTS: Final = (
     ("prompt_tokens", "input_tokens"),
     ("completion_tokens", "output_tokens"),
     ("cache_creation_input_tokens",),
     ("cache_read_input_tokens",),
 )
 # All other members of a usage are ignored: some servers add costs and times.
-NUMBERS: Final = frozenset({TOTAL}.union(*PARTS))
+USAGE_NUMBERS: Final = frozenset({TOTAL}.union(*USAGE_PARTS))
 BYTES_A_TOKEN: Final = 4
 # A longer reply is not inflated to find its usage: its tokens are estimated from its length.
 MOST_INFLATED: Final = 32 * 2**20
@@ -230,7 +230,7 @@ def _reported_tokens(usages: Iterable[bytes]) -> int:
             numbers = {
                 name: _number.decode(raw)
                 for name, raw in _usages.decode(usage).items()
-                if name in NUMBERS and bytes(raw)[:1].isdigit()
+                if name in USAGE_NUMBERS and bytes(raw)[:1].isdigit()
             }
         except msgspec.MsgspecError:
             # Text that only looks like a usage: the call is charged by its ids or its length.
@@ -238,7 +238,7 @@ def _reported_tokens(usages: Iterable[bytes]) -> int:
         largest = {
             name: max(largest.get(name, 0), numbers.get(name, 0)) for name in largest | numbers
         }
-    parts = sum(max(largest.get(name, 0) for name in names) for names in PARTS)
+    parts = sum(max(largest.get(name, 0) for name in names) for names in USAGE_PARTS)
     return max(largest.get(TOTAL, 0), parts)
 
 
@@ -263,7 +263,7 @@ def _estimate_tokens(request: bytes, reply: bytes) -> int:
 
 
 FOLDER: Final = "access"
-NAME: Final = "keys.json"
+FILE_NAME: Final = "keys.json"
 WATCH_S: Final = 0.1
 NO_KEYS: Final = KeyRing(made=False)
 UNSEEN: Final = KeyRing(made=False, seen=False)
@@ -274,10 +274,10 @@ _ID: Final = slice(len(MARK), len(MARK) + 2 * ID_BYTES)
 # Compared with keys of an unknown id: no key has this hash.
 _NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
 # An id that is always in the table, for `_NOBODY`, and an id that never is; no key has either.
-_ALWAYS: Final = bytes(2 * ID_BYTES)
-_NEVER: Final = b"\1" * (2 * ID_BYTES)
-_MAKE: Final = "`pawl keys create NAME`"
-_SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+_PRESENT_ID: Final = bytes(2 * ID_BYTES)
+_ABSENT_ID: Final = b"\1" * (2 * ID_BYTES)
+_HOW_TO_MAKE: Final = "`pawl keys create NAME`"
+_HOW_TO_SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
 
 # Headers by which a reverse proxy says that it relays a request (RFC 7239, RFC 9110 §7.6.3, and
 # their older forms).
@@ -314,7 +314,7 @@ class KeyChecker:
         self._workers = workers
         self._usages: dict[str, Usage] = {}
         self._known: KeyRing | None = None
-        self._grants: dict[bytes, Grant] = {bytes(bytearray(_ALWAYS)): _NOBODY}
+        self._grants: dict[bytes, Grant] = {bytes(bytearray(_PRESENT_ID)): _NOBODY}
         self._needs_key = True
 
     @property
@@ -337,7 +337,7 @@ class KeyChecker:
         grants = () if ring is None else ring.grants
         self._grants = {grant.id.encode(): grant for grant in grants}
         # A copy, so that its bytes are compared like those of any key's id.
-        self._grants[bytes(bytearray(_ALWAYS))] = _NOBODY
+        self._grants[bytes(bytearray(_PRESENT_ID))] = _NOBODY
         # Usages of revoked keys are forgotten; requests that still run keep a reference.
         usages = {grant.id: self._usages.get(grant.id) or Usage() for grant in grants}
         for grant in grants:
@@ -400,7 +400,7 @@ class KeyChecker:
                 raise _not_local(shown)
             why = why_foreign(*request, self._hosts, loopback=self._access == "loopback")
             if why is not None:
-                raise Forbidden(f"{why}, or make a key with {_MAKE}", code="foreign_page")
+                raise Forbidden(f"{why}, or make a key with {_HOW_TO_MAKE}", code="foreign_page")
             return None
         if self._known is None:
             raise KeysUnknown(
@@ -408,12 +408,12 @@ class KeyChecker:
                 "as soon as its ingester reaches the database; its log has the details"
             )
         if shown.credential is None:
-            raise NoKey(f"This proxy requires an API key: {_SEND}", code="missing_api_key")
+            raise NoKey(f"This proxy requires an API key: {_HOW_TO_SEND}", code="missing_api_key")
         grant = self.grant_of(shown.credential)
         if grant is None:
             raise NoKey(
                 "The API key is wrong or was revoked: ask whoever runs this proxy for another, and "
-                f"{_SEND}",
+                f"{_HOW_TO_SEND}",
                 code="invalid_api_key",
             )
         if scope not in grant.scopes:
@@ -431,7 +431,7 @@ class KeyChecker:
         exactly one succeeds.
         """
         known = self._grants.get(key[_ID])
-        other = self._grants.get(_ALWAYS if known is None else _NEVER)
+        other = self._grants.get(_PRESENT_ID if known is None else _ABSENT_ID)
         grant = known or other or _NOBODY
         return grant if compare_digest(hash_of_key(key), grant.hash) else None
 
@@ -455,7 +455,8 @@ def _not_local(shown: ShownCredentials) -> Forbidden:
     origin = "through a reverse proxy" if shown.relayed else "from another machine"
     return Forbidden(
         "No API key was made yet, so only this machine may call, and the request came "
-        f"{origin}. Make a key with {_MAKE}, or open the port to anyone with PAWL_ACCESS=anyone",
+        f"{origin}. Make a key with {_HOW_TO_MAKE}, or open the port to anyone with "
+        "PAWL_ACCESS=anyone",
         code="not_loopback",
     )
 
@@ -510,7 +511,7 @@ class KeyFile:
 
     def __init__(self, spool_dir: Path) -> None:
         """Set the path; nothing is read or written yet."""
-        self._path = spool_dir / FOLDER / NAME
+        self._path = spool_dir / FOLDER / FILE_NAME
         self._seen: Mark | None = None
 
     def write(self, ring: KeyRing) -> None:
@@ -530,7 +531,7 @@ class KeyFile:
             partial = folder.with_suffix(".part")
             with atomic_folder(folder, partial):
                 partial.chmod(PRIVATE)
-                write_private(partial / NAME, content)
+                write_private(partial / FILE_NAME, content)
 
     def has_changed(self) -> bool:
         """Return whether the file changed since the last call."""

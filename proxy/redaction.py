@@ -62,7 +62,7 @@ DEEPEST: Final = 4
 # Replaces a tool call's arguments that may contain the redacted value.
 NO_ARGUMENTS: Final = '"[withheld]"'
 # Members that hold token ids, or tokens with their log-probabilities: both spell the text out.
-SPELLING: Final = frozenset(
+SPELLING_MEMBERS: Final = frozenset(
     {"token_ids", "prompt_token_ids", "logprobs", "prompt_logprobs", "top_logprobs"}
 )
 # Possessive: a text of any length is passed over once.
@@ -248,7 +248,7 @@ def without_ids(value: bytes) -> bytes:
     kept = {}
     for name, part in _parts(value).items():
         # A completion's prompt may be token ids. A request's `logprobs: true` spells nothing out.
-        is_spelling = name in SPELLING or (name == "prompt" and b'"' not in part)
+        is_spelling = name in SPELLING_MEMBERS or (name == "prompt" and b'"' not in part)
         if not is_spelling or part.lstrip()[:1] not in (b"{", b"["):
             kept[name] = without_ids(part)
     return _joined(value, kept)

@@ -64,7 +64,7 @@ class SharedFolder:
 
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
-        # It may be another user's, or be removed at this moment.
+        # The folder may be another user's, or be removed at this moment.
         with suppress(OSError):
             if (folder / OWNER).exists() and not any(map(is_held, folder.glob("*.lock"))):
                 shutil.rmtree(folder)

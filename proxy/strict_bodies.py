@@ -51,7 +51,7 @@ _PLAIN: Final = re.compile(
     r'charset\s*=\s*"?(?:utf-?8|us-ascii|iso-8859-1|windows-1252)"?\s*', re.IGNORECASE
 )
 # A field of this name states the character set of the others (RFC 7578 §4.6).
-_SAYS_CHARSET: Final = "_charset_"
+_CHARSET_FIELD: Final = "_charset_"
 _MODEL: Final = "model"
 _TRANSFER: Final = (b"7bit", b"8bit", b"binary")
 _STRUCTURES: Final = ("[", "{")
@@ -95,8 +95,8 @@ def read_form(content_type: str, body: bytes) -> Form:
                 raise ValueError("the part `model` is a file; send it as text")
             continue
         text = _text(value)
-        if head.name == _SAYS_CHARSET and not extends_ascii(f"charset={text}"):
-            raise ValueError(f"{_SAYS_CHARSET} names another character set than UTF-8")
+        if head.name == _CHARSET_FIELD and not extends_ascii(f"charset={text}"):
+            raise ValueError(f"{_CHARSET_FIELD} names another character set than UTF-8")
         texts.append(text)
         _put_member(fields, head.name, _json_or_text(text))
     return Form(tuple(texts), fields)

@@ -81,7 +81,7 @@ _OF_MEDIA: Final = _words("""
     safety_identifier
 """)
 # Members of tools and options at any depth, and ids of a conversation's own parts.
-MEMBERS: Final = _words("""
+ALLOWED_MEMBERS: Final = _words("""
     allowed_callers allowed_domains allowed_tools always approval_request_id approximate async audio
     authorization authorization_token background blocked_domains budget_tokens cache_control call_id
     caller_id city clear_at clear_at_least clear_tool_inputs client_tool_results compact_threshold
@@ -107,7 +107,7 @@ CONVERSATIONS: Final = _words("messages input prompt system instructions predict
 # Members with tools and options, also within a conversation.
 OPTIONS: Final = _words("tool tools toolset container environment")
 # Names of members that may refer to stored objects, cached pictures, or tensors to load.
-KEPT: Final = re.compile(r".*(?:id|handle|embed)s?[^a-z0-9]*", re.DOTALL)
+REFERENCE_NAMES: Final = re.compile(r".*(?:id|handle|embed)s?[^a-z0-9]*", re.DOTALL)
 # Names of members whose values servers may fetch.
 _FETCHED: Final = re.compile(
     r".*(?:(ur[il]|href|src)|image|video|audio|file|media|data)s?[^a-z0-9]*", re.DOTALL
@@ -121,7 +121,7 @@ FREE: Final = _words("""
 """)
 # Types of a response's input items that carry their content; one of the members, if any, must
 # be present.
-ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
+INLINE_ITEMS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         _words("""
             apply_patch_call apply_patch_call_output compaction computer_call computer_call_output
@@ -140,7 +140,7 @@ _NO_MODELS: Final = _words("""
     query text texts conversation session_id request_id cache_salt litellm_session_id
     litellm_trace_id text_format
 """)
-QUERY: Final = _words("model beta api-version after after_id before_id limit order")
+ALLOWED_QUERY: Final = _words("model beta api-version after after_id before_id limit order")
 # Names of fields, also in `metadata`, from which LiteLLM takes an address or a credential; in lower
 # case without dashes and underscores (`litellm/proxy/auth/auth_utils.py`).
 _STEERING: Final = re.compile(
@@ -168,7 +168,7 @@ REFERENCES: Final[Mapping[str, str]] = {
         "leave it out",
     ),
 }
-_PUBLIC: Final = "name a public address by http:// or https://, or send the content itself"
+_ADDRESS_REMEDY: Final = "name a public address by http:// or https://, or send the content itself"
 # An address that all parsers read alike: some drop spaces, or read a backslash as a slash.
 _URL: Final = re.compile(
     r"https?://(?:[^\s/?#@\\]*@)?(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d*)?(?:[/?#][^\s\\]*)?",
@@ -261,7 +261,7 @@ def check_query(owners: Owners, tenant: str, target: str) -> None:
     """Check the query of a request's target: no hidden version, and only listed parameters."""
     for name, value in parse_qsl(target.partition("?")[2], keep_blank_values=True):
         owners.check(tenant, value, name)
-        if tenant != DEFAULT and name not in QUERY:
+        if tenant != DEFAULT and name not in ALLOWED_QUERY:
             raise _not_allowed((None, name))
 
 
@@ -408,9 +408,9 @@ def _check_within(
     """
     if isinstance(value, list):
         for index, item in enumerate(value):
-            inner = (place, index)
+            at = (place, index)
             _check_within(
-                owners, tenant, item, folded, inner, left_out, in_conversation=in_conversation
+                owners, tenant, item, folded, at, left_out, in_conversation=in_conversation
             )
     elif isinstance(value, dict):
         for name, member in value.items():
@@ -418,10 +418,12 @@ def _check_within(
                 continue
             lower, inner = name.casefold(), (place, name)
             # Some parsers ignore the case of a name.
-            is_odd = lower != name and lower in MEMBERS
+            is_odd = lower != name and lower in ALLOWED_MEMBERS
             if is_odd or _is_reference(lower, member, is_item=isinstance(place[1], int)):
                 raise _not_allowed(inner)
-            if name not in MEMBERS and (not in_conversation or KEPT.fullmatch(lower)):
+            if name not in ALLOWED_MEMBERS and (
+                not in_conversation or REFERENCE_NAMES.fullmatch(lower)
+            ):
                 left_out.append(inner)
                 continue
             if lower == MODEL and isinstance(member, str):
@@ -429,8 +431,8 @@ def _check_within(
             stays_in = in_conversation and name not in OPTIONS
             _check_within(owners, tenant, member, lower, inner, left_out, in_conversation=stays_in)
     elif isinstance(value, str) and not _is_harmless(folded, value):
-        if isinstance(place[1], int) or folded in MEMBERS:
-            raise _not_allowed(place, _PUBLIC)
+        if isinstance(place[1], int) or folded in ALLOWED_MEMBERS:
+            raise _not_allowed(place, _ADDRESS_REMEDY)
         left_out.append(place)
 
 
@@ -536,7 +538,7 @@ def _check_items(items: object) -> None:
         if kind is None and item.get("role"):
             # A message, which has a role, may lack a type; so may a reference.
             continue
-        members = ITEMS.get(kind) if isinstance(kind, str) else None
+        members = INLINE_ITEMS.get(kind) if isinstance(kind, str) else None
         if members is None or (members and not any(map(item.get, members))):
             thoughts = ", with the `encrypted_content` that `include` asks for"
             raise _not_allowed(

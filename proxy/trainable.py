@@ -49,7 +49,7 @@ Reason = Literal[
 ]
 
 # For each setting that the trainer cannot replay, the values that leave the distribution unchanged.
-NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+NEUTRAL_VALUES: Final[dict[str, tuple[object, ...]]] = {
     "logits_processors": (),
     # Past the budget the end of the thinking is forced, and so not sampled.
     "thinking_token_budget": (),
@@ -164,7 +164,7 @@ def why_not_replayed(
 def _why_not_replayable(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
     """Return why the trainer cannot replay the settings, grammars aside, or None if it can."""
     for name, value in sampling.items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
+        if name in NEUTRAL_VALUES and value not in NEUTRAL_VALUES[name]:
             return "reshaped_distribution"
     if rules.reshapes(sampling):
         return "reshaped_distribution"
@@ -176,10 +176,10 @@ def _why_not_replayable(sampling: Mapping[str, Any], rules: SamplingRules) -> Re
 
 
 # Settings that a model server understands in every format; formats have more of their own.
-COMMON: Final = frozenset(
-    {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL, *GRAMMARS}
+COMMON_SETTINGS: Final = frozenset(
+    {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL_VALUES, *GRAMMARS}
 )
-NUMBERS: Final = frozenset(
+NUMERIC_SETTINGS: Final = frozenset(
     {
         *("top_p", "top_k", "min_p", "min_tokens"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -281,7 +281,7 @@ def sampling_settings(
     for name, value in request.items():
         if value is None:
             continue
-        if name in COMMON or name in rules.settings:
+        if name in COMMON_SETTINGS or name in rules.settings:
             settings[name] = value
         elif name not in rules.harmless:
             unknown.append(name)
@@ -332,7 +332,7 @@ def _to_numbers(settings: dict[str, Any]) -> list[str]:
     else:
         settings["temperature"] = used
     for name, value in settings.items():
-        if name in NUMBERS:
+        if name in NUMERIC_SETTINGS:
             number = number_of(value)
             if number is None:
                 unreadable.append(name)

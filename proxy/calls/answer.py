@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-ERRORS: Final = 400
+FIRST_ERROR_STATUS: Final = 400
 # Copies in memory of a non-streamed reply, or of a stream's line, until it is recorded.
 REPLY_COPIES: Final = 6
 # Longest wait for room in the memory budget, and the pause between two tries, in seconds.
@@ -42,7 +42,7 @@ LOOK_S: Final = 0.05
 # A reply is held in memory until its end. Beyond this size it is deflated; a reply that is too long
 # is cut to this size.
 DEFLATE_FROM: Final = 64 * 1024
-LEVEL: Final = 1
+DEFLATE_LEVEL: Final = 1
 # Overhead of a deflated piece in memory (approximate).
 PACKED_BYTES: Final = 256
 
@@ -104,7 +104,7 @@ class StreamedAnswer:
         self._base = claim.held
         self.buffer = ReplyBuffer()
         self.parser: ReplyParser | None = None
-        # From the request's arrival to the first chunk.
+        # Milliseconds from the request's arrival to the first chunk.
         self.first_chunk_ms: float | None = None
 
     async def receive(self, call: "Call") -> CallStatus:
@@ -368,7 +368,7 @@ class ReplyBuffer:
 
     def _deflate(self) -> None:
         if self._deflater is None:
-            self._deflater = zlib.compressobj(LEVEL)
+            self._deflater = zlib.compressobj(DEFLATE_LEVEL)
         packed = self._deflater.compress(b"".join(self._pieces))
         self._packed.append(packed)
         self._packed_bytes += len(packed) + PACKED_BYTES

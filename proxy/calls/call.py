@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 import structlog
 
-from proxy.calls.answer import ERRORS, Answer, StreamedAnswer, WholeAnswer
+from proxy.calls.answer import FIRST_ERROR_STATUS, Answer, StreamedAnswer, WholeAnswer
 from proxy.calls.recording import (
     RecordedCall,
     ReplyRead,
@@ -62,7 +62,7 @@ LOOK_AGAIN_S: Final = 0.25
 # The status by which a model server says that it has no such model.
 UNKNOWN_MODEL: Final = 404
 REFUSED_AS_MALFORMED: Final = (400, 422)
-# Longest wait for the database to name an episode's version; a local one answers in 1 ms.
+# Longest wait for the database to name an episode's version; a local database answers in 1 ms.
 PIN_S: Final = 0.05
 NO_VERSION: Final = ServedVersion(None, None, None)
 
@@ -225,7 +225,7 @@ class Call:
             upstream = await self._route()
             self.held_s = perf_counter() - self.read_at
             reply = await self.send(upstream)
-            if reply.status >= ERRORS:
+            if reply.status >= FIRST_ERROR_STATUS:
                 reply = await self._retry_refused(upstream, reply)
             answer = self._begin_answer(reply)
             status = await answer.receive(self)
@@ -501,7 +501,7 @@ class Call:
         if self.routed.changed:
             reply = decode_reply(reply)
         headers = self._own_headers()
-        if reply.status >= ERRORS:
+        if reply.status >= FIRST_ERROR_STATUS:
             headers.append(UPSTREAM_AT_FAULT)
         kind = StreamedAnswer if is_event_stream(reply) else WholeAnswer
         answer = self.answer = kind(reply, headers, self.claim)

@@ -11,7 +11,7 @@ from uuid import UUID
 import msgspec
 import structlog
 
-from proxy.calls.answer import ERRORS
+from proxy.calls.answer import FIRST_ERROR_STATUS
 from proxy.formats.base import ReplySummary
 from proxy.identity.call_memory import provided_fingerprints
 from proxy.keys import Usage, tokens_of
@@ -80,7 +80,7 @@ def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
         if tenant != DEFAULT:
             provided = keyed_digests(tenant, provided)
         memory.provide(provided, identity.episode, identity.follows)
-        got_reply = call.reply is not None and call.reply.status < ERRORS
+        got_reply = call.reply is not None and call.reply.status < FIRST_ERROR_STATUS
         if not got_reply or status != "complete":
             body, attempt = call.request.body, UUID(bytes=call.id)
             memory.remember_failed(body, identity.episode, attempt, identity.split)
@@ -149,7 +149,7 @@ def _charge_tokens(usage: Usage, capture: CapturedCall) -> None:
             capture.request,
             capture.reply,
             deflated=capture.deflated,
-            refused=(capture.http_status or ERRORS) >= ERRORS,
+            refused=(capture.http_status or FIRST_ERROR_STATUS) >= FIRST_ERROR_STATUS,
             whole_bytes=capture.reply_bytes if capture.too_long else 0,
         )
         usage.charge_tokens(monotonic(), used)

@@ -17,7 +17,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.removing import DeadLetter, write_dead_letters
-from proxy.ingester.segment_reader import HeldPiece, Segment, Why
+from proxy.ingester.segment_reader import HeldPiece, HoldReason, Segment
 from proxy.ingester.transcribe import TAKES_LONG, Entry, question_of, raised_at, read_entry
 from proxy.metrics import (
     DEAD_LETTERS,
@@ -50,11 +50,11 @@ UNANSWERED_AGAIN_S: Final = 30.0
 AT_ONCE: Final = 2**20
 # A long reply becomes a dead letter after so many ingesters ended (were killed) while reading it.
 MOST_BEGUN: Final = 3
-ENDS_INGESTERS: Final = f"{MOST_BEGUN} ingesters ended while they read its reply"
+READING_ENDS_INGESTERS: Final = f"{MOST_BEGUN} ingesters ended while they read its reply"
 # Longest time to read pieces, in seconds, before the records in them are stored.
 READ_S: Final = 0.25
 
-REASONS: Final[dict[Why, str]] = {
+REASONS: Final[dict[HoldReason, str]] = {
     "letter": "a dead letter cannot be written to disk",
     "suspect": "storing a record fails, and none of its kind could be stored since",
     "unanswered": "PostgreSQL answers, and does not take a record",
@@ -240,7 +240,7 @@ class BatchWriter:
                 self._hold(segment, entry, "unanswered", _reason(error))
             raise error
 
-    def _hold(self, segment: Segment, entry: Entry, why: Why, reason: str) -> None:
+    def _hold(self, segment: Segment, entry: Entry, why: HoldReason, reason: str) -> None:
         kind = None if entry.record is None else type(entry.record)
         # Keep its bytes only on disk: there may be any number of such records.
         piece = entry.piece._replace(data=b"")
@@ -330,7 +330,7 @@ class BatchWriter:
     def _read_long(self, segment: Segment, piece: Piece) -> list[Entry]:
         piece = piece._replace(data=segment.read(piece.begin, piece.end))
         if segment.begin_reading(piece) >= MOST_BEGUN:
-            return [Entry(piece, None, ENDS_INGESTERS)]
+            return [Entry(piece, None, READING_ENDS_INGESTERS)]
         entries = self.read([piece], inf)
         segment.end_reading()
         return entries

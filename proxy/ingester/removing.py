@@ -69,7 +69,7 @@ def write_dead_letters(root: Path, letters: Sequence[DeadLetter]) -> None:
     sync(folder)
 
 
-CHANGED: Final = b"refused; its parts about deleted episodes were removed later"
+CHANGED_REASON: Final = b"refused; its parts about deleted episodes were removed later"
 
 
 def names_in(frame: Frame) -> Iterable[Named]:
@@ -135,7 +135,7 @@ async def remove_letters(
         try:
             payload = await asyncio.to_thread(path.read_bytes)
         except FileNotFoundError:
-            # It was replayed meanwhile.
+            # The letter was replayed meanwhile (`pawl spool --replay`).
             continue
         remaining = None
         try:
@@ -169,7 +169,7 @@ def replace_letter(path: Path, remaining: Frame | None) -> None:
         reason.unlink(missing_ok=True)
     else:
         # The reason may quote the whole record.
-        write_private(reason, CHANGED)
+        write_private(reason, CHANGED_REASON)
         write_private(path, encode_payload(remaining))
     sync(path.parent)
 
@@ -191,7 +191,7 @@ def _frames_in(path: Path) -> list[Frame]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        # Its records were stored meanwhile, or it was renamed, and is counted at the next look.
+        # The segment was stored meanwhile, or was renamed, and is counted at the next look.
         return []
     frames = []
     for _, payload in read_frames(content):
@@ -260,7 +260,7 @@ def remove_old_letters(root: Path, before: date) -> int:
                 replace_letter(path, None)
                 removed += 1
         except FileNotFoundError:
-            # It was replayed meanwhile.
+            # The letter was replayed meanwhile.
             continue
         except OSError as error:
             log.error("letter_not_removed", letter=path.name, reason=str(error))

@@ -19,16 +19,16 @@ from zlib import crc32
 import structlog
 
 from proxy.spool.folders import OPEN, SEALED, is_held
-from proxy.spool.segments import NUMBERS, Piece, read_pieces
+from proxy.spool.segments import FRAME_NUMBERS, Piece, read_pieces
 
 Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
-AT: Final = ".at"
+PLACE_SUFFIX: Final = ".at"
 # File beside a segment with a line for each time that an ingester began to read a long piece: the
 # piece's offset.
-BEGUN: Final = ".begun"
+BEGUN_SUFFIX: Final = ".begun"
 # Bytes of a segment that are read at once.
 READ_BYTES: Final = 4 * 2**20
 # Pause before a segment that failed is tried again.
@@ -44,7 +44,7 @@ _CHECK: Final = struct.Struct(">I")
 # `suspect`: storing it raised an unexpected error, due to the record or to a bug that hits all.
 # `unanswered`: PostgreSQL answers, but storing this record ends in an error of PostgreSQL's own.
 # `long`: its reply is long, and is parsed in a thread.
-Why = Literal["letter", "suspect", "unanswered", "long"]
+HoldReason = Literal["letter", "suspect", "unanswered", "long"]
 
 
 class HeldPiece(NamedTuple):
@@ -55,7 +55,7 @@ class HeldPiece(NamedTuple):
     """
 
     piece: Piece
-    why: Why
+    why: HoldReason
     reason: str
     kind: type | None
     turn: int
@@ -78,7 +78,7 @@ class Segment:
     def __init__(self, path: Path) -> None:
         """Read the position that an earlier ingester left beside the segment at `path`."""
         self.path = path
-        self._at = path.with_suffix(AT)
+        self._at = path.with_suffix(PLACE_SUFFIX)
         self._frames_mark = _mark_of(path.stem)
         self._place_saved = True
         self.stored = self._read_place()
@@ -193,7 +193,7 @@ class Segment:
 
     def begin_reading(self, piece: Piece) -> int:
         """Note that a piece is being read; return how many ingesters ended while reading it."""
-        path = self.path.with_suffix(BEGUN)
+        path = self.path.with_suffix(BEGUN_SUFFIX)
         try:
             with path.open("a+") as file:
                 file.seek(0)
@@ -211,7 +211,7 @@ class Segment:
         Raises:
             OSError: the note could not be deleted.
         """
-        self.path.with_suffix(BEGUN).unlink(missing_ok=True)
+        self.path.with_suffix(BEGUN_SUFFIX).unlink(missing_ok=True)
 
     def release(self, held: HeldPiece) -> None:
         """Forget a held piece that has been settled."""
@@ -225,7 +225,7 @@ class Segment:
         if self.held:
             first = self.held[min(self.held)].piece
             number = first.number
-            before = None if number is None else (number - first.records) % NUMBERS
+            before = None if number is None else (number - first.records) % FRAME_NUMBERS
             place = FramePlace(first.start, before)
         fields = _PLACE.pack(place.offset, 0 if place.number is None else place.number + 1)
         try:
@@ -278,7 +278,7 @@ class Segment:
         Raises:
             OSError: it could not be deleted.
         """
-        for suffix in (OPEN, SEALED, AT, BEGUN):
+        for suffix in (OPEN, SEALED, PLACE_SUFFIX, BEGUN_SUFFIX):
             self.path.with_suffix(suffix).unlink(missing_ok=True)
 
 

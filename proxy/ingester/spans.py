@@ -55,7 +55,7 @@ BATCH: Final = 512
 LONGEST: Final = 256
 # Protobuf has no larger integers: a larger one would lose the whole batch.
 INT64_END: Final = 2**63
-ERRORS: Final = 400
+FIRST_ERROR_STATUS: Final = 400
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND: Final = timedelta(microseconds=1)
 
@@ -267,7 +267,7 @@ def _attributes(record: CallRecord) -> dict[str, Value]:
 
 def _error_type(record: CallRecord) -> str | None:
     """Return how a call failed, None if it did not; a client that goes away is no failure."""
-    if (record.http_status or 0) >= ERRORS:
+    if (record.http_status or 0) >= FIRST_ERROR_STATUS:
         return str(record.http_status)
     return record.status if record.status in ("upstream_error", "truncated") else None
 

@@ -37,9 +37,9 @@ log = structlog.get_logger()
 SEGMENT_BYTES: Final = 8 * 2**20
 # A segment that has not grown for this long is sealed, so that the ingester can delete it.
 QUIET_S: Final = 5.0
-# After a commit of at least `BUSY` frames, the next commit waits `GATHER_S` for more frames: each
+# After a commit of at least `BUSY_FRAMES` frames, the next commit waits `GATHER_S` for more: each
 # commit wakes the writer thread up, and calls wait for that.
-BUSY: Final = 4
+BUSY_FRAMES: Final = 4
 GATHER_S: Final = 0.002
 # A commit has at most one frame longer than this; the others wait.
 LONG_BYTES: Final = 256 * 1024
@@ -47,8 +47,8 @@ LONG_BYTES: Final = 256 * 1024
 PATIENCE_S: Final = 15.0
 # Longest time that `close` waits for a disk that does not answer.
 CLOSE_S: Final = 5.0
-Waiting = tuple[bytes, "asyncio.Future[bool]", str]
-Commit = tuple[list[Waiting], asyncio.AbstractEventLoop]
+WaitingFrame = tuple[bytes, "asyncio.Future[bool]", str]
+Commit = tuple[list[WaitingFrame], asyncio.AbstractEventLoop]
 # `noted`: the frames are lost, and a note of them is durable.
 Outcome = Literal["durable", "noted", "lost"]
 OnCommit = Callable[[Outcome, list[str]], None]
@@ -96,8 +96,8 @@ class Spool:
         self._on_commit = on_commit
         self._note = note
         self._patience_s = patience_s
-        self._gathered: list[Waiting] = []
-        self._in_commit: list[Waiting] = []
+        self._gathered: list[WaitingFrame] = []
+        self._in_commit: list[WaitingFrame] = []
         self._busy = False
         # When the present commit began (loop time), and whether a timer watches it.
         self._began = 0.0
@@ -160,7 +160,7 @@ class Spool:
         log.error("spool_stalled", records=len(waiting), after_s=self._patience_s)
         self._answer(waiting, "lost")
 
-    def _committed(self, waiting: list[Waiting], outcome: Outcome) -> None:
+    def _committed(self, waiting: list[WaitingFrame], outcome: Outcome) -> None:
         if self._stalled:
             # The futures got False already. Frames that reached the disk will be stored anyway.
             self._stalled = False
@@ -168,14 +168,14 @@ class Spool:
             self._answer([], outcome)
             return
         self._in_commit = []
-        self._busy = len(waiting) >= BUSY
+        self._busy = len(waiting) >= BUSY_FRAMES
         self._answer(waiting, outcome)
         if self._gathered and self._busy:
             asyncio.get_running_loop().call_later(GATHER_S, self._commit)
         else:
             self._commit()
 
-    def _answer(self, waiting: Sequence[Waiting], outcome: Outcome) -> None:
+    def _answer(self, waiting: Sequence[WaitingFrame], outcome: Outcome) -> None:
         try:
             self._on_commit(outcome, [mark for _, _, mark in waiting])
         except Exception:
@@ -228,7 +228,7 @@ class Spool:
                 # The loop is closed, so nothing waits for these frames any more.
                 log.error("spool_result_undeliverable", records=len(waiting), outcome=outcome)
 
-    def _write_frames(self, waiting: Sequence[Waiting]) -> Outcome:
+    def _write_frames(self, waiting: Sequence[WaitingFrame]) -> Outcome:
         try:
             if self._writer.append(b"".join([frame for frame, _, _ in waiting])):
                 return "durable"
@@ -243,7 +243,9 @@ class Spool:
         return "lost"
 
 
-def _split_commit(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
+def _split_commit(
+    gathered: list[WaitingFrame],
+) -> tuple[list[WaitingFrame], list[WaitingFrame]]:
     """Return the frames of the next commit, and those that wait for a later commit.
 
     Waiting frames may be written in any order: a call arrives after the record of any call that it
@@ -253,8 +255,8 @@ def _split_commit(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]
     if max(lengths) <= LONG_BYTES:
         return gathered, []
     first = next(at for at, length in enumerate(lengths) if length > LONG_BYTES)
-    now: list[Waiting] = []
-    later: list[Waiting] = []
+    now: list[WaitingFrame] = []
+    later: list[WaitingFrame] = []
     for at, waiting in enumerate(gathered):
         (now if at == first or lengths[at] <= LONG_BYTES else later).append(waiting)
     return now, later

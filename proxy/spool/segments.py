@@ -43,13 +43,13 @@ HEAD_BYTES: Final = _HEAD.size
 _CHECK: Final = struct.Struct("<I")
 _FIELDS: Final = struct.Struct("<12sIII")
 # After so many frames their numbers begin again at 0.
-NUMBERS: Final = 2**32
+FRAME_NUMBERS: Final = 2**32
 # Most bytes whose checksum is computed at once.
 CHECKSUM_BYTES: Final = 5000
 # Default limit of an inflated reply, in bytes: a few deflated bytes can inflate to very many.
 MOST_INFLATED: Final = 256 * 2**20
 # Bytes of magic and mark that must match for a damaged header to be recognised.
-ALIKE: Final = 6
+MIN_ALIKE_BYTES: Final = 6
 
 
 class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
@@ -144,10 +144,10 @@ _SYNC: Final = MAGIC + MARK
 _numbers: Final = count()
 _encoder: Final = msgspec.msgpack.Encoder()
 # msgspec cannot decode a union of array-like structs and map-like structs.
-_captured: Final[msgspec.msgpack.Decoder[CapturedCall | GapRecord]] = msgspec.msgpack.Decoder(
+_array_decoder: Final[msgspec.msgpack.Decoder[CapturedCall | GapRecord]] = msgspec.msgpack.Decoder(
     CapturedCall | GapRecord
 )
-_ledgers: Final[msgspec.msgpack.Decoder[FeedbackRecord | CallRecord]] = msgspec.msgpack.Decoder(
+_map_decoder: Final[msgspec.msgpack.Decoder[FeedbackRecord | CallRecord]] = msgspec.msgpack.Decoder(
     FeedbackRecord | CallRecord
 )
 # First bytes of MessagePack's arrays: fixarray, array 16 and array 32.
@@ -190,7 +190,7 @@ def encode_frame(record: Frame) -> bytes:
 
 def frame_payload(payload: bytes) -> bytes:
     """Wrap a payload into a frame with this process's next frame number."""
-    fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
+    fields = _FIELDS.pack(_SYNC, next(_numbers) % FRAME_NUMBERS, len(payload), _checksum(payload))
     return fields + _CHECK.pack(crc32(fields)) + payload
 
 
@@ -241,7 +241,7 @@ def read_pieces(
         if head is not None:
             number, mark = head.number, head.mark
             if _is_intact(data, head):
-                payload, number = data[head.begin : head.end], (number + 1) % NUMBERS
+                payload, number = data[head.begin : head.end], (number + 1) % FRAME_NUMBERS
                 yield Piece(base + at, base + head.begin, base + head.end, payload, 1, number, "")
                 at = head.end
                 continue
@@ -252,7 +252,7 @@ def read_pieces(
         if following is None and not ended and 0 < len(data) - end < HEAD_BYTES:
             return
         records = max(_count_lost(number, following, end - at), head is not None)
-        number = None if number is None else (number + records) % NUMBERS
+        number = None if number is None else (number + records) % FRAME_NUMBERS
         damage = f"{end - at} damaged bytes at {base + at}"
         if end == len(data) and (head is None or head.end != end):
             damage = f"a torn or damaged frame of {end - at} bytes at {base + at}"
@@ -309,7 +309,7 @@ def _seems_frame_start(data: bytes, at: int, mark: bytes | None) -> bool:
     sync = MAGIC + (mark or b"")
     start = data[at : at + len(sync)]
     return not start or sum(map(bytes.__eq__, _single_bytes(start), _single_bytes(sync))) >= min(
-        ALIKE, len(start)
+        MIN_ALIKE_BYTES, len(start)
     )
 
 
@@ -335,7 +335,7 @@ def _count_lost(number: int | None, following: _Head | None, size: int) -> int:
     """
     if number is None or following is None:
         return 1
-    lost = (following.number - number) % NUMBERS
+    lost = (following.number - number) % FRAME_NUMBERS
     return lost if lost * HEAD_BYTES <= size else 1
 
 
@@ -347,5 +347,5 @@ def decode_payload(payload: bytes) -> Frame:
     """
     first = payload[0] if payload else 0
     if first in ARRAYS or first in LONG_ARRAYS:
-        return _captured.decode(payload)
-    return _ledgers.decode(payload)
+        return _array_decoder.decode(payload)
+    return _map_decoder.decode(payload)

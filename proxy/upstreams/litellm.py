@@ -50,7 +50,7 @@ KEPT_NULLS: Final[Mapping[str, tuple[str, ...]]] = {
     "choice": ("finish_reason", "logprobs"),
     "message": ("content",),
 }
-RETRY: Final = ("retry-after", "retry-after-ms")
+RETRY_HEADERS: Final = ("retry-after", "retry-after-ms")
 
 
 class LitellmRequest(msgspec.Struct, frozen=True):
@@ -160,7 +160,7 @@ def provider_error_body(error: Exception) -> bytes:
 def retry_headers(error: object) -> list[tuple[bytes, bytes]]:
     """Return the headers in which the provider states when to retry."""
     headers = getattr(error, "litellm_response_headers", None)
-    values = [(name, headers.get(name)) for name in RETRY] if headers is not None else []
+    values = [(name, headers.get(name)) for name in RETRY_HEADERS] if headers is not None else []
     return [(name.encode(), str(value).encode()) for name, value in values if value is not None]
 
 
@@ -171,7 +171,7 @@ def _text(value: object) -> str | None:
 LIBRARY: Final = "litellm"
 # Replaces the upstream's key in texts for clients.
 HIDDEN: Final = "***"
-EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
+EVENT_STREAM_TYPE: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
 def hidden_words(spec: UpstreamSpec, key: str | None) -> dict[str, str]:
@@ -352,7 +352,7 @@ class LitellmStream(LitellmReply):
 
     def __init__(self, upstream: LitellmUpstream, stream: Any, model: str) -> None:
         """Wrap litellm's `stream`; the events get the model's name `model`."""
-        super().__init__(200, [EVENTS], b"")
+        super().__init__(200, [EVENT_STREAM_TYPE], b"")
         self._upstream = upstream
         self._stream = stream
         self._model = model

@@ -48,13 +48,13 @@ from store.settings import without_login
 
 EVENT_STREAM: Final = b"text/event-stream"
 CODING: Final = b"content-encoding"
-PLAIN: Final = (b"", b"identity")
+NO_CODING: Final = (b"", b"identity")
 # RFC 9110 §8.4.1; `deflate` is defined as zlib's format, but some send it without its header.
 DECODABLE: Final = (b"gzip", b"x-gzip", b"deflate")
 GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
 RAW_DEFLATE: Final = -zlib.MAX_WBITS
 MAGIC: Final = b"\x1f\x8b"
-ERRORS: Final = 400
+FIRST_ERROR_STATUS: Final = 400
 # Bytes decoded at once: a small piece may decode to very many.
 STEP: Final = 256 * 1024
 
@@ -190,11 +190,11 @@ def decode_reply(reply: Reply) -> Reply:
             that the proxy asked for cannot be removed from it.
     """
     coding = (reply.header(CODING) or b"").strip().lower()
-    if coding in PLAIN:
+    if coding in NO_CODING:
         return reply
     if coding in DECODABLE:
         return DecodedReply(reply)
-    if reply.status >= ERRORS:
+    if reply.status >= FIRST_ERROR_STATUS:
         return reply
     name = coding.decode("latin-1")[:40]
     raise UnreadableCoding(
@@ -247,8 +247,8 @@ def check_redirect(reply: Reply, api_key: str | None) -> None:
 
 log = structlog.get_logger()
 
-ANTHROPICS_OWN: Final = ("/v1/messages", "/v1/models")
-VERSION: Final = (b"anthropic-version", b"2023-06-01")
+ANTHROPIC_PATHS: Final = ("/v1/messages", "/v1/models")
+ANTHROPIC_VERSION: Final = (b"anthropic-version", b"2023-06-01")
 
 
 class Key:
@@ -265,9 +265,9 @@ class Key:
     def with_key(self, headers: Headers, target: str) -> Headers:
         """Return `headers` with this key and without the client's credentials."""
         kept = [pair for pair in headers if pair[0].lower() not in CREDENTIALS]
-        if self._style == "anthropic" and target.startswith(ANTHROPICS_OWN):
-            if not any(name.lower() == VERSION[0] for name, _ in kept):
-                kept.append(VERSION)
+        if self._style == "anthropic" and target.startswith(ANTHROPIC_PATHS):
+            if not any(name.lower() == ANTHROPIC_VERSION[0] for name, _ in kept):
+                kept.append(ANTHROPIC_VERSION)
             return [*kept, self._plain]
         return [*kept, self._plain if self._style == "x-api-key" else self._bearer]
 
@@ -277,12 +277,12 @@ LIST_S: Final = 2.0
 # A list with more bytes is not read.
 LIST_BYTES: Final = 4 << 20
 # A list of this age is still valid: no server restarts in so short a time.
-SHARED_S: Final = 0.1
-NO_LIST: Final = (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE)
+LIST_AGE_S: Final = 0.1
+LIST_ERRORS: Final = (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE)
 
 
 class Listing:
-    """The names that a replica lists, at most `SHARED_S` old."""
+    """The names that a replica lists, at most `LIST_AGE_S` old."""
 
     def __init__(self, pool: Pool, target: str) -> None:
         """Store the connections to the replica, and the list's path."""
@@ -290,7 +290,7 @@ class Listing:
         self._target = target
         self._names: Collection[str] = ()
         self._begun = float("-inf")
-        self._looking = asyncio.Lock()
+        self._list_lock = asyncio.Lock()
 
     async def lists_name(self, name: str, headers: Headers) -> bool:
         """Return whether the replica lists `name` now; False if it does not answer.
@@ -299,10 +299,10 @@ class Listing:
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
-        async with self._looking:
+        async with self._list_lock:
             # A look that began after this call asked is fresh enough: a call waits for at most two
             # looks, however many calls wait.
-            if asked - self._begun > SHARED_S:
+            if asked - self._begun > LIST_AGE_S:
                 begun = clock()
                 self._names = await self._fetch_names(headers)
                 self._begun = begun
@@ -318,7 +318,7 @@ class Listing:
                 finally:
                     reply.close()
             return {model.id for model in msgspec.json.decode(body, type=_Listed).data}
-        except NO_LIST as error:
+        except LIST_ERRORS as error:
             log.info("names_unknown", replica=self._pool.authority, reason=type(error).__name__)
             return ()
 
@@ -333,12 +333,15 @@ class _Listed(msgspec.Struct):
 
 # A conversation and a system message after it, to find out where a chat template puts system
 # messages. The presence of tools may select another template.
-TURN: Final = ({"role": "system", "content": "One"}, {"role": "user", "content": "Two"})
-INLINE: Final = {"role": "system", "content": "Three"}
-TOOL: Final = {"type": "function", "function": {"name": "four", "parameters": {"type": "object"}}}
+PROBE_MESSAGES: Final = ({"role": "system", "content": "One"}, {"role": "user", "content": "Two"})
+PROBE_INLINE: Final = {"role": "system", "content": "Three"}
+PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "four", "parameters": {"type": "object"}},
+}
 # No model server restarts, with another template, in so short a time.
 TEMPLATE_S: Final = 10.0
-ENGINE: Final = "vllm"
+VLLM_OWNER: Final = "vllm"
 LOOK_S: Final = 10.0
 # A name that is missing from the server's list of models may come later. The list is fetched at
 # most once in so many seconds, whatever names clients ask for.
@@ -350,7 +353,7 @@ MOST_NAMES: Final = 10_000
 # A replica that could not be reached is tried last for this long.
 AVOID_S: Final = 2.0
 SWEEP_S: Final = 1.0
-REFUSED: Final = range(400, 500)
+CLIENT_ERRORS: Final = range(400, 500)
 
 
 class Replica:
@@ -400,11 +403,11 @@ class Upstream:
         # Whether a model gives ids, by its name: only names that the server listed or our trainer
         # loaded, never those of requests, which could fill the memory.
         self._gives_ids: dict[str, bool] = {}
-        self._look_from = 0.0
-        self._looking = asyncio.Lock()
+        self._next_list_at = 0.0
+        self._list_lock = asyncio.Lock()
         # Whether a model's template keeps system messages in place, and until when that holds.
         self._keeps_system: dict[str, tuple[bool, float]] = {}
-        self._rendering = asyncio.Lock()
+        self._template_lock = asyncio.Lock()
 
     async def ask(
         self,
@@ -499,12 +502,12 @@ class Upstream:
         if known is not None:
             return known
         loop = asyncio.get_running_loop()
-        if self._looking.locked() or loop.time() >= self._look_from:
+        if self._list_lock.locked() or loop.time() >= self._next_list_at:
             # Calls that come while the list is being fetched wait for that one answer.
-            async with self._looking:
-                if loop.time() >= self._look_from:
-                    listed = await self._look()
-                    self._look_from = loop.time() + (RETRY_S if listed is None else LOOK_AGAIN_S)
+            async with self._list_lock:
+                if loop.time() >= self._next_list_at:
+                    listed = await self._fetch_vllm_flags()
+                    self._next_list_at = loop.time() + (RETRY_S if listed is None else LOOK_AGAIN_S)
                     self._remember(listed or {})
         return self._gives_ids.get(model, False)
 
@@ -520,12 +523,14 @@ class Upstream:
         keeps, until = self._keeps_system.get(model, (False, float("-inf")))
         if clock() < until:
             return keeps
-        async with self._rendering:
+        async with self._template_lock:
             keeps, until = self._keeps_system.get(model, (False, float("-inf")))
             if clock() >= until:
                 try:
                     async with asyncio.timeout(LIST_S):
-                        kept = await asyncio.gather(*(self._keeps(model, t) for t in ([], [TOOL])))
+                        kept = await asyncio.gather(
+                            *(self._template_keeps_system(model, t) for t in ([], [PROBE_TOOL]))
+                        )
                     keeps = all(kept)
                 except (ProxyError, Torn, TimeoutError, *UNREADABLE) as error:
                     log.warning("template_unknown", model=model, reason=type(error).__name__)
@@ -534,10 +539,13 @@ class Upstream:
                 self._keeps_system[model] = keeps, clock() + TEMPLATE_S
         return keeps
 
-    async def _keeps(self, model: str, tools: list[dict[str, Any]]) -> bool:
+    async def _template_keeps_system(self, model: str, tools: list[dict[str, Any]]) -> bool:
         """Return whether the template with these tools keeps a system message in place."""
         before, after = await asyncio.gather(
-            *(self._prompt(model, turns, tools) for turns in (TURN, (*TURN, INLINE)))
+            *(
+                self._prompt(model, turns, tools)
+                for turns in (PROBE_MESSAGES, (*PROBE_MESSAGES, PROBE_INLINE))
+            )
         )
         return 0 < len(before) < len(after) and after[: len(before)] == before
 
@@ -552,7 +560,7 @@ class Upstream:
             answer = await reply.read(LIST_BYTES)
         finally:
             reply.close()
-        if reply.status in REFUSED:
+        if reply.status in CLIENT_ERRORS:
             return []
         return msgspec.json.decode(answer or b"", type=_TokenizeReply).tokens
 
@@ -561,7 +569,7 @@ class Upstream:
             self._gives_ids = {}
         self._gives_ids |= gives_ids
 
-    async def _look(self) -> dict[str, bool] | None:
+    async def _fetch_vllm_flags(self) -> dict[str, bool] | None:
         """Return for each listed model whether vLLM serves it; None if no list came."""
         try:
             listed = await self.models([])
@@ -569,7 +577,7 @@ class Upstream:
             log.warning("models_unknown", reason=error.message)
             # A server that answers without a list is not asked again before every call.
             return {} if isinstance(error, NoModels) else None
-        return {name: _owner(entry) == ENGINE for name, entry in listed.items()}
+        return {name: _owner(entry) == VLLM_OWNER for name, entry in listed.items()}
 
     async def models(self, headers: Headers) -> dict[str, msgspec.Raw]:
         """Return the entries of the server's list at `/v1/models`, by id.
@@ -592,7 +600,7 @@ class Upstream:
             ) from error
         if body is None:
             raise UpstreamBroke(f"the list of models has more than {LIST_BYTES >> 20} MiB")
-        if reply.status in REFUSED:
+        if reply.status in CLIENT_ERRORS:
             raise NoModels(f"the server refuses to list its models: status {reply.status}")
         try:
             entries = msgspec.json.decode(body, type=_ModelList).data

@@ -299,7 +299,7 @@ def _environment(secrets: Path | None) -> dict[str, str]:
     from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
     folder = secrets_folder(secrets)
     files = folder.iterdir() if folder else ()
-    # Files of others may be unreadable.
+    # Other users' files may be unreadable.
     readable = [file for file in files if file.is_file() and os.access(file, os.R_OK)]
     values = {file.name: file.read_text(errors="replace").strip() for file in readable}
     return values | from_file | os.environ

@@ -18,11 +18,11 @@ from proxy.formats.base import ModelRequest, read_request
 from proxy.http.wire import Headers
 from proxy.policies.owners import Owners
 from proxy.tenants import (
+    ALLOWED_MEMBERS,
     CONVERSATIONS,
     FREE,
-    KEPT,
-    MEMBERS,
     OPTIONS,
+    REFERENCE_NAMES,
     REFERENCES,
     allowed_fields,
     check_call,
@@ -440,10 +440,10 @@ def test_every_field_of_the_sdks_is_passed_on_or_known_to_be_withheld(path: str)
         is_talk = within and within[0] in CONVERSATIONS and OPTIONS.isdisjoint(within)
         (said if is_talk else options if within else top).add(field)
     assert top - allowed_fields(path) - WITHHELD == set()
-    assert options - MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()
-    withheld = {one for one in said if KEPT.fullmatch(one) or one in REFERENCES}
-    assert withheld - MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()
-    assert not WITHHELD_MEMBERS & (MEMBERS | FREE)
+    assert options - ALLOWED_MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()
+    withheld = {one for one in said if REFERENCE_NAMES.fullmatch(one) or one in REFERENCES}
+    assert withheld - ALLOWED_MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()
+    assert not WITHHELD_MEMBERS & (ALLOWED_MEMBERS | FREE)
 
 
 def nested(value: Any, depth: int) -> Any:
@@ -469,7 +469,7 @@ def test_check_of_a_tenants_request_takes_time_linear_in_its_body(fields: dict[s
 names = st.text(st.characters(codec="ascii", min_codepoint=97), max_size=4)
 
 
-@given(st.lists(names | st.sampled_from(sorted(MEMBERS)) | st.none(), max_size=6))
+@given(st.lists(names | st.sampled_from(sorted(ALLOWED_MEMBERS)) | st.none(), max_size=6))
 def test_file_id_is_passed_on_at_no_depth(path: list[str | None]) -> None:
     value: Any = {"file_id": "file-1"}
     for name in path:

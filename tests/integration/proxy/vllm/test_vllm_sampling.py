@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from proxy.ingester.transcribe import transcribe
-from proxy.trainable import NUMBERS
+from proxy.trainable import NUMERIC_SETTINGS
 from store.records import CallRecord
 from store.values.sampling import distribution_of
 from tests.support.proxy.grammars import recorded, written
@@ -106,7 +106,7 @@ def test_record_of_a_trainable_call_has_the_temperature_that_vllm_uses(
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(APIS), NUMBER_TEXTS, st.sampled_from(sorted(NUMBERS)), NUMBER_TEXTS)
+@given(st.sampled_from(APIS), NUMBER_TEXTS, st.sampled_from(sorted(NUMERIC_SETTINGS)), NUMBER_TEXTS)
 @example("chat", '"0"', "top_p", '"0.5"')
 @example("chat", "1e-3", "top_k", '"1"')
 @example("completions", "1", "top_p", '"1.0"')

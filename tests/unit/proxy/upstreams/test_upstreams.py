@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from proxy.errors import BadUpstreams, Redirected
 from proxy.upstreams.file import Style, load_upstreams, parse_upstreams
 from proxy.upstreams.litellm import LitellmReply
-from proxy.upstreams.server import VERSION, Key, check_redirect
+from proxy.upstreams.server import ANTHROPIC_VERSION, Key, check_redirect
 from proxy.upstreams.upstreams import ModelTable
 
 WHOLE = """
@@ -203,8 +203,8 @@ PLAIN = (b"x-api-key", b"ours")
         ("authorization", "/v1/messages", [BEARER]),
         ("x-api-key", "/v1/chat/completions", [PLAIN]),
         ("anthropic", "/v1/chat/completions", [BEARER]),
-        ("anthropic", "/v1/messages?beta=true", [VERSION, PLAIN]),
-        ("anthropic", "/v1/models", [VERSION, PLAIN]),
+        ("anthropic", "/v1/messages?beta=true", [ANTHROPIC_VERSION, PLAIN]),
+        ("anthropic", "/v1/models", [ANTHROPIC_VERSION, PLAIN]),
     ],
 )
 def test_upstreams_api_key_is_sent_in_the_header_that_the_server_wants(
