@@ -219,10 +219,10 @@ class _Statement:
         """Return the right reply that the statement gives, or None if it gives none."""
         text = self._text(CORRECTION, MAX_CORRECTION)
         if text is not None and (is_withdrawn or not text.strip()):
-            wanted = "must be the whole right reply; leave it out where withdrawn is true"
+            wanted = "must be the right reply, in full; it must be left out where withdrawn is true"
             raise self._error(CORRECTION, wanted)
         if text is not None and self._fields.get(SOURCE) is not None:
-            raise self._error(CORRECTION, "must be a fact, not a judge's opinion: leave out source")
+            raise self._error(CORRECTION, "is a fact, not a judge's opinion: leave out `source`")
         return text
 
     def _value(self) -> float | str:
