@@ -129,7 +129,7 @@ def explore_request(
 
 
 def changes_header(changes: Changes) -> bytes:
-    """Return changes as a header value such as `temperature=0.7, strict` (`strict` is removed)."""
+    """Return changes as a header value; in `temperature=0.7, strict`, `strict` was removed."""
     shown = (name if value is None else f"{name}={value:g}" for name, value in changes.items())
     return ", ".join(shown).encode()
 

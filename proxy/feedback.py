@@ -141,7 +141,7 @@ class IdempotencyStore:
     async def answer_once(
         self, key: str, body_hash: str, record_body: RecordBody
     ) -> FeedbackAnswer:
-        """Answer a request that has an idempotency key; a repeat that comes meanwhile shares it.
+        """Answer a request that has an idempotency key; concurrent repeats get the same answer.
 
         Raises:
             KeyReused: the key was used for another body.

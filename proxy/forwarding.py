@@ -107,7 +107,7 @@ async def forward(
 def _check_allowed(
     exchange: Exchange, route: Route, upstreams: Upstreams, may_delete_models: bool
 ) -> None:
-    """Check that a request does not reach what belongs to others.
+    """Check that a request does not reach objects of other clients or tenants.
 
     Raises:
         Forbidden: it would delete a model, or reaches objects that are kept for all tenants.

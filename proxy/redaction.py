@@ -387,7 +387,7 @@ class Redactor:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
 
     async def redact_captured(self, captured: CapturedCall) -> Frame:
-        """Return what a worker spools of a call, redacted in a thread; no content if that fails."""
+        """Return the frame to spool for a call, redacted in a thread; no content if that fails."""
         run = asyncio.get_running_loop().run_in_executor
         try:
             redacted = await run(self._executor, self._redact, captured)
