@@ -2,11 +2,11 @@
 
     <version>/adapter_config.json, adapter_model.safetensors    what the model server reads
     <version>/base.json              which base model it was trained on; kept for good
-    <version>/trainer/optimizer.pt   moments; `publishing.cleaning` says for how long
-    <version>/trainer/<name>.pt      a module that a learner adds: a value head
+    <version>/trainer/optimizer.pt   optimiser's moments, until `publishing.cleaning` deletes them
+    <version>/trainer/<name>.pt      a module that a learner adds, such as PPO's value head
 
 Nothing else is needed to resume: dropout is off, and randomness is used only for a first adapter's
-weights, which are seeded. `adapters.write_version` syncs the files.
+weights, which are seeded. `publishing.adapters.write_version` syncs the files to disk.
 """
 
 import io
@@ -47,21 +47,21 @@ from trainer.recipes.recipe import AUTO, LoraOptions
 log = structlog.get_logger()
 
 TASK: Final = "CAUSAL_LM"
-# Names that hold in all architectures of transformers, and in models' own code.
+# The name of experts in all architectures of transformers, and in models' own code.
 EXPERTS: Final = "experts"
 ROUTER_NAMES: Final = re.compile(r"(.*_)?router")
-# Beside experts these are routers, too; elsewhere they may be any layer.
+# Beside experts, modules with these names are routers, too; elsewhere they may be anything.
 GATE_NAMES: Final = re.compile(r"(.*_)?gate")
 ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
 # A layer with at most so many inputs or outputs is a gate.
-NARROW: Final = 4
+MAX_GATE_WIDTH: Final = 4
 # Model servers multiply this layer into other matrices of attention as they load the model, and
 # ignore an adapter of it.
 FOLDED: Final = frozenset({"kv_b_proj"})
 # PEFT's prefix of a layer's name in a file of weights.
-OF_PEFT: Final = "base_model.model."
+PEFT_PREFIX: Final = "base_model.model."
 # PEFT's suffix of the name of a layer that is adapted a second time, for another parameter.
-INNER: Final = ".base_layer"
+INNER_SUFFIX: Final = ".base_layer"
 # The parameters of stacked experts that get an adapter. PEFT nests their adapters in this order, by
 # which model servers tell them apart.
 STACKED: Final = ("gate_up_proj", "down_proj")
@@ -75,7 +75,8 @@ class ModelModule(Record, frozen=True, kw_only=True):
     Attributes:
         name: its path in the model.
         kind: the name of its class.
-        width: the smaller of its numbers of inputs and outputs, if LoRA can adapt it as a layer.
+        width: the smaller of its numbers of inputs and outputs; None if LoRA cannot adapt it as a
+            linear layer.
         head: whether it is the LM head.
         stacked: whether it holds experts in two stacked parameters, which LoRA can adapt.
     """
@@ -90,11 +91,11 @@ class ModelModule(Record, frozen=True, kw_only=True):
 def choose_layers(parts: Sequence[ModelModule]) -> list[str]:
     """Return the paths of the linear layers that get an adapter if the recipe names none (pure).
 
-    Attention and dense layers get one, including the shared experts of a mixture. Routers never do:
-    a changed router sends a token elsewhere in a jump that no gradient sees, and the least
-    difference in arithmetic between server and trainer may send it somewhere else again. Nor do
-    very narrow layers, such as gates and the mixing coefficients of Gemma 3n. Experts are no linear
-    layers (`ModelModule.stacked`).
+    These are the layers of attention and dense blocks, including the shared experts of a mixture.
+    Routers get no adapter: a changed router sends a token to other experts in a jump that no
+    gradient sees, and the least difference in arithmetic between server and trainer may send it to
+    others again. Very narrow layers get none either, such as gates and the mixing coefficients of
+    Gemma 3n. Routed experts are chosen elsewhere (`ModelModule.stacked`).
     """
     holders = _expert_holders(parts)
     without = [*holders, *_routers(parts, holders)]
@@ -102,7 +103,7 @@ def choose_layers(parts: Sequence[ModelModule]) -> list[str]:
         part.name
         for part in parts
         if part.width is not None
-        and part.width > NARROW
+        and part.width > MAX_GATE_WIDTH
         and not part.head
         and not _is_inside(part.name, without)
         and _leaf(part.name) not in FOLDED
@@ -120,7 +121,7 @@ def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
 
 
 def _routers(parts: Sequence[ModelModule], holders: Collection[str]) -> frozenset[str]:
-    """Return the paths of routers: by class, by name, or as gates beside experts."""
+    """Return the paths of routers, found by class, by name, or as gates beside experts."""
     blocks = {_parent(holder) for holder in holders}
     return frozenset(
         part.name
@@ -150,17 +151,17 @@ def attach_adapter(
     seed: int,
     left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> PeftModel:
-    """Return `base` with the adapter in `adapter`, or with a new one, whose effect is zero.
+    """Return `base` with the adapter in the folder `adapter`, or a new one without effect (None).
 
-    A new adapter lacks the layers in `left_out`, which has the reasons by the layers' paths.
+    `left_out` has the paths of layers that a new adapter must not have, each with the reason.
 
     Raises:
-        LearnerError: the recipe names layers that the model lacks, or names layers itself while
-            `left_out` has some.
+        LearnerError: the recipe names layers that the model lacks, or any layers if `left_out` is
+            not empty.
         FilesUnread: a file in `adapter` cannot be read for now.
     """
     model = _add_new(base, lora, seed, left_out) if adapter is None else _restore(base, adapter)
-    _name_layers(model)
+    _store_layer_paths(model)
     make_adapter_lean(model)
     # The frozen base computes as it is served: training mode would add dropout and router noise,
     # and kernels of Mamba would bypass adapters.
@@ -168,8 +169,8 @@ def attach_adapter(
     return model
 
 
-def _name_layers(model: PeftModel) -> None:
-    """Write the paths of its layers into the configuration of an adapter."""
+def _store_layer_paths(model: PeftModel) -> None:
+    """Store the paths of the adapted layers in the adapter's configuration."""
     for config in model.peft_config.values():
         config.target_modules, config.target_parameters = _adapted_paths(model)
         config.exclude_modules = None
@@ -178,34 +179,34 @@ def _name_layers(model: PeftModel) -> None:
 def _adapted_paths(
     model: PeftModel, layers: Collection[str] | None = None
 ) -> tuple[list[str], list[str] | None]:
-    """Return the paths of linear layers with an adapter, and of experts' parameters with one.
+    """Return the paths of adapted linear layers, and of adapted parameters of experts or None.
 
-    Whole paths, because PEFT would match the ends of paths with other layers, too, and with a
-    mixture's experts. Sorted, so that an update has the same bytes in each process. Only `layers`
-    count, or all if it is None.
+    The paths are whole, because PEFT would match the end of a path with other layers, too, and with
+    a mixture's experts. They are sorted, so that each process writes the same bytes. If `layers` is
+    given, only layers with these names count.
     """
     modules, parameters = [], []
     for name, layer in model.get_base_model().named_modules():
         if not isinstance(layer, LoraLayer) or (layers is not None and name not in layers):
             continue
         if isinstance(layer, ParamWrapper):
-            parameters.append(f"{name.removesuffix(INNER)}.{layer.parameter_name}")
+            parameters.append(f"{name.removesuffix(INNER_SUFFIX)}.{layer.parameter_name}")
         else:
             modules.append(name)
     return sorted(modules), sorted(parameters) or None
 
 
 def detach_adapters(base: Any, kind: str | None = None) -> None:
-    """Take adapters off `base`, in place: all, or those of the layers of other kinds than `kind`.
+    """Remove the adapters from the layers of `base`, in place; layers of `kind` keep theirs.
 
-    An adapter whose files could not be read may be attached to a part of the layers.
+    If the files of an adapter could not be read, only some of the layers may have one.
     """
     for name, layer in list(base.named_modules()):
         # Adapters of several parameters of one module are nested: the outer one is replaced by the
         # module itself.
         if (
             isinstance(layer, LoraLayer)
-            and not name.endswith(INNER)
+            and not name.endswith(INNER_SUFFIX)
             and (kind is None or layer_kind(name) != kind)
         ):
             parent, _, child = name.rpartition(".")
@@ -215,14 +216,14 @@ def detach_adapters(base: Any, kind: str | None = None) -> None:
 
 
 def keep_layers_of_kind(model: PeftModel, kind: str) -> None:
-    """Remove all layers but those of `kind` from an adapter, in place."""
+    """Remove the layers of all other kinds from an adapter, in place."""
     detach_adapters(model.get_base_model(), kind)
-    _name_layers(model)
+    _store_layer_paths(model)
 
 
 def layer_kind(name: str) -> str:
     """Return the kind of layer `name`: its path with `*` in place of the block's number."""
-    path = name.removeprefix(OF_PEFT).partition(".lora_")[0].removesuffix(INNER)
+    path = name.removeprefix(PEFT_PREFIX).partition(".lora_")[0].removesuffix(INNER_SUFFIX)
     return re.sub(r"\.\d+(?=\.)", ".*", path)
 
 
@@ -249,7 +250,7 @@ def _width(module: torch.nn.Module) -> int | None:
 
 
 def _takes_adapter(base: Any, name: str) -> bool:
-    """Return whether PEFT adapts a layer: it refuses some of Mamba's by their names."""
+    """Return whether PEFT can adapt the layer `name`: it refuses some names in Mamba models."""
     try:
         _check_lora_target_modules_mamba(LoraConfig(), base, _leaf(name))
     except ValueError:
@@ -281,7 +282,7 @@ def _new_config(
 ) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, which names only modules that exist."""
     by_architecture = lora.target_modules == AUTO
-    without = {name.removesuffix(INNER) for name in left_out}
+    without = {name.removesuffix(INNER_SUFFIX) for name in left_out}
     chosen = [name for name in choose_layers(parts) if name not in without]
     outside = _non_text_modules(base, parts)
     experts = [
@@ -314,9 +315,10 @@ def _new_config(
 
 
 def _non_text_modules(base: Any, parts: Sequence[ModelModule]) -> str | None:
-    """Return a regular expression of the modules outside the language model; None without layers.
+    """Return a regular expression for modules outside the language model.
 
-    These modules read images, and a policy is rewarded for text.
+    They read images, and get no adapter, because a policy is rewarded for text. Return None if no
+    linear layer is outside.
     """
     language = next(name for name, module in base.named_modules() if module is decoder_of(base))
     inside = f"{language}."
@@ -326,50 +328,50 @@ def _non_text_modules(base: Any, parts: Sequence[ModelModule]) -> str | None:
 
 
 def _check_layer_names(names: Any, parts: list[ModelModule]) -> None:
-    """Refuse names of layers that the model does not have; PEFT passes over single ones.
+    """Check that the model has a layer of every name; PEFT ignores single wrong names.
 
     Raises:
-        LearnerError: there is such a name.
+        LearnerError: it lacks one.
     """
     # A string is a regular expression, and PEFT reports if it matches nothing.
     for name in [] if isinstance(names, str) else sorted(names):
         if not any(part.name == name or part.name.endswith(f".{name}") for part in parts):
             raise LearnerError(
-                f"lora.target_modules names {name!r}, and no layer of the model is called so: set"
-                f" it to names of its linear layers ({_leaf_names(parts)}), or leave it out"
+                f"lora.target_modules names {name!r}, but the model has no such layer: set it to"
+                f" names of the model's linear layers ({_leaf_names(parts)}), or leave it out"
             )
 
 
 def _leaf_names(parts: list[ModelModule]) -> str:
-    """Return the last parts of the names of a model's linear layers, each once."""
+    """Return the last parts of the paths of a model's linear layers, for a message."""
     names = (part.name.rpartition(".")[2] for part in parts if part.width and not part.head)
     return ", ".join(dict.fromkeys(name for name in names if not name.isdigit()))
 
 
 @contextmanager
 def _adapt_named_layers_only() -> Iterator[None]:
-    """Let PEFT adapt the layers that a configuration names, and no others.
+    """Within the block, let PEFT adapt the layers that a configuration names, and no others.
 
-    PEFT takes `gate_proj`, `w1` and so on for the experts with these names before transformers 5,
-    even if a dense layer or a shared expert is meant, and adds all experts and routers to "every
-    linear layer". Names in a recipe are converted beforehand; chosen or saved names never are.
+    By itself, PEFT reads names such as `gate_proj` and `w1` as the experts that had them before
+    transformers 5, even if a dense layer or a shared expert is meant, and adds all experts and
+    routers to "every linear layer". Names in a recipe are converted before; other names never.
     """
     own = transformers_weight_conversion.convert_peft_config_for_transformers
-    transformers_weight_conversion.convert_peft_config_for_transformers = _keep_config
+    transformers_weight_conversion.convert_peft_config_for_transformers = _convert_nothing
     try:
         yield
     finally:
         transformers_weight_conversion.convert_peft_config_for_transformers = own
 
 
-def _keep_config(config: LoraConfig, model: Any, conversions: Any) -> None:
-    """Replace PEFT's conversion of a configuration, which needs none."""
+def _convert_nothing(config: LoraConfig, model: Any, conversions: Any) -> None:
+    """Do nothing, in place of PEFT's conversion of a configuration."""
 
 
-def save_state(objects: Mapping[str, Any], base: str, version_folder: Path) -> None:
-    """Write the state of `objects` (with `state_dict`, by name) into a version's folder.
+def save_state(objects: Mapping[str, Any], base_hash: str, version_folder: Path) -> None:
+    """Write the `state_dict` of each object, and the base model's hash, into a version's folder.
 
-    `base` is the base model's hash.
+    `objects` has the objects by the names of their files.
 
     Raises:
         OSError: the disk refused a write.
@@ -381,7 +383,7 @@ def save_state(objects: Mapping[str, Any], base: str, version_folder: Path) -> N
         written = io.BytesIO()
         torch.save(stateful.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
-    write_base(version_folder, base)
+    write_base(version_folder, base_hash)
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -398,7 +400,7 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
-    """Restore `objects` from a version's folder.
+    """Restore the state of `objects`, by the names of their files, from a version's folder.
 
     An object whose file was deleted starts anew, with a warning in the log: a roll-back may go
     further back than states are kept.
@@ -420,30 +422,32 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
             raise
         except Exception as error:
             raise AdapterError(
-                f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"
+                f"{path} cannot be read ({type(error).__name__}): remove it, so that this state"
+                " starts anew"
             ) from error
 
 
 def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` with the recipe's current rates and decay, if `restored` is an optimiser."""
+    """Return `state`, for an optimiser with the recipe's current learning rates and decay."""
     if isinstance(restored, torch.optim.Optimizer):
         return state | {"param_groups": restored.state_dict()["param_groups"]}
     return state
 
 
 def write_foreign_adapter(model: PeftModel, base_hash: str, adapter: Path, folder: Path) -> None:
-    """Check the foreign adapter in `adapter`, and write it into `folder`, for `_restore`.
+    """Check an adapter that was trained elsewhere, and write it into `folder` as Pawl reads it.
 
-    Its layers must be among those of `model`, which has a new adapter of the recipe; `base_hash` is
-    the hash of the base of `model`.
+    `model` has a new adapter of the recipe, which must have all layers of the foreign one.
+    `base_hash` is the hash of its base.
 
     Raises:
-        AdapterError: it cannot be a version; the message says why, and what to do.
+        AdapterError: the adapter cannot be a version; the message says why, and what to do.
     """
     if (adapter / BASE_FILE).exists() and read_base(adapter) != base_hash:
         raise refusal(
             adapter,
-            f"it was trained on another base model, says its {BASE_FILE}: import one of this",
+            f"it was trained on another base model, says its {BASE_FILE}: import an adapter of this"
+            " base model",
         )
     config, path = read_config(adapter), adapter / WEIGHTS
     try:
@@ -456,7 +460,7 @@ def write_foreign_adapter(model: PeftModel, base_hash: str, adapter: Path, folde
     if why := why or _why_bad_weights(weights):
         raise refusal(adapter, why)
     save_file(weights, folder / WEIGHTS)
-    layers = {name.removeprefix(OF_PEFT).rpartition(".lora_")[0] for name in weights}
+    layers = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in weights}
     modules, parameters = _adapted_paths(model, layers)
     LoraConfig(
         r=config["r"],

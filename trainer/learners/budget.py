@@ -23,9 +23,9 @@ log = structlog.get_logger()
 MicroBatches = list[list[Row]]
 Result = TypeVar("Result")
 
-# Below this a smaller micro-batch frees no memory worth having.
+# In tokens: making micro-batches smaller than this would save hardly any memory.
 SMALLEST_BUDGET: Final = 64
-# Updates between attempts at larger micro-batches, at most.
+# The most updates between two attempts at full micro-batches.
 LONGEST_WAIT: Final = 64
 # torch's message about a CPU's memory, for which it has no exception class.
 NO_CPU_MEMORY: Final = "can't allocate memory"
@@ -48,11 +48,11 @@ class MemoryRanOut(Exception):
 def catch_out_of_memory(rows: Sequence[Row], processes: Processes) -> Iterator[None]:
     """Raise `MemoryRanOut` in all processes if the block runs out of memory in any of them.
 
-    All processes run equally many blocks, and meet at the end of each: memory may run out in one
-    after the block's last other meeting, and with a packed base there is no other meeting.
+    All processes run equally many blocks, and meet at the end of each: a process may run out of
+    memory after the last meeting within a block, and with a packed base there is none within it.
 
     Raises:
-        CompanionFailed: another process failed, and not for lack of memory.
+        CompanionFailed: another process failed for another reason.
     """
     try:
         yield
@@ -108,7 +108,7 @@ def _row_size(row: Row) -> int:
 
 
 class TokenBudget:
-    """Cut rows into micro-batches that fit into memory, and repeat with less if it runs out.
+    """Cut rows into micro-batches that fit into memory, and retry with less if it runs out.
 
     A micro-batch computes up to about `tokens` tokens, or one longer row. When memory runs out,
     layers are checkpointed, if the recipe leaves that open, then `tokens` is halved; later updates
@@ -128,41 +128,47 @@ class TokenBudget:
         Args:
             tokens: the recipe's size of micro-batches.
             layout: how rows are computed.
-            processes: they compute in step, with equal budgets.
+            processes: the processes that compute together, each with an equal budget.
             checkpoint: checkpoints a share of the layers; None if the recipe fixes checkpointing.
         """
         self.tokens = tokens
         self.checkpointed_share = 0.0
-        self._most = inf
-        self._planned = 0
+        self._most_tokens = inf
+        self._planned_tokens = 0
         self._checkpoint = checkpoint
-        self._full = tokens
+        self._full_tokens = tokens
         self._layout = layout
         self._processes = processes
-        # Updates since memory ran out, and how many must pass before the full size is tried.
-        self._calm = 0
-        self._wait = 1
-        self._is_trying = False
-        # The tokens of the longest row that was ever trained on.
+        # Updates since memory ran out, and how many must pass before the full size is retried.
+        self._updates_since_failure = 0
+        self._updates_to_wait = 1
+        self._is_retrying = False
+        # Tokens of the longest row that was ever trained on.
         self.longest = 0
 
-    def begin_update(self, share: float = 0.0, most: float = inf, planned: int = 0) -> None:
-        """Begin an update, at the full size again unless that failed a moment ago.
+    def begin_update(
+        self, least_checkpointed: float = 0.0, most_tokens: float = inf, planned_tokens: int = 0
+    ) -> None:
+        """Begin an update, with full micro-batches unless these failed in a recent update.
 
-        After each failure the next attempt comes after twice as many updates. By the plan of the
-        memory, at least a `share` of the layers must be checkpointed, at most `most` tokens fit at
-        once, and there should be room for `planned` tokens.
+        After each failure, twice as many updates pass before the next attempt.
+
+        Args:
+            least_checkpointed: the share of the layers to checkpoint, at least.
+            most_tokens: the most tokens of a micro-batch.
+            planned_tokens: tokens that should fit at once; avoids cutting where prefixes repeat.
         """
-        self._most = most
-        self._planned = planned
-        self._calm += 1
-        is_reduced = self.tokens < self._full or self.checkpointed_share > share
-        self._is_trying = is_reduced and self._calm >= self._wait
+        self._most_tokens = most_tokens
+        self._planned_tokens = planned_tokens
+        self._updates_since_failure += 1
+        is_reduced = self.tokens < self._full_tokens or self.checkpointed_share > least_checkpointed
+        self._is_retrying = is_reduced and self._updates_since_failure >= self._updates_to_wait
         if not is_reduced:
-            self._wait = 1
-        elif self._is_trying:
-            self.tokens, self._calm = self._full, 0
-        self._set_checkpointed(share if self._is_trying else max(self.checkpointed_share, share))
+            self._updates_to_wait = 1
+        elif self._is_retrying:
+            self.tokens, self._updates_since_failure = self._full_tokens, 0
+        kept = 0.0 if self._is_retrying else self.checkpointed_share
+        self._set_checkpointed(max(kept, least_checkpointed))
 
     def _set_checkpointed(self, share: float) -> None:
         if self._checkpoint is not None and share != self.checkpointed_share:
@@ -170,20 +176,21 @@ class TokenBudget:
             self.checkpointed_share = share
 
     def halve_micro_batches(self, halvings: int) -> None:
-        """Checkpoint all layers and halve micro-batches `halvings` times, for the next updates."""
-        self.tokens = max(SMALLEST_BUDGET, self._full >> halvings)
+        """Checkpoint all layers and halve full micro-batches `halvings` times, for some updates."""
+        self.tokens = max(SMALLEST_BUDGET, self._full_tokens >> halvings)
         self._set_checkpointed(1.0)
-        self._calm, self._wait = 0, LONGEST_WAIT
+        self._updates_since_failure, self._updates_to_wait = 0, LONGEST_WAIT
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches.
 
-        Several processes gather each layer together in a pass: each micro-batch must be one pass.
+        With several processes each micro-batch is one forward pass: they gather each sharded layer
+        together, and so must run equally many passes.
         """
         if self._processes.count > 1 and self._layout != "tree":
             return chains_of(rows, self._layout)
-        planned = self._planned if self.tokens == self._full else 0
-        budget = int(min(self.tokens, self._most))
+        planned = self._planned_tokens if self.tokens == self._full_tokens else 0
+        budget = int(min(self.tokens, self._most_tokens))
         return plan_micro_batches(rows, budget, layout=self._layout, most=planned)
 
     def run_fitting(
@@ -202,10 +209,10 @@ class TokenBudget:
         again.
 
         Args:
-            rows: what to compute.
-            run: computes micro-batches.
-            undo: undoes an attempt that ran out of memory, before the next.
-            fits: returns whether there is memory to do the same with one row by itself.
+            rows: the rows to compute.
+            run: computes micro-batches; raises `MemoryRanOut`.
+            undo: undoes an attempt that ran out of memory; called before the next attempt.
+            fits: returns whether `run` has memory for one row by itself.
             trains: whether `run` has a backward pass. Without one, checkpointing saves nothing and
                 is left out, and a success does not prove that a row can be trained on.
 
@@ -213,7 +220,7 @@ class TokenBudget:
             The result of `run`, and the micro-batches of the attempt that succeeded.
 
         Raises:
-            Unusable: a row is too long to be computed by itself, though others are not.
+            Unusable: some rows do not fit even by themselves, while others do.
             ShortOfMemory: the smallest micro-batches do not fit, and no row is to blame.
         """
         while True:
@@ -226,7 +233,7 @@ class TokenBudget:
                 if trains:
                     self.longest = max([self.longest, *(row.size for row in rows)])
                 return result, micro_batches
-            # Only here is the error gone, and with it the tensors of the failed pass.
+            # Only here is the error freed, and with it the tensors of the failed pass.
             undo()
             self._take_less_memory(failed, reason, rows, fits, trains=trains)
 
@@ -239,7 +246,7 @@ class TokenBudget:
         *,
         trains: bool,
     ) -> None:
-        """Make the next attempt at `rows` take less memory, which ran out at the `failed` rows."""
+        """Checkpoint all layers or halve micro-batches, after memory ran out at `failed` rows."""
         torch.cuda.empty_cache()
         if trains and self._checkpoint is not None and self.checkpointed_share < 1:
             self._set_checkpointed(1.0)
@@ -252,9 +259,9 @@ class TokenBudget:
         self._halve_tokens(reason)
 
     def _longest_of_uncuttable(self, rows: Sequence[Row]) -> RowKey | None:
-        """Return the key of a micro-batch's longest row if the micro-batch cannot be cut.
+        """Return the key of a micro-batch's longest row, or None if the micro-batch can be cut.
 
-        All its other rows are then parts of the longest row.
+        It cannot be cut if all its other rows are prefixes of the longest row.
         """
         longest = max(rows, key=_row_size, default=None)
         if longest is None or computed_tokens(rows, layout=self._layout) > longest.size - 1:
@@ -262,10 +269,10 @@ class TokenBudget:
         return longest.key
 
     def _refuse_too_long(self, row: Row, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
-        """Refuse all rows as long as `row` if it does not fit by itself and the shortest row does.
+        """Raise an error for all rows as long as `row` if `row` alone does not fit.
 
-        A row no longer than a row trained on before is not to blame: something else has taken the
-        memory since.
+        No row is to blame if the shortest row does not fit either, or if an equally long row was
+        trained on before: then something else has taken the memory since.
         """
         shortest = min(rows, key=_row_size)
         size = row.size
@@ -283,9 +290,9 @@ class TokenBudget:
         self._log_and_wait_longer("micro_batches_made_smaller", reason)
 
     def _log_and_wait_longer(self, event: str, reason: str) -> None:
-        """Log an event, and wait longer before the full size is tried again."""
-        if self._is_trying:
-            self._wait = min(LONGEST_WAIT, 2 * self._wait)
-            self._is_trying = False
-        self._calm = 0
+        """Log an event, and double the wait if this update had retried the full size."""
+        if self._is_retrying:
+            self._updates_to_wait = min(LONGEST_WAIT, 2 * self._updates_to_wait)
+            self._is_retrying = False
+        self._updates_since_failure = 0
         log.warning(event, tokens=self.tokens, reason=reason[:200])

@@ -1,7 +1,8 @@
 """Choose the layout in which a model's rows are computed.
 
 A model gets the first layout that its configuration allows and that agrees with the reference
-(`trainer.learners.scoring`) on a few short test rows. A layout that fails there is passed over.
+(`trainer.learners.scoring`, layout `whole`) on a few short test rows. Other layouts are passed
+over with a warning.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,8 @@ from trainer.learners.scoring import score_rows, set_attention
 
 log = structlog.get_logger()
 
-# Largest difference from the reference, by precision: of log-probabilities on average, in nats, and
-# of the gradient's norm, as a share of it.
+# Largest difference from the reference, by precision: of log-probabilities, in nats a token, and of
+# the gradient, as a share of the reference's norm.
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
 # Keys of a configuration for the number of tokens that a layer's attention reaches back.
 WINDOWS: Final = ("sliding_window", "attention_chunk_size")
@@ -32,9 +33,11 @@ class Difference(NamedTuple):
     """The difference between a layout and the reference.
 
     Attributes:
-        logprobs: the mean difference of log-probabilities, in nats a token.
-        norm: norm of the difference of their sum's gradients, as a share of the reference's norm.
+        logprobs: mean absolute difference of log-probabilities, in nats a token.
+        norm: norm of the difference of gradients, as a share of the norm of the reference's.
         largest: largest entry of that difference, as a share of the reference's largest entry.
+
+    The gradients are those of the sum of log-probabilities.
     """
 
     logprobs: float
@@ -43,9 +46,9 @@ class Difference(NamedTuple):
 
 
 def choose_layout(model: Any, processes: Processes, layouts: Sequence[Layout] = LAYOUTS) -> Layout:
-    """Prepare `model` (a PEFT model) for the first of `layouts` that is right for it; return it.
+    """Return the first of `layouts` that is correct for `model`, a PEFT model, and prepare it.
 
-    The last layout is taken untested. A warning says why a layout was passed over; all processes
+    The last layout is taken untested. A warning says why a layout was passed over. All processes
     choose the same layout.
     """
     for layout in layouts[:-1]:
@@ -67,7 +70,7 @@ def choose_layout(model: Any, processes: Processes, layouts: Sequence[Layout] = 
 
 
 def why_no_tree(model: Any) -> str | None:
-    """Return why its configuration keeps a model from sharing prefixes as trees; None if it may.
+    """Return why a model's configuration rules out the layout `tree`, or None if it does not.
 
     A tree needs attention with any mask. Sliding windows, recurrent layers (such as Mamba's),
     capped scores, or attention that transformers cannot replace rule it out.
@@ -85,19 +88,21 @@ def why_no_tree(model: Any) -> str | None:
 
 
 def _mismatch_reason(model: Any, layout: Layout) -> str | None:
-    """Return how far a layout is from the reference, or None if they agree."""
-    found = compare_layout(model, _test_rows(model.config.get_text_config().vocab_size), layout)
+    """Return a message about how a layout differs from the reference, or None if they agree."""
+    difference = compare_layout(
+        model, _test_rows(model.config.get_text_config().vocab_size), layout
+    )
     limit = TOLERANCE[model.dtype]
-    if not found.logprobs <= limit:
-        return f"it differs from whole rows by {found.logprobs:.2g} nats a token"
-    if not found.norm <= limit:
-        return f"its gradient differs from whole rows' by {found.norm:.2g}"
+    if not difference.logprobs <= limit:
+        return f"it differs from whole rows by {difference.logprobs:.2g} nats a token"
+    if not difference.norm <= limit:
+        return f"its gradient differs from that of whole rows by a share of {difference.norm:.2g}"
     return None
 
 
 @contextmanager
 def _shorten_windows(config: Any) -> Iterator[None]:
-    """Shorten windows, so that the short test rows reach past them as long rows do."""
+    """Shorten attention windows within the block, so that the short test rows exceed them."""
     own = {name: getattr(config, name, None) for name in WINDOWS}
     longer = {name: window for name, window in own.items() if window and window > STRETCH // 2}
     try:
@@ -110,21 +115,21 @@ def _shorten_windows(config: Any) -> Iterator[None]:
 
 
 def compare_layout(model: Any, rows: Sequence[Row], layout: Layout) -> Difference:
-    """Return how far a layout is from rows computed one by one.
+    """Return how far a layout is from the layout `whole`.
 
-    `model` is left prepared for the layout, without gradients.
+    Afterwards `model` is prepared for the layout, and has no gradients.
     """
     with _shorten_windows(model.config.get_text_config()):
         set_attention(model, layout)
         logprobs, gradient = _logprobs_and_gradient(model, rows, layout)
         set_attention(model, "whole")
-        wanted, wanted_gradient = _logprobs_and_gradient(model, rows, "whole")
+        reference, reference_gradient = _logprobs_and_gradient(model, rows, "whole")
         set_attention(model, layout)
-    off = gradient - wanted_gradient
+    error = gradient - reference_gradient
     return Difference(
-        logprobs=float((logprobs - wanted).abs().mean()),
-        norm=float(off.norm() / wanted_gradient.norm()),
-        largest=float(off.abs().max() / wanted_gradient.abs().max()),
+        logprobs=float((logprobs - reference).abs().mean()),
+        norm=float(error.norm() / reference_gradient.norm()),
+        largest=float(error.abs().max() / reference_gradient.abs().max()),
     )
 
 
@@ -132,7 +137,7 @@ def compare_layout(model: Any, rows: Sequence[Row], layout: Layout) -> Differenc
 def _logprobs_and_gradient(
     model: Any, rows: Sequence[Row], layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (M,), and the gradient of their sum in one vector."""
+    """Return the rows' log-probabilities (M,), and the flattened gradient of their sum."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     logprobs = score_rows(model, rows, layout=layout).logprobs
     gradients = torch.autograd.grad(logprobs.sum(), trained)
@@ -142,7 +147,7 @@ def _logprobs_and_gradient(
 def layers_without_gradient(model: Any) -> frozenset[str]:
     """Return the paths, in the base, of adapted layers that get no gradient on test rows.
 
-    Code that multiplies by a layer's weights itself bypasses the layer's adapter.
+    Model code that reads a layer's weights directly bypasses the layer's adapter.
 
     Raises:
         LearnerError: the model cannot be computed or differentiated.
@@ -161,7 +166,7 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     try:
         with torch.enable_grad():
             logprobs = score_rows(model, rows, layout="whole").logprobs
-            found = torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
+            gradients = torch.autograd.grad(logprobs.sum(), trained, allow_unused=True)
     except (RuntimeError, TypeError) as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise
@@ -170,7 +175,7 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
         ) from error
     moved = {
         id(parameter)
-        for parameter, gradient in zip(trained, found, strict=True)
+        for parameter, gradient in zip(trained, gradients, strict=True)
         if gradient is not None and bool(gradient.any())
     }
     return frozenset(
@@ -181,13 +186,14 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
 
 
 def _test_rows(vocabulary: int) -> list[Row]:
-    """Return two rows that share a prompt, one that extends the first, and one with half of it.
+    """Return four rows: two share a prompt, one extends the first, and one has half the prompt.
 
     The shared prompt is longer than a stretch.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (STRETCH + 44,), generator=generator).tolist()
-    own = STRETCH + 12
-    prompts = [ids[:own], ids[:own], [*ids[: own + 6], *ids[own + 26 :]], ids[: own // 2]]
-    sampled = [ids[start : start + 6] for start in range(own, own + 24, 6)]
+    shared = STRETCH + 12
+    extended = [*ids[: shared + 6], *ids[shared + 26 :]]
+    prompts = [ids[:shared], ids[:shared], extended, ids[: shared // 2]]
+    sampled = [ids[start : start + 6] for start in range(shared, shared + 24, 6)]
     return [bare_row(index, *row) for index, row in enumerate(zip(prompts, sampled, strict=True))]

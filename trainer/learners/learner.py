@@ -63,7 +63,7 @@ from trainer.learners.self_test import (
     vocabulary_probe,
 )
 from trainer.learners.steps import (
-    Step,
+    OptimiserSteps,
     TrainedStep,
     check_view,
     episodes_to_blame,
@@ -77,16 +77,16 @@ from trainer.updates.plan import OFF_POLICY
 log = structlog.get_logger()
 
 Result = TypeVar("Result")
-# Fewest tokens, prompts included, on which an update's overlap is measured: with replies of two
-# tokens after prompts of 200, fewer tokens would say nothing.
-FEWEST_MOVED: Final = 8192
-# The overlap is measured over parts of so many reply tokens. A mean over single tokens would let
-# the one decisive token of a reply of three move three times as far; with whole replies, long ones
-# would hardly move.
+# An update's overlap is measured on at least so many tokens, prompts included: if prompts have 200
+# tokens and replies have two, fewer tokens would say nothing.
+FEWEST_OVERLAP_TOKENS: Final = 8192
+# The overlap is measured over parts of so many reply tokens. Averaging over single tokens would let
+# the one decisive token of a reply of three move three times as far; comparing whole replies would
+# hardly let long replies move.
 REPLY_PART: Final = 4
-# A smaller share of a step leaves the policy where it was.
-SHORTEST_STEP: Final = 2.0**-10
-IN_BETWEEN = "trained on, and not saved as a version"
+# The smallest share of a step that is tried: a smaller step hardly moves the policy.
+SMALLEST_STEP_SHARE: Final = 2.0**-10
+UNSAVED = "trained on, and not saved as a version"
 # Tokens of the longest row that is rehearsed: half a minute's work for 8B parameters on an H100.
 LONGEST_TRIED: Final = 65_536
 # The function that makes the TRL trainer, by the recipe's `learner`.
@@ -102,7 +102,7 @@ FIGURES: Final = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
 
 class Learner:
-    """One policy's model between updates, and its training; `LearnerProtocol` has the contract."""
+    """Hold and train one policy's model, with TRL; `LearnerProtocol` documents the methods."""
 
     # None while another learner holds the base.
     _model: Any
@@ -119,14 +119,14 @@ class Learner:
         *,
         layouts: Sequence[Layout] = LAYOUTS,
     ) -> None:
-        """Begin with a new adapter of a base model, which learners may share in turns.
+        """Put a new adapter on a base model, which several learners may use in turns.
 
         Args:
             model: the base model, or the folder or name of one to load.
-            recipe: how it is trained.
+            recipe: the recipe of the policy.
             seed: seed of the first adapter's weights.
             scratch: a folder where TRL may write.
-            layouts: how rows may be computed, the best layout first; the last is taken untried.
+            layouts: the layouts to choose from, best first; the last one is not tested.
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
@@ -144,13 +144,12 @@ class Learner:
         self.why_unreplayable = self._base.why_unreplayable
         self.reply_ids = self._base.reply_ids
         self.set_served_context = self._base.set_served_context
-        # The version that the model is: its folder, None for the base, or IN_BETWEEN.
-        self._stands_at: Path | str | None = None
+        # The version that is loaded: its folder, None for a new adapter, or UNSAVED.
+        self._loaded_version: Path | str | None = None
         self._interrupted = threading.Event()
         self._policy_logprobs: dict[RowKey, bytes] = {}
-        self._takes = self._footprint()
+        self._memory_plan = self._footprint()
         self._model = self._base.attach(self, recipe, None, seed)
-        # How rows are computed.
         self.layout = choose_layout(self._model, self.processes, layouts)
         self._budget = TokenBudget(
             recipe.batch.micro_batch_tokens,
@@ -167,8 +166,8 @@ class Learner:
         self._interrupted.set()
 
     def forget_model(self) -> None:
-        """Forget the model: another learner holds the base now, until this one is restored."""
-        self._stands_at = IN_BETWEEN
+        """Drop the model, because another learner uses the base; `restore` loads it again."""
+        self._loaded_version = UNSAVED
         self._model = self._trainer = self._step = None
 
     def _attach_adapter(self, adapter: Path | None) -> None:
@@ -176,7 +175,7 @@ class Learner:
         self._make_trainer()
 
     def _make_trainer(self) -> None:
-        """Make the TRL trainer and the optimiser steps for the model as it stands."""
+        """Make the TRL trainer and the optimiser steps for the current model."""
         set_attention(self._model, self.layout)
         always = self._recipe.batch.gradient_checkpointing is True
         self._checkpoint(1.0 if always else self._budget.checkpointed_share)
@@ -184,73 +183,74 @@ class Learner:
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, layout=self.layout
         )
-        self._step = Step(self._trainer, self._interrupted, self.processes)
+        self._step = OptimiserSteps(self._trainer, self._interrupted, self.processes)
 
     def _footprint(self) -> Footprint | None:
-        """Return the memory that training takes, or None if the configuration does not show it.
+        """Return the memory that training needs, or None if a process cannot plan it.
 
-        Either all processes have a plan or none has: with a plan they gather each other's memory.
+        All processes get a plan or none does: with a plan they compare their memory.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        takes = None
+        plan = None
         try:
-            takes = footprint(self._base.name, self._recipe, device)
-            takes = takes.per_process(self.processes.count)
+            plan = footprint(self._base.name, self._recipe, device)
+            plan = plan.per_process(self.processes.count)
         except Exception as error:  # Training may still work.
             log.warning("memory_not_planned", reason=f"{type(error).__name__}: {error}"[:500])
-        return takes if all(self.processes.gather(takes is not None)) else None
+        return plan if all(self.processes.gather(plan is not None)) else None
 
     def _plan_memory(self) -> None:
-        """Log from which length on calls are too long for the memory, if the model allows these.
+        """Log the longest call that fits into memory, if the model's context is longer.
 
-        On a GPU a row of that length is trained on first, and the plan corrected by its peak.
+        On a GPU, a row of that length is first trained on, and its peak memory corrects the plan.
         """
-        if self._takes is None:
+        if self._memory_plan is None:
             return
         if self._model.device.type == "cuda":
-            self._correct_plan(self._takes)
-        longest = self._longest_row(self._takes)
+            self._correct_plan(self._memory_plan)
+        longest = self._longest_row(self._memory_plan)
         LONGEST.set(longest)
-        context = self._takes.context
+        context = self._memory_plan.context
         if context is not None and longest < context:
             log.warning(
                 "calls_too_long", past_tokens=longest, context=context, remedy=MEMORY_REMEDY
             )
 
-    def _correct_plan(self, takes: Footprint) -> None:
-        """Rehearse the longest row in all processes; a failure leaves the plan as it is."""
+    def _correct_plan(self, plan: Footprint) -> None:
+        """Rehearse the longest row in all processes; after a failure the plan stays uncorrected."""
         failure: Exception | None = None
         try:
-            self._rehearse_longest(takes)
+            self._rehearse_longest(plan)
         except Exception as error:  # Calls may all be shorter.
             failure = error
             self._undo_step()
             log.warning("longest_row_failed", reason=f"{type(error).__name__}: {error}"[:500])
         self.processes.regroup(failure)
 
-    def _rehearse_longest(self, takes: Footprint) -> None:
-        """Train on a row as long as memory and model should allow, and correct the plan.
+    def _rehearse_longest(self, plan: Footprint) -> None:
+        """Train on the longest row that should fit into memory, and correct the plan by its peak.
 
-        At most `LONGEST_TRIED` tokens: attention's time grows with their square, memory does not.
+        If the row does not fit, a shorter one is tried. No row is longer than `LONGEST_TRIED`: the
+        time of attention grows with the square of the length, and memory does not.
         """
-        most = min(LONGEST_TRIED, takes.context or self._recipe.batch.micro_batch_tokens)
+        most = min(LONGEST_TRIED, plan.context or self._recipe.batch.micro_batch_tokens)
         peak = None
-        while peak is None and (tokens := min(most, self._longest_row(takes))) >= SMALLEST_BUDGET:
+        while peak is None and (tokens := min(most, self._longest_row(plan))) >= SMALLEST_BUDGET:
             [row] = growing_rows(range(SMALLEST_BUDGET), 1, tokens, 1)
-            self._takes = takes
+            self._memory_plan = plan
             self._budget.begin_update(math.ceil(self._checkpointed_share([row])))
             peak = peak_bytes_of(self._model.device, partial(self._can_train_on, row))
             saves = is_checkpointed(self._model.get_base_model())
             log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
-            takes = takes.corrected(tokens, peak, checkpointing=saves)
+            plan = plan.corrected(tokens, peak, checkpointing=saves)
             # Errors hold the tensors of the frames that they passed, and the next attempt is
             # planned for the free memory.
             gc.collect()
             give_freed_memory_back()
-        self._takes = takes
+        self._memory_plan = plan
 
     def _can_train_on(self, row: Row) -> bool:
-        """Return whether there is memory to train on a row; the weights stay as they are."""
+        """Return whether a row fits into memory in training; the weights do not change."""
         try:
             seen = (
                 self._step.survey([[row]], self._trainer.view) if self._trainer.needs_view else []
@@ -262,14 +262,14 @@ class Learner:
         self._undo_step()
         return has_room
 
-    def _longest_row(self, takes: Footprint) -> int:
-        """Return the tokens of the longest row that fits into every process now."""
+    def _longest_row(self, plan: Footprint) -> int:
+        """Return the tokens of the longest row that now fits into the memory of every process."""
         checkpointing = self._recipe.batch.gradient_checkpointing is not False
-        longest = takes.tokens_that_fit(self._room(takes), checkpointing=checkpointing)
+        longest = plan.tokens_that_fit(self._room(plan), checkpointing=checkpointing)
         return min(self.processes.gather(longest))
 
-    def _room(self, takes: Footprint) -> int:
-        return available_memory(self._model.device) + takes.loaded_bytes
+    def _room(self, plan: Footprint) -> int:
+        return available_memory(self._model.device) + plan.loaded_bytes
 
     def _checkpoint(self, share: float) -> None:
         checkpoint_layers(self._model.get_base_model(), share)
@@ -277,10 +277,10 @@ class Learner:
     def _checkpointed_share(self, rows: Sequence[Row], planned: int = 0) -> float:
         """Return the share of the layers to checkpoint, so that every process has room for `rows`.
 
-        The largest micro-batch counts. It is at least as long as the longest row, and longer if
-        that saves computation and `planned` tokens have room.
+        The largest micro-batch decides. It is at least as long as the longest row, and longer if
+        that saves computation and it has at most `planned` tokens.
         """
-        if self._takes is None:
+        if self._memory_plan is None:
             return 0.0
         batch, sizes = self._recipe.batch, [row.size for row in rows]
         tokens = max(*sizes, min(batch.micro_batch_tokens, sum(sizes)))
@@ -290,46 +290,48 @@ class Learner:
             )
             tokens = max(tokens, *(computed_tokens(own, layout=self.layout) for own in cut))
         return max(
-            self.processes.gather(self._takes.checkpointed_share(tokens, self._room(self._takes)))
+            self.processes.gather(
+                self._memory_plan.checkpointed_share(tokens, self._room(self._memory_plan))
+            )
         )
 
     def _planned_tokens(self, rows: Sequence[Row]) -> int:
-        """Return how many tokens of an update there should be room for at once, 0 without a plan.
+        """Return how many tokens should fit into memory at once, or 0 without a memory plan.
 
-        On a GPU any row is tried, because running out of memory is an error that is handled. On a
-        CPU the kernel would kill the trainer.
+        On a CPU, rows that do not fit are refused, because the kernel would kill the trainer. On a
+        GPU they are tried: there, running out of memory is an error that is handled.
 
         Raises:
             Unusable: some rows are too long for a CPU's memory.
-            ShortOfMemory: all rows are, or a row no longer than a row trained on before.
+            ShortOfMemory: all rows are too long, or a row of this length was trained on before.
         """
-        if self._takes is None:
+        if self._memory_plan is None:
             return 0
-        longest = self._longest_row(self._takes)
+        longest = self._longest_row(self._memory_plan)
         refused = [row for row in rows if row.size > longest]
         if not refused or self._model.device.type == "cuda":
             return longest
         had_room = any(row.size <= self._budget.longest for row in refused)
         if had_room or len(refused) == len(rows):
             raise ShortOfMemory(
-                f"the memory has room for calls of {longest} tokens: {MEMORY_REMEDY}"
+                f"the memory only has room for calls of {longest} tokens: {MEMORY_REMEDY}"
             )
         raise too_long_error(refused)
 
     @report_short_memory("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
-        if adapter == self._stands_at:
+        if adapter == self._loaded_version:
             return
-        self._stands_at = IN_BETWEEN
+        self._loaded_version = UNSAVED
         self._attach_adapter(adapter)
         if adapter is not None:
             load_state(self._resumable_objects(), adapter)
-        self._stands_at = adapter
+        self._loaded_version = adapter
 
     @report_short_memory("while the adapter of a self-test was made")
     def write_test_adapter(self, folder: Path, kind: str | None = None) -> list[Row]:
         self.restore(None)
-        self._stands_at = IN_BETWEEN
+        self._loaded_version = UNSAVED
         if kind is not None:
             keep_layers_of_kind(self._model, kind)
         rows = self.probe_rows()
@@ -353,12 +355,12 @@ class Learner:
         """Leave layers of `kinds`, which the model server ignores, out of new adapters."""
         # The adapter of a self-test may have other layers.
         self.restore(None)
-        self._stands_at = IN_BETWEEN
+        self._loaded_version = UNSAVED
         self._base.leave_out_kinds(self._recipe, kinds)
         self.restore(None)
 
     def rehearse(self) -> None:
-        """Train a new adapter on made-up rows, as many as a micro-batch may have."""
+        """Train a new adapter on made-up rows, with as many tokens as a micro-batch may have."""
         self.restore(None)
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(self.probe_rows(), tokens)
@@ -367,7 +369,7 @@ class Learner:
 
     @report_short_memory("while an adapter was imported")
     def adopt(self, adapter: Path) -> None:
-        """Start a new learner from an adapter that was trained elsewhere.
+        """Load an adapter that was trained elsewhere, with a new optimiser state.
 
         Raises:
             AdapterError: the adapter cannot be a version; the message says why, and what to do.
@@ -375,18 +377,18 @@ class Learner:
         """
         with TemporaryDirectory(prefix="pawl-adapter-") as name:
             write_foreign_adapter(self._model, self._base.hash, adapter, Path(name))
-            self._stands_at = IN_BETWEEN
+            self._loaded_version = UNSAVED
             self._attach_adapter(Path(name))
 
     def _resumable_objects(self) -> dict[str, Any]:
-        """Return the objects that are saved and resumed beside the adapter, by name."""
+        """Return the objects whose state is saved and restored beside the adapter, by name."""
         return {OPTIMIZER: self._trainer.optimizer, **self._trainer.added_modules()}
 
     @report_short_memory("in an update, which was undone")
     def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
         rows = self._base.prepare_rows(rows)
         newest = self._model_version()
-        self._stands_at = IN_BETWEEN
+        self._loaded_version = UNSAVED
         planned = self._planned_tokens(rows)
         most = planned if planned and self._model.device.type == "cpu" else math.inf
         self._budget.begin_update(self._checkpointed_share(rows, planned), most, planned)
@@ -395,33 +397,35 @@ class Learner:
         view = self._view_before_steps(rows)
         check_view(rows, view)
         rows = self._trainer.prepare(rows, view)
-        metered = measured_rows(rows)
-        kept: dict[str, float] = {}
-        # Imitation moves the policy to replies that it seldom gave: no drift, no trust region.
+        measured = measured_rows(rows)
+        overlap: dict[str, float] = {}
+        # Imitation moves the policy to replies that it seldom gave: drift and trust region would
+        # stop it.
         if self._recipe.imitation_rule is not None:
             trained, off_policy = self._take_steps(rows, newest)
         else:
             bound = self._recipe.off_policy.max_drift
-            self._trainer.drift = mean_drift(metered, self._row_logprobs(metered), newest, bound)
+            self._trainer.drift = mean_drift(measured, self._row_logprobs(measured), newest, bound)
             parameters, _ = self._trainer.trained_parameters()
             start = [parameter.detach().clone() for parameter in parameters]
             trained, off_policy = self._take_steps(rows, newest)
             # Rows of the first step have log-probabilities from before the policy moved.
             first = split_into_optimiser_steps(rows, self._recipe.batch.steps)[0]
             first = [row for row in first if not row.is_correction]
-            kept = self._shorten_step(measured_rows(first, FEWEST_MOVED), start) if first else {}
+            if first:
+                overlap = self._shorten_step(measured_rows(first, FEWEST_OVERLAP_TOKENS), start)
         metrics = self._take_metrics()
-        distance = self._measure_kl_to_base(metered)
+        kl_metrics = self._measure_kl_to_base(measured)
         give_freed_memory_back()
         seconds = time.perf_counter() - started
         return {
             **update_figures(rows, trained, self._trainer),
             **off_policy,
-            **kept,
+            **overlap,
             "train_seconds": seconds,
             **self._base.throughput.figures(rows, self._trainer.epochs, seconds),
             **metrics,
-            **distance,
+            **kl_metrics,
         }
 
     def policy_logprobs(self) -> dict[RowKey, bytes]:
@@ -434,7 +438,7 @@ class Learner:
 
         Raises:
             Unusable: a loss or gradient is not finite, server and trainer drift, or no row carries
-                loss; it says which episodes are to blame.
+                loss; the error names the episodes to blame.
             ShortOfMemory: memory ran out, in a step or in the search for rows to blame.
         """
         off_policy: dict[str, Any] = {}
@@ -460,18 +464,18 @@ class Learner:
             self._undo_step()
             if error.reason != NON_FINITE:
                 raise
-            # Among all rows: a row of another step may be in the baseline of a row of this one.
-            with report_short_memory("while it was looked for rows that are not finite"):
+            # All rows are searched: the culprit may have spoilt the baseline of its whole group.
+            with report_short_memory("while rows with a loss that is not finite were searched"):
                 blamed = episodes_to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
         if masked and all(masked) and not any(row.is_correction for row in rows):
-            # Nothing was learned, but the optimiser's moments have changed.
-            why = "none of its calls carries loss: too far off the policy (off_policy.sequence_min)"
+            # No weights have learned anything, but the optimiser's moments have changed.
+            why = "no call carries loss: all are too far off the policy (off_policy.sequence_min)"
             raise Unusable(why, dict.fromkeys((row.episode_id for row in rows), why), OFF_POLICY)
         return trained, off_policy
 
     def _view_before_steps(self, rows: Sequence[Row]) -> View:
-        """Return the trainer's view of the rows before the first step; empty if it needs none."""
+        """Return the rows' figures before the first step; empty if the loss needs none."""
         if not self._trainer.needs_view:
             return View.of([])
         return View.of(self._survey_in_parts(rows, self._trainer.view))
@@ -493,34 +497,34 @@ class Learner:
     def _survey_in_parts(
         self, rows: Sequence[Row], view: Callable[[Sequence[Row]], Result]
     ) -> list[Result]:
-        """Apply `view` to micro-batches that fit into memory, without training on them."""
+        """Cut rows so that they fit into memory, and return the result of `view` for each part."""
 
         def run(cut: MicroBatches) -> list[Result]:
             with self._base.throughput.computing():
                 seen: list[Result] = self._step.survey(cut, view)
             return seen
 
-        def can_be_seen(row: Row) -> bool:
+        def fits_in_view(row: Row) -> bool:
             try:
                 run([[row]])
             except MemoryRanOut:
                 return False
             return True
 
-        seen, _ = self._budget.run_fitting(rows, run, self._undo_step, can_be_seen, trains=False)
+        seen, _ = self._budget.run_fitting(rows, run, self._undo_step, fits_in_view, trains=False)
         return seen
 
     def _shorten_step(self, rows: Sequence[Row], start: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Move the trained parameters half-way back to `start` until they are in the trust region.
+        """Halve the distance of the parameters to `start` until they are in the trust region.
 
         This is TRPO's line search (arXiv:1502.05477, appendix C). In the region, the policies
-        before and after overlap by at least `off_policy.min_overlap` on `rows`, which are of the
-        first step. Return the `overlap`, and the share of the step that is kept (`step_kept`). An
-        overlap that is not finite is left to `_measure_kl_to_base`.
+        before and after the update overlap by at least `off_policy.min_overlap` on `rows`, which
+        are of the first step. Return the `overlap`, and the share of the step that is kept
+        (`step_kept`). If the overlap is not finite, `_measure_kl_to_base` raises the error.
         """
         parameters, _ = self._trainer.trained_parameters()
         least, share = self._recipe.off_policy.min_overlap, 1.0
-        while (overlap := self._overlap(rows)) < least and share > SHORTEST_STEP:
+        while (overlap := self._overlap(rows)) < least and share > SMALLEST_STEP_SHARE:
             share /= 2
             with torch.no_grad():
                 for parameter, origin in zip(parameters, start, strict=True):
@@ -530,43 +534,47 @@ class Learner:
         return {"overlap": overlap, "step_kept": share}
 
     def _overlap(self, rows: Sequence[Row]) -> float:
-        """Return the overlap of the policies before and after: 1 − their total variation distance.
+        """Estimate the overlap of the policies before and after: 1 − total variation distance.
 
         It is the mean of min(1, after/before) over parts of `REPLY_PART` tokens of the replies of
         `rows`, which are of the first step.
         """
-        kept: list[float] = []
+        overlaps: list[float] = []
         for row, own in zip(rows, self._row_logprobs(rows), strict=True):
             before = unpack_logprobs(self._policy_logprobs[row.key])
             moved = [new - old for new, old in zip(own, before, strict=True)]
             parts = (moved[at : at + REPLY_PART] for at in range(0, len(moved), REPLY_PART))
-            kept += [math.exp(min(sum(part), 0.0)) for part in parts]
-        return fmean(kept)
+            overlaps += [math.exp(min(sum(part), 0.0)) for part in parts]
+        return fmean(overlaps)
 
-    def _measure_kl_to_base(self, metered: Sequence[Row]) -> dict[str, Any]:
-        """Measure how far the policy is from its base model, on some of an update's rows."""
+    def _measure_kl_to_base(self, measured: Sequence[Row]) -> dict[str, Any]:
+        """Return the metrics of the policy's KL to its base model, measured on the given rows."""
         measure = partial(kl_by_row, self._model, layout=self.layout)
-        return kl_figures(metered, self._survey_in_parts(metered, measure))
+        return kl_figures(measured, self._survey_in_parts(measured, measure))
 
     def _undo_step(self) -> None:
-        """Undo an unfinished step: clear gradients, figures, and scores that hold its tensors."""
+        """Undo an unfinished step: clear gradients, metrics, and scores that hold its tensors."""
         self._trainer.optimizer.zero_grad()
         self._trainer.scored = None
         self._trainer.take_comparisons()
         self._trainer._metrics["eval"].clear()
 
     def _model_version(self) -> int | None:
-        """Return the number of the version that the model is, or None if it is no version."""
-        if isinstance(self._stands_at, Path):
-            return int(self._stands_at.name)
-        return 0 if self._stands_at is None else None
+        """Return the number of the loaded version (0: the base), or None if it is not saved."""
+        if isinstance(self._loaded_version, Path):
+            return int(self._loaded_version.name)
+        return 0 if self._loaded_version is None else None
 
     def _take_metrics(self) -> dict[str, float]:
         """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""
         self._trainer.take_comparisons()
-        kept = self._trainer._metrics["eval"]
-        means = {ours: fmean(kept[theirs]) for theirs, ours in FIGURES.items() if kept.get(theirs)}
-        kept.clear()
+        from_trl = self._trainer._metrics["eval"]
+        means = {
+            ours: fmean(from_trl[theirs])
+            for theirs, ours in FIGURES.items()
+            if from_trl.get(theirs)
+        }
+        from_trl.clear()
         return {**means, **self._trainer.figures()}
 
     @report_short_memory("while log-probabilities were computed")
@@ -575,13 +583,13 @@ class Learner:
         if adapter is None:
             with self._model.disable_adapter():
                 return self._row_logprobs(rows)
-        if adapter != self._stands_at:
-            self._stands_at = IN_BETWEEN
+        if adapter != self._loaded_version:
+            self._loaded_version = UNSAVED
             self._model = self._base.attach(self, self._recipe, adapter, self._seed)
         return self._row_logprobs(rows)
 
     def _row_logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return the log-probabilities of rows under the current model."""
+        """Return the log-probabilities (S,) of each row's sampled tokens, by the current model."""
 
         def scored(micro_batch: Sequence[Row]) -> ByRow:
             with torch.no_grad():
@@ -606,5 +614,5 @@ class Learner:
         save_state(self._resumable_objects(), self._base.hash, folder)
 
     def note_saved(self, adapter: Path) -> None:
-        """Note that the trained state is `adapter` now, so that `restore` need not read it back."""
-        self._stands_at = adapter
+        """Note that the current state is saved in `adapter`, so that `restore` need not read it."""
+        self._loaded_version = adapter

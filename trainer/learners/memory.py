@@ -37,15 +37,15 @@ from trainer.learners.scoring import decoder_of, layers_of
 from trainer.recipes.recipe import Recipe
 
 GIB: Final = 2**30
-# Names of attention that computes only shapes, for transformers: in general, and with grouped heads
-# repeated (`kernels.process.fuse_wide_attention`).
+# The names, in transformers, of attention that computes only shapes: the usual one, and one that
+# repeats grouped heads (`kernels.process.fuse_wide_attention`).
 PLANNED: Final = "pawl_planned"
 PLANNED_WIDE: Final = "pawl_planned_wide"
-# Tokens that a layer is run with: so many that bytes which do not grow with them count little.
+# A layer is measured on so many tokens that bytes which do not grow with the tokens hardly count.
 TOKENS: Final = 4096
-# Bytes of each trained number, in float32: its value, its gradient, AdamW's two moments, and its
+# Bytes of a trained parameter, in float32: its value, its gradient, AdamW's two moments, and its
 # value before the update (`off_policy.min_overlap`).
-TRAINED: Final = 20
+TRAINED_BYTES: Final = 20
 # CUDA's context, the workspaces of its libraries, and memory that the allocator cannot use.
 OVERHEAD: Final = GIB
 
@@ -56,26 +56,26 @@ class Footprint(Record, frozen=True, kw_only=True):
     Attributes:
         family: the model's type, as its configuration names it.
         architecture: the class of the model, which model servers call the same.
-        why_no_tree: why the configuration rules out shared prefixes as trees; None: it does not,
-            and test rows decide when the model is loaded.
+        why_no_tree: why the configuration rules out the layout `tree`; None if it does not, and
+            test rows decide once the model is loaded.
         context: the most tokens that the model has positions for; None if unknown.
         parameters: count of the base's parameters.
         trained: count of the adapter's parameters.
-        weights: weights of the base; if they are packed, with the largest layer unpacked as well.
+        weights: weights of the base; if they are packed, the largest layer counts unpacked, too.
         packed: `weights` with `base_bits = 4`; None if they cannot be packed.
-        layers: each decoder layer, if processes can shard it; packed layers are whole in each.
-        gathered: if layers are sharded, two copies of the largest: one as its parts came from the
-            other processes, one to compute with; else 0.
+        layers: each decoder layer; empty if the base is packed, as processes cannot shard it then.
+        gathered: if layers are sharded, two copies of the largest layer: its parts as received from
+            the other processes, and the layer to compute with; else 0.
         quantised: the method that the stored weights are quantised by, or None.
         served: weights in a model server: 32 bits on a CPU; on a GPU 16, or as stored in fp8 and
             mxfp4.
         cached: keys and values of a token in a model server.
         optimizer: the adapter before and after the step, its gradient and the optimiser's moments.
         head: the LM head's logits, which are computed in chunks.
-        plain: for each token of a micro-batch, at the peak: what all layers keep for the backward
-            pass, and what that adds for one layer or the head.
-        checkpointed: the same with gradient checkpointing: each layer's input, and all that the
-            one layer keeps that is computed again.
+        plain: the peak for each token of a micro-batch: the activations that all layers keep, and
+            the most that the backward pass of one layer or of the head adds.
+        checkpointed: the same with gradient checkpointing: the inputs of all layers, the
+            activations of the one layer that is computed again, and the same addition.
     """
 
     family: str
@@ -98,12 +98,12 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def fixed_bytes(self) -> int:
-        """Return the bytes that do not grow with the tokens that are computed at once."""
+        """Return the bytes that do not depend on how many tokens are computed at once."""
         return self.weights + self.gathered + self.optimizer + self.head + OVERHEAD
 
     @property
     def loaded_bytes(self) -> int:
-        """Return the bytes that are taken once the model is loaded, before it is trained."""
+        """Return the bytes that the loaded model takes before it is trained."""
         return self.weights + OVERHEAD
 
     def needed_bytes(self, tokens: int, *, checkpointing: bool) -> int:
@@ -111,12 +111,12 @@ class Footprint(Record, frozen=True, kw_only=True):
         return self.fixed_bytes + tokens * (self.checkpointed if checkpointing else self.plain)
 
     def tokens_that_fit(self, room: int, *, checkpointing: bool) -> int:
-        """Return how many tokens `room` bytes suffice for at once; 0: the model does not fit."""
+        """Return how many tokens fit into `room` bytes at once; 0 if the model does not fit."""
         a_token = self.checkpointed if checkpointing else self.plain
         return max(0, room - self.fixed_bytes) // a_token
 
     def per_process(self, processes: int) -> "Footprint":
-        """Return the footprint of each of several processes that share the weights."""
+        """Return the footprint in each of `processes` processes, which shard the weights."""
         if processes == 1 or not self.layers:
             return self
         saved = sum(self.layers) * (processes - 1) // processes
@@ -125,14 +125,17 @@ class Footprint(Record, frozen=True, kw_only=True):
         )
 
     def checkpointed_share(self, tokens: int, room: int) -> float:
-        """Return the share of the layers to checkpoint, for `tokens` tokens in `room` bytes."""
+        """Return the share of layers to checkpoint so that `tokens` tokens fit in `room` bytes."""
         lacking = self.needed_bytes(tokens, checkpointing=False) - room
         if lacking <= 0:
             return 0.0
         return min(1.0, lacking / max(1, tokens * (self.plain - self.checkpointed)))
 
     def corrected(self, tokens: int, peak: int | None, *, checkpointing: bool) -> "Footprint":
-        """Return the footprint by the measured `peak` of `tokens` tokens; None: out of memory."""
+        """Return the footprint with bytes a token from the measured `peak` of `tokens` tokens.
+
+        If memory ran out (`peak` is None), the bytes a token are doubled.
+        """
         kind = "checkpointed" if checkpointing else "plain"
         own: int = getattr(self, kind)
         a_token = 2 * own if peak is None else max(1, (peak - self.head - self.gathered) // tokens)
@@ -151,7 +154,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
     config = configuration(model, "planned")
     with translate_loading_errors(model, "planned"):
         with torch.device("meta"):
-            # Some operations of experts take no wider numbers.
+            # bfloat16, because some operations of experts support no wider numbers.
             base = loader_of(config).from_config(config, dtype=torch.bfloat16)
         wide = precision(recipe, device) == torch.float32 and device == "cuda"
         base.set_attn_implementation(PLANNED_WIDE if wide else PLANNED)
@@ -184,7 +187,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
         quantised=quantised,
         served=_served_bytes(base) if device == "cuda" else parameters * served_width,
         cached=_cached_numbers(text) * served_width,
-        optimizer=TRAINED * trained,
+        optimizer=TRAINED_BYTES * trained,
         # A chunk's logits and log-probabilities in float32; probabilities in the head's precision.
         head=CHUNK[device] * (4 + 4 + width),
         plain=wider * sum(kept) + max(wider * peak, at_head),
@@ -198,7 +201,7 @@ def _served_bytes(base: Any) -> int:
     embeddings = {id(base.get_input_embeddings().weight), id(base.get_output_embeddings().weight)}
 
     def width(parameter: Any) -> float:
-        """Bytes of a number: 1 in fp8 matrices; 4 bits and 1/32 of a scale in mxfp4 experts."""
+        """Return a number's bytes: 1 in fp8 matrices; 4 bits and 1/32 scale in mxfp4 experts."""
         if method == "fp8" and parameter.ndim > 1 and id(parameter) not in embeddings:
             return 1
         return 17 / 32 if method == "mxfp4" and parameter.ndim > 2 else 2
@@ -207,7 +210,7 @@ def _served_bytes(base: Any) -> int:
 
 
 def _packed_bytes(base: Any, recipe: Recipe, device: str) -> int | None:
-    """Return the bytes of the weights in 4 bits; None if quantised already, or not packable."""
+    """Return the bytes of weights packed to 4 bits; None if quantised already, or not packable."""
     if quantised_by(base.config) is not None:
         return None
     try:
@@ -217,9 +220,10 @@ def _packed_bytes(base: Any, recipe: Recipe, device: str) -> int | None:
 
 
 def _cached_numbers(text: Any) -> int:
-    """Return how many numbers a server caches for a token, in layers that cache all tokens.
+    """Return how many numbers a server caches for each token: its keys and values.
 
-    DeepSeek's attention keeps a latent vector and the rotated part of a key instead.
+    Layers with an attention window do not count. DeepSeek's attention caches a latent vector and
+    the rotated part of a key instead.
     """
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     attends = [kind for kind in kinds or () if kind in ("full_attention", "attention", "hybrid")]
@@ -232,7 +236,9 @@ def _cached_numbers(text: Any) -> int:
 
 
 def _measure_layers(base: Any) -> tuple[list[int], int]:
-    """Return the bytes a token that each layer keeps, and the most that a backward pass adds.
+    """Return each layer's activations, and the most that a layer's backward pass adds.
+
+    Both are in bytes a token.
 
     Raises:
         LearnerError: a layer cannot be run on the meta device.
@@ -264,7 +270,8 @@ def _measure_layers(base: Any) -> tuple[list[int], int]:
         by_kind = {kind: _measure_layer(*call, known) for kind, call in calls.items()}
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise LearnerError(
-            f"a layer of {type(base).__name__} cannot be run without values: {error}"
+            f"the memory of {type(base).__name__} cannot be planned: a layer does not run on torch's"
+            f" meta device: {error}"
         ) from error
     return [by_kind[kind][0] for kind in kinds], max(peak for _, peak in by_kind.values())
 
@@ -272,12 +279,12 @@ def _measure_layers(base: Any) -> tuple[list[int], int]:
 def _measure_layer(
     layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], known: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Return the bytes a token that a layer keeps, and the bytes that its backward pass adds."""
+    """Return a layer's activations, and what its backward pass adds, both in bytes a token."""
     states = [given.detach().requires_grad_() for given in inputs[:1]]
     known = [*known, *states, *(t for t in tree_leaves((inputs, named)) if isinstance(t, Tensor))]
     with LivingBytes(known) as living:
-        found = layer(*states, *inputs[1:], **named)
-        out = found[0] if isinstance(found, tuple) else found
+        outputs = layer(*states, *inputs[1:], **named)
+        out = outputs[0] if isinstance(outputs, tuple) else outputs
         kept = living.now
         out.backward(torch.empty_like(out))
     layer.zero_grad()
@@ -285,7 +292,7 @@ def _measure_layer(
 
 
 def peak_bytes_of(device: torch.device, run: Callable[[], bool]) -> int | None:
-    """Call `run`; return the most bytes that it took at once, or None if it returns False."""
+    """Return the peak of the GPU memory that `run` takes, in bytes, or None if it returns False."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -293,15 +300,15 @@ def peak_bytes_of(device: torch.device, run: Callable[[], bool]) -> int | None:
 
 
 class LivingBytes(TorchDispatchMode):
-    """Count the bytes of the tensors that are made within a context and still live.
+    """Count the bytes of tensors that were made within the context and are still alive.
 
     Attributes:
-        now: bytes that live at the moment.
-        most: the most bytes that ever lived at once.
+        now: bytes of the tensors alive now.
+        most: the most bytes that were ever alive at once.
     """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        """Count from zero; `known` tensors and their views do not count."""
+        """Start at zero; the tensors in `known` and views of them are not counted."""
         super().__init__()
         self.now = self.most = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
@@ -311,11 +318,11 @@ class LivingBytes(TorchDispatchMode):
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation, and count the tensors that it made."""
-        found = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
-        return found
+        return result
 
     def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -332,7 +339,7 @@ class LivingBytes(TorchDispatchMode):
 
 
 class _PlannedAttention(Function):
-    """Keep the tensors that fused attention keeps; (1, H, N, D) in, (1, N, H, D) out, no values."""
+    """Save the tensors that fused attention saves; (1, H, N, D) to (1, N, H, D), without values."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

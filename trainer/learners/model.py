@@ -1,7 +1,7 @@
-"""Load the model in training: a frozen base, and one policy's LoRA adapter on it at a time.
+"""Load the model to train: a frozen base, with the LoRA adapter of one policy at a time.
 
-Policies share the base model, which is in memory once, in the recipe's precision. The adapter of
-the policy whose turn it is replaces the previous policy's.
+Policies share the base model, which is in memory once, in the recipe's precision. They train in
+turns: the next policy's adapter replaces the previous policy's.
 """
 
 import gc
@@ -60,18 +60,18 @@ from trainer.learners.steps import check_ids
 from trainer.publishing.adapters import read_base
 from trainer.recipes.recipe import LoraOptions, Recipe
 
-# Values of each parameter that are hashed to identify a model: training changes nearly all values.
+# So many values of each parameter are hashed to identify a model: training changes nearly all.
 HASHED_VALUES: Final = 64
 # Why a layer has no adapter.
-GOES_PAST: Final = "it gets no gradient"
-IS_IGNORED: Final = "the model server ignores it"
-# Most characters of an error of transformers in a message.
-MOST_TOLD: Final = 300
-# Most names of missing weights in a message.
-NAMED: Final = 3
+NO_GRADIENT: Final = "it gets no gradient"
+IGNORED_BY_SERVER: Final = "the model server ignores it"
+# Most characters of an error of transformers that a message quotes.
+MAX_ERROR_LENGTH: Final = 300
+# Most weights that a message names.
+MAX_NAMED_WEIGHTS: Final = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Methods of quantisation that transformers undoes while it reads the weights.
-UNPACKED: Final[dict[str | None, Any]] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+DEQUANTISED: Final[dict[str | None, Any]] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 # Bytes of a packed weight. With 4 bits there are also a scale of 8 bits for each 64 weights, and
 # one of 32 bits for each 256 of these scales.
 PACKED_BYTES: Final = {4: (4 + 8 / 64 + 32 / (64 * 256)) / 8, 8: 1.0}
@@ -85,16 +85,16 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
 
 
 def may_fit(model: str, recipe: Recipe) -> bool:
-    """Return whether the weights of `model` fit into the device's whole memory."""
+    """Return whether the weights of `model` fit into the device's memory, if it were all free."""
     base, device = empty_model(configuration(model, "planned")), _device()
     return weight_bytes(base, recipe, device) <= total_memory(device)
 
 
 def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
-    """Return the bytes that the weights of `base`, which is not loaded, would take on `device`.
+    """Return the bytes that the weights of `base`, which need not be loaded, take on `device`.
 
-    Layers that the recipe packs, or that are stored packed, are unpacked one at a time: the largest
-    layer is counted unpacked as well.
+    Packed layers (`base_bits`, or stored so) are unpacked one at a time to compute: the largest of
+    them is counted unpacked as well.
 
     Raises:
         LearnerError: the weights cannot be packed as the recipe asks.
@@ -112,12 +112,12 @@ def weight_bytes(base: Any, recipe: Recipe, device: str) -> int:
 
 
 def packable_weights(base: Any) -> dict[str, int]:
-    """Return the number of weights of each layer that bitsandbytes packs, by the layer's name.
+    """Return the layers that bitsandbytes can pack, each with its number of weights.
 
     These are all linear layers but the LM head.
 
     Raises:
-        LearnerError: stacked experts, which cannot be packed, have more weights than these layers.
+        LearnerError: stacked experts, which cannot be packed, have at least as many weights.
     """
     head = base.get_output_embeddings()
     sizes = {
@@ -131,7 +131,7 @@ def packable_weights(base: Any) -> dict[str, int]:
         raise LearnerError(
             f"base_bits would pack {sum(sizes.values()) / 1e9:.2g} billion weights, and leave"
             f" {stacked / 1e9:.2g} billion of experts as they are, which bitsandbytes cannot pack:"
-            " leave it out of the recipe"
+            " leave base_bits out of the recipe"
         )
     return sizes
 
@@ -142,7 +142,7 @@ def _device() -> str:
 
 
 def loader_of(config: Any) -> Any:
-    """Return transformers' loader of models with this configuration.
+    """Return the class of transformers that loads models with this configuration.
 
     A model that also reads images is loaded whole, so that its layers have the names that the model
     server uses; only the layers of its language model get an adapter.
@@ -152,7 +152,9 @@ def loader_of(config: Any) -> Any:
 
 
 def configuration(model: str, done: str = "loaded") -> Any:
-    """Return the configuration of `model`; `done` completes "cannot be …" in error messages.
+    """Return the configuration of `model`, a folder or a hub name.
+
+    `done` completes "cannot be …" in error messages.
 
     Raises:
         LearnerError: there is no configuration, or models of its kind cannot be trained.
@@ -162,30 +164,30 @@ def configuration(model: str, done: str = "loaded") -> Any:
         if config.is_encoder_decoder:
             raise ValueError("it is an encoder-decoder, not a causal language model")
         method = quantised_by(config)
-        if method not in (None, "bitsandbytes", *UNPACKED):
+        if method not in (None, "bitsandbytes", *DEQUANTISED):
             raise ValueError(
-                f"its weights are quantised by {method}, which training cannot compute with: name"
-                " the model as it was before, which base_bits in the recipe packs"
+                f"its weights are quantised by {method}, which training does not support: name the"
+                " model that is not quantised, which base_bits in the recipe can pack"
             )
         return config
 
 
 def quantised_by(config: Any) -> str | None:
-    """Return the method that a model's stored weights are quantised by, or None."""
+    """Return the method that quantised a model's stored weights, or None if they are not."""
     stored = getattr(config, "quantization_config", None)
     return stored.get("quant_method") if isinstance(stored, dict) else None
 
 
 def empty_model(config: Any) -> Any:
-    """Return a model with this configuration that has shapes and no values."""
+    """Return a model with this configuration on torch's meta device: shapes without values."""
     with torch.device("meta"):
         return loader_of(config).from_config(config)
 
 
 def load_base(model: str, recipe: Recipe, processes: Processes | None = None) -> tuple[Any, Any]:
-    """Load the causal LM and its tokenizer, onto the GPU if there is one.
+    """Load the causal LM, onto the GPU if there is one, and its tokenizer.
 
-    Its decoder layers are sharded over `processes`, unless they are packed.
+    Its decoder layers are sharded over `processes`, unless the recipe packs them.
 
     Raises:
         LearnerError: the model cannot be loaded.
@@ -207,7 +209,7 @@ def load_base(model: str, recipe: Recipe, processes: Processes | None = None) ->
 
 
 def _load_packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
-    """Return the causal LM, its linear layers packed as they are read, and its tokenizer.
+    """Return the causal LM, with linear layers packed while they are read, and its tokenizer.
 
     Raises:
         LearnerError: bitsandbytes is not installed, or the model cannot be loaded or packed.
@@ -220,7 +222,7 @@ def _load_packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tupl
     shapes = empty_model(configuration(model))
     packed = packable_weights(shapes)
     linear = (name for name, part in shapes.named_modules() if type(part) is torch.nn.Linear)
-    how = BitsAndBytesConfig(
+    packing = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
         bnb_4bit_quant_type="nf4",
@@ -230,11 +232,11 @@ def _load_packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tupl
     )
     with _note_stored_weights(bits) as stored:
         base, tokenizer = _load_model(
-            model, dtype, quantization_config=how, device_map={"": device}
+            model, dtype, quantization_config=packing, device_map={"": device}
         )
     if not stored:
         raise LearnerError(
-            f"the model {model!r} is stored with packed weights: leave base_bits out of the recipe"
+            f"the weights of {model!r} are stored packed already: leave base_bits out of the recipe"
         )
     base.stored_weights = stored
     # TRL rounds the adapter to bfloat16 if one of these is set.
@@ -244,9 +246,9 @@ def _load_packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tupl
 
 @contextmanager
 def _note_stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
-    """Note the shape and first values of each weight, by name, before loading packs it.
+    """Collect the shape and first values of each weight, by name, before it is packed.
 
-    Yield them for `base_hash`; they are complete once a model was loaded within the context.
+    Yield a mapping, for `base_hash`, that loading a model within the block fills.
     """
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
 
@@ -267,45 +269,51 @@ def _note_stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
         operation.convert = own
 
 
-def _load_model(model: str, dtype: torch.dtype | Literal["auto"], **how: Any) -> tuple[Any, Any]:
+def _load_model(
+    model: str, dtype: torch.dtype | Literal["auto"], **options: Any
+) -> tuple[Any, Any]:
     """Return the causal LM and its tokenizer; the `dtype` "auto" keeps the stored precision.
 
-    `how` are further arguments of transformers' `from_pretrained`.
+    `options` are further arguments of transformers' `from_pretrained`.
 
     Raises:
         LearnerError: the model cannot be loaded, or its files lack weights.
     """
     config = configuration(model)
-    if (method := quantised_by(config)) in UNPACKED and not how:
-        how["quantization_config"] = UNPACKED[method](dequantize=True)
+    if (method := quantised_by(config)) in DEQUANTISED and not options:
+        options["quantization_config"] = DEQUANTISED[method](dequantize=True)
     with translate_loading_errors(model):
-        base, found = loader_of(config).from_pretrained(
-            model, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **how
+        base, report = loader_of(config).from_pretrained(
+            model, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
         # transformers initialises missing weights itself, and ignores unknown ones.
-        of_other_shapes = (name for name, *_ in found["mismatched_keys"])
-        faults = {"lack": found["missing_keys"], "have other shapes for": of_other_shapes}
+        of_other_shapes = (name for name, *_ in report["mismatched_keys"])
+        faults = {"lack": report["missing_keys"], "have other shapes for": of_other_shapes}
         for fault, names in faults.items():
             if weights := sorted(names):
-                more = f" and {len(weights) - NAMED} more" if weights[NAMED:] else ""
+                more = (
+                    f" and {len(weights) - MAX_NAMED_WEIGHTS} more"
+                    if weights[MAX_NAMED_WEIGHTS:]
+                    else ""
+                )
                 raise ValueError(
                     f"its files {fault} weights of {type(base).__name__}"
-                    f" ({', '.join(weights[:NAMED])}{more})"
+                    f" ({', '.join(weights[:MAX_NAMED_WEIGHTS])}{more})"
                 )
         return base, AutoTokenizer.from_pretrained(model)
 
 
 @contextmanager
 def translate_loading_errors(model: str, done: str = "loaded") -> Iterator[None]:
-    """Turn errors of loading within the block into a LearnerError: "cannot be `done`"."""
+    """Turn errors of the block, which loads `model`, into a LearnerError: "cannot be `done`"."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         # The hub's own message explains the syntax of names.
         is_no_name = HFValidationError in map(type, (error, error.__cause__, error.__context__))
         # Only the first sentence: transformers goes on to list the models that it knows.
-        told = " ".join(str(error).split()).partition(". ")[0][:MOST_TOLD]
-        why = "there is no such folder" if is_no_name else told
+        first = " ".join(str(error).split()).partition(". ")[0][:MAX_ERROR_LENGTH]
+        why = "there is no such folder" if is_no_name else first
         raise LearnerError(
             f"the model {model!r} cannot be {done}: {why}; name"
             " one of the hub, or a folder with the config.json of a causal language model"
@@ -315,7 +323,7 @@ def translate_loading_errors(model: str, done: str = "loaded") -> Iterator[None]
 def save_merged(model: str, adapter: Path, folder: Path) -> None:
     """Write `model` with the version in `adapter` merged into its weights, and the tokenizer.
 
-    The merge happens in the CPU's memory, in the precision that the model is stored in.
+    The model is merged in the CPU's memory, in the precision in which it is stored.
 
     Raises:
         LearnerError: the model cannot be loaded, or is not the version's base model.
@@ -325,7 +333,7 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
     if read_base(adapter) != base_hash(base):
         raise LearnerError(
             f"{model} is not the base model that the adapter in {adapter} was trained on: set"
-            " PAWL_MODEL to the folder or name of that one"
+            " PAWL_MODEL to the folder or name of that base model"
         )
     merged = attach_adapter(base, LoraOptions(), adapter, 0).merge_and_unload(safe_merge=True)
     try:
@@ -336,11 +344,12 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
 
 
 def encode_positions(base: Any, context: int | None = None) -> None:
-    """Encode positions as a server with a context of `context` tokens does (None: the model's).
+    """Make `base` encode positions as a server with a context of `context` tokens does.
 
-    transformers chooses LongRoPE's factors (arXiv:2402.13753), and scales dynamic NTK, by the
-    longest row of a batch. vLLM chooses factors by its context, once
-    (`Phi3LongRoPEScaledRotaryEmbedding`), and scales nothing within a model's own context.
+    Without `context` the server has the model's full context. transformers chooses LongRoPE's
+    factors (arXiv:2402.13753), and scales dynamic NTK, by the longest row of a batch. vLLM chooses
+    the factors once, by its context (`Phi3LongRoPEScaledRotaryEmbedding`), and scales nothing
+    within a model's own context.
     """
     for module in base.modules():
         settings = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
@@ -353,23 +362,23 @@ def encode_positions(base: Any, context: int | None = None) -> None:
             is_long = served > settings["original_max_position_embeddings"]
             make = ROPE_INIT_FUNCTIONS[kind]
             frequencies, scale = make(module.config, frequencies.device, seq_len=served)
-            # Phi-3.5-MoE names scales of its own.
+            # Phi-3.5-MoE has scales of its own in its configuration.
             scale = settings.get("long_mscale" if is_long else "short_mscale", scale)
-        module.forward = partial(_encoded, frequencies.clone(), scale)
+        module.forward = partial(_position_encoding, frequencies.clone(), scale)
 
 
 @torch.no_grad()
-def _encoded(
+def _position_encoding(
     frequencies: Tensor, scale: float, like: Tensor, position_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of positions (B, T), each (B, T, D), in the dtype of `like`."""
+    """Return cosines and sines for positions (B, T), each (B, T, D), in the dtype of `like`."""
     angles = position_ids[..., None].float() * frequencies.to(position_ids.device)
     both = torch.cat((angles, angles), dim=-1)
     return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
 
 
 def checkpoint_layers(base: Any, share: float) -> None:
-    """Use gradient checkpointing in the first `share` of the layers from now on.
+    """Use gradient checkpointing in the first `share` of the layers, and in no others.
 
     The backward pass reaches the first layers last, when the others have freed their activations.
     transformers' own checkpointing needs training mode, which these models are never in.
@@ -392,7 +401,7 @@ def is_checkpointed(base: Any) -> bool:
 def base_hash(base: Any) -> str:
     """Return a hash of the parameters of `base`: of their names, shapes and first values.
 
-    It does not depend on the precision that the weights are loaded in, nor on packing.
+    The hash does not depend on packing, nor on the precision that the weights are loaded in.
     """
     digest = sha256()
     stored = getattr(base, "stored_weights", {})
@@ -405,7 +414,7 @@ def base_hash(base: Any) -> str:
 
 
 def _values(parameter: Tensor) -> Tensor:
-    """Return a parameter's values, flattened; all processes gather a sharded parameter."""
+    """Return a parameter's values, flattened; a sharded one is gathered from all processes."""
     values = parameter.detach()
     return (values.full_tensor() if isinstance(values, DTensor) else values).flatten()
 
@@ -416,10 +425,10 @@ def _layer_choice_key(recipe: Recipe) -> str:
 
 
 class Holder(Protocol):
-    """A learner that may hold the base model while it is its turn."""
+    """A learner, as `Base` sees it: one learner at a time holds the base model."""
 
     def forget_model(self) -> None:
-        """Forget the adapted model and everything made for it: another learner gets the base."""
+        """Drop the adapted model and everything made for it: another learner gets the base."""
 
 
 class Base:
@@ -429,8 +438,8 @@ class Base:
         name: the folder or name that it was loaded from.
         tokenizer: the model's tokenizer.
         hash: identifies the model (`base_hash`).
-        processes: they compute together; the base is sharded over them, unless it is packed.
-        throughput: how fast the learners train.
+        processes: the processes that compute together, over which the base is sharded.
+        throughput: measures how fast the learners train.
     """
 
     @report_short_memory("while the base model was loaded")
@@ -458,13 +467,14 @@ class Base:
             self.processes.count,
         )
         self._holder: Holder | None = None
-        # For each choice of layers (`_layer_choice_key`): why some have no adapter, by their paths.
+        # For each choice of layers (`_layer_choice_key`): the paths of layers that get no adapter,
+        # each with the reason.
         self._left_out: dict[str, dict[str, str]] = {}
 
     def attach(self, holder: Holder, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
-        """Return the base with the adapter in a folder, or a new one, in place of any other.
+        """Return the base with the adapter in the folder `adapter`, or with a new one (None).
 
-        The previous holder lets go of the base first.
+        It replaces the previous adapter. The previous holder drops its model first.
 
         Raises:
             LearnerError: the model lacks layers that the recipe names.
@@ -481,27 +491,27 @@ class Base:
         model = attach_adapter(self._model, recipe.lora, adapter, seed, left_out)
         if adapter is not None or choice in self._left_out:
             return model
-        found = self._layers_without_gradient(model)
-        if found is not None:
-            self._left_out[choice] = dict.fromkeys(found, GOES_PAST)
-        return self.attach(holder, recipe, adapter, seed) if found else model
+        untrained = self._layers_without_gradient(model)
+        if untrained is not None:
+            self._left_out[choice] = dict.fromkeys(untrained, NO_GRADIENT)
+        return self.attach(holder, recipe, adapter, seed) if untrained else model
 
     def _layers_without_gradient(self, model: PeftModel) -> frozenset[str] | None:
-        """Return the layers that get no gradient, or None if memory is too short to find out."""
-        found, failure = None, None
+        """Return the layers that get no gradient, or None if memory ran out in finding them."""
+        layers, failure = None, None
         try:
-            found = layers_without_gradient(model)
+            layers = layers_without_gradient(model)
         except (RuntimeError, CompanionFailed) as error:
             if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                 raise
             failure = error
         self.processes.regroup(failure)
-        return found if all(self.processes.gather(found is not None)) else None
+        return layers if all(self.processes.gather(layers is not None)) else None
 
     def leave_out_kinds(self, recipe: Recipe, kinds: Collection[str]) -> None:
         """Leave layers of `kinds`, which the server ignores, out of the recipe's new adapters."""
         of_kinds = {
-            name: IS_IGNORED
+            name: IGNORED_BY_SERVER
             for name, module in self._model.named_modules()
             if isinstance(module, LoraLayer) and layer_kind(name) in kinds
         }
@@ -512,7 +522,7 @@ class Base:
         encode_positions(self._model, tokens)
 
     def prepare_rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows with token ids for words in their settings, and with grammar masks.
+        """Return the rows with grammar masks, and with token ids for the words in their settings.
 
         Raises:
             Unusable: some rows have ids of another vocabulary.
@@ -525,8 +535,8 @@ class Base:
     def why_another_base(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model, or None if it is.
 
-        Names do not identify a model: a folder may be moved, and another model take its place. So
-        each version keeps a hash of its base.
+        The name of a model does not identify it, because a folder may be replaced. So each version
+        keeps a hash of its base model.
 
         Raises:
             AdapterError: the file with the hash is missing or damaged.
@@ -539,14 +549,14 @@ class Base:
     def why_unreplayable(
         self, distribution: Distribution, sampled_ids: Sequence[int]
     ) -> str | None:
-        """Return why the masks of a call's grammar cannot be made, or None if they can."""
-        spelled = Vocabulary(self.tokenizer, self._model).settings_with_token_ids(distribution)
-        return self._grammars.why_no_masks(spelled, sampled_ids)
+        """Return why a call's grammar cannot be replayed as masks, or None if it can."""
+        settings = Vocabulary(self.tokenizer, self._model).settings_with_token_ids(distribution)
+        return self._grammars.why_no_masks(settings, sampled_ids)
 
     def reply_ids(
         self, request: bytes | None, prompt_ids: Sequence[int], text: str
     ) -> tuple[int, ...] | str:
-        """Return a correction's token ids, (S,), or why there are none."""
+        """Return a correction's token ids, (S,), or the reason why it cannot be trained."""
         ends = self._model.generation_config.eos_token_id
         ends = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         return reply_ids(self.tokenizer, ends, request, prompt_ids, text)

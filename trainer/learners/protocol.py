@@ -14,11 +14,11 @@ from trainer.batches import Row, RowKey
 class LearnerProtocol(Protocol):
     """Hold one policy's model between updates, and train it.
 
-    Methods that compute raise `ShortOfMemory` if memory runs out and no row is to blame.
+    Methods that compute raise `ShortOfMemory` if memory runs out and no row is too long.
     """
 
     def restore(self, adapter: Path | None) -> None:
-        """Continue from a version, optimiser state included, or from the base model (None).
+        """Load a version with its optimiser state, or a new adapter if `adapter` is None.
 
         Raises:
             AdapterError, FilesUnread: a state file is damaged, or cannot be read for now.
@@ -31,39 +31,39 @@ class LearnerProtocol(Protocol):
         the learner must be restored.
 
         Raises:
-            DriftOutOfBounds: the server sampled from another policy than the trainer has.
-            Unusable: some rows cannot be computed with, or the loss or gradient is not finite.
+            DriftOutOfBounds: server and trainer compute different log-probabilities.
+            Unusable: some rows cannot be used, or the loss or gradient is not finite.
             Interrupted: `interrupt` was called.
         """
 
     def policy_logprobs(self) -> Mapping[RowKey, bytes]:
         """Return the policy's log-probabilities (S,) of each row that the last update trained on.
 
-        They are from before the first step on the row, packed by `pack_logprobs`. Rows that are
-        imitated, without a ratio to sampled log-probabilities, have none.
+        They were computed before the first step on the row, and are packed by `pack_logprobs`.
+        Imitated rows and corrections have none: their loss has no ratio to the sampling policy.
         """
 
     def interrupt(self) -> None:
-        """Make a running `update` raise `Interrupted` at its next micro-batch."""
+        """Stop for good: `update` and `version_logprobs` raise `Interrupted` from now on."""
 
     def save(self, folder: Path) -> None:
-        """Write into `folder` the adapter that the server reads, and the state to resume from.
+        """Write the adapter for model servers, and the state to resume from, into `folder`.
 
         Raises:
             OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
         """
 
     def note_saved(self, adapter: Path) -> None:
-        """Note that the last saved state is now the version in `adapter`."""
+        """Note that the version in `adapter` is the state that was last saved."""
 
     def set_served_context(self, tokens: int) -> None:
         """Encode positions as a server with a context of `tokens` tokens does."""
 
     def layer_kinds(self) -> Sequence[str]:
-        """Return the kinds of layers that a new adapter has; a kind spans all blocks."""
+        """Return the kinds of layers of a new adapter, such as `layers.*.mlp.up_proj`."""
 
     def halve_micro_batches(self, halvings: int) -> int:
-        """Halve micro-batches `halvings` times for some updates; return their size in tokens."""
+        """Halve the full micro-batches `halvings` times for some updates; return their tokens."""
 
     def leave_out_kinds(self, kinds: Collection[str]) -> None:
         """Leave layers of these kinds out of new adapters.
@@ -73,27 +73,29 @@ class LearnerProtocol(Protocol):
         """
 
     def write_test_adapter(self, folder: Path, kind: str | None = None) -> list[Row]:
-        """Write a new adapter with an effect into `folder`, and return rows to compare it by.
+        """Write a random adapter into `folder`, and return rows to compare servers on.
 
-        It has all layers or those of one `kind`, and moves the rows' log-probabilities by about
-        half a nat a token on average. The learner must be restored before it trains.
+        The adapter has all layers, or those of one `kind`, and changes the rows' log-probabilities
+        by about half a nat a token on average. The learner must be restored before it trains.
 
         Raises:
-            NoEffect: the adapter has no effect, whatever its weights are.
+            NoEffect: no random weights change the log-probabilities.
             OSError: the disk refused a write.
         """
 
     def probe_rows(self) -> list[Row]:
-        """Return rows to probe a version with, the same for every version."""
+        """Return the rows that every version is probed with."""
 
     def vocabulary_probe(self) -> tuple[str, Sequence[int]]:
-        """Return a text that other tokenizers encode differently, and the model's ids of it."""
+        """Return a text that other tokenizers encode differently, and its ids by this model's."""
 
     def rehearse(self) -> None:
-        """Train a new adapter on made-up rows; the learner must be restored before it trains.
+        """Train a new adapter on made-up rows, to find out whether updates can work.
+
+        The learner must be restored before it trains on others.
 
         Raises:
-            LearnerError: an update would fail too.
+            LearnerError: the training failed, as an update would.
         """
 
     def why_another_base(self, adapter: Path) -> str | None:
@@ -111,7 +113,7 @@ class LearnerProtocol(Protocol):
     def reply_ids(
         self, request: bytes | None, prompt_ids: Sequence[int], text: str
     ) -> tuple[int, ...] | str:
-        """Return a correction's token ids, (S,), or why there are none."""
+        """Return a correction's token ids, (S,), or the reason why it cannot be trained."""
 
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens under a version.
@@ -120,7 +122,7 @@ class LearnerProtocol(Protocol):
         base. The learner must be restored before it trains again.
 
         Raises:
-            Unusable: some rows cannot be computed with.
+            Unusable: some rows cannot be used.
             Interrupted: `interrupt` was called.
         """
 

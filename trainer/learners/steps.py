@@ -1,8 +1,8 @@
-"""Take optimiser steps: micro-batches forward and backward, then the clipped step.
+"""Take optimiser steps: forward and backward passes over micro-batches, then a clipped step.
 
 If a step's loss or gradient is not finite, each row is computed by itself: the rows with a loss or
-gradient that is not finite are to blame. If no row at all can be computed, the model or the machine
-is to blame, and no episode must pay for it.
+gradient that is not finite are to blame. If no row has finite log-probabilities, the model or the
+machine is to blame, and no episode is spent.
 """
 
 import math
@@ -27,10 +27,10 @@ from trainer.learners.losses.stored import View
 from trainer.learners.off_policy import can_be_summed
 from trainer.learners.processes import Processes
 
-Seen = TypeVar("Seen")
+Result = TypeVar("Result")
 # The norm that gradients are clipped to, separately for policy and critic.
 MAX_GRAD_NORM: Final = 1.0
-# A larger return makes its whole group's baseline too large for float32.
+# A row with a larger return makes the baseline of its group too large for float32.
 LARGEST_RETURN: Final = 1e30
 NOT_FINITE: Final = "its loss or gradient is not finite"
 
@@ -46,7 +46,7 @@ class TrainedStep(NamedTuple):
 def update_figures(
     rows: Sequence[Row], trained: Sequence[TrainedStep], trainer: Any
 ) -> dict[str, Any]:
-    """Return the sizes of an update of `rows`, and the means over its steps."""
+    """Return an update's metrics: its sizes, and the mean loss and gradient norm of its steps."""
     first_epoch = trained[: len(trained) // trainer.epochs]
     return {
         "loss": fmean(step.loss for step in trained),
@@ -65,25 +65,27 @@ def update_figures(
     }
 
 
-class Step:
-    """Take optimiser steps with one TRL trainer."""
+class OptimiserSteps:
+    """Take optimiser steps with one TRL trainer, in all processes together."""
 
     def __init__(self, trainer: Any, interrupted: threading.Event, processes: Processes) -> None:
-        """Take the optimiser's present learning rates as the full ones."""
+        """Store the optimiser's current learning rates, of which `share` scales each update."""
         self._processes = processes
         self._trainer = trainer
         self._interrupted = interrupted
         self._rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        # This update's learning rates, as a share of the full ones.
+        # The share of the stored learning rates that the current update uses.
         self.share = 1.0
 
     def survey(
-        self, micro_batches: Sequence[Sequence[Row]], view: Callable[[Sequence[Row]], Seen]
-    ) -> list[Seen]:
-        """Apply `view` to all micro-batches, each process to its own, and return all results.
+        self, micro_batches: Sequence[Sequence[Row]], view: Callable[[Sequence[Row]], Result]
+    ) -> list[Result]:
+        """Apply `view` to the micro-batches, divided among processes; return all results.
+
+        Every process gets the results of all, in any order.
 
         Raises:
-            NoRoom: memory ran out.
+            MemoryRanOut: memory ran out.
             Interrupted: the update was stopped; the learner must be restored.
         """
         results = []
@@ -103,24 +105,24 @@ class Step:
     def take(
         self, micro_batches: Sequence[Sequence[Row]], check_drift: Callable[[], None]
     ) -> tuple[float, float]:
-        """Take a step on all `micro_batches`, each process on its share; return loss and norm.
+        """Take one step on `micro_batches`, divided among processes; return loss and norm.
 
-        The norm is that of the policy's gradient before clipping. `check_drift` is called before
-        anything is applied; its errors pass through.
+        The norm is that of the policy's gradient before clipping. `check_drift` is called after
+        the backward passes, before the weights change; its errors pass through.
 
         Raises:
-            Unusable: the loss or the gradient is not finite, and nothing was applied.
-            ShortOfMemory: memory ran out while the step was applied; the learner must be restored.
-            NoRoom: memory ran out before; nothing was applied.
+            Unusable: the loss or the gradient is not finite; the weights are unchanged.
+            ShortOfMemory: memory ran out while the weights changed; the learner must be restored.
+            MemoryRanOut: memory ran out earlier; the weights are unchanged.
             Interrupted: the update was stopped; the learner must be restored.
         """
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
         for rows in self._own_share(micro_batches):
             with catch_out_of_memory(rows, self._processes):
-                own = self._trainer.loss_of(rows) / share
-                self._trainer.accelerator.backward(own)
-                loss += float(own.detach())
+                part = self._trainer.loss_of(rows) / share
+                self._trainer.accelerator.backward(part)
+                loss += float(part.detach())
         check_drift()
         total = sum(self._processes.gather(loss))
         if not math.isfinite(total):
@@ -128,7 +130,7 @@ class Step:
         return total, self._apply_gradients()
 
     def stop_if_asked(self) -> None:
-        """Stop all processes at the same micro-batch if one was asked to stop.
+        """Raise `Interrupted` in all processes together if any of them was asked to stop.
 
         Raises:
             Interrupted: a process was asked to stop.
@@ -161,57 +163,62 @@ class Step:
 
 
 def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
-    """Refuse rows with ids that the model has no embedding for.
+    """Check that the model has an embedding for every token id in `rows`.
 
     Raises:
-        OtherVocabulary: there are such rows; on a GPU they would end the process.
+        OtherVocabulary: it lacks some; on a GPU such ids would crash the process.
     """
-    strange = {
+    out_of_range = {
         row.episode_id: f"token id out of range (vocabulary size {vocabulary})"
         for row in rows
         if not 0 <= np.min(row.ids) <= np.max(row.ids) < vocabulary
         or max(row.distribution.token_ids, default=0) >= vocabulary
     }
-    if strange:
+    if out_of_range:
         raise OtherVocabulary(
-            "some rows have ids of another vocabulary: was another base model served then?", strange
+            "some rows have token ids of another vocabulary: did the model server have another base"
+            " model when they were sampled?",
+            out_of_range,
         )
 
 
 def check_view(rows: Sequence[Row], view: View) -> None:
-    """Refuse rows whose figures before the first step are not finite: means would spread them.
+    """Check that the values in `view` are finite; means would spread others to all rows.
 
     Raises:
-        Unusable: there are such rows.
+        Unusable: some are not; their episodes are to blame, unless it is all rows.
     """
-    odd = [
+    not_finite = [
         row
         for row in rows
         if any(not all(map(math.isfinite, values.get(row.key, ()))) for values in view)
     ]
-    if odd:
-        blamed = {} if len(odd) == len(rows) else {row.episode_id: NOT_FINITE for row in odd}
+    if not_finite:
+        all_rows = len(not_finite) == len(rows)
+        blamed = {} if all_rows else {row.episode_id: NOT_FINITE for row in not_finite}
         raise Unusable("log-probabilities or values of some rows are not finite", blamed)
 
 
 def episodes_to_blame(
     trainer: Any, rows: Sequence[Row], stop_if_asked: Callable[[], None]
 ) -> Mapping[UUID, str]:
-    """Return the reasons, by episode, of episodes that make the gradient of `rows` infinite or NaN.
+    """Return the episodes with a row whose loss or gradient is not finite, each with the reason.
 
-    Every process computes every row, so that all get the same result. Gradients are left empty.
-    `stop_if_asked` is called before each row; its errors pass through.
+    If some of these rows have extreme returns, only they count: such a return spoils its group. The
+    result is empty if no row has finite log-probabilities. Every process computes every row, so
+    that all get the same result. Gradients are left empty. `stop_if_asked` is called before each
+    row; its errors pass through.
     """
-    odd = []
+    not_finite = []
     for row in rows:
         stop_if_asked()
         if not _is_finite(trainer, row):
-            odd.append(row)
+            not_finite.append(row)
     with torch.no_grad():
         if not any(bool(torch.isfinite(trainer.score([row]).logprobs).all()) for row in rows):
             return {}
-    extreme = [row for row in odd if abs(row.r_total) > LARGEST_RETURN]
-    return {row.episode_id: NOT_FINITE for row in extreme or odd}
+    extreme = [row for row in not_finite if abs(row.r_total) > LARGEST_RETURN]
+    return {row.episode_id: NOT_FINITE for row in extreme or not_finite}
 
 
 def _is_finite(trainer: Any, row: Row) -> bool:
@@ -228,7 +235,7 @@ def _is_finite(trainer: Any, row: Row) -> bool:
 
 
 def fits_in_memory(trainer: Any, processes: Processes, row: Row) -> bool:
-    """Return whether there is memory to train on one row by itself; gradients are left empty."""
+    """Return whether one row by itself fits into memory in training; gradients are left empty."""
     try:
         with catch_out_of_memory([row], processes):
             trainer.accelerator.backward(trainer.loss_of([row]))

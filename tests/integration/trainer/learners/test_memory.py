@@ -149,7 +149,7 @@ def test_half_applied_optimizer_step_is_undone(
     assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
 
 
-@pytest.mark.parametrize("step", ["model.load_base", "model.attach_adapter", "learner.Step"])
+@pytest.mark.parametrize("step", ["model.load_base", "model.attach_adapter", "learner.OptimiserSteps"])
 def test_too_little_memory_for_a_learner_is_reported_with_the_remedy(
     tiny_model: str, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -531,7 +531,7 @@ def test_no_training_process_uses_a_memory_plan_that_another_lacks(
         return [own, False] if own is True else [own]
 
     monkeypatch.setattr(Processes, "gather", with_another)
-    assert Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)._takes is None
+    assert Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)._memory_plan is None
 
 
 @pytest.mark.parametrize(
