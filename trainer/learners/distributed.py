@@ -1,8 +1,9 @@
 """Run one learner in several processes, which `accelerate launch` starts; rank 0 leads.
 
-Rank 0 receives the commands and passes them on to the others, and all agree on how each command
-ended. (`trainer.learners.processes` has the joint computation.) Learners that share a base model
-share its processes, too: a command names its policy.
+Rank 0 receives each command (a call of a learner's method) and passes it on to the others. After a
+command, all processes learn whether it failed in any of them. (`trainer.learners.processes` has the
+joint computation.) Learners that share a base model share its processes, so a command names its
+policy.
 """
 
 import os
@@ -39,11 +40,11 @@ T = TypeVar("T")
 def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
     """Run a module in several processes of this machine, and return an exit status.
 
-    It is 0 also if a signal ended them, 2 if a process ended with 2 (and has said why), and 1 after
-    other failures: the processes may be started again.
+    The status is 0 if all succeeded or a signal ended them, 2 if one ended with 2 (which has said
+    why), and 1 after other failures: then the processes may be started again.
     """
     command = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
-    # Port 0: any that is free.
+    # Port 0 stands for any free port.
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     sys.argv = ["accelerate-launch", *command, "-m", module, *arguments]
     try:
@@ -51,29 +52,29 @@ def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
     except SignalException:
         return 0
     except ChildFailedError as error:
-        return 2 if any(one.exitcode == 2 for one in error.failures.values()) else 1
+        return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
     return 0
 
 
 def is_follower() -> bool:
-    """Return True if this process follows the commands of rank 0."""
+    """Return whether this process runs the commands of rank 0 (its own rank is not 0)."""
     return int(os.environ.get("RANK", "0")) > 0
 
 
 def is_one_of_several() -> bool:
-    """Return True if this is one of several processes."""
+    """Return whether the learner runs in several processes, of which this is one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 class _LeadingLearner:
-    """The learner of rank 0, whose commands run in all processes at once.
+    """The learner of rank 0, whose method calls run in all processes at once.
 
-    It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0. Calls
-    that do not depend on the weights run in rank 0 only.
+    It implements `trainer.learners.protocol.LearnerProtocol` and returns the results of rank 0.
+    Methods that do not compute with the weights run in rank 0 only.
     """
 
     def __init__(self, policy: str, learner: "Learner", one_at_a_time: threading.Lock) -> None:
-        """Lead the other processes of a policy's `learner`; there may be none."""
+        """Lead the other processes, if any, that run the `learner` of a policy."""
         self._policy = policy
         self._learner = learner
         self._lock = one_at_a_time
@@ -113,7 +114,7 @@ def _run_command(command: Callable[..., T], *args: object) -> T:
     """Run one command in this process.
 
     Raises:
-        ShortOfMemory: memory ran out anywhere in the command.
+        ShortOfMemory: memory ran out in the command.
     """
     try:
         return command(*args)
@@ -125,13 +126,14 @@ def _run_command(command: Callable[..., T], *args: object) -> T:
 
 
 def check_all_succeeded(learner: "Learner", own: Exception | None) -> None:
-    """Wait until a command has ended in all processes, in this one with the error `own` or None.
+    """Wait until a command has ended in all processes; `own` is this process's error, or None.
 
-    If it failed in some processes, the others must not go on: they would compute with other
-    weights. An `OSError` does not count: a refused write leaves the learner as it is.
+    If the command failed elsewhere only, this learner drops its model: the processes would go on
+    with different weights. An `OSError` does not count, as a failed write changes no weights.
 
     Raises:
         LearnerError: the command failed in another process, and not in this one.
+        ShortOfMemory: the same, if memory ran out there.
     """
     learner.processes.regroup(own)
     is_companions = isinstance(own, CompanionFailed)
@@ -149,10 +151,10 @@ def check_all_succeeded(learner: "Learner", own: Exception | None) -> None:
 
 
 class Leader:
-    """Lead the other processes of all learners of one base model."""
+    """Rank 0's side: it runs the learners of one base model in all processes."""
 
     def __init__(self, learners: "Mapping[str, Learner]") -> None:
-        """Lead these learners, by policy; there is at least one."""
+        """Wrap the learners, by policy, so that their methods run in all processes."""
         # One command at a time: the processes' messages must not interleave.
         self._lock = threading.Lock()
         self._processes = next(iter(learners.values())).processes
@@ -167,7 +169,7 @@ class Leader:
             learner.interrupt()
 
     def stop(self) -> None:
-        """Let the other processes end, once the command in progress is done."""
+        """Tell the other processes to end, once the current command is done."""
         with self._lock:
             self._processes.broadcast(None)
             self._processes.close()
@@ -176,7 +178,8 @@ class Leader:
 def follow(learners: "Mapping[str, Learner]") -> None:
     """Run the commands of rank 0 in this process until rank 0 stops; `learners` are by policy.
 
-    A command that fails in one process has failed in all; rank 0 reports it.
+    A command that fails in one process counts as failed in all; rank 0 raises the error. An error
+    that is no `TrainerError` also ends this process.
     """
     processes: Processes = next(iter(learners.values())).processes
     while (command := processes.broadcast(None)) is not None:

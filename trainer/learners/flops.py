@@ -1,9 +1,9 @@
 """Measure how fast a learner trains: tokens a second, share of the GPU's peak, share of idle time.
 
 The share of the peak is the model FLOPs utilisation, MFU (PaLM, arXiv:2204.02311, appendix B): the
-operations that an update needs over the operations that the GPU could do in that time. Operations
+operations that an update needs, divided by those that the GPU could do in that time. Operations
 that the mathematics does not need, such as computing activations or shared prefixes a second time,
-take seconds and do not count.
+take time and do not count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,15 +37,15 @@ PEAKS: Final = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the bfloat16 operations a second that a GPU could do at most, or None if unknown."""
+    """Return a GPU's most bfloat16 operations a second, or None if the GPU is unknown."""
     return next((peak for name, peak in PEAKS if name in device_name), None)
 
 
 class ModelFlops(Record, frozen=True, kw_only=True):
-    """The sizes of a model that its floating-point operations follow from.
+    """The sizes of a model from which its floating-point operations are computed.
 
     Attributes:
-        matrices: parameters of the matrices that each token passes, with its active experts only.
+        matrices: parameters of the matrices that multiply each token: of experts, the active ones.
         head: parameters of the LM head.
         attention: multiplications for each (query, key) pair in a layer, over all heads.
         windows: the attention window of each layer with attention, in tokens; None if unbounded.
@@ -59,24 +59,24 @@ class ModelFlops(Record, frozen=True, kw_only=True):
     def training_flops(self, tokens: int, pairs: int, scored: int) -> float:
         """Return the operations of one forward and backward pass that trains an adapter.
 
-        A parameter costs 2 operations a token in the forward pass and 2 for the gradient of its
-        input. The usual further 2, for the gradient of the weights, are saved because the base is
-        frozen. A multiplication of attention, which has no weights, costs 2 and 4. The adapter's
-        own operations, below one per cent, and the recurrences of linear layers are left out.
+        For each token, a parameter costs 2 operations in the forward pass and 2 for the gradient of
+        its input. There is no gradient of the weights (the usual further 2), as the base is frozen.
+        A multiplication of attention costs 2 operations forward and 4 backward. The adapter's own
+        operations, below one per cent, and the recurrences of linear layers are left out.
 
         Args:
             tokens: number of distinct tokens, each computed once.
             pairs: number of (query, key) pairs, a token with itself included (`tokens_and_pairs`).
-            scored: how many tokens the head is computed for.
+            scored: number of tokens that the LM head is computed for.
         """
-        seen = sum(
+        attended = sum(
             pairs if window is None else min(pairs, tokens * window) for window in self.windows
         )
-        return 4.0 * (self.matrices * tokens + self.head * scored) + 6.0 * self.attention * seen
+        return 4.0 * (self.matrices * tokens + self.head * scored) + 6.0 * self.attention * attended
 
 
 def try_model_flops(base: Any) -> ModelFlops | None:
-    """Return `model_flops`, or None with a warning if they are unknown: training goes on."""
+    """Return `model_flops(base)`; if it fails, log a warning and return None."""
     try:
         return model_flops(base)
     except Exception as error:  # Architectures name their sizes differently.
@@ -85,7 +85,7 @@ def try_model_flops(base: Any) -> ModelFlops | None:
 
 
 def model_flops(base: Any) -> ModelFlops:
-    """Return the multiplications of the text model of `base`, which need not be loaded."""
+    """Return the sizes of the text model of `base`, which need not be loaded."""
     text = base.config.get_text_config()
     decoder = decoder_of(base)
     embedding = decoder.get_input_embeddings().weight
@@ -106,10 +106,10 @@ def model_flops(base: Any) -> ModelFlops:
 
 
 class Throughput:
-    """Measure the updates of all learners of one base model."""
+    """Measure the speed of updates, for all learners of one base model together."""
 
     def __init__(self, flops: ModelFlops | None, device: torch.device, processes: int) -> None:
-        """Begin for a model that `processes` processes compute, each on a device like `device`.
+        """Start to measure `processes` processes, each on a device like `device`.
 
         Without `flops` the share of the peak is unknown.
         """
@@ -122,7 +122,7 @@ class Throughput:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count the seconds of a block that computes with the model: forward, backward or step."""
+        """Count the block's time as busy: it computes forward or backward passes, or a step."""
         began = perf_counter()
         try:
             yield
@@ -130,10 +130,10 @@ class Throughput:
             self._busy += perf_counter() - began
 
     def figures(self, rows: Sequence[Row], epochs: int, seconds: float) -> dict[str, float]:
-        """Return the figures of an update that ends now, after `seconds` of training.
+        """Return the speed metrics of an update that ends now, after `seconds` of training.
 
-        `mfu` is missing if the peak is unknown. `idle_share` is a share of the time since the end
-        of the previous update; the first update has none.
+        `mfu` is missing if the peak is unknown. `idle_share` is the share of the time since the
+        previous update's end in which nothing was computed; the first update has none.
         """
         tokens, pairs = tokens_and_pairs(rows)
         figures: dict[str, float] = {"tokens_per_second": round(epochs * tokens / seconds)}
@@ -149,7 +149,7 @@ class Throughput:
 
 
 def _active_share(name: str, text: Any) -> float:
-    """Return the share of a parameter that one token is multiplied with."""
+    """Return the share of a parameter that multiplies one token: below 1 for experts."""
     if ".experts." not in name:
         return 1.0
     experts = next(

@@ -1,14 +1,15 @@
-"""Compare the policy with its base model: the same weights with the adapter switched off.
+"""Measure and penalise the KL divergence of the policy from its base model.
 
-The penalty of the recipe's `[kl]` is in the loss or in the reward. In the loss it is the k3
-estimator (Schulman, "Approximating KL divergence", 2020; GRPO, arXiv:2402.03300 §4.1.1), weighted
-like the rest of the loss, unlike TRL's own `beta`. k3 assumes tokens that the policy sampled;
-tokens of other versions are weighted by the loss's truncated ratio policy/sampled (DeepSeek-V3.2,
-arXiv:2512.02556 §3.1). In the reward it is log π − log π_base of each sampled token
-(arXiv:1909.08593 §2), with π the policy before the update's first step. The row's sampling settings
-shape both distributions, so that the policy stays near the base as both would answer under these
-settings; top-k, top-p and min-p apply to each by itself. The sampled token counts as a survivor in
-both (`trainer.learners.replay.shaping`), so that neither log-probability is infinite.
+The base model is the same model with the adapter switched off. The recipe's `[kl]` puts the penalty
+into the loss or into the reward. In the loss it is the k3 estimator (Schulman, "Approximating KL
+divergence", 2020; GRPO, arXiv:2402.03300 §4.1.1), weighted like the rest of the loss, unlike TRL's
+own `beta`. k3 assumes tokens that the policy sampled; tokens of other versions are weighted by the
+truncated ratio policy/sampled of the loss (DeepSeek-V3.2, arXiv:2512.02556 §3.1). In the reward it
+is log π − log π_base of each sampled token (arXiv:1909.08593 §2), where π is the policy before the
+update's first step. The row's sampling settings shape both distributions, so that the policy stays
+near the base as served with these settings; top-k, top-p and min-p apply to each by itself. The
+sampled token counts as a survivor in both (`trainer.learners.replay.shaping`), so that neither
+log-probability is infinite.
 
 After an update `kl_by_row` measures KL(policy ‖ base), exact over the vocabulary and at temperature
 one, on some of the calls that the update trained on. This divergence on the trained tasks predicts
@@ -31,9 +32,9 @@ from trainer.learners.kernels.head import Head, head_kl, logits_kl
 from trainer.learners.scoring import states_of, whole_logits
 from trainer.recipes.recipe import KlOptions
 
-# One in `PART` of an update's tokens is measured, within bounds. It costs two forward passes;
-# training on a token costs at least as much as three.
-PART: Final = 16
+# One in so many of an update's tokens is measured, within the bounds below. Measuring a token costs
+# two forward passes; training on it costs at least as much as three.
+MEASURED_PART: Final = 16
 FEWEST_TOKENS: Final = 512
 MOST_TOKENS: Final = 16384
 # One value for each sampled token, (S,), by row.
@@ -49,12 +50,12 @@ def cut_by_row(rows: Sequence[Row], values: Tensor) -> ByRow:
 def concatenated(
     rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]], device: Any
 ) -> Tensor:
-    """Return the rows' values one after the other, (M,)."""
+    """Return the values of all sampled tokens, row after row, as one tensor (M,)."""
     return torch.tensor([value for row in rows for value in values[row.key]], device=device)
 
 
 def token_weights(rows: Sequence[Row], device: Any) -> Tensor:
-    """Return each sampled token's share of the loss, (M,): the row's weight over its tokens."""
+    """Return each sampled token's weight in the loss, (M,): the row's weight / its tokens."""
     return torch.tensor(
         [row.weight / len(row.sampled_ids) for row in rows for _ in row.sampled_ids],
         device=device,
@@ -74,7 +75,7 @@ class KlToBase:
     """Compute the KL penalty of one update, in the loss or in the reward, as the recipe says."""
 
     def __init__(self, rule: KlOptions, ratio_cap: float | None) -> None:
-        """Store the recipe's `[kl]` rule, and the cap of ratios (None: the loss has no ratios)."""
+        """Store the recipe's `[kl]`, and the cap of the loss's ratios (None: it has no ratios)."""
         self.rule = rule
         self._ratio_cap = ratio_cap
         self.is_wanted = rule.coefficient > 0
@@ -92,10 +93,10 @@ class KlToBase:
         if not self.in_reward:
             return [0.0] * len(policy)
         pairs = zip(policy, self._reference[row.key], strict=True)
-        return [-self.rule.coefficient * (here - there) for here, there in pairs]
+        return [-self.rule.coefficient * (own - base) for own, base in pairs]
 
     def loss(self, rows: Sequence[Row], policy: Tensor) -> Tensor:
-        """Return the KL term of a micro-batch's loss; zero if the penalty is in the reward.
+        """Return the KL term of a micro-batch's loss; zero unless the penalty is in the loss.
 
         `policy` (M,) are the log-probabilities of the micro-batch's sampled tokens.
         """
@@ -117,7 +118,7 @@ class KlToBase:
         return log_ratios.exp().clamp(max=self._ratio_cap)
 
     def figures(self) -> dict[str, float]:
-        """Return `kl_penalised`: the mean k3 over all passes of the update, in nats per token."""
+        """Return `kl_penalised`, the mean of the weighted k3 over the update, in nats per token."""
         return {"kl_penalised": self._seen / self._weight} if self._weight else {}
 
 
@@ -141,14 +142,14 @@ def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> lis
 
 
 def measured_rows(rows: Sequence[Row], fewest: int | None = None) -> list[Row]:
-    """Return the rows to measure: at least one, and as many as the bound on tokens allows.
+    """Return the rows to measure: at least one, and otherwise up to a bound of tokens.
 
-    The bound is one in `PART` of all tokens, prompts included, and at least `fewest` tokens (None:
-    `FEWEST_TOKENS`). Rows are taken in the order of the hashes of their ids, so that the choice
-    does not depend on the order of `rows`.
+    The bound is one in `MEASURED_PART` of all tokens, prompts included, but at least `fewest`
+    (None: `FEWEST_TOKENS`) and at most `MOST_TOKENS`. Rows are taken in the order of the hashes of
+    their ids, so that the choice does not depend on the order of `rows`.
     """
     tokens = sum(row.size for row in rows)
-    left = min(MOST_TOKENS, max(fewest or FEWEST_TOKENS, tokens // PART))
+    left = min(MOST_TOKENS, max(fewest or FEWEST_TOKENS, tokens // MEASURED_PART))
     chosen: list[Row] = []
     for row in sorted(rows, key=lambda row: blake2b(row.ids, digest_size=8).digest()):
         if chosen and row.size > left:
@@ -183,7 +184,9 @@ def _whole_row_kl(model: Any, row: Row) -> Tensor:
 def kl_figures(
     rows: Sequence[Row], measured: Sequence[Mapping[RowKey, Sequence[float]]]
 ) -> dict[str, Any]:
-    """Return `kl_to_base`, the mean over all sampled tokens of `rows` in nats, and their number.
+    """Return `kl_to_base`, in nats a token over the sampled tokens of `rows`, and `kl_tokens`.
+
+    `measured` has the values of `kl_by_row`, and `kl_tokens` is the number of these tokens.
 
     Raises:
         Unusable: the mean is not finite, because the policy's log-probabilities are not.

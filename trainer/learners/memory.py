@@ -270,8 +270,8 @@ def _measure_layers(base: Any) -> tuple[list[int], int]:
         by_kind = {kind: _measure_layer(*call, known) for kind, call in calls.items()}
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise LearnerError(
-            f"the memory of {type(base).__name__} cannot be planned: a layer does not run on torch's"
-            f" meta device: {error}"
+            f"the memory of {type(base).__name__} cannot be planned: a layer does not run on"
+            f" torch's meta device: {error}"
         ) from error
     return [by_kind[kind][0] for kind in kinds], max(peak for _, peak in by_kind.values())
 
@@ -292,7 +292,7 @@ def _measure_layer(
 
 
 def peak_bytes_of(device: torch.device, run: Callable[[], bool]) -> int | None:
-    """Return the peak of the GPU memory that `run` takes, in bytes, or None if it returns False."""
+    """Return the peak of the GPU memory that `run` takes; None if `run` returns False."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,16 +1,15 @@
 """Measure how far the policy in training is from the policies that sampled its rows.
 
 Let d = log policy − log sampled, per token. A sequence whose geometric mean ratio exp(mean d)
-(the sequence ratio of GSPO, arXiv:2507.18071 §4) is out of bounds carries no loss. The other
-sequences keep their weights, so that an update with such rows is a smaller one; the loss truncates
-their token ratios.
+(the sequence ratio of GSPO, arXiv:2507.18071 §4) is out of bounds carries no loss. The weights of
+the other sequences do not grow in return; the loss truncates the ratios of their tokens.
 
 The bounds depend on the length. The mean of T independent values of d deviates from 0 by about
 1/√T: a mean that a reply of ten tokens has by chance is a sign of another policy in a reply of ten
-thousand. So log bounds shrink with √T (`OffPolicyOptions.sequence_bounds`). A difference between
-server and trainer in every reply does not shrink: it is measured first (`mean_drift`) and
-subtracted from the mean of d. Otherwise all replies of 961 tokens would be out of bounds at a drift
-of 0.1 nats a token.
+thousand. So the bounds on mean d shrink as 1/√T (`OffPolicyOptions.sequence_bounds`). A systematic
+difference between server and trainer does not shrink with T: it is measured first (`mean_drift`)
+and subtracted from mean d. Otherwise all replies of 961 tokens would be out of bounds at a drift of
+0.1 nats a token.
 
 The divergence KL(sampled ‖ policy) is estimated by mean(exp(d) − 1 − d), never negative and
 of low variance (k3; Schulman, "Approximating KL divergence", 2020,
@@ -31,18 +30,18 @@ from store.records import Record
 from trainer.batches import Row, RowKey
 from trainer.errors import DriftOutOfBounds, Unusable
 
-# Above it, sums of such sums may overflow.
-LARGEST: Final = 1e300
+# Sums of a row above this may overflow when they are added over rows.
+LARGEST_SUM: Final = 1e300
 
 
 class RowComparison(Record, frozen=True, kw_only=True):
     """Sums over the sampled tokens of one row, with d = log policy − log sampled.
 
-    `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d) and `squared_ratios` its
-    square. `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries
-    no loss. `version` is None for a recomputed row, which says nothing about the server.
-    `key` identifies the row, and `policy_logprobs` are the policy's log-probabilities, packed as in
-    the ledger; both are optional.
+    `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d), and `squared_ratios` exp(2d).
+    `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries no loss.
+    `version` is None for a recomputed row, which says nothing about the server. `key` identifies
+    the row, and `policy_logprobs` are the policy's log-probabilities, packed as in the database;
+    both are optional.
     """
 
     version: int | None
@@ -60,7 +59,7 @@ class RowComparison(Record, frozen=True, kw_only=True):
 def mean_drift(
     rows: Sequence[Row], policy: Sequence[Sequence[float]], newest: int | None, bound: float
 ) -> float:
-    """Return the mean of d over the tokens that version `newest` sampled, cut to −`bound` to 0.
+    """Return the mean of d over tokens sampled by version `newest`, clamped to [−`bound`, 0].
 
     It estimates −KL(sampled ‖ policy) in nats a token; `policy` are the log-probabilities (S,) of
     the rows' sampled tokens under that same version. Without such tokens it is 0.
@@ -95,7 +94,10 @@ def loss_mask(
 def compare_rows(
     log_ratios: Tensor, mask: Tensor, keeps: Tensor, versions: Sequence[int | None], cap: float
 ) -> list[RowComparison]:
-    """Return one comparison for each row; `log_ratios` (d) and `mask` are (B, T)."""
+    """Return one comparison for each row; `log_ratios` (d) and `mask` are (B, T).
+
+    `keeps` (B, 1) is a `loss_mask`, and ratios above `cap` are truncated.
+    """
     d = torch.where(mask.bool(), log_ratios.detach().double(), 0.0)
     ratios = d.exp() * mask
     columns = {
@@ -118,7 +120,7 @@ def can_be_summed(compared: Sequence[RowComparison]) -> bool:
     """Return whether the rows' sums are finite, and small enough to be added up."""
     return all(
         # False for NaN.
-        row.divergence < LARGEST and row.squared_ratios < LARGEST
+        row.divergence < LARGEST_SUM and row.squared_ratios < LARGEST_SUM
         for row in compared
     )
 
@@ -158,7 +160,8 @@ def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) ->
       rows count in neither.
     - `effective_sample_size`: (Σw)² / (n·Σw²) over the ratios w of all n tokens before any is
       truncated (Kish), as a share of the tokens.
-    - `ratio_cut_share` of tokens, and `masked_share` of rows.
+    - `ratio_cut_share`: the share of tokens with a truncated ratio.
+    - `masked_share`: the share of rows that carry no loss.
     """
     served = [row for row in compared if row.version is not None]
     fresh = [row for row in served if row.version == newest]

@@ -1,10 +1,9 @@
-"""Compute in several processes, each on its GPU, as if in one.
+"""Compute in several processes, each on its own GPU, with the result of a single process.
 
 The frozen base is sharded over them, one decoder layer at a time (`fully_shard`, the second
-version of PyTorch FSDP, arXiv:2304.11277), while it is read: no process ever has all of it. The
-adapter, which is small, is whole in each.
-Each process computes its share of a step's micro-batches, and the adapter's gradients are
-summed, so that all take the same step.
+version of PyTorch FSDP, arXiv:2304.11277), while it is read: no process ever has all of it. Each
+process has the whole adapter, which is small. It computes a share of a step's micro-batches, and
+the gradients of the adapter are summed over the processes, so that all take the same step.
 
 A process that fails must not leave the others waiting for it. So all processes meet before each
 collective operation, and a failed process reports its failure there. Then all abandon the
@@ -30,16 +29,16 @@ from trainer.learners.scoring import layers_of
 
 T = TypeVar("T")
 
-# A process's state at a meeting; all learn the worst.
+# The state that a process brings to a meeting, where all processes learn the worst one.
 FINE, NO_MEMORY, FAILED = range(3)
 # A follower waits for its leader for as long as there is nothing to train on.
 COMMAND_TIMEOUT = timedelta(days=3650)
 # The environment variable that makes transformers read a model's weights one by one.
-READS_ALONE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
+NO_ASYNC_LOAD: Final = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class Processes:
-    """Communication between the processes of one learner; a single process needs none."""
+    """Communication between the processes of one learner; does nothing in a single process."""
 
     def __init__(self) -> None:
         """Read rank and number of processes from torch's process group, if there is one."""
@@ -52,14 +51,15 @@ class Processes:
         self._sharded: list[Any] = []
 
     def close(self) -> None:
-        """End the connections: a process that exits with open ones may abort instead."""
+        """End the connections: a process that exits with open connections may crash."""
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def meet(self, own: int = FINE) -> None:
-        """Wait for all processes, and exchange states (`own` is this one's).
+        """Wait for all processes, and exchange states; `own` is the state of this process.
 
-        All call it before every collective operation, or if they cannot take part in it.
+        Processes meet before every collective operation. A process that failed meets the others
+        instead of taking part in it.
 
         Raises:
             CompanionFailed: another process's state is worse than `own`.
@@ -72,9 +72,10 @@ class Processes:
             raise CompanionFailed(is_memory=int(worst) == NO_MEMORY)
 
     def regroup(self, own: Exception | None) -> None:
-        """Wait until all have ended a joint computation, this process with the error `own` or None.
+        """Wait until all processes have ended a joint computation.
 
-        Processes that still compute abandon the computation when they meet this one.
+        `own` is this process's error, or None. If it failed, processes that still compute abandon
+        the computation at their next meeting.
         """
         if not isinstance(own, CompanionFailed):
             with suppress(CompanionFailed):
@@ -83,7 +84,7 @@ class Processes:
             self.recover()
 
     def recover(self) -> None:
-        """Make the sharded layers ready to compute again, after a computation was left."""
+        """Make the sharded layers ready to compute again, after a computation was abandoned."""
         for layer in self._sharded:
             layer.reset_iter_state()
 
@@ -124,15 +125,15 @@ class Processes:
 
     @contextmanager
     def sharding(self) -> Iterator[None]:
-        """Shard the decoder layers of a frozen model that transformers reads within the context.
+        """Shard the decoder layers of a frozen model that transformers loads within the block.
 
-        Each is sharded over the processes as soon as its last weight has been read.
+        Each layer is sharded over the processes as soon as its last weight has been read.
         """
         if self.count == 1:
             yield
             return
         mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (self.count,))
-        set_parameter, own_threads = loading.set_param_for_module, os.environ.get(READS_ALONE)
+        set_parameter, own_threads = loading.set_param_for_module, os.environ.get(NO_ASYNC_LOAD)
         waiting: list[tuple[str, Any]] | None = None
 
         def set_and_shard(model: Any, name: str, *more: Any) -> None:
@@ -149,14 +150,14 @@ class Processes:
 
         loading.set_param_for_module = set_and_shard
         # Other threads would read the whole model before the first layer is sharded.
-        os.environ[READS_ALONE] = "1"
+        os.environ[NO_ASYNC_LOAD] = "1"
         try:
             yield
         finally:
             loading.set_param_for_module = set_parameter
-            os.environ.pop(READS_ALONE)
+            os.environ.pop(NO_ASYNC_LOAD)
             if own_threads is not None:
-                os.environ[READS_ALONE] = own_threads
+                os.environ[NO_ASYNC_LOAD] = own_threads
 
     def _shard(self, layer: Any, mesh: DeviceMesh) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -168,7 +169,7 @@ class Processes:
 
 
 class _MeetFirst(DefaultAllGather):
-    """Gather a sharded layer's parts once all processes are there."""
+    """Gather the parts of a sharded layer, after a meeting of all processes."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes

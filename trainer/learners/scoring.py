@@ -1,10 +1,10 @@
-"""Compute log-probabilities of recorded tokens under the current policy, by one of four layouts.
+"""Compute log-probabilities of recorded tokens under the current policy, in one of four layouts.
 
 The layouts are listed in `trainer.batches`. `tree` needs attention along the tree. `stretches` and
-`chain` are plain causal passes: a stretch continues the layers' states after the stretch before,
-and `chain` works with all kinds of layers. In these three, the LM head is computed in chunks, and
-only where a sampled token follows. `whole`, row by row through the model's own forward pass and
-head, is the reference and the last resort.
+`chain` are plain causal passes: a stretch continues from the layers' states after its parent
+stretch, and `chain` works with all kinds of layers. In these three, the LM head is computed in
+chunks, and only where a sampled token follows. `whole` uses the model's own forward pass and head,
+row by row; it is the reference and the last resort.
 """
 
 from collections import defaultdict
@@ -37,13 +37,13 @@ from trainer.learners.replay.shaping import History, places_of, score_for_autogr
 
 log = structlog.get_logger()
 
-# Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
-SIZES = {"cpu": 1, "cuda": 256}
+# Trees are padded to a multiple of so many nodes: on a GPU each new size is compiled anew.
+TREE_MULTIPLES = {"cpu": 1, "cuda": 256}
 # transformers' names for the states of a layer: of attention, and, as dicts by the state's number,
 # of convolutions and recurrences.
-KEYS: Final = {"keys", "values", "cumulative_length", "is_initialized"}
-CONVOLUTION: Final = {"conv_states", "has_previous_state", "is_conv_states_initialized"}
-RECURRENCE: Final = {"recurrent_states", "is_recurrent_states_initialized"}
+ATTENTION_STATES: Final = {"keys", "values", "cumulative_length", "is_initialized"}
+CONVOLUTION_STATES: Final = {"conv_states", "has_previous_state", "is_conv_states_initialized"}
+RECURRENCE_STATES: Final = {"recurrent_states", "is_recurrent_states_initialized"}
 
 
 class Scored(NamedTuple):
@@ -87,9 +87,9 @@ def plain_logprobs(model: Any, rows: Sequence[Row], *, layout: Layout) -> list[l
 
 
 def states_of(model: Any, rows: Sequence[Row], layout: Layout) -> tuple[Tensor, list[int]]:
-    """Return the LM head's inputs at all computed tokens, (N, H).
+    """Return the LM head's inputs at all computed tokens, (N, H), and indices into them.
 
-    The second result, (M,), has the index of the token before each sampled token, row after row.
+    The indices, (M,), are those of the token before each sampled token, row after row.
     """
     # One chain needs no tree: plain causal attention has the fastest kernels.
     if layout == "tree" and len(chains_of(rows, layout)) == 1:
@@ -110,13 +110,16 @@ _States = tuple[Tensor, Sequence[Sequence[int]]]
 
 def _tree_states(model: Any, rows: Sequence[Row]) -> _States:
     if model.config._attn_implementation != NAME:
-        raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
+        raise LearnerError(
+            "the layout `tree` cannot be used: the model's attention takes no tree; call"
+            " set_attention first"
+        )
     device = next(model.parameters()).device
-    tree = pad_tree(build_tree([row.inputs for row in rows]), SIZES[device.type])
+    tree = pad_tree(build_tree([row.inputs for row in rows]), TREE_MULTIPLES[device.type])
     states = decoder_of(model.get_base_model())(
         input_ids=torch.tensor([tree.tokens], device=device),
         position_ids=torch.tensor([tree.depth], device=device),
-        # Four dimensions, so that the model builds no mask of its own; attention uses the tree.
+        # A dummy of four dimensions, so that the model builds no mask; attention uses the tree.
         attention_mask=torch.empty(1, 1, 1, 1, device=device),
         use_cache=False,
         tree=attention_tree(tree, device),
@@ -125,7 +128,7 @@ def _tree_states(model: Any, rows: Sequence[Row]) -> _States:
 
 
 def _chain_states(model: Any, rows: Sequence[Row]) -> _States:
-    """Compute the longest row of each chain; equally long ones together, so that none is padded."""
+    """Compute the longest row of each chain, those of equal length together, without padding."""
     device = next(model.parameters()).device
     decoder = decoder_of(model.get_base_model())
     computed: list[Tensor] = []
@@ -143,7 +146,7 @@ def _chain_states(model: Any, rows: Sequence[Row]) -> _States:
 
 
 def _stretch_states(model: Any, rows: Sequence[Row]) -> _States:
-    """Compute each stretch once, and rows that share none as chains."""
+    """Compute each shared stretch once, and rows without shared stretches as chains."""
     stretches, last = stretches_of(rows)
     alone = {key for key, own in last.items() if stretches[own].parent is None}
     parts = [
@@ -164,12 +167,12 @@ def _stretch_states(model: Any, rows: Sequence[Row]) -> _States:
 
 
 def _continued_states(model: Any, rows: Sequence[Row]) -> _States:
-    """Compute each stretch from the states that its parent left."""
+    """Compute each stretch once, continuing from the layers' states after its parent."""
     device = next(model.parameters()).device
     decoder = decoder_of(model.get_base_model())
-    # Models without attention have no positions, and another name for the states.
-    known = signature(decoder.forward).parameters
-    states_are = "cache_params" if "cache_params" in known else "past_key_values"
+    # Models without attention take no positions, and call the states differently.
+    parameters = signature(decoder.forward).parameters
+    cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
     stretches, last = stretches_of(rows)
     computed: list[Tensor] = []
     left: list[LayerStates] = []
@@ -177,11 +180,11 @@ def _continued_states(model: Any, rows: Sequence[Row]) -> _States:
     size = 0
     for row, begin, end, parent in stretches:
         states = LayerStates(model.config, None if parent is None else left[parent])
-        how: dict[str, Any] = {"use_cache": True, states_are: states}
-        if "position_ids" in known:
-            how["position_ids"] = torch.arange(begin, end, device=device)[None]
+        options: dict[str, Any] = {"use_cache": True, cache_name: states}
+        if "position_ids" in parameters:
+            options["position_ids"] = torch.arange(begin, end, device=device)[None]
         ids = torch.tensor([row.inputs[begin:end]], dtype=torch.long, device=device)
-        computed.append(decoder(input_ids=ids, **how)[0].squeeze(0))
+        computed.append(decoder(input_ids=ids, **options)[0].squeeze(0))
         left.append(states)
         behind = [] if parent is None else paths[parent]
         paths.append([*behind, *range(size, size + end - begin)])
@@ -190,15 +193,15 @@ def _continued_states(model: Any, rows: Sequence[Row]) -> _States:
 
 
 class LayerStates(DynamicCache):
-    """The cache of a model's layers after some tokens, for a stretch that continues them.
+    """The cache of a model's layers for one stretch: their states before it and after it.
 
-    transformers' own cache is changed in place. Here `layers` stay as the stretch before left them,
-    and `after` gets the states that this stretch leaves. So several stretches can continue the same
-    one, gradients pass through, and a layer may be computed a second time.
+    transformers' own cache is changed in place. Here `layers` keep the states before the stretch,
+    and `after` gets the states after it. So several stretches can continue the same one, gradients
+    pass through, and a layer may be computed a second time (gradient checkpointing).
     """
 
     def __init__(self, config: Any, before: "LayerStates | None") -> None:
-        """Continue the states of the stretch `before`, or begin with none."""
+        """Start from the states after the stretch `before`, or from none."""
         super().__init__(config=config)
         if before is not None:
             self.layers = before.after
@@ -208,25 +211,25 @@ class LayerStates(DynamicCache):
             vars(layer).update(own)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any) -> Any:
-        """Return all keys and values that a layer's new tokens attend to."""
-        return self._reset_layer(layer_idx, KEYS).update(key_states, value_states)
+        """Add a layer's new keys and values; return all that its new tokens attend to."""
+        return self._reset_layer(layer_idx, ATTENTION_STATES).update(key_states, value_states)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
     ) -> Any:
-        """Return the inputs of a layer's convolution, after the earlier inputs that it sees."""
-        layer = self._reset_layer(layer_idx, CONVOLUTION, state_idx)
+        """Add a layer's new convolution inputs; return them with the earlier ones that it needs."""
+        layer = self._reset_layer(layer_idx, CONVOLUTION_STATES, state_idx)
         return layer.update_conv_state(conv_states, state_idx, **how)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any
     ) -> Any:
-        """Return the new state of a layer's recurrence."""
-        layer = self._reset_layer(layer_idx, RECURRENCE, state_idx)
+        """Store and return the new state of a layer's recurrence."""
+        layer = self._reset_layer(layer_idx, RECURRENCE_STATES, state_idx)
         return layer.update_recurrent_state(recurrent_states, state_idx, **how)
 
     def _reset_layer(self, index: int, names: set[str], state: int = 0) -> Any:
-        """Return a layer of `after`, its states `names` reset to those of the stretch before."""
+        """Return a layer of `after`, with the states in `names` as they were before the stretch."""
         before, after = vars(self.layers[index]), vars(self.after[index])
         for name in before.keys() & names:
             value = before[name]
@@ -247,7 +250,7 @@ def decoder_of(base: Any) -> Any:
 
 
 def layers_of(base: Any) -> list[Any]:
-    """Return the decoder's layers, in order; architectures call the list differently."""
+    """Return the decoder's layers in order, whatever their list is called; empty without one."""
     lists = (list(p) for p in decoder_of(base).children() if isinstance(p, torch.nn.ModuleList))
     return max(lists, key=len, default=[])
 
@@ -284,7 +287,8 @@ def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
 def whole_logits(model: Any, rows: Sequence[Row]) -> Tensor:
     """Return the model's own logits for rows of equal length, (B, T, V).
 
-    A row's last S logits are those before its sampled tokens.
+    Positions that predict no sampled token of any row are left out. A row's last S logits predict
+    its sampled tokens.
     """
     device = next(model.parameters()).device
     first = min(len(row.prompt_ids) for row in rows) - 1
@@ -297,7 +301,7 @@ def whole_logits(model: Any, rows: Sequence[Row]) -> Tensor:
 
 
 def _score_row(row: Row, logits: Tensor, states: Tensor) -> Scored:
-    """Score one row, from the logits (S, V) before each of its sampled tokens."""
+    """Score one row from the logits (S, V) and the head's inputs before its sampled tokens."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = torch.tensor(row.sampled_ids, dtype=torch.long, device=logits.device)
     if not row.distribution.is_plain:
@@ -311,7 +315,7 @@ def _score_row(row: Row, logits: Tensor, states: Tensor) -> Scored:
 
 
 def set_attention(model: Any, layout: Layout) -> None:
-    """Switch the base of `model` to attention along trees, or to its own attention."""
+    """Switch `model` to tree attention for the layout `tree`, else to standard attention."""
     base = model.get_base_model()
     wanted = NAME if layout == "tree" else attention_implementation(base)
     if model.config._attn_implementation != wanted:
@@ -319,11 +323,11 @@ def set_attention(model: Any, layout: Layout) -> None:
 
 
 def attention_implementation(base: Any) -> str:
-    """Return the implementation of attention that computes the architecture of `base` correctly.
+    """Return the name of the attention implementation that is correct for `base`.
 
-    torch's SDPA has no attention sinks, and does not cap scores though transformers selects it for
-    models that do. Flex attention has sinks and caps, and keeps no scores, but has no backward pass
-    on a CPU. There, such models use their own code.
+    torch's SDPA has no attention sinks, and does not cap scores, though transformers selects it for
+    models that need this. Flex attention has both, and keeps no scores, but has no backward pass on
+    a CPU, where such models use their own code ("eager").
     """
     is_capped = getattr(base.config.get_text_config(), "attn_logit_softcapping", None)
     if base._supports_sdpa and not is_capped:

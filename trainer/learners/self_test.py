@@ -1,4 +1,4 @@
-"""Make rows of ordinary text, and an adapter with an effect, for self-tests and probes.
+"""Make rows of ordinary text for probes, and rows and a random adapter for self-tests.
 
 A self-test finds out, without an episode, whether servers load the trainer's adapters, and whether
 there is memory for an update (`trainer.updates.self_test`).
@@ -16,18 +16,20 @@ from trainer.batches import Row, bare_row
 from trainer.errors import NoEffect
 from trainer.learners.scoring import score_rows
 
-# The effect of a self-test's adapter, in nats a token: far above bfloat16's differences (0.05), and
-# so small that server and trainer still agree (at 6 nats they differ by 2 for a model of 1.5B).
+# The effect of a self-test's adapter on log-probabilities, in nats a token: far above the rounding
+# of bfloat16 (0.05), and so small that server and trainer still agree (at 6 nats they differ by 2
+# for a model of 1.5B).
 LEAST_EFFECT: Final = 0.3
 MOST_EFFECT: Final = 0.8
 # A smaller effect counts as none.
 NO_EFFECT: Final = 1e-3
-# Spreads of its second matrices: the first that is tried, the largest, and how many are tried.
+# Standard deviations of the adapter's second matrices: the first to try, the largest, and how many
+# to try at most.
 FIRST_SPREAD: Final = 0.01
 LARGEST_SPREAD: Final = 10.0
 MOST_SPREADS: Final = 30
-# The most tokens in a row of a rehearsal: any model has room for it.
-LONGEST: Final = 128
+# The most tokens in a row of a rehearsal: any model's context is longer.
+LONGEST_REHEARSED: Final = 128
 # Ordinary text, because random ids have log-probabilities so low that bfloat16 differs by more than
 # the tolerance. Half of each text is the prompt.
 PROBE_TEXTS: Final = (
@@ -42,14 +44,13 @@ PROBE_TEXTS: Final = (
 )
 PROBE_LENGTH: Final = 32
 # Tokenizers are compared by about so many plain tokens, and as many added ones.
-PROBED_WORDS: Final = 256
+PROBED_TOKENS: Final = 256
 
 
 def probe_rows(tokenizer: Any) -> list[Row]:
     """Return a row for each probe text; the rows are the same for every version.
 
-    They contain nothing of an episode, so that a version's manifest keeps nothing that somebody may
-    want to be deleted.
+    They have no text from episodes: a version's manifest keeps them, and episodes can be deleted.
     """
     rows = []
     for number, text in enumerate(PROBE_TEXTS):
@@ -61,32 +62,33 @@ def probe_rows(tokenizer: Any) -> list[Row]:
 
 
 def vocabulary_probe(tokenizer: Any) -> tuple[str, list[int]]:
-    """Return a text of words from all over the vocabulary, and its ids.
+    """Return a text of tokens from all over the vocabulary, and its ids by this tokenizer.
 
-    Another tokenizer gives it other ids. Added tokens are included, because the tokenizers of one
-    family differ in them.
+    Other tokenizers give it other ids. Added tokens are included, because the tokenizers of one
+    model family differ in them.
     """
     kinds = (range(len(tokenizer)), sorted(tokenizer.get_added_vocab().values()))
-    words = [one for ids in kinds for one in ids[:: max(1, len(ids) // PROBED_WORDS)]]
-    text = " ".join(tokenizer.decode([word]) for word in words)
+    tokens = [token for ids in kinds for token in ids[:: max(1, len(ids) // PROBED_TOKENS)]]
+    text = " ".join(tokenizer.decode([token]) for token in tokens)
     return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def randomise_adapter(model: Any, rows: Sequence[Row], seed: int) -> None:
-    """Give the new adapter of `model` an effect of `LEAST_EFFECT` to `MOST_EFFECT` on `rows`.
+    """Give the new adapter of `model` random weights that change the log-probabilities of `rows`.
 
-    The layers' second matrices become random numbers that follow from `seed`; their spread is found
-    by bisection. If no spread has such an effect, the largest smaller effect is taken.
+    The mean change is from `LEAST_EFFECT` to `MOST_EFFECT`, or the largest below if none is in
+    between. The weights are the layers' second matrices; they follow from `seed`, and their spread
+    is found by bisection.
 
     Raises:
-        NoEffect: no spread has a usable effect.
+        NoEffect: no spread has an effect between `NO_EFFECT` and `MOST_EFFECT`.
     """
     before = _logprobs(model, rows)
-    moved = [weights for name, weights in model.named_parameters() if "lora_B" in name]
+    matrices = [weights for name, weights in model.named_parameters() if "lora_B" in name]
     effects: dict[float, float] = {}
     spread, below, above = FIRST_SPREAD, 0.0, math.inf
     while len(effects) < MOST_SPREADS and spread <= LARGEST_SPREAD:
-        _randomise_weights(moved, spread, seed)
+        _randomise_weights(matrices, spread, seed)
         effect = effects[spread] = float((_logprobs(model, rows) - before).abs().mean())
         if LEAST_EFFECT <= effect <= MOST_EFFECT:
             return
@@ -99,16 +101,16 @@ def randomise_adapter(model: Any, rows: Sequence[Row], seed: int) -> None:
     best = max(weak, key=weak.__getitem__, default=None)
     if best is None or weak[best] < NO_EFFECT:
         raise NoEffect(
-            "an adapter of these layers changes nothing: set lora.target_modules to linear layers"
-            " of the model, or leave it out"
+            "an adapter of these layers changes nothing: set lora.target_modules to other linear"
+            " layers of the model, or leave it out"
         )
-    _randomise_weights(moved, best, seed)
+    _randomise_weights(matrices, best, seed)
 
 
 @torch.no_grad()
-def _randomise_weights(moved: Sequence[torch.Tensor], spread: float, seed: int) -> None:
+def _randomise_weights(matrices: Sequence[torch.Tensor], spread: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for weights in moved:
+    for weights in matrices:
         weights.copy_(torch.randn(weights.shape, generator=generator) * spread)
 
 
@@ -118,12 +120,13 @@ def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
-    """Return short rows to train on, of about `tokens` tokens together.
+    """Return short made-up rows for a rehearsal, of about `tokens` tokens together.
 
-    They repeat the ids of `texts`; half have a positive advantage, half a negative one.
+    Their ids are those of `texts`, repeated. Half of them have a positive advantage, half a
+    negative one.
     """
     ids = [token for row in texts for token in row.ids]
-    length = max(4, min(LONGEST, tokens // 2))
+    length = max(4, min(LONGEST_REHEARSED, tokens // 2))
     count = 2 * max(1, tokens // length // 2)
     rows = []
     for number in range(count):
@@ -133,25 +136,25 @@ def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
 
 
 def growing_rows(ids: Sequence[int], turns: int, context: int, episodes: int = 2) -> list[Row]:
-    """Return episodes of one task, whose calls repeat earlier calls and grow to `context` tokens.
+    """Return rows of made-up episodes of one task, whose calls grow to about `context` tokens.
 
-    The tokens repeat `ids`; an eighth of the tokens that a call adds is sampled. Every second
-    episode has a positive advantage, and there half of the sampled tokens are thoughts, which later
-    calls leave out.
+    Each call repeats the call before it and adds tokens, an eighth of them sampled. The ids are
+    those of `ids`, repeated. Every second episode has a positive advantage, and half of its sampled
+    tokens are thoughts, which later calls leave out.
     """
     added = max(2, context // turns)
     sampled = max(1, added // 8)
     rows = []
     for episode in range(episodes):
         thoughts = sampled // 2 if episode % 2 else 0
-        said: list[int] = []
+        so_far: list[int] = []
         for turn in range(turns):
-            said += islice(cycle(ids), turn * added, (turn + 1) * added)
-            # Episodes share the tokens of the task up to here.
-            said[added // 2 - added] = ids[(episode + turn) % len(ids)]
+            so_far += islice(cycle(ids), turn * added, (turn + 1) * added)
+            # Episodes share the tokens of the task up to the first token that is set here.
+            so_far[added // 2 - added] = ids[(episode + turn) % len(ids)]
             weight = 1 / (episodes * turns)
-            rows.append(_made_up_row(episode, said, sampled, weight, position=turn))
-            del said[len(said) - sampled : len(said) - sampled + thoughts]
+            rows.append(_made_up_row(episode, so_far, sampled, weight, position=turn))
+            del so_far[len(so_far) - sampled : len(so_far) - sampled + thoughts]
     return rows
 
 

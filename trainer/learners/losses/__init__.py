@@ -1,1 +1,1 @@
-"""Compute what a learner minimises: TRL's losses on recorded rows, and the KL to the base."""
+"""Compute the losses of learners: TRL's losses on recorded rows, and the KL to the base."""

@@ -1,13 +1,13 @@
-"""Train stored transitions with GRPO: TRL's loss, Pawl's micro-batches and forward pass.
+"""Train on recorded calls with GRPO: TRL's loss, Pawl's micro-batches and forward pass.
 
-The loss is TRL's `cispo` (MiniMax-M1, arXiv:2506.13585 §3.1) with the *sampled*
-log-probabilities as the old ones:
+The loss is TRL's `cispo` (MiniMax-M1, arXiv:2506.13585 §3.1), with the log-probabilities from
+sampling as the old ones:
 
     −min(π/sampled, ratio_cap) · A · log π          (no gradient through the ratio)
 
-This is a policy gradient with truncated importance weights, in one forward pass. Loss weights
-and the mean over a call's tokens are folded into the advantages (B, T), which is exact since
-neither is negative. Sequences too far off the policy carry no loss: TRL's hook for such a mask
+This is a policy gradient with truncated importance weights, in one forward pass. The advantages
+(B, T) include the rows' loss weights and the mean over a call's tokens, which is exact, as neither
+is negative. Sequences too far off the policy carry no loss: TRL's hook for such a mask
 (`get_off_policy_mask`) applies the rule in `trainer.learners.off_policy`.
 
 A correction was not sampled: π's own log-probabilities take the place of the sampled ones, so that
@@ -37,7 +37,7 @@ from trainer.recipes.recipe import OffPolicyOptions, Recipe
 
 @contextmanager
 def hide_vllm() -> Iterator[None]:
-    """Hide vLLM from TRL while its trainers are imported within the block.
+    """Hide vLLM from TRL within the block, which imports TRL's trainers.
 
     If vLLM is installed, TRL's GRPO trainer imports it to generate with it. Nothing is generated
     here, and vLLM would double the processor time of a trainer's start.
@@ -57,7 +57,7 @@ AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 
 
 class StoredGrpoTrainer(StoredRows, GRPOTrainer):
-    """TRL's GRPO trainer on recorded rows: nothing is generated, nothing tokenised.
+    """TRL's GRPO trainer on recorded rows, without generating or tokenising.
 
     `off_policy` is the recipe's rule, and `drift` the mean difference between server and trainer in
     the present update (`trainer.learners.off_policy.mean_drift`).
@@ -70,7 +70,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
     needs_hidden = False
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
-        """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
+        """Return the loss of one micro-batch, as its part of the sum over the optimiser step."""
         self.scored = self.score(rows, hidden=self.needs_hidden)
         own = cut_by_row(rows, self.scored.logprobs)
         corrections = {row.key: own[row.key] for row in rows if row.is_correction}
@@ -97,7 +97,8 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
     def get_off_policy_mask(self, per_token_logps: Tensor, mask: Tensor, **_: Any) -> Tensor:
         """Return 1 for each sequence that carries loss and 0 for the others, (B, 1).
 
-        TRL multiplies its loss by it. TRL's own rule (DeepSeek-V3.2) is replaced by `loss_mask`.
+        TRL multiplies its loss by this mask. `loss_mask` replaces TRL's own rule (DeepSeek-V3.2).
+        The rows' comparisons with the policy are kept for `take_comparisons`.
         """
         policy = per_token_logps.detach()
         log_ratios = policy - _sampled_logprobs(self._rows).to(mask.device)
@@ -108,7 +109,7 @@ class StoredGrpoTrainer(StoredRows, GRPOTrainer):
         keeps = loss_mask(log_ratios, mask, least, most, self.drift)
         keeps[[row.is_correction for row in self._rows]] = 1.0
         compared = compare_rows(log_ratios, mask, keeps, versions, rule.ratio_cap)
-        # Rows without weight only keep processes in step; they are not part of the update.
+        # Rows without weight only keep a process busy while others compute; they do not count.
         self._compared += [
             msgspec.structs.replace(
                 comparison,
@@ -163,16 +164,16 @@ def _flat_tensor(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
 
 
 def _rewards_come_from_the_store(**_: Any) -> list[float]:
-    """Refuse to compute rewards; TRL requires a reward function and calls it if it generates."""
+    """Raise an error: TRL requires a reward function, and calls it only if it generates."""
     raise LearnerError("TRL generated samples, but rows and rewards come from the store")
 
 
 def make_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredGrpoTrainer:
-    """Return a TRL trainer around `model` with GRPO's loss.
+    """Return a TRL trainer of `model` with GRPO's loss.
 
-    `folder` is where TRL may write (it does not).
+    TRL may write into `folder`, and does not.
     """
     loss = {"loss_type": "cispo", "epsilon_high": recipe.off_policy.ratio_cap}
     return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, layout=layout)
@@ -188,7 +189,7 @@ def build_trainer(
     *,
     layout: Layout,
 ) -> AnyTrainer:
-    """Return a trainer of class `kind`; `loss` holds TRL's arguments that select the surrogate."""
+    """Return a trainer of class `kind`; `loss` has the arguments by which TRL selects its loss."""
     config = GRPOConfig(
         **trl_arguments(model, recipe, folder),
         **loss,

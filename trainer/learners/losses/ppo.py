@@ -1,14 +1,14 @@
-"""Train stored transitions with PPO: TRL's clipped surrogate, Pawl's critic and GAE.
+"""Train on recorded calls with PPO: TRL's clipped surrogate, Pawl's critic and GAE.
 
-PPO is arXiv:1707.06347 §3. Before an update's first step, one pass without gradient gives
-the trainer's own log-probabilities (the ratio's old ones) and the critic's values, from
-which GAE derives the advantages. The surrogate is TRL's `dapo` loss:
+PPO is arXiv:1707.06347 §3. Before an update's first step, one pass without gradient computes
+the log-probabilities of the policy ("old" in the ratio) and the critic's values, from which GAE
+derives the advantages. The surrogate is TRL's `dapo` loss:
 
     Σ over tokens of −min(ratio · A, clip(ratio, 1 − ε, 1 + ε) · A)
 
-The rows may come from an older policy. That is corrected by the truncated importance weight
-min(exp(old − sampled), ratio_cap), folded into A together with the rows' weights (exact:
-neither is negative).
+An older policy may have sampled the rows. A truncated importance weight corrects that:
+min(exp(old − sampled), ratio_cap). It is multiplied into A together with the rows' weights, which
+is exact, as neither is negative.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ from trainer.learners.losses.stored import View, pad_rows
 from trainer.learners.scoring import Scored
 from trainer.recipes.recipe import Recipe
 
-# The critic's name in the model, and its file's name.
-NAME: Final = "value_head"
+# The name of the critic in the model, and of its file.
+CRITIC_NAME: Final = "value_head"
 
 
 class Targets(NamedTuple):
-    """Figures of each sampled token that an update keeps fixed, by row."""
+    """Values of each sampled token, by row, that stay fixed during an update."""
 
     old: ByRow
     returns: ByRow
@@ -43,7 +43,7 @@ class Targets(NamedTuple):
 
 
 class StoredPpoTrainer(StoredGrpoTrainer):
-    """Train stored rows with a critic; the rows' own advantages are not used."""
+    """Train on recorded rows with a critic; it replaces the rows' own advantages."""
 
     needs_hidden = True
     # Set by `make_ppo_trainer`.
@@ -59,7 +59,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         return self.recipe.ppo.epochs
 
     def view(self, rows: Sequence[Row]) -> View:
-        """Return a micro-batch as policy, critic and base see it before the update's first step."""
+        """Return a micro-batch's log-probabilities and values before the update's first step."""
         with torch.no_grad():
             scored = self.score(rows, hidden=True)
             values = cut_by_row(rows, self._values(scored))
@@ -68,7 +68,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         )
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
-        """Fix old log-probabilities, values, returns and advantages of an update's rows."""
+        """Store the update's old log-probabilities, returns and advantages; return its rows."""
         self.kl.begin(view.base)
         self._critic_errors = 0.0
         self._critic_weight = 0.0
@@ -111,7 +111,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         ]
 
     def tensors_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Return the tensors that TRL's loss reads: with PPO's old values and advantages."""
+        """Return the tensors for TRL's loss, with PPO's old log-probabilities and advantages."""
         device = self.accelerator.device
         lengths = [len(row.sampled_ids) for row in rows]
         advantages = token_weights(rows, device) * concatenated(
@@ -133,7 +133,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         return critic_values(self.critic, scored, high - low)
 
     def _critic_loss(self, rows: Sequence[Row]) -> Tensor:
-        """Return ½ (V − return)², each token with its weight in the surrogate."""
+        """Return the sum of ½ (V − return)² over tokens, weighted as in the surrogate."""
         values = self._values(self.scored)
         weights = token_weights(rows, values.device)
         returns = concatenated(rows, self._targets.returns, values.device)
@@ -144,8 +144,8 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         return loss
 
     def added_modules(self) -> dict[str, torch.nn.Module]:
-        """Return the critic, to be saved and resumed."""
-        return {NAME: self.critic}
+        """Return the critic by the name of its file."""
+        return {CRITIC_NAME: self.critic}
 
     def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         policy, _ = super().trained_parameters()
@@ -165,7 +165,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
 def make_ppo_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredPpoTrainer:
-    """Return a TRL trainer around `model` with PPO's loss, and a critic that starts at zero."""
+    """Return a TRL trainer of `model` with PPO's loss, and a critic that starts at zero."""
     clip = recipe.ppo.clip
     loss = {"loss_type": "dapo", "epsilon": clip, "epsilon_high": clip}
     trainer = build_trainer(StoredPpoTrainer, model, tokenizer, recipe, folder, loss, layout=layout)
@@ -176,8 +176,8 @@ def make_ppo_trainer(
 def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
     """Add a critic to the trainer's model, and its parameters to the optimiser; return it.
 
-    It is one linear layer on the LM head's inputs. As a child of the PEFT wrapper, and not of the
-    base model, it goes when the wrapper goes: the base that other policies share keeps no critic.
+    The critic is one linear layer on the LM head's inputs. It belongs to the PEFT wrapper, not to
+    the base model, and disappears with it: the base that other policies share keeps no critic.
     LoRA's "all-linear" does not adapt it, and PEFT's adapter file, which the model server reads,
     does not contain it. It starts at zero, so that the first update's advantages are its returns.
     """
@@ -186,7 +186,7 @@ def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
     head = torch.nn.Linear(width, 1, device=model.device, dtype=torch.float32)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
-    model.add_module(NAME, head)
+    model.add_module(CRITIC_NAME, head)
     trainer.optimizer.add_param_group(
         {"params": list(head.parameters()), "lr": learning_rate, "weight_decay": 0.0}
     )
@@ -194,11 +194,11 @@ def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
 
 
 def critic_values(critic: torch.nn.Linear, scored: Scored, width: float) -> Tensor:
-    """Return V (M,) before each token, from the hidden states that predict it.
+    """Return V before each sampled token, (M,), from the hidden states that predict the token.
 
     The states are detached: the value loss moves the critic and never the policy's adapter.
-    They are scaled to length one, and the critic's values are shares of the rewards' range, which
-    is `width` wide. So a step of Adam moves a value by no more than √H times its rate of the range,
+    They are scaled to length one, and the critic's outputs are multiplied by `width`, that of the
+    rewards' range. So a step of Adam moves a value by at most √H · learning rate · `width`,
     whatever the scale of the model's states and of the rewards.
     """
     assert scored.hidden is not None
@@ -208,7 +208,7 @@ def critic_values(critic: torch.nn.Linear, scored: Scored, width: float) -> Tens
 
 
 class ValuedCall(NamedTuple):
-    """A trained call of S sampled tokens, with its return and the critic's values.
+    """A trained call with S sampled tokens, its return and the critic's values.
 
     `r_total` is the call's return from credit assignment. Shapes: `values` (S,), V before each
     token; `rewards` (S,), each token's own reward (the KL penalty, or zeros).
@@ -220,12 +220,12 @@ class ValuedCall(NamedTuple):
 
 
 def call_rewards(totals: Sequence[float]) -> list[float]:
-    """Return each call's reward, such that the returns are `totals`, (K,)."""
+    """Return each call's reward, (K,): those from a call to the last sum to its `totals`."""
     return [here - after for here, after in pairwise([*totals, 0.0])]
 
 
 def estimate_gae(rewards: Sequence[float], values: Sequence[float], trace: float) -> list[float]:
-    """Return the GAE of one chain of T tokens; all shapes are (T,), `trace` is λ."""
+    """Return the GAE advantages of one chain of T tokens; all shapes are (T,), `trace` is λ."""
     advantages = [0.0] * len(rewards)
     value_after, advantage_after = 0.0, 0.0
     for step in reversed(range(len(rewards))):
@@ -236,7 +236,7 @@ def estimate_gae(rewards: Sequence[float], values: Sequence[float], trace: float
 
 
 def episode_advantages(calls: Sequence[ValuedCall], trace: float) -> list[list[float]]:
-    """Return the advantage of every token of an episode's trained calls, in order of position."""
+    """Return the advantages of all tokens of an episode's trained `calls`, given by position."""
     last_rewards = call_rewards([call.r_total for call in calls])
     rewards = [
         reward + (last_reward if token == len(call.rewards) - 1 else 0.0)
@@ -256,27 +256,26 @@ def row_advantages(
     trace: float,
     by_agent: bool,
 ) -> list[list[float]]:
-    """Return the advantage of every token of an update's rows, which come in any order.
+    """Return the advantages of all tokens of an update's rows, which come in any order.
 
-    It is GAE (arXiv:1506.02438 §3) on one chain of tokens: the trained calls of an episode by
-    position. The state after a call's last token is the next trained call's prompt; calls between
-    them that are not trained belong to the environment. With λ = `trace`, which counts tokens:
+    It is GAE (arXiv:1506.02438 §3) over one chain of tokens: those of an episode's trained calls,
+    by position. The state after a call's last token is the prompt of the next trained call; calls
+    between them that are not trained belong to the environment. With λ = `trace` for each token:
 
         δ_t = reward_t + V_{t+1} − V_t          V after the last token is 0
         A_t = δ_t + λ · A_{t+1}
 
-    Nothing is discounted: an episode's end is worth as much to its first call as to its last.
-    Rewards stand on the last token of a call. They are derived from the returns G_k that credit
-    assignment gives:
+    Nothing is discounted: an episode's end is worth as much to its first call as to its last. A
+    call's last token has its reward, derived from the returns G_k of credit assignment:
 
         reward of call k = G_k − G_{k+1},  of the last call G_K
 
-    The return of every token is then its call's r_total, whatever the assignment: identical credit
-    puts one reward at the episode's end, rewards of single calls one on each call.
+    So the return of every token is the `r_total` of its call, whatever the assignment: if all calls
+    have the same return, the last one gets the only reward.
 
-    `values` and `rewards` hold one sequence (S,) for each row, and so does the result. With
-    `by_agent` the calls of each agent of an episode are a chain of their own: where each agent
-    has its own return, the other agents belong to its environment.
+    `values` and `rewards` (further rewards of each token) hold one sequence (S,) for each row, and
+    so does the result. With `by_agent` the calls of each agent of an episode are a separate chain:
+    if each agent has its own return, the other agents belong to its environment.
     """
 
     def chain_of(index: int) -> tuple[str, str]:
@@ -299,9 +298,8 @@ def normalise_advantages(
 ) -> list[list[float]]:
     """Return the advantages minus their mean, divided by their spread.
 
-    Mean and variance weigh tokens as the loss does: a row's weight is divided among its tokens,
-    so that a long call counts no more than a short one. A spread below `smallest_spread` is
-    replaced by it.
+    Mean and spread weigh tokens as the loss does: a row's weight is divided among its tokens, so
+    that a long call counts no more than a short one. The spread is at least `smallest_spread`.
     """
     mean, variance = _moments(rows, weights)
     spread = max(sqrt(variance), smallest_spread)

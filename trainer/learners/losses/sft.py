@@ -1,4 +1,4 @@
-"""Train stored transitions with SFT: TRL's loss over the sampled tokens, Pawl's forward pass.
+"""Train on recorded calls with SFT: TRL's loss over the sampled tokens, Pawl's forward pass.
 
     Σ over sampled tokens of −weight · log π(token | tokens before it)
 
@@ -7,9 +7,8 @@ The policy is not compared with the sampled log-probabilities: there is no ratio
 no advantage, and log π is that of the plain softmax (docs/decisions/023-ppo.md).
 
 TRL's `compute_loss` calls its model for the log-probabilities of all labels. Here the call returns
-those of the merged rows, each times its token's share of the loss. This is exact, because the loss
-is linear in them; TRL's own mean over tokens would give long replies more weight than the recipe
-does.
+those that Pawl computed, each times its token's weight in the loss. This is exact, because the loss
+is linear in them; TRL's own mean over tokens would give long replies more weight than the recipe.
 """
 
 from collections.abc import Sequence
@@ -30,41 +29,41 @@ from trainer.recipes.recipe import Recipe
 
 
 class StoredSftTrainer(StoredRows, SFTTrainer):
-    """TRL's SFT trainer on recorded rows: their prompts carry no loss."""
+    """TRL's SFT trainer on recorded rows; only their sampled tokens carry loss."""
 
     @property
     def epochs(self) -> int:
         return self.recipe.sft.epochs
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
-        """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
+        """Return the loss of one micro-batch, as its part of the sum over the optimiser step."""
         self.scored = self.score(rows)
-        # TRL only counts the mask's tokens.
+        # TRL uses the mask only to count tokens.
         inputs = {"attention_mask": torch.ones_like(self.scored.entropies)}
         loss: Tensor = self.compute_loss(lambda **_: self._output(rows), inputs, False, 1)
         return loss + self.kl.loss(rows, self.scored.logprobs)
 
     def _output(self, rows: Sequence[Row]) -> FusedCausalLMOutput:
-        """Return the model output that TRL expects: figures for each label, (M,)."""
+        """Return the model output that TRL expects, from the scores: values of each label, (M,)."""
         logprobs, entropies, _ = self.scored
         return FusedCausalLMOutput(
             log_probs=logprobs * token_weights(rows, logprobs.device),
             entropy=entropies,
-            # For a metric of TRL's that Pawl does not keep.
+            # Only for a metric of TRL that Pawl does not use.
             is_top1=torch.zeros_like(entropies),
             label_mask=torch.ones_like(entropies),
         )
 
 
 def _rows_come_from_the_store(_: Any) -> Never:
-    """Refuse to collate; TRL would do it if it ran its own loop."""
+    """Raise an error: TRL collates samples only if it runs its own loop."""
     raise LearnerError("TRL collated samples, but rows come from the store")
 
 
 def make_sft_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredSftTrainer:
-    """Return a TRL trainer around `model` with the SFT loss."""
+    """Return a TRL trainer of `model` with the SFT loss."""
     trainer = StoredSftTrainer(
         model=model,
         args=SFTConfig(

@@ -1,4 +1,4 @@
-"""Feed TRL's trainers with recorded rows: the part that all losses share.
+"""Train on recorded rows with TRL's trainers: the part that all losses share.
 
 Nothing is generated, nothing is tokenised, and TRL's training loop does not run: a trainer provides
 its loss and its optimiser, and `trainer.learners.steps` takes the steps.
@@ -19,10 +19,10 @@ from trainer.recipes.recipe import Recipe
 
 
 class View(NamedTuple):
-    """Figures of an update's rows before its first step.
+    """Log-probabilities and values of an update's rows before its first step.
 
-    `policy` are the trainer's own log-probabilities, `base` those of the base model, and `values`
-    those of the critic. Each is empty if the recipe has no use for it.
+    `policy` are the log-probabilities of the policy in training, `base` those of the base model,
+    and `values` are the critic's. Each is empty if the recipe does not need it.
     """
 
     policy: ByRow
@@ -40,7 +40,7 @@ class View(NamedTuple):
 
 
 class StoredRows:
-    """Mixin that lets one of TRL's trainers train on recorded rows, computed in a `layout`."""
+    """Mixin for TRL's trainers that train on recorded rows, computed in a `layout`."""
 
     model: Any
     layout: Layout
@@ -52,16 +52,16 @@ class StoredRows:
 
     @property
     def epochs(self) -> int:
-        """Return how often an update goes through its rows."""
+        """Return how often an update trains on each row."""
         return 1
 
     @property
     def needs_view(self) -> bool:
-        """Return True if an update needs the `view` of its rows before its first step."""
+        """Return whether an update needs the `View` of its rows before its first step."""
         return self.kl.is_wanted
 
     def view(self, rows: Sequence[Row]) -> View:
-        """Return a micro-batch as policy and base see it before the update's first step."""
+        """Return a micro-batch's log-probabilities before the update's first step."""
         policy: ByRow = {}
         if self.kl.in_reward:
             with torch.no_grad():
@@ -69,18 +69,18 @@ class StoredRows:
         return View(policy=policy, base=self.base_logprobs(rows), values={})
 
     def base_logprobs(self, rows: Sequence[Row]) -> ByRow:
-        """Return log-probabilities under the base model, or nothing if no KL to it is wanted."""
+        """Return log-probabilities under the base model; empty if the recipe has no KL penalty."""
         if not self.kl.is_wanted:
             return {}
         with torch.no_grad(), self.model.disable_adapter():
             return cut_by_row(rows, self.score(rows).logprobs)
 
     def score(self, rows: Sequence[Row], *, hidden: bool = False) -> Scored:
-        """Score a micro-batch's sampled tokens under the model as it stands."""
+        """Score a micro-batch's sampled tokens under the current model."""
         return score_rows(self.model, rows, layout=self.layout, hidden=hidden)
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
-        """Return the rows as they are trained; `view` covers all of them."""
+        """Start an update; return its rows, with KL rewards if the recipe has some."""
         self.kl.begin(view.base)
         if not self.kl.in_reward:
             return list(rows)
@@ -89,15 +89,15 @@ class StoredRows:
         )
 
     def added_modules(self) -> dict[str, torch.nn.Module]:
-        """Return the modules that are trained beside the adapter, by the names of their files."""
+        """Return the modules trained beside the adapter, by the names of their files."""
         return {}
 
     def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the trained parameters of the policy, and those of the critic (none)."""
+        """Return the trained parameters of the policy, and of the critic (here none)."""
         return [p for p in self.model.parameters() if p.requires_grad], []
 
     def take_comparisons(self) -> list[RowComparison]:
-        """Return the comparisons of rows with the policy since the last call, and forget them."""
+        """Return and clear the comparisons of rows with the policy (none without ratios)."""
         return []
 
     def figures(self) -> dict[str, float]:
@@ -106,13 +106,13 @@ class StoredRows:
 
 
 def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Cut (M,) into rows of `lengths` and pad them with zeros to (B, max length)."""
+    """Cut `values` (M,) into rows of `lengths`, padded with zeros: (B, max length)."""
     pieces = torch.split(values, list(lengths))
     return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
 
 
 def trl_arguments(model: Any, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return the arguments of all of TRL's trainers, which may write into `folder` (none does)."""
+    """Return the arguments that all of TRL's trainers get; `folder` stays unused."""
     return {
         "output_dir": str(folder),
         "learning_rate": recipe.optimizer.rate_for(model.config.get_text_config().hidden_size),
