@@ -50,7 +50,7 @@ from trainer.learners.layouts import choose_layout
 from trainer.learners.losses.grpo import make_trainer
 from trainer.learners.losses.ppo import make_ppo_trainer
 from trainer.learners.losses.sft import make_sft_trainer
-from trainer.learners.losses.stored import View
+from trainer.learners.losses.stored import InitialValues
 from trainer.learners.memory import Footprint, footprint, peak_bytes_of
 from trainer.learners.model import Base, checkpoint_layers, is_checkpointed
 from trainer.learners.off_policy import checked_metrics, mean_drift
@@ -65,7 +65,7 @@ from trainer.learners.self_test import (
 from trainer.learners.steps import (
     OptimiserSteps,
     TrainedStep,
-    check_view,
+    check_initial_values,
     episodes_to_blame,
     fits_in_memory,
     update_figures,
@@ -253,11 +253,13 @@ class Learner:
         """Return whether a row fits into memory in training; the weights do not change."""
         try:
             seen = (
-                self._step.survey([[row]], self._trainer.view) if self._trainer.needs_view else []
+                self._step.survey([[row]], self._trainer.initial_values)
+                if self._trainer.needs_initial_values
+                else []
             )
         except MemoryRanOut:
             return False
-        [row] = self._trainer.prepare([row], View.of(seen))
+        [row] = self._trainer.prepare([row], InitialValues.of(seen))
         has_room = fits_in_memory(self._trainer, self.processes, row)
         self._undo_step()
         return has_room
@@ -394,9 +396,9 @@ class Learner:
         self._budget.begin_update(self._checkpointed_share(rows, planned), most, planned)
         self._step.share = step_share
         started = time.perf_counter()
-        view = self._view_before_steps(rows)
-        check_view(rows, view)
-        rows = self._trainer.prepare(rows, view)
+        initial = self._initial_values(rows)
+        check_initial_values(rows, initial)
+        rows = self._trainer.prepare(rows, initial)
         measured = measured_rows(rows)
         overlap: dict[str, float] = {}
         # Imitation moves the policy to replies that it seldom gave: drift and trust region would
@@ -474,11 +476,11 @@ class Learner:
             raise Unusable(why, dict.fromkeys((row.episode_id for row in rows), why), OFF_POLICY)
         return trained, off_policy
 
-    def _view_before_steps(self, rows: Sequence[Row]) -> View:
-        """Return the rows' figures before the first step; empty if the loss needs none."""
-        if not self._trainer.needs_view:
-            return View.of([])
-        return View.of(self._survey_in_parts(rows, self._trainer.view))
+    def _initial_values(self, rows: Sequence[Row]) -> InitialValues:
+        """Return the rows' values before the first step; empty if the loss needs none."""
+        if not self._trainer.needs_initial_values:
+            return InitialValues.of([])
+        return InitialValues.of(self._survey_in_parts(rows, self._trainer.initial_values))
 
     def _train_step(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
         def run(cut: MicroBatches) -> tuple[float, float]:
@@ -495,23 +497,23 @@ class Learner:
         return TrainedStep(loss, norm, micro_batches)
 
     def _survey_in_parts(
-        self, rows: Sequence[Row], view: Callable[[Sequence[Row]], Result]
+        self, rows: Sequence[Row], compute: Callable[[Sequence[Row]], Result]
     ) -> list[Result]:
-        """Cut rows so that they fit into memory, and return the result of `view` for each part."""
+        """Cut rows so that they fit into memory; return the result of `compute` for each part."""
 
         def run(cut: MicroBatches) -> list[Result]:
             with self._base.throughput.computing():
-                seen: list[Result] = self._step.survey(cut, view)
+                seen: list[Result] = self._step.survey(cut, compute)
             return seen
 
-        def fits_in_view(row: Row) -> bool:
+        def fits_by_itself(row: Row) -> bool:
             try:
                 run([[row]])
             except MemoryRanOut:
                 return False
             return True
 
-        seen, _ = self._budget.run_fitting(rows, run, self._undo_step, fits_in_view, trains=False)
+        seen, _ = self._budget.run_fitting(rows, run, self._undo_step, fits_by_itself, trains=False)
         return seen
 
     def _shorten_step(self, rows: Sequence[Row], start: Sequence[torch.Tensor]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from trainer.batches import (
 )
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import Head, head_logprobs
-from trainer.learners.kernels.tree_attention import NAME, attention_tree
+from trainer.learners.kernels.tree_attention import TREE_ATTENTION, attention_tree
 from trainer.learners.replay.shaping import History, places_of, score_for_autograd
 
 log = structlog.get_logger()
@@ -109,7 +109,7 @@ _States = tuple[Tensor, Sequence[Sequence[int]]]
 
 
 def _tree_states(model: Any, rows: Sequence[Row]) -> _States:
-    if model.config._attn_implementation != NAME:
+    if model.config._attn_implementation != TREE_ATTENTION:
         raise LearnerError(
             "the layout `tree` cannot be used: the model's attention takes no tree; call"
             " set_attention first"
@@ -317,7 +317,7 @@ def _score_row(row: Row, logits: Tensor, states: Tensor) -> Scored:
 def set_attention(model: Any, layout: Layout) -> None:
     """Switch `model` to tree attention for the layout `tree`, else to standard attention."""
     base = model.get_base_model()
-    wanted = NAME if layout == "tree" else attention_implementation(base)
+    wanted = TREE_ATTENTION if layout == "tree" else attention_implementation(base)
     if model.config._attn_implementation != wanted:
         base.set_attn_implementation(wanted)
 

@@ -23,7 +23,7 @@ from trainer.learners.budget import (
     catch_out_of_memory,
     report_short_memory,
 )
-from trainer.learners.losses.stored import View
+from trainer.learners.losses.stored import InitialValues
 from trainer.learners.off_policy import can_be_summed
 from trainer.learners.processes import Processes
 
@@ -78,9 +78,9 @@ class OptimiserSteps:
         self.share = 1.0
 
     def survey(
-        self, micro_batches: Sequence[Sequence[Row]], view: Callable[[Sequence[Row]], Result]
+        self, micro_batches: Sequence[Sequence[Row]], compute: Callable[[Sequence[Row]], Result]
     ) -> list[Result]:
-        """Apply `view` to the micro-batches, divided among processes; return all results.
+        """Apply `compute` to the micro-batches, divided among processes; return all results.
 
         Every process gets the results of all, in any order.
 
@@ -91,7 +91,7 @@ class OptimiserSteps:
         results = []
         for rows in self._own_share(micro_batches):
             with catch_out_of_memory(rows, self._processes):
-                results.append(view(rows))
+                results.append(compute(rows))
         return [result for share in self._processes.gather(results) for result in share]
 
     def _own_share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
@@ -182,16 +182,16 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
         )
 
 
-def check_view(rows: Sequence[Row], view: View) -> None:
-    """Check that the values in `view` are finite; means would spread others to all rows.
+def check_initial_values(rows: Sequence[Row], initial: InitialValues) -> None:
+    """Check that all values are finite; means would spread others to all rows.
 
     Raises:
-        Unusable: some are not; their episodes are to blame, unless it is all rows.
+        Unusable: some are not; their episodes are to blame, unless all rows have such values.
     """
     not_finite = [
         row
         for row in rows
-        if any(not all(map(math.isfinite, values.get(row.key, ()))) for values in view)
+        if any(not all(map(math.isfinite, values.get(row.key, ()))) for values in initial)
     ]
     if not_finite:
         all_rows = len(not_finite) == len(rows)

@@ -1,1 +1,1 @@
-"""Compute forward and backward passes fast, and with the same result each time."""
+"""Compute forward and backward passes fast and deterministically."""

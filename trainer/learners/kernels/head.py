@@ -1,7 +1,7 @@
 """Compute log-probabilities from hidden states, without holding all logits at once.
 
-The LM head runs over chunks of rows. A chunk's logits z become probabilities p and at once
-p·W, the expected output embedding. With W[token], the token's output embedding, this gives
+The LM head runs over chunks of rows. A chunk's logits z become probabilities p, and these become
+p·W, the expected output embedding. With W[token], the output embedding of the token, this gives
 the gradient with respect to the hidden state h at temperature T, and the entropy:
 
     ∂ log p(token) / ∂h = (W[token] − p·W) / T
@@ -62,7 +62,7 @@ class Head(NamedTuple):
         return self.bias is None and self.cap is None
 
     def logits(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logits (R, V) after scaled states (R, H), and the cap's slopes, (R, V)."""
+        """Return logits (R, V) for scaled states (R, H), and the cap's slopes (R, V) or None."""
         logits = wide_product(states, self.weight)
         if self.bias is not None:
             logits += self.bias
@@ -74,7 +74,7 @@ class Head(NamedTuple):
 
 
 class Shaping(NamedTuple):
-    """The settings that shape the logits of rows [start, stop), and the tokens before these."""
+    """The sampling settings for rows [start, stop), and the tokens before each (`history`)."""
 
     start: int
     stop: int
@@ -82,7 +82,7 @@ class Shaping(NamedTuple):
     history: History
 
     def part(self, start: int, stop: int) -> "Shaping":
-        """Return the part for rows [start, stop)."""
+        """Return the same, for rows [start, stop) only."""
         history = self.history.part(start - self.start, stop - self.start)
         return Shaping(start, stop, self.distribution, history)
 
@@ -91,8 +91,8 @@ class HeadLogprobs(Function):
     """Compute log-probabilities and entropies of tokens after hidden states, under a frozen head.
 
     Shapes: `hidden` (R, H), scaled; `temperatures` (R,), `rows` and `labels` (M,): token m is
-    `labels[m]` after `hidden[rows[m]]`. `shapings` cover the last rows; the rows before are plain.
-    Both results are (M,), in nats; entropies carry no gradient.
+    `labels[m]` after `hidden[rows[m]]`. `shapings` cover the last rows; the earlier rows have only
+    a temperature. Both results are (M,), in nats; entropies carry no gradient.
     """
 
     @staticmethod
@@ -111,9 +111,9 @@ class HeadLogprobs(Function):
         logprobs = torch.empty(len(rows), dtype=wide, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         expected = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
-        # Each sampled token's share and factor: 1 unless settings or a cap shaped the logits.
-        is_bent = bool(shapings) or head.cap is not None
-        replayed = torch.ones(2, len(rows), dtype=wide, device=hidden.device) if is_bent else None
+        # Each token's share and factor (`Replayed`): 1 unless settings or a cap shape logits.
+        is_shaped = bool(shapings) or head.cap is not None
+        replayed = torch.ones(2, len(rows), dtype=wide, device=hidden.device) if is_shaped else None
         size = max(1, CHUNK[hidden.device.type] // len(head.weight))
         ends = counts.cumsum(0).tolist()
         for start, stop, shaping in _chunks(len(hidden), size, shapings):
@@ -133,9 +133,9 @@ class HeadLogprobs(Function):
             logprobs[tokens], entropies[start:stop], expected[start:stop] = results
         ctx.save_for_backward(expected, head.weight, temperatures, rows, labels, replayed)
         ctx.dtype = hidden.dtype
-        spread = entropies[rows]
-        ctx.mark_non_differentiable(spread)
-        return logprobs, spread
+        token_entropies = entropies[rows]
+        ctx.mark_non_differentiable(token_entropies)
+        return logprobs, token_entropies
 
     @staticmethod
     @once_differentiable
@@ -159,9 +159,9 @@ _Results = tuple[Tensor, Tensor, Tensor]
 def _score_plain(
     states: Tensor, head: Head, temperatures: Tensor, at: Tensor, chosen: Tensor
 ) -> tuple[_Results, Tensor | float]:
-    """Return the results of unshaped logits, and each token's factor.
+    """Return the results for logits with a temperature only, and each token's slope of the cap.
 
-    Token m is `chosen[m]` in row `at[m]`.
+    Token m is `chosen[m]` in row `at[m]`. Without a cap, the slope is 1.0 for all tokens.
     """
     logits, slopes = head.logits(states)
     logits /= temperatures[:, None]
@@ -181,7 +181,7 @@ def _score_plain(
 def _score_shaped(
     states: Tensor, head: Head, shaping: Shaping, at: Tensor, chosen: Tensor
 ) -> tuple[_Results, Tensor, Tensor]:
-    """Return the results of shaped logits, and each token's share and factor."""
+    """Return the results for shaped logits, and each token's share and factor (`Replayed`)."""
     logits, slopes = head.logits(states)
     shaped = shape(logits, shaping.distribution, shaping.history, at, chosen)
     values = score_shaped(shaped, at, chosen)
@@ -195,7 +195,7 @@ def _score_shaped(
 def _chunks(
     rows: int, size: int, shapings: Sequence[Shaping]
 ) -> Iterator[tuple[int, int, Shaping | None]]:
-    """Yield parts of the rows, of at most `size` rows each, that are shaped alike."""
+    """Yield ranges of at most `size` rows with the same settings (None: only a temperature)."""
     plain = shapings[0].start if shapings else rows
     parts: list[tuple[int, int, Shaping | None]] = [(0, plain, None)]
     parts += [(shaping.start, shaping.stop, shaping) for shaping in shapings]
@@ -218,8 +218,8 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies (M,) of sampled tokens.
 
-    Shapes: `hidden` (N, H), unscaled; `labels` (M,), the sampled tokens of the rows `sampled_by`,
-    whose `places` say which states they follow. Tokens with the same place share its logits.
+    Shapes: `hidden` (N, H), unscaled; `labels` (M,), the sampled tokens of the rows `sampled_by`.
+    `places` has the state that each token follows. Tokens with the same place share its logits.
     """
     device = hidden.device
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -241,10 +241,10 @@ def _shaping(group: ShapedPlaces, rows: Sequence[Row], device: torch.device) -> 
 
 
 def head_kl(own: Tensor, other: Tensor, head: Head) -> Tensor:
-    """Return KL(own ‖ other), (M,) in nats, after hidden states (M, H) under one head.
+    """Return KL(own ‖ other), (M,) in nats, of token distributions after hidden states (M, H).
 
-    It is exact, over the whole vocabulary: KL(π ‖ ρ) = Σ π(token) · (log π(token) − log ρ(token)).
-    It carries no gradient.
+    The head turns both into distributions. The KL is exact, over the whole vocabulary:
+    KL(π ‖ ρ) = Σ π(token) · (log π(token) − log ρ(token)). It carries no gradient.
     """
     # Both policies' logits are in memory at once.
     size = max(1, CHUNK[own.device.type] // (2 * len(head.weight)))

@@ -9,9 +9,9 @@ more than twice as fast as MKL's.
 For experts, PEFT adds the adapter to all experts' weights at every pass, in the weights' precision.
 Here each token is multiplied by the two small matrices of its expert, as in a model server.
 
-These layers are PEFT's linear layers and stacked experts with one plain adapter, root-mean-square
-norms, and gated units. A module that is not as expected keeps its own forward pass, and a replaced
-layer falls back to it if its state changes (adapter switched off or merged, base trained).
+Replaced are PEFT's linear layers and stacked experts with one plain adapter, root-mean-square
+norms, and gated units. A module that computes something else keeps its own forward pass, and a
+replaced layer falls back to it while its adapter is switched off or merged, or its base is trained.
 
 Weights that bitsandbytes packed are unpacked for each product, and never kept. bitsandbytes' own
 8-bit products would also round the inputs, depending on the rest of the batch, and keep them in
@@ -40,8 +40,8 @@ PACKED: Final = frozenset({"Linear4bit", "Linear8bitLt"})
 def make_base_lean(base: nn.Module, like: nn.Module | None = None) -> None:
     """Replace the forward passes of norms, gated units and packed layers of `base`, in place.
 
-    The replacements are first tried on modules of `like`, a model of the same classes; without it
-    on those of `base`, whose weights must then be neither packed nor sharded.
+    Each replacement is first compared with a module of `like`, a model of the same classes. Without
+    `like`, the modules of `base` serve, whose weights must be neither packed nor sharded.
     """
     same: dict[type, Any] = {}
     for module in (like or base).modules():
@@ -59,7 +59,7 @@ def make_adapter_lean(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Linear and _is_plain(module):
             module.forward = MethodType(_lora_forward, module)
-        # Of nested wrappers the inner one, too: it is called while both adapters are off.
+        # If wrappers are nested, the inner one, too: it is called while both adapters are off.
         if isinstance(module, ParamWrapper) and hasattr(module.get_base_layer(), "_apply_gate"):
             module.forward = MethodType(_experts_forward, module)
 
@@ -70,7 +70,7 @@ def is_packed(layer: nn.Module) -> bool:
 
 
 def _weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weights of a linear layer, (M, K), packed ones unpacked into `dtype`."""
+    """Return the weights of a linear layer, (M, K); packed weights are unpacked into `dtype`."""
     weight: Tensor = layer.weight
     if is_packed(layer):
         weight = dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).to(dtype)
@@ -91,9 +91,9 @@ def _is_gated(module: Any) -> bool:
 
 @torch.no_grad()
 def _outputs_agree(module: Any, forward: Any) -> bool:
-    """Return True if `forward` computes what the module does; some norms and units differ.
+    """Return whether `forward` computes the same as the module's own forward pass.
 
-    Both are tried on a copy with random weights.
+    Both are compared on a copy with random weights. They differ for some models' norms and units.
     """
     module = deepcopy(module).to_empty(device="cpu")
     for parameter in module.parameters():
@@ -125,7 +125,7 @@ def _gated_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _is_plain(module: Any) -> bool:
-    """Return True if the module is y = x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ and nothing else."""
+    """Return whether the module computes x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ and nothing else."""
     (name,) = module.lora_A if len(module.lora_A) == 1 else (None,)
     return (
         name is not None
@@ -155,7 +155,7 @@ def _lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts as transformers' `grouped_mm_experts_forward` does, with LoRA.
+    """Compute experts with LoRA, otherwise as transformers' `grouped_mm_experts_forward` does.
 
     Shapes: tokens x (N, K); `chosen` (N, k), the experts of each token, and their `weights` (N, k).
     """
@@ -166,14 +166,16 @@ def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> T
     if self.disable_adapters or self.merged:
         own: Tensor = type(self).forward(self, x, chosen, weights)
         return own
-    sent, order = chosen.flatten().sort()
-    ends = torch.searchsorted(sent, torch.arange(experts.num_experts, device=x.device), right=True)
+    expert_of, order = chosen.flatten().sort()
+    ends = torch.searchsorted(
+        expert_of, torch.arange(experts.num_experts, device=x.device), right=True
+    )
 
     def multiply(rows: Tensor, name: str) -> Tensor:
         weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
-        own = grouped(rows, weight if experts.is_transposed else weight.mT, ends)
+        own = grouped_product(rows, weight if experts.is_transposed else weight.mT, ends)
         if bias is not None:
-            own = own + bias[sent]
+            own = own + bias[expert_of]
         if (wrapper := wrappers.get(name)) is None:
             return own
         (adapter,) = wrapper.lora_A
@@ -184,7 +186,7 @@ def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> T
         a, b = (
             nn.functional.pad(side, (0, 0, 0, -side.shape[1] % 8)).contiguous() for side in (a, b)
         )
-        return own + grouped(grouped(rows, a.mT, ends), b, ends)
+        return own + grouped_product(grouped_product(rows, a.mT, ends), b, ends)
 
     gated = experts._apply_gate(multiply(x[order // chosen.shape[1]], "gate_up_proj"))
     weighed = multiply(gated, "down_proj") * weights.flatten()[order, None]
@@ -192,8 +194,8 @@ def _experts_forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> T
     return out.to(x.dtype)
 
 
-def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row by its group's weight; rows are sorted by group, and groups end at `ends`.
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row by its group's matrix; rows are sorted by group, and groups end at `ends`.
 
     Shapes: rows (S, K), weight (E, K, M), ends (E,).
     """
@@ -211,7 +213,7 @@ def _packed_forward(self: Any, x: Tensor) -> Tensor:
 
 
 class OneDnnProducts:
-    """Compute float32 products on a CPU with oneDNN within a context, wherever that is exact.
+    """Context that computes float32 products on a CPU with oneDNN, if that is exact there.
 
     torch passes float32 products to oneDNN only if rounding operands to bfloat16 is allowed.
     oneDNN rounds them only on processors with matrix tiles (AMX); there MKL is kept.
@@ -229,9 +231,9 @@ class OneDnnProducts:
 
 @cache
 def _onednn_is_exact() -> bool:
-    """Return True if oneDNN rounds nothing.
+    """Return whether oneDNN's products keep float32's precision on this processor.
 
-    It is tried with 1 + 2⁻²⁰, which bfloat16 cannot represent, times one.
+    It multiplies one by 1 + 2⁻²⁰, which bfloat16 cannot represent.
     """
     if _MATMUL is None or not torch.backends.mkldnn.is_available():
         return False

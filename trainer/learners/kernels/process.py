@@ -1,4 +1,4 @@
-"""Set up a training process: deterministic kernels, malloc, and how much memory there is."""
+"""Set up a training process (deterministic kernels, attention, malloc), and measure its memory."""
 
 import ctypes
 import os
@@ -16,10 +16,9 @@ from transformers.integrations import sdpa_attention
 def be_deterministic() -> None:
     """Make this process compute deterministically; call it before the first use of a GPU.
 
-    On a CPU a scatter of float32 gradients uses atomic additions when several threads work, in
-    whatever order they come; on a GPU so do cuBLAS and scatters. torch's deterministic kernels
-    add in a fixed order. The result still depends on the number of threads, the kind of
-    processor and the build of torch.
+    By default, several threads of a CPU scatter float32 gradients by atomic additions in any order,
+    and so do cuBLAS and scatters on a GPU. torch's deterministic kernels add in a fixed order. The
+    result still depends on the number of threads, the kind of processor and the build of torch.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # A kernel without a deterministic variant (only on a GPU) warns, and training goes on.
@@ -28,21 +27,21 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-_OWN_KNOWS_GROUPS: Final = sdpa_attention.use_gqa_in_sdpa
+_ORIGINAL_CHOICE: Final = sdpa_attention.use_gqa_in_sdpa
 
 
 def fuse_wide_attention() -> None:
     """Use fused attention for grouped heads in float32 on a GPU.
 
     CUDA's fused kernels for grouped heads take only 16 bits, and torch's fallback keeps all scores.
-    The kernel that takes float32 needs a key and a value for each head: they are repeated for it.
+    The fused kernel for float32 needs a key and a value for each head, so these are repeated.
     """
     sdpa_attention.use_gqa_in_sdpa = _takes_grouped_heads
 
 
 def _takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
     is_wide = key.is_cuda and key.dtype == torch.float32
-    return not is_wide and _OWN_KNOWS_GROUPS(mask, key, value)
+    return not is_wide and _ORIGINAL_CHOICE(mask, key, value)
 
 
 # Options of mallopt, from malloc.h; their values are C ints.
@@ -55,8 +54,8 @@ INT_MAX: Final = 2**31 - 1
 def keep_freed_memory() -> None:
     """Make malloc keep freed memory, for all threads; without glibc nothing changes.
 
-    malloc maps memory above a threshold anew each time, and the page faults take a tenth of an
-    update's time. So freed memory is kept during an update and given back after it.
+    By default malloc maps each large block anew, and the page faults take a tenth of an update's
+    time. So freed memory is kept during an update; `give_freed_memory_back` is called after it.
     """
     libc = _glibc()
     if libc is not None:
@@ -67,7 +66,7 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Return the memory that malloc kept to the system, and torch's to the GPU.
+    """Give freed memory back: malloc's to the system, and torch's to the GPU.
 
     A model server may share the GPU; between updates the memory is the server's.
     """
@@ -92,7 +91,7 @@ LEFT_FREE: Final = 0.1
 
 
 def available_memory(device: torch.device) -> int:
-    """Return how many bytes the trainer can still get on `device`, now."""
+    """Return how many bytes the trainer can still get on `device`; on a CPU, a tenth stays free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -109,7 +108,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def total_memory(device: str) -> int:
-    """Return a device's total memory in bytes; for a CPU at most this container's limit."""
+    """Return a device's total memory in bytes; for a CPU, the container's limit if it is lower."""
     if device != "cpu":
         return int(torch.cuda.get_device_properties(device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -125,6 +124,6 @@ def _limit_of_container() -> int | None:
 
 
 def _reclaimable_bytes() -> int:
-    """Return the bytes of a container's memory that hold reclaimable copies of files."""
+    """Return the bytes of the container's memory that cache files, and can be reclaimed."""
     stat = (CGROUP / "memory.stat").read_text()
     return int(re.findall(r"^inactive_file (\d+)$", stat, re.MULTILINE)[0])

@@ -23,13 +23,13 @@ from transformers.masking_utils import sdpa_mask
 from trainer.batches import Tree
 from trainer.learners.kernels.layers import product
 
-# The name under which transformers knows this attention.
-NAME: Final = "pawl_tree"
+# The name of this attention in transformers.
+TREE_ATTENTION: Final = "pawl_tree"
 # Queries in a block.
 BLOCK: Final = 48
 # Most mask entries of a batch of blocks, so that scores stay in the cache.
 MAX_MASK_ENTRIES: Final = 2**16
-# Smallest number of keys in a block, as a share of those of its batch's largest block.
+# The fewest keys of a block in a batch, as a share of those of the batch's largest block.
 MIN_KEY_SHARE: Final = 0.7
 FLEX_BLOCK: Final = 128
 
@@ -37,7 +37,8 @@ FLEX_BLOCK: Final = 128
 class QueryBlock(NamedTuple):
     """Queries [start, stop), and the nodes that at least one of them sees, in runs [from, to).
 
-    Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the nodes of all runs.
+    Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the number
+    of nodes in all runs.
     """
 
     start: int
@@ -61,7 +62,7 @@ class BlockBatch(NamedTuple):
 
 
 def blocks_of(tree: Tree, block: int = BLOCK) -> list[QueryBlock]:
-    """Return the blocks of `tree`, of `block` queries each."""
+    """Return the blocks of `tree`, with `block` queries each; the last may have fewer."""
     end = torch.tensor(tree.end)
     blocks = []
     for start in range(0, len(tree.tokens), block):
@@ -76,7 +77,7 @@ def blocks_of(tree: Tree, block: int = BLOCK) -> list[QueryBlock]:
 
 
 def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return ascending nodes as runs [from, to) of consecutive nodes."""
+    """Return the runs [from, to) of consecutive nodes among ascending `nodes`."""
     starts = [i for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node - 1]
     ends = [*starts[1:], len(nodes)]
     return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
@@ -123,7 +124,7 @@ class TreeAttention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, batches: Sequence[BlockBatch], scale: float
     ) -> Tensor:
-        """Return the attention's output, (N, H, D)."""
+        """Return the attention's output, (N, H, E)."""
         ctx.batches, ctx.scale = batches, scale
         groups, outputs = k.shape[1], []
         for batch in batches:
@@ -153,7 +154,7 @@ class TreeAttention(Function):
 
 
 def _gather(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
-    """Gather rows `nodes` (Z, B) of (N, G·R, D) for each of the G groups: (Z·G, B·R, D)."""
+    """Gather `x` (N, G·R, D) at `nodes` (Z, B), by the G groups of heads: (Z·G, B·R, D)."""
     rows = x.reshape(len(x) * groups, -1)
     places = (nodes * groups)[:, None] + torch.arange(groups)[:, None]
     taken = rows.index_select(0, places.flatten())
@@ -161,7 +162,7 @@ def _gather(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
 
 
 def _by_node(outputs: Sequence[Tensor], batches: Sequence[BlockBatch], like: Tensor) -> Tensor:
-    """Put the batches' outputs, (Z·G, B·R, D) each, in the order of nodes: (N, H, E)."""
+    """Put the batches' outputs, (Z·G, B·R, E) each, in the order of nodes: (N, H, E)."""
     out = torch.empty((*like.shape[:2], outputs[0].shape[-1]), dtype=like.dtype)
     for part, batch in zip(outputs, batches, strict=True):
         size, queries = batch.queries.shape
@@ -171,14 +172,14 @@ def _by_node(outputs: Sequence[Tensor], batches: Sequence[BlockBatch], like: Ten
 
 
 def _scatter_add(total: Tensor, part: Tensor, batch: BlockBatch) -> None:
-    """Add the gradient of a batch's keys, (Z·G, K, D), to that of all nodes, (N, G, D)."""
+    """Add a batch's gradients by key, (Z·G, K, D), to those of all nodes, (N, G, D), in place."""
     by_block = part.view(len(batch.keys), -1, *part.shape[1:]).transpose(1, 2)
     for place, start, stop, offset in batch.runs:
         total[start:stop] += by_block[place, offset : offset + stop - start]
 
 
 def _attention_weights(queries: Tensor, keys: Tensor, batch: BlockBatch) -> Tensor:
-    """Return the softmax weights of keys (Z·G, K, D) for each query (Z·G, B·R, D)."""
+    """Return the weights, (Z·G, B·R, K), of keys (Z·G, K, D) for queries (Z·G, B·R, D)."""
     blocks, size, seen = batch.mask.shape
     scores = product(queries, keys.mT)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -191,8 +192,8 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute attention by transformers' interface: (1, H, N, D) in, (1, N, H, D) out.
 
-    The model passes the keyword argument `tree`, from `attention_tree`, through to here.
-    Without it this is the usual attention.
+    The model passes on the keyword argument `tree`, which `attention_tree` made. Without it this is
+    the usual attention.
     """
     tree = kwargs.pop("tree", None)
     if tree is None:
@@ -207,7 +208,7 @@ def tree_attention_forward(
 
 
 def attention_tree(tree: Tree, device: torch.device) -> list[BlockBatch] | BlockMask:
-    """Return `tree` as attention on `device` takes it: blocks, or flex attention's mask."""
+    """Return `tree` for attention on `device`: blocks on a CPU, else flex attention's mask."""
     if device.type == "cpu":
         return batch_blocks(blocks_of(tree))
     return block_mask(torch.tensor(tree.end, device=device))
@@ -216,8 +217,8 @@ def attention_tree(tree: Tree, device: torch.device) -> list[BlockBatch] | Block
 def block_mask(end: Tensor) -> BlockMask:
     """Return flex attention's mask of a tree with the interval ends `end` (N,).
 
-    N must be a multiple of `FLEX_BLOCK`. The mask is derived from intervals: nothing of size
-    N × N is ever allocated.
+    Node i is an ancestor of the nodes in [i, end[i]). N must be a multiple of `FLEX_BLOCK`. Nothing
+    of size N × N is ever allocated.
     """
     nodes = torch.arange(len(end), device=end.device)
     starts = nodes[::FLEX_BLOCK, None]
@@ -235,10 +236,10 @@ def block_mask(end: Tensor) -> BlockMask:
 
 
 def _block_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each row, how many entries are chosen, and their indices, chosen ones first."""
+    """Return each row's number of true entries, and all indices, true entries first."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).int()[None, None], order.int()[None, None]
 
 
-AttentionInterface.register(NAME, tree_attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(TREE_ATTENTION, tree_attention_forward)
+AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)

@@ -25,7 +25,7 @@ from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.credit.baselines import NORMALISATIONS
 from trainer.learners.kl import ByRow, concatenated, cut_by_row, token_weights
 from trainer.learners.losses.grpo import StoredGrpoTrainer, build_trainer
-from trainer.learners.losses.stored import View, pad_rows
+from trainer.learners.losses.stored import InitialValues, pad_rows
 from trainer.learners.scoring import Scored
 from trainer.recipes.recipe import Recipe
 
@@ -50,7 +50,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
     critic: torch.nn.Linear
 
     @property
-    def needs_view(self) -> bool:
+    def needs_initial_values(self) -> bool:
         """Return True: old log-probabilities and values are always needed."""
         return True
 
@@ -58,26 +58,26 @@ class StoredPpoTrainer(StoredGrpoTrainer):
     def epochs(self) -> int:
         return self.recipe.ppo.epochs
 
-    def view(self, rows: Sequence[Row]) -> View:
+    def initial_values(self, rows: Sequence[Row]) -> InitialValues:
         """Return a micro-batch's log-probabilities and values before the update's first step."""
         with torch.no_grad():
             scored = self.score(rows, hidden=True)
             values = cut_by_row(rows, self._values(scored))
-        return View(
+        return InitialValues(
             policy=cut_by_row(rows, scored.logprobs), base=self.base_logprobs(rows), values=values
         )
 
-    def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
+    def prepare(self, rows: Sequence[Row], initial: InitialValues) -> list[Row]:
         """Store the update's old log-probabilities, returns and advantages; return its rows."""
-        self.kl.begin(view.base)
+        self.kl.begin(initial.base)
         self._critic_errors = 0.0
         self._critic_weight = 0.0
         weights = [row.weight for row in rows]
-        values = [view.values[row.key] for row in rows]
+        values = [initial.values[row.key] for row in rows]
         advantages = row_advantages(
             rows,
             values,
-            [self.kl.rewards(row, view.policy[row.key]) for row in rows],
+            [self.kl.rewards(row, initial.policy[row.key]) for row in rows],
             trace=self.recipe.ppo.gae_lambda,
             by_agent=self.recipe.credit.assignment == "per_agent",
         )
@@ -91,10 +91,10 @@ class StoredPpoTrainer(StoredGrpoTrainer):
             low, high = self.recipe.reward_range
             advantages = normalise_advantages(advantages, weights, (high - low) * SMALLEST_SPREAD)
         self._targets = Targets(
-            old=view.policy,
+            old=initial.policy,
             returns={row.key: own for row, own in zip(rows, returns, strict=True)},
             advantages={
-                row.key: self._importance_weighted(row, view.policy[row.key], own)
+                row.key: self._importance_weighted(row, initial.policy[row.key], own)
                 for row, own in zip(rows, advantages, strict=True)
             },
         )

@@ -18,7 +18,7 @@ from trainer.learners.scoring import Scored, score_rows
 from trainer.recipes.recipe import Recipe
 
 
-class View(NamedTuple):
+class InitialValues(NamedTuple):
     """Log-probabilities and values of an update's rows before its first step.
 
     `policy` are the log-probabilities of the policy in training, `base` those of the base model,
@@ -30,11 +30,11 @@ class View(NamedTuple):
     values: ByRow
 
     @classmethod
-    def of(cls, views: Iterable["View"]) -> "View":
-        """Merge the views of all micro-batches into one."""
+    def of(cls, parts: Iterable["InitialValues"]) -> "InitialValues":
+        """Merge the values of all micro-batches into one."""
         merged = cls({}, {}, {})
-        for view in views:
-            for all_values, own in zip(merged, view, strict=True):
+        for part in parts:
+            for all_values, own in zip(merged, part, strict=True):
                 all_values.update(own)
         return merged
 
@@ -56,17 +56,17 @@ class StoredRows:
         return 1
 
     @property
-    def needs_view(self) -> bool:
-        """Return whether an update needs the `View` of its rows before its first step."""
+    def needs_initial_values(self) -> bool:
+        """Return whether an update needs the `initial_values` of its rows."""
         return self.kl.is_wanted
 
-    def view(self, rows: Sequence[Row]) -> View:
+    def initial_values(self, rows: Sequence[Row]) -> InitialValues:
         """Return a micro-batch's log-probabilities before the update's first step."""
         policy: ByRow = {}
         if self.kl.in_reward:
             with torch.no_grad():
                 policy = cut_by_row(rows, self.score(rows).logprobs)
-        return View(policy=policy, base=self.base_logprobs(rows), values={})
+        return InitialValues(policy=policy, base=self.base_logprobs(rows), values={})
 
     def base_logprobs(self, rows: Sequence[Row]) -> ByRow:
         """Return log-probabilities under the base model; empty if the recipe has no KL penalty."""
@@ -79,13 +79,13 @@ class StoredRows:
         """Score a micro-batch's sampled tokens under the current model."""
         return score_rows(self.model, rows, layout=self.layout, hidden=hidden)
 
-    def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
+    def prepare(self, rows: Sequence[Row], initial: InitialValues) -> list[Row]:
         """Start an update; return its rows, with KL rewards if the recipe has some."""
-        self.kl.begin(view.base)
+        self.kl.begin(initial.base)
         if not self.kl.in_reward:
             return list(rows)
         return with_kl_rewards(
-            rows, {row.key: sum(self.kl.rewards(row, view.policy[row.key])) for row in rows}
+            rows, {row.key: sum(self.kl.rewards(row, initial.policy[row.key])) for row in rows}
         )
 
     def added_modules(self) -> dict[str, torch.nn.Module]:

@@ -1,8 +1,8 @@
-"""Make the masks that a grammar put on each token of a reply, as vLLM makes them with xgrammar.
+"""Compute the masks by which a grammar limited each token of a reply, as vLLM does with xgrammar.
 
 The rules are those of `vllm/v1/structured_output/backend_xgrammar.py`, with vLLM's defaults
 (`--structured-outputs-config`): backend "auto", any whitespace in JSON. A mask is packed: bit t
-says whether token t may be sampled. After the end of the grammar, every token may.
+says whether token t may be sampled. After the end of the grammar, every token may be sampled.
 """
 
 import json
@@ -27,34 +27,35 @@ log = structlog.get_logger()
 NO_GRAMMAR: Final = "grammar_not_built"
 OUTSIDE: Final = "outside_grammar"
 # Compiled grammars in the cache: a task mostly has few.
-KEPT: Final = 256
-# Syntaxes with marks around a call, and the names in the marks' angle brackets.
-MARKS: Final[Mapping[str, str]] = {"hermes": "tool_call", "longcat": "longcat_tool_call"}
-FIRST: Final = "stop_after_first"
-# String formats that vLLM leaves to xgrammar, and array keys that it does not.
-FORMATS: Final = frozenset(
+CACHED_GRAMMARS: Final = 256
+# Syntaxes that put a tool call between two tags, and the name of the tag.
+CALL_TAGS: Final[Mapping[str, str]] = {"hermes": "tool_call", "longcat": "longcat_tool_call"}
+# A field of tags in xgrammar: whether the grammar ends after the first call.
+STOP_AFTER_FIRST: Final = "stop_after_first"
+# String formats that vLLM leaves to xgrammar, and keys of arrays that it does not.
+SUPPORTED_FORMATS: Final = frozenset(
     {
         *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
         *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
     }
 )
-OF_ARRAYS: Final = ("uniqueItems", "contains", "minContains", "maxContains")
+UNSUPPORTED_ARRAY_KEYS: Final = ("uniqueItems", "contains", "minContains", "maxContains")
 _ESCAPES: Final = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _COMMENT: Final = re.compile(r"(#|//).*$")
 
 
 class Grammars:
-    """Compile grammars for one model's tokens, and follow replies through them."""
+    """Compile grammars for one model's tokens, and compute the masks along replies."""
 
-    def __init__(self, tokenizer: Any, words: int) -> None:
-        """Store the tokenizer, and the number of tokens that the model has logits for."""
+    def __init__(self, tokenizer: Any, vocabulary_size: int) -> None:
+        """Store the tokenizer, and the number of logits of the model."""
         self._tokenizer = tokenizer
-        self._words = words
+        self._vocabulary_size = vocabulary_size
         self._compiler: Any = None
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self._compiled = lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def with_masks(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows; rows with a grammar get the mask of each sampled token.
+        """Return the rows; those with a grammar get the mask of each sampled token.
 
         Equal masks share one object: most of a reply's masks are equal.
 
@@ -75,7 +76,7 @@ class Grammars:
         ]
 
     def why_no_masks(self, distribution: Distribution, sampled_ids: Sequence[int]) -> str | None:
-        """Return why the masks of a reply cannot be made, or None if they can."""
+        """Log and return why the masks of a reply cannot be made, or return None if they can."""
         try:
             for _ in self._follow(distribution, sampled_ids):
                 pass
@@ -93,7 +94,7 @@ class Grammars:
         bits = None
         for matcher in self._follow(distribution, sampled_ids):
             if bits is None:
-                bits = _import_xgrammar().allocate_token_bitmask(1, self._words)
+                bits = _import_xgrammar().allocate_token_bitmask(1, self._vocabulary_size)
             if matcher.is_terminated():
                 bits.fill_(-1)
             else:
@@ -101,7 +102,7 @@ class Grammars:
             yield bits.numpy().tobytes()
 
     def _follow(self, distribution: Distribution, sampled_ids: Sequence[int]) -> Iterator[Any]:
-        """Yield xgrammar's matcher as it stands before each sampled token."""
+        """Yield xgrammar's matcher before each sampled token, advanced by the tokens before."""
         assert distribution.grammar is not None
         try:
             matcher = _import_xgrammar().GrammarMatcher(
@@ -112,8 +113,10 @@ class Grammars:
                 yield matcher
                 if matcher.is_terminated():
                     continue
-                if token >= self._words or not matcher.accept_token(token):
-                    raise Unreplayable(f"its token {place} is outside its grammar", OUTSIDE)
+                if token >= self._vocabulary_size or not matcher.accept_token(token):
+                    raise Unreplayable(
+                        f"token {place} of the reply is outside its grammar", OUTSIDE
+                    )
         # xgrammar raises RuntimeError and its subclasses, json ValueError.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise Unreplayable(f"a grammar cannot be built: {error!s:.200}", NO_GRAMMAR) from error
@@ -121,18 +124,20 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Any:
         xgrammar = _import_xgrammar()
         if self._compiler is None:
-            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._words)
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._tokenizer, vocab_size=self._vocabulary_size
+            )
             self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
         return _COMPILE[grammar.kind](self._compiler, grammar.text)
 
 
-def allowed_tokens(masks: Sequence[bytes], words: int, device: torch.device) -> torch.Tensor:
-    """Return which of the `words` tokens each of R packed masks allows, (R, V)."""
+def allowed_tokens(masks: Sequence[bytes], count: int, device: torch.device) -> torch.Tensor:
+    """Return which of the first `count` token ids each of R packed masks allows, (R, V)."""
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(device)
     bits = packed.view(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=device)
-    bits_of_words = (bits & 1).bool().flatten(1)[:, :words]
-    # Rows of the head that stand for no token are never sampled.
-    return torch.nn.functional.pad(bits_of_words, (0, words - bits_of_words.shape[1]))
+    allowed = (bits & 1).bool().flatten(1)[:, :count]
+    # Ids past the masks stand for no token, and are never sampled.
+    return torch.nn.functional.pad(allowed, (0, count - allowed.shape[1]))
 
 
 def _import_xgrammar() -> Any:
@@ -165,12 +170,12 @@ _COMPILE: Final[dict[str, Callable[[Any, str], Any]]] = {
 
 
 def is_lark(text: str) -> bool:
-    """Return whether a grammar is read as Lark: no line of it defines a rule as EBNF does."""
+    """Return whether vLLM reads a grammar as Lark: no line defines a rule in EBNF (`::=`)."""
     return not any("::=" in _COMMENT.sub("", line) for line in text.split("\n"))
 
 
 def ebnf_of(choices: Sequence[str]) -> str:
-    """Return the EBNF grammar of a list of texts."""
+    """Return an EBNF grammar that allows exactly the given texts."""
     return "root ::= " + " | ".join(f'"{"".join(map(_escape, choice))}"' for choice in choices)
 
 
@@ -183,9 +188,9 @@ Schema = dict[str, Any]
 
 
 def needs_other_library(schema: Any) -> bool:
-    """Return whether a part of a JSON schema makes vLLM use another library, with other masks.
+    """Return whether vLLM uses another library, with other masks, for a JSON schema.
 
-    The rules are those of `has_xgrammar_unsupported_json_features` in the same module of vLLM's.
+    The rules are those of `has_xgrammar_unsupported_json_features` in vLLM's module above.
     """
     return any(map(_is_unsupported, _schema_objects(schema)))
 
@@ -205,7 +210,7 @@ def _is_unsupported(schema: Schema) -> bool:
     types, all_of = _types(schema), schema.get("allOf")
     return (
         (bool(types & {"integer", "number"}) and "multipleOf" in schema)
-        or ("array" in types and any(key in schema for key in OF_ARRAYS))
+        or ("array" in types and any(key in schema for key in UNSUPPORTED_ARRAY_KEYS))
         or ("string" in types and (_has_odd_format(schema) or _limits_pattern_length(schema)))
         or ("object" in types and _limits_names_twice(schema))
         or (isinstance(all_of, list) and len(all_of) >= 2)
@@ -221,7 +226,7 @@ def _types(schema: Schema) -> set[str]:
 
 def _has_odd_format(schema: Schema) -> bool:
     return "format" in schema and not (
-        isinstance(schema["format"], str) and schema["format"] in FORMATS
+        isinstance(schema["format"], str) and schema["format"] in SUPPORTED_FORMATS
     )
 
 
@@ -232,7 +237,7 @@ def _limits_pattern_length(schema: Schema) -> bool:
 
 
 def _limits_names_twice(schema: Schema) -> bool:
-    """Return whether an object's names are limited in two ways at once."""
+    """Return whether a schema limits an object's property names in two ways at once."""
     patterns = schema.get("patternProperties")
     two_patterns = isinstance(patterns, dict) and ("properties" in schema or len(patterns) > 1)
     if two_patterns or "propertyNames" not in schema:
@@ -249,18 +254,18 @@ def _limits_names_twice(schema: Schema) -> bool:
 def structural_tag(xgrammar: Any, text: str) -> str:
     """Return the structural tag of a recorded `ToolTag`, as JSON, in the model's syntax.
 
-    xgrammar has the tags of most syntaxes (`get_model_structural_tag`). Tags of Hermes' kind are
-    vLLM's own (`vllm/tool_parsers/structural_tag_registry.py`): a call is a JSON object between two
-    marks, with or without line breaks inside the marks. A tag never covers thoughts: vLLM starts
-    the grammar after them.
+    xgrammar has the tags of most syntaxes (`get_model_structural_tag`). For Hermes and its like,
+    vLLM makes them (`vllm/tool_parsers/structural_tag_registry.py`): a call is a JSON object
+    between two tags, with or without line breaks inside. Thoughts are not covered: vLLM starts the
+    grammar after them.
 
     Raises:
-        ValueError: the text is no such record, or the library knows no such syntax.
+        ValueError: the text is no `ToolTag`, or the library does not know its syntax.
     """
     recorded = parse_tag(text)
     tag = (
         _marked_tag(xgrammar, recorded)
-        if recorded.model in MARKS
+        if recorded.model in CALL_TAGS
         else _library_tag(xgrammar, recorded)
     )
     if recorded.one_call:
@@ -285,8 +290,8 @@ def _library_tag(xgrammar: Any, recorded: ToolTag) -> Any:
 
 
 def _marked_tag(xgrammar: Any, recorded: ToolTag) -> Any:
-    formats, mark = xgrammar.structural_tag, MARKS[recorded.model]
-    begin, end = f"<{mark}>", f"</{mark}>"
+    formats, tag = xgrammar.structural_tag, CALL_TAGS[recorded.model]
+    begin, end = f"<{tag}>", f"</{tag}>"
     calls = [
         formats.TagFormat(
             begin=f'{begin}{line}{{"name": "{tool.name}", "arguments": ',
@@ -311,15 +316,15 @@ def _marked_tag(xgrammar: Any, recorded: ToolTag) -> Any:
 
 
 def _end_after_one_call(node: Any) -> None:
-    """Limit every list of calls within a node of a tag to one call.
+    """Limit every list of calls within a part of a structural tag to one call.
 
-    JSON schemas are not nodes but plain objects, and are not searched.
+    JSON schemas, which are plain objects, are not searched.
     """
     if isinstance(node, list | tuple):
         for part in node:
             _end_after_one_call(part)
     elif isinstance(node, BaseModel):
-        if FIRST in type(node).model_fields:
-            setattr(node, FIRST, True)
+        if STOP_AFTER_FIRST in type(node).model_fields:
+            setattr(node, STOP_AFTER_FIRST, True)
         for name in type(node).model_fields:
             _end_after_one_call(getattr(node, name))

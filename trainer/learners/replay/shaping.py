@@ -1,10 +1,11 @@
-"""Shape logits as the server shaped its own, in its order (`store.values.sampling`).
+"""Apply sampling settings to logits, as the model server did, in its order.
 
-Masks come after penalties here and before them there, with the same result: −∞ stays −∞ under every
-bias and penalty. The sampled token always counts as a survivor, because rounding may put it just
-outside top-k, top-p or min-p. Let T be the temperature, f a token's factor (1, or the factor that a
-repetition penalty multiplies its logit by), p the softmax over the survivors, and q the sampled
-token's share if rounding dropped it, else 0:
+The order is that of `store.values.sampling`, but for masks: they come after penalties here and
+before them there, with the same result, as −∞ stays −∞ under every bias and penalty. Survivors are
+the tokens that no setting excludes. The sampled token always counts as one, because rounding may
+put it just outside top-k, top-p or min-p. Let T be the temperature, f a token's factor (1, or the
+factor by which a repetition penalty multiplies its logit), p the softmax over the survivors, and q
+the sampled token's share if rounding dropped it, else 0:
 
     ∂ log p(token) / ∂ z = (1 − q) · (f[token] · 1[token] − p ∘ f) / T
 """
@@ -24,12 +25,12 @@ from trainer.learners.replay.grammars import allowed_tokens
 Ids = tuple[int, ...]
 
 
-# A nucleus is looked for among this many tokens first, and only then among all.
-TRIED: Final = 1024
+# The nucleus of top-p is searched among this many likeliest tokens first, and then among all.
+LIKELIEST: Final = 1024
 
 
 class Vocabulary:
-    """Turn words and stops into the ids of one model, as vLLM does.
+    """Fill in the token ids of banned words and of stop tokens in sampling settings, as vLLM does.
 
     The rules are those of `update_from_tokenizer` and `update_from_generation_config` of its
     `SamplingParams` (`vllm/sampling_params.py`).
@@ -42,20 +43,20 @@ class Vocabulary:
         self._ends = {end for end in (*listed, tokenizer.eos_token_id) if end is not None}
 
     def with_token_ids(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows, with token ids for the words and stops in their settings."""
-        spelled = {
+        """Return the rows, with token ids for banned words and stop tokens in their settings."""
+        with_ids = {
             distribution: self.settings_with_token_ids(distribution)
             for distribution in {row.distribution for row in rows}
         }
         return [
             row
-            if spelled[row.distribution] is row.distribution
-            else msgspec.structs.replace(row, distribution=spelled[row.distribution])
+            if with_ids[row.distribution] is row.distribution
+            else msgspec.structs.replace(row, distribution=with_ids[row.distribution])
             for row in rows
         ]
 
     def settings_with_token_ids(self, settings: Distribution) -> Distribution:
-        """Return settings with token ids for their words and stops."""
+        """Return settings with the token ids of their banned words and of the stop tokens."""
         if settings.bad_words:
             settings = msgspec.structs.replace(
                 settings, banned_ids=banned_sequences(settings.bad_words, self._encode)
@@ -73,10 +74,10 @@ class Vocabulary:
 def banned_sequences(
     words: Iterable[str], encode: Callable[[str], Sequence[int]]
 ) -> tuple[Ids, ...]:
-    """Return the token ids that spell each banned word; no sampled token may complete them.
+    """Return sequences of token ids, the banned words, that no sampled token may complete.
 
-    As in vLLM, a word with a space before it is banned too, if that spelling has as many ids and
-    another first id.
+    As in vLLM, a word after a space is banned, too, if it then has as many ids and another first
+    id.
     """
     sequences: list[Ids] = []
     for word in words:
@@ -89,10 +90,9 @@ def banned_sequences(
 
 
 class ShapedPlaces(NamedTuple):
-    """Places [start, stop) with the same settings, which are more than a temperature.
+    """Places [start, stop) with the same settings, more than a temperature (see `Places`).
 
-    `histories` has, for each place, the index of a row and how many of its sampled tokens come
-    before.
+    `histories` has, for each place, the index of a row and the number of its tokens sampled before.
     """
 
     start: int
@@ -102,7 +102,7 @@ class ShapedPlaces(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The R distributions that M sampled tokens were drawn from, the plain ones first.
+    """The R distributions (places) from which M tokens were sampled, the plain ones first.
 
     Shapes: `nodes` and `temperatures` are (R,): the tree's node that a token follows, and its
     temperature; `of_tokens` (M,) has the place of each token, row after row.
@@ -146,7 +146,7 @@ def places_of(rows: Sequence[Row], parents: Sequence[int]) -> Places:
 
 
 def _plain_first_key(distribution: Distribution) -> tuple[bool, str]:
-    """Return a sort key that is the same in every process."""
+    """Return a sort key: plain settings first, then the same order in every process."""
     return not distribution.is_plain, repr(distribution)
 
 
@@ -166,7 +166,7 @@ def _group_places(
 
 
 class History:
-    """The tokens before each of R sampled tokens: a prompt, and the reply so far.
+    """The tokens before each of R sampled tokens: the prompt, and the reply so far.
 
     Shapes: `ids` (B, L) are the ids of B rows, padded. The others are (R,): the index of the row in
     `rows`, the length of the prompt in `prompts`, and that of the reply so far in `sampled`.
@@ -180,7 +180,7 @@ class History:
         sampled: Tensor,
         masks: Sequence[bytes] = (),
     ) -> None:
-        """Store the tensors, and the packed masks of a grammar, (R,), if there is one."""
+        """Store the tensors, and the packed masks (R,) if a grammar limited the tokens."""
         self._ids = ids
         self._rows = rows
         self._prompts = prompts
@@ -191,7 +191,7 @@ class History:
     def of(
         cls, rows: Sequence[Row], places: Sequence[tuple[int, int]], device: torch.device
     ) -> Self:
-        """Return the history of places: each is a row's index and the number of tokens sampled."""
+        """Return the history at `places`: each is a row's index and its tokens sampled so far."""
         used = {row: index for index, row in enumerate(sorted({row for row, _ in places}))}
         ids = [torch.tensor(rows[row].ids, dtype=torch.long, device=device) for row in used]
         prompts = [len(rows[row].prompt_ids) for row, _ in places]
@@ -204,21 +204,21 @@ class History:
         )
 
     def part(self, start: int, stop: int) -> "History":
-        """Return the history of the tokens from `start` to before `stop`."""
+        """Return the history of the sampled tokens [start, stop) only."""
         rows, prompts, sampled = (
             tensor[start:stop] for tensor in (self._rows, self._prompts, self.sampled)
         )
         return History(self._ids, rows, prompts, sampled, self.masks[start:stop])
 
     def ids_so_far(self) -> Tensor:
-        """Return all ids before each token, (R, T); shorter ones repeat their first id."""
+        """Return all ids before each sampled token, (R, T), padded with the first of them."""
         lengths = self._prompts + self.sampled
         places = torch.arange(int(lengths.max()), device=lengths.device)
         ids = self._ids[self._rows[:, None], places]
         return torch.where(places < lengths[:, None], ids, ids[:, :1])
 
     def reply(self) -> tuple[Tensor, Tensor]:
-        """Return the ids sampled before each token, (R, T), and a mask without the padding.
+        """Return the reply's ids before each sampled token, (R, T), and a mask, False for padding.
 
         Shorter replies are padded with their first id, empty ones with any id.
         """
@@ -237,7 +237,7 @@ class History:
 
 
 class Factors(NamedTuple):
-    """Factors that a repetition penalty multiplied the logits of earlier tokens by.
+    """The factors by which a repetition penalty multiplied the logits of earlier tokens.
 
     Shapes: `ids` and `values` are (R, T). An id may occur several times, with the same value.
     """
@@ -271,7 +271,7 @@ class Shaped(NamedTuple):
 def shape(
     logits: Tensor, distribution: Distribution, history: History, rows: Tensor, labels: Tensor
 ) -> Shaped:
-    """Shape logits (R, V), in place; sampled token m is `labels[m]` after `rows[m]`."""
+    """Apply settings to logits (R, V), in place; sampled token m is `labels[m]` at `rows[m]`."""
     _add_bias(logits, distribution)
     factors = _penalise(logits, distribution, history)
     logits /= distribution.temperature
@@ -304,7 +304,7 @@ def _penalise(logits: Tensor, distribution: Distribution, history: History) -> F
 
 
 def _repetition_factors(logits: Tensor, penalty: float, history: History) -> Factors:
-    """Return the factors of all earlier tokens: logits above 0 are divided, others multiplied."""
+    """Return the factors of all earlier tokens: 1 / penalty for logits above 0, else penalty."""
     ids = history.ids_so_far()
     above = logits.gather(1, ids) > 0
     values = torch.where(above, 1 / penalty, torch.tensor(penalty, dtype=logits.dtype))
@@ -312,10 +312,10 @@ def _repetition_factors(logits: Tensor, penalty: float, history: History) -> Fac
 
 
 def _forbid_tokens(logits: Tensor, distribution: Distribution, history: History) -> None:
-    """Set the logits of tokens that could not be sampled to −∞, in place."""
+    """Set the logits of tokens that the settings forbid to −∞, in place."""
     if distribution.grammar is not None:
-        could = allowed_tokens(history.masks, logits.shape[-1], logits.device)
-        logits.masked_fill_(~could, -math.inf)
+        allowed = allowed_tokens(history.masks, logits.shape[-1], logits.device)
+        logits.masked_fill_(~allowed, -math.inf)
     if distribution.allowed_token_ids:
         others = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
         others[list(distribution.allowed_token_ids)] = False
@@ -329,7 +329,7 @@ def _forbid_tokens(logits: Tensor, distribution: Distribution, history: History)
 
 
 class Replayed(NamedTuple):
-    """Results for M sampled tokens and R distributions.
+    """The results of `score_shaped` for M sampled tokens and R distributions.
 
     Shapes: `logprobs` (M,) in nats; `shares` (M,), 1 − q; `factors` (M,), f of the sampled tokens;
     `entropies` (R,) of the survivors; `weights` (R, V), p ∘ f.
@@ -343,7 +343,7 @@ class Replayed(NamedTuple):
 
 
 def score_shaped(shaped: Shaped, rows: Tensor, labels: Tensor) -> Replayed:
-    """Return the results of shaped logits, whose memory is reused for `weights`."""
+    """Return the results for shaped logits; their memory is reused for `weights`."""
     logits, sampled, factors = shaped
     normaliser = logits.logsumexp(-1)
     survives = logits[rows, labels] > -math.inf
@@ -366,8 +366,8 @@ def score_for_autograd(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies (S,) of tokens with logits (S, V), for autograd.
 
-    The shaped values are computed outside the graph, and their derivative is added to it: this is
-    the reference for `score_shaped`, which keeps no logits.
+    The shaped values are computed outside the graph, and their derivative is added to it. This is
+    the reference for `score_shaped`, which is faster and keeps no logits for autograd.
     """
     rows = torch.arange(len(labels), device=logits.device)
     with torch.no_grad():
@@ -387,8 +387,9 @@ def score_for_autograd(
 def drop_unlikely_tokens(logits: Tensor, distribution: Distribution) -> None:
     """Set the logits (R, V) of tokens that min-p, top-k and top-p drop to −∞, in place.
 
-    As in vLLM (`topk_topp_sampler.py`), each rule is a smallest logit that survives. At the edge of
-    top-p, vLLM may drop some of several equal logits; here all survive, as with top-k in both.
+    As in vLLM (`topk_topp_sampler.py`), each rule drops the logits below a threshold. At the
+    threshold of top-p, vLLM may drop some of several equal logits; here all survive, as with top-k
+    in both.
     """
     if distribution.min_p > 0:
         _drop_below(logits, logits.amax(-1, keepdim=True) + math.log(distribution.min_p))
@@ -408,13 +409,13 @@ def _nucleus_floor(logits: Tensor, share: float) -> Tensor:
     A token is in the nucleus if the tokens above it together have less than `share` of the
     probability; the likeliest token always is.
     """
-    normaliser, words = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
-    for count in sorted({min(TRIED, words), words}):
+    normaliser, size = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
+    for count in sorted({min(LIKELIEST, size), size}):
         best = logits.topk(count).values
         shares = (best - normaliser).exp()
         sums = shares.cumsum(-1)
         inside = sums - shares < share
         inside[:, 0] = True
-        if count == words or bool((sums[:, -1] >= share).all()):
+        if count == size or bool((sums[:, -1] >= share).all()):
             break
     return best.gather(1, inside.sum(-1, keepdim=True) - 1)

@@ -171,7 +171,7 @@ def test_kl_penalty_changes_no_advantage_of_a_correction(
     rule = recipe().model_copy(update={"kl": KlOptions(coefficient=0.1, place=place)})
     learner = Learner(tiny_model, rule, seed=0, scratch=tmp_path)
     shake(learner)
-    view = learner._view_before_steps(mixed())
+    view = learner._initial_values(mixed())
     prepared = learner._trainer.prepare(mixed(), view)
     assert {row.advantage for row in prepared if row.is_correction} == {1.0}
     assert learner.update(mixed())["loss"] != 0

@@ -149,7 +149,9 @@ def test_half_applied_optimizer_step_is_undone(
     assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
 
 
-@pytest.mark.parametrize("step", ["model.load_base", "model.attach_adapter", "learner.OptimiserSteps"])
+@pytest.mark.parametrize(
+    "step", ["model.load_base", "model.attach_adapter", "learner.OptimiserSteps"]
+)
 def test_too_little_memory_for_a_learner_is_reported_with_the_remedy(
     tiny_model: str, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +202,7 @@ def of_all(made: Learner) -> None:
 PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
     "clipping": ("torch.nn.utils.clip_grad_norm_", of_all),
     "blame": ("trainer.learners.steps._is_finite", of_poison),
-    "view": ("trainer.learners.learner.check_view", of_all),
+    "view": ("trainer.learners.learner.check_initial_values", of_all),
     "probe": ("trainer.learners.scoring.score_rows", lambda made: made.logprobs(rows())),
     "another version": (
         "trainer.learners.model.Base.attach",
@@ -267,7 +269,7 @@ def test_row_too_long_for_ppo_is_blamed_on_its_own_episode_alone(
     """Also where it could be looked at before: that takes less memory than training on it."""
     most = max(len(row.ids) for row in rows())
     made = learner(tiny_model, tmp_path, "ppo", tokens=10 * most)
-    name = "view" if stage == "view" else "loss_of"
+    name = "initial_values" if stage == "view" else "loss_of"
     real = getattr(made._trainer, name)
 
     def with_little_room(batch: Sequence[Row]) -> Any:

@@ -21,7 +21,7 @@ from trainer.batches import Row, bare_row
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.learners.learner import Learner
 from trainer.learners.losses.ppo import critic_values, normalise_advantages, row_advantages
-from trainer.learners.losses.stored import View
+from trainer.learners.losses.stored import InitialValues
 from trainer.recipes.recipe import (
     KlOptions,
     OptimizerOptions,
@@ -54,7 +54,7 @@ def stir(made: Learner) -> None:
 
 def begin(made: Learner, batch: list[Row]) -> list[Row]:
     parts = [part for part in (batch[:5], batch[5:]) if part]
-    return made._trainer.prepare(batch, View.of(map(made._trainer.view, parts)))
+    return made._trainer.prepare(batch, InitialValues.of(map(made._trainer.initial_values, parts)))
 
 
 def plain_values(model: Any, row: Row) -> torch.Tensor:

@@ -182,7 +182,7 @@ def test_kl_to_the_base_compares_distributions_under_the_sampling_settings(
     with torch.no_grad():
         base = [score_rows(tiny._model, [one]).logprobs.tolist() for one in card]
     shake(tiny)
-    tiny._trainer.prepare(card, tiny._view_before_steps(card))
+    tiny._trainer.prepare(card, tiny._initial_values(card))
     for one, wanted in zip(card, base, strict=True):
         assert tiny._trainer.kl._reference[one.key] == pytest.approx(wanted, abs=1e-5)
     loss = tiny._trainer.loss_of(card)

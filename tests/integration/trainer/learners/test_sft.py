@@ -14,7 +14,7 @@ from tests.support.trainer.reference import shake
 from tests.support.training import PLAIN, by_every_layout, recipe, rows, sft_recipe
 from trainer.batches import LAYOUTS, Layout, Row
 from trainer.learners.learner import Learner
-from trainer.learners.losses.stored import View
+from trainer.learners.losses.stored import InitialValues
 from trainer.recipes.recipe import KlOptions
 
 pytestmark = pytest.mark.timeout(240)
@@ -128,7 +128,7 @@ def test_imitated_replies_become_likelier(tiny_model: str, tmp_path: Path) -> No
 def test_kl_term_is_added_to_the_imitation_loss(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path, kl=KlOptions(coefficient=0.5))
     batch = imitated()
-    made._trainer.prepare(batch, View.of([made._trainer.view(batch)]))
+    made._trainer.prepare(batch, InitialValues.of([made._trainer.initial_values(batch)]))
     whole = float(made._trainer.loss_of(batch).detach())
     total = 0.0
     with torch.no_grad():
