@@ -17,7 +17,7 @@ from store.claims import Claim
 from store.records import Episode, Group
 from trainer.errors import AdapterError, LearnerError, Unusable
 from trainer.exported import groups_by_update
-from trainer.learners.distributed import is_one_of_several
+from trainer.learners.distributed import has_several_processes
 from trainer.learners.kernels.process import keep_freed_memory
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import read_manifest, version_folder, version_folders
@@ -76,7 +76,7 @@ async def train_episodes(
     Raises:
         TrainerError: the model or the version cannot be used, or an update cannot be computed.
     """
-    if is_one_of_several():
+    if has_several_processes():
         raise LearnerError("`pawl train` is one process: start it without `accelerate launch`")
     # Must come before a second thread starts: only malloc's first arena may be used.
     keep_freed_memory()

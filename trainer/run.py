@@ -19,7 +19,7 @@ from store.metrics import show_version
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from trainer.errors import NotFetched, ShortOfMemory, TrainerError, UpstreamAway
-from trainer.learners.distributed import Leader, follow, is_follower, is_one_of_several
+from trainer.learners.distributed import Leader, follow, has_several_processes, is_follower
 from trainer.learners.kernels.process import give_freed_memory_back, keep_freed_memory
 from trainer.learners.learner import Learner
 from trainer.learners.model import Base, may_fit
@@ -189,7 +189,7 @@ async def _load_learners(
             return await asyncio.to_thread(load)
         except ShortOfMemory as error:
             # The trainer's other processes wait in the middle of loading: all must begin anew.
-            if is_one_of_several() or not may_fit(model, recipes[0]):
+            if has_several_processes() or not may_fit(model, recipes[0]):
                 raise
             log.error("trainer_waits", reason=str(error), again_in_s=TEST_S)
         # Outside the except block, whose traceback keeps the loaded parts alive.

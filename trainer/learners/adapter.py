@@ -88,7 +88,7 @@ class ModelModule(Record, frozen=True, kw_only=True):
     stacked: bool = False
 
 
-def choose_layers(parts: Sequence[ModelModule]) -> list[str]:
+def choose_layers(modules: Sequence[ModelModule]) -> list[str]:
     """Return the paths of the linear layers that get an adapter if the recipe names none (pure).
 
     These are the layers of attention and dense blocks, including the shared experts of a mixture.
@@ -97,38 +97,38 @@ def choose_layers(parts: Sequence[ModelModule]) -> list[str]:
     others again. Very narrow layers get none either, such as gates and the mixing coefficients of
     Gemma 3n. Routed experts are chosen elsewhere (`ModelModule.stacked`).
     """
-    holders = _expert_holders(parts)
-    without = [*holders, *_routers(parts, holders)]
+    holders = _expert_holders(modules)
+    without = [*holders, *_routers(modules, holders)]
     return [
-        part.name
-        for part in parts
-        if part.width is not None
-        and part.width > MAX_GATE_WIDTH
-        and not part.head
-        and not _is_inside(part.name, without)
-        and _leaf(part.name) not in FOLDED
+        module.name
+        for module in modules
+        if module.width is not None
+        and module.width > MAX_GATE_WIDTH
+        and not module.head
+        and not _is_inside(module.name, without)
+        and _leaf(module.name) not in FOLDED
     ]
 
 
-def _expert_holders(parts: Sequence[ModelModule]) -> frozenset[str]:
+def _expert_holders(modules: Sequence[ModelModule]) -> frozenset[str]:
     """Return the paths of the modules that hold routed experts."""
     return frozenset(
-        part.name
-        for part in parts
-        if _leaf(part.name) == EXPERTS
-        or (part.kind.endswith("Experts") and "Shared" not in part.kind)
+        module.name
+        for module in modules
+        if _leaf(module.name) == EXPERTS
+        or (module.kind.endswith("Experts") and "Shared" not in module.kind)
     )
 
 
-def _routers(parts: Sequence[ModelModule], holders: Collection[str]) -> frozenset[str]:
+def _routers(modules: Sequence[ModelModule], holders: Collection[str]) -> frozenset[str]:
     """Return the paths of routers, found by class, by name, or as gates beside experts."""
     blocks = {_parent(holder) for holder in holders}
     return frozenset(
-        part.name
-        for part in parts
-        if ROUTER_KINDS.fullmatch(part.kind)
-        or ROUTER_NAMES.fullmatch(_leaf(part.name))
-        or (_parent(part.name) in blocks and GATE_NAMES.fullmatch(_leaf(part.name)))
+        module.name
+        for module in modules
+        if ROUTER_KINDS.fullmatch(module.kind)
+        or ROUTER_NAMES.fullmatch(_leaf(module.name))
+        or (_parent(module.name) in blocks and GATE_NAMES.fullmatch(_leaf(module.name)))
     )
 
 
@@ -265,31 +265,31 @@ def _restore(base: Any, adapter: Path) -> PeftModel:
 
 def _add_new(base: Any, lora: LoraOptions, seed: int, left_out: Mapping[str, str]) -> PeftModel:
     torch.manual_seed(seed)
-    parts = describe_modules(base)
+    modules = describe_modules(base)
     try:
-        config = _new_config(base, lora, parts, left_out)
+        config = _new_config(base, lora, modules, left_out)
         with _adapt_named_layers_only():
             return get_peft_model(base, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise LearnerError(
             f"no adapter can be made: {error}; set lora.target_modules to names of linear layers of"
-            f" the model ({_leaf_names(parts)}), or leave it out"
+            f" the model ({_leaf_names(modules)}), or leave it out"
         ) from error
 
 
 def _new_config(
-    base: Any, lora: LoraOptions, parts: list[ModelModule], left_out: Mapping[str, str]
+    base: Any, lora: LoraOptions, modules: list[ModelModule], left_out: Mapping[str, str]
 ) -> LoraConfig:
     """Return PEFT's configuration of a new adapter, which names only modules that exist."""
     by_architecture = lora.target_modules == AUTO
     without = {name.removesuffix(INNER_SUFFIX) for name in left_out}
-    chosen = [name for name in choose_layers(parts) if name not in without]
-    outside = _non_text_modules(base, parts)
+    chosen = [name for name in choose_layers(modules) if name not in without]
+    outside = _non_text_modules(base, modules)
     experts = [
-        part.name
-        for part in parts
-        if part.stacked and lora.experts and by_architecture and part.name not in without
-        if outside is None or not re.fullmatch(outside, part.name)
+        module.name
+        for module in modules
+        if module.stacked and lora.experts and by_architecture and module.name not in without
+        if outside is None or not re.fullmatch(outside, module.name)
     ]
     if left_out and not by_architecture:
         name, why = min(left_out.items())
@@ -310,11 +310,11 @@ def _new_config(
     )
     if not by_architecture:
         convert_peft_config_for_transformers(config, base, None)
-        _check_layer_names(config.target_modules, parts)
+        _check_layer_names(config.target_modules, modules)
     return config
 
 
-def _non_text_modules(base: Any, parts: Sequence[ModelModule]) -> str | None:
+def _non_text_modules(base: Any, modules: Sequence[ModelModule]) -> str | None:
     """Return a regular expression for modules outside the language model.
 
     They read images, and get no adapter, because a policy is rewarded for text. Return None if no
@@ -322,12 +322,14 @@ def _non_text_modules(base: Any, parts: Sequence[ModelModule]) -> str | None:
     """
     language = next(name for name, module in base.named_modules() if module is decoder_of(base))
     inside = f"{language}."
-    if all(part.name.startswith(inside) for part in parts if part.width and not part.head):
+    if all(
+        module.name.startswith(inside) for module in modules if module.width and not module.head
+    ):
         return None
     return rf"(?!{re.escape(inside)}).*"
 
 
-def _check_layer_names(names: Any, parts: list[ModelModule]) -> None:
+def _check_layer_names(names: Any, modules: list[ModelModule]) -> None:
     """Check that the model has a layer of every name; PEFT ignores single wrong names.
 
     Raises:
@@ -335,16 +337,18 @@ def _check_layer_names(names: Any, parts: list[ModelModule]) -> None:
     """
     # A string is a regular expression, and PEFT reports if it matches nothing.
     for name in [] if isinstance(names, str) else sorted(names):
-        if not any(part.name == name or part.name.endswith(f".{name}") for part in parts):
+        if not any(module.name == name or module.name.endswith(f".{name}") for module in modules):
             raise LearnerError(
                 f"lora.target_modules names {name!r}, but the model has no such layer: set it to"
-                f" names of the model's linear layers ({_leaf_names(parts)}), or leave it out"
+                f" names of the model's linear layers ({_leaf_names(modules)}), or leave it out"
             )
 
 
-def _leaf_names(parts: list[ModelModule]) -> str:
+def _leaf_names(modules: list[ModelModule]) -> str:
     """Return the last parts of the paths of a model's linear layers, for a message."""
-    names = (part.name.rpartition(".")[2] for part in parts if part.width and not part.head)
+    names = (
+        module.name.rpartition(".")[2] for module in modules if module.width and not module.head
+    )
     return ", ".join(dict.fromkeys(name for name in names if not name.isdigit()))
 
 

@@ -123,7 +123,7 @@ class TokenBudget:
         processes: Processes,
         checkpoint: Callable[[float], None] | None = None,
     ) -> None:
-        """Start with `tokens` tokens, and without gradient checkpointing if that is left open.
+        """Start with `tokens` tokens, and without checkpointing if the recipe leaves it open.
 
         Args:
             tokens: the recipe's size of micro-batches.

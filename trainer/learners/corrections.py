@@ -60,7 +60,7 @@ def reply_ids(
 
 def _render_chat(tokenizer: Any, body: dict[str, Any], text: str) -> tuple[str, str]:
     """Return the text of a request's prompt, and the text of the prompt with the reply `text`."""
-    messages = [_as_vllm_reads(message) for message in body["messages"]]
+    messages = [_as_passed_to_template(message) for message in body["messages"]]
     named = {
         "tools": body.get("tools"),
         **(body.get("chat_template_kwargs") or {}),
@@ -74,7 +74,7 @@ def _render_chat(tokenizer: Any, body: dict[str, Any], text: str) -> tuple[str, 
     )
 
 
-def _as_vllm_reads(message: dict[str, Any]) -> dict[str, Any]:
+def _as_passed_to_template(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as vLLM passes it to the template: texts joined, arguments parsed."""
     content = message.get("content")
     if isinstance(content, list) and all(part["type"] == "text" for part in content):

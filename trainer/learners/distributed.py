@@ -41,7 +41,7 @@ def launch(processes: int, module: str, arguments: Sequence[str]) -> int:
     """Run a module in several processes of this machine, and return an exit status.
 
     The status is 0 if all succeeded or a signal ended them, 2 if one ended with 2 (which has said
-    why), and 1 after other failures: then the processes may be started again.
+    why), and 1 after other failures: then the caller may start the processes again.
     """
     command = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
     # Port 0 stands for any free port.
@@ -61,8 +61,8 @@ def is_follower() -> bool:
     return int(os.environ.get("RANK", "0")) > 0
 
 
-def is_one_of_several() -> bool:
-    """Return whether the learner runs in several processes, of which this is one."""
+def has_several_processes() -> bool:
+    """Return whether the learner runs in several processes (this is one of them)."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -125,8 +125,8 @@ def _run_command(command: Callable[..., T], *args: object) -> T:
         raise ShortOfMemory(why) from error
 
 
-def check_all_succeeded(learner: "Learner", own: Exception | None) -> None:
-    """Wait until a command has ended in all processes; `own` is this process's error, or None.
+def check_all_succeeded(learner: "Learner", own_error: Exception | None) -> None:
+    """Wait until a command has ended in all processes; `own_error` is the error in this one.
 
     If the command failed elsewhere only, this learner drops its model: the processes would go on
     with different weights. An `OSError` does not count, as a failed write changes no weights.
@@ -135,14 +135,15 @@ def check_all_succeeded(learner: "Learner", own: Exception | None) -> None:
         LearnerError: the command failed in another process, and not in this one.
         ShortOfMemory: the same, if memory ran out there.
     """
-    learner.processes.regroup(own)
-    is_companions = isinstance(own, CompanionFailed)
+    learner.processes.regroup(own_error)
+    is_from_companion = isinstance(own_error, CompanionFailed)
     reported = None
-    if not (own is None or is_companions or isinstance(own, OSError)):
-        why = str(own) if isinstance(own, TrainerError) else f"{type(own).__name__}: {own}"
-        reported = (why, isinstance(own, ShortOfMemory))
+    if not (own_error is None or is_from_companion or isinstance(own_error, OSError)):
+        is_ours = isinstance(own_error, TrainerError)
+        why = str(own_error) if is_ours else f"{type(own_error).__name__}: {own_error}"
+        reported = (why, isinstance(own_error, ShortOfMemory))
     failures = [failure for failure in learner.processes.gather(reported) if failure is not None]
-    if not failures or not (own is None or is_companions):
+    if not failures or not (own_error is None or is_from_companion):
         return
     learner.forget_model()
     why, is_short = failures[0]

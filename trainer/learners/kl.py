@@ -47,7 +47,7 @@ def cut_by_row(rows: Sequence[Row], values: Tensor) -> ByRow:
     return {row.key: [next(remaining) for _ in row.sampled_ids] for row in rows}
 
 
-def concatenated(
+def concatenate(
     rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]], device: Any
 ) -> Tensor:
     """Return the values of all sampled tokens, row after row, as one tensor (M,)."""
@@ -103,7 +103,7 @@ class KlToBase:
         if not self.is_wanted:
             return policy.new_zeros(())
         weights = token_weights(rows, policy.device)
-        reference = concatenated(rows, self._reference, policy.device)
+        reference = concatenate(rows, self._reference, policy.device)
         divergence = (weights * self._ratios(rows, policy) * k3(policy, reference)).sum()
         self._seen += float(divergence.detach())
         self._weight += float(weights.sum())
@@ -114,7 +114,7 @@ class KlToBase:
         if self._ratio_cap is None:
             return 1.0
         sampled = {row.key: row.sampled_logprobs for row in rows}
-        log_ratios = policy.detach() - concatenated(rows, sampled, policy.device)
+        log_ratios = policy.detach() - concatenate(rows, sampled, policy.device)
         return log_ratios.exp().clamp(max=self._ratio_cap)
 
     def figures(self) -> dict[str, float]:
@@ -167,10 +167,10 @@ def kl_by_row(model: Any, rows: Sequence[Row], *, layout: Layout) -> ByRow:
     """
     if layout == "whole":
         return cut_by_row(rows, torch.cat([_whole_row_kl(model, row) for row in rows]))
-    own, befores = states_of(model, rows, layout)
+    own, parents = states_of(model, rows, layout)
     with model.disable_adapter():
         base, _ = states_of(model, rows, layout)
-    places = torch.tensor(befores, device=own.device)
+    places = torch.tensor(parents, device=own.device)
     return cut_by_row(rows, head_kl(own[places], base[places], Head.of(model)))
 
 

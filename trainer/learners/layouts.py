@@ -78,13 +78,13 @@ def why_no_tree(model: Any) -> str | None:
     config = model.config.get_text_config()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    against = {
+    objections = {
         "its attention cannot be replaced": not model.get_base_model()._supports_attention_backend,
         f"it has layers of {', '.join(others)}": others,
         f"its attention has a window of {window} tokens": window,
         "its attention scores are capped": getattr(config, "attn_logit_softcapping", None),
     }
-    return next((why for why, holds in against.items() if holds), None)
+    return next((why for why, holds in objections.items() if holds), None)
 
 
 def _mismatch_reason(model: Any, layout: Layout) -> str | None:
@@ -173,7 +173,7 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
         raise LearnerError(
             f"{type(model.get_base_model()).__name__} cannot be trained: {error}"[:500]
         ) from error
-    moved = {
+    with_gradient = {
         id(parameter)
         for parameter, gradient in zip(trained, gradients, strict=True)
         if gradient is not None and bool(gradient.any())
@@ -181,7 +181,7 @@ def layers_without_gradient(model: Any) -> frozenset[str]:
     return frozenset(
         name
         for name, parameters in layers.items()
-        if not any(id(parameter) in moved for parameter in parameters)
+        if not any(id(parameter) in with_gradient for parameter in parameters)
     )
 
 

@@ -240,9 +240,9 @@ class Learner:
             self._memory_plan = plan
             self._budget.begin_update(math.ceil(self._checkpointed_share([row])))
             peak = peak_bytes_of(self._model.device, partial(self._can_train_on, row))
-            saves = is_checkpointed(self._model.get_base_model())
-            log.info("longest_row_tried", tokens=tokens, checkpointing=saves, peak_bytes=peak)
-            plan = plan.corrected(tokens, peak, checkpointing=saves)
+            is_saving = is_checkpointed(self._model.get_base_model())
+            log.info("longest_row_tried", tokens=tokens, checkpointing=is_saving, peak_bytes=peak)
+            plan = plan.corrected(tokens, peak, checkpointing=is_saving)
             # Errors hold the tensors of the frames that they passed, and the next attempt is
             # planned for the free memory.
             gc.collect()
@@ -252,14 +252,14 @@ class Learner:
     def _can_train_on(self, row: Row) -> bool:
         """Return whether a row fits into memory in training; the weights do not change."""
         try:
-            seen = (
+            initial = (
                 self._step.survey([[row]], self._trainer.initial_values)
                 if self._trainer.needs_initial_values
                 else []
             )
         except MemoryRanOut:
             return False
-        [row] = self._trainer.prepare([row], InitialValues.of(seen))
+        [row] = self._trainer.prepare([row], InitialValues.of(initial))
         has_room = fits_in_memory(self._trainer, self.processes, row)
         self._undo_step()
         return has_room
@@ -448,13 +448,13 @@ class Learner:
         masked: list[bool] = []
 
         def check_drift() -> None:
-            seen = self.processes.gather(self._trainer.take_comparisons())
-            compared = [row for rows in seen for row in rows]
+            gathered = self.processes.gather(self._trainer.take_comparisons())
+            compared = [row for rows in gathered for row in rows]
             masked.extend(row.masked for row in compared)
             # Only before the first step is the policy the newest version, and drift measurable.
             if not off_policy:
-                most = self._recipe.off_policy.max_drift
-                off_policy.update(checked_metrics(compared, newest, most))
+                bound = self._recipe.off_policy.max_drift
+                off_policy.update(checked_metrics(compared, newest, bound))
             for row in compared:
                 if row.key is not None:
                     self._policy_logprobs.setdefault(row.key, row.policy_logprobs)
@@ -503,8 +503,8 @@ class Learner:
 
         def run(cut: MicroBatches) -> list[Result]:
             with self._base.throughput.computing():
-                seen: list[Result] = self._step.survey(cut, compute)
-            return seen
+                results: list[Result] = self._step.survey(cut, compute)
+            return results
 
         def fits_by_itself(row: Row) -> bool:
             try:
@@ -513,8 +513,10 @@ class Learner:
                 return False
             return True
 
-        seen, _ = self._budget.run_fitting(rows, run, self._undo_step, fits_by_itself, trains=False)
-        return seen
+        results, _ = self._budget.run_fitting(
+            rows, run, self._undo_step, fits_by_itself, trains=False
+        )
+        return results
 
     def _shorten_step(self, rows: Sequence[Row], start: Sequence[torch.Tensor]) -> dict[str, float]:
         """Halve the distance of the parameters to `start` until they are in the trust region.
@@ -544,8 +546,10 @@ class Learner:
         overlaps: list[float] = []
         for row, own in zip(rows, self._row_logprobs(rows), strict=True):
             before = unpack_logprobs(self._policy_logprobs[row.key])
-            moved = [new - old for new, old in zip(own, before, strict=True)]
-            parts = (moved[at : at + REPLY_PART] for at in range(0, len(moved), REPLY_PART))
+            log_ratios = [new - old for new, old in zip(own, before, strict=True)]
+            parts = (
+                log_ratios[at : at + REPLY_PART] for at in range(0, len(log_ratios), REPLY_PART)
+            )
             overlaps += [math.exp(min(sum(part), 0.0)) for part in parts]
         return fmean(overlaps)
 
@@ -598,8 +602,8 @@ class Learner:
                 scores = score_rows(self._model, micro_batch, layout=self.layout)
             return cut_by_row(micro_batch, scores.logprobs)
 
-        seen = self._survey_in_parts(rows, scored)
-        values = {key: own for part in seen for key, own in part.items()}
+        parts = self._survey_in_parts(rows, scored)
+        values = {key: own for part in parts for key, own in part.items()}
         return [values[row.key] for row in rows]
 
     @report_short_memory("while log-probabilities were computed")

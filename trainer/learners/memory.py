@@ -112,8 +112,8 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     def tokens_that_fit(self, room: int, *, checkpointing: bool) -> int:
         """Return how many tokens fit into `room` bytes at once; 0 if the model does not fit."""
-        a_token = self.checkpointed if checkpointing else self.plain
-        return max(0, room - self.fixed_bytes) // a_token
+        token_bytes = self.checkpointed if checkpointing else self.plain
+        return max(0, room - self.fixed_bytes) // token_bytes
 
     def per_process(self, processes: int) -> "Footprint":
         """Return the footprint in each of `processes` processes, which shard the weights."""
@@ -138,8 +138,10 @@ class Footprint(Record, frozen=True, kw_only=True):
         """
         kind = "checkpointed" if checkpointing else "plain"
         own: int = getattr(self, kind)
-        a_token = 2 * own if peak is None else max(1, (peak - self.head - self.gathered) // tokens)
-        return msgspec.structs.replace(self, **{kind: a_token})
+        token_bytes = (
+            2 * own if peak is None else max(1, (peak - self.head - self.gathered) // tokens)
+        )
+        return msgspec.structs.replace(self, **{kind: token_bytes})
 
 
 def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:

@@ -230,7 +230,7 @@ def _load_packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tupl
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=[name for name in linear if name not in packed],
     )
-    with _note_stored_weights(bits) as stored:
+    with _collect_stored_weights(bits) as stored:
         base, tokenizer = _load_model(
             model, dtype, quantization_config=packing, device_map={"": device}
         )
@@ -245,7 +245,7 @@ def _load_packed(model: str, bits: int, dtype: torch.dtype, device: str) -> tupl
 
 
 @contextmanager
-def _note_stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
+def _collect_stored_weights(bits: int) -> Iterator[dict[str, tuple[Any, Tensor]]]:
     """Collect the shape and first values of each weight, by name, before it is packed.
 
     Yield a mapping, for `base_hash`, that loading a model within the block fills.

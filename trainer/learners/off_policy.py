@@ -187,15 +187,15 @@ def drifted_episodes(
 
     If the drift over all rows is past the bound, there is at least one.
     """
-    far: dict[UUID, float] = {}
+    drift_by_episode: dict[UUID, float] = {}
     for row in compared:
         drift = row.divergence / row.tokens
         if row.version == newest is not None and row.key is not None and not drift <= bound:
             episode, _ = row.key
-            far[episode] = max(drift, far.get(episode, 0.0))
+            drift_by_episode[episode] = max(drift, drift_by_episode.get(episode, 0.0))
     return {
         episode: f"server and trainer differ by {drift:.3g} nats a token"
-        for episode, drift in far.items()
+        for episode, drift in drift_by_episode.items()
     }
 
 

@@ -55,32 +55,32 @@ class Processes:
         if self.count > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def meet(self, own: int = FINE) -> None:
-        """Wait for all processes, and exchange states; `own` is the state of this process.
+    def meet(self, own_state: int = FINE) -> None:
+        """Wait for all processes, and exchange states; `own_state` is the state of this process.
 
         Processes meet before every collective operation. A process that failed meets the others
         instead of taking part in it.
 
         Raises:
-            CompanionFailed: another process's state is worse than `own`.
+            CompanionFailed: another process's state is worse than `own_state`.
         """
         if self.count == 1:
             return
-        worst = torch.tensor(own)
+        worst = torch.tensor(own_state)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._command_group)
-        if int(worst) > own:
+        if int(worst) > own_state:
             raise CompanionFailed(is_memory=int(worst) == NO_MEMORY)
 
-    def regroup(self, own: Exception | None) -> None:
+    def regroup(self, own_error: Exception | None) -> None:
         """Wait until all processes have ended a joint computation.
 
-        `own` is this process's error, or None. If it failed, processes that still compute abandon
-        the computation at their next meeting.
+        `own_error` is this process's error, or None. If there is one, processes that still compute
+        abandon the computation at their next meeting.
         """
-        if not isinstance(own, CompanionFailed):
+        if not isinstance(own_error, CompanionFailed):
             with suppress(CompanionFailed):
-                self.meet(FINE if own is None else FAILED)
-        if own is not None:
+                self.meet(FINE if own_error is None else FAILED)
+        if own_error is not None:
             self.recover()
 
     def recover(self) -> None:

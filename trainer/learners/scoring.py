@@ -72,18 +72,18 @@ def score_rows(
         return scored if hidden else scored._replace(hidden=None)
     states, parents = states_of(model, rows, layout)
     labels = [token for row in rows for token in row.sampled_ids]
-    labels_there = torch.tensor(labels, device=states.device)
+    label_tensor = torch.tensor(labels, device=states.device)
     places = places_of(rows, parents)
-    logprobs, entropies = head_logprobs(states, Head.of(model), places, rows, labels_there)
-    seen = states[torch.tensor(parents, device=states.device)] if hidden else None
-    return Scored(logprobs, entropies, seen)
+    logprobs, entropies = head_logprobs(states, Head.of(model), places, rows, label_tensor)
+    head_inputs = states[torch.tensor(parents, device=states.device)] if hidden else None
+    return Scored(logprobs, entropies, head_inputs)
 
 
 def plain_logprobs(model: Any, rows: Sequence[Row], *, layout: Layout) -> list[list[float]]:
     """Return log-probabilities (S,) of each row's sampled tokens at temperature one, unshaped."""
-    alone = ([msgspec.structs.replace(row, distribution=PLAIN)] for row in rows)
+    plain_rows = ([msgspec.structs.replace(row, distribution=PLAIN)] for row in rows)
     with torch.no_grad():
-        return [score_rows(model, row, layout=layout).logprobs.tolist() for row in alone]
+        return [score_rows(model, row, layout=layout).logprobs.tolist() for row in plain_rows]
 
 
 def states_of(model: Any, rows: Sequence[Row], layout: Layout) -> tuple[Tensor, list[int]]:
@@ -96,12 +96,12 @@ def states_of(model: Any, rows: Sequence[Row], layout: Layout) -> tuple[Tensor, 
         layout = "chain"
     by_layout = {"tree": _tree_states, "stretches": _stretch_states, "chain": _chain_states}
     states, paths = by_layout[layout](model, rows)
-    befores = [
+    parents = [
         place
         for row, path in zip(rows, paths, strict=True)
         for place in path[len(row.prompt_ids) - 1 :]
     ]
-    return states, befores
+    return states, parents
 
 
 # The states of the computed tokens, and for each row the indices of its inputs' states.
@@ -148,10 +148,10 @@ def _chain_states(model: Any, rows: Sequence[Row]) -> _States:
 def _stretch_states(model: Any, rows: Sequence[Row]) -> _States:
     """Compute each shared stretch once, and rows without shared stretches as chains."""
     stretches, last = stretches_of(rows)
-    alone = {key for key, own in last.items() if stretches[own].parent is None}
+    unshared = {key for key, own in last.items() if stretches[own].parent is None}
     parts = [
-        (_chain_states, [row for row in rows if row.key in alone]),
-        (_continued_states, [row for row in rows if row.key not in alone]),
+        (_chain_states, [row for row in rows if row.key in unshared]),
+        (_continued_states, [row for row in rows if row.key not in unshared]),
     ]
     computed: list[Tensor] = []
     paths: dict[RowKey, list[int]] = {}
@@ -175,19 +175,19 @@ def _continued_states(model: Any, rows: Sequence[Row]) -> _States:
     cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
     stretches, last = stretches_of(rows)
     computed: list[Tensor] = []
-    left: list[LayerStates] = []
+    states_after: list[LayerStates] = []
     paths: list[list[int]] = []
     size = 0
     for row, begin, end, parent in stretches:
-        states = LayerStates(model.config, None if parent is None else left[parent])
+        states = LayerStates(model.config, None if parent is None else states_after[parent])
         options: dict[str, Any] = {"use_cache": True, cache_name: states}
         if "position_ids" in parameters:
             options["position_ids"] = torch.arange(begin, end, device=device)[None]
         ids = torch.tensor([row.inputs[begin:end]], dtype=torch.long, device=device)
         computed.append(decoder(input_ids=ids, **options)[0].squeeze(0))
-        left.append(states)
-        behind = [] if parent is None else paths[parent]
-        paths.append([*behind, *range(size, size + end - begin)])
+        states_after.append(states)
+        path_before = [] if parent is None else paths[parent]
+        paths.append([*path_before, *range(size, size + end - begin)])
         size += end - begin
     return torch.cat(computed), [paths[last[row.key]][: row.size - 1] for row in rows]
 
@@ -271,16 +271,16 @@ def _score_whole(model: Any, rows: Sequence[Row]) -> Scored:
 
 
 def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
-    seen: list[Tensor] = []
+    head_inputs: list[Tensor] = []
     head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hook = head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
     try:
         logits = whole_logits(model, rows)
     finally:
         hook.remove()
     return [
         _score_row(row, own[-len(row.sampled_ids) :], states[-len(row.sampled_ids) :])
-        for row, own, states in zip(rows, logits, seen[0], strict=True)
+        for row, own, states in zip(rows, logits, head_inputs[0], strict=True)
     ]
 
 

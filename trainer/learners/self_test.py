@@ -76,9 +76,9 @@ def vocabulary_probe(tokenizer: Any) -> tuple[str, list[int]]:
 def randomise_adapter(model: Any, rows: Sequence[Row], seed: int) -> None:
     """Give the new adapter of `model` random weights that change the log-probabilities of `rows`.
 
-    The mean change is from `LEAST_EFFECT` to `MOST_EFFECT`, or the largest below if none is in
-    between. The weights are the layers' second matrices; they follow from `seed`, and their spread
-    is found by bisection.
+    The mean change is between `LEAST_EFFECT` and `MOST_EFFECT`, or the largest smaller change if
+    none is. The random weights are the layers' second matrices. They follow from `seed`, and their
+    spread is found by bisection.
 
     Raises:
         NoEffect: no spread has an effect between `NO_EFFECT` and `MOST_EFFECT`.

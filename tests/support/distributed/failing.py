@@ -28,14 +28,14 @@ class FailingProcesses(Processes):
     updates = 0
     left: int | None = None
 
-    def meet(self, own: int = FINE) -> None:
-        if self.left is not None and own == FINE:
+    def meet(self, own_state: int = FINE) -> None:
+        if self.left is not None and own_state == FINE:
             self.left -= 1
             if not self.left:
                 self.left = None
                 if self.updates % self.count == self.rank:
                     raise ERRORS[self.kind]
-        super().meet(own)
+        super().meet(own_state)
 
 
 ERRORS = {"memory": torch.OutOfMemoryError("CUDA out of memory"), "fault": LearnerError("a fault")}

@@ -169,13 +169,17 @@ def _score_plain(
     logprobs = logp[at, chosen]
     normaliser = logits[:, 0] - logp[:, 0]
     weights = logp.exp_()
-    along = None if head.is_linear else torch.linalg.vecdot(weights, logits)
+    mean_logit = None if head.is_linear else torch.linalg.vecdot(weights, logits)
     if slopes is not None:
         weights *= slopes
-    mean = wide_product(weights.to(states.dtype), head.weight.T)
-    if along is None:
-        along = torch.linalg.vecdot(mean, states.to(mean.dtype)) / temperatures
-    return (logprobs, normaliser - along, mean), 1.0 if slopes is None else slopes[at, chosen]
+    mean_embedding = wide_product(weights.to(states.dtype), head.weight.T)
+    if mean_logit is None:
+        mean_logit = (
+            torch.linalg.vecdot(mean_embedding, states.to(mean_embedding.dtype)) / temperatures
+        )
+    return (logprobs, normaliser - mean_logit, mean_embedding), 1.0 if slopes is None else slopes[
+        at, chosen
+    ]
 
 
 def _score_shaped(
@@ -188,8 +192,8 @@ def _score_shaped(
     weights, factors = values.weights, values.factors
     if slopes is not None:
         weights, factors = weights * slopes, factors * slopes[at, chosen]
-    mean = wide_product(weights.to(states.dtype), head.weight.T)
-    return (values.logprobs, values.entropies, mean), values.shares, factors
+    mean_embedding = wide_product(weights.to(states.dtype), head.weight.T)
+    return (values.logprobs, values.entropies, mean_embedding), values.shares, factors
 
 
 def _chunks(

@@ -27,7 +27,7 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-_ORIGINAL_CHOICE: Final = sdpa_attention.use_gqa_in_sdpa
+_TRANSFORMERS_USE_GQA: Final = sdpa_attention.use_gqa_in_sdpa
 
 
 def fuse_wide_attention() -> None:
@@ -41,7 +41,7 @@ def fuse_wide_attention() -> None:
 
 def _takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
     is_wide = key.is_cuda and key.dtype == torch.float32
-    return not is_wide and _ORIGINAL_CHOICE(mask, key, value)
+    return not is_wide and _TRANSFORMERS_USE_GQA(mask, key, value)
 
 
 # Options of mallopt, from malloc.h; their values are C ints.

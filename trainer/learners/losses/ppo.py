@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.batches import Layout, Row
 from trainer.credit.advantages import SMALLEST_SPREAD
 from trainer.credit.baselines import NORMALISATIONS
-from trainer.learners.kl import ByRow, concatenated, cut_by_row, token_weights
+from trainer.learners.kl import ByRow, concatenate, cut_by_row, token_weights
 from trainer.learners.losses.grpo import StoredGrpoTrainer, build_trainer
 from trainer.learners.losses.stored import InitialValues, pad_rows
 from trainer.learners.scoring import Scored
@@ -114,13 +114,13 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """Return the tensors for TRL's loss, with PPO's old log-probabilities and advantages."""
         device = self.accelerator.device
         lengths = [len(row.sampled_ids) for row in rows]
-        advantages = token_weights(rows, device) * concatenated(
+        advantages = token_weights(rows, device) * concatenate(
             rows, self._targets.advantages, device
         )
         tensors = super().tensors_of(rows)
         return tensors | {
             "sampling_per_token_logps": tensors["old_per_token_logps"],
-            "old_per_token_logps": pad_rows(concatenated(rows, self._targets.old, device), lengths),
+            "old_per_token_logps": pad_rows(concatenate(rows, self._targets.old, device), lengths),
             "advantages": pad_rows(advantages, lengths),
         }
 
@@ -136,7 +136,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """Return the sum of ½ (V − return)² over tokens, weighted as in the surrogate."""
         values = self._values(self.scored)
         weights = token_weights(rows, values.device)
-        returns = concatenated(rows, self._targets.returns, values.device)
+        returns = concatenate(rows, self._targets.returns, values.device)
         errors = (values - returns).square()
         loss = 0.5 * (weights * errors).sum()
         self._critic_errors += float(loss.detach())
@@ -220,7 +220,7 @@ class ValuedCall(NamedTuple):
 
 
 def call_rewards(totals: Sequence[float]) -> list[float]:
-    """Return each call's reward, (K,): those from a call to the last sum to its `totals`."""
+    """Return the calls' rewards, (K,); `totals` are their sums from each call to the last."""
     return [here - after for here, after in pairwise([*totals, 0.0])]
 
 

@@ -80,7 +80,7 @@ class StoredRows:
         return score_rows(self.model, rows, layout=self.layout, hidden=hidden)
 
     def prepare(self, rows: Sequence[Row], initial: InitialValues) -> list[Row]:
-        """Start an update; return its rows, with KL rewards if the recipe has some."""
+        """Start an update; return its rows, with KL rewards in the advantages if wanted."""
         self.kl.begin(initial.base)
         if not self.kl.in_reward:
             return list(rows)

@@ -129,17 +129,17 @@ def places_of(rows: Sequence[Row], parents: Sequence[int]) -> Places:
     keys: list[_Key] = []
     first: dict[_Key, tuple[int, int]] = {}
     for index, row in enumerate(rows):
-        begins = len(row.prompt_ids) if row.distribution.needs_history else 0
-        alike = number[row.distribution]
+        prompt_length = len(row.prompt_ids) if row.distribution.needs_history else 0
+        setting = number[row.distribution]
         for sampled in range(len(row.sampled_ids)):
-            key = (alike, parents[len(keys)], begins)
+            key = (setting, parents[len(keys)], prompt_length)
             keys.append(key)
             first.setdefault(key, (index, sampled))
     ordered = sorted(first)
     place = {key: index for index, key in enumerate(ordered)}
     return Places(
         nodes=[node for _, node, _ in ordered],
-        temperatures=[settings[alike].temperature for alike, _, _ in ordered],
+        temperatures=[settings[setting].temperature for setting, _, _ in ordered],
         of_tokens=[place[key] for key in keys],
         groups=_group_places(settings, ordered, [first[key] for key in ordered]),
     )
@@ -156,12 +156,12 @@ def _group_places(
     histories: Sequence[tuple[int, int]],
 ) -> tuple[ShapedPlaces, ...]:
     groups = []
-    stop = sum(1 for alike, _, _ in ordered if settings[alike].is_plain)
+    stop = sum(1 for setting, _, _ in ordered if settings[setting].is_plain)
     while stop < len(ordered):
-        start, alike = stop, ordered[stop][0]
-        while stop < len(ordered) and ordered[stop][0] == alike:
+        start, setting = stop, ordered[stop][0]
+        while stop < len(ordered) and ordered[stop][0] == setting:
             stop += 1
-        groups.append(ShapedPlaces(start, stop, settings[alike], tuple(histories[start:stop])))
+        groups.append(ShapedPlaces(start, stop, settings[setting], tuple(histories[start:stop])))
     return tuple(groups)
 
 
@@ -223,9 +223,9 @@ class History:
         Shorter replies are padded with their first id, empty ones with any id.
         """
         places = torch.arange(max(1, int(self.sampled.max())), device=self.sampled.device)
-        there = places < self.sampled[:, None]
-        at = torch.where(there, places, 0) + self._prompts[:, None]
-        return self._ids[self._rows[:, None], at], there
+        is_reply = places < self.sampled[:, None]
+        at = torch.where(is_reply, places, 0) + self._prompts[:, None]
+        return self._ids[self._rows[:, None], at], is_reply
 
     def reply_ends_in(self, ids: Sequence[int]) -> Tensor:
         """Return whether the reply before each token ends in these ids, (R,)."""
@@ -294,8 +294,8 @@ def _penalise(logits: Tensor, distribution: Distribution, history: History) -> F
         factors = _repetition_factors(logits, distribution.repetition_penalty, history)
         factors.multiply(logits)
     if distribution.frequency_penalty or distribution.presence_penalty:
-        ids, there = history.reply()
-        times = there.to(logits.dtype)
+        ids, is_reply = history.reply()
+        times = is_reply.to(logits.dtype)
         logits.scatter_add_(1, ids, times * -distribution.frequency_penalty)
         # Padding repeats a reply's first id, and `times` is 0 for empty replies.
         once = logits.gather(1, ids) - distribution.presence_penalty * times[:, :1]
@@ -347,14 +347,16 @@ def score_shaped(shaped: Shaped, rows: Tensor, labels: Tensor) -> Replayed:
     logits, sampled, factors = shaped
     normaliser = logits.logsumexp(-1)
     survives = logits[rows, labels] > -math.inf
-    among = torch.where(survives, normaliser[rows], torch.logaddexp(normaliser[rows], sampled))
+    with_sampled = torch.where(
+        survives, normaliser[rows], torch.logaddexp(normaliser[rows], sampled)
+    )
     # If no token survives, p is 0 everywhere.
     least = torch.finfo(logits.dtype).min
     weights = logits.sub_(normaliser.clamp(min=least)[:, None]).exp_()
     entropies = torch.special.entr(weights).sum(-1)
     return Replayed(
-        logprobs=sampled - among,
-        shares=torch.where(survives, 1.0, (normaliser[rows] - among).exp()),
+        logprobs=sampled - with_sampled,
+        shares=torch.where(survives, 1.0, (normaliser[rows] - with_sampled).exp()),
         factors=torch.ones_like(sampled) if factors is None else factors.at(rows, labels),
         entropies=entropies,
         weights=weights if factors is None else factors.multiply(weights),

@@ -135,7 +135,7 @@ def test_only_memory_errors_count_as_out_of_memory() -> None:
 
 def test_trainer_process_that_ends_its_part_learns_that_another_has_no_memory() -> None:
     class Met(Processes):
-        def meet(self, own: int = FINE) -> None:
+        def meet(self, own_state: int = FINE) -> None:
             raise CompanionFailed(is_memory=True)
 
     with pytest.raises(MemoryRanOut) as raised, catch_out_of_memory([row(0, 10)], Met()):
