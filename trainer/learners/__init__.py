@@ -1,4 +1,4 @@
-"""Turn rows into a better adapter; no other folder of the trainer needs torch, TRL and PEFT."""
+"""Train adapters on rows; only this folder of the trainer needs torch, TRL and PEFT."""
 
 import logging
 import warnings

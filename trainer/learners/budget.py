@@ -156,7 +156,8 @@ class TokenBudget:
         Args:
             least_checkpointed: the share of the layers to checkpoint, at least.
             most_tokens: the most tokens of a micro-batch.
-            planned_tokens: tokens that should fit at once; avoids cutting where prefixes repeat.
+            planned_tokens: tokens that should fit at once; larger micro-batches up to this size are
+                made where they save repeating prefixes.
         """
         self._most_tokens = most_tokens
         self._planned_tokens = planned_tokens

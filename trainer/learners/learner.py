@@ -98,7 +98,7 @@ TRAINERS: Final = {
     "distill": make_trainer,
 }
 # TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
-FIGURES: Final = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
+TRL_METRICS: Final = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
 
 class Learner:
@@ -577,7 +577,7 @@ class Learner:
         from_trl = self._trainer._metrics["eval"]
         means = {
             ours: fmean(from_trl[theirs])
-            for theirs, ours in FIGURES.items()
+            for theirs, ours in TRL_METRICS.items()
             if from_trl.get(theirs)
         }
         from_trl.clear()

@@ -130,11 +130,7 @@ class OptimiserSteps:
         return total, self._apply_gradients()
 
     def stop_if_asked(self) -> None:
-        """Raise `Interrupted` in all processes together if any of them was asked to stop.
-
-        Raises:
-            Interrupted: a process was asked to stop.
-        """
+        """Raise `Interrupted` in all processes, at the same micro-batch, if any was asked to stop."""
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
 

@@ -37,8 +37,8 @@ FLEX_BLOCK: Final = 128
 class QueryBlock(NamedTuple):
     """Queries [start, stop), and the nodes that at least one of them sees, in runs [from, to).
 
-    Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the number
-    of nodes in all runs.
+    Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the number of
+    nodes in all runs.
     """
 
     start: int

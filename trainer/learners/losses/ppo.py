@@ -197,8 +197,8 @@ def critic_values(critic: torch.nn.Linear, scored: Scored, width: float) -> Tens
     """Return V before each sampled token, (M,), from the hidden states that predict the token.
 
     The states are detached: the value loss moves the critic and never the policy's adapter.
-    They are scaled to length one, and the critic's outputs are multiplied by `width`, that of the
-    rewards' range. So a step of Adam moves a value by at most √H · learning rate · `width`,
+    They are scaled to length one, and the critic's outputs are multiplied by `width`, the width of
+    the rewards' range. So a step of Adam moves a value by at most √H · learning rate · `width`,
     whatever the scale of the model's states and of the rewards.
     """
     assert scored.hidden is not None
