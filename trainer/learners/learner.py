@@ -200,7 +200,7 @@ class Learner:
         return plan if all(self.processes.gather(plan is not None)) else None
 
     def _plan_memory(self) -> None:
-        """Log the longest call that fits into memory, if the model's context is longer.
+        """Record how long a call may be to fit into memory; warn if the context is longer.
 
         On a GPU, a row of that length is first trained on, and its peak memory corrects the plan.
         """

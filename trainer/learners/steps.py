@@ -130,7 +130,7 @@ class OptimiserSteps:
         return total, self._apply_gradients()
 
     def stop_if_asked(self) -> None:
-        """Raise `Interrupted` in all processes, at the same micro-batch, if any was asked to stop."""
+        """Raise `Interrupted` in all processes at once if any of them was asked to stop."""
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
 
@@ -179,7 +179,7 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
 
 
 def check_initial_values(rows: Sequence[Row], initial: InitialValues) -> None:
-    """Check that all values are finite; means would spread others to all rows.
+    """Check that all values are finite; averaging would spread NaN or infinity to all rows.
 
     Raises:
         Unusable: some are not; their episodes are to blame, unless all rows have such values.
