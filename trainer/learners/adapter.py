@@ -432,7 +432,7 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
 
 
 def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state`, for an optimiser with the recipe's current learning rates and decay."""
+    """Return `state`; for an optimiser, take rates and decay from the recipe."""
     if isinstance(restored, torch.optim.Optimizer):
         return state | {"param_groups": restored.state_dict()["param_groups"]}
     return state
