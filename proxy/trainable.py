@@ -166,7 +166,7 @@ def _why_not_replayable(sampling: Mapping[str, Any], rules: SamplingRules) -> Re
     for name, value in sampling.items():
         if name in NEUTRAL_VALUES and value not in NEUTRAL_VALUES[name]:
             return "reshaped_distribution"
-    if rules.reshapes(sampling):
+    if rules.prevents_replay(sampling):
         return "reshaped_distribution"
     try:
         distribution_of(sampling)
@@ -213,7 +213,7 @@ def judge_settings(captured: CapturedCall, request: ModelRequest) -> JudgedSetti
         captured.tool_grammars,
         captured.tool_tag,
     )
-    if parsed is None or not wire_format.unread or _memory_size(parsed) > MOST_FIELD_BYTES:
+    if parsed is None or not wire_format.unneeded_fields or _memory_size(parsed) > MOST_FIELD_BYTES:
         return _judge(None if parsed is None else request.fields, *conditions)
     return _judge_once(tuple((name, bytes(raw)) for name, raw in parsed.items()), *conditions)
 

@@ -1,6 +1,6 @@
 """Define what wire formats share: requests, incremental reply parsers, and the format interface.
 
-A wire format is a subclass of `WireFormat`, a subclass of `ReplyParser`, and a line in
+A wire format consists of a subclass of `WireFormat`, a subclass of `ReplyParser`, and an entry in
 `proxy.formats.registry`. Nothing outside this package refers to a format by name.
 """
 
@@ -26,11 +26,11 @@ from store.values.documents import nests_too_deep
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
-    """Request to the upstream.
+    """Body to send to the upstream, and the fields that the client sent.
 
-    `parsed` is the body's top level with values unparsed (None if it is not a JSON object);
-    `fields` is the same with values parsed, as the client sent them. `injected` names the fields
-    that we added, whose effects are removed from the reply.
+    `parsed` holds the client's top-level fields with unparsed values (None if its body cannot be
+    read as a JSON object), `fields` the same with parsed values. `injected` names the fields that
+    Pawl added to `body`; their effects are removed from the reply.
     """
 
     body: bytes
@@ -59,7 +59,7 @@ def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
 
 
 def request_of(body: bytes, parsed: Object | None) -> ModelRequest:
-    """Return a request; `parsed` holds the fields to read, None if `body` is unreadable."""
+    """Return the request with `body` and the fields in `parsed`; no fields if that is None."""
     if parsed is None:
         return ModelRequest(body=body)
     fields = {name: readable_value(raw) for name, raw in parsed.items()}
@@ -74,7 +74,7 @@ def request_of(body: bytes, parsed: Object | None) -> ModelRequest:
 
 
 def with_changes(request: ModelRequest, served_name: str | None, added: Object) -> ModelRequest:
-    """Return `request` with the version's name and `added` fields; other values are unchanged."""
+    """Return `request` with `served_name` (if not None) as its model, and the `added` fields."""
     if request.parsed is None:
         return request
     changes: Object = {}
@@ -90,8 +90,9 @@ def with_changes(request: ModelRequest, served_name: str | None, added: Object) 
 class SampledTokens(msgspec.Struct, frozen=True):
     """Token ids of a reply, their log-probabilities, and counts to check them against.
 
-    `sampled_logprobs` is None if the server gave them for some ids only. `thoughtless`: the server
-    reported that the reply has no thoughts, which a grammar does not constrain.
+    Ids or log-probabilities are None if the server sent none, or if they cannot be used.
+    `thoughtless`: the server reported that the reply has no thoughts; a grammar does not constrain
+    thoughts.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -117,8 +118,8 @@ class ReplyFacts(msgspec.Struct, frozen=True):
     """Facts to store about a complete or broken-off reply.
 
     `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
-    it was not JSON. `too_deep`: a text of the upstream's, parsed for the client, nests too deep to
-    be read. `text` is the first choice's text.
+    it was not JSON. `too_deep`: JSON that the upstream sent as a string, and the client gets as an
+    object, nests too deep to be read. `text` is the first choice's text.
     """
 
     reply: bytes | None
@@ -132,11 +133,11 @@ class ReplyFacts(msgspec.Struct, frozen=True):
 
 
 class UnreadableEvent(Exception):
-    """An event's data is not a JSON object; it may be one line of several."""
+    """Raised for event data that is not a JSON object, perhaps because further lines follow."""
 
 
 BOM: Final = b"\xef\xbb\xbf"
-MARKS: Final = re.compile(rb"(?:%b)+" % BOM)
+BOMS: Final = re.compile(rb"(?:%b)+" % BOM)
 DATA: Final = b"data:"
 EVENT: Final = b"event:"
 DONE: Final = b"[DONE]"
@@ -150,34 +151,34 @@ _RUNS: Final = re.compile(rb'(?:(?::[^"\r\n]*+)?+%b)++|[^\r\n]*+%b' % (_END, _EN
 _FIRST_BLANK: Final = re.compile(rb"((?:[^\r\n]++%b)*+)(%b?+)(.*+)" % (_END, _END), re.DOTALL)
 
 
-# Lines with none of these and no quotes are forwarded as they come.
-_TELLING: Final = (b"data", b"event", BOM)
+# Lines that contain none of these, and no quotes, are forwarded unchanged.
+_PARSE_MARKERS: Final = (b"data", b"event", BOM)
 # Smaller chunks are not searched for runs: nearly all are one event.
-SHORT: Final = 1024
+SHORT_CHUNK: Final = 1024
 # First bytes of comments and blank lines.
-_QUIET: Final = b":\r\n"
+_COMMENT_OR_BLANK: Final = b":\r\n"
 
 
 class ReplyParser:
     """Incremental parser of a reply: returns the client's bytes, and gathers the facts to store.
 
-    The client's bytes are the upstream's without the values that only we requested. The ingester
-    feeds the same parser the recorded bytes, and takes the facts from it.
+    The client's bytes are the upstream's without the values that only Pawl requested. The ingester
+    feeds the recorded upstream bytes to the same parser, and takes the facts from it.
 
     A reply in one piece is returned at its end. Of server-sent events (WHATWG HTML §9.2) each
     complete line is returned at once; an unfinished line is buffered. A `data:` line that cannot be
     parsed alone is buffered until its event ends, since an event's data may span lines. From the
     line that ends the reply on, bytes are held back until the record is durable.
 
-    The caller bounds memory: `pass_buffered_line` empties the buffer, `forget` drops what was
-    gathered.
+    The caller bounds memory: `pass_buffered_line` empties the buffer, `forget` drops the gathered
+    data.
     """
 
     # Whether a stream's last event is complete; later bytes are not recorded.
     at_end = False
     _end_seen = False
     # How many events could not be read.
-    _unread = 0
+    _unreadable_events = 0
     _holding = False
     _skip_blank = False
     # Whether the rest of a line that was too long to buffer is passed through.
@@ -194,10 +195,10 @@ class ReplyParser:
         status: int | None = None,
         reading: bool = False,
     ) -> None:
-        """Begin before the first byte.
+        """Start before the reply's first byte.
 
         Args:
-            request: the request as it was rewritten.
+            request: the request, as `WireFormat.rewrite` returned it.
             served_name: the served name of the version that the request went to.
             streamed: the reply is server-sent events.
             status: the reply's HTTP status.
@@ -208,7 +209,7 @@ class ReplyParser:
         self._streamed = streamed
         self._status = status
         self._reading = reading
-        # The client's name for the model, to be put back; None if it was not changed.
+        # The client's name for the model, to put back into the reply; None if it was not changed.
         self._model = None
         if served_name is not None and request.model not in (None, served_name):
             self._model = msgspec.Raw(msgspec.json.encode(request.model))
@@ -221,27 +222,27 @@ class ReplyParser:
         # Bytes held back until the record is durable, from the reply's end on.
         self._held = bytearray()
         self.begin()
-        self._hidden = (*self.added(b""), b"model")
+        self._hidden = (*self.added_members(b""), b"model")
 
     def begin(self) -> None:
-        """Reset the format's own state."""
+        """Initialise or reset the state that a subclass keeps."""
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's bytes for a reply in one piece."""
+        """Return the bytes to send to the client for a reply in one piece."""
         return body
 
     def event(self, data: bytes) -> bytes | None:
-        """Return an event's data for the client, or None to drop the event.
+        """Return the data to send to the client for an event's data, or None to drop the event.
 
-        The same object is returned if nothing changes.
+        Return `data` itself if nothing changes.
 
         Raises:
             UnreadableEvent: the data cannot be parsed.
         """
         return data
 
-    def added(self, data: bytes) -> dict[bytes, Replacement]:
-        """Return the members, by name, to remove from data that cannot be parsed."""
+    def added_members(self, data: bytes) -> dict[bytes, Replacement]:
+        """Return, by name, how to hide the members that only Pawl requested in unparsed data."""
         return {}
 
     def is_end(self, line: bytes) -> bool:
@@ -258,11 +259,11 @@ class ReplyParser:
 
     @property
     def ended(self) -> bool:
-        """Return whether the reply came to its proper end, and every event could be read."""
-        return self._end_seen and not self._unread
+        """Return whether the reply is complete and every event could be read."""
+        return self._end_seen and not self._unreadable_events
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take upstream bytes, and return the bytes that the client gets at once."""
+        """Process upstream bytes, and return the bytes to send to the client at once."""
         if not self._streamed:
             self._pieces.append(chunk)
             return b""
@@ -270,7 +271,7 @@ class ReplyParser:
         if self._passing:
             end = _LINE_END.search(chunk)
             at = len(chunk) if end is None else end.end()
-            out = self._passed(chunk[:at])
+            out = self._pass_long_line(chunk[:at])
             self._passing, chunk = end is None, chunk[at:]
             if self._holding:
                 self._held += out
@@ -295,11 +296,11 @@ class ReplyParser:
     def pass_buffered_line(self) -> bytes:
         """Return the buffered bytes unparsed, and pass through the rest of an unfinished line.
 
-        After the reply's end nothing may leave before the record is durable, so the buffered bytes
-        are left to `release`, and the reply counts as `at_end`.
+        Once the stream's last event has begun, return nothing: the bytes are held back for
+        `release`, as the record must be durable first, and `at_end` is set.
         """
         self._passing = bool(self._partial) and self._partial[-1] != CR
-        out = self._passed(bytes(self._open + self._partial))
+        out = self._pass_long_line(bytes(self._open + self._partial))
         self._open.clear()
         self._partial.clear()
         if self._holding:
@@ -308,8 +309,8 @@ class ReplyParser:
             return b""
         return out
 
-    def _passed(self, data: bytes) -> bytes:
-        """Return the client's bytes for a part of a line that is too long to buffer."""
+    def _pass_long_line(self, data: bytes) -> bytes:
+        """Return the bytes to send to the client for part of a line too long to buffer."""
         return data
 
     def forget(self) -> None:
@@ -318,7 +319,7 @@ class ReplyParser:
         self.begin()
 
     def finish(self) -> bytes:
-        """Handle the upstream's end; return bytes to hold back until the record is durable."""
+        """Process the upstream's end; return the last bytes, to send once the record is durable."""
         if not self._streamed:
             self._end_seen = True
             out = self.whole(b"".join(self._pieces))
@@ -333,17 +334,17 @@ class ReplyParser:
         return self.release()
 
     def release(self) -> bytes:
-        """Return the bytes held back, as the record is durable; later bytes are not held back."""
+        """Return the bytes held back, now that the record is durable; hold back no later bytes."""
         held = b"" if self._reading else bytes(self._held)
         self._held.clear()
         self._holding = False
         return held
 
     def hide_added_members(self, data: bytes) -> bytes:
-        """Return unparseable data without added members, under the client's model name."""
+        """Return unparseable `data` without added members, and with the client's model name."""
         if b'"' not in data or not any(name in data for name in self._hidden):
             return data
-        members = self.added(data)
+        members = self.added_members(data)
         if self._model is not None:
             served = msgspec.json.encode(self._served_name)
             members[b"model"] = Replacement(opens=STRING, instead=bytes(self._model), only=served)
@@ -356,10 +357,10 @@ class ReplyParser:
         the next byte. Comments and blank lines may be returned as one run, for `_run`.
         """
         if self._partial and chunk:
-            is_waiting = self._partial[-1] == CR
+            ends_in_cr = self._partial[-1] == CR
             self._partial += chunk
             # A line in many pieces is copied once, at its end.
-            if not is_waiting and b"\n" not in chunk and b"\r" not in chunk:
+            if not ends_in_cr and b"\n" not in chunk and b"\r" not in chunk:
                 return [], self._line
             chunk = bytes(self._partial)
             self._partial.clear()
@@ -367,35 +368,35 @@ class ReplyParser:
             end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r", 0, -1)) + 1
             self._partial += chunk[end:]
             chunk = chunk[:end]
-        if b'"' not in chunk and not any(mark in chunk for mark in _TELLING):
+        if b'"' not in chunk and not any(mark in chunk for mark in _PARSE_MARKERS):
             return [chunk] if chunk else [], self._run
-        if len(chunk) > SHORT and (b"\n:" in chunk or b"\n\n\n" in chunk or b"\r" in chunk):
+        if len(chunk) > SHORT_CHUNK and (b"\n:" in chunk or b"\n\n\n" in chunk or b"\r" in chunk):
             return _RUNS.findall(chunk), self._run
         return chunk.splitlines(keepends=True), self._line
 
     def _run(self, run: bytes) -> bytes:
-        """Return the client's bytes for a line, or for a run of lines without data or quotes.
+        """Return the bytes to send to the client for a line, or for lines without data or quotes.
 
         Only the first blank line of a run can end an event.
         """
-        if run[0] in _QUIET and b'"' not in run and not self._awaits_blank():
-            return self._quiet(run)
+        if run[0] in _COMMENT_OR_BLANK and b'"' not in run and not self._awaits_blank():
+            return self._pass_comments(run)
         match = _FIRST_BLANK.fullmatch(run)
         assert match is not None
         lines, blank, rest = match.groups()
         out = self._line(lines) if lines else b""
-        return out + self._line(blank) + self._quiet(rest) if blank else out
+        return out + self._line(blank) + self._pass_comments(rest) if blank else out
 
     def _awaits_blank(self) -> bool:
         """Return whether the next blank line changes the parser's state."""
         return bool(self._open) or self._skip_blank or self._end_seen > self.at_end
 
-    def _quiet(self, run: bytes) -> bytes:
-        """Return the client's bytes for comments and blank lines outside of events."""
+    def _pass_comments(self, run: bytes) -> bytes:
+        """Return the bytes to send to the client for comments and blank lines between events."""
         return run
 
     def _line(self, line: bytes) -> bytes:
-        """Return the client's bytes for a line."""
+        """Return the bytes to send to the client for a line."""
         if self._open:
             if line.strip():
                 self._open += line
@@ -420,21 +421,21 @@ class ReplyParser:
             self.at_end = self._end_seen
             skip, self._skip_blank = self._skip_blank, False
             return b"" if skip else line
-        if line[0] == BOM[0] and (marks := MARKS.match(line)):
+        if line[0] == BOM[0] and (boms := BOMS.match(line)):
             # A stream may begin with a byte order mark, which is no part of the first line.
-            return marks[0] + self._line(line[marks.end() :])
+            return boms[0] + self._line(line[boms.end() :])
         # Lines of other fields carry no data. But a client that knows fewer kinds of line ends
         # may read a part of such a line as data.
         return line if line.startswith(EVENT) else self.hide_added_members(line)
 
     def _dispatch(self, blank: bytes) -> bytes:
-        """Return the client's bytes for an event with data on several lines."""
+        """Return the bytes to send to the client for an event with data on several lines."""
         lines = self._open_lines()
         data = _joined_data(lines)
         try:
             out = self.event(data)
         except UnreadableEvent:
-            self._unread += 1
+            self._unreadable_events += 1
             out = self.hide_added_members(data)
         lines = [line if _is_data(line) else self.hide_added_members(line) for line in lines]
         if out is None:
@@ -442,11 +443,11 @@ class ReplyParser:
         return _with_data(lines, data, out) + blank
 
     def _unfinished(self, rest: bytes) -> bytes:
-        """Return the client's bytes for a cut-off event, without a call of `event`."""
-        if marks := MARKS.match(rest):
-            return marks[0] + self._unfinished(rest[marks.end() :])
-        came = [*self._open_lines(), rest]
-        lines = [line if _is_data(line) else self.hide_added_members(line) for line in came]
+        """Return the bytes to send to the client for a cut-off event; do not call `event`."""
+        if boms := BOMS.match(rest):
+            return boms[0] + self._unfinished(rest[boms.end() :])
+        received = [*self._open_lines(), rest]
+        lines = [line if _is_data(line) else self.hide_added_members(line) for line in received]
         data = _joined_data(lines)
         return _with_data(lines, data, self.hide_added_members(data))
 
@@ -462,7 +463,7 @@ def _joined_data(lines: list[bytes]) -> bytes:
 
 
 def _with_data(lines: list[bytes], data: bytes, out: bytes) -> bytes:
-    """Return an event's lines, with `out` in place of their `data` if the two differ."""
+    """Return an event's lines joined, with `data` replaced by `out` if the two differ."""
     if out == data:
         return b"".join(lines)
     first = next(line for line in lines if _is_data(line))
@@ -472,7 +473,7 @@ def _with_data(lines: list[bytes], data: bytes, out: bytes) -> bytes:
 
 
 def _is_data(line: bytes) -> bool:
-    """Return whether a line is of the field `data`, which may stand without a colon."""
+    """Return whether a line belongs to the field `data`; a bare `data` without colon does, too."""
     return line.startswith(DATA) or line.rstrip(b"\r\n") == b"data"
 
 
@@ -492,8 +493,8 @@ class WireFormat(Protocol):
     path: str
     # Exact paths of requests that are forwarded unrecorded.
     forwarded: tuple[str, ...] = ()
-    # Large request fields that the ingester does not need to read the reply.
-    unread: tuple[str, ...] = ()
+    # Large request fields that the ingester skips: they are not needed to read the reply.
+    unneeded_fields: tuple[str, ...] = ()
     # The form of this API's errors.
     errors: ErrorShape = OPENAI
     # The event that is sent in long silences of a stream, if the API has one.
@@ -505,14 +506,13 @@ class WireFormat(Protocol):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """Return the request for the upstream; its bytes are the client's if nothing must change.
+        """Return the request for the upstream; its body is the client's if nothing must change.
 
-        With `want_ids`, the fields that make the server send token ids and log-probabilities are
-        added.
+        With `want_ids`, add the fields that make the server send token ids and log-probabilities.
         """
 
     def has_inline_system(self, request: ModelRequest) -> bool:
-        """Return whether `rewrite` may have to move system messages from between turns."""
+        """Return whether `rewrite` may move system messages that stand among the turns."""
         return False
 
     def reply_parser(

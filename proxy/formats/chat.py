@@ -19,7 +19,7 @@ from proxy.formats.conversation import (
 )
 from proxy.formats.raw_json import NULL, Object, readable_value
 from proxy.formats.sampling import (
-    EVERYWHERE,
+    HARMLESS_FIELDS,
     SamplingRules,
     forced_call,
     functions_of,
@@ -81,7 +81,7 @@ class ChatSampling(SamplingRules):
 
     settings = frozenset({"max_completion_tokens", "response_format", "thinking", "function_call"})
     objects = ("thinking",)
-    harmless = EVERYWHERE | {
+    harmless = HARMLESS_FIELDS | {
         *("messages", "logprobs", "top_logprobs", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "moderation"),
         *("reasoning_effort", "reasoning", "verbosity", "modalities", "audio", "prediction"),
@@ -89,7 +89,7 @@ class ChatSampling(SamplingRules):
         *("return_prompt_text", "functions"),
     }
 
-    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+    def prevents_replay(self, settings: Mapping[str, Any]) -> bool:
         return limits_thinking(settings)
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
@@ -124,7 +124,7 @@ class ChatFormat(ChoicesFormat):
     name = "chat"
     title = "OpenAI chat completions"
     path = "/v1/chat/completions"
-    unread = ("messages",)
+    unneeded_fields = ("messages",)
     turns = ChatTurns()
     sampling = ChatSampling()
     parser = ChatReply

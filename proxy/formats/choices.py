@@ -133,7 +133,7 @@ class ChoicesReply(ReplyParser):
         Not every server sends `[DONE]`.
         """
         is_finished = bool(self._finished) and all(self._finished.values())
-        return (self._end_seen or is_finished) and not self._unread
+        return (self._end_seen or is_finished) and not self._unreadable_events
 
     def whole(self, body: bytes) -> bytes:
         """Return the restored completion, byte for byte the upstream's if nothing was added."""
@@ -162,7 +162,7 @@ class ChoicesReply(ReplyParser):
             raise UnreadableEvent
         choices = self._restore(parsed)
         if choices is None:
-            self._unread += 1
+            self._unreadable_events += 1
             return self.hide_added_members(data)
         if self._took and _is_ids_only(choices):
             return None
@@ -180,10 +180,10 @@ class ChoicesReply(ReplyParser):
                 self._finished[index] = is_finished or self._finished.get(index, False)
             self._gather(parsed, choices)
         except ODD_SHAPE:
-            self._unread += 1
+            self._unreadable_events += 1
         return out
 
-    def added(self, data: bytes) -> dict[bytes, Replacement]:
+    def added_members(self, data: bytes) -> dict[bytes, Replacement]:
         return added_members(self._request)
 
     def summary(self) -> ReplySummary:

@@ -8,7 +8,7 @@ import msgspec
 from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat, ChoicesReply
 from proxy.formats.conversation import Turns
 from proxy.formats.raw_json import NULL, Object
-from proxy.formats.sampling import EVERYWHERE, SamplingRules, grammar_of, is_free_form
+from proxy.formats.sampling import HARMLESS_FIELDS, SamplingRules, grammar_of, is_free_form
 
 
 class CompletionsTurns(Turns):
@@ -23,7 +23,7 @@ class CompletionsTurns(Turns):
 
 class CompletionsSampling(SamplingRules):
     settings = frozenset({"response_format"})
-    harmless = EVERYWHERE | {"prompt", "prompt_embeds", "logprobs", "echo", "suffix"}
+    harmless = HARMLESS_FIELDS | {"prompt", "prompt_embeds", "logprobs", "echo", "suffix"}
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         return super().constrains(settings) or not is_free_form(settings.get("response_format"))
@@ -40,7 +40,7 @@ class CompletionsFormat(ChoicesFormat):
     name = "completions"
     title = "OpenAI completions"
     path = "/v1/completions"
-    unread = ("prompt",)
+    unneeded_fields = ("prompt",)
     turns = CompletionsTurns()
     sampling = CompletionsSampling()
     parser = CompletionsReply

@@ -15,7 +15,7 @@ import msgspec
 
 
 class ErrorShape:
-    """Errors in OpenAI's form; subclasses have the forms of other APIs."""
+    """Encoder of errors in OpenAI's form; subclasses encode them for other APIs."""
 
     # The API's name in the reference.
     api: str = "OpenAI"
@@ -31,7 +31,7 @@ class ErrorShape:
         *,
         status: int | None = None,
     ) -> bytes:
-        """Return the body of an error reply, to be sent with `status`."""
+        """Return the body of an error reply that is sent with the HTTP status `status`."""
         return msgspec.json.encode(self._error(message, kind, param, code, status))
 
     def event(
@@ -54,7 +54,7 @@ class ErrorShape:
 
 
 class ResponsesErrors(ErrorShape):
-    """Errors of the Responses API, which has its own form in streams."""
+    """Encoder of errors for the Responses API, whose form differs from OpenAI's in streams only."""
 
     event_line = b"event: error\n"
 
@@ -78,8 +78,9 @@ ANTHROPIC_BY_STATUS: Final[Mapping[int, str]] = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# HTTP statuses of error types, ours and vLLM's
-# (`vllm/entrypoints/serve/exception_handling/error_response.py`): errors in streams have none.
+# HTTP statuses of error types, Pawl's and vLLM's
+# (`vllm/entrypoints/serve/exception_handling/error_response.py`), for errors in streams, which have
+# no status.
 STATUS_OF_KIND: Final[Mapping[str, int]] = {
     "BadRequestError": 400,
     "invalid_request_error": 400,
@@ -94,9 +95,9 @@ ERROR_STATUSES: Final = range(400, 600)
 
 
 class AnthropicErrors(ErrorShape):
-    """Errors of Anthropic's API, which has no `param` and no `code`.
+    """Encoder of errors for Anthropic's API, where errors have no `param` and no `code`.
 
-    The type is derived from the status or, without a status, from `kind`.
+    The type is derived from the status or, without an error status, from `kind`.
     """
 
     api = "Anthropic"

@@ -14,10 +14,10 @@ import msgspec
 
 from proxy.formats.base import (
     BOM,
+    BOMS,
     DATA,
     DONE,
     EVENT,
-    MARKS,
     NOTHING_SAMPLED,
     ReplyFacts,
     ReplyParser,
@@ -197,7 +197,7 @@ class TranslatedReply(MessagesReply):
         message = _whole_message(reply, reply.choices[0], self._asked_model or reply.model)
         return _encode(message)
 
-    def added(self, data: bytes) -> dict[bytes, Replacement]:
+    def added_members(self, data: bytes) -> dict[bytes, Replacement]:
         return added_members(self._request)
 
     def is_end(self, line: bytes) -> bool:
@@ -224,10 +224,10 @@ class TranslatedReply(MessagesReply):
         return self._line(rest) if self.is_end(rest) else b""
 
     def _other(self, line: bytes) -> bytes:
-        if marks := MARKS.match(line):
-            return self._line(line[marks.end() :])
+        if boms := BOMS.match(line):
+            return self._line(line[boms.end() :])
         if not self._parts or self._failed or self._is_done or line.strip():
-            return self._quiet(line)
+            return self._pass_comments(line)
         data = bytes(self._parts[:-1])
         self._parts.clear()
         return self._translate_chunk(_read_chat(data), data)
@@ -235,7 +235,7 @@ class TranslatedReply(MessagesReply):
     def _awaits_blank(self) -> bool:
         return bool(self._parts)
 
-    def _quiet(self, run: bytes) -> bytes:
+    def _pass_comments(self, run: bytes) -> bytes:
         return b"".join([line + b"\n\n" for line in run.splitlines() if line.startswith(b":")])
 
     @property
@@ -243,7 +243,7 @@ class TranslatedReply(MessagesReply):
         """Return how many bytes are buffered, with a chunk's lines and text after a tool block."""
         return super().waiting + len(self._parts) + self._events.waiting
 
-    def _passed(self, data: bytes) -> bytes:
+    def _pass_long_line(self, data: bytes) -> bytes:
         """Return an error: a line too long to buffer cannot be translated."""
         self._parts.clear()
         return b"" if self._failed or self._is_done else self._translate_chunk(None, b"")

@@ -32,7 +32,12 @@ from proxy.formats.conversation import (
 from proxy.formats.errors import ANTHROPIC
 from proxy.formats.message_replies import ForwardedReply, TranslatedReply
 from proxy.formats.raw_json import Object
-from proxy.formats.sampling import EVERYWHERE, SamplingRules, has_free_form, limits_thinking
+from proxy.formats.sampling import (
+    HARMLESS_FIELDS,
+    SamplingRules,
+    has_free_form,
+    limits_thinking,
+)
 
 Fields = Mapping[str, Any]
 Message = dict[str, Any]
@@ -430,13 +435,13 @@ class MessagesTurns(Turns):
 class MessagesSampling(SamplingRules):
     settings = frozenset({"stop_sequences", "output_config", "thinking"})
     objects = ("output_config", "thinking")
-    harmless = EVERYWHERE | {
+    harmless = HARMLESS_FIELDS | {
         *("messages", "system", "service_tier", "inference_geo", "cache_control", "container"),
         *("context_management", "compaction", "mcp_servers", "betas", "diagnostics"),
         *("user_profile_id", "workspace_id", "speed", "billing_policy", "thread"),
     }
 
-    def reshapes(self, settings: Fields) -> bool:
+    def prevents_replay(self, settings: Fields) -> bool:
         return limits_thinking(settings)
 
     def constrains(self, settings: Fields) -> bool:

@@ -52,9 +52,9 @@ def readable_value(raw: msgspec.Raw) -> Any:
 def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
     """Return a JSON object with all its values, or None if Python cannot represent it.
 
-    `parse_object` accepts more: it leaves values unparsed, so that a lone surrogate or 1e400 passes
-    through. It returns None for objects that nest too deep, too: reading a reply to record it must
-    not raise after the reply was forwarded.
+    Return None, too, if the object nests too deep: reading a reply to record it must not raise
+    after the reply was forwarded. `parse_object` accepts more: it leaves values unparsed, so that a
+    lone surrogate or 1e400 passes through.
     """
     if nests_too_deep(bytes(payload)):
         # The object is walked and encoded again later, which is recursive too.
@@ -78,13 +78,13 @@ NUMBER: Final = b"-0123456789"
 _STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
 _BRACKET: Final = re.compile(_STRING + rb"|[{}\[\]]", re.DOTALL)
 _SCALAR: Final = re.compile(_STRING + rb"|[^,\]}\s]*", re.DOTALL)
-_NO_CONTENT: Final = re.compile(rb"\[\s*\]")
+_EMPTY_LIST: Final = re.compile(rb"\[\s*\]")
 
 
 class Replacement(msgspec.Struct, frozen=True):
-    """Replace a member by `instead` if its value begins with one of the bytes `opens`.
+    """Rule to replace a member's value by `instead` if it begins with one of the bytes `opens`.
 
-    `only` restricts this to one exact value; `unless_empty` exempts empty lists.
+    `only` restricts the rule to one exact value; `unless_empty` exempts empty lists.
     """
 
     opens: bytes
@@ -97,8 +97,8 @@ def replace_members(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
     """Return `data` with the values of `members` replaced, and every other byte unchanged.
 
     This is for data that cannot be parsed or lacks the API's shape: a lone surrogate, NaN, bytes
-    that are not UTF-8, an object that is cut off or not alone. Clients must get such data as it
-    came, except for members they did not ask for. Members are found by name at any depth: the
+    that are not UTF-8, an object that is cut off or followed by more. Clients must get such data as
+    it came, except for members they did not ask for. Members are found by name at any depth: the
     object that a member belongs to cannot be determined reliably. A model's text is never touched,
     because quotes within a string are escaped.
     """
@@ -117,12 +117,12 @@ def replace_members(data: bytes, members: Mapping[bytes, Replacement]) -> bytes:
 
 
 def _end_of_value(data: bytes, at: int, member: Replacement) -> int | None:
-    """Return where a member's value ends; None if `member` does not match this value."""
-    sign = data[at : at + 1]
-    if not sign or sign not in member.opens:
+    """Return the end of the value at `at`, or None if the rule `member` does not apply to it."""
+    first_byte = data[at : at + 1]
+    if not first_byte or first_byte not in member.opens:
         return None
-    if sign in ARRAY + OBJECT:
-        empty = member.unless_empty and _NO_CONTENT.match(data, at) is not None
+    if first_byte in ARRAY + OBJECT:
+        empty = member.unless_empty and _EMPTY_LIST.match(data, at) is not None
         return None if empty else _end_of_container(data, at)
     match = _SCALAR.match(data, at)
     end = len(data) if match is None else match.end()
@@ -130,13 +130,13 @@ def _end_of_value(data: bytes, at: int, member: Replacement) -> int | None:
 
 
 def _end_of_container(data: bytes, at: int) -> int:
-    """Return where a container's closing bracket ends, or the data's end if it is cut off."""
+    """Return the end of the list or object at `at`, or the data's end if it is cut off."""
     depth = 0
     while (token := _BRACKET.search(data, at)) is not None:
         at = token.end()
-        sign = token[0]
-        if not sign.startswith(b'"'):
-            depth += 1 if sign in ARRAY + OBJECT else -1
+        bracket_or_string = token[0]
+        if not bracket_or_string.startswith(b'"'):
+            depth += 1 if bracket_or_string in ARRAY + OBJECT else -1
         if depth == 0:
             return at
     return len(data)

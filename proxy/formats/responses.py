@@ -59,7 +59,7 @@ from proxy.formats.raw_json import (
     value_of,
 )
 from proxy.formats.sampling import (
-    EVERYWHERE,
+    HARMLESS_FIELDS,
     SamplingRules,
     forced_call,
     functions_of,
@@ -174,7 +174,7 @@ NOT_APPLIED: Final = ("min_tokens", "bad_words", "allowed_token_ids")
 class ResponsesSampling(SamplingRules):
     settings = frozenset({"max_output_tokens", "text"})
     objects = ("text",)
-    harmless = EVERYWHERE | {
+    harmless = HARMLESS_FIELDS | {
         *("input", "instructions", "previous_response_id", "conversation", "prompt", "store"),
         *("background", "include", "max_tool_calls", "reasoning", "service_tier", "truncation"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "moderation"),
@@ -182,7 +182,7 @@ class ResponsesSampling(SamplingRules):
         *("enable_response_messages", "previous_input_messages", "image"),
     }
 
-    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+    def prevents_replay(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a setting is present that servers may or may not apply."""
         return any(settings.get(name) for name in NOT_APPLIED)
 
@@ -259,7 +259,7 @@ class ResponsesReply(ReplyParser):
         try:
             changed = self._restore_event(event)
         except ODD_SHAPE:
-            self._unread += 1
+            self._unreadable_events += 1
             return self.hide_added_members(data)
         return msgspec.json.encode(event) if changed and not self._changes_nothing else data
 
@@ -269,7 +269,7 @@ class ResponsesReply(ReplyParser):
             return False
         return line[len(EVENT) :].strip().decode(errors="replace") in _LAST_EVENTS
 
-    def added(self, data: bytes) -> dict[bytes, Replacement]:
+    def added_members(self, data: bytes) -> dict[bytes, Replacement]:
         """Return the members to remove from a response or a text delta."""
         members: dict[bytes, Replacement] = {}
         if self._hide_ids:

@@ -6,10 +6,10 @@ format has a subclass. Settings that model servers understand in every format ar
 
 A grammar is derived from the fields as vLLM derives it, and only where vLLM's start options make no
 difference: exactly one constraint, and no tools beside a response format, since some servers then
-allow both. Servers whose tool parser reads JSON constrain a forced call to a JSON schema of the
-tools (`vllm/tool_parsers/utils.py`). Other parsers have their own syntax. If that is known
-(`TAGS`), the grammar is a structural tag; if not, replies do not fit the schema, and the trainer
-detects that.
+allow calls as well as formatted text. Servers whose tool parser reads JSON constrain a forced call
+to a JSON schema of the tools (`vllm/tool_parsers/utils.py`). Other parsers have their own syntax.
+If that is known (`TAGS`), the grammar is a structural tag; if not, it is the JSON schema: replies
+do not fit it, and the trainer detects that.
 
 Sources: vLLM's `entrypoints/generate/base/protocol.py`, `tool_parsers/abstract_tool_parser.py`,
 `tool_parsers/structural_tag_registry.py` and `parser/abstract_parser.py`.
@@ -23,13 +23,15 @@ from store.values.grammars import Choice, OfferedTool, ToolTag, text_of_tag
 
 Fields = Mapping[str, Any]
 # A grammar as it is recorded (`store.values.grammars`).
-Recorded = dict[str, str]
+RecordedGrammar = dict[str, str]
+# A call that a `tool_choice` forces (see `forced_call`).
+ForcedCall = dict[str, str]
 
 # The forms of `tool_choice`, in all APIs, that constrain nothing.
-FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
-# vLLM's request fields for output, storage, caching, queueing, the prompt and stops. None changes
-# the distribution: the recorded ids include the prompt, and a stop only ends the sampling.
-SERVERS_OWN: Final = frozenset(
+FREE_TOOL_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
+# vLLM's request fields for output, storage, caching, queueing, the prompt and stops. They do not
+# change the distribution: the recorded ids include the prompt, and a stop only ends the sampling.
+HARMLESS_VLLM_FIELDS: Final = frozenset(
     {
         *("model", "stream", "user", "session_id", "request_id", "priority", "cache_salt"),
         *("ignore_eos", "include_stop_str_in_output", "repetition_detection"),
@@ -42,24 +44,28 @@ SERVERS_OWN: Final = frozenset(
         *("media_io_kwargs", "mm_processor_kwargs"),
     }
 )
-# Fields that agent tools (`proxy.identity.identify`) and litellm add to those of an API.
-TOOLS_OWN: Final = frozenset(
+# Fields that agent programs (`proxy.identity.identify`) and litellm add to those of an API.
+HARMLESS_CLIENT_FIELDS: Final = frozenset(
     {"metadata", "conversation", "client_metadata", "litellm_session_id", "litellm_trace_id"}
 )
-EVERYWHERE: Final = SERVERS_OWN | TOOLS_OWN | {"tools", "stream_options", "parallel_tool_calls"}
+HARMLESS_FIELDS: Final = (
+    HARMLESS_VLLM_FIELDS
+    | HARMLESS_CLIENT_FIELDS
+    | {"tools", "stream_options", "parallel_tool_calls"}
+)
 
 
 class SamplingRules:
-    """A format's own sampling fields; the base class is for formats that add none."""
+    """Rules for the sampling fields of one format; the base class is for formats that add none."""
 
     # The format's own settings, which are recorded.
     settings: frozenset[str] = frozenset()
-    # Settings that are unreadable unless they are objects.
+    # Settings that must be objects, or else make a call untrainable.
     objects: tuple[str, ...] = ()
-    # Fields that change no distribution; an unknown field makes a call untrainable.
-    harmless: frozenset[str] = EVERYWHERE
+    # Fields that do not change the distribution; an unknown field makes a call untrainable.
+    harmless: frozenset[str] = HARMLESS_FIELDS
 
-    def reshapes(self, settings: Fields) -> bool:
+    def prevents_replay(self, settings: Fields) -> bool:
         """Return whether a setting of the format makes the distribution impossible to replay."""
         return False
 
@@ -75,18 +81,18 @@ class SamplingRules:
         """Return the grammar that a request imposes on its reply, in its recorded form.
 
         None if there is none, or if servers may interpret the fields differently. Called only if
-        something may constrain the reply. `tag` is the server's syntax of tool calls (a value of
+        something may constrain the reply. `tag` names the server's syntax of tool calls (a value of
         `TAGS`), if known.
         """
         return None
 
 
 def is_free_choice(choice: Any) -> bool:
-    """Return whether a `tool_choice` leaves the model free to call a tool or not."""
+    """Return whether a `tool_choice` constrains nothing: it is absent, `auto` or `none`."""
     if isinstance(choice, dict):
         # `proxy.trainable` checks the limit on calls in a reply, for all choices.
         choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
-    return choice in FREE_CHOICES
+    return choice in FREE_TOOL_CHOICES
 
 
 def is_free_form(form: Any) -> bool:
@@ -95,22 +101,23 @@ def is_free_form(form: Any) -> bool:
 
 
 def has_free_form(holder: Any) -> bool:
-    """Return whether a setting's `format` is absent or plain text."""
+    """Return whether the member `format` of a setting is absent or plain text."""
     return not isinstance(holder, dict) or is_free_form(holder.get("format"))
 
 
 def limits_thinking(settings: Mapping[str, Any]) -> bool:
-    """Return whether thinking has a budget; at its limit the end is forced, not sampled."""
+    """Return whether thinking has a token budget; at its limit, the end is forced, not sampled."""
     thinking = settings.get("thinking")
     return isinstance(thinking, dict) and thinking.get("budget_tokens") is not None
 
 
-OBJECT: Final[Recorded] = {"kind": "json", "text": '{"type": "object"}'}
-# What a `tool_choice` forces: a call of any tool, an unreadable call, or else `{"name": …}`.
-ANY_CALL: Final[Recorded] = {"type": "required"}
-UNREAD: Final[Recorded] = {}
+# The grammar of any JSON object.
+ANY_OBJECT: Final[RecordedGrammar] = {"kind": "json", "text": '{"type": "object"}'}
+# Forced calls: of any tool, or unreadable; a call of one tool is `{"name": …}`.
+ANY_CALL: Final[ForcedCall] = {"type": "required"}
+UNREADABLE_CALL: Final[ForcedCall] = {}
 # Options of `structured_outputs` that change nothing if they are false or missing.
-OPTIONS: Final = (
+OPTION_NAMES: Final = (
     *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
 )
 NO_PARAMETERS: Final[Fields] = {"type": "object", "properties": {}}
@@ -119,20 +126,20 @@ NO_PARAMETERS: Final[Fields] = {"type": "object", "properties": {}}
 def grammar_of(
     fields: Fields,
     form: Any,
-    forced: Recorded | None = None,
+    forced: ForcedCall | None = None,
     functions: Sequence[Fields] | None = None,
     tag: str | None = None,
     *,
     flat: bool = False,
-) -> Recorded | None:
-    """Return a request's grammar if it has exactly one constraint and that is readable.
+) -> RecordedGrammar | None:
+    """Return a request's grammar if it has exactly one readable constraint, else None.
 
     Args:
         fields: the request.
         form: its response format, wherever the wire format has it.
-        forced: the call that its `tool_choice` forces, as `_forced_call_grammar` takes it.
-        functions: its tools, in the same form.
-        tag: the server's syntax of tool calls, if known.
+        forced: the call that its `tool_choice` forces (see `forced_call`), if any.
+        functions: its tools, each with name and parameters; None if one is malformed.
+        tag: the name of the server's syntax of tool calls, if known.
         flat: `form` holds its schema directly (Responses API), not in `json_schema`.
     """
     own = fields.get("structured_outputs")
@@ -153,11 +160,11 @@ def grammar_of(
     )
 
 
-def _structured_outputs_grammar(value: Any) -> Recorded | None:
-    """Return the grammar of vLLM's own field, `structured_outputs`."""
+def _structured_outputs_grammar(value: Any) -> RecordedGrammar | None:
+    """Return the grammar in vLLM's own field `structured_outputs`, or None if unreadable."""
     if not isinstance(value, dict):
         return None
-    given = [(n, v) for n, v in value.items() if v is not None and (n not in OPTIONS or v)]
+    given = [(n, v) for n, v in value.items() if v is not None and (n not in OPTION_NAMES or v)]
     kind, constraint = given[0] if len(given) == 1 else (None, None)
     match kind, constraint:
         case "json", dict():
@@ -165,18 +172,18 @@ def _structured_outputs_grammar(value: Any) -> Recorded | None:
         case "json" | "regex" | "grammar", str() if constraint:
             return {"kind": kind, "text": constraint}
         case "json_object", True:
-            return OBJECT
-        case "choice", list() if constraint and all(isinstance(one, str) for one in constraint):
+            return ANY_OBJECT
+        case "choice", list() if constraint and all(isinstance(text, str) for text in constraint):
             return {"kind": "choice", "text": json.dumps(constraint)}
         case _:
             return None
 
 
-def _response_format_grammar(form: Any, *, flat: bool) -> Recorded | None:
+def _response_format_grammar(form: Any, *, flat: bool) -> RecordedGrammar | None:
     if not isinstance(form, dict):
         return None
     if form.get("type") == "json_object":
-        return OBJECT
+        return ANY_OBJECT
     holder = form if flat else form.get("json_schema")
     if form.get("type") != "json_schema" or not isinstance(holder, dict):
         return None
@@ -184,28 +191,28 @@ def _response_format_grammar(form: Any, *, flat: bool) -> Recorded | None:
 
 
 def _forced_call_grammar(
-    forced: Recorded, functions: Sequence[Fields], *, single: bool
-) -> Recorded | None:
-    """Return the JSON grammar of the call that a `tool_choice` forces, of one tool or any.
+    forced: ForcedCall, functions: Sequence[Fields], *, single: bool
+) -> RecordedGrammar | None:
+    """Return the JSON schema of a forced call, or None if it cannot be determined.
 
     Args:
-        forced: `ANY_CALL`, or an object with the function's name.
+        forced: the call, as `forced_call` returns it.
         functions: all tools, each with its name and parameters.
         single: at most one call is allowed.
     """
     if forced is ANY_CALL:
-        return _any_call_schema(functions, single=single)
+        return _any_call_grammar(functions, single=single)
     named = {function["name"]: function.get("parameters") for function in functions}
     name = forced.get("name")
     return _schema_grammar(named[name] or NO_PARAMETERS) if name in named else None
 
 
 def _tag_grammar(
-    model: str, fields: Fields, forced: Recorded | None, functions: Sequence[Fields]
-) -> Recorded | None:
+    syntax: str, fields: Fields, forced: ForcedCall | None, functions: Sequence[Fields]
+) -> RecordedGrammar | None:
     """Return the structural tag of a request with tools, or None if vLLM makes none.
 
-    It constrains all calls, but only the arguments of strict tools.
+    The tag constrains the syntax of all calls, and the arguments of strict tools only.
     """
     if not all(_is_flag(function.get("strict")) for function in functions):
         return None
@@ -213,14 +220,14 @@ def _tag_grammar(
     choice: Choice = "forced"
     if forced is None:
         # vLLM makes no tag if the choice is null or an object.
-        held = one_call or any(function.get("strict") for function in functions)
-        if not held or fields.get("tool_choice", "auto") != "auto":
+        is_constrained = one_call or any(function.get("strict") for function in functions)
+        if not is_constrained or fields.get("tool_choice", "auto") != "auto":
             return None
         choice = "auto"
     elif forced is ANY_CALL:
         choice = "required"
     else:
-        functions = [one for one in functions if one["name"] == forced.get("name")]
+        functions = [tool for tool in functions if tool["name"] == forced.get("name")]
         if not functions:
             return None
     tools = tuple(
@@ -230,17 +237,20 @@ def _tag_grammar(
         )
         for function in functions
     )
-    tag = ToolTag(model=model, choice=choice, tools=tools, one_call=one_call)
+    tag = ToolTag(model=syntax, choice=choice, tools=tools, one_call=one_call)
     return {"kind": "tools", "text": text_of_tag(tag)}
 
 
-def forced_call(choice: Any, named: Any) -> Recorded:
-    """Return the call that a `tool_choice` forces; `named` is its part that names a function."""
+def forced_call(choice: Any, named: Any) -> ForcedCall:
+    """Return the call that a `tool_choice` forces: `ANY_CALL`, `{"name": …}` or `UNREADABLE_CALL`.
+
+    `named` is the part of `choice` that holds the function's name.
+    """
     if choice == "required":
         return ANY_CALL
     is_function = isinstance(choice, dict) and choice.get("type") == "function"
     name = named.get("name") if is_function and isinstance(named, dict) else None
-    return {"name": name} if isinstance(name, str) else UNREAD
+    return {"name": name} if isinstance(name, str) else UNREADABLE_CALL
 
 
 def functions_of(tools: list[Any]) -> list[Fields] | None:
@@ -255,17 +265,20 @@ def _is_function(tool: Any) -> bool:
 
 
 def _is_flag(value: Any) -> bool:
-    """Return whether a flag is a boolean or null: vLLM also takes 0 and "no" for false."""
+    """Return whether a value is a boolean or null: vLLM also reads 0 and "no" as false."""
     return isinstance(value, bool | None)
 
 
-def _schema_grammar(schema: Any) -> Recorded | None:
+def _schema_grammar(schema: Any) -> RecordedGrammar | None:
     # vLLM serializes a schema the same way.
     return {"kind": "json", "text": json.dumps(schema)} if isinstance(schema, dict) else None
 
 
-def _any_call_schema(functions: Sequence[Fields], *, single: bool) -> Recorded | None:
-    """Return the schema of a list of calls, with all tools' `$defs` at its top as in vLLM."""
+def _any_call_grammar(functions: Sequence[Fields], *, single: bool) -> RecordedGrammar | None:
+    """Return the JSON schema of a list of calls of any tools, or None if their `$defs` conflict.
+
+    As in vLLM, the `$defs` of all tools stand at the schema's top.
+    """
     definitions: dict[str, Any] = {}
     for function in functions:
         own = (function.get("parameters") or {}).get("$defs", {})
@@ -290,7 +303,7 @@ def _call_schema(function: Fields) -> Fields:
 
 # vLLM's tool parsers without a grammar for the model's own syntax. With these, `strict` does not
 # affect sampling, and `parallel_tool_calls` does only if a call is forced. For a parser with such a
-# syntax vLLM makes a structural tag if a call is forced, a tool is strict, or at most one call is
+# grammar vLLM makes a structural tag if a call is forced, a tool is strict, or at most one call is
 # allowed. Parsers named neither here nor below have their own rules (`glm47` constrains every call
 # with tools), or a syntax that vLLM builds itself. Source: vLLM 0.32, `structural_tag_model` in
 # `tool_parsers/abstract_tool_parser.py`; `tests/integration/proxy/vllm/test_vllm_tool_parsers.py`
@@ -302,7 +315,7 @@ WITHOUT_GRAMMARS: Final = frozenset(
     }
 )
 
-# By tool parser: the syntax, if the trainer can build its tags.
+# By tool parser: the name of its syntax, if the trainer can build the structural tags for it.
 TAGS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("hermes", "qwen3_json"), "hermes"),
     **dict.fromkeys(("llama3_json", "llama4_json"), "llama"),
@@ -324,5 +337,5 @@ def has_grammars(tool_parser: str | None) -> bool:
 
 
 def tag_model(tool_parser: str | None) -> str | None:
-    """Return the syntax that constrains calls at a server with this parser, None if unknown."""
+    """Return the name of a tool parser's syntax, a value of `TAGS`, or None if unknown."""
     return None if tool_parser is None else TAGS.get(tool_parser)

@@ -292,13 +292,15 @@ def _read_request(body: bytes, wire_format: WireFormat) -> tuple[ModelRequest, O
     The other fields may be very large, and are never parsed as a whole: the request is stored as
     bytes.
     """
-    if not wire_format.unread:
+    if not wire_format.unneeded_fields:
         request = read_request(body)
         return request, request.parsed
     raw_fields = parse_object(body)
     if raw_fields is None or nests_too_deep(body):
         return ModelRequest(body=body), raw_fields
-    read = {name: raw for name, raw in raw_fields.items() if name not in wire_format.unread}
+    read = {
+        name: raw for name, raw in raw_fields.items() if name not in wire_format.unneeded_fields
+    }
     return request_of(body, read), raw_fields
 
 

@@ -29,7 +29,7 @@ from proxy.formats.conversation import (
 )
 from proxy.formats.errors import ErrorShape
 from proxy.formats.raw_json import Object, parse_object, value_of
-from proxy.formats.sampling import EVERYWHERE, SamplingRules
+from proxy.formats.sampling import HARMLESS_FIELDS, SamplingRules
 
 
 class ToyReply(ReplyParser):
@@ -112,7 +112,7 @@ class ToySampling(SamplingRules):
     """Leaves the model free, unless `only` names the words that may be sampled."""
 
     settings = frozenset({"only"})
-    harmless = EVERYWHERE | {"said", "colour"}
+    harmless = HARMLESS_FIELDS | {"said", "colour"}
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         return "only" in settings
