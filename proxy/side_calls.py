@@ -72,7 +72,7 @@ def _has_prompt(prompt: Prompt, fields: dict[str, Any], raw: Object, turns: Turn
     if not prompt.is_users and fields.get("tools"):
         return False
     try:
-        read = turns.said_by_users if prompt.is_users else turns.instructs
+        read = turns.user_contents if prompt.is_users else turns.system_contents
         contents = list(read(raw))
         # There may be several system texts; of the users' messages only the last may match.
         candidates = contents[-1:] if prompt.is_users else contents

@@ -7,8 +7,8 @@ import msgspec
 
 from proxy.formats.choices import IDS, LOGPROBS, ChoicesFormat, ChoicesReply
 from proxy.formats.conversation import (
+    SYSTEM_ROLES,
     TOOL_ROLES,
-    UNHEARD_ROLES,
     Calls,
     Conversation,
     ShownToolCall,
@@ -38,12 +38,12 @@ class ChatTurns(Turns):
 
     def only_text(self, parsed: Object) -> bool:
         """Return whether the messages are all text, and only text is requested."""
-        asked = parsed.get("modalities")
-        alone = asked is None or readable_value(asked) in TEXT_ALONE
-        return alone and super().only_text(parsed)
+        modalities = parsed.get("modalities")
+        wants_text = modalities is None or readable_value(modalities) in TEXT_ALONE
+        return wants_text and super().only_text(parsed)
 
     def _is_text(self, member: Object) -> bool:
-        """Return whether a message is all text; an assistant's may refer to audio that it spoke."""
+        """Return whether a message is all text and does not refer to audio of an earlier reply."""
         return member.get("audio", NULL) == NULL and super()._is_text(member)
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
@@ -59,10 +59,10 @@ class ChatTurns(Turns):
             conversation.add_tool_use_blocks(member.get("content"))
         elif role in TOOL_ROLES:
             conversation.add_tool_result(member.get("tool_call_id"), member.get("content"))
-        elif isinstance(role, str) and role not in UNHEARD_ROLES:
+        elif isinstance(role, str) and role not in SYSTEM_ROLES:
             conversation.add_user_turn(member.get("content"))
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
+    def _tool_calls(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         for call in objects(member.get("tool_calls")):
             is_custom = call.get("type") == "custom"
             of_kind = call.get("custom" if is_custom else "function")
@@ -77,7 +77,7 @@ class ChatTurns(Turns):
 
 
 class ChatSampling(SamplingRules):
-    """Sampling rules of chat completions; litellm passes `thinking` on to Anthropic."""
+    """Sampling rules of chat completions, with `thinking`, which litellm passes to Anthropic."""
 
     settings = frozenset({"max_completion_tokens", "response_format", "thinking", "function_call"})
     objects = ("thinking",)
@@ -102,7 +102,7 @@ class ChatSampling(SamplingRules):
 
 
 def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
-    """Return the grammar of a chat request, or None if there is none that can be read."""
+    """Return the grammar of a chat request, or None if it has none or it cannot be read."""
     choice, forced = fields.get("tool_choice"), None
     if not is_free_choice(choice):
         forced = forced_call(choice, choice.get("function") if isinstance(choice, dict) else None)
@@ -128,10 +128,13 @@ class ChatFormat(ChoicesFormat):
     turns = ChatTurns()
     sampling = ChatSampling()
     parser = ChatReply
-    wanted: Mapping[str, msgspec.Raw] = {LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")}
+    token_data_fields: Mapping[str, msgspec.Raw] = {
+        LOGPROBS: msgspec.Raw(b"true"),
+        IDS: msgspec.Raw(b"true"),
+    }
     # vLLM refuses these two without the client's own `logprobs`.
-    spoiling = ("top_logprobs", "logprob_token_ids")
-    spared_by = LOGPROBS
+    blocking_fields = ("top_logprobs", "logprob_token_ids")
+    unblocking_field = LOGPROBS
 
 
 CHAT: Final = ChatFormat()

@@ -1,8 +1,8 @@
 """Speak chat completions and text completions, which both answer in `choices` (pure).
 
 `return_token_ids`, `logprobs` and the version's name as `model` are added to a request. In the
-reply the resulting values are set to `null` again, as vLLM sends them to clients that did not ask,
-the model's name is put back, and the extra chunks that carry nothing but ids are dropped.
+reply the resulting values are set to `null` again, as vLLM sends them if they are not requested,
+the client's model name is put back, and extra chunks that carry nothing but ids are dropped.
 """
 
 import json
@@ -48,39 +48,39 @@ PIECE_BYTES: Final = 64
 class ChoicesFormat(WireFormat):
     """Base of chat completions and text completions.
 
-    `wanted` are the fields that make vLLM send ids and log-probabilities. A client's own value is
-    kept unless it is null or false; in fields of `numbers` false is kept, too, as it means 0. If a
-    request has a field of `spoiling` but not `spared_by`, nothing is added: vLLM would answer
-    differently, or accept a request that it should refuse.
+    `token_data_fields` make vLLM send ids and log-probabilities. A client's own value is kept
+    unless it is null or false; in `number_fields` false is kept, too, as it means 0. If a request
+    has one of the `blocking_fields` and not the `unblocking_field`, nothing is added: vLLM would
+    answer differently, or accept a request that it should refuse.
     """
 
-    wanted: Mapping[str, msgspec.Raw]
-    spoiling: tuple[str, ...]
-    spared_by: str | None = None
-    numbers: tuple[str, ...] = ()
+    token_data_fields: Mapping[str, msgspec.Raw]
+    blocking_fields: tuple[str, ...]
+    unblocking_field: str | None = None
+    number_fields: tuple[str, ...] = ()
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """Return the request with the version's name and the `wanted` fields that it lacks."""
+        """Return the request with `served_name` as its model, and `token_data_fields` added."""
         fields = request.fields
-        is_spared = self.spared_by is not None and fields.get(self.spared_by)
-        if not is_spared and any(map(fields.get, self.spoiling)):
+        is_unblocked = self.unblocking_field is not None and fields.get(self.unblocking_field)
+        if not is_unblocked and any(map(fields.get, self.blocking_fields)):
             want_ids = False
         added: Object = {
             field: value
-            for field, value in self.wanted.items()
-            if want_ids and not self._is_asked(field, fields.get(field))
+            for field, value in self.token_data_fields.items()
+            if want_ids and not self._is_kept(field, fields.get(field))
         }
         return with_changes(request, served_name, added)
 
-    def _is_asked(self, field: str, value: Any) -> bool:
-        return value is not None and (value is not False or field in self.numbers)
+    def _is_kept(self, field: str, value: Any) -> bool:
+        return value is not None and (value is not False or field in self.number_fields)
 
 
 _EMPTY: Final = msgspec.Raw(b"{}")
 _ZERO: Final = msgspec.Raw(b"0")
-_RIDERS: Final = ("finish_reason", "token_ids", "logprobs")
+_BESIDE_DELTA: Final = ("finish_reason", "token_ids", "logprobs")
 # The fields of a whole reply, and of its first choice, that the facts need decoded.
 _OF_REPLY: Final = ("id", "usage")
 _OF_CHOICE: Final = ("finish_reason", "message", "text")
@@ -94,16 +94,16 @@ class ChoicesReply(ReplyParser):
     """Parser of a completion in one piece, or in chunks.
 
     A reply is decoded level by level with values as bytes, and encoded again only if values were
-    removed. A reply without the API's shape is forwarded as it came, except for added members at
-    any depth; its call is not trainable.
+    removed or replaced. A reply without the API's shape is forwarded as it came, except for added
+    members at any depth; its call is not trainable.
     """
 
     # Data to store, gathered only when the reply is read for the database.
     _tokens: "_TokenData | None" = None
     _merged: "_MergedChunks | None" = None
-    # Whether the last `_restore` changed anything, and whether it removed values from a choice.
+    # Whether the last `_hide_added` changed anything, and whether it removed values from a choice.
     _changed = False
-    _took = False
+    _removed_from_choice = False
     _response_id: str | None = None
     # A whole reply: the client's bytes, and its parsed parts if it has the API's shape.
     _out: bytes | None = None
@@ -123,12 +123,12 @@ class ChoicesReply(ReplyParser):
         # The first choice's text, and its tool calls by index: id and name, and arguments.
         self._texts = TextPieces()
         self._tools: dict[int, tuple[dict[str, str], TextPieces]] = {}
-        # By index of a stream's choice: whether its reason to finish has come.
+        # By index of a stream's choice: whether its `finish_reason` has come.
         self._finished: dict[bytes, bool] = {}
 
     @property
     def ended(self) -> bool:
-        """Return whether `[DONE]` or each choice's reason to finish came, and all was readable.
+        """Return whether `[DONE]` or every choice's `finish_reason` came, and all was readable.
 
         Not every server sends `[DONE]`.
         """
@@ -136,9 +136,9 @@ class ChoicesReply(ReplyParser):
         return (self._end_seen or is_finished) and not self._unreadable_events
 
     def whole(self, body: bytes) -> bytes:
-        """Return the restored completion, byte for byte the upstream's if nothing was added."""
+        """Return the completion without added values; `body` itself if there are none."""
         parsed = parse_object(body)
-        choices = None if parsed is None else self._restore(parsed)
+        choices = None if parsed is None else self._hide_added(parsed)
         if parsed is None or choices is None:
             self._out = self.hide_added_members(body)
             return self._out
@@ -149,22 +149,22 @@ class ChoicesReply(ReplyParser):
             try:
                 self._gather(parsed, choices)
             except ODD_SHAPE:
-                # What was gathered before the error counts.
+                # Data gathered before the error is kept.
                 return self._out
         return self._out
 
     def event(self, data: bytes) -> bytes | None:
-        """Return a restored chunk, or None if it only carries added values."""
+        """Return a chunk without added values, or None if it carries nothing else."""
         if data == DONE:
             return data
         parsed = parse_object(data)
         if parsed is None:
             raise UnreadableEvent
-        choices = self._restore(parsed)
+        choices = self._hide_added(parsed)
         if choices is None:
             self._unreadable_events += 1
             return self.hide_added_members(data)
-        if self._took and _is_ids_only(choices):
+        if self._removed_from_choice and _is_ids_only(choices):
             return None
         out = data
         if self._changed and (self._merged is None or not choices):
@@ -184,10 +184,10 @@ class ChoicesReply(ReplyParser):
         return out
 
     def added_members(self, data: bytes) -> dict[bytes, Replacement]:
-        return added_members(self._request)
+        return members_added_by(self._request)
 
     def summary(self) -> ReplySummary:
-        """Return the first choice's text and tool calls, as far as they have come."""
+        """Return the reply's id, and its first choice's text and tool calls so far."""
         calls = [self._tools[index] for index in sorted(self._tools)]
         return ReplySummary(
             response_id=self._response_id,
@@ -196,7 +196,7 @@ class ChoicesReply(ReplyParser):
         )
 
     def facts(self) -> ReplyFacts:
-        """Return the facts of the first choice, and of the reply if it could be read."""
+        """Return the facts to store; those read from a choice are the first choice's."""
         reply, choices = self._out, None
         head = {} if self._merged is None else self._merged.reply()
         if head:
@@ -224,14 +224,17 @@ class ChoicesReply(ReplyParser):
             text=string_or_none(text) or "",
         )
 
-    def _restore(self, parsed: dict[str, Any]) -> list[Object] | None:
-        """Restore a reply in place, and return its choices, or None without the API's shape."""
+    def _hide_added(self, parsed: dict[str, Any]) -> list[Object] | None:
+        """Remove added values and put the client's model name back, in place.
+
+        Return the choices, or None if they lack the API's shape.
+        """
         changed = False
         if self._model is not None and "model" in parsed:
             parsed["model"] = self._model
             changed = True
-        changed |= self._take_prompt(parsed)
-        self._took = False
+        changed |= self._gather_prompt_ids(parsed)
+        self._removed_from_choice = False
         raw_choices = parsed.get("choices")
         choices: list[Object] = []
         if raw_choices is not None and raw_choices != NULL:
@@ -241,7 +244,7 @@ class ChoicesReply(ReplyParser):
                 return None
             choices_changed = False
             for choice in choices:
-                choices_changed |= self._take_choice(choice)
+                choices_changed |= self._gather_choice(choice)
             if choices_changed:
                 changed = True
                 if self._merged is None:
@@ -250,10 +253,10 @@ class ChoicesReply(ReplyParser):
         return choices
 
     def _gather(self, parsed: Object, choices: list[Object]) -> None:
-        """Gather a reply or a chunk: all of it to be stored, else the parts that may be repeated.
+        """Gather a chunk whole if it will be stored, else the parts that a later call may repeat.
 
         Raises:
-            one of `ODD_SHAPE`: it lacks the API's shape; a part of it may be gathered.
+            one of `ODD_SHAPE`: the data lacks the API's shape; part of it may have been gathered.
         """
         if self._response_id is None and "id" in parsed:
             self._response_id = string_or_none(value_of(parsed["id"]))
@@ -267,7 +270,7 @@ class ChoicesReply(ReplyParser):
             self._texts.append(message.content)
             self.gathered += len(message.content) + PIECE_BYTES
         for position, piece in enumerate(message.tool_calls or ()):
-            # A whole message's calls have no index of their own.
+            # The tool calls of a message in one piece have no index.
             index, function = piece.index or position, piece.function or FunctionPiece()
             if index not in self._tools:
                 self._tools[index] = {"id": "", "name": ""}, TextPieces()
@@ -277,10 +280,10 @@ class ChoicesReply(ReplyParser):
             arguments.append(function.arguments or "")
             self.gathered += len(arguments[-1]) + PIECE_BYTES
 
-    def _take_prompt(self, holder: Object) -> bool:
-        """Take out prompt ids; a chat has them beside its choices, a completion within each choice.
+    def _gather_prompt_ids(self, holder: Object) -> bool:
+        """Gather prompt ids, and hide added ones; return whether anything was changed.
 
-        Return whether anything was changed.
+        A chat has them beside its choices, a completion within each choice.
         """
         raw = holder.get("prompt_token_ids")
         # Values whose type is not the API's are left alone.
@@ -292,9 +295,9 @@ class ChoicesReply(ReplyParser):
             holder["prompt_token_ids"] = NULL
         return self._hide_ids
 
-    def _take_choice(self, choice: Object) -> bool:
-        """Take out ids and log-probabilities of a choice; return whether anything was changed."""
-        changed = self._take_prompt(choice)
+    def _gather_choice(self, choice: Object) -> bool:
+        """Gather a choice's token data, and hide added values; return whether any was changed."""
+        changed = self._gather_prompt_ids(choice)
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         if ids is not None and memoryview(ids)[0] != _ARRAY:
             ids = None
@@ -304,15 +307,15 @@ class ChoicesReply(ReplyParser):
             self._tokens.add(choice.get("index"), ids, logprobs)
         if self._hide_ids and ids is not None:
             choice["token_ids"] = NULL
-            changed = self._took = True
+            changed = self._removed_from_choice = True
         if self._hide_logprobs and logprobs is not None:
             choice["logprobs"] = NULL
-            changed = self._took = True
+            changed = self._removed_from_choice = True
         return changed
 
 
 class FunctionPiece(msgspec.Struct, gc=False):
-    """Hold a tool call's name, which comes whole, and its arguments, which come in pieces."""
+    """Piece of a tool call: the name, if it comes now, and the next part of the arguments."""
 
     name: str | None = None
     arguments: str | None = None
@@ -325,30 +328,30 @@ class _ToolPiece(msgspec.Struct, gc=False):
 
 
 class _RepeatableParts(msgspec.Struct):
-    """Hold the fields of a message or a delta that a later call repeats."""
+    """Fields of a message or a delta that a later call may repeat."""
 
     content: Any = None
     tool_calls: list[_ToolPiece] | None = None
 
 
-_said: Final = msgspec.json.Decoder(_RepeatableParts)
+_parts_decoder: Final = msgspec.json.Decoder(_RepeatableParts)
 _string: Final = msgspec.json.Decoder(str)
 
 
 def _first_message(choices: list[Object]) -> _RepeatableParts | None:
-    """Return the message of the first choice (index 0), if it is listed first."""
+    """Return the message or delta of the first choice (index 0), or None if not listed first."""
     if not choices or choices[0].get("index", _ZERO) != _ZERO:
         return None
     first = choices[0]
     if (raw := first.get("delta") or first.get("message")) is not None:
-        return _said.decode(raw)
+        return _parts_decoder.decode(raw)
     if (raw := first.get("text")) is not None:
         return _RepeatableParts(content=_string.decode(raw))
     return None
 
 
-def added_members(request: ModelRequest) -> dict[bytes, Replacement]:
-    """Return the members of a reply that result from fields we added."""
+def members_added_by(request: ModelRequest) -> dict[bytes, Replacement]:
+    """Return, by name, how to hide the reply's members that result from fields Pawl added."""
     members: dict[bytes, Replacement] = {}
     if IDS in request.injected:
         members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), Replacement(opens=ARRAY))
@@ -358,13 +361,13 @@ def added_members(request: ModelRequest) -> dict[bytes, Replacement]:
 
 
 def _is_ids_only(choices: list[Object]) -> bool:
-    """Return whether a chunk is empty without the ids and log-probabilities that Pawl asked for.
+    """Return whether a chunk is empty, now that the values that only Pawl requested are removed.
 
-    vLLM sends a chunk with an empty delta only to carry ids or log-probabilities that were asked
-    for. Values still in it were requested by the client.
+    vLLM sends a chunk with an empty delta only to carry ids or log-probabilities. If it still has
+    some, the client requested them.
     """
     for choice in choices:
-        if choice.get("delta") != _EMPTY or any(choice.get(n, NULL) != NULL for n in _RIDERS):
+        if choice.get("delta") != _EMPTY or any(choice.get(n, NULL) != NULL for n in _BESIDE_DELTA):
             return False
     return True
 
@@ -394,7 +397,7 @@ class TokenLogprob(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """Hold log-probabilities in a chat's form (`content`) or a completion's (`token_logprobs`)."""
+    """Log-probabilities in a chat's form (`content`) or a completion's (`token_logprobs`)."""
 
     content: list[TokenLogprob] | None = None
     token_logprobs: list[float | None] | None = None
@@ -405,14 +408,14 @@ _logprobs: Final = msgspec.json.Decoder(Logprobs)
 
 
 class _TokenData:
-    """Gather the ids and log-probabilities that are taken out of a reply, chunk by chunk."""
+    """Collector of a reply's token ids and log-probabilities, chunk by chunk."""
 
     def __init__(self) -> None:
         self._prompt_ids: list[int] | None = None
         self._ids: list[int] | None = None
         self._logprobs: list[float] | None = None
         self._indices: set[int] = set()
-        # Something was not of the API's shape, so none of it can be trusted.
+        # Some values lacked the API's shape, so none can be trusted.
         self._unsound = False
 
     def add_prompt(self, raw: msgspec.Raw) -> None:
@@ -425,7 +428,7 @@ class _TokenData:
     def add(
         self, index: msgspec.Raw | None, ids: msgspec.Raw | None, logprobs: msgspec.Raw | None
     ) -> None:
-        """Add the values of a choice, or of a piece of a choice."""
+        """Add the ids and log-probabilities of a choice, or of one chunk of it."""
         try:
             self._indices.add(_index_of(index))
             if ids is not None:
@@ -447,7 +450,7 @@ class _TokenData:
                 self._logprobs += [token.logprob for token in decoded.content]
 
     def sampled(self, usage: dict[str, Any] | None) -> SampledTokens:
-        """Return the gathered data, without token data if some of it could not be read."""
+        """Return the gathered data; ids and log-probabilities are None if any was unreadable."""
         gathered: tuple[Any, ...] = (self._prompt_ids, self._ids, self._logprobs)
         prompt_ids, ids, logprobs = (
             None if values is None or self._unsound else tuple(values) for values in gathered
@@ -463,7 +466,7 @@ class _TokenData:
 
 # These strings come whole; all others come in pieces.
 _WHOLE_STRINGS: Final = frozenset({"role", "id", "type", "name"})
-_SAID: Final = frozenset({"delta", "text", "message"})
+_CONTENT_FIELDS: Final = frozenset({"delta", "text", "message"})
 
 
 class _MergedChunks:
@@ -475,30 +478,30 @@ class _MergedChunks:
     def __init__(self, reply_object: str) -> None:
         self._reply_object = reply_object
         self._head: Object = {}
-        # By index: each choice's message or text so far, and its other fields.
+        # By index: each choice's message or text so far, and the choice's other fields.
         self._choices: dict[int, tuple[dict[str, Any], Object]] = {}
 
     def add(self, chunk: Object, choices: list[Object]) -> None:
         """Add one chunk.
 
         Raises:
-            one of `ODD_SHAPE`: it lacks the API's shape; a part of it may be added.
+            one of `ODD_SHAPE`: the chunk lacks the API's shape; part of it may have been added.
         """
         for choice in choices:
             index = _index_of(choice.get("index"))
             if index not in self._choices:
                 self._choices[index] = {}, {}
-            said, others = self._choices[index]
+            content, others = self._choices[index]
             if "delta" in choice:
-                _merge_delta(said.setdefault("message", {}), _decoded(choice["delta"]) or {})
+                _merge_delta(content.setdefault("message", {}), _decoded(choice["delta"]) or {})
             if "text" in choice:
-                append_text(said, "text", _decoded(choice["text"]))
+                append_text(content, "text", _decoded(choice["text"]))
             if "message" in choice:
                 message = _decoded(choice["message"])
-                if message is not None or "message" not in said:
-                    said["message"] = message
+                if message is not None or "message" not in content:
+                    content["message"] = message
             for name, raw in choice.items():
-                if name not in _SAID and (raw != NULL or name not in others):
+                if name not in _CONTENT_FIELDS and (raw != NULL or name not in others):
                     others[name] = raw
         for name, raw in chunk.items():
             if raw != NULL or name not in self._head:
@@ -510,9 +513,9 @@ class _MergedChunks:
             return {}
         choices = []
         for index in sorted(self._choices):
-            said, others = self._choices[index]
+            content, others = self._choices[index]
             others_decoded = {name: _decoded(raw) for name, raw in others.items()}
-            choices.append(join_pieces(said) | others_decoded)
+            choices.append(join_pieces(content) | others_decoded)
         head = {name: _decoded(raw) for name, raw in self._head.items() if name != "choices"}
         return head | {"object": self._reply_object, "choices": choices}
 
@@ -522,7 +525,7 @@ def _index_of(raw: msgspec.Raw | None) -> int:
 
 
 def _decoded(raw: msgspec.Raw) -> Any:
-    """Return a value; a number beyond a float's range, as `1E400`, is infinite."""
+    """Return a parsed value; a number beyond a float's range, such as `1E400`, is infinite."""
     try:
         return msgspec.json.decode(raw)
     except msgspec.MsgspecError:
@@ -534,7 +537,7 @@ class TextPieces(list[str]):
 
 
 class _IndexedList(msgspec.Struct, gc=False):
-    """List that comes in pieces, its members by their `index`."""
+    """List that comes in pieces: its members so far, by their `index`."""
 
     members: dict[int, dict[str, Any]]
 
@@ -545,16 +548,16 @@ def append_text(holder: dict[str, Any], name: str, piece: str) -> None:
     Raises:
         TypeError: the present value or the piece is not text.
     """
-    known = holder.get(name, "")
-    if not isinstance(piece, str) or not isinstance(known, str | TextPieces):
-        raise TypeError(f"{name} is no text")
-    if isinstance(known, str):
-        known = holder[name] = TextPieces([known])
-    known.append(piece)
+    present = holder.get(name, "")
+    if not isinstance(piece, str) or not isinstance(present, str | TextPieces):
+        raise TypeError(f"{name} is not text")
+    if isinstance(present, str):
+        present = holder[name] = TextPieces([present])
+    present.append(piece)
 
 
 def join_pieces(value: Any) -> Any:
-    """Return a value with all pieces joined; its objects and lists are changed in place."""
+    """Return a value with all text and list pieces joined; change objects and lists in place."""
     if isinstance(value, TextPieces):
         return "".join(value)
     if isinstance(value, _IndexedList):
@@ -567,29 +570,29 @@ def join_pieces(value: Any) -> Any:
 
 
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add one delta to `message`, in place; `join_pieces` puts its pieces together.
+    """Add one delta to `message`, in place; `join_pieces` joins the pieces at the end.
 
-    Strings are appended, lists whose members have an `index` are merged by it, and anything else is
-    replaced.
+    Strings are appended, lists whose members have an `index` are merged by it, and other values
+    replace earlier ones.
     """
     for name, value in delta.items():
-        known = message.get(name)
+        present = message.get(name)
         if value is None:
             message.setdefault(name, None)
         elif (
             isinstance(value, str)
-            and isinstance(known, str | TextPieces)
+            and isinstance(present, str | TextPieces)
             and name not in _WHOLE_STRINGS
         ):
             append_text(message, name, value)
-        elif isinstance(value, dict) and isinstance(known, dict):
-            _merge_delta(known, value)
+        elif isinstance(value, dict) and isinstance(present, dict):
+            _merge_delta(present, value)
         elif isinstance(value, list) and all(map(_is_indexed, value)):
-            if not isinstance(known, _IndexedList):
-                known = _IndexedList({member["index"]: member for member in known or []})
+            if not isinstance(present, _IndexedList):
+                present = _IndexedList({member["index"]: member for member in present or []})
             for piece in value:
-                _merge_delta(known.members.setdefault(piece["index"], {}), piece)
-            message[name] = known
+                _merge_delta(present.members.setdefault(piece["index"], {}), piece)
+            message[name] = present
         else:
             message[name] = value
 

@@ -12,7 +12,7 @@ from proxy.formats.sampling import HARMLESS_FIELDS, SamplingRules, grammar_of, i
 
 
 class CompletionsTurns(Turns):
-    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+    def user_contents(self, parsed: Object) -> Iterable[msgspec.Raw]:
         """Return nothing: a prompt does not separate instructions from user text."""
         return ()
 
@@ -45,10 +45,13 @@ class CompletionsFormat(ChoicesFormat):
     sampling = CompletionsSampling()
     parser = CompletionsReply
     # Here `logprobs` is a number: how many alternatives beside the sampled token.
-    wanted: Mapping[str, msgspec.Raw] = {LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")}
-    numbers = (LOGPROBS,)
+    token_data_fields: Mapping[str, msgspec.Raw] = {
+        LOGPROBS: msgspec.Raw(b"0"),
+        IDS: msgspec.Raw(b"true"),
+    }
+    number_fields = (LOGPROBS,)
     # vLLM omits the prompt's text from the echo if ids are requested.
-    spoiling = ("echo",)
+    blocking_fields = ("echo",)
 
 
 COMPLETIONS: Final = CompletionsFormat()

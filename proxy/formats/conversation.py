@@ -23,12 +23,13 @@ import msgspec
 from proxy.formats.raw_json import NULL, UNREADABLE, Object, value_of
 from store.records import Record
 
+# Bytes of a digest.
 SIZE: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
 # to get it back. So longer data is hashed in smaller pieces.
-_PIECE: Final = 2000
+_HASHED_AT_ONCE: Final = 2000
 # Requests with longer pieces are read in a thread: hashing frees the GIL for the event loop.
-_LONG: Final = 2**20
+_LONG_PIECE: Final = 2**20
 # `call_1` and `functions.add:0` are counters, the same for every client. A long number is random:
 # Gemini's ids end in such a number, and so does one in 2,000 of vLLM's ids (16 hex digits).
 _RANDOM_TAIL: Final = re.compile(
@@ -44,8 +45,8 @@ _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 def is_unique_id(tool_id: str) -> bool:
     """Return whether a tool call's id is random enough to have been handed out only once.
 
-    It is if its last alphanumeric run has at least eight characters, letters and digits both, or is
-    a number of at least 16 digits that does not begin with 0.
+    Its last alphanumeric run must have at least eight characters, with both letters and digits, or
+    be a number of at least 16 digits that does not begin with 0.
     """
     return _RANDOM_TAIL.match(_NOT_ALNUM.split(tool_id)[-1]) is not None
 
@@ -72,13 +73,16 @@ class Conversation:
         self._calls: list[bytes] = []
 
     def copy(self) -> "Conversation":
-        """Return a copy to which only assistant text and tool calls may be added."""
+        """Return a copy to which only assistant text and tool calls may be added.
+
+        It shares `replies` and `results` with the original.
+        """
         copied = copy(self)
         copied._texts, copied._calls = [*self._texts], [*self._calls]
         return copied
 
     def add_user(self, content: Any) -> None:
-        """Add a user's text or list of parts, unless it is empty or for this request alone."""
+        """Add a user's text or list of parts, unless empty or sent with this request only."""
         piece = _content_bytes(content)
         if piece and not piece.startswith(_FOR_ONE_REQUEST):
             self._add_turn(b"u", piece)
@@ -108,9 +112,9 @@ class Conversation:
     def add_assistant(self, content: Any) -> None:
         """Add the assistant's text, or the texts in its list of parts, without thoughts."""
         for text in texts_of(content):
-            spoken = text.rpartition(_THOUGHT_END)[2] if _THOUGHT_END in text else text
-            if spoken := spoken.strip():
-                self._texts.append(spoken)
+            answer = text.rpartition(_THOUGHT_END)[2] if _THOUGHT_END in text else text
+            if answer := answer.strip():
+                self._texts.append(answer)
 
     def add_tool_call(self, tool_id: Any, name: Any, arguments: Any) -> None:
         identifier = tool_id if isinstance(tool_id, str) else ""
@@ -122,14 +126,14 @@ class Conversation:
             self._calls.append(label + canonical_arguments(arguments))
 
     def add_tool_use_blocks(self, content: Any) -> None:
-        """Add the tool calls among the blocks of the assistant's content."""
+        """Add the tool calls among the blocks of the assistant's content (Anthropic's form)."""
         for block in blocks_of(content, "tool_use"):
             self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
 
     def open_reply(self) -> tuple[bytes, bool] | None:
         """Return the digest of the conversation, if it ends with the assistant.
 
-        By the digest, a later request that begins with the same conversation is joined to it.
+        A later request that begins with the same conversation is recognised by this digest.
 
         Returns:
             The digest, and whether a tool call or result in the conversation has a unique id:
@@ -144,14 +148,14 @@ class Conversation:
         return _digest(run), self._unique
 
     def _add_turn(self, kind: bytes, piece: bytes) -> None:
-        """Add a user message or a tool result; `kind` distinguishes them."""
+        """Add a user message or a tool result (see `kind`), after an open assistant reply."""
         reply = self.open_reply()
         if reply is not None:
             self._state = reply[0]
             self.replies.append(reply)
             self.results = []
             self._texts, self._calls = [], []
-        if len(piece) < _LONG:
+        if len(piece) < _LONG_PIECE:
             self._state = _digest(self._state + kind + piece)
         else:
             # Avoids a copy of the piece, and releases the GIL.
@@ -168,12 +172,12 @@ def objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def blocks_of(content: Any, kind: str) -> Iterator[dict[str, Any]]:
-    """Return a content's blocks of one type, as Anthropic's API and some clients write them."""
+    """Return the blocks of type `kind` in a list of content blocks; nothing for other content."""
     return (block for block in objects(content) if block.get("type") == kind)
 
 
 def texts_of(content: Any) -> Iterable[str]:
-    """Return the texts of a content, which is a string or a list of parts."""
+    """Return the texts of a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return (content,)
     return (part["text"] for part in objects(content) if _is_text_part(part))
@@ -182,7 +186,7 @@ def texts_of(content: Any) -> Iterable[str]:
 def canonical_arguments(arguments: Any) -> bytes:
     """Return a tool call's arguments as canonical JSON: keys sorted, 2.0 as 2.
 
-    None and "" mean no arguments, as {} does. Text that is not JSON is only stripped.
+    None and "" mean no arguments, like {}. Text that is not JSON is only stripped.
     """
     if arguments is None or arguments == "":
         return b"{}"
@@ -231,14 +235,16 @@ def _encoded(text: str) -> bytes:
 
 
 def _digest(data: bytes) -> bytes:
-    state = blake2b(data[:_PIECE], digest_size=SIZE)
-    for start in range(_PIECE, len(data), _PIECE):
-        state.update(data[start : start + _PIECE])
+    state = blake2b(data[:_HASHED_AT_ONCE], digest_size=SIZE)
+    for start in range(_HASHED_AT_ONCE, len(data), _HASHED_AT_ONCE):
+        state.update(data[start : start + _HASHED_AT_ONCE])
     return state.digest()
 
 
+# Most characters of a tool's id or name that feedback can store.
 MAX_TEXT: Final = 1024
-UNHEARD_ROLES: Final = ("system", "developer")
+# Roles of system prompts, which are not part of the conversation.
+SYSTEM_ROLES: Final = ("system", "developer")
 TOOL_ROLES: Final = ("tool", "function")
 # Types of parts that become prompt text, of all APIs, since clients mix them. vLLM reads a part
 # without a type as text, unless it has one of `MEDIA_FIELDS`.
@@ -258,9 +264,10 @@ MEDIA_FIELDS: Final = frozenset(
         *("video_url", "video_embeds", "prompt_embeds", "file"),
     }
 )
+# First bytes of JSON lists and objects.
 STRUCTURES: Final = b"[{"
 # Errors of parsing a text that is not JSON or has a lone surrogate.
-_NO_JSON: Final = (*UNREADABLE, UnicodeEncodeError)
+_NOT_JSON: Final = (*UNREADABLE, UnicodeEncodeError)
 _members: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _member: Final = msgspec.json.Decoder(dict[str, Any])
 _objects: Final = msgspec.json.Decoder(list[Object])
@@ -297,22 +304,22 @@ class Turns:
     The base class is for formats without turns: it finds nothing. Subclasses override the methods
     that begin with an underscore.
 
-    Only tool results that answer the assistant's last turn are read: every later request of the
-    thread repeats them. The prompt's token ids hold at most placeholders for images, sounds and
-    files, so that the model's input cannot be computed again: `only_text` says whether there are
-    none. A part of an unknown type counts as media.
+    Only tool results that answer the assistant's last turn are read: earlier results were read with
+    an earlier request. The prompt's token ids hold at most placeholders for images, sounds and
+    files, so that the model's input cannot be computed again: `only_text` returns whether a request
+    has none. A part of an unknown type counts as media.
     """
 
     field: str = ""
-    # The field of the system prompt, in formats that keep it outside of the conversation.
+    # The field of the system prompt, in formats that keep it outside of `field`.
     instructions: str = ""
     # Whether a tool result without a mark of failure states that the tool succeeded.
     states_errors: bool = False
-    # Whether a later request may continue this reply by its id.
+    # Whether a request may continue an earlier reply by naming the reply's id.
     continued_by_id: bool = False
 
     def continues(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the id of the reply that a request continues, if given."""
+        """Return the id of the reply that a request continues, or None if it names none."""
         return None
 
     def shows_all(self, fields: Mapping[str, Any]) -> bool:
@@ -326,7 +333,7 @@ class Turns:
             self._add(conversation, member)
         return conversation
 
-    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+    def user_contents(self, parsed: Object) -> Iterable[msgspec.Raw]:
         """Return the contents of a request's user messages, unparsed.
 
         Nothing if there are none, or if the format does not separate users from instructions.
@@ -338,7 +345,7 @@ class Turns:
         contents = map(self._user_content, members_of(parsed.get(self.field)) or ())
         return (content for content in contents if content is not None)
 
-    def instructs(self, parsed: Object) -> Iterable[msgspec.Raw]:
+    def system_contents(self, parsed: Object) -> Iterable[msgspec.Raw]:
         """Return the contents of the system prompts that a request begins with, unparsed.
 
         Raises:
@@ -348,12 +355,12 @@ class Turns:
         if self.instructions in parsed:
             yield parsed[self.instructions]
         for member in members_of(parsed.get(self.field)) or ():
-            if value_of(member.get("role")) not in UNHEARD_ROLES:
+            if value_of(member.get("role")) not in SYSTEM_ROLES:
                 break
             yield member.get("content", NULL)
 
     def only_text(self, parsed: Object) -> bool:
-        """Return whether a request shows and requests only text: no image, sound or file."""
+        """Return whether a request contains and asks for only text: no image, sound or file."""
         members = members_of(parsed.get(self.field))
         return members is not None and all(map(self._is_text, members))
 
@@ -364,7 +371,10 @@ class Turns:
     def executions(
         self, parsed: Object | None
     ) -> Collection[tuple[ShownToolCall | None, ToolResult]]:
-        """Return the same results with their tool calls, None if the request does not show it."""
+        """Return the results after the assistant's last turn, each with its tool call.
+
+        The call is None if the request does not show it.
+        """
         raw = (parsed or {}).get(self.field)
         if raw is None:
             return ()
@@ -381,20 +391,23 @@ class Turns:
         }.values()
 
     def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], Calls]:
-        """Return the members after the assistant's last turn, newest first, and its tool calls."""
+        """Return the members after the assistant's last turn, and that turn's tool calls by id.
+
+        The newest member comes first. A turn at the end of the conversation is skipped.
+        """
         after_turn: list[dict[str, Any]] = []
         calls: dict[str, ShownToolCall] = {}
-        answering = False
+        in_turn = False
         for member in _members_backwards(members):
-            is_assistants = self._is_assistants(member)
-            if is_assistants and after_turn:
-                for call in self._called(member):
+            is_by_assistant = self._is_by_assistant(member)
+            if is_by_assistant and after_turn:
+                for call in self._tool_calls(member):
                     if isinstance(call.tool_id, str):
                         calls[call.tool_id] = call
-                answering = True
-            elif answering:
+                in_turn = True
+            elif in_turn:
                 break
-            elif not is_assistants:
+            elif not is_by_assistant:
                 after_turn.append(member)
         return after_turn, calls
 
@@ -409,12 +422,12 @@ class Turns:
         """Return whether one member of the conversation is all text."""
         return is_only_text(member.get("content"))
 
-    def _is_assistants(self, member: dict[str, Any]) -> bool:
-        """Return whether a member is the model's."""
+    def _is_by_assistant(self, member: dict[str, Any]) -> bool:
+        """Return whether the assistant wrote a member."""
         return member.get("role") == "assistant"
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
-        """Return the tool calls in an assistant's member."""
+    def _tool_calls(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
+        """Return the tool calls in a member that the assistant wrote."""
         return ()
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
@@ -425,7 +438,7 @@ class Turns:
 def tool_result(
     tool_id: Any, content: Any, calls: Calls, is_error: bool | None = None
 ) -> Iterable[ToolResult]:
-    """Return the tool result; nothing if its id is missing, above `MAX_TEXT`, or has U+0000."""
+    """Return one result, or none if its id is missing, above `MAX_TEXT`, or has U+0000."""
     if not isinstance(tool_id, str) or not tool_id or not _is_storable(tool_id):
         return ()
     call = calls.get(tool_id)
@@ -442,12 +455,12 @@ def tool_result(
 
 
 def _texts_in(arguments: Any) -> tuple[str, ...]:
-    """Return the string arguments of a tool call, or the whole text if it is not JSON."""
+    """Return a tool call's string arguments, or the whole text if the arguments are not JSON."""
     given = arguments
     if isinstance(arguments, str):
         try:
             given = msgspec.json.decode(arguments)
-        except _NO_JSON:
+        except _NOT_JSON:
             # Custom tools take plain text.
             return (arguments,)
     members = given.values() if isinstance(given, dict) else ()
@@ -470,7 +483,7 @@ def _is_storable(text: str) -> bool:
 
 
 def members_of(raw: msgspec.Raw | None) -> list[Object] | None:
-    """Return a list's members with values unparsed, [] for a scalar, None for other values."""
+    """Return a list's objects with values unparsed, [] for a scalar or None, None if unreadable."""
     if not _has_parts(raw):
         return []
     try:
@@ -480,7 +493,7 @@ def members_of(raw: msgspec.Raw | None) -> list[Object] | None:
 
 
 def is_only_text(content: msgspec.Raw | None) -> bool:
-    """Return whether a content, which is a text, a part or a list of parts, is all text."""
+    """Return whether a message's content (a string, a part or a list of parts) is all text."""
     if not _has_parts(content):
         return True
     try:
@@ -490,7 +503,7 @@ def is_only_text(content: msgspec.Raw | None) -> bool:
 
 
 def is_text(content: Any) -> bool:
-    """Return whether a parsed content is all text, with the nested content of tool results."""
+    """Return whether parsed content is all text, including the nested content of tool results."""
     if isinstance(content, list):
         return all(map(is_text, content))
     if not isinstance(content, dict):

@@ -29,9 +29,9 @@ from proxy.formats.choices import (
     FunctionPiece,
     Logprobs,
     TextPieces,
-    added_members,
     append_text,
     join_pieces,
+    members_added_by,
 )
 from proxy.formats.conversation import blocks_of
 from proxy.formats.errors import ANTHROPIC, ERROR_STATUSES
@@ -95,16 +95,16 @@ class MessagesReply(ReplyParser):
         return NOTHING_SAMPLED
 
     def _is_too_deep(self) -> bool:
-        """Return whether JSON in a string, given to the client as an object, nests too deep.
+        """Return whether a JSON string that becomes an object for the client nests too deep.
 
         Such a reply is passed on, and the call recorded without it (`nested_too_deep`). Only
-        translation from a chat makes objects of strings: a tool call's arguments.
+        translation from a chat turns strings into objects: a tool call's arguments.
         """
         return False
 
 
 class ForwardedReply(MessagesReply):
-    """Parser of a message that a server makes itself: recorded, and not trainable.
+    """Parser of a reply that is a message already: it is recorded, and not trainable.
 
     The client's name for the model is put back at the top level, and in the `message` of a stream's
     first event.
@@ -112,7 +112,7 @@ class ForwardedReply(MessagesReply):
 
     @property
     def ended(self) -> bool:
-        """Return whether the message's end came, even if an event could not be read."""
+        """Return whether the message's end has come, even if an event could not be read."""
         return self._end_seen
 
     def whole(self, body: bytes) -> bytes:
@@ -153,7 +153,7 @@ class ForwardedReply(MessagesReply):
 
 
 class TranslatedReply(MessagesReply):
-    """Translates a chat completion, its chunks as they come, or an error into a message."""
+    """Parser that translates a chat completion, its chunks, or an error to Anthropic's form."""
 
     _is_done = False
     _failed = False
@@ -171,14 +171,14 @@ class TranslatedReply(MessagesReply):
         if self._streamed:
             self._events = _EventTranslator(self._asked_model)
             # Data lines so far of a chunk that spans several lines.
-            self._parts = bytearray()
+            self._chunk_lines = bytearray()
 
     def whole(self, body: bytes) -> bytes:
-        """Return the message, or the error in Anthropic's format.
+        """Return the translated message or error.
 
-        A reply that is neither is returned as it came, without ids.
+        A reply that cannot be translated is returned as it came, without added ids.
         """
-        reply = _read_chat(body)
+        reply = _parse_chat(body)
         if self._reading and reply is not None:
             self._body = body
             self._take_tokens(reply)
@@ -187,7 +187,7 @@ class TranslatedReply(MessagesReply):
             # U+FFFD stands for each lone surrogate and each byte that is not UTF-8.
             text = body.decode(errors="replace").encode()
             text = _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], text)
-            out = self._translate(_read_chat(text)) or self.hide_added_members(body)
+            out = self._translate(_parse_chat(text)) or self.hide_added_members(body)
         self._keep_message(out)
         return out
 
@@ -198,58 +198,58 @@ class TranslatedReply(MessagesReply):
         return _encode(message)
 
     def added_members(self, data: bytes) -> dict[bytes, Replacement]:
-        return added_members(self._request)
+        return members_added_by(self._request)
 
     def is_end(self, line: bytes) -> bool:
-        """Return whether a line is `[DONE]`; after an unreadable chunk there is no end."""
+        """Return whether a line is `[DONE]`; always False after an unreadable chunk."""
         return DONE in line and not self._failed and super().is_end(line.removeprefix(BOM))
 
     def _line(self, line: bytes) -> bytes:
         if not line.startswith(DATA):
-            return self._other(line) if self._parts or len(line) > 1 else b""
+            return self._other(line) if self._chunk_lines or len(line) > 1 else b""
         if self._is_done or self._failed:
             return b""
         data = line[5:].strip()
         if data == DONE:
             self._is_done = self.at_end = True
             return self._encode_events(self._events.stop())
-        chunk = None if self._parts else _read_chat(data)
+        chunk = None if self._chunk_lines else _parse_chat(data)
         if chunk is None:
-            self._parts += data + b"\n"
+            self._chunk_lines += data + b"\n"
             return b""
         return self._translate_chunk(chunk, data)
 
     def _unfinished(self, rest: bytes) -> bytes:
-        """Return the last events if the cut-off line is `[DONE]`; other lines are ignored."""
+        """Return the last events if the cut-off line is `[DONE]`, else nothing."""
         return self._line(rest) if self.is_end(rest) else b""
 
     def _other(self, line: bytes) -> bytes:
         if boms := BOMS.match(line):
             return self._line(line[boms.end() :])
-        if not self._parts or self._failed or self._is_done or line.strip():
+        if not self._chunk_lines or self._failed or self._is_done or line.strip():
             return self._pass_comments(line)
-        data = bytes(self._parts[:-1])
-        self._parts.clear()
-        return self._translate_chunk(_read_chat(data), data)
+        data = bytes(self._chunk_lines[:-1])
+        self._chunk_lines.clear()
+        return self._translate_chunk(_parse_chat(data), data)
 
     def _awaits_blank(self) -> bool:
-        return bool(self._parts)
+        return bool(self._chunk_lines)
 
     def _pass_comments(self, run: bytes) -> bytes:
         return b"".join([line + b"\n\n" for line in run.splitlines() if line.startswith(b":")])
 
     @property
     def waiting(self) -> int:
-        """Return how many bytes are buffered, with a chunk's lines and text after a tool block."""
-        return super().waiting + len(self._parts) + self._events.waiting
+        """Return how much is buffered, including lines of a chunk and text held back by a tool."""
+        return super().waiting + len(self._chunk_lines) + self._events.waiting
 
     def _pass_long_line(self, data: bytes) -> bytes:
-        """Return an error: a line too long to buffer cannot be translated."""
-        self._parts.clear()
+        """Return an error event: a line too long to buffer cannot be translated."""
+        self._chunk_lines.clear()
         return b"" if self._failed or self._is_done else self._translate_chunk(None, b"")
 
     def forget(self) -> None:
-        """Drop the message so far; translation of events goes on."""
+        """Drop the message so far; later chunks are still translated."""
         self.gathered, self._message = 0, {}
         self._events.forget()
 
@@ -297,7 +297,7 @@ class TranslatedReply(MessagesReply):
         """Return whether a tool call's arguments, which a chat has as text, nest too deep."""
         if size_bound(self._body).containers <= MAX_DEPTH:
             return False
-        reply = _read_chat(self._body)
+        reply = _parse_chat(self._body)
         messages = [choice.message for choice in (reply.choices or ())] if reply is not None else []
         calls = [call for message in messages if message for call in message.tool_calls or ()]
         return any(
@@ -315,8 +315,8 @@ _ESCAPE: Final = re.compile(
 )
 
 
-def _read_chat(data: bytes) -> "_Chat | None":
-    """Return vLLM's chat completion or chunk, or None if the bytes are neither."""
+def _parse_chat(data: bytes) -> "_Chat | None":
+    """Parse a chat completion or a chunk of one; return None if `data` is neither."""
     try:
         return _chat_reply.decode(data)
     except UNREADABLE:
@@ -324,7 +324,7 @@ def _read_chat(data: bytes) -> "_Chat | None":
 
 
 def _translated_error(body: bytes, status: int | None) -> bytes | None:
-    """Return vLLM's error in Anthropic's format, with Anthropic's type for its status."""
+    """Return the error in `body` in Anthropic's format, or None if it has none."""
     error = _error_of(decoded_object(body) or {})
     if error is None:
         return None
@@ -333,10 +333,10 @@ def _translated_error(body: bytes, status: int | None) -> bytes | None:
 
 
 def _error_of(payload: dict[str, Any]) -> tuple[str, str, int | None] | None:
-    """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10.
+    """Return the message, type and HTTP status of the error in a reply, or None if it has none.
 
-    Returns:
-        Its message, its kind, and its status if it has one.
+    The status is None if the error names none. The error may have OpenAI's format, or that of vLLM
+    before 0.10.
     """
     error = payload.get("error")
     if not isinstance(error, dict):
@@ -361,7 +361,7 @@ class _Message(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """Hold the only choice of a whole reply (`message`) or of a chunk (`delta`)."""
+    """Only choice of a chat completion (with `message`) or of a chunk (with `delta`)."""
 
     message: _Message | None = None
     delta: _Message | None = None
@@ -372,7 +372,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Details(msgspec.Struct):
-    """Count the prompt tokens that were read from a cache, or written to it."""
+    """Numbers of prompt tokens that were read from a cache and written to it."""
 
     cached_tokens: int | None = None
     created_cache_tokens: int | None = None
@@ -385,7 +385,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chat(msgspec.Struct):
-    """Hold a chat completion, a chunk of one, or an error in its place."""
+    """Chat completion, chunk of one, or error instead of either."""
 
     id: str | None = None
     model: str | None = None
@@ -400,7 +400,7 @@ _NO_MESSAGE: Final = _Message()
 
 
 def _usage_of(usage: _Usage | None) -> dict[str, int]:
-    """Return Anthropic's usage, whose input excludes cached tokens; OpenAI's includes them."""
+    """Return the usage in Anthropic's form, whose input excludes cached tokens, unlike OpenAI's."""
     if usage is None:
         return {"input_tokens": 0, "output_tokens": 0}
     details = usage.prompt_tokens_details
@@ -418,13 +418,14 @@ def _stop_reason(
 ) -> tuple[str | None, str | None]:
     """Return a message's `stop_reason` and `stop_sequence`.
 
-    A stop string that cut a tool call short takes precedence: half a call must not be run.
+    If a stop string cut a tool call short, the reason is `stop_sequence` and not `tool_use`: half a
+    call must not be run.
 
     Args:
         finish: the completion's `finish_reason`.
-        stop: the string or token that stopped it, if any.
+        stop: the string or token that stopped the completion, if any.
         tool_used: the reply calls a tool.
-        tool_complete: the arguments of its last tool call are whole.
+        tool_complete: the reply calls a tool, and its last call's arguments are whole.
     """
     if finish == "length":
         return "max_tokens", None
@@ -438,12 +439,12 @@ def _stop_reason(
 
 
 def _signature_of(reply_id: str | None, index: int) -> str:
-    """Return a thinking block's signature; clients send it back, and it is not verified."""
+    """Return a signature for a thinking block; clients send it back, and nobody verifies it."""
     return sha256(f"{reply_id}/{index}".encode()).hexdigest()[:32]
 
 
 def _whole_message(reply: _Chat, choice: _Choice, model: str | None) -> dict[str, Any]:
-    """Return the message that a whole chat completion makes."""
+    """Return a chat completion in one piece, translated to Anthropic's message."""
     answer = choice.message or _NO_MESSAGE
     calls = answer.tool_calls or []
     content: list[dict[str, Any]] = []
@@ -467,11 +468,11 @@ def _whole_message(reply: _Chat, choice: _Choice, model: str | None) -> dict[str
 
 def _tool_use(call: _ToolCall) -> dict[str, Any]:
     block = {"type": "tool_use", "id": call.id, "name": call.function.name}
-    return block | {"input": _input(call.function.arguments or "")}
+    return block | {"input": _input_json(call.function.arguments or "")}
 
 
-def _input(arguments: str) -> msgspec.Raw:
-    """Return arguments encoded as vLLM does, or `{}` if they are not a JSON object."""
+def _input_json(arguments: str) -> msgspec.Raw:
+    """Return a call's arguments, encoded as by vLLM, or `{}` if they are not a JSON object."""
     try:
         value = json.loads(arguments)
         if not isinstance(value, dict):
@@ -492,43 +493,47 @@ def _is_json(text: str) -> bool:
 
 
 class _EventTranslator:
-    """Turn a completion's chunks into events; `model`, if given, replaces the model's name."""
+    """Translator of chunks to Anthropic's events; `model`, if given, replaces their model name."""
 
     def __init__(self, model: str | None) -> None:
         self._model = model
         self._id: str | None = None
         self._started = False
         self._index = 0
-        self._open: str | None = None
-        self._tool: str | None = None
-        self._tools: dict[int, str] = {}
-        # The arguments in the last tool's block (None before the first); whether they are whole.
+        self._open_block: str | None = None
+        self._open_tool: str | None = None
+        self._tool_ids: dict[int, str] = {}
+        # The pieces of the last tool call's arguments (None before the first call), and whether
+        # they are whole (None: not known).
         self._arguments: list[str] | None = None
         self._is_whole: bool | None = None
         # Text within a tool's block waits for the block's end.
         self._waiting: list[str] = []
         self.waiting = 0
         self._finish: str | None = None
-        self._stop: int | str | None = None
+        self._stopped_by: int | str | None = None
 
     def forget(self) -> None:
-        """Forget the last tool's arguments so far."""
+        """Drop the arguments of the last tool call so far."""
         if self._arguments is not None:
             self._arguments, self._is_whole = [], None
 
     def take(self, chunk: _Chat) -> list[Event]:
-        """Return a chunk's events; the first opens the message, a chunk without choices ends it."""
+        """Return the events for a chunk.
+
+        The first chunk only opens the message; a later one without choices ends it.
+        """
         if not self._started:
             return [self._start(chunk)]
         if not chunk.choices:
             return [*self._close(), self._end(chunk.usage)]
         choice = chunk.choices[0]
         if choice.finish_reason is not None:
-            self._finish, self._stop = choice.finish_reason, choice.stop_reason
+            self._finish, self._stopped_by = choice.finish_reason, choice.stop_reason
         return self._message_events(choice.delta or _NO_MESSAGE)
 
     def stop(self) -> list[Event]:
-        """Return the last events."""
+        """Return the events that end the open block, if any, and the message."""
         return [*self._close(), {"type": "message_stop"}]
 
     def _start(self, chunk: _Chat) -> Event:
@@ -543,7 +548,7 @@ class _EventTranslator:
             self._is_whole = self._arguments is not None and _is_json("".join(self._arguments))
         reason, sequence = _stop_reason(
             self._finish or "stop",
-            self._stop,
+            self._stopped_by,
             tool_used=self._arguments is not None,
             tool_complete=self._is_whole,
         )
@@ -554,7 +559,7 @@ class _EventTranslator:
         events: list[Event] = []
         if delta.reasoning:
             events += self._text_events("thinking", delta.reasoning)
-        if delta.content and self._open == "tool_use":
+        if delta.content and self._open_block == "tool_use":
             self._waiting.append(delta.content)
             self.waiting += len(delta.content)
         elif delta.content:
@@ -564,20 +569,20 @@ class _EventTranslator:
         return events
 
     def _text_events(self, kind: str, text: str) -> list[Event]:
-        """Return the events of a piece of text or thinking, within a block of its kind."""
-        events = [] if self._open == kind else [*self._close(), self._block(kind, {kind: ""})]
+        """Return the events for a piece of text or thinking; open a block of its kind if needed."""
+        events = [] if self._open_block == kind else [*self._close(), self._block(kind, {kind: ""})]
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _tool_call_events(self, call: _ToolCall) -> list[Event]:
         events: list[Event] = []
         name, arguments = call.function.name, call.function.arguments
         if call.id is not None:
-            self._tools[call.index] = call.id
-            if self._tool != call.id and name is not None:
+            self._tool_ids[call.index] = call.id
+            if self._open_tool != call.id and name is not None:
                 tool_use = {"id": call.id, "name": name, "input": {}}
                 events = [*self._close(), self._block("tool_use", tool_use)]
-                self._tool, self._arguments, self._is_whole = call.id, [], None
-        running = self._tool is not None and self._tool == self._tools.get(call.index)
+                self._open_tool, self._arguments, self._is_whole = call.id, [], None
+        running = self._open_tool is not None and self._open_tool == self._tool_ids.get(call.index)
         if arguments and running and self._arguments is not None:
             self._arguments.append(arguments)
             self._is_whole = None
@@ -585,7 +590,7 @@ class _EventTranslator:
         return events
 
     def _block(self, kind: str, content: dict[str, Any]) -> Event:
-        self._open = kind
+        self._open_block = kind
         block = {"type": kind} | content
         return {"type": "content_block_start", "content_block": block, "index": self._index}
 
@@ -593,7 +598,7 @@ class _EventTranslator:
         return {"type": "content_block_delta", "delta": delta, "index": self._index}
 
     def _close(self) -> list[Event]:
-        """Return the events that end the open block, and the text that waited for its end."""
+        """Return the events that end the open block, then those of text that waited for its end."""
         waiting, self._waiting, self.waiting = "".join(self._waiting), [], 0
         events = self._end_block()
         if waiting:
@@ -601,15 +606,15 @@ class _EventTranslator:
         return events
 
     def _end_block(self) -> list[Event]:
-        if self._open is None:
+        if self._open_block is None:
             return []
         events: list[Event] = []
-        if self._open == "thinking":
+        if self._open_block == "thinking":
             signature = _signature_of(self._id, self._index)
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
         events.append({"type": "content_block_stop", "index": self._index})
         self._index += 1
-        self._open = self._tool = None
+        self._open_block = self._open_tool = None
         return events
 
 
@@ -625,7 +630,7 @@ _BLOCK_DELTAS: Final = {
 
 
 def _merge_event(message: Message, event: Event) -> None:
-    """Add one event of Anthropic's stream to `message`, in place; a malformed one adds nothing."""
+    """Add an event of Anthropic's stream to `message`, in place; ignore a malformed event."""
     kind, index = event.get("type"), event.get("index")
     if kind in ("content_block_delta", "content_block_stop"):
         content = message.get("content")
@@ -646,7 +651,7 @@ def _merge_event(message: Message, event: Event) -> None:
 
 
 def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
-    """Append a delta to a block; a tool's input is JSON in pieces, parsed at the block's end."""
+    """Append a delta to a block; at the block's end, parse a tool's input, JSON in pieces."""
     if not isinstance(block, dict):
         return
     if stop and _PARTIAL_INPUT in block:
@@ -660,7 +665,7 @@ def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
 
 
 def _input_of(text: str) -> Any:
-    """Return a tool's input: text if it is not JSON, unparsed if it nests too deep."""
+    """Parse a tool's input; return text that is not JSON as it is, too deep JSON unparsed."""
     encoded = text.encode(errors="surrogatepass")
     if nests_too_deep(encoded):
         return msgspec.Raw(encoded)

@@ -19,7 +19,7 @@ import msgspec
 from proxy.formats.base import ModelRequest, ReplyParser, WireFormat, with_changes
 from proxy.formats.chat import CHAT, grammar_of_chat
 from proxy.formats.conversation import (
-    UNHEARD_ROLES,
+    SYSTEM_ROLES,
     Calls,
     Conversation,
     ShownToolCall,
@@ -43,44 +43,45 @@ Fields = Mapping[str, Any]
 Message = dict[str, Any]
 Value = TypeVar("Value")
 
-# Fields that vLLM ignores and that chat completions do not have. It has no use for
-# `thread`, which the SDK's tool runner sends by itself.
-IGNORED: Final = frozenset(
+# Fields that vLLM ignores and that chat completions do not have. The SDK's tool runner adds
+# `thread`.
+IGNORED_FIELDS: Final = frozenset(
     {
         *("metadata", "service_tier", "context_management", "inference_geo", "cache_control"),
         "thread",
     }
 )
 # Fields that both APIs have under one name, vLLM's additions included.
-SAME: Final = (
+SHARED_FIELDS: Final = (
     *("model", "max_tokens", "temperature", "top_p", "top_k"),
     *("cache_salt", "watermarking", "vllm_xargs", "chat_template_kwargs"),
 )
-TRANSLATED: Final = frozenset(
+TRANSLATED_FIELDS: Final = frozenset(
     {
         *("messages", "system", "tools", "tool_choice", "stop_sequences"),
         *("stream", "thinking", "output_config"),
     }
 )
-KNOWN: Final = IGNORED | TRANSLATED | frozenset(SAME)
+KNOWN_FIELDS: Final = IGNORED_FIELDS | TRANSLATED_FIELDS | frozenset(SHARED_FIELDS)
 # Claude Code's first system block: it has a hash that changes with each request, and vLLM leaves
 # it out of the prompt.
-BILLING: Final = "x-anthropic-billing-header"
+BILLING_PREFIX: Final = "x-anthropic-billing-header"
 # Claude Code's markup of system text within a turn.
 REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
 # System message blocks that add or remove tools.
 TOOL_CHANGES: Final = ("tool_addition", "tool_removal")
-CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
-LEAST_THINKING: Final = 1024
+# Anthropic's smallest thinking budget, in tokens.
+MIN_THINKING_TOKENS: Final = 1024
 
 
 class Inexpressible(Exception):
-    """Report a part of a request that chat completions cannot express."""
+    """Raised for a part of a request that chat completions cannot express."""
 
 
 def chat_request(fields: Fields, *, keep_system: bool = False) -> dict[str, Any] | None:
-    """Return the chat request that vLLM would make of `fields`, or None if there is none.
+    """Return the chat request that vLLM would make of `fields`, or None if inexpressible.
 
     With `keep_system`, system messages stay between the turns of a conversation that begins with a
     system message; otherwise they are merged into the preceding turns.
@@ -92,11 +93,11 @@ def chat_request(fields: Fields, *, keep_system: bool = False) -> dict[str, Any]
 
 
 def _chat_request(fields: Fields, *, keep_system: bool) -> dict[str, Any]:
-    if not KNOWN.issuperset(fields):
+    if not KNOWN_FIELDS.issuperset(fields):
         raise Inexpressible
     _expect(isinstance(fields.get("model"), str))
     max_tokens = _expect_count(fields.get("max_tokens"), 1)
-    request = {name: fields[name] for name in SAME if fields.get(name) is not None}
+    request = {name: fields[name] for name in SHARED_FIELDS if fields.get(name) is not None}
     system = _system(_blocks_or_text(fields.get("system"), "text"))
     request["messages"] = _messages(fields.get("messages"), system, keep_system=keep_system)
     if fields.get("stop_sequences") is not None:
@@ -129,7 +130,7 @@ def _expect_type(value: object, kind: type[Value]) -> Value:
 
 
 def _expect_fields(value: object, *known: str) -> Message:
-    """Return `value` as an object that has no field beside `known`."""
+    """Return `value` if it is an object without fields beside `known`, else raise Inexpressible."""
     fields = _expect_type(value, dict)
     _expect(set(known).issuperset(fields))
     return fields
@@ -140,15 +141,15 @@ def _blocks_or_text(value: object, *kinds: str) -> str | list[dict[str, Any]]:
 
 
 def _system(content: str | list[dict[str, Any]]) -> list[Message]:
-    """Return the system's message, if it has text."""
+    """Return a list with the system message, or an empty list if `content` has no text."""
     if not isinstance(content, str):
         texts = [block["text"] for block in content if block["type"] == "text"]
-        content = "".join(text for text in texts if not text.startswith(BILLING))
+        content = "".join(text for text in texts if not text.startswith(BILLING_PREFIX))
     return [{"role": "system", "content": content}] if content else []
 
 
 def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
-    """Return content blocks, checking that all are of `kinds` and that text blocks have text."""
+    """Return content blocks; raise Inexpressible if one is malformed or not of `kinds`."""
     blocks = [_expect_type(block, dict) for block in _expect_type(value, list)]
     for block in blocks:
         _expect(block.get("type") in kinds)
@@ -164,7 +165,7 @@ def _messages(value: object, system: list[Message], *, keep_system: bool) -> lis
             message.get("content"),
         )
         if role == "system":
-            if not (isinstance(content, str) and content.startswith(BILLING)):
+            if not (isinstance(content, str) and content.startswith(BILLING_PREFIX)):
                 inline = _system(_blocks_or_text(content, "text", *TOOL_CHANGES))
                 if not messages or (keep_system and messages[0]["role"] == "system"):
                     messages += inline
@@ -184,9 +185,9 @@ def _messages(value: object, system: list[Message], *, keep_system: bool) -> lis
 def _merge_system_message(messages: list[Message], inline: list[Message]) -> None:
     """Merge a system message into the preceding turn, or into the system prompt before all turns.
 
-    It becomes a user turn only after an assistant turn. After other turns, a user turn would
-    end the assistant's turn, for which many templates keep its thoughts; and some templates refuse
-    two user turns in a row.
+    The system message becomes a user turn only after an assistant turn. After other turns, a user
+    turn would end the assistant's turn, and many templates keep thoughts only until then; some
+    templates also refuse two user turns in a row.
     """
     last = messages[-1]
     for text in (message["content"] for message in inline):
@@ -201,7 +202,7 @@ def _merge_system_message(messages: list[Message], inline: list[Message]) -> Non
 
 
 def _user(content: object) -> list[Message]:
-    """Return a user's messages, tool results first."""
+    """Return the chat messages for a user's content: tool results, then the other parts."""
     results: list[Message] = []
     parts: list[Message] = []
     for block in _blocks(content, "text", "image", "tool_result"):
@@ -267,7 +268,7 @@ def _tool_call(block: dict[str, Any]) -> Message:
 
 
 def _tool_result(block: dict[str, Any]) -> list[Message]:
-    """Return a tool message, and its images as a user message: tool messages cannot hold any."""
+    """Return a tool message, and a user message with its images: tool messages have none."""
     content = block.get("content")
     texts: list[str] = []
     images: list[Message] = []
@@ -310,19 +311,19 @@ def _thinking(value: object, max_tokens: int) -> Message:
         case "adaptive":
             return {}
         case "enabled":
-            budget = _expect_count(config.get("budget_tokens"), LEAST_THINKING)
+            budget = _expect_count(config.get("budget_tokens"), MIN_THINKING_TOKENS)
             _expect(budget < max_tokens)
             return {"thinking_token_budget": budget}
     raise Inexpressible
 
 
 def tools_in_effect(fields: Fields) -> object:
-    """Return a request's tools, as changed by its system messages, in Anthropic's form.
+    """Return a request's tools after all changes by its system messages, in Anthropic's form.
 
     A chat request has a single list of tools: as in vLLM, those at the conversation's end.
 
     Raises:
-        Inexpressible: a change cannot be read, or names a tool that is not declared.
+        Inexpressible: a tool or a change cannot be read, or a change names an undeclared tool.
     """
     changes = [
         block
@@ -382,12 +383,12 @@ def _tool_choice(choice: dict[str, Any]) -> str | Message:
     if choice.get("type") == "tool":
         return {"type": "function", "function": {"name": _expect_type(choice.get("name"), str)}}
     kind = _expect_type(choice.get("type"), str)
-    _expect(kind in CHOICES)
-    return CHOICES[kind]
+    _expect(kind in TOOL_CHOICES)
+    return TOOL_CHOICES[kind]
 
 
 def _tool(value: object) -> Message:
-    """Return a client-side tool for chat; server-side tools (other types) are inexpressible."""
+    """Return a client-side tool in chat's form; raise Inexpressible for server-side tools."""
     tool = _expect_type(value, dict)
     _expect(tool.get("type") in (None, "custom"))
     schema = _expect_type(tool.get("input_schema"), dict)
@@ -414,10 +415,10 @@ class MessagesTurns(Turns):
         if role == "assistant":
             conversation.add_assistant(content)
             conversation.add_tool_use_blocks(content)
-        elif isinstance(role, str) and role not in UNHEARD_ROLES:
+        elif isinstance(role, str) and role not in SYSTEM_ROLES:
             conversation.add_user_turn(content)
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
+    def _tool_calls(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         for block in blocks_of(member.get("content"), "tool_use"):
             yield ShownToolCall(block.get("id"), block.get("name"), block.get("input"))
 
@@ -448,7 +449,7 @@ class MessagesSampling(SamplingRules):
         return super().constrains(settings) or not has_free_form(settings.get("output_config"))
 
     def tools(self, fields: Fields) -> Any:
-        """Return the tools in effect, or the declared tools if the changes cannot be read."""
+        """Return the tools after all changes, or the declared tools if a change is unreadable."""
         try:
             return tools_in_effect(fields)
         except Inexpressible:
@@ -460,7 +461,7 @@ class MessagesSampling(SamplingRules):
         return None if as_chat is None else grammar_of_chat(as_chat, tag)
 
 
-ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
+TOKEN_DATA_FIELDS: Final = {"logprobs": True, "return_token_ids": True}
 
 
 class MessagesFormat(WireFormat):
@@ -478,7 +479,10 @@ class MessagesFormat(WireFormat):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """Return the equivalent chat request if ids are wanted and it exists, else the message."""
+        """Return the equivalent chat request if ids are wanted and it exists, else `request`.
+
+        Either names the model `served_name`, if that is not None.
+        """
         fields, keep_system = request.fields, request.keep_system
         chat = chat_request(fields, keep_system=keep_system) if want_ids else None
         if chat is None:
@@ -487,8 +491,8 @@ class MessagesFormat(WireFormat):
             chat["model"] = served_name
         return msgspec.structs.replace(
             request,
-            body=msgspec.json.encode(chat | ASKED_FOR),
-            injected=frozenset(ASKED_FOR),
+            body=msgspec.json.encode(chat | TOKEN_DATA_FIELDS),
+            injected=frozenset(TOKEN_DATA_FIELDS),
             path=CHAT.path,
         )
 
@@ -496,7 +500,7 @@ class MessagesFormat(WireFormat):
         return bool(_system_messages(request.fields))
 
     def parser_for(self, request: ModelRequest) -> type[ReplyParser]:
-        """Return the translating parser, or the forwarding parser if the request was forwarded."""
+        """Return `TranslatedReply` for a translated request, else `ForwardedReply`."""
         return ForwardedReply if request.path is None else TranslatedReply
 
 

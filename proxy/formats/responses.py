@@ -7,9 +7,9 @@ values vLLM sends if they are not requested: `null`, and `[]` in a text's deltas
 vLLM gives log-probabilities for texts only. A whole reply with any text has them for all its
 tokens; a reply of tool calls alone has none, and a stream lacks them for reasoning, tool calls and
 the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
-itself (`SimpleContext` in its `responses/context.py`). Where log-probabilities are missing none are
-recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md), under the
-mask of the reply's grammar, if any.
+itself (`SimpleContext` in its `responses/context.py`). If some log-probabilities are missing, none
+are recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md), under
+the mask of the reply's grammar, if any.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +30,8 @@ from proxy.formats.base import (
 )
 from proxy.formats.choices import PIECE_BYTES, TokenLogprob
 from proxy.formats.conversation import (
+    SYSTEM_ROLES,
     TOOL_ROLES,
-    UNHEARD_ROLES,
     Calls,
     Conversation,
     ShownToolCall,
@@ -73,8 +73,8 @@ PREVIOUS: Final = "previous_response_id"
 # With either of these the server keeps the conversation, and a request shows only new items.
 KEPT_BY_SERVER: Final = (PREVIOUS, "conversation")
 RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
-# Suffixes of the types of items, besides messages, that the client adds.
-HEARD_SUFFIXES: Final = ("_output", "_response")
+# Endings of the types of items, besides messages, that the client adds.
+CLIENT_ITEM_SUFFIXES: Final = ("_output", "_response")
 # Types of items without a role that are text; other types may hold anything (a screenshot).
 TEXT_ITEMS: Final = frozenset(
     {
@@ -86,7 +86,7 @@ TEXT_ITEMS: Final = frozenset(
 
 
 class ResponsesTurns(Turns):
-    """The input of a response, which may continue an earlier response kept by the server."""
+    """Reader of a request's input, which may continue an earlier response kept by the server."""
 
     field = "input"
     instructions = "instructions"
@@ -100,7 +100,7 @@ class ResponsesTurns(Turns):
         return not any(fields.get(name) for name in KEPT_BY_SERVER)
 
     def read(self, fields: Mapping[str, Any]) -> Conversation:
-        """Return the conversation that a request shows; its input may be one text."""
+        """Return the conversation that a request shows; an input that is a string is a user's."""
         given = fields.get(self.field)
         if not isinstance(given, str):
             return super().read(fields)
@@ -108,16 +108,16 @@ class ResponsesTurns(Turns):
         conversation.add_user(given)
         return conversation
 
-    def said_by_users(self, parsed: Object) -> Iterable[msgspec.Raw]:
+    def user_contents(self, parsed: Object) -> Iterable[msgspec.Raw]:
         """Return the contents of user messages; an input that is a string is a user's."""
         given = parsed.get(self.field, NULL)
         is_one_text = memoryview(given)[0] in STRING
-        return [given] if is_one_text else super().said_by_users(parsed)
+        return [given] if is_one_text else super().user_contents(parsed)
 
     def only_text(self, parsed: Object) -> bool:
-        """Return whether the visible input is all text.
+        """Return whether the input in the request is all text.
 
-        Variables of a prompt kept by the server must be text, too.
+        The variables that it gives for a prompt template kept by the server must be text, too.
         """
         prompt = readable_value(parsed.get("prompt", NULL))
         filled = prompt.get("variables") if isinstance(prompt, dict) else None
@@ -137,7 +137,7 @@ class ResponsesTurns(Turns):
         elif role in TOOL_ROLES:
             conversation.add_tool_result(member.get("tool_call_id"), member.get("content"))
         elif isinstance(role, str):
-            if role not in UNHEARD_ROLES:
+            if role not in SYSTEM_ROLES:
                 conversation.add_user(member.get("content"))
         elif kind == "function_call":
             conversation.add_tool_call(
@@ -146,17 +146,17 @@ class ResponsesTurns(Turns):
         elif isinstance(kind, str) and kind.endswith("_output"):
             conversation.add_tool_result(member.get("call_id"), member.get("output"))
 
-    def _is_assistants(self, member: dict[str, Any]) -> bool:
-        """Return whether a member is the model's: an assistant message, or an item without a role.
+    def _is_by_assistant(self, member: dict[str, Any]) -> bool:
+        """Return whether a member is an assistant message, or an item that the model made.
 
-        Types of the client's items without a role end in one of `HEARD_SUFFIXES`.
+        An item without a role is the client's if its type ends in one of `CLIENT_ITEM_SUFFIXES`.
         """
         role, kind = member.get("role"), member.get("type")
         if isinstance(role, str):
             return role == "assistant"
-        return isinstance(kind, str) and not kind.endswith(HEARD_SUFFIXES)
+        return isinstance(kind, str) and not kind.endswith(CLIENT_ITEM_SUFFIXES)
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
+    def _tool_calls(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         is_custom = member.get("type") == "custom_tool_call"
         arguments = member.get("input" if is_custom else "arguments")
         return (ShownToolCall(member.get("call_id"), member.get("name"), arguments),)
@@ -167,8 +167,8 @@ class ResponsesTurns(Turns):
         return tool_result(member.get("call_id"), member.get("output"), calls)
 
 
-# vLLM accepts these for responses, too, but ignores them; another server may apply them.
-NOT_APPLIED: Final = ("min_tokens", "bad_words", "allowed_token_ids")
+# Settings that vLLM accepts for responses but ignores; another server may apply them.
+IGNORED_BY_VLLM: Final = ("min_tokens", "bad_words", "allowed_token_ids")
 
 
 class ResponsesSampling(SamplingRules):
@@ -183,8 +183,8 @@ class ResponsesSampling(SamplingRules):
     }
 
     def prevents_replay(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether a setting is present that servers may or may not apply."""
-        return any(settings.get(name) for name in NOT_APPLIED)
+        """Return whether a setting is present that some servers ignore."""
+        return any(settings.get(name) for name in IGNORED_BY_VLLM)
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         return super().constrains(settings) or not has_free_form(settings.get("text"))
@@ -204,8 +204,8 @@ INCLUDE: Final = "include"
 TOP: Final = "top_logprobs"
 LOGPROBS: Final = "message.output_text.logprobs"
 
-# Any other item means that the server ran turns itself: several prompts, several samples.
-_OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
+# Items that one sample can give. With any other, the server ran several turns by itself.
+_SAMPLED_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 _THOUGHT: Final = "reasoning"
 # If false, vLLM leaves thoughts out of the reply.
 _SHOWS_THOUGHTS: Final = "include_reasoning"
@@ -214,11 +214,11 @@ _RAW_TOKENS: Final = "raw_message_tokens"
 _LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _TEXT_DELTA: Final = "response.output_text.delta"
 _EMPTY: Final = msgspec.Raw(b"[]")
-_NOT_ASKED: Final = (NULL, _EMPTY)
+_NOT_REQUESTED: Final = (NULL, _EMPTY)
 
 
 class ResponsesReply(ReplyParser):
-    """Parser of a response in one piece, or of its events; the first and last hold the response.
+    """Parser of a response in one piece, or of a stream whose first and last events hold it.
 
     A reply without the API's shape is forwarded as it came, except for added members at any depth.
     """
@@ -234,20 +234,20 @@ class ResponsesReply(ReplyParser):
         self._ids: list[list[int]] | None = None
         self._logprobs: list[float] = []
         self._one_sample = True
-        self._thinks = self._request.fields.get(_SHOWS_THOUGHTS) not in (None, True)
+        self._may_have_thoughts = self._request.fields.get(_SHOWS_THOUGHTS) not in (None, True)
 
     def whole(self, body: bytes) -> bytes:
-        """Return the restored reply, byte for byte the upstream's if nothing was added."""
-        out = self._restored(body)
+        """Return the reply without added values; `body` itself if nothing was to be changed."""
+        out = self._without_added(body)
         self._response = decoded_object(out)
         return out
 
-    def _restored(self, body: bytes) -> bytes:
+    def _without_added(self, body: bytes) -> bytes:
         parsed = parse_object(body)
         if parsed is None or parsed.keys().isdisjoint(("model", "output")):
             return self.hide_added_members(body)
         try:
-            self._restore_response(parsed)
+            self._hide_in_response(parsed)
         except ODD_SHAPE:
             return self.hide_added_members(body)
         return body if self._changes_nothing else msgspec.json.encode(parsed)
@@ -257,7 +257,7 @@ class ResponsesReply(ReplyParser):
         if event is None:
             raise UnreadableEvent
         try:
-            changed = self._restore_event(event)
+            changed = self._hide_in_event(event)
         except ODD_SHAPE:
             self._unreadable_events += 1
             return self.hide_added_members(data)
@@ -270,7 +270,7 @@ class ResponsesReply(ReplyParser):
         return line[len(EVENT) :].strip().decode(errors="replace") in _LAST_EVENTS
 
     def added_members(self, data: bytes) -> dict[bytes, Replacement]:
-        """Return the members to remove from a response or a text delta."""
+        """Return, by name, how to hide added members of a response or a text delta."""
         members: dict[bytes, Replacement] = {}
         if self._hide_ids:
             members |= dict.fromkeys(
@@ -283,7 +283,7 @@ class ResponsesReply(ReplyParser):
         return members
 
     def summary(self) -> ReplySummary:
-        """Return the reply's id and text so far, and its tool calls once the last event came."""
+        """Return the reply's id and text so far, and its tool calls once its last event came."""
         response = self._response or {}
         return ReplySummary(
             response_id=string_or_none(response.get("id")),
@@ -292,7 +292,7 @@ class ResponsesReply(ReplyParser):
         )
 
     def facts(self) -> ReplyFacts:
-        """Return the facts of the response; in a stream, of the newest event that holds it."""
+        """Return the facts of the response, in a stream from the newest event that holds it."""
         response = self._response
         if response is None:
             return ReplyFacts(None, None, None, None, (), self._sampled(None))
@@ -308,10 +308,10 @@ class ResponsesReply(ReplyParser):
         )
 
     def _sampled(self, usage: dict[str, Any] | None) -> SampledTokens:
-        """Return the token data; ids only if there was one prompt and one sample.
+        """Return the token data, with ids only if there was one prompt and one sample.
 
-        vLLM gives log-probabilities of texts only. They are dropped unless they are as many as the
-        ids: fewer cannot be assigned to tokens.
+        vLLM gives log-probabilities of texts only. Unless they are as many as the ids, they are
+        dropped: they cannot be assigned to tokens.
         """
         prompts, replies = self._prompts or [], self._ids or []
         exact = self._one_sample and len(prompts) == 1
@@ -325,35 +325,35 @@ class ResponsesReply(ReplyParser):
             sampled_logprobs=tuple(self._logprobs) if complete else None,
             choices=1,
             completion_tokens=(usage or {}).get("output_tokens"),
-            thoughtless=not self._thinks and thoughts == 0,
+            thoughtless=not self._may_have_thoughts and thoughts == 0,
         )
 
-    def _restore_event(self, event: Object) -> bool:
-        """Restore an event in place; return whether it is of a type that may change."""
+    def _hide_in_event(self, event: Object) -> bool:
+        """Remove added values from an event, in place; return whether its type can have any."""
         kind = value_of(event.get("type"))
         if "response" in event:
             response = msgspec.json.decode(event["response"], type=Object)
-            self._restore_response(response)
+            self._hide_in_response(response)
             event["response"] = msgspec.Raw(msgspec.json.encode(response))
             self._response = decoded_object(event["response"])
         elif kind == _TEXT_DELTA:
             self._deltas.append(msgspec.json.decode(event["delta"], type=str))
             self.gathered += len(self._deltas[-1]) + PIECE_BYTES
-            self._restore_text(event, _EMPTY)
+            self._hide_in_text(event, _EMPTY)
         elif kind == "response.content_part.done":
             part = msgspec.json.decode(event["part"], type=Object)
-            self._restore_text(part, NULL)
+            self._hide_in_text(part, NULL)
             event["part"] = msgspec.Raw(msgspec.json.encode(part))
         elif kind == "response.output_item.done":
             item = msgspec.json.decode(event["item"], type=Object)
-            self._restore_item(item)
+            self._hide_in_item(item)
             event["item"] = msgspec.Raw(msgspec.json.encode(item))
         else:
             return False
         return True
 
-    def _restore_response(self, response: Object) -> None:
-        """Restore a response in place; its token data replaces that of an earlier event."""
+    def _hide_in_response(self, response: Object) -> None:
+        """Remove added values from a response, in place; keep its token data, the newest."""
         if self._model is not None and "model" in response:
             response["model"] = self._model
         self._prompts = _token_ids(response.get("input_messages"))
@@ -368,31 +368,31 @@ class ResponsesReply(ReplyParser):
         if items:
             for item in items:
                 kind = value_of(item.get("type"))
-                self._one_sample &= kind in _OWN_ITEMS
-                self._thinks |= kind == _THOUGHT
-                self._logprobs += self._restore_item(item)
+                self._one_sample &= kind in _SAMPLED_ITEMS
+                self._may_have_thoughts |= kind == _THOUGHT
+                self._logprobs += self._hide_in_item(item)
             response["output"] = msgspec.Raw(msgspec.json.encode(items))
 
-    def _restore_item(self, item: Object) -> list[float]:
-        """Restore an output item in place, and return its log-probabilities."""
+    def _hide_in_item(self, item: Object) -> list[float]:
+        """Remove added values from an output item, in place; return its log-probabilities."""
         logprobs: list[float] = []
         parts = _objects_of(item.get("content"))
         if parts:
             for part in parts:
-                logprobs += self._restore_text(part, NULL)
+                logprobs += self._hide_in_text(part, NULL)
             item["content"] = msgspec.Raw(msgspec.json.encode(parts))
         return logprobs
 
-    def _restore_text(self, holder: Object, not_asked: msgspec.Raw) -> list[float]:
-        """Restore a text, or a piece of one, in place, and return its log-probabilities.
+    def _hide_in_text(self, holder: Object, placeholder: msgspec.Raw) -> list[float]:
+        """Remove added values from a text or a piece of it, in place; return its log-probabilities.
 
-        `not_asked` is the value of `logprobs` if they were not requested.
+        `placeholder` is the value that vLLM gives `logprobs` if they are not requested.
         """
         logprobs = holder.get("logprobs")
-        if logprobs is None or logprobs in _NOT_ASKED:
+        if logprobs is None or logprobs in _NOT_REQUESTED:
             return []
         if self._hide_logprobs:
-            holder["logprobs"] = not_asked
+            holder["logprobs"] = placeholder
         return [token.logprob for token in msgspec.json.decode(logprobs, type=list[TokenLogprob])]
 
 
@@ -402,8 +402,8 @@ class _RawMessage(msgspec.Struct):
 
 
 def _token_ids(raw: msgspec.Raw | None) -> list[list[int]] | None:
-    """Return the ids of each message, or None unless all messages have ids."""
-    if raw is None or raw in _NOT_ASKED:
+    """Return the token ids of each message, or None if a message has none."""
+    if raw is None or raw in _NOT_REQUESTED:
         return None
     messages = msgspec.json.decode(raw, type=list[_RawMessage])
     if any(message.type != _RAW_TOKENS or message.tokens is None for message in messages):
@@ -412,7 +412,7 @@ def _token_ids(raw: msgspec.Raw | None) -> list[list[int]] | None:
 
 
 def _objects_of(raw: msgspec.Raw | None) -> list[Object]:
-    """Return a list's members with values unparsed; nothing if the value is not a list."""
+    """Return a list's objects with values unparsed; nothing if the value is not a list."""
     if raw is None or memoryview(raw)[0] not in ARRAY:
         return []
     return msgspec.json.decode(raw, type=list[Object])
@@ -448,9 +448,9 @@ class ResponsesFormat(WireFormat):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """Return the request with the version's name and the fields that give ids.
+        """Return the request with `served_name` as its model and, if wanted, fields that give ids.
 
-        Nothing is added to a background request, which is answered before anything is sampled.
+        No fields are added to a background request, which is answered before anything is sampled.
         """
         fields = request.fields
         included = fields.get(INCLUDE)

@@ -52,7 +52,7 @@ def question_of(call: CallRecord) -> bytes | None:
     if parsed is None:
         return None
     try:
-        return _digest(map(_message_text, map(bytes, wire_format.turns.said_by_users(parsed))))
+        return _digest(map(_message_text, map(bytes, wire_format.turns.user_contents(parsed))))
     except UNREADABLE:
         return None
 

@@ -97,10 +97,10 @@ class ToyTurns(Turns):
     def _is_text(self, member: Object) -> bool:
         return "picture" not in member
 
-    def _is_assistants(self, member: dict[str, Any]) -> bool:
+    def _is_by_assistant(self, member: dict[str, Any]) -> bool:
         return member.get("by") == "toy"
 
-    def _called(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
+    def _tool_calls(self, member: dict[str, Any]) -> Iterable[ShownToolCall]:
         return (ShownToolCall(member.get("call"), member.get("tool"), None),)
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:

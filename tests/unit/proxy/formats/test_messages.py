@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.base import read_request
-from proxy.formats.messages import MESSAGES, SAME, chat_request
+from proxy.formats.messages import MESSAGES, SHARED_FIELDS, chat_request
 from proxy.trainable import sampling_settings
 from tests.support.recordings import PLAIN, VERSION, rewritten
 
@@ -386,4 +386,4 @@ def test_any_messages_request_is_translated_validly_or_not_at_all(fields: dict[s
         assert json.loads(json.dumps(request)) == request
         assert request["model"] == asked["model"]
         assert all(message["role"] for message in request["messages"])
-        assert set(request) >= {name for name in SAME if asked.get(name) is not None}
+        assert set(request) >= {name for name in SHARED_FIELDS if asked.get(name) is not None}
