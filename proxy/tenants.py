@@ -31,7 +31,7 @@ import msgspec
 
 from proxy.errors import BadRequest, NotContinued, NotKnownNow
 from proxy.formats.base import ModelRequest, WireFormat
-from proxy.http.wire import Headers, is_of_any_tenant
+from proxy.http.wire import Headers, is_allowed_for_all_tenants
 from proxy.identity.call_memory import CallMemory, response_fingerprint
 from proxy.lookup import Lookup
 from proxy.policies.owners import Owners
@@ -276,7 +276,7 @@ def check_headers(owners: Owners, tenant: str, headers: Headers) -> None:
         return
     for name, value in headers:
         # Nearly no value has an @. Headers of any tenant may have one, as in `product@version`.
-        if b"@" in value and not is_of_any_tenant(name):
+        if b"@" in value and not is_allowed_for_all_tenants(name):
             owners.check(tenant, value.decode("latin-1"), name.decode("latin-1"))
 
 

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class NotSent(ConnectionError):
-    """Report that no connection could be made: nothing of the request was sent."""
+    """Report that no connection could be made, so that nothing of the request was sent."""
 
 
 class NoReply(ConnectionError):
@@ -38,7 +38,7 @@ class Torn(ConnectionError):
     """Report that a reply broke off before its end."""
 
 
-# Most bytes of a reply that are worked on while other calls wait.
+# Bytes of a reply that are processed before other calls get their turn.
 TURN_BYTES: Final = 16 * 1024
 # A thread that waits for the GIL takes some 50 us to wake. A busy event loop releases the GIL for
 # less: the spool's writer thread waited 2 to 3 ms before each of its steps. In seconds; Linux adds
@@ -65,7 +65,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._reply: Reply | None = None
         self._reason = b""
         self._headers: Headers = []
-        self._interim = False
+        self._is_interim = False
         self._until_close = False
         self._to_head = False
         # Bytes that came since the last piece of a body, or since the end of the last head.
@@ -81,9 +81,9 @@ class UpstreamConnection(asyncio.Protocol):
         return self._head is None and self._reply is None and not self.transport.is_closing()
 
     def ask(self, data: bytes, *, to_head: bool = False) -> "asyncio.Future[Reply]":
-        """Send a request (or its beginning); the future gives the reply once its head has come.
+        """Send a request (or its beginning); return a future that gives the reply at its head.
 
-        With `to_head` the method is HEAD, and no body follows whatever the reply's head says.
+        `to_head`: the method is HEAD, so no body follows, whatever the reply's head says.
         """
         self.last_heard = monotonic()
         self._to_head = to_head
@@ -107,7 +107,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def waits_for_reply(self) -> bool:
-        """Return whether a reply is due or under way and we wait for the server."""
+        """Return whether somebody waits for the server: for a reply's head, or for its body."""
         reading = self._reply is not None and self._reply.body.has_waiting_reader
         return self._head is not None or reading
 
@@ -118,7 +118,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the reply that is due, unless the close is the regular end of its body."""
+        """Fail the pending reply, unless the close is the regular end of its body."""
         self._pool.connections.discard(self)
         if self.pushing is not None:
             self.pushing.cancel()
@@ -129,17 +129,17 @@ class UpstreamConnection(asyncio.Protocol):
             self._can_write.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """Parse the bytes; the connection is closed if they are not HTTP."""
+        """Parse the bytes; close the connection if they are not HTTP, or a head is too long."""
         self.last_heard = monotonic()
         self._overhead += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"not HTTP: {error}")
+            self._fail(f"the reply is not HTTP: {error}")
             self.transport.abort()
         else:
             if self._overhead > MAX_HEAD_BYTES:
-                self._fail(f"a head or trailers of more than {MAX_HEAD_BYTES} bytes")
+                self._fail(f"the reply's head or trailers have more than {MAX_HEAD_BYTES} bytes")
                 self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -155,9 +155,9 @@ class UpstreamConnection(asyncio.Protocol):
     # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
-        """Begin a reply, or close the connection if no request waits for one.
+        """Begin a reply, or close the connection if no request waits for a reply.
 
-        A reply to no request must not become the next request's answer.
+        An unexpected reply must not become the next request's answer.
         """
         if self._head is None:
             self.transport.abort()
@@ -176,8 +176,8 @@ class UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """Give the reply to its waiter; a 1xx is not the reply yet (RFC 9110 §15.2)."""
         status = self._parser.get_status_code()
-        self._interim = 100 <= status < 200
-        if self._interim or self._head is None:
+        self._is_interim = 100 <= status < 200
+        if self._is_interim or self._head is None:
             return
         self._overhead = 0
         reply = Reply(self, status, self._reason, self._headers)
@@ -200,7 +200,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """End the reply's body, and free the connection unless it is to be closed."""
-        if self._interim or self._reply is None:
+        if self._is_interim or self._reply is None:
             return
         reply, self._reply = self._reply, None
         reply.body.end()
@@ -239,7 +239,7 @@ class Reply:
         return wire.first_value(self.headers, wanted)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives; other threads and calls have their turn between its pieces.
+        """Yield the body as it arrives; let other threads and calls run between its pieces.
 
         Raises:
             Torn: the body broke off.
@@ -268,11 +268,11 @@ class Reply:
         return self.body.exhausted
 
     def unread(self) -> bytes:
-        """Return the bytes of a torn body that arrived and were not taken."""
+        """Return the bytes of a torn body that arrived and were not taken yet."""
         return self.body.take()
 
     def close(self) -> None:
-        """Release the reply; if it has not ended, its connection is closed and the server stops."""
+        """Release the reply; if it has not ended, close its connection to stop the server."""
         if not self.body.ended:
             self._connection.transport.abort()
 
@@ -283,7 +283,7 @@ class Reply:
 
 
 class Pool:
-    """Keep the connections to one server, as many as are needed at once."""
+    """Pool of connections to one server: as many as are needed at once."""
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None) -> None:
         """Store the server's address; connections are opened as they are needed."""
@@ -332,7 +332,7 @@ class Pool:
         self._idle.append((connection, monotonic()))
 
     def sweep(self, silence_s: float) -> None:
-        """Close connections idle for too long; fail calls whose server was silent `silence_s` s."""
+        """Close connections idle for too long; fail calls if the server is silent `silence_s` s."""
         now = monotonic()
         while self._idle and self._idle[0][1] < now - KEEPALIVE_S:
             self._idle.popleft()[0].transport.close()
@@ -355,8 +355,8 @@ async def ask(
 ) -> Reply:
     """Send a request, and return the reply once its head has come.
 
-    A body in pieces (`BodyStream`) has `length` bytes; if that is None, it is sent in chunks. If
-    the server replies before it has the whole body, the rest is sent until the reply ends.
+    A body in pieces (`BodyStream`) has `length` bytes, or is sent in chunks if `length` is None. If
+    the server replies before it has the whole body, the rest is still sent until the reply ends.
 
     Raises:
         NotSent: no connection could be made.

@@ -18,25 +18,26 @@ HIGH_WATER: Final = 256 * 1024
 SMALL: Final = 1024
 # How an event of a stream ends: with a blank line.
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+# Called with the number of bytes of a body that have arrived so far.
 Grown = Callable[[int], None]
 
 
 class SharedBrake:
-    """The brake of a connection: reading is paused while any of several parts asks for it."""
+    """Shared control of a connection: reading is paused while at least one user asks for it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        """Store the transport, which is reading."""
+        """Store the transport, whose reading is not paused."""
         self._transport = transport
         self._pauses = 0
 
     def pause_reading(self) -> None:
-        """Stop reading, until `resume_reading` was called as often as this."""
+        """Pause reading until `resume_reading` has been called as often as `pause_reading`."""
         self._pauses += 1
         if self._pauses == 1 and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again, unless another part still waits."""
+        """Withdraw one call of `pause_reading`; reading resumes when all are withdrawn."""
         self._pauses -= 1
         if not self._pauses and not self._transport.is_closing():
             self._transport.resume_reading()
@@ -52,7 +53,7 @@ class BodyStream:
     __slots__ = (
         "_failure",
         "_loop",
-        "_patient",
+        "_may_brake",
         "_pieces",
         "_size",
         "_source",
@@ -70,17 +71,17 @@ class BodyStream:
         self._failure: BaseException | None = None
         # Reading from the sender is paused.
         self.braked = False
-        self._patient = True
+        self._may_brake = True
         self.ended = False
 
     @property
     def has_waiting_reader(self) -> bool:
-        """Return whether a reader waits for more."""
+        """Return whether a reader waits for more bytes."""
         return self._waiter is not None
 
     @property
     def has_untaken_bytes(self) -> bool:
-        """Return whether bytes have arrived that were not taken."""
+        """Return whether bytes have arrived that were not taken yet."""
         return bool(self._pieces)
 
     @property
@@ -89,13 +90,13 @@ class BodyStream:
         return self.ended and not self._pieces
 
     def put(self, data: bytes) -> None:
-        if self._pieces and (len(data) < SMALL or not self._patient):
+        if self._pieces and (len(data) < SMALL or not self._may_brake):
             # A body that is read whole grows in one buffer, which is freed as a whole.
             self._append_to_last(data)
         else:
             self._pieces.append(data)
         self._size += len(data)
-        if self._patient and self._size > HIGH_WATER and not self.braked:
+        if self._may_brake and self._size > HIGH_WATER and not self.braked:
             self.braked = True
             self._source.pause_reading()
         self._wake()
@@ -113,13 +114,13 @@ class BodyStream:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Mark the body as broken off; its reader gets `error`."""
+        """Mark an unfinished body as broken off; its reader gets `error`."""
         if not self.ended and self._failure is None:
             self._failure = error
             self._wake()
 
     def take(self, most: int | None = None) -> bytes:
-        """Return all unread bytes, or the first `most`; empty if there are none."""
+        """Return and remove all unread bytes, or the first `most`; empty if there are none."""
         pieces = self._pieces
         if most is None or self._size <= most:
             # Mostly there is one piece, `bytes`, which is not copied.
@@ -134,7 +135,7 @@ class BodyStream:
         return data
 
     def _first(self, most: int) -> bytes:
-        """Take the first `most` bytes when there are more; later pieces are not copied."""
+        """Take the first `most` of more unread bytes, without copying later pieces."""
         pieces, taken = self._pieces, []
         while len(pieces[0]) <= most:
             most -= len(pieces[0])
@@ -149,7 +150,7 @@ class BodyStream:
         return b"".join(taken)
 
     def raise_failure(self) -> None:
-        """Raise the error that the body broke off with, if it did."""
+        """Raise the error with which the body broke off, if it did."""
         if self._failure is not None:
             # A copy: a raised error refers to the reader's frames, and these refer to this stream.
             raise copy(self._failure)
@@ -174,7 +175,7 @@ class BodyStream:
             ConnectionError: the body broke off.
         """
         # The whole body is read at once, so the brake must not keep it from arriving.
-        self._patient = False
+        self._may_brake = False
         if self.braked:
             self.braked = False
             self._source.resume_reading()
@@ -186,11 +187,11 @@ class BodyStream:
                     grown(self._size)
                 await self._wait()
         finally:
-            self._patient = True
+            self._may_brake = True
         return self.whole_within(limit)
 
     def whole_within(self, limit: int | None) -> bytes | None:
-        """Return the whole body, which has ended, or None if it is longer than `limit` bytes."""
+        """Take and return a body that has ended, or return None if it exceeds `limit` bytes."""
         return None if limit is not None and self._size > limit else self.take()
 
     async def _wait(self) -> None:
@@ -211,7 +212,7 @@ if TYPE_CHECKING:
 
 
 class ClientGone(ConnectionError):
-    """Report that the client closed its connection before it had its answer."""
+    """Report that the client left before the whole request had come or the whole reply gone."""
 
 
 class BodyTooSlow(ConnectionError):
@@ -223,8 +224,8 @@ class Exchange:
 
     __slots__ = (
         "_connection",
-        "_framed",
-        "_silent",
+        "_is_bodyless",
+        "_sends_chunks",
         "_tail",
         "api_key",
         "body",
@@ -263,10 +264,10 @@ class Exchange:
         self.keep_alive = keep_alive
         self.body = BodyStream(connection.brake, connection.loop)
         self.expects = expects
-        # An HTTP/1.0 client knows no chunks, so the end of its reply is the connection's end.
-        self._framed = chunks
+        # An HTTP/1.0 client cannot read chunks, so the end of its reply is the connection's end.
+        self._sends_chunks = chunks
         # The reply to HEAD has the head of a reply to GET, and no body (RFC 9110 §9.3.2).
-        self._silent = method == "HEAD"
+        self._is_bodyless = method == "HEAD"
         # The event to send in a long silence of the reply (empty: its API has none), and the last
         # bytes of the body so far, if there is such an event.
         self.ping = b""
@@ -287,7 +288,7 @@ class Exchange:
 
     @property
     def open(self) -> bool:
-        """Return whether the client is there and the reply is due or under way."""
+        """Return whether the request is being answered and its client is still connected."""
         return self._connection.is_answering(self)
 
     def headers_by_name(self) -> dict[str, str]:
@@ -322,14 +323,14 @@ class Exchange:
             self._connection.send(wire.CONTINUE)
 
     def arrived_body(self, limit: int) -> bytes | None:
-        """Return the body if it has come whole and has at most `limit` bytes, else None."""
+        """Return the body if all of it has arrived and it has at most `limit` bytes, else None."""
         return self.body.whole_within(limit) if self.body.ended else None
 
     async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None if it is longer than `limit` bytes.
 
-        `grown` is called with the number of bytes so far, again and again; an exception that it
-        raises ends the reading.
+        While the body arrives, `grown` is called with the number of bytes so far; an exception that
+        it raises ends the reading.
 
         Raises:
             ClientGone: the client left before the body was sent.
@@ -354,30 +355,30 @@ class Exchange:
         if status not in wire.BODYLESS:
             framing = [(b"Content-Length", b"%d" % len(body))]
         head = self._head(status, reason, headers, framing)
-        self._send(status, head if self._silent else head + body)
+        self._send(status, head if self._is_bodyless else head + body)
         self._connection.end_reply(self)
 
     def begin(self, status: int, reason: bytes, headers: Headers) -> None:
         """Send the reply's head; the body follows in pieces."""
         if status in wire.BODYLESS:
-            self._framed = False
-        elif not self._framed:
+            self._sends_chunks = False
+        elif not self._sends_chunks:
             self.keep_alive = False
-        framing: Headers = [wire.CHUNKED] if self._framed else []
+        framing: Headers = [wire.CHUNKED] if self._sends_chunks else []
         self._send(status, self._head(status, reason, headers, framing))
 
     def begin_sized(self, status: int, reason: bytes, headers: Headers, length: bytes) -> None:
         """Send the head of a reply of known length; the body follows in pieces."""
-        self._framed = False
+        self._sends_chunks = False
         framing: Headers = [(b"Content-Length", length)]
         self._send(status, self._head(status, reason, headers, framing))
 
     def write(self, data: bytes) -> None:
         """Send the next piece of the body, at once."""
-        if data and not self._silent:
+        if data and not self._is_bodyless:
             if self.ping:
                 self._tail = (self._tail + data[-4:])[-4:]
-            self._connection.send(wire.chunk(data) if self._framed else data)
+            self._connection.send(wire.chunk(data) if self._sends_chunks else data)
 
     def send_ping(self) -> None:
         """Send the ping, unless the reply has none or is in the middle of an event."""
@@ -386,9 +387,9 @@ class Exchange:
 
     def end(self, data: bytes = b"") -> None:
         """Send the last piece and the body's end, in one write."""
-        if self._framed:
+        if self._sends_chunks:
             data = (wire.chunk(data) if data else b"") + wire.LAST_CHUNK
-        if data and not self._silent:
+        if data and not self._is_bodyless:
             self._connection.send(data)
         self._connection.end_reply(self)
 
@@ -401,7 +402,7 @@ class Exchange:
         await self._connection.wait_until_drained()
 
     def tear(self) -> None:
-        """Close within the body: the client gets the bytes sent, and sees that more is missing."""
+        """Close before the body's end: the client gets all bytes sent, and sees it incomplete."""
         self._connection.transport.close()
 
     def abort(self) -> None:

@@ -1,9 +1,9 @@
 """Parse a connection's bytes into requests: check heads, and hand bodies to their exchange.
 
-Parsing must not hold up the event loop. The parser makes 37,000 pieces of 256 KB in chunks of two
-bytes, which takes longer than an ordinary call. So bytes are parsed in slices. Connections whose
-slices fall into many pieces, or whose body is long, take turns; between two turns, the event loop
-does other work for as long as the last turn took.
+Parsing must not hold up the event loop. A body of 256 KB in chunks of two bytes falls into 37,000
+pieces, and parsing them takes longer than an ordinary call. So bytes are parsed in slices.
+Connections whose slices fall into many pieces, or whose body is long, take turns; between two
+turns, the event loop does other work for as long as the last turn took.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class RequestParser:
         self._headers: Headers = []
         # Bytes that came since the last piece of a body, or since the end of the last head.
         self._overhead = 0
-        # A new parser is being brought to the state of the one before it.
+        # A new parser is being brought to the state of the previous parser.
         self._resuming = False
         self.feeding = Feeding(self._feed, connection.brake, connection.server.turns)
         self._target = b""
@@ -74,7 +74,7 @@ class RequestParser:
         return self._target.decode("latin-1")
 
     def drop(self) -> Exchange | None:
-        """Stop receiving the current body, and return the request that it belongs to, if any."""
+        """Stop receiving the current body; return the request that it belongs to, or None."""
         dropped, self.receiving = self.receiving, None
         return dropped
 
@@ -91,10 +91,10 @@ class RequestParser:
         except httptools.HttpParserCallbackError as error:
             self._refuse_for(error.__context__)
         except httptools.HttpParserError as error:
-            self._connection.refuse(400, f"not HTTP/1.1: {error}")
+            self._connection.refuse(400, f"it is not HTTP/1.1: {error}")
         else:
             if self._overhead > MAX_HEAD_BYTES:
-                why = f"a head or trailers of more than {MAX_HEAD_BYTES} bytes"
+                why = f"its head or trailers have more than {MAX_HEAD_BYTES} bytes"
                 self._connection.refuse(431, why)
         # Outside of the `except`: within it, the `__context__` of a later callback's error would be
         # the upgrade, and not the error that the callback raised.
@@ -102,7 +102,7 @@ class RequestParser:
             self._go_on_without_upgrade(data[offered:])
 
     def _refuse_for(self, error: BaseException | None) -> None:
-        """Refuse a request for the error that a callback raised."""
+        """Refuse the current request because of the error that a callback raised."""
         if isinstance(error, UnreadableRequest):
             self._connection.refuse(error.status, error.why)
         else:
@@ -164,7 +164,7 @@ class RequestParser:
             self.receiving.body.put(body)
 
     def on_message_complete(self) -> None:
-        """End the request's body."""
+        """Mark the request's body as complete."""
         self.feeding.body_bytes = 0
         if self.receiving is not None and not self._parser.should_upgrade():
             self.receiving.body.end()
@@ -174,10 +174,10 @@ class RequestParser:
     # An offer to upgrade is ignored (RFC 9110 §7.8 allows it).
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the body with a new parser: the old one takes it for another protocol."""
+        """Parse the body with a new parser: the old one treats it as another protocol."""
         exchange = self.receiving
         if exchange is None:
-            self._connection.refuse(400, "an offer to upgrade without a request")
+            self._connection.refuse(400, "it offers an upgrade of the protocol and has no head")
             return
         framing = [pair for pair in exchange.headers if pair[0].lower() in wire.FRAMING]
         self._parser = httptools.HttpRequestParser(self)
@@ -189,7 +189,7 @@ class RequestParser:
 
 
 class UnreadableRequest(ValueError):
-    """Report a request that cannot be answered; the message says why."""
+    """Report a request that must be refused with `status`; the message says why."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -218,10 +218,10 @@ def check_head(headers: Headers, *, modern: bool) -> bool:
             if name.lower() == b"expect":
                 expects = value.lower() == b"100-continue"
         elif size == 14 and len(value) > MOST_DIGITS and name.lower() == b"content-length":
-            raise UnreadableRequest(400, f"a Content-Length of more than {MOST_DIGITS} digits")
+            raise UnreadableRequest(400, f"its Content-Length has more than {MOST_DIGITS} digits")
         elif size == 17 and name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
             raise UnreadableRequest(
-                400, "a transfer coding that is not chunked cannot be passed on"
+                400, "its Transfer-Encoding is not chunked, and no other can be passed on"
             )
     if hosts != 1 and (modern or hosts):
         hosts_given = "no Host header" if not hosts else "more than one Host header"
@@ -238,12 +238,12 @@ def _check_host(value: bytes) -> None:
 
 
 class SlowWork:
-    """Slow work of all connections, one piece at a time, each followed by as long a rest."""
+    """Queue of slow work of all connections: after each piece, pause as long as it took."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
-        self._rested_at = 0.0
+        self._rest_until = 0.0
 
     def queue_work(self, work: Callable[[], None]) -> None:
         """Queue `work`, to be called in its turn."""
@@ -253,7 +253,7 @@ class SlowWork:
 
     def _schedule(self) -> None:
         self._scheduled = True
-        rest_s = max(0.0, self._rested_at - monotonic())
+        rest_s = max(0.0, self._rest_until - monotonic())
         asyncio.get_running_loop().call_later(rest_s, self._next)
 
     def _next(self) -> None:
@@ -262,24 +262,24 @@ class SlowWork:
             self._waiting.popleft()()
         finally:
             now = monotonic()
-            self._rested_at = now + (now - began)
+            self._rest_until = now + (now - began)
             self._scheduled = False
             if self._waiting:
                 self._schedule()
 
 
 class Feeding:
-    """Keep the bytes of one connection that its parser has not seen yet."""
+    """Pass one connection's bytes to its parser, at once or in turns with other connections."""
 
     def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: SlowWork) -> None:
         """Begin with no bytes; `feed` parses bytes, and `source` is paused while bytes wait.
 
-        All connections share `turns`.
+        All connections share `turns`, which says when waiting bytes are parsed.
         """
         self._feed = feed
         self._source = source
         self._turns = turns
-        self._unseen = b""
+        self._unparsed = b""
         self._takes_long = False
         # Number of pieces that the parser has made of the present slice; it counts them here.
         self.pieces = 0
@@ -288,11 +288,11 @@ class Feeding:
         self.waiting = False
 
     def put(self, data: bytes) -> None:
-        """Parse bytes that arrived, now or in turns."""
+        """Parse bytes that arrived, now or when it is this connection's turn."""
         if self.waiting:
-            self._unseen += data
+            self._unparsed += data
         elif self._takes_long or self.body_bytes > LONG_BODY:
-            self._unseen = data
+            self._unparsed = data
             self._wait()
         else:
             self._parse(data)
@@ -305,7 +305,7 @@ class Feeding:
             at += SLICE
             self._takes_long = self.pieces > MANY_PIECES
             if self._takes_long and at < size:
-                self._unseen = data[at:]
+                self._unparsed = data[at:]
                 self._wait()
                 return
 
@@ -315,7 +315,7 @@ class Feeding:
         self._turns.queue_work(self._go_on)
 
     def _go_on(self) -> None:
-        data, self._unseen = self._unseen, b""
+        data, self._unparsed = self._unparsed, b""
         self.waiting = False
         self._source.resume_reading()
         self._parse(data)

@@ -51,14 +51,16 @@ IDLE_S: Final = 75.0
 # Seconds of silence after which a stream gets a ping, where its API has one: servers are silent
 # while they work on a long prompt, and clients and balancers give up on silent connections.
 PING_S: Final = 60.0
-SOONEST_S: Final = 0.05
-LATEST_S: Final = 5.0
+# Bounds of the seconds between two sweeps.
+SHORTEST_SWEEP_S: Final = 0.05
+LONGEST_SWEEP_S: Final = 5.0
 
 
 class ClientDeadlines(msgspec.Struct, frozen=True):
-    """Limit the seconds that a client may take for a head, and for each `STEP` bytes of a body.
+    """Seconds that a client may take for a head, and for each `STEP` bytes of a body.
 
-    `write_s` counts only while unsent bytes wait for the client.
+    `body_s` is for the request's body, `write_s` for the reply: it counts only while unsent bytes
+    wait for the client.
     """
 
     head_s: float = 60.0
@@ -68,17 +70,17 @@ class ClientDeadlines(msgspec.Struct, frozen=True):
 
     def limited_to(self, seconds: float) -> "ClientDeadlines":
         """Return the same deadlines, but none longer than `seconds`."""
-        return ClientDeadlines(*(min(one, seconds) for one in msgspec.structs.astuple(self)))
+        return ClientDeadlines(*(min(limit, seconds) for limit in msgspec.structs.astuple(self)))
 
     @property
     def sweep_s(self) -> float:
-        """Return the seconds between two looks at the connections."""
+        """Return the seconds between two sweeps of the connections."""
         shortest = min(self.head_s, self.body_s, self.write_s, self.idle_s)
-        return min(max(shortest / 10, SOONEST_S), LATEST_S)
+        return min(max(shortest / 10, SHORTEST_SWEEP_S), LONGEST_SWEEP_S)
 
 
 class StallTimer:
-    """Measure for how long a count has not grown by a step."""
+    """Timer of how long a count has not grown by a step."""
 
     __slots__ = ("_count", "_since")
 
@@ -87,19 +89,20 @@ class StallTimer:
         self._since = 0.0
 
     def reset(self) -> None:
-        """Start again at the next call of `stalled_for`: nothing is being waited for."""
+        """Restart the time at the next call of `stalled_for`, as nothing is waited for now."""
         self._count = -1
 
     def stalled_for(self, now: float, count: int, step: int = 1) -> float:
-        """Return the seconds since a call last found that the count had grown by `step`."""
+        """Return the seconds since the first call, or since `count` last grew by `step`."""
         if self._count < 0 or count - self._count >= step:
             self._count = count
             self._since = now
         return now - self._since
 
 
+# Most requests that wait for earlier ones on the same connection.
 MAX_PIPELINED: Final = 8
-# Seconds for which a connection is still read from before it is closed.
+# Seconds for which a connection is still read before it is closed.
 LINGER_S: Final = 1.0
 GONE: Final = "the client closed its connection"
 
@@ -119,7 +122,7 @@ class Connection(asyncio.Protocol):
         self.task: asyncio.Task[None] | None = None
         self.idle_since = 0.0
         self._received = 0
-        self._given = 0
+        self._written = 0
         self._head_clock, self._body_clock, self._reply_clock = (
             StallTimer(),
             StallTimer(),
@@ -129,7 +132,7 @@ class Connection(asyncio.Protocol):
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         # Too many requests wait, so reading is paused and further ones stay in the socket.
-        self._held = False
+        self._queue_full = False
         self._can_write: asyncio.Future[None] | None = None
         self._lost = False
         self._local: bool | None = None
@@ -143,7 +146,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def unsent(self) -> int:
-        """Return the number of bytes written that the client has not taken yet."""
+        """Return the number of written bytes that were not sent to the client yet."""
         return self.transport.get_write_buffer_size()
 
     @property
@@ -161,11 +164,11 @@ class Connection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         """Write data and count it, so that the client's progress can be computed."""
-        self._given += len(data)
+        self._written += len(data)
         self.transport.write(data)
 
     def is_answering(self, exchange: Exchange) -> bool:
-        """Return whether this request's reply is due or under way."""
+        """Return whether this request is being answered and the client is still connected."""
         return self._current is exchange and not self._lost
 
     # Deadlines, which the server's sweep checks.
@@ -180,10 +183,10 @@ class Connection(asyncio.Protocol):
             self._reply_clock.reset()
             if (
                 self._current is not None
-                and self._silence_clock.stalled_for(now, self._given) > PING_S
+                and self._silence_clock.stalled_for(now, self._written) > PING_S
             ):
                 self._current.send_ping()
-        elif self._reply_clock.stalled_for(now, self._given - unsent, STEP) > patience.write_s:
+        elif self._reply_clock.stalled_for(now, self._written - unsent, STEP) > patience.write_s:
             self.server.on_late("write", patience.write_s, self._current)
             self.transport.abort()
         receiving = self._parser.receiving
@@ -192,21 +195,21 @@ class Connection(asyncio.Protocol):
         if receiving is not None:
             self._head_clock.reset()
             self._sweep_body(receiving, now, patience.body_s)
-        elif self._parser.in_head and not self._held:
+        elif self._parser.in_head and not self._queue_full:
             if self._head_clock.stalled_for(now, self._parser.heads) > patience.head_s:
                 self.server.on_late("head", patience.head_s, None)
-                self.refuse(408, f"the head did not come within {patience.head_s:g} s")
+                self.refuse(408, f"its head did not come within {patience.head_s:g} s")
         else:
             self._head_clock.reset()
             if not self.busy and not unsent and self.idle_since < now - patience.idle_s:
                 self.transport.close()
 
     def _sweep_body(self, receiving: Exchange, now: float, body_s: float) -> None:
-        came = self._received + STEP * self._parser.heads
-        if receiving.body.braked or self._held or self._feeding.waiting or receiving.expects:
+        progress = self._received + STEP * self._parser.heads
+        if receiving.body.braked or self._queue_full or self._feeding.waiting or receiving.expects:
             # The client waits for us.
             self._body_clock.reset()
-        elif self._body_clock.stalled_for(now, came, STEP) > body_s:
+        elif self._body_clock.stalled_for(now, progress, STEP) > body_s:
             self.server.on_late("body", body_s, receiving)
             self._parser.drop()
             self.closing = True
@@ -279,8 +282,8 @@ class Connection(asyncio.Protocol):
             self._begin(exchange)
             return
         self._waiting.append(exchange)
-        if len(self._waiting) >= MAX_PIPELINED and not self._held:
-            self._held = True
+        if len(self._waiting) >= MAX_PIPELINED and not self._queue_full:
+            self._queue_full = True
             self.brake.pause_reading()
 
     def _begin(self, exchange: Exchange) -> None:
@@ -298,7 +301,7 @@ class Connection(asyncio.Protocol):
                 self._answer_for_handler(exchange)
 
     def _answer_for_handler(self, exchange: Exchange) -> None:
-        """Answer for a handler that ended without an answer, so that no client waits for ever."""
+        """Send a 500 if the handler ended without a reply; abort if it left a reply unfinished."""
         if exchange.started:
             self.transport.abort()
         else:
@@ -308,7 +311,7 @@ class Connection(asyncio.Protocol):
             self.end_reply(exchange)
 
     def end_reply(self, exchange: Exchange) -> None:
-        """Begin the next request, or close the connection, after a reply was sent to its end."""
+        """Start the next request or close the connection, now that a reply is complete."""
         if self._current is not exchange:
             return
         self._current = None
@@ -325,8 +328,8 @@ class Connection(asyncio.Protocol):
             else:
                 self._close_gently()
         elif self._waiting:
-            if self._held and len(self._waiting) <= MAX_PIPELINED:
-                self._held = False
+            if self._queue_full and len(self._waiting) <= MAX_PIPELINED:
+                self._queue_full = False
                 self.brake.resume_reading()
             self._begin(self._waiting.popleft())
 
@@ -334,7 +337,7 @@ class Connection(asyncio.Protocol):
         """Answer with an error and close: nothing after an invalid request can be parsed.
 
         If an earlier request is being answered, its reply is finished, and no error is sent.
-        Requests that wait are dropped.
+        Queued requests are dropped.
         """
         self.closing = True
         self._waiting.clear()
@@ -347,8 +350,8 @@ class Connection(asyncio.Protocol):
         elif current is not None and current.started:
             self.transport.abort()
         else:
-            asked = broken or self._parser
-            self._send_refusal(status, why, asked.method, asked.target)
+            request = broken or self._parser
+            self._send_refusal(status, why, request.method, request.target)
             self._close_gently()
 
     def _send_refusal(self, status: int, why: str, method: str, target: str) -> None:
@@ -378,6 +381,7 @@ Explain = Callable[[str, int, str], bytes]
 # allowed, and the request if there is one.
 OnLate = Callable[[str, float, Exchange | None], None]
 
+# Seconds between two checks whether all requests are finished.
 LOOK_S: Final = 0.02
 # Seconds that a cancelled handler may take to clean up.
 BREAK_OFF_S: Final = 2.0
@@ -429,7 +433,7 @@ class Server:
 
     @property
     def is_ending(self) -> bool:
-        """Return whether a time is set at which calls under way are broken off."""
+        """Return whether `finish_within` has set a time to break off requests."""
         return self._break_off_at < inf
 
     async def wait_until_finished(self) -> None:
@@ -438,13 +442,13 @@ class Server:
         A kept connection may have its next request on the way. For a moment it is still answered,
         with `Connection: close`; only then is the connection closed.
         """
-        linger = monotonic() + LINGER_S
-        look_at = 0.0
+        linger_until = monotonic() + LINGER_S
+        next_sweep = 0.0
         while self.connections and (now := monotonic()) < self._break_off_at:
-            if now >= look_at:
+            if now >= next_sweep:
                 self._check_deadlines(now)
-                look_at = now + self._patience.sweep_s
-            if now >= linger:
+                next_sweep = now + self._patience.sweep_s
+            if now >= linger_until:
                 for connection in [c for c in self.connections if not c.busy]:
                     connection.transport.close()
                 # A connection whose reply is still being sent is idle, but not done.

@@ -46,14 +46,15 @@ HOP_BY_HOP: Final = frozenset(
         b"http2-settings",
     }
 )
-# Headers that the sender of a message sets itself, and that are not passed on.
-_OF_THE_REQUEST: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_OF_A_PLAIN_REQUEST: Final = _OF_THE_REQUEST | {b"accept-encoding"}
-_OF_THE_REPLY: Final = HOP_BY_HOP | {b"content-length"}
-OURS: Final = b"x-pawl-"
+# Headers that are not passed on: the sender of each message sets its own.
+_NOT_TO_UPSTREAM: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_NOT_TO_UPSTREAM_IF_PLAIN: Final = _NOT_TO_UPSTREAM | {b"accept-encoding"}
+_NOT_TO_CLIENT: Final = HOP_BY_HOP | {b"content-length"}
+# Prefix of Pawl's own headers.
+OWN_PREFIX: Final = b"x-pawl-"
 # Client credentials, removed before ours are added.
 CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key", b"api-key"})
-_OF_ANY_TENANT: Final = frozenset(
+_ALLOWED_FOR_ALL_TENANTS: Final = frozenset(
     {
         *(b"accept", b"accept-encoding", b"accept-language", b"content-type", b"content-encoding"),
         *(b"user-agent", b"anthropic-version", b"anthropic-beta", b"openai-beta"),
@@ -61,14 +62,13 @@ _OF_ANY_TENANT: Final = frozenset(
     }
 )
 # Prefix of the headers by which SDKs describe themselves.
-_SDK: Final = b"x-stainless-"
+_SDK_PREFIX: Final = b"x-stainless-"
 
 
 def headers_by_name(headers: Headers) -> dict[str, str]:
     """Return values by lower-case name, for look-ups; if a name occurs twice, its first value.
 
-    Values are decoded as UTF-8, as names in feedback are; other bytes become unprintable
-    characters.
+    Values are decoded as UTF-8, like names in feedback; other bytes become lone surrogates.
     """
     # In reverse, so that the first of several values wins.
     return {
@@ -78,7 +78,7 @@ def headers_by_name(headers: Headers) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def _lower(name: bytes) -> str:
-    """Return a header's name as lower-case text; nearly all requests have the same few names."""
+    """Return a header's name in lower case, cached: nearly all requests have the same names."""
     return name.decode("latin-1").lower()
 
 
@@ -99,20 +99,22 @@ def is_framed(headers: Headers) -> bool:
 
 
 def headers_for_upstream(headers: Headers, tenant: str, *, plain: bool) -> Headers:
-    """Return a tenant's headers for the upstream; with `plain`, they ask for no content coding."""
-    unwanted = _with_connection_headers(_OF_A_PLAIN_REQUEST if plain else _OF_THE_REQUEST, headers)
+    """Return a tenant's headers for the upstream; with `plain`, ask for an uncompressed reply."""
+    unwanted = _with_connection_headers(
+        _NOT_TO_UPSTREAM_IF_PLAIN if plain else _NOT_TO_UPSTREAM, headers
+    )
     kept = _without_own_headers(headers, unwanted)
     if plain:
         kept.append((b"Accept-Encoding", b"identity"))
     if tenant == DEFAULT:
         return kept
-    return [pair for pair in kept if is_of_any_tenant(pair[0])]
+    return [pair for pair in kept if is_allowed_for_all_tenants(pair[0])]
 
 
-def is_of_any_tenant(name: bytes) -> bool:
-    """Return whether a header is passed on whichever tenant sends it."""
+def is_allowed_for_all_tenants(name: bytes) -> bool:
+    """Return whether a header is passed on for every tenant, because it is on the allow-list."""
     lower = name.lower()
-    return lower in _OF_ANY_TENANT or lower.startswith(_SDK)
+    return lower in _ALLOWED_FOR_ALL_TENANTS or lower.startswith(_SDK_PREFIX)
 
 
 def headers_for_client(headers: Headers) -> Headers:
@@ -121,21 +123,21 @@ def headers_for_client(headers: Headers) -> Headers:
     The upstream's `x-pawl-…` headers are left out too: they could name another tenant's version or
     call, and an upstream that is a Pawl itself names its own.
     """
-    unwanted = _with_connection_headers(_OF_THE_REPLY, headers)
+    unwanted = _with_connection_headers(_NOT_TO_CLIENT, headers)
     return _without_own_headers(headers, unwanted)
 
 
 def _without_own_headers(headers: Headers, unwanted: frozenset[bytes]) -> Headers:
-    """Return headers without those that are unwanted, and without Pawl's own."""
+    """Return headers without the `unwanted` names and without Pawl's own headers."""
     return [
         pair
         for pair in headers
-        if (lower := pair[0].lower()) not in unwanted and not lower.startswith(OURS)
+        if (lower := pair[0].lower()) not in unwanted and not lower.startswith(OWN_PREFIX)
     ]
 
 
 def _with_connection_headers(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
-    """Return `unwanted` and the headers that the `Connection` header names."""
+    """Return `unwanted` and the header names that the `Connection` header lists."""
     for name, value in headers:
         # `keep-alive`, which nearly all clients send, is on the list already.
         if len(name) == 10 and value != b"keep-alive" and name.lower() == b"connection":
@@ -167,7 +169,7 @@ def reply_head(status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]
 
 
 def refusal(status: int, body: bytes, *, bodyless: bool = False) -> bytes:
-    """Return the whole reply to an invalid request, without its body if `bodyless` (to HEAD)."""
+    """Return the whole reply to a refused request; without `body` if `bodyless` (for HEAD)."""
     date = formatdate(usegmt=True).encode()
     fault = b"client" if status < 500 or status == 505 else b"proxy"
     headers = [(b"Date", date), (b"x-pawl-fault", fault)]

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from proxy.http.exchange import HIGH_WATER, Exchange
 from proxy.http.server import (
-    LATEST_S,
+    LONGEST_SWEEP_S,
     MAX_PIPELINED,
     PING_S,
-    SOONEST_S,
+    SHORTEST_SWEEP_S,
     STEP,
     ClientDeadlines,
     Connection,
@@ -34,8 +34,8 @@ def test_deadlines_are_checked_as_often_as_the_shortest_deadline_needs_within_bo
     patience: ClientDeadlines,
 ) -> None:
     shortest = min(patience.head_s, patience.body_s, patience.write_s, patience.idle_s)
-    assert SOONEST_S <= patience.sweep_s <= LATEST_S
-    assert patience.sweep_s <= max(shortest / 10, SOONEST_S)
+    assert SHORTEST_SWEEP_S <= patience.sweep_s <= LONGEST_SWEEP_S
+    assert patience.sweep_s <= max(shortest / 10, SHORTEST_SWEEP_S)
 
 
 async def streaming(exchange: Exchange) -> None:

@@ -44,7 +44,7 @@ HEADERS = st.lists(st.tuples(NAMES, VALUES), max_size=8)
 
 @given(HEADERS)
 def test_headers_keep_their_case_and_order_both_ways(headers: wire.Headers) -> None:
-    ours = [pair for pair in headers if pair[0].lower().startswith(wire.OURS)]
+    ours = [pair for pair in headers if pair[0].lower().startswith(wire.OWN_PREFIX)]
     others = [pair for pair in headers if pair not in ours]
     assert wire.headers_for_client(headers) == others
     assert wire.headers_for_upstream(headers, DEFAULT, plain=False) == others
