@@ -227,11 +227,11 @@ class ReplyParser:
     def begin(self) -> None:
         """Initialise or reset the state that a subclass keeps."""
 
-    def whole(self, body: bytes) -> bytes:
+    def client_reply(self, body: bytes) -> bytes:
         """Return the bytes to send to the client for a reply in one piece."""
         return body
 
-    def event(self, data: bytes) -> bytes | None:
+    def client_event(self, data: bytes) -> bytes | None:
         """Return the data to send to the client for an event's data, or None to drop the event.
 
         Return `data` itself if nothing changes.
@@ -242,7 +242,7 @@ class ReplyParser:
         return data
 
     def added_members(self, data: bytes) -> dict[bytes, Replacement]:
-        """Return, by name, how to hide the members that only Pawl requested in unparsed data."""
+        """Return, by name, how to hide members that only Pawl requested, in unparseable `data`."""
         return {}
 
     def is_end(self, line: bytes) -> bool:
@@ -322,7 +322,7 @@ class ReplyParser:
         """Process the upstream's end; return the last bytes, to send once the record is durable."""
         if not self._streamed:
             self._end_seen = True
-            out = self.whole(b"".join(self._pieces))
+            out = self.client_reply(b"".join(self._pieces))
             return b"" if self._reading else out
         rest = bytes(self._partial)
         self._partial.clear()
@@ -407,7 +407,7 @@ class ReplyParser:
             return self._other(line)
         data = line[5:].strip()
         try:
-            out = self.event(data)
+            out = self.client_event(data)
         except UnreadableEvent:
             self._open += line
             return b""
@@ -433,7 +433,7 @@ class ReplyParser:
         lines = self._open_lines()
         data = _joined_data(lines)
         try:
-            out = self.event(data)
+            out = self.client_event(data)
         except UnreadableEvent:
             self._unreadable_events += 1
             out = self.hide_added_members(data)
@@ -443,7 +443,7 @@ class ReplyParser:
         return _with_data(lines, data, out) + blank
 
     def _unfinished(self, rest: bytes) -> bytes:
-        """Return the bytes to send to the client for a cut-off event; do not call `event`."""
+        """Return the bytes to send to the client for a cut-off event, not using `client_event`."""
         if boms := BOMS.match(rest):
             return boms[0] + self._unfinished(rest[boms.end() :])
         received = [*self._open_lines(), rest]

@@ -1,4 +1,4 @@
-"""Speak `/v1/chat/completions` (pure)."""
+"""Wire format of `/v1/chat/completions` (pure)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final

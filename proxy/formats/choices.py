@@ -1,4 +1,4 @@
-"""Speak chat completions and text completions, which both answer in `choices` (pure).
+"""Common part of chat completions and text completions, which both answer in `choices` (pure).
 
 `return_token_ids`, `logprobs` and the version's name as `model` are added to a request. In the
 reply the resulting values are set to `null` again, as vLLM sends them if they are not requested,
@@ -135,7 +135,7 @@ class ChoicesReply(ReplyParser):
         is_finished = bool(self._finished) and all(self._finished.values())
         return (self._end_seen or is_finished) and not self._unreadable_events
 
-    def whole(self, body: bytes) -> bytes:
+    def client_reply(self, body: bytes) -> bytes:
         """Return the completion without added values; `body` itself if there are none."""
         parsed = parse_object(body)
         choices = None if parsed is None else self._hide_added(parsed)
@@ -153,7 +153,7 @@ class ChoicesReply(ReplyParser):
                 return self._out
         return self._out
 
-    def event(self, data: bytes) -> bytes | None:
+    def client_event(self, data: bytes) -> bytes | None:
         """Return a chunk without added values, or None if it carries nothing else."""
         if data == DONE:
             return data

@@ -415,7 +415,7 @@ class Turns:
         """Add one member of the conversation to `conversation`."""
 
     def _user_content(self, member: Object) -> msgspec.Raw | None:
-        """Return a member's content if it is a user's, else None."""
+        """Return a member's content if a user wrote it, else None."""
         return member.get("content", NULL) if value_of(member.get("role")) == "user" else None
 
     def _is_text(self, member: Object) -> bool:
@@ -431,7 +431,7 @@ class Turns:
         return ()
 
     def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
-        """Return the tool results in a member; `calls` are the tool calls by their ids."""
+        """Return the tool results in a member; `calls` has the answered tool calls by their ids."""
         return ()
 
 

@@ -115,13 +115,13 @@ class ForwardedReply(MessagesReply):
         """Return whether the message's end has come, even if an event could not be read."""
         return self._end_seen
 
-    def whole(self, body: bytes) -> bytes:
+    def client_reply(self, body: bytes) -> bytes:
         """Return the reply with the client's name for the model."""
         out = self._rename_model(body)
         self._keep_message(out)
         return out
 
-    def event(self, data: bytes) -> bytes:
+    def client_event(self, data: bytes) -> bytes:
         """Return an event's data with the client's name for the model."""
         out = self._rename_model(data)
         event = decoded_object(out)
@@ -173,7 +173,7 @@ class TranslatedReply(MessagesReply):
             # Data lines so far of a chunk that spans several lines.
             self._chunk_lines = bytearray()
 
-    def whole(self, body: bytes) -> bytes:
+    def client_reply(self, body: bytes) -> bytes:
         """Return the translated message or error.
 
         A reply that cannot be translated is returned as it came, without added ids.

@@ -1,4 +1,4 @@
-"""Speak `/v1/messages`, answered through chat completions where vLLM serves the model (pure).
+"""Wire format of `/v1/messages`, answered by chat completions if vLLM serves the model (pure).
 
 vLLM returns ids with chat completions but not with messages, which it translates to chat
 completions anyway. So the request is sent as a chat completion, and the reply is turned into a

@@ -1,4 +1,6 @@
-"""Speak `/v1/responses`: ids by `enable_response_messages`, log-probabilities by `include`.
+"""Wire format of `/v1/responses` (pure).
+
+Ids are requested by `enable_response_messages`, log-probabilities by `include`.
 
 vLLM's additional values stand in `input_messages`, `output_messages`, `top_logprobs` and in each
 text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`). They are replaced by the
@@ -236,7 +238,7 @@ class ResponsesReply(ReplyParser):
         self._one_sample = True
         self._may_have_thoughts = self._request.fields.get(_SHOWS_THOUGHTS) not in (None, True)
 
-    def whole(self, body: bytes) -> bytes:
+    def client_reply(self, body: bytes) -> bytes:
         """Return the reply without added values; `body` itself if nothing was to be changed."""
         out = self._without_added(body)
         self._response = decoded_object(out)
@@ -252,7 +254,7 @@ class ResponsesReply(ReplyParser):
             return self.hide_added_members(body)
         return body if self._changes_nothing else msgspec.json.encode(parsed)
 
-    def event(self, data: bytes) -> bytes:
+    def client_event(self, data: bytes) -> bytes:
         event = parse_object(data)
         if event is None:
             raise UnreadableEvent

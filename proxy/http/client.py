@@ -174,7 +174,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Give the reply to its waiter; a 1xx is not the reply yet (RFC 9110 §15.2)."""
+        """Give the reply to the caller of `ask`, unless its status is 1xx (RFC 9110 §15.2)."""
         status = self._parser.get_status_code()
         self._is_interim = 100 <= status < 200
         if self._is_interim or self._head is None:
@@ -199,7 +199,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._reply.body.put(body)
 
     def on_message_complete(self) -> None:
-        """End the reply's body, and free the connection unless it is to be closed."""
+        """End the reply's body; keep the connection for reuse, or close it if that is ruled out."""
         if self._is_interim or self._reply is None:
             return
         reply, self._reply = self._reply, None
@@ -255,12 +255,12 @@ class Reply:
     ) -> Coroutine[Any, Any, bytes | None]:
         """Return the whole body, or None once it is longer than `limit` bytes.
 
-        `BodyStream.whole` describes `grown`, and which bytes are kept.
+        `BodyStream.read_all` describes `grown`, and which bytes are kept.
 
         Raises:
             Torn: the body broke off.
         """
-        return self.body.whole(limit, grown)
+        return self.body.read_all(limit, grown)
 
     @property
     def fully_read(self) -> bool:
@@ -277,7 +277,7 @@ class Reply:
             self._connection.transport.abort()
 
     def discard(self) -> None:
-        """Release the reply and close its connection, unless another request uses it by now."""
+        """Release the reply; close its connection unless another request already uses that."""
         if not self.body.ended or self._connection.usable:
             self._connection.transport.abort()
 
@@ -328,7 +328,7 @@ class Pool:
         return connection
 
     def free(self, connection: UpstreamConnection) -> None:
-        """Keep the connection of a reply that ended for the next request."""
+        """Keep a connection for the next request, now that its reply has ended."""
         self._idle.append((connection, monotonic()))
 
     def sweep(self, silence_s: float) -> None:

@@ -23,7 +23,7 @@ Grown = Callable[[int], None]
 
 
 class SharedBrake:
-    """Shared control of a connection: reading is paused while at least one user asks for it."""
+    """Pauses reading from a connection while at least one of several callers asks for it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         """Store the transport, whose reading is not paused."""
@@ -127,14 +127,14 @@ class BodyStream:
             data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
             self._pieces = []
         else:
-            data = self._first(most)
+            data = self._take_first(most)
         self._size -= len(data)
         if self.braked and not self._pieces:
             self.braked = False
             self._source.resume_reading()
         return data
 
-    def _first(self, most: int) -> bytes:
+    def _take_first(self, most: int) -> bytes:
         """Take the first `most` of more unread bytes, without copying later pieces."""
         pieces, taken = self._pieces, []
         while len(pieces[0]) <= most:
@@ -165,7 +165,7 @@ class BodyStream:
             await self._wait()
         return self.take(most)
 
-    async def whole(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
+    async def read_all(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None once it is longer than `limit` bytes.
 
         `grown` is called with the number of bytes so far, before each wait for more. If the result
@@ -188,9 +188,9 @@ class BodyStream:
                 await self._wait()
         finally:
             self._may_brake = True
-        return self.whole_within(limit)
+        return self.take_all(limit)
 
-    def whole_within(self, limit: int | None) -> bytes | None:
+    def take_all(self, limit: int | None) -> bytes | None:
         """Take and return a body that has ended, or return None if it exceeds `limit` bytes."""
         return None if limit is not None and self._size > limit else self.take()
 
@@ -297,13 +297,13 @@ class Exchange:
 
     @property
     def length(self) -> int | None:
-        """Return the body's length, or None if the head does not give it."""
+        """Return the length of the request's body, or None if the head does not give it."""
         value = wire.first_value(self.headers, b"content-length")
         return int(value) if value is not None and value.isdigit() else None
 
     @property
     def chunked(self) -> bool:
-        """Return whether the body comes in chunks, its length unknown."""
+        """Return whether the request's body comes in chunks, so that its length is unknown."""
         return wire.first_value(self.headers, b"transfer-encoding") is not None
 
     @property
@@ -324,7 +324,7 @@ class Exchange:
 
     def arrived_body(self, limit: int) -> bytes | None:
         """Return the body if all of it has arrived and it has at most `limit` bytes, else None."""
-        return self.body.whole_within(limit) if self.body.ended else None
+        return self.body.take_all(limit) if self.body.ended else None
 
     async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None if it is longer than `limit` bytes.
@@ -338,9 +338,7 @@ class Exchange:
         """
         self.send_continue()
         arriving = self.body
-        body = (
-            arriving.whole_within(limit) if arriving.ended else await arriving.whole(limit, grown)
-        )
+        body = arriving.take_all(limit) if arriving.ended else await arriving.read_all(limit, grown)
         if body is None:
             self.keep_alive = False
         return body
@@ -402,7 +400,7 @@ class Exchange:
         await self._connection.wait_until_drained()
 
     def tear(self) -> None:
-        """Close before the body's end: the client gets all bytes sent, and sees it incomplete."""
+        """Close the connection before the body's end, so that the client sees a broken reply."""
         self._connection.transport.close()
 
     def abort(self) -> None:

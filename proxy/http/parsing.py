@@ -47,7 +47,7 @@ class RequestParser:
     """Parse the requests of one connection; httptools calls it back."""
 
     def __init__(self, connection: "Connection") -> None:
-        """Begin with no bytes; requests and refusals go to `connection`, which is connected."""
+        """Begin with no bytes; pass requests and refusals to `connection`, already connected."""
         self._connection = connection
         self._parser = httptools.HttpRequestParser(self)
         self._headers: Headers = []
@@ -204,7 +204,7 @@ def check_head(headers: Headers, *, modern: bool) -> bool:
 
     Raises:
         UnreadableRequest: the request does not have exactly one valid host (RFC 9112 §3.2), or its
-            body has a coding or a length that cannot be passed on as it is.
+            body has a transfer coding or a length that cannot be passed on as it is.
     """
     expects = False
     hosts = 0

@@ -40,13 +40,13 @@ class ToyReply(ReplyParser):
         self._words: list[str] = []
         self._tokens: list[Any] = [None, None, None]
 
-    def whole(self, body: bytes) -> bytes:
+    def client_reply(self, body: bytes) -> bytes:
         try:
-            return self.event(body)
+            return self.client_event(body)
         except UnreadableEvent:
             return self.hide_added_members(body)
 
-    def event(self, data: bytes) -> bytes:
+    def client_event(self, data: bytes) -> bytes:
         if data == b"[DONE]":
             return data
         parsed = parse_object(data)

@@ -392,13 +392,13 @@ async def test_small_chunks_take_memory_in_proportion_to_their_bytes() -> None:
     cost = sys.getsizeof(body._pieces) + sum(map(sys.getsizeof, body._pieces))
     assert cost < 2 * 2 * chunks
     body.end()
-    assert await body.whole() == b"".join(b"%02d" % n for n in range(100)) * (chunks // 100)
+    assert await body.read_all() == b"".join(b"%02d" % n for n in range(100)) * (chunks // 100)
 
 
 async def test_request_body_is_read_in_parts_at_a_cost_linear_in_its_size() -> None:
     size, turn, copied = 16 * 2**20, 2**14, 0
     body, piece = inflow(), b"x" * 2**18
-    reading = asyncio.create_task(body.whole(size - 1))
+    reading = asyncio.create_task(body.read_all(size - 1))
     await asyncio.sleep(0)
     for _ in range(size // len(piece)):
         body.put(piece)
