@@ -150,14 +150,14 @@ async def check(
 REMOVE = """
 import asyncio, sys
 from datetime import date
-from proxy.ingester import removing as outdated
+from proxy.ingester import removing
 from store.database import make_engine
 
 async def run():
     engine = make_engine(sys.argv[1])
-    count = outdated._count
-    outdated._count = lambda removed: (count(removed), print("step", flush=True))
-    await outdated.remove_all(engine, date.fromisoformat(sys.argv[2]))
+    count = removing._count
+    removing._count = lambda removed: (count(removed), print("step", file=sys.stderr))
+    await removing.remove_outdated_records(engine, date.fromisoformat(sys.argv[2]))
     await engine.dispose()
 
 asyncio.run(run())
@@ -165,15 +165,16 @@ asyncio.run(run())
 
 
 async def removed_until_killed(url: str, before: date, steps: int) -> None:
-    """Remove in a process of its own, and kill it once so many steps are done."""
+    """Remove in a process of its own, and kill it after the last of `steps` steps."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", REMOVE, url, before.isoformat()),
-        stdout=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
         env=os.environ,
     )
-    assert process.stdout is not None
+    assert process.stderr is not None
     for _ in range(steps):
-        await process.stdout.readline()
+        assert await process.stderr.readline() == b"step\n"
     if process.returncode is None:
         process.kill()
     await process.wait()
