@@ -10,7 +10,7 @@ import msgspec
 
 from store.records import (
     EVAL,
-    FAILED,
+    FAILED_STATUSES,
     Episode,
     Group,
     Tokens,
@@ -67,7 +67,7 @@ def _parse_episode(line: TokenEpisodeLine, where: str) -> Episode:
     if line.state == "failed" and calls:
         # The state was derived from the last call's status.
         fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
-        calls[-1] = TransitionRow(**(fields | {"http_status": FAILED[0]}))
+        calls[-1] = TransitionRow(**(fields | {"http_status": FAILED_STATUSES[0]}))
     return Episode(
         id=own_id,
         key=key,
@@ -193,7 +193,7 @@ def groups_by_update(
 
 def _episode_reward(episode: Episode, recipe: Recipe) -> float | None:
     own = reward_of(episode.feedback, recipe.reward_rule).value
-    if own is None and episode.calls and episode.calls[-1].http_status in FAILED:
+    if own is None and episode.calls and episode.calls[-1].http_status in FAILED_STATUSES:
         return recipe.failed_reward
     return own
 
