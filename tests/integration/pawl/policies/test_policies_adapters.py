@@ -109,8 +109,8 @@ async def test_version_with_deleted_files_is_not_exported(run: Pawl, engine: Asy
         await mark_files_deleted(connection, "writer", [1])
     gone = await run("export", "writer", "out", "--version", "1")
     assert str(gone.exception) == (
-        "the files of writer@1 were deleted, as the version was rolled_back and nothing asked for"
-        " them any more (versions with files: none)"
+        "the files of writer@1 were deleted, as the version was rolled_back and was not needed"
+        " any more (versions with files: none)"
     )
     shown = await run("show", "writer")
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
