@@ -3,12 +3,13 @@
 Token ids and log-probabilities are the recorded ones, except for the replies of corrections.
 
 Rows of an update share prefixes: the tasks' prompts, and earlier calls that an episode's calls
-repeat. A model's `Layout` says how much of them it computes only once (`trainer.learners.scoring`):
+repeat. A model's `Layout` says which shared tokens it computes only once
+(`trainer.learners.scoring`):
 
     tree       one forward pass over the prefix tree: each distinct token is computed once
-    stretches  the tree's branches one after the other, each continuing the states behind it
-    chain      a row is read off the forward pass of a row that it is a prefix of
-    whole      each row by itself, with the model's own LM head
+    stretches  one pass for each unbranched stretch, which continues from its parent's states
+    chain      one pass for a row and all rows that are prefixes of it
+    whole      one pass for each row, with the model's own LM head
 """
 
 import sys
@@ -26,15 +27,15 @@ from store.values.packing import ids_array, unpack_logprobs
 from store.values.sampling import Distribution, distribution_of
 from trainer.credit.assign import TransitionCredit
 
-# The key of a transition within an update: its episode's id and its call's index there.
+# The key of a transition within an update: its episode's id and its call's index in the episode.
 RowKey = tuple[UUID, int]
 PLAIN: Final = Distribution(temperature=1.0)
 
 Layout = Literal["tree", "stretches", "chain", "whole"]
 # From the layout that computes the fewest tokens to the layout that works with every model.
 LAYOUTS: Final[tuple[Layout, ...]] = ("tree", "stretches", "chain", "whole")
-# Stretches begin at multiples of so many tokens: a shorter stretch would cost as long a pass over
-# the weights, and layers with a state along the sequence compute in chunks of this size.
+# Stretches begin at multiples of this many tokens: a shorter stretch would take as long, since the
+# pass over the weights dominates, and recurrent layers compute in chunks of this size.
 STRETCH: Final = 64
 
 
@@ -47,10 +48,10 @@ class Row(Record, frozen=True, kw_only=True):
     `r_total` is the return, `advantage` the return against the baseline, `weight` the row's share
     of the update's loss. `token_advantages` (S,) replace `advantage` if each token has its own.
     The server did not give the log-probabilities of a `recomputed` row: they are empty until the
-    version that sampled it has computed them. They stay empty if rows are imitated, which takes no
-    ratios. `masks` (S,) are the packed masks of the call's grammar, if it had one
-    (`trainer.learners.replay.grammars`); the learner makes them. The `sampled_ids` of a correction
-    are the right reply's, which was not sampled: a correction has no ratio.
+    version that sampled it has computed them. Rows that are imitated leave them empty, because the
+    loss of `sft` uses no ratios. `masks` (S,) are the packed masks of the call's grammar, if it had
+    one (`trainer.learners.replay.grammars`); the learner makes them. For a correction,
+    `sampled_ids` is the right reply, which no policy sampled, so there is no ratio either.
     """
 
     episode_id: UUID
@@ -74,7 +75,8 @@ class Row(Record, frozen=True, kw_only=True):
     def key(self) -> RowKey:
         """Return the key that identifies a row within its update.
 
-        A correction has the bitwise complement of its call's position, which is negative.
+        A correction uses the bitwise complement of its call's position, a negative number, so that
+        its key differs from that of the call's own row.
         """
         return self.episode_id, ~self.position if self.is_correction else self.position
 
@@ -85,7 +87,7 @@ class Row(Record, frozen=True, kw_only=True):
 
     @property
     def inputs(self) -> "array[int]":
-        """Return all ids but the last, (P + S − 1,): the ids that the model reads to score."""
+        """Return all ids but the last, (P + S − 1,): the model's input for log-probabilities."""
         return self.ids[:-1]
 
     @property
@@ -95,7 +97,7 @@ class Row(Record, frozen=True, kw_only=True):
 
 
 def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Row:
-    """Return a row without an episode, for computing log-probabilities only."""
+    """Return a row for computing log-probabilities only; its episode id is made of `number`."""
     return Row(
         episode_id=UUID(int=number),
         agent="",
@@ -124,7 +126,8 @@ def with_logprobs(rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]])
 def training_rows(credited: Iterable[TransitionCredit], *, imitated: bool = False) -> list[Row]:
     """Return the rows of the transitions that are trained (those without a `reason`).
 
-    With `imitated`, the loss takes the plain softmax, whatever the rows were sampled from.
+    With `imitated`, rows get no sampled log-probabilities, and the plain softmax as their
+    distribution, whatever settings they were sampled with.
     """
     return [_row(credit, imitated=imitated) for credit in credited if credit.reason is None]
 
@@ -139,7 +142,7 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
         sampled_ids=ids_array(tokens.sampled_ids),
         sampled_logprobs=() if imitated else tuple(unpack_logprobs(tokens.sampled_logprobs)),
         distribution=PLAIN if imitated else distribution_of(call.sampling),
-        # Both are None only where a teacher gives each token its own advantage.
+        # `r_total` and `advantage` are None only if a teacher gives each token its own advantage.
         r_total=credit.r_total or 0.0,
         advantage=credit.advantage or 0.0,
         weight=credit.weight,
@@ -151,7 +154,7 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
 def correction_rows(
     credited: Iterable[TransitionCredit], replies: Mapping[str, Sequence[int]]
 ) -> list[Row]:
-    """Return the rows of corrections; `replies` has their token ids by call id."""
+    """Return the rows of the corrections that have token ids in `replies`, by call id."""
     return [
         msgspec.structs.replace(
             bare_row(0, ids_array(credit.call.tokens.prompt_ids), replies[str(credit.call.id)]),
@@ -207,7 +210,7 @@ def build_tree(rows: Sequence[Sequence[int]]) -> Tree:
 
 
 def pad_tree(tree: Tree, multiple: int) -> Tree:
-    """Return `tree` with nodes that no other node sees, up to a multiple of `multiple` nodes."""
+    """Return `tree` padded to a multiple of `multiple` nodes; no other node sees the padding."""
     size = len(tree.tokens)
     more = range(size, size + -size % multiple)
     return Tree(
@@ -221,11 +224,11 @@ def pad_tree(tree: Tree, multiple: int) -> Tree:
 def shared_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many leading tokens two rows share."""
     # Binary search: comparing bytes is far quicker than comparing numbers one by one.
-    one, other = (array("i", row).tobytes() for row in (left, right))
+    left_bytes, right_bytes = (array("i", row).tobytes() for row in (left, right))
     size, shared, differ = array("i").itemsize, 0, min(len(left), len(right)) + 1
     while differ - shared > 1:
         middle = (shared + differ) // 2
-        if one[: middle * size] == other[: middle * size]:
+        if left_bytes[: middle * size] == right_bytes[: middle * size]:
             shared = middle
         else:
             differ = middle
@@ -248,33 +251,34 @@ def split_into_optimiser_steps(rows: Sequence[Row], steps: int) -> list[list[Row
     for row in sorted(rows, key=_lexicographic_key):
         by_episode.setdefault(row.episode_id, []).append(row)
     dealt: list[list[Row]] = [[] for _ in range(min(steps, len(by_episode)))]
-    for index, own in enumerate(by_episode.values()):
-        dealt[index % len(dealt)] += own
+    for index, episode_rows in enumerate(by_episode.values()):
+        dealt[index % len(dealt)] += episode_rows
     return dealt
 
 
 def chains_of(rows: Sequence[Row], layout: Layout) -> list[list[Row]]:
-    """Group rows that are computed along one path, the longest last, in the order of computation.
+    """Return chains of rows, in the order of computation; a chain ends with its longest row.
 
-    Except in the layout `whole`, a row is in the chain of a row that it is a prefix of. Chains that
-    share a prefix are adjacent; in the layouts `chain` and `whole` chains are ordered by length.
+    All other rows of a chain are prefixes of its longest row, and are computed with it. In the
+    layout `whole` each row is a chain of its own. In the layouts `tree` and `stretches` chains that
+    share a prefix are adjacent; in the others chains are ordered by length.
     """
     chains: list[list[Row]] = []
-    before = b""
-    # A row is followed by all rows that it is a prefix of.
+    previous_inputs = b""
+    # In lexicographic order a row is directly followed by all rows that it is a prefix of.
     for key, row in sorted(((_lexicographic_key(row), row) for row in rows), key=itemgetter(0)):
-        if chains and layout != "whole" and key[0].startswith(before):
+        if chains and layout != "whole" and key[0].startswith(previous_inputs):
             chains[-1].append(row)
         else:
             chains.append([row])
-        before = key[0]
+        previous_inputs = key[0]
     if layout not in ("tree", "stretches"):
         chains.sort(key=lambda chain: chain[-1].size)
     return chains
 
 
 def _lexicographic_key(row: Row) -> tuple[bytes, int]:
-    """Return a row's key in lexicographic order of inputs and last id: big-endian bytes."""
+    """Return a key that sorts rows by their inputs (as big-endian bytes), then by their last id."""
     ids = row.inputs
     if sys.byteorder == "little":
         ids.byteswap()
@@ -286,23 +290,25 @@ def plan_micro_batches(
 ) -> list[list[Row]]:
     """Cut rows into micro-batches with the fewest computed tokens, then the fewest micro-batches.
 
-    A micro-batch computes at most `budget` tokens, or as many as its longest row has, or twice as
-    many up to `most`: so an episode whose calls drop earlier thoughts is not computed again for
-    each call. No chain is cut. In the layout `tree`, tokens are distinct nodes of the prefix tree.
+    A micro-batch computes at most `budget` tokens. It may exceed the budget up to the length of its
+    longest row, or, within `most` tokens, up to twice that length. Then an episode whose calls drop
+    earlier thoughts is not computed again for each call. No chain is cut. In the layout `tree`,
+    tokens are distinct nodes of the prefix tree.
     """
     chains = chains_of(rows, layout)
     sizes = [chain[-1].size - 1 for chain in chains]
     repeated = _count_repeated_tokens(chains, layout)
-    # best[n]: tokens, micro-batches and start of the last one in the best cut of n chains.
+    # best[n] describes the best cut of the first n chains: its tokens, its number of micro-batches,
+    # and the first chain of its last micro-batch.
     best = [(0, 0, 0)]
     largest = max([budget, most, *sizes])
     for stop in range(1, len(chains) + 1):
-        choices, behind, longest = [], 0, 0
+        choices, tokens_after, longest = [], 0, 0
         for start in range(stop - 1, -1, -1):
-            tokens, longest = behind + sizes[start], max(longest, sizes[start])
+            tokens, longest = tokens_after + sizes[start], max(longest, sizes[start])
             if tokens > largest:
                 break
-            behind = tokens - repeated[start]
+            tokens_after = tokens - repeated[start]
             if tokens <= max(budget, longest, min(2 * longest, most)):
                 choices.append((best[start][0] + tokens, best[start][1] + 1, start))
         best.append(min(choices))
@@ -316,16 +322,19 @@ def plan_micro_batches(
 
 
 def _count_repeated_tokens(chains: Sequence[Sequence[Row]], layout: Layout) -> list[int]:
-    """Return how many tokens of each chain the chain before it has computed already."""
+    """Return, for each chain, how many of its tokens the chain before has already computed."""
     if layout not in ("tree", "stretches"):
         return [0] * len(chains)
     inputs = [chain[-1].inputs for chain in chains]
     shared = [0, *(shared_prefix_length(*pair) for pair in pairwise(inputs))]
     if layout == "tree":
         return shared
-    # No stretch has a single token: models compute that as in decoding, in place.
-    most = [0, *(max(0, min(map(len, pair)) - 2) for pair in pairwise(inputs))]
-    return [min(own) // STRETCH * STRETCH for own in zip(shared, most, strict=True)]
+    # A stretch has two tokens or more: models treat a single token as a decoding step, which
+    # changes their states in place.
+    longest_shared = [0, *(max(0, min(map(len, pair)) - 2) for pair in pairwise(inputs))]
+    return [
+        min(lengths) // STRETCH * STRETCH for lengths in zip(shared, longest_shared, strict=True)
+    ]
 
 
 class Stretch(NamedTuple):
@@ -341,15 +350,15 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(rows: Sequence[Row]) -> tuple[list[Stretch], dict[RowKey, int]]:
-    """Cut chains where others branch off; return all stretches, each after its parent.
+    """Cut chains where other chains branch off; return all stretches, each after its parent.
 
-    The second result is the index of the last stretch of each row's chain.
+    The second result maps each row's key to the index of its chain's last stretch.
     """
     chains = chains_of(rows, "stretches")
     repeated = _count_repeated_tokens(chains, "stretches")
     stretches: list[Stretch] = []
     last: dict[RowKey, int] = {}
-    # Chains from `start` to `stop` share their first `begin` tokens, which end with `parent`.
+    # Stretches up to `parent` cover the first `begin` tokens, which chains `start` to `stop` share.
     waiting: list[tuple[int, int, int, int | None]] = [(0, len(chains), 0, None)]
     while waiting:
         start, stop, begin, parent = waiting.pop()
@@ -361,7 +370,7 @@ def stretches_of(rows: Sequence[Row]) -> tuple[list[Stretch], dict[RowKey, int]]
         if not ends and parent is not None:
             last |= dict.fromkeys((row.key for row in chains[start]), parent)
             continue
-        cuts = [start, *(start + 1 + i for i, own in enumerate(ends) if own == end), stop]
+        cuts = [start, *(start + 1 + i for i, cut in enumerate(ends) if cut == end), stop]
         waiting += [(*pair, end, parent) for pair in reversed(list(pairwise(cuts)))]
     return stretches, last
 
@@ -373,9 +382,9 @@ def computed_tokens(rows: Sequence[Row], *, layout: Layout = "tree") -> int:
 
 
 def tokens_and_pairs(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return how many distinct tokens the inputs of `rows` have, and how many pairs attend.
+    """Return the numbers of distinct input tokens of `rows` and of pairs of attending tokens.
 
-    Tokens after different prefixes are distinct. Each attends to its prefix and to itself.
+    Tokens after different prefixes are distinct. Each token attends to its prefix and to itself.
     """
     chains = chains_of(rows, "tree")
     sizes = [chain[-1].size - 1 for chain in chains]
@@ -392,8 +401,8 @@ def divide_among_processes(
 ) -> list[list[Sequence[Row]]]:
     """Divide micro-batches among processes: equally many for each, with about equally many tokens.
 
-    All processes gather the sharded layers together, so each must compute as often as the others.
-    Where a micro-batch is missing, the smallest one is computed again with weight 0.
+    All processes gather the sharded layers together, so all must compute equally often. If the
+    number does not divide evenly, the smallest micro-batch is repeated with weight 0.
     """
     if processes == 1:
         return [list(micro_batches)]

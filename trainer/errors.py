@@ -22,7 +22,7 @@ class RecipeError(TrainerError):
 
 
 class CreditLineError(TrainerError):
-    """Report a line that is no episode as `pawl export` writes it, with line and field."""
+    """Report a line that is not an exported episode; the message names the line and the field."""
 
 
 class AdapterError(TrainerError):
@@ -45,7 +45,7 @@ class PublishError(TrainerError):
 
 
 class FilesAltered(PublishError):
-    """Report that a version is not loaded, because its files are not those that were written."""
+    """Report that a version is not loaded, because its files differ from the written ones."""
 
 
 class Misserved(PublishError):
@@ -53,7 +53,7 @@ class Misserved(PublishError):
 
 
 class FilesUnread(TrainerError):
-    """Report that a version's files cannot be read for now; it is retried, nothing is spent."""
+    """Report that a version's files cannot be read for now; reading is retried later."""
 
 
 class UpstreamAway(TrainerError):
@@ -61,18 +61,18 @@ class UpstreamAway(TrainerError):
 
 
 class NotFetched(UpstreamAway):
-    """Report that a machine could not get a version's files; it is retried, nothing is spent.
+    """Report that a version's files could not be brought to another machine; it is retried later.
 
-    At publishing, a model server that cannot get the files counts as away.
+    While a version is published, a model server that cannot get its files counts as away.
     """
 
 
 class LearnerError(TrainerError):
     """Report that the learner cannot train this model, or that an update failed.
 
-    The update's episodes are free again, except the episodes to blame (`Unusable`). `is_poison`
-    says that these are spent, so that the next update can succeed, and `suspects_servers` that a
-    model server at fault may have sampled the episodes.
+    The update's episodes are free again, except the episodes to blame (`Unusable`). `is_poison` is
+    true if consuming those lets the next update succeed, `suspects_servers` if a faulty model
+    server may have sampled the episodes.
     """
 
     is_poison: bool = False
@@ -80,19 +80,19 @@ class LearnerError(TrainerError):
 
 
 class NoEffect(LearnerError):
-    """Report that an adapter of some layers changes nothing, whatever its weights are."""
+    """Report that an adapter of the chosen layers has no effect, whatever its weights are."""
 
 
 class ServerAtFault(LearnerError):
-    """Report that a model server, which a self-test found at fault, may have sampled an update."""
+    """Report that an update's episodes may come from a model server that failed a self-test."""
 
 
 class TeacherError(LearnerError):
-    """Report that a teacher is away, or does not fit the recipe; it is asked again."""
+    """Report that a teacher does not answer or does not fit the recipe; the trainer asks again."""
 
 
 class CompanionFailed(LearnerError):
-    """Report that another process of the same update failed; the message says why.
+    """Report that another process of the same update failed; the error of that process says why.
 
     `is_memory` says whether all failed processes ran out of memory.
     """
@@ -103,10 +103,10 @@ class CompanionFailed(LearnerError):
 
 
 class Unusable(LearnerError):
-    """Report that some episodes make an update impossible; only these may be spent for it.
+    """Report that some episodes make an update impossible; only these may be consumed.
 
-    `episodes` maps the ids of the episodes to blame to the cause; it is empty if they are unknown.
-    They are spent with `reason`. `metrics` are the update's figures so far.
+    `episodes` maps the id of each episode to blame to the cause; it is empty if they are unknown.
+    They are consumed with `reason`. `metrics` are the update's figures so far.
     """
 
     reason: str = "non_finite"
@@ -150,14 +150,14 @@ class DriftOutOfBounds(Unusable):
     ) -> None:
         """Store the message, how far off each episode is, and the update's metrics."""
         super().__init__(message, episodes, "drift", metrics)
-        # The server may be unchanged, and then the next update fails, too.
+        # Consuming these episodes does not help if the server stays as it is: updates fail again.
         self.is_poison = False
 
 
 class Unreplayable(LearnerError):
-    """Report a grammar whose masks cannot be made again, or a reply that does not fit it.
+    """Report a grammar whose masks cannot be made again, or a reply that does not fit its grammar.
 
-    `reason` says which; the update leaves such calls out before it begins.
+    `reason` says which of the two; an update leaves such calls out before it trains.
     """
 
     def __init__(self, message: str, reason: str) -> None:

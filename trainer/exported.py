@@ -1,4 +1,4 @@
-"""Make claims of exported episodes, for `pawl train` (pure)."""
+"""Read exported episodes, and group them into updates for `pawl train` (pure)."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,11 +27,11 @@ from trainer.errors import CreditLineError
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import IMITABLE
 
-NEVER: Final = datetime.fromtimestamp(0, UTC)
+UNIX_EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 
 class TokenCallLine(CallLine, frozen=True, kw_only=True):
-    """Hold one call with what a learner needs: ids, log-probabilities and how it was sampled."""
+    """One exported call, with the fields for training: ids, log-probabilities and sampling."""
 
     policy: str | None = None
     prompt_ids: tuple[int, ...] = ()
@@ -41,16 +41,16 @@ class TokenCallLine(CallLine, frozen=True, kw_only=True):
 
 
 class TokenEpisodeLine(EpisodeLine, frozen=True, kw_only=True):
-    """Hold one episode whose calls have tokens."""
+    """One exported episode, whose calls have token ids."""
 
     calls: tuple[TokenCallLine, ...]
 
 
 def read_episodes(lines: Iterable[bytes], where: str) -> list[Episode]:
-    """Parse the episodes that `pawl export` wrote, as they were stored.
+    """Parse lines of `pawl export` into the store's episodes; `where` names their file in errors.
 
     Raises:
-        CreditLineError: a line is no episode, or lacks what training needs; it names the field.
+        CreditLineError: a line is no episode, or lacks a field for training, which is named.
     """
     return [_parse_episode(line, where) for line in read_lines_as(lines, where, TokenEpisodeLine)]
 
@@ -58,14 +58,15 @@ def read_episodes(lines: Iterable[bytes], where: str) -> list[Episode]:
 def _parse_episode(line: TokenEpisodeLine, where: str) -> Episode:
     key = scoped(line.tenant, line.episode)
     own_id = uuid5(NAMESPACE_URL, key)
-    said = (*line.feedback, *(item for call in line.calls for item in call.feedback))
+    feedback = (*line.feedback, *(item for call in line.calls for item in call.feedback))
     # Only corrections need the requests.
-    full = any(item.correction for item in said)
+    keeps_requests = any(item.correction for item in feedback)
     calls = [
-        _parse_call(call, own_id, f"{where}, episode {line.episode!r}", full) for call in line.calls
+        _parse_call(call, own_id, f"{where}, episode {line.episode!r}", keeps_requests)
+        for call in line.calls
     ]
     if line.state == "failed" and calls:
-        # The state was derived from the last call's status.
+        # The exported state "failed" was derived from the last call's HTTP status.
         fields = {name: getattr(calls[-1], name) for name in TransitionRow.__struct_fields__}
         calls[-1] = TransitionRow(**(fields | {"http_status": FAILED_STATUSES[0]}))
     return Episode(
@@ -73,7 +74,7 @@ def _parse_episode(line: TokenEpisodeLine, where: str) -> Episode:
         key=key,
         task=line.task and scoped(line.tenant, line.task),
         method="header",
-        last_call_at=NEVER,
+        last_call_at=UNIX_EPOCH,
         calls=tuple(calls),
         feedback=tuple(item.feedback for item in line.feedback),
         quarantined_reason=line.quarantined,
@@ -81,9 +82,11 @@ def _parse_episode(line: TokenEpisodeLine, where: str) -> Episode:
     )
 
 
-def _parse_call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> TransitionRow:
+def _parse_call(
+    line: TokenCallLine, episode: UUID, where: str, keeps_requests: bool
+) -> TransitionRow:
     if line.trainable or line.reason in IMITABLE:
-        why = _missing_field(line)
+        why = _unusable_field(line)
         if why is not None:
             raise CreditLineError(
                 f"{where}, call {line.call!r}: {why}; write the file again with this version's"
@@ -102,7 +105,7 @@ def _parse_call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> T
         trainable=line.trainable,
         reason=line.reason,
         episode_id=episode,
-        request=bytes(line.request) if full else None,
+        request=bytes(line.request) if keeps_requests else None,
         tokens=Tokens(
             prompt_ids=pack_ids(line.prompt_ids),
             sampled_ids=pack_ids(line.sampled_ids),
@@ -122,8 +125,8 @@ def _parse_call(line: TokenCallLine, episode: UUID, where: str, full: bool) -> T
     )
 
 
-def _missing_field(line: TokenCallLine) -> str | None:
-    """Return which field of a call training cannot use, and why, or None."""
+def _unusable_field(line: TokenCallLine) -> str | None:
+    """Return which field keeps a call from being trained, and why; None if all are usable."""
     for name in ("prompt_ids", "sampled_ids"):
         if not getattr(line, name):
             return f"{name} is missing or empty"
@@ -132,7 +135,7 @@ def _missing_field(line: TokenCallLine) -> str | None:
     if len(line.sampled_logprobs) not in (0, len(line.sampled_ids)):
         return "sampled_logprobs is not as long as sampled_ids"
     if line.policy is None or not (line.policy.partition("@")[2] or "0").isdecimal():
-        return f"policy is {line.policy!r}, and not NAME or NAME@N"
+        return f"policy is {line.policy!r}, and must be NAME or NAME@N"
     try:
         if line.trainable:
             distribution_of(line.sampling)
@@ -156,25 +159,26 @@ def groups_by_update(
 ) -> tuple[list[tuple[Group, ...]], Mapping[str, int]]:
     """Return the groups of each update, and the number of episodes in no update, by reason.
 
-    The trainer would claim the same if the episodes came one by one, in this order: groups of one
-    task, or single episodes, until an update is whole; groups without a signal are taken along.
-    The rest at the end makes short groups and a short update.
+    The trainer would make the same claims if the episodes arrived one by one in this order. An
+    update takes groups of one task, and single episodes without a task, until it has enough
+    episodes with a signal; groups without a signal are taken along. The last episodes form short
+    groups and a short update; without any signal they are in no update (`no_signal`).
     """
-    left: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     by_task: dict[str | UUID, list[tuple[int, Episode]]] = {}
     rule = recipe.claim
     for place, episode in enumerate(episodes):
         if why := _why_unused(episode, recipe, policy):
-            left[why] += 1
+            unused[why] += 1
         else:
             by_task.setdefault(episode.task or episode.id, []).append((place, episode))
     groups: list[tuple[int, Group]] = []
     for members in by_task.values():
         for start in range(0, len(members), rule.group_size):
-            own = members[start : start + rule.group_size]
-            task = own[0][1].task or ""
-            made = Group(task=task, episodes=tuple(episode for _, episode in own))
-            groups.append((own[-1][0], made))
+            chunk = members[start : start + rule.group_size]
+            task = chunk[0][1].task or ""
+            group = Group(task=task, episodes=tuple(episode for _, episode in chunk))
+            groups.append((chunk[-1][0], group))
     updates: list[tuple[Group, ...]] = []
     taken: list[Group] = []
     signals = 0
@@ -187,15 +191,15 @@ def groups_by_update(
     if signals:
         updates.append(tuple(taken))
     else:
-        left["no_signal"] += sum(len(group.episodes) for group in taken)
-    return updates, left
+        unused["no_signal"] += sum(len(group.episodes) for group in taken)
+    return updates, unused
 
 
 def _episode_reward(episode: Episode, recipe: Recipe) -> float | None:
-    own = reward_of(episode.feedback, recipe.reward_rule).value
-    if own is None and episode.calls and episode.calls[-1].http_status in FAILED_STATUSES:
+    reward = reward_of(episode.feedback, recipe.reward_rule).value
+    if reward is None and episode.calls and episode.calls[-1].http_status in FAILED_STATUSES:
         return recipe.failed_reward
-    return own
+    return reward
 
 
 def _why_unused(episode: Episode, recipe: Recipe, policy: str) -> str | None:

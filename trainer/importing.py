@@ -2,9 +2,9 @@
 
 See docs/decisions/049-files-kept-by-state.md.
 
-An import is an update that trains nothing. It holds the policy, begins an update without episodes,
-writes the files beside their place and renames them, records the version in one transaction, and
-probes it. So the next trainer finishes or undoes what a kill left (`trainer.updates.recording`).
+An import is an update that trains nothing. It locks the policy, begins an update without episodes,
+writes the files into a temporary folder and renames it, records the version in one transaction, and
+probes it. If it is killed, the next trainer finishes or undoes it (`trainer.updates.recording`).
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def import_adapter(
         try:
             await lock_policy(guard, name, "import")
             model = await base_model(settings, chosen, name, servers)
-            # With the file, the learner compares the base models by hash.
+            # If the adapter has a `BASE_FILE`, the learner compares the base models by hash.
             if not (directory / BASE_FILE).exists():
                 _refuse_if(directory, why_another_base(config, model))
             learner = await asyncio.to_thread(
@@ -107,7 +107,7 @@ class AdapterImport:
     async def write(self, directory: Path) -> int:
         """Write and record the adopted adapter as the next version, and return its number.
 
-        `directory` is the source. If stopped, the import is complete or undone.
+        `directory` is the adapter's original folder. A stopped import is finished or undone.
 
         Raises:
             AdapterError: the serving version has the same weights.
@@ -139,12 +139,15 @@ class AdapterImport:
         return new.version
 
     async def _refuse_serving_weights(self, directory: Path) -> None:
-        """Refuse weights that serve already: the probe could not tell that they were loaded."""
+        """Refuse the weights of the serving version: a probe could not tell the two apart."""
         serving = await self._versions.serving()
         folder = self._versions.folder(serving.version)
         manifest = None if folder is None else adapters.read_manifest(folder)
         if manifest is not None and manifest.sha256[WEIGHTS] == sha256_of(directory / WEIGHTS):
-            _refuse_if(directory, f"{serving.served_name} has its weights and serves: all is done")
+            _refuse_if(
+                directory,
+                f"{serving.served_name} already serves these weights: nothing to import",
+            )
 
     async def publish(self, publisher: Publisher, number: int) -> PolicyVersion:
         """Publish version `number`, and return it.

@@ -57,7 +57,7 @@ log = structlog.get_logger()
 
 NO_SLOT: Final = (
     "all adapter slots of the model server are taken by versions with episodes under way, so it"
-    " cannot be tested before one is free; no update could begin before that either"
+    " cannot be tested before a slot is free; no update could begin before that either"
 )
 # Seconds between checks that model servers still answer.
 ASK_S: Final = 5.0
@@ -79,7 +79,7 @@ class Loop:
     ) -> None:
         """Connect the stages of an update; `policy` is the name of the policy in training.
 
-        `breaker` and `trackers` outlive the loop, which ends with a connection to the database.
+        `breaker` and `trackers` outlive the loop, which ends when its database connection is lost.
         """
         folder = settings.adapter_dir
         servers = publisher.servers
@@ -98,7 +98,7 @@ class Loop:
         self._cleaning = Cleaning(engine, servers, policy, folder)
         self._breaker = breaker or CircuitBreaker()
         self._trackers = trackers or Trackers((), folder, {})
-        # The evaluation that was tracked last, and the time of the last look for one.
+        # The last tracked evaluation, and the time of the last query for a newer one.
         self._evaluated: Evaluation | None = None
         self._looked_at = -EXPIRE_S
         # Time of the next check that model servers answer.
@@ -111,8 +111,8 @@ class Loop:
     async def finish_killed(self) -> None:
         """Finish or abandon the update that a killed trainer left.
 
-        After two killed updates in a row the next takes less memory: the kernel may have killed the
-        trainers for it, and would do so again.
+        After two killed updates in a row, use smaller micro-batches: the kernel may have killed the
+        trainers for lack of memory.
         """
         await self._recovery.finish(KILLED)
         async with self._engine.connect() as connection:
@@ -124,8 +124,8 @@ class Loop:
                 "trainer_killed_again",
                 policy=self._policy,
                 updates=killed,
-                reason=f"trainers were killed in {killed} updates in a row, maybe for their memory"
-                f" (the kernel's log says so): {tokens} tokens are computed at once from now on",
+                reason=f"trainers were killed in {killed} updates in a row, maybe for lack of"
+                f" memory (see the kernel's log): from now on micro-batches have {tokens} tokens",
                 remedy=MEMORY_REMEDY,
             )
 
@@ -165,7 +165,7 @@ class Loop:
             self._breaker.tested_return_count = self._publisher.servers.return_count
 
     async def test_if_due(self) -> None:
-        """Test whether updates could go on, if training is paused and a test is due."""
+        """If training is paused and a test is due, test whether updates could go on."""
         breaker = self._breaker
         if breaker.test_is_due and await self._has_test_slot():
             is_suspect = breaker.suspects_servers
@@ -183,7 +183,7 @@ class Loop:
     async def _has_test_slot(self) -> bool:
         """Return whether the model servers have a slot for a test's adapter.
 
-        Without one no update could be claimed either.
+        Without a free slot no update could be claimed either.
         """
         async with self._engine.begin() as connection:
             return await self._pacing.has_test_slot(connection)
@@ -221,13 +221,15 @@ class Loop:
         the next call continues it, or frees its episodes.
         """
         started = perf_counter()
-        # A newer version would begin to wait for other policies' anew, perhaps for ever.
-        together = len(self._publisher.together) > 1 and await self._versions.waits_to_go_live()
-        if together or await self._versions.is_held():
+        # A newer version would start the wait for other policies' versions again, maybe for ever.
+        waits_for_others = (
+            len(self._publisher.together) > 1 and await self._versions.waits_to_go_live()
+        )
+        if waits_for_others or await self._versions.is_held():
             await self._free_next_update()
             return False
-        # Only after the check above: another trainer may promote this policy's waiting version,
-        # while only this trainer makes versions that wait.
+        # Read after the check above: meanwhile another trainer may promote this policy's waiting
+        # version, but no other trainer makes a version wait.
         parent = await self._versions.head()
         await self._claiming.consume_expired(parent.version)
         await self._track_evaluation()
@@ -241,7 +243,7 @@ class Loop:
         return True
 
     async def _track_evaluation(self) -> None:
-        """Track the newest version that has been evaluated, if its figures have changed."""
+        """Send the newest evaluated version's figures to the trackers, if they have changed."""
         if not self._trackers.is_tracking or perf_counter() < self._looked_at + EXPIRE_S:
             return
         self._looked_at = perf_counter()
@@ -253,7 +255,7 @@ class Loop:
             self._trackers.log(self._policy, {"eval": msgspec.structs.asdict(scored[-1])})
 
     async def _update_from(self, parent: PolicyVersion, *, looks_ahead: bool) -> bool:
-        """Claim until an update of `parent` succeeds; return False if none can begin now."""
+        """Claim and run updates of `parent` until one succeeds; return False if none can begin."""
         while not self._breaker.is_open:
             claim, plan = await self._take_next_claim(parent)
             if claim is None:
@@ -286,10 +288,10 @@ class Loop:
     async def _run_update(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, *, looks_ahead: bool
     ) -> None:
-        """Make and publish the version of a claim, or record the update if there is no signal.
+        """Make and publish the version of a claim, or only record the update if there is no signal.
 
         Raises:
-            LearnerError: the update cannot be computed; the claim still runs.
+            LearnerError: the update cannot be computed; its claim is still open.
         """
         number = await self._versions.next_number()
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
@@ -325,13 +327,13 @@ class Loop:
     async def _look_ahead(self, parent: PolicyVersion, publishing: asyncio.Task[None]) -> None:
         """Claim and plan the next update of `parent`, while `parent` is being published.
 
-        Nothing else of the policy computes meanwhile, and the update before is recorded. So the
-        update is the same as if it began after the publication.
+        The result is the same as after the publication: the update of `parent` is already recorded,
+        and publishing does not use the learner.
         """
 
-        async def test_servers(far: int, measured: int) -> None:
+        async def test_servers(distant: int, measured: int) -> None:
             await asyncio.wait([publishing])
-            await self._test_servers(far, measured)
+            await self._test_servers(distant, measured)
 
         # A version that waits for a decision has no traffic when it is published.
         serves = self._recipe.publish.serves_at_once
@@ -341,7 +343,7 @@ class Loop:
         try:
             self._ahead = claim, await self._training.plan(claim, self._recipe, test_servers)
         except Exception as error:
-            # Whatever happens to the next update, the version before it is published.
+            # An error of the next update must not keep `parent` from being published.
             await asyncio.wait([publishing])
             if not isinstance(error, LearnerError):
                 raise
@@ -363,33 +365,33 @@ class Loop:
         else:
             self._breaker.note_success()
 
-    async def _test_servers(self, far: int, measured: int) -> None:
-        """Test the model servers before so many episodes are spent as too far off the policy.
+    async def _test_servers(self, distant: int, measured: int) -> None:
+        """Test the model servers, as `distant` of `measured` episodes are too far off the policy.
 
         Raises:
-            ServerAtFault: a server may have sampled them wrongly.
+            ServerAtFault: a server is at fault, and may have sampled those episodes wrongly.
         """
         why = await self._self_test.why_unserved()
         if why is not None:
             self._breaker.note_drift()
             raise ServerAtFault(
-                f"{far} of {measured} episodes are too far off the policy, and a model server is at"
-                f" fault: {why}"
+                f"{distant} of {measured} episodes are too far off the policy, and a model server"
+                f" is at fault: {why}"
             )
-        log.warning("many_episodes_off_policy", policy=self._policy, far=far, measured=measured)
+        log.warning("many_episodes_off_policy", policy=self._policy, far=distant, measured=measured)
 
     async def _note_error(self, error: LearnerError, claim: Claim) -> None:
         """Count a failed update, unless the episodes to blame are spent and the next can succeed.
 
-        If a server may have sampled rows wrongly, test the servers: it may be repaired by now.
+        If a server may have sampled rows wrongly, test the servers: the fault may be over by now.
         """
         members = sum(len(group.episodes) for group in claim.groups)
-        # If most episodes are to blame, the fault is hardly theirs.
-        of_most = isinstance(error, Unusable) and looks_like_a_fault(len(error.episodes), members)
-        if error.is_poison and not of_most:
+        # If most episodes are to blame, the system is probably at fault.
+        is_fault = isinstance(error, Unusable) and looks_like_a_fault(len(error.episodes), members)
+        if error.is_poison and not is_fault:
             return
         if isinstance(error, TeacherError):
-            # Another try would fail as well.
+            # A second update would fail as well, so pause after the first.
             self._breaker.pause_until_test(str(error), _pause_reason(error))
             self._log_pause()
             return
@@ -405,9 +407,9 @@ class Loop:
         self._log_pause()
 
     async def _exclude_wrong_samples(self) -> None:
-        """Exclude episodes sampled before now, if a server was at fault and passes its test now.
+        """Exclude all earlier samples, if a server was at fault and passes its test now.
 
-        Otherwise one update after the other would spend its share of them.
+        Otherwise each of the next updates would fail and consume some of them.
         """
         if self._breaker.sampled_wrongly:
             async with self._engine.begin() as connection:

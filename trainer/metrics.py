@@ -43,7 +43,7 @@ PAUSED = Gauge(
     " or a model server is away or at fault. Its log has the reason in full.",
     ["policy", "reason"],
 )
-# Meaning of the metrics that an update records; entries of a table have the meaning of the table.
+# Description of each metric that an update records; a table's description covers its entries.
 FIGURES: Final[Mapping[str, str]] = {
     "groups": "Tasks in the claim",
     "episodes": "Episodes in the claim",
@@ -125,7 +125,7 @@ VERSION = Gauge(
 
 
 def begin_policy(policy: str) -> None:
-    """Show that a policy has had no update in this process yet."""
+    """Set a policy's counters to 0, so that they are scraped before its first update."""
     outcomes = ("trained", "no_signal", "released", "rejected")
     of_policy = [[policy]]
     begin_at_zero(
@@ -138,6 +138,6 @@ def begin_policy(policy: str) -> None:
 
 
 def show_pause(policy: str, reason: PauseReason | None) -> None:
-    """Show why the training of a policy is paused, or that it is not (None)."""
-    for known in get_args(PauseReason):
-        PAUSED.labels(policy, known).set(known == reason)
+    """Set the gauge of paused policies: `reason` is why this policy pauses, None if it does not."""
+    for each in get_args(PauseReason):
+        PAUSED.labels(policy, each).set(each == reason)

@@ -30,12 +30,12 @@ from trainer.updates.training import Training
 log = structlog.get_logger()
 
 # Called after each update with its version's number and folder (None: no version), its metrics, and
-# the number of updates.
+# the number of all updates.
 Show = Callable[[int, Path | None, Mapping[str, Any], int], None]
 
 
 class _LocalVersions:
-    """Know the version that training starts from, and those that it writes."""
+    """Locate the folders of the version that training starts from and of the versions it writes."""
 
     def __init__(self, out: Path, policy: str, start: tuple[int, Path] | None) -> None:
         self._out, self._policy, self._start = out, policy, start
@@ -50,7 +50,7 @@ class _LocalVersions:
 
 
 def first_number(episodes: Sequence[Episode], policy: str, start: int) -> int:
-    """Return the first version's number: above `start` and all versions that sampled a call."""
+    """Return the first new version's number: above `start` and all versions that sampled a call."""
     calls = (call for episode in episodes for call in episode.calls if call.policy == policy)
     return max([start, *(call.policy_version or 0 for call in calls)]) + 1
 
@@ -70,31 +70,32 @@ async def train_episodes(
 ) -> Mapping[str, int]:
     """Train one update after the other; return the number of episodes in no update, by reason.
 
-    The first update begins at the base model, or at the version in `start`, a folder that a trainer
-    wrote. Versions are written into `out`. Other versions' rows are off-policy, as in the trainer.
+    The first update starts from the base model, or from the version in the folder `start`. New
+    versions are written into `out`. Calls that other versions sampled are off-policy, as in the
+    trainer. `show` is called after each update.
 
     Raises:
         TrainerError: the model or the version cannot be used, or an update cannot be computed.
     """
     if has_several_processes():
-        raise LearnerError("`pawl train` is one process: start it without `accelerate launch`")
+        raise LearnerError("`pawl train` runs in one process: start it without `accelerate launch`")
     # Must come before a second thread starts: only malloc's first arena may be used.
     keep_freed_memory()
     if version_folders(out, policy):
-        raise AdapterError(f"{out} has versions of {policy!r} already: name another folder")
+        raise AdapterError(f"{out} already has versions of {policy!r}: name another folder")
     manifest = None if start is None else read_manifest(start)
     if start is not None and manifest is None:
-        raise AdapterError(f"{start} is no version: name such a folder of PAWL_ADAPTER_DIR")
+        raise AdapterError(f"{start} is not a version's folder: name one in PAWL_ADAPTER_DIR")
     updates, left = groups_by_update(episodes, recipe, policy)
     parent = 0 if manifest is None else manifest.version
-    begun = None if start is None else (parent, start.resolve())
+    start_version = None if start is None else (parent, start.resolve())
     learner = Learner(model, recipe, seed, out / ".scratch")
     why_another_base = None if start is None else learner.why_another_base(start)
     if why_another_base is not None:
         raise AdapterError(f"{start}: {why_another_base} than {model}: set PAWL_MODEL to that one")
     probe = learner.vocabulary_probe
     teacher = Teacher(recipe.teacher, probe, teacher_key) if recipe.teacher else None
-    training = Training(learner, out, _LocalVersions(out, policy, begun), teacher)
+    training = Training(learner, out, _LocalVersions(out, policy, start_version), teacher)
     baselines = None if manifest is None else manifest.baselines
     number = first_number(episodes, policy, parent)
     for groups in updates:
@@ -118,12 +119,12 @@ async def _run_update(
 ) -> tuple[Path | None, Mapping[str, Any], Mapping[str, Any] | None]:
     """Train version `parent` on `groups` and write version `number`.
 
-    Episodes to blame for a failure are left out. Return the version's folder (None: no signal), its
-    metrics, and moving baselines.
+    Episodes to blame for a failure are left out, and the update is run again. Return the version's
+    folder (None: no signal, no version), the update's metrics, and the next moving baselines.
     """
 
-    async def warn_off_policy(far: int, measured: int) -> None:
-        log.warning("many_episodes_off_policy", policy=policy, far=far, measured=measured)
+    async def warn_off_policy(distant: int, measured: int) -> None:
+        log.warning("many_episodes_off_policy", policy=policy, far=distant, measured=measured)
 
     while True:
         claim = Claim(

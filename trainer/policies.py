@@ -21,10 +21,10 @@ from trainer.settings import TrainerSettings
 class ChosenPolicy(Record, frozen=True, kw_only=True):
     """A policy that this trainer trains.
 
-    `policy` is None if the model server's base model is the policy. `base` is the model server's
-    name for the base model; None: the policy's name. `together` are the policies that must go live
-    together, this one included (empty: none). `known` are all trained policies of the file of
-    policies, also those of other trainers; empty without a file.
+    `policy` is None if the policy is named after the model server's base model. `base` is the model
+    server's name for the base model; None: the policy's name. `together` are the policies that must
+    go live together, this one included (empty: none). `known` are all trained policies in the file
+    of policies, including those of other trainers; empty without a file.
     """
 
     policy: str | None
@@ -40,12 +40,12 @@ def chosen_policies(
 ) -> tuple[ChosenPolicy, ...]:
     """Return the policies that a trainer with these settings trains.
 
-    These are the policies with `trained = true` in `table`, the file of policies, or a selection by
-    the settings; without a file, the settings' policy.
+    With `table`, the file of policies, these are its policies with `trained = true`, or those of
+    them that PAWL_POLICY names. Without a file, it is the policy that PAWL_POLICY names.
 
     Raises:
-        TrainerError: the file has no such policy, or a policy is not trained; or their base models
-            differ.
+        TrainerError: the file has no trained policy, or not the named one; or the base models of
+            the policies differ.
     """
     if table is None:
         return (ChosenPolicy(policy=settings.policy, base=None, recipe=settings.recipe),)
@@ -62,7 +62,7 @@ def chosen_policies(
         if name not in trained:
             raise TrainerError(
                 f"PAWL_POLICY is {settings.policy!r}, and {settings.policies} has no policy"
-                f" {name!r} with trained = true: name some of these, or add it there:"
+                f" {name!r} with trained = true: name one or more of these, or add it there:"
                 f" {', '.join(trained)}"
             )
     by_base: dict[str, list[str]] = {}
@@ -127,10 +127,11 @@ def trained_recipes(settings: TrainerSettings) -> list[Recipe]:
 
 
 def check_publishing(chosen: ChosenPolicy, recipe: Recipe) -> None:
-    """Refuse a decision or a control for a policy whose versions go live together with others'.
+    """Refuse a gate for a policy whose versions go live together with other policies' versions.
 
     Raises:
-        TrainerError: the policy has `publish_with`, and a decision or a control.
+        TrainerError: the policy has `publish_with`, and its recipe asks for a decision about
+            versions or for a control.
     """
     rule = recipe.publish
     if not chosen.together or (rule.serves_at_once and not rule.control_share):
@@ -149,7 +150,7 @@ def importing_policy(
 ) -> ChosenPolicy:
     """Return the trained policy `name`, which gets an adapter from elsewhere.
 
-    With `tenant`, policies of other tenants do not exist.
+    With `tenant`, only policies of that tenant are found.
 
     Raises:
         TrainerError: the file of policies has no such policy, or the policy is not trained; or
@@ -180,8 +181,8 @@ async def lock_policy(guard: AsyncConnection, name: str, work: str) -> None:
     """
     if not await claims.hold_policy(guard, name):
         raise TrainerError(
-            f"policy {name!r} is being worked on, by its trainer or another command, and only one"
-            f" may write its versions: stop it, {work} again, and start it again"
+            f"policy {name!r} is in use by its trainer or another command, and only one process"
+            f" may write its versions: stop that process, {work} again, and start it again"
         )
 
 
@@ -200,8 +201,8 @@ async def base_model(
         if settings.model is not None:
             return settings.model
         raise TrainerError(
-            f"{error}, and no other can tell the base model of policy {name!r}: start it, or set"
-            " PAWL_MODEL to the model's folder or name"
+            f"{error}, so the base model of policy {name!r} is unknown: start a model server, or"
+            " set PAWL_MODEL to the model's folder or name"
         ) from error
     if base not in listed:
         raise TrainerError(

@@ -90,7 +90,7 @@ async def _run_trainer(
         trackers = Trackers(settings.trackers, settings.tracking_dir, by_policy)
         stack.callback(trackers.close)
         show_version()
-        # Model servers may want versions while the model is loaded, which takes minutes.
+        # Serve versions' files at once: loading the model takes minutes.
         is_up, is_ready = asyncio.Event(), asyncio.Event()
         # Processes that fetch versions use the host of PAWL_ADAPTER_SOURCE.
         hosts = (*settings.allowed_hosts, str(urlsplit(settings.adapter_source or "").hostname))
@@ -126,7 +126,7 @@ async def _run_trainer(
                 if isinstance(error, UpstreamAway) and not isinstance(error, NotFetched):
                     for policy, breaker in breakers.items():
                         breaker.pause_until_test(
-                            "the model servers were away, and may be others now"
+                            "the model servers were away, and may have been replaced"
                         )
                         show_pause(policy, breaker.reason)
             await asyncio.sleep(RETRY_S)
@@ -188,11 +188,11 @@ async def _load_learners(
         try:
             return await asyncio.to_thread(load)
         except ShortOfMemory as error:
-            # The trainer's other processes wait in the middle of loading: all must begin anew.
+            # The trainer's other processes wait in the middle of loading: all must be restarted.
             if has_several_processes() or not may_fit(model, recipes[0]):
                 raise
             log.error("trainer_waits", reason=str(error), again_in_s=TEST_S)
-        # Outside the except block, whose traceback keeps the loaded parts alive.
+        # Outside the except block, where the traceback would keep the loaded parts in memory.
         gc.collect()
         give_freed_memory_back()
         await asyncio.sleep(TEST_S)
@@ -241,7 +241,7 @@ def _make_worker(
     is_checked = False
 
     async def begin(engine: AsyncEngine) -> Loop:
-        """Record the base model, end what a killed trainer left, and return the loop.
+        """Record the base model, end the update of a killed trainer, and return the loop.
 
         The first time, the model servers are tested before anything is claimed or published.
         """
@@ -252,7 +252,7 @@ def _make_worker(
         publisher = Publisher(engine, servers, policy, recipe, chosen.together, known)
         loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker, trackers)
         if not is_checked:
-            # First, so that its episodes are free or spent whether a server answers or not.
+            # First, so that the killed update's episodes do not wait for a server to answer.
             await loop.finish_killed()
             await loop.check_server()
             is_checked = True
@@ -270,7 +270,7 @@ async def _run_session(
     *,
     once: bool,
 ) -> None:
-    """Work for as long as one database connection lives, or until `once` is done."""
+    """Run updates until the database connection is lost, or a single update with `once`."""
     async with _database(settings) as url:
         await upgrade(url)
         engine = make_engine(url)

@@ -1,7 +1,7 @@
 """Give the policies of one trainer their turns, one update at a time.
 
 A failure of one policy does not stop the others: the trainer leaves that policy, and takes it up
-again later. A database or model servers that are away stop all; the caller handles these errors.
+again later. If the database or all model servers are away, the error is raised to the caller.
 """
 
 import asyncio
@@ -23,25 +23,25 @@ from trainer.metrics import LEFT, begin_policy
 log = structlog.get_logger()
 
 T = TypeVar("T")
-# Seconds until a policy that another trainer holds, or took, is tried again.
+# Seconds before a policy that another trainer holds, or took over, is tried again.
 RETRY_S: Final = 1.0
-# The pause after a first failure; it doubles each time.
+# Seconds of pause after a policy's first failure; each further failure doubles the pause.
 FIRST_PAUSE_S: Final = 30.0
 LONGEST_PAUSE_S: Final = 3600.0
 # The pause after a check of the store is at least this many times as long as the check, so
 # that a large backlog does not keep the database busy.
 PAUSE_PER_CHECK: Final = 10
-# A policy waits for at most so many turns, times the number of waiting policies.
+# A policy waits for at most this many turns, times the number of waiting policies.
 PATIENCE: Final = 4
 
 
 class PolicyWorker:
-    """Work on one policy of a trainer: hold it, run its turns, outlive its failures.
+    """Hold one policy of a trainer, run its turns, and try again after its failures.
 
     Attributes:
         policy: the policy's name.
         turns: turns of other policies since its own last turn.
-        failure: why the policy was left; None once it is taken up again.
+        failure: the error for which the policy was left; None once it is taken up again.
     """
 
     def __init__(self, policy: str, begin: Callable[[AsyncEngine], Awaitable[Loop]]) -> None:
@@ -57,13 +57,14 @@ class PolicyWorker:
         begin_policy(policy)
 
     def forget_hold(self) -> None:
-        """Forget the hold on the policy, which ended with its connection."""
+        """Note that the policy is no longer held, because the connection that held it is closed."""
         self._loop = None
 
     async def try_to_hold(self, guard: AsyncConnection, engine: AsyncEngine) -> bool:
         """Hold the policy for as long as `guard` lives; return whether it can be worked on now.
 
-        It cannot while another trainer holds it, and for a while after a failure.
+        It cannot while another trainer holds it, and for a while after a failure. If the policy is
+        held already, run a test of the model servers that is due.
         """
         if self._loop is not None:
             await self._call_loop(guard, lambda loop: loop.test_if_due())
@@ -100,7 +101,7 @@ class PolicyWorker:
         return bool(done)
 
     async def stop(self) -> None:
-        """Free the episodes of an update that was begun ahead."""
+        """End the policy's running update (`Loop.stop`)."""
         if self._loop is not None:
             await self._loop.stop()
 
@@ -113,7 +114,10 @@ class PolicyWorker:
         return await self._guarded(guard, lambda: work(loop))
 
     async def _guarded(self, guard: AsyncConnection, work: Callable[[], Awaitable[T]]) -> T | None:
-        """Return the result of `work`, or None if it failed; then the policy is left."""
+        """Return the result of `work`; if it fails, leave the policy and return None.
+
+        Errors of a database or model server that is away are passed on.
+        """
         with structlog.contextvars.bound_contextvars(policy=self.policy):
             try:
                 done = await work()
@@ -162,7 +166,7 @@ class PolicyScheduler:
         engine: AsyncEngine,
         is_ready: asyncio.Event,
     ) -> None:
-        """Begin with no policy held; `is_ready` is set once all are tried and one can go on."""
+        """Begin with no policy held; `is_ready` is set once all were tried and not all failed."""
         self._workers = {worker.policy: worker for worker in workers}
         self._guard = guard
         self._engine = engine
@@ -174,8 +178,8 @@ class PolicyScheduler:
         """Run one update after the other; return after the first with `once`.
 
         Raises:
-            Exception: the last policy's failure, if all failed; not while one failed only because
-                its files cannot be read for now.
+            Exception: the last policy's failure, if all policies failed, and none of them only
+                because its files cannot be read for now.
         """
         try:
             while True:
@@ -183,7 +187,7 @@ class PolicyScheduler:
                 held = await self._hold_workable()
                 self._check_failures()
                 self._is_ready.set()
-                # Not before: beginning with a policy takes long, and is no check of the store.
+                # Timed from here: taking up a policy takes long, and is no check of the store.
                 started = perf_counter()
                 updated = await self._run_turn(held, once=once)
                 if updated and once:
@@ -214,7 +218,7 @@ class PolicyScheduler:
             raise last
 
     async def _run_turn(self, held: Sequence[PolicyWorker], *, once: bool = False) -> bool:
-        """Run one update of the first policy in turn with enough episodes; return if there is one.
+        """Run an update of the first policy in turn with enough episodes; return whether one ran.
 
         Raises:
             Exception: see `run`.
@@ -227,7 +231,7 @@ class PolicyScheduler:
                     WaitingSignal(policy=worker.policy, updates=signal, turns=worker.turns)
                 )
         for name in turn_order(waiting):
-            # With several policies it is not known whose update is next.
+            # With several policies the next update may be another policy's.
             looks_ahead = alone and not once
             if await self._workers[name].update_once(self._guard, looks_ahead=looks_ahead):
                 for worker in self._workers.values():
@@ -240,8 +244,9 @@ class PolicyScheduler:
 class WaitingSignal(Record, frozen=True, kw_only=True):
     """The signal that waits for one policy.
 
-    `updates` is the signal in updates of the policy's recipe, so that small updates are not at a
-    disadvantage. `turns` is the number of other policies' turns since its own last turn.
+    `updates` is the number of updates that the signal makes by the policy's recipe, so that
+    policies with small updates are not at a disadvantage. `turns` counts other policies' turns
+    since the policy's own last turn.
     """
 
     policy: str
@@ -253,8 +258,8 @@ def turn_order(waiting: Sequence[WaitingSignal]) -> list[str]:
     """Return the policies in the order in which they may have the next turn (pure).
 
     Most signal first; among equals, the policy that has waited for more turns. Policies that waited
-    for `PATIENCE` turns per policy come before all others, the longest wait first, however little
-    signal waits: old signal may suffice. A policy that makes no update passes its turn on.
+    for `PATIENCE` turns per policy come before all others, the longest wait first, even with little
+    signal: it may suffice by now. A policy that makes no update passes its turn on.
     """
     patience = PATIENCE * len(waiting)
 

@@ -14,7 +14,7 @@ USUAL_SLOTS: Final = 8
 
 
 def _to_numbers(value: object) -> object:
-    """Return the numbers in a list such as "0,2-4"; other parts stay text and fail validation."""
+    """Return the numbers of a list such as "0,2-4"; parts that are no numbers stay text."""
     cards: list[object] = []
     for part in value.split(",") if isinstance(value, str) else ():
         ends = re.fullmatch(r"\s*(\d{1,4})-(\d{1,4})\s*", part)
@@ -37,7 +37,7 @@ def _check_url(value: str) -> str:
 
 
 class SourceSettings(Settings):
-    """Where the files of versions are, and where processes on other disks get them."""
+    """Settings: the folder of versions' files, and the source for processes on other machines."""
 
     adapter_dir: Path = Field(
         default=Path("var/adapters"),
@@ -59,7 +59,7 @@ class SourceSettings(Settings):
 
 
 class ServerSettings(StoreSettings, SourceSettings):
-    """Addresses of the model server's replicas, which trainer and controller load adapters into."""
+    """Settings: the model server's replicas, into which trainer and controller load adapters."""
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"),
@@ -125,10 +125,10 @@ class TrainerSettings(ServerSettings):
 
     @property
     def scratch(self) -> Path:
-        """Return the folder where TRL may write."""
+        """Return the folder for TRL's temporary files."""
         return self.adapter_dir / ".scratch"
 
     @property
     def tracking_dir(self) -> Path:
-        """Return the folder of trackers that write files."""
+        """Return the folder into which experiment trackers write their files."""
         return self.data_dir / "tracking"

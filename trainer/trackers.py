@@ -20,19 +20,19 @@ log = structlog.get_logger()
 
 # The name of the project or experiment, and of the folder of trackers that write files.
 PROJECT: Final = "pawl"
-# Most items that wait for the trackers; further items are dropped.
+# At most this many items wait for the trackers; further items are dropped.
 MOST_WAITING: Final = 256
 # Seconds that the trainer waits for its trackers at its end.
 END_S: Final = 10.0
 
-# Tables of an update's metrics that are about single episodes, calls and versions.
+# An update's metrics that list single episodes, calls and versions; they are not tracked.
 BY_ID: Final = frozenset(LeftOut.__struct_fields__)
 
 Figures = Mapping[str, Any]
 
 
 class Trackers:
-    """Pass figures on to the trackers of one process; without names it does nothing."""
+    """Send figures to the experiment trackers of one process; without trackers do nothing."""
 
     def __init__(self, names: Sequence[str], folder: Path, recipes: Mapping[str, Any]) -> None:
         """Begin a run in each named tracker, with the recipe (JSON) of each policy.
@@ -55,7 +55,7 @@ class Trackers:
 
     @property
     def is_tracking(self) -> bool:
-        """Return whether a tracker is named."""
+        """Return whether there is any tracker."""
         return self._thread is not None
 
     def log(self, policy: str, figures: Figures, version: int | None = None) -> None:
@@ -88,7 +88,7 @@ class Trackers:
         self._thread.join(END_S)
 
     def _run(self, trackers: Sequence[Any], config: Figures) -> None:
-        """Pass on waiting figures, all in one thread, as some trackers need."""
+        """Send waiting figures to all trackers, in one thread because some trackers need that."""
         working = [_LazyTracker(tracker, config) for tracker in trackers]
         while (item := self._waiting.get()) is not None:
             for tracker in working:
@@ -98,7 +98,7 @@ class Trackers:
 
 
 class _LazyTracker:
-    """Start a tracker once it is needed, and log the first of several failures in a row."""
+    """Start a tracker at its first figures; of several failures in a row log only the first."""
 
     def __init__(self, tracker: Any, config: Figures) -> None:
         self._tracker = tracker
@@ -115,7 +115,7 @@ class _LazyTracker:
             self._tracker.log(dict(figures), step=step)
         # Whatever a tracker's library raises, training goes on.
         except Exception as error:
-            self._note(error)
+            self._log_failure(error)
         else:
             self._fails = False
 
@@ -124,9 +124,9 @@ class _LazyTracker:
             if self._has_begun:
                 self._tracker.finish()
         except Exception as error:
-            self._note(error)
+            self._log_failure(error)
 
-    def _note(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         if not self._fails:
             why = f"{type(error).__name__}: {error}"[:500]
             log.warning("tracker_failed", tracker=self._tracker.name, reason=why)
@@ -155,12 +155,12 @@ def _make_trackers(names: Sequence[str], folder: Path) -> list[Any]:
     return made
 
 
-def flatten(values: Figures, before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables by path; lists as JSON, and without None."""
+def flatten(values: Figures, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each entry of nested tables; lists become JSON, None is skipped."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flatten(value, f"{before}{name}/")
+            yield from flatten(value, f"{prefix}{name}/")
         elif isinstance(value, str | int | float):
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
         elif value is not None:
-            yield f"{before}{name}", msgspec.json.encode(value).decode()
+            yield f"{prefix}{name}", msgspec.json.encode(value).decode()

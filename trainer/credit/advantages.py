@@ -5,8 +5,8 @@
 
 The recipe names the baseline, which is computed separately for final rewards and AIR, and the
 normalisation, which gives `s`, the spread of the *final* rewards (`trainer.credit.baselines`). Both
-lower limits are shares of the width of the reward range. AIR is not divided by its own spread:
-where all episodes fail that spread is small, and the division would undo the limit on AIR.
+lower limits are shares of the width of the reward range. AIR is not divided by AIR's own spread:
+that spread is small if all episodes fail, and the division would undo the limit on AIR.
 
 `f` falls from 1 to 0 as more of the compared episodes succeed (`trainer.credit.air.air_weight`).
 The normalisation "focal" multiplies the first term by `f`, too.
@@ -35,8 +35,8 @@ from trainer.recipes.recipe import CreditOptions
 # Lower limit of the spread that divides differences of final rewards, as a share of the width of
 # the reward range.
 SMALLEST_SPREAD: Final = 0.1
-# The same for AIR: where final rewards have no spread, the largest r_air counts as
-# air_lambda / AIR_SPREAD.
+# The same for differences of AIR. If final rewards have no spread, the largest r_air therefore
+# gives an advantage of air_lambda / AIR_SPREAD.
 AIR_SPREAD: Final = 0.5
 
 
@@ -52,8 +52,8 @@ class AdvantageSteps(Record, frozen=True, kw_only=True):
     """The steps from a call's return to its advantage, `value`.
 
     `final` and `air` are final reward and AIR minus their baselines; the normalisation "batch" also
-    subtracts the update's mean difference. `is_alike`: all episodes of the group earned the same,
-    so that the baseline is the family's moving average.
+    subtracts the update's mean difference. `is_alike` is true if all episodes of the group have the
+    same final reward, so that the baseline is the family's moving average.
     """
 
     baseline: float
@@ -68,7 +68,7 @@ class AdvantageSteps(Record, frozen=True, kw_only=True):
 
     @property
     def value(self) -> float:
-        """Return the sum of both scaled and weighted differences."""
+        """Return the advantage: the sum of both differences, each weighted and divided."""
         of_final = self.final_weight * self.final / self.divisor
         return of_final + self.air_weight * self.air / self.air_divisor
 
@@ -76,8 +76,8 @@ class AdvantageSteps(Record, frozen=True, kw_only=True):
 class Advantage(Record, frozen=True, kw_only=True):
     """A call's advantage, and the steps by which it was computed.
 
-    `value` is None if the call is unscored, and 0 if the comparison gives no signal; `reason` says
-    why not. `comparison` is None if the call was not compared.
+    `value` is None if the call is unscored, and 0 if the comparison gives no signal; then `reason`
+    says why. `comparison` is None if the call was not compared.
     """
 
     value: float | None
@@ -118,8 +118,8 @@ def advantages(
 ) -> tuple[list[list[Advantage]], MovingBaselines]:
     """Return the advantages of an update's calls, and the moving baselines after the update.
 
-    Advantages are ordered by episode, then by call. `before` are the moving baselines that the
-    last update left; they are returned unchanged if the recipe's baseline compares no episodes.
+    Advantages are ordered by episode, then by call. `before` are the moving baselines after the
+    last update; they are returned unchanged if the recipe's baseline compares no episodes.
     """
     units = [
         unit
@@ -139,17 +139,17 @@ def advantages(
     low, high = reward_range
     earned = [final for unit in units for final in unit.finals]
     # A reward outside the range widens it; otherwise all rewards above it would count as equal.
-    against = _unit_baselines(units, rule, after, (min([low, *earned]), max([high, *earned])))
-    scaled = _scaled_differences(units, against, rule, high - low)
+    baselines = _unit_baselines(units, rule, after, (min([low, *earned]), max([high, *earned])))
+    scaled = _scaled_differences(units, baselines, rule, high - low)
     result = [[UNSCORED] * len(episode.returns) for episode in episodes]
-    for unit, other, compared in zip(units, against, scaled, strict=True):
+    for unit, baseline, compared in zip(units, baselines, scaled, strict=True):
         # AIR may give a signal where equal final rewards give none.
-        air_tells = other.air.reason is None and other.weight > 0.0
-        reason = other.final.reason
-        reason = None if air_tells and reason != "alone" else reason
-        for position, one in zip(unit.positions, compared, strict=True):
+        air_has_signal = baseline.air.reason is None and baseline.weight > 0.0
+        reason = baseline.final.reason
+        reason = None if air_has_signal and reason != "alone" else reason
+        for position, steps in zip(unit.positions, compared, strict=True):
             result[unit.episode][position] = Advantage(
-                value=one.value if reason is None else 0.0, reason=reason, comparison=one
+                value=steps.value if reason is None else 0.0, reason=reason, comparison=steps
             )
     return result, after.pruned()
 
@@ -167,46 +167,48 @@ class Baselines(Record, frozen=True, kw_only=True):
 
 
 def _scaled_differences(
-    units: Sequence[ScoredCalls], against: Sequence[Baselines], rule: CreditOptions, width: float
+    units: Sequence[ScoredCalls], baselines: Sequence[Baselines], rule: CreditOptions, width: float
 ) -> list[list[AdvantageSteps]]:
-    """Return the scaled differences of each call, in the order of `units`.
+    """Return the steps to the advantage of each unit's calls, in the order of `units`.
 
-    `width` is the width of the reward range.
+    `baselines` are the units' baselines. `width` is the width of the reward range.
     """
     normalisation = NORMALISATIONS[rule.normalisation]
-    pairs = list(zip(units, against, strict=True))
-    finals = [[value - other.final.value for value in unit.finals] for unit, other in pairs]
-    airs = [[value - other.air.value for value in unit.airs] for unit, other in pairs]
+    pairs = list(zip(units, baselines, strict=True))
+    finals = [[value - baseline.final.value for value in unit.finals] for unit, baseline in pairs]
+    airs = [[value - baseline.air.value for value in unit.airs] for unit, baseline in pairs]
     by_baseline = normalisation.spread_over == "baseline"
-    spreads = [other.final.spread if by_baseline else None for other in against]
+    spreads = [baseline.final.spread if by_baseline else None for baseline in baselines]
     if normalisation.spread_over == "update":
-        counts = [other.final.reason != "alone" for other in against]
+        counts = [baseline.final.reason != "alone" for baseline in baselines]
         finals, airs = _subtract_mean(finals, counts), _subtract_mean(airs, counts)
         spreads = [spread_about(0.0, list(compress(finals, counts)))] * len(finals)
     return [
         [
             AdvantageSteps(
-                baseline=other.final.value,
+                baseline=baseline.final.value,
                 final=final,
                 divisor=_divisor(spread, width * SMALLEST_SPREAD),
-                final_weight=other.weight if normalisation.is_focal else 1.0,
-                air_baseline=other.air.value,
+                final_weight=baseline.weight if normalisation.is_focal else 1.0,
+                air_baseline=baseline.air.value,
                 air=air,
                 air_divisor=_divisor(spread, width * AIR_SPREAD),
-                air_weight=other.weight,
-                is_alike=other.is_alike,
+                air_weight=baseline.weight,
+                is_alike=baseline.is_alike,
             )
-            for final, air in zip(own, own_airs, strict=True)
+            for final, air in zip(unit_finals, unit_airs, strict=True)
         ]
-        for own, own_airs, spread, other in zip(finals, airs, spreads, against, strict=True)
+        for unit_finals, unit_airs, spread, baseline in zip(
+            finals, airs, spreads, baselines, strict=True
+        )
     ]
 
 
 def _subtract_mean(differences: list[list[float]], counts: Sequence[bool]) -> list[list[float]]:
-    """Subtract from all differences their mean over the units that `counts` marks."""
-    means = [mean_of(own) for own in compress(differences, counts)]
+    """Subtract the mean over the units marked in `counts` from the differences of all units."""
+    means = [mean_of(unit) for unit in compress(differences, counts)]
     mean = mean_of(means) if means else 0.0
-    return [[difference - mean for difference in own] for own in differences]
+    return [[difference - mean for difference in unit] for unit in differences]
 
 
 def _divisor(spread: float | None, least: float) -> float:
@@ -215,7 +217,7 @@ def _divisor(spread: float | None, least: float) -> float:
 
 def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditOptions) -> list[ScoredCalls]:
     if episode.account.earlier and not rule.compares_episodes:
-        # An episode that is consumed already only serves to compute its group's baseline.
+        # An episode of an earlier update is only needed for its group's baseline.
         return []
     by_agent = rule.assignment == "per_agent"
     family = task_family(episode.account.task)
@@ -230,11 +232,11 @@ def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditOptions) -> l
             group=episode.group,
             family=family,
             agent=agent,
-            positions=tuple(position for position, _, _ in own),
-            finals=tuple(final for _, final, _ in own),
-            airs=tuple(air for _, _, air in own),
+            positions=tuple(position for position, _, _ in calls),
+            finals=tuple(final for _, final, _ in calls),
+            airs=tuple(air for _, _, air in calls),
         )
-        for agent, own in scored.items()
+        for agent, calls in scored.items()
     ]
 
 
@@ -246,9 +248,9 @@ def _unit_baselines(
 ) -> list[Baselines]:
     """Return the baselines of each unit, in the order of `units`.
 
-    A unit is compared with its group; with its family's moving average if it is alone in its group
-    or all of the group earned the same. Where a task always fails, only the family's other tasks
-    show how much better a policy can do.
+    A unit is compared with the other units of its group, or with its family's moving average if it
+    is alone in its group or all units have the same final reward. If a task always fails, only the
+    family's other tasks show how much better a policy can do.
     """
     baseline = BASELINES[rule.baseline]
     compared: dict[tuple[int, str], list[int]] = {}
@@ -256,19 +258,19 @@ def _unit_baselines(
         compared.setdefault((unit.group, unit.agent), []).append(index)
     by_index: dict[int, Baselines] = {}
     for indices in compared.values():
-        own = [units[index] for index in indices]
-        is_alone = len(own) == 1
-        is_alike = baseline.needs_group and len({f for unit in own for f in unit.finals}) == 1
+        members = [units[index] for index in indices]
+        is_alone = len(members) == 1
+        is_alike = baseline.needs_group and len({f for unit in members for f in unit.finals}) == 1
         if is_alike or (baseline.needs_group and is_alone):
-            family, agent = own[0].family, own[0].agent
+            family, agent = members[0].family, members[0].agent
             average = moving.of_finals(family, agent)
-            finals = [family_baseline(unit.finals, average) for unit in own]
-            airs = [family_baseline(unit.airs, moving.of_airs(family, agent)) for unit in own]
+            finals = [family_baseline(unit.finals, average) for unit in members]
+            airs = [family_baseline(unit.airs, moving.of_airs(family, agent)) for unit in members]
             weight = air_weight([average.mean], reward_range)
         else:
-            finals = baseline.values([unit.finals for unit in own])
-            airs = baseline.values([unit.airs for unit in own])
-            weight = air_weight([mean_of(unit.finals) for unit in own], reward_range)
+            finals = baseline.values([unit.finals for unit in members])
+            airs = baseline.values([unit.airs for unit in members])
+            weight = air_weight([mean_of(unit.finals) for unit in members], reward_range)
         for index, final, air in zip(indices, finals, airs, strict=True):
             by_index[index] = Baselines(
                 final=final, air=air, weight=weight, is_alike=is_alike and not is_alone

@@ -8,16 +8,16 @@ as the return status of a tool, and gives no formula. Pawl's is
 for each of the episode's calls. `width` is the width of the reward range, which puts AIR on the
 scale of the rewards; λ is at most 0.2, so that many easy tool calls do not outweigh the task. The
 usual score of a tool is its mean over the claim: a tool that always works earns nothing, however
-often it is called. An event with the score 0 is left out: the `error` of a tool that ran, such as a
-red test, is information and neither lowers nor raises the reward.
+often it is called. An event with the score 0 is left out. By default that is the `error` of a tool
+that ran, such as a failing test: it informs the agent, and neither lowers nor raises the reward.
 
-Comparisons of returns weigh AIR by `air_weight`, which falls to 0 as episodes succeed: a policy
-that solves the task learns from its final rewards alone.
+Comparisons multiply AIR by `air_weight`, which falls to 0 as more episodes succeed: a policy that
+solves the task learns from its final rewards alone.
 
 Three rules guard against reward hacking. An event counts only if a call of the episode
-requested that tool, or if the executed code is the text of its reply. The same tool with the same
-arguments counts once, with its worst outcome, so that repeating a call can only lower the reward.
-The recipe refuses scores under which a malformed call is not worse than every clean failure.
+requested that tool, or if the executed code is the text of the call's reply. The same tool with
+the same arguments counts once, with its worst outcome, so that repetition only lowers the reward.
+The recipe must give a malformed call a lower score than every other failure.
 """
 
 import json
@@ -33,7 +33,7 @@ RewardRange = tuple[float, float]
 
 
 class ScoredEvent(Record, frozen=True):
-    """The nonzero score of one tool execution; `ran` is False for a malformed call."""
+    """The score of one tool execution; `ran` is False for a malformed call."""
 
     tool: str | None
     score: float
@@ -68,8 +68,8 @@ def scored_events(events: Iterable[MatchedEvent], rule: CreditOptions) -> list[S
 def usual_scores(events: Iterable[ScoredEvent]) -> UsualScores:
     """Return the mean scores over a claim's events.
 
-    A tool that never ran has no mean of its own; otherwise calling a tool that does not exist would
-    be usual and cost nothing.
+    A tool that never ran gets no mean of its own. Otherwise a call of a tool that does not exist
+    would never differ from its usual score, and cost nothing.
     """
     by_tool: dict[str | None, list[ScoredEvent]] = {}
     for event in events:
@@ -86,18 +86,19 @@ def usual_scores(events: Iterable[ScoredEvent]) -> UsualScores:
     )
 
 
-def air_reward(events: Sequence[ScoredEvent], usual: UsualScores, most: float) -> float:
-    """Return r_air, −`most` to `most`, from an episode's tool events; 0 if it has none."""
+def air_reward(events: Sequence[ScoredEvent], usual: UsualScores, limit: float) -> float:
+    """Return the r_air of these tool events, between −`limit` and `limit`; 0 without events."""
     if not events:
         return 0.0
     differences = [event.score - usual.tool_score(event.tool) for event in events]
-    return most * max(-1.0, min(1.0, mean_of(differences)))
+    return limit * max(-1.0, min(1.0, mean_of(differences)))
 
 
 def air_weight(finals: Sequence[float], reward_range: RewardRange) -> float:
-    """Return AIR's weight, 0 to 1, among episodes with these final rewards (one or more).
+    """Return the weight of AIR, 0 to 1, in a comparison of episodes with these final rewards.
 
-    It is 1 minus the success rate, which is the rewards' mean position in the range, 0 to 1.
+    It is 1 minus the success rate: the rewards' mean, with the reward range mapped to 0 to 1. There
+    must be one reward or more.
     """
     low, high = reward_range
     return 1.0 - mean_of([max(0.0, min(1.0, (final - low) / (high - low))) for final in finals])
@@ -111,9 +112,10 @@ def _execution_key(event: MatchedEvent) -> tuple[str | None, ...] | None:
 
 
 def canonical_arguments(arguments: str) -> str:
-    """Return tool arguments in one canonical form: sorted keys, no blanks, 2.0 as 2.
+    """Return tool arguments as canonical JSON: sorted keys, no spaces between items, 2.0 as 2.
 
-    Arguments that are not JSON, such as those of a malformed call, are only stripped.
+    Arguments that are not JSON, such as those of a malformed call, are returned without blanks at
+    both ends.
     """
     try:
         return json.dumps(

@@ -35,14 +35,16 @@ from trainer.credit.returns import (
 )
 from trainer.recipes.recipe import CreditOptions, SftOptions
 
-# Reasons not to imitate an episode: its final reward is too low, or others of its task did better.
+# Reasons not to imitate an episode: its final reward is too low, or enough other episodes of its
+# task have higher returns.
 LOW_REWARD: Final = "low_reward"
 NOT_BEST: Final = "not_best"
 # Range of rewards if none is given.
 UNIT_RANGE: Final[RewardRange] = (0.0, 1.0)
-# A policy whose calls have more sampled tokens in the mean is taken to think before it answers.
+# If an update's calls have more sampled tokens than this on average, the policy is assumed to think
+# before it answers.
 LONG_CALL: Final = 512
-# Largest factor by which a small task family counts for more than its size.
+# Largest factor by which balancing task families may raise the weight of a small family.
 MOST_FAVOUR: Final = 4.0
 NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
 ALL_TRUSTED: Final[Mapping[str, float]] = {}
@@ -53,10 +55,10 @@ UNTRUSTED: Final = "untrusted"
 class CallCredit(Record, frozen=True, kw_only=True):
     """One call's rewards, advantage and share of the update's loss.
 
-    `r_final`, `r_total` and `advantage` are None if the call is unscored; `advantage` also where a
-    teacher gives each token its own. `r_total` is r_final plus weighted r_air. `reason` says why
-    the call is not trained (None: it is). `parts` is each metric's contribution where `r_final` is
-    a sum of metrics. `comparison` has the steps from the return to the advantage.
+    `r_final`, `r_total` and `advantage` are None if the call is unscored; `advantage` is also None
+    if a teacher gives each token an advantage. `r_total` is r_final plus weighted r_air. `reason`
+    says why the call is not trained (None: it is). `parts` is each metric's contribution if
+    `r_final` is a sum of metrics. `comparison` has the steps from the return to the advantage.
     """
 
     r_final: float | None
@@ -83,7 +85,7 @@ class TransitionCredit(CallCredit, frozen=True, kw_only=True):
 
 
 class CreditedAccounts(Record, frozen=True, kw_only=True):
-    """Hold credit and mean returns by episode, and the next moving baselines."""
+    """The credit of each episode's calls, each episode's mean return, and the next baselines."""
 
     calls: tuple[tuple[CallCredit, ...], ...]
     returns: tuple[Return, ...]
@@ -91,7 +93,7 @@ class CreditedAccounts(Record, frozen=True, kw_only=True):
 
 
 class UpdateCredit(Record, frozen=True, kw_only=True):
-    """Hold an update's credit by transition, each episode's mean return, and the next baselines."""
+    """The credit of an update's transitions, each episode's mean return, and the next baselines."""
 
     transitions: tuple[TransitionCredit, ...]
     returns: Mapping[UUID, Return]
@@ -114,27 +116,29 @@ def assign_credit(
 ) -> UpdateCredit:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
-    - Calls that another policy than `policy` sampled are not trainable.
+    - Calls that a policy other than `policy` sampled are not trainable.
     - Episodes without a task are not compared with each other.
-    - A group's `earlier` episodes count in the baseline of the others and get no credit.
+    - A group's `earlier` episodes count in the group's baseline and get no credit.
     - An episode with a trainable call from a version before `oldest_version` is stale: it
-      counts in the baseline of the others and is not trained.
-    - The same holds for an episode in `withheld`, which maps episode ids to reasons.
-    - An episode that `kept` does not keep is not trained (None: all are kept).
+      counts in the group's baseline and is not trained.
+    - An episode in `withheld`, which maps episode ids to reasons, is treated like a stale one.
+    - An episode that the rule `kept` does not select is not trained (None: all are selected).
     - With `taught`, a teacher gives the advantages, and no reward is needed.
 
-    `baselines` are the moving baselines that the last update left. `reward` is the rule that sums
-    metrics, and `reward_range` the lowest and highest reward. `trust` is the weight of each judge's
-    opinions, 0 to 1; opinions of other judges weigh 1, as facts do.
+    `baselines` are the moving baselines after the last update. `reward` is the rule that sums
+    metrics, and `reward_range` the lowest and highest reward. `trust` is the weight, 0 to 1, of
+    opinions by the judge's name; facts, and judges not named, have weight 1.
     """
 
-    def why(episode: Episode) -> str | None:
+    def why_withheld(episode: Episode) -> str | None:
         versions = [call.policy_version or 0 for call in episode.calls if call.trainable]
         if any(version < oldest_version for version in versions):
             return "stale"
         return withheld.get(episode.id)
 
-    accounted = [pair for group in groups for pair in _account_group(group, policy, reward, why)]
+    accounted = [
+        pair for group in groups for pair in _account_group(group, policy, reward, why_withheld)
+    ]
     accounts = [[account for _, account in group] for group in accounted]
     # With a teacher no reward counts, so no judge's opinion either.
     trust = ALL_TRUSTED if taught else trust
@@ -173,7 +177,7 @@ def _account_group(
     rule: RewardRule,
     why_withheld: Callable[[Episode], str | None],
 ) -> list[AccountedGroup]:
-    """Return the group's episodes and accounts, in lists of episodes compared with each other."""
+    """Return episodes with their accounts, as lists of episodes to compare with each other."""
     accounted = [
         (episode, account_of(episode, rule, withheld=why_withheld(episode)))
         for episode in (_mark_other_policies(episode, policy) for episode in group.episodes)
@@ -275,29 +279,29 @@ def _why_not_trained(
     *,
     taught: bool,
 ) -> str | None:
-    """Return why a call is not trained, or None; reasons of the whole episode come first."""
-    account, call = episode.account, episode.returns[position]
-    own = account.calls[position]
+    """Return why a call is not trained, or None; exclusion of its episode is reported first."""
+    account, returned = episode.account, episode.returns[position]
+    call = account.calls[position]
     not_compared = account.excluded or ("earlier" if account.earlier else None)
-    if not_compared is not None or own.reason == SIDE:
+    if not_compared is not None or call.reason == SIDE:
         return not_compared or SIDE
-    if call.r_final is None and not taught:
-        return "failed" if account.failed else call.lacks or "unscored"
-    no_weight = UNTRUSTED if trust.get(call.source or "", 1.0) == 0.0 else None
+    if returned.r_final is None and not taught:
+        return "failed" if account.failed else returned.lacks or "unscored"
+    no_weight = UNTRUSTED if trust.get(returned.source or "", 1.0) == 0.0 else None
     if no_weight or advantage.reason:
         return no_weight or advantage.reason
     if not any(each.trainable for each in account.calls):
         return "no_trainable_call"
     if account.withheld is not None:
         return account.withheld
-    return None if own.trainable else own.reason or "not_trainable"
+    return None if call.trainable else call.reason or "not_trainable"
 
 
 def withhold_not_best(episodes: Sequence[EpisodeReturns], rule: SftOptions) -> list[EpisodeReturns]:
     """Mark the episodes that a learner must not imitate as withheld, with the reason.
 
     An episode is kept if its final reward is at least `sft.min_reward` and its return is among the
-    `sft.most_per_task` highest of its group, if that is set. Of equal returns the later episode is
+    highest `sft.most_per_task` of its group (unset: all). Of equal returns the later episode is
     kept, because a newer version sampled it. Episodes that cannot be trained anyway do not count.
     The episodes of a group must be adjacent.
     """
@@ -339,21 +343,21 @@ def loss_weights(
 
     `sampled` is each call's number of sampled tokens, or None for a call that is not trained, whose
     weight is 0; `families` is the family of each episode's task; `trusts` is a factor for each
-    call's weight, 0 to 1 (None: 1). The recipe's `equal_weight` says what has the same weight:
+    call's weight, 0 to 1 (None: 1). The recipe's `equal_weight` says which units weigh the same:
 
     - `episode`: each trained episode, divided equally among its trained calls.
     - `call`: each trained call.
     - `token`: each sampled token. Like Dr. GRPO (arXiv:2503.20783 §3.2) this leaves out the mean
       over a call's own tokens; the divisor is the update's token count instead of a constant.
-    - `auto`: each family; within it each token if calls are long (`LONG_CALL`), else each episode.
-      So the most frequent task's answer does not become the answer to everything. No family counts
-      more than `MOST_FAVOUR` times what it would by its size alone.
+    - `auto`: each family; within a family each token if calls are long (`LONG_CALL`), else each
+      episode. So the most frequent task's answer does not become the answer to everything. A
+      family's weight is raised at most `MOST_FAVOUR` times.
     """
-    equal = rule.equal_weight
-    if equal == "auto":
+    unit = rule.equal_weight
+    if unit == "auto":
         trained = [tokens for own in sampled for tokens in own if tokens is not None]
-        equal = "token" if sum(trained) > LONG_CALL * len(trained) else "episode"
-    sizes = [_call_sizes(own, equal) for own in sampled]
+        unit = "token" if sum(trained) > LONG_CALL * len(trained) else "episode"
+    sizes = [_call_sizes(own, unit) for own in sampled]
     if rule.equal_weight == "auto":
         sizes = _even_families(sizes, families)
     if trusts is not None:
@@ -363,24 +367,24 @@ def loss_weights(
     return [[size / total if size else 0.0 for size in own] for own in sizes]
 
 
-def _call_sizes(sampled: Sequence[int | None], equal: str) -> list[float]:
-    """Return the size of each call of an episode, before families are balanced."""
-    if equal == "token":
+def _call_sizes(sampled: Sequence[int | None], unit: str) -> list[float]:
+    """Return the unscaled weight of each call of an episode, before families are balanced."""
+    if unit == "token":
         return [0.0 if tokens is None else float(max(tokens, 1)) for tokens in sampled]
     trained = len(sampled) - sampled.count(None)
-    each = 1.0 / trained if equal == "episode" and trained else 1.0
+    each = 1.0 / trained if unit == "episode" and trained else 1.0
     return [0.0 if tokens is None else each for tokens in sampled]
 
 
 def _even_families(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:
-    """Scale the sizes of calls so that all families have the same sum, within `MOST_FAVOUR`."""
+    """Scale sizes so that all families have the same sum; no factor exceeds `MOST_FAVOUR`."""
     by_family: dict[str, list[float]] = {}
     for own, family in zip(sizes, families, strict=True):
         by_family.setdefault(family, []).extend(own)
     sums = {family: fsum(own) for family, own in by_family.items()}
-    trained = [one for one in sums.values() if one]
-    equal = fsum(trained) / max(1, len(trained))
+    trained = [family_sum for family_sum in sums.values() if family_sum]
+    mean_sum = fsum(trained) / max(1, len(trained))
     return [
-        [size * min(MOST_FAVOUR, equal / sums[family]) if size else 0.0 for size in own]
+        [size * min(MOST_FAVOUR, mean_sum / sums[family]) if size else 0.0 for size in own]
         for own, family in zip(sizes, families, strict=True)
     ]

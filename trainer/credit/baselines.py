@@ -30,7 +30,7 @@ class BaselineValue(Record, frozen=True, kw_only=True):
     """The value that an episode's returns are compared with, and the spread of such returns.
 
     `spread` is None if there are no comparable returns. `reason` says why the comparison gives no
-    signal: all returns are equal (`no_spread`), or no other return was ever seen (`alone`).
+    signal: all returns are equal (`no_spread`), or there was never another return (`alone`).
     """
 
     value: float
@@ -38,17 +38,17 @@ class BaselineValue(Record, frozen=True, kw_only=True):
     reason: NoSignal | None = None
 
 
-# Returns that are compared with each other, in any order: for each episode of a group those of its
-# calls, or those of one agent's calls with the assignment per_agent.
+# Returns that are compared with each other: for each episode of a group the returns of its calls
+# (with the assignment per_agent: of one agent's calls). The order of episodes does not matter.
 ComparedReturns = Sequence[Sequence[float]]
 
 
 class Baseline(ABC):
     """A rule for the values that returns are compared with.
 
-    With `needs_group` an episode is compared with the others of its group, including those that
-    earlier updates consumed; an episode alone in its group with a moving average
-    (`family_baseline`). PPO does not allow such a baseline: its critic is the baseline.
+    If `needs_group` is true, an episode is compared with the others of its group, including those
+    that earlier updates consumed. If it is alone in its group, it is compared with a moving average
+    (`family_baseline`). PPO allows no baseline with `needs_group`: its critic is the baseline.
     """
 
     needs_group: bool = False
@@ -58,12 +58,12 @@ class Baseline(ABC):
         """Return the value for each of `returns`, in the same order.
 
         The order of `returns` must not change a bit of any value: use `mean_of`. With `needs_group`
-        there are two or more.
+        there are two `returns` or more.
         """
 
 
 class GroupMean(Baseline):
-    """Give the mean of the group's scored episodes (GRPO, arXiv:2402.03300 §4.1.2)."""
+    """Baseline: the mean of the group's scored episodes (GRPO, arXiv:2402.03300 §4.1.2)."""
 
     needs_group = True
 
@@ -76,7 +76,7 @@ class GroupMean(Baseline):
 
 
 class LeaveOneOutMean(GroupMean):
-    """Give the mean of the group's other scored episodes (RLOO, arXiv:2402.14740 §2)."""
+    """Baseline: the mean of the group's other scored episodes (RLOO, arXiv:2402.14740 §2)."""
 
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
         """Return for each episode the mean of the others; the spread is the whole group's."""
@@ -88,7 +88,7 @@ class LeaveOneOutMean(GroupMean):
 
 
 class Zero(Baseline):
-    """Give 0: an episode's advantage is its return. For learners with a baseline of their own."""
+    """Baseline 0: the difference is the return itself. For learners with their own baseline."""
 
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
         return [BaselineValue(value=0.0, spread=None)] * len(returns)
@@ -104,9 +104,10 @@ BASELINES: Final[dict[str, Baseline]] = {
 def family_baseline(returns: Sequence[float], average: MovingAverage) -> BaselineValue:
     """Return the baseline of an episode that has no group to differ from: its family's average.
 
-    This is the baseline of REINFORCE (Sutton & Barto, 2nd ed., §13.4). The update's own episodes
-    move it first, because a policy improves faster than an average of the past. So the spread is
-    not 0 at the first success after a hundred failures, and a new family has an average at once.
+    This is the baseline of REINFORCE (Sutton & Barto, 2nd ed., §13.4). `average` must already
+    include the update's own episodes, because a policy improves faster than an average of the past.
+    So the spread is not 0 at the first success after a hundred failures, and a new family has an
+    average at once.
     """
     reason: NoSignal | None = no_spread(average.mean, [returns])
     if average.count < 2:
@@ -126,7 +127,7 @@ def spread_about(mean: float, returns: Sequence[Sequence[float]]) -> float:
 
 
 def no_spread(mean: float, returns: Sequence[Sequence[float]]) -> NoSignal | None:
-    """Return "no_spread" if all returns are the mean that they are compared with, else None."""
+    """Return "no_spread" if all returns equal `mean`, else None."""
     differ = any(value != mean for values in returns for value in values)
     return None if differ else "no_spread"
 
@@ -139,11 +140,11 @@ class Normalisation(Record, frozen=True, kw_only=True):
     own advantages over the update.
 
     Attributes:
-        spread_over: "baseline" takes the spread of the returns behind the baseline; "update" that
-            over the update, after subtracting its mean difference, without episodes that are alone;
-            None divides by nothing.
-        is_focal: whether differences count for less where the compared episodes mostly succeed.
-            More training would only make the policy more certain of these successes, at the cost of
+        spread_over: the spread to divide by. "baseline": that of the returns behind the baseline.
+            "update": that of the update's differences, after subtracting their mean, and without
+            episodes that are alone. None: there is no division.
+        is_focal: whether differences count for less if most of the compared episodes succeed. More
+            training would only make the policy more certain of these successes, at the cost of
             tasks with similar words.
     """
 

@@ -1,4 +1,4 @@
-"""Find the correction of each call: the reply that somebody says would have been right (pure)."""
+"""Find the correction of each call: the right reply, as stated in feedback (pure)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,15 +8,18 @@ from store.records import Feedback
 def correction_of(statements: Iterable[Feedback]) -> str | None:
     """Return the newest correction among the statements about one target, or None.
 
-    A withdrawal of the same metric takes a correction back, unless the withdrawal is older.
+    A statement of the same metric without a value withdraws a correction, unless it is older.
     """
-    stated = list(statements)
-    withdrawn = [one for one in stated if one.value is None]
+    feedback = list(statements)
+    withdrawn = [item for item in feedback if item.value is None]
     standing = [
-        (one.at, one.correction)
-        for one in stated
-        if one.correction is not None
-        and not any(each.metric == one.metric and each.at >= one.at for each in withdrawn)
+        (item.at, item.correction)
+        for item in feedback
+        if item.correction is not None
+        and not any(
+            withdrawal.metric == item.metric and withdrawal.at >= item.at
+            for withdrawal in withdrawn
+        )
     ]
     return max(standing)[1] if standing else None
 
@@ -26,8 +29,9 @@ def corrections_of(
 ) -> list[str | None]:
     """Return the correction of each call of an episode, or None.
 
-    A correction of the episode belongs to its only call; if there are several calls, to none.
+    A correction stated about the episode belongs to its only call. If the episode has several
+    calls, it belongs to none of them.
     """
     if len(of_calls) == 1:
         return [correction_of((*of_episode, *of_calls[0]))]
-    return [correction_of(own) for own in of_calls]
+    return [correction_of(statements) for statements in of_calls]

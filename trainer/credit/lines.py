@@ -1,7 +1,6 @@
-"""Read and write the JSON lines of `pawl credit`: an episode in, its calls out (pure).
+"""Read and write the JSON lines of `pawl credit`: episodes as input, calls as output (pure).
 
-Input lines are those that `pawl export` writes. Only the fields that count for credit are
-read; others are ignored.
+Input lines are those that `pawl export` writes. Fields without an influence on credit are ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +24,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 
 
 class FeedbackLine(Record, frozen=True, kw_only=True):
-    """Hold one feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970.
+    """One feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970.
 
-    A `value` of None takes back what was stated before. `correction` is the right reply.
+    A `value` of None withdraws earlier feedback of the metric. `correction` is the right reply.
     """
 
     metric: str
@@ -53,7 +52,7 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
 class EventLine(Record, frozen=True, kw_only=True):
     """One tool event: how a tool that the call requested ended.
 
-    `arguments` is the text that the model wrote, or a digest of a reply that the agent executed.
+    `arguments` is the text that the model wrote, or a digest of the reply if the agent executed it.
     """
 
     status: ToolStatus
@@ -73,9 +72,9 @@ class CallLine(Record, frozen=True, kw_only=True):
 
 
 class EpisodeLine(Record, frozen=True, kw_only=True):
-    """Hold one episode.
+    """One exported episode.
 
-    Its feedback decides whether it is scored; of `state` only `failed` is used.
+    Its feedback decides whether it is scored; of `state` only the value `failed` matters.
     """
 
     episode: str
@@ -96,7 +95,7 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
 class CreditLine(Record, frozen=True, kw_only=True):
     """One call's credit; fields are written in this order.
 
-    `parts` is each metric's contribution, written where the reward is a sum of metrics.
+    `parts` is each metric's contribution, written if the reward is a sum of metrics.
     `correction` is set for the calls of an update: the loss share of the call's correction, or the
     reason why the correction is not trained.
     """
@@ -115,7 +114,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
-    """Parse the fields of exported episodes that credit needs (`read_lines_as`)."""
+    """Parse exported episodes, reading only the fields for credit (`read_lines_as`)."""
     return read_lines_as(lines, where, EpisodeLine)
 
 
@@ -141,7 +140,7 @@ def read_lines_as(lines: Iterable[bytes], where: str, kind: type[Line]) -> list[
         if first != number:
             raise CreditLineError(
                 f"{where}, line {number}: episode {episode.episode!r} is on line {first} already,"
-                " and an episode is trained only once: remove one of the two lines"
+                " and an episode may be trained only once: remove one of the two lines"
             )
         episodes.append(episode)
     return episodes

@@ -1,8 +1,8 @@
 """Keep running averages of returns by task family and agent (pure).
 
 They are the baselines of tasks that come only once, as in production, where an episode has no group
-to be compared with (`baselines.family_baseline`). All scored episodes move them, including those of
-groups, so that an average is known when it is needed.
+to be compared with (`baselines.family_baseline`). Every scored episode updates them, even if it has
+a group, so that an average exists when it is needed.
 
 The n returns of one update have no order, so each has the same weight in the average. Together they
 weigh as much as n single steps, 1 − (1 − rate)ⁿ; the result is the mean over all orders of such
@@ -22,8 +22,8 @@ RATE: Final = 0.05
 # Only the most frequent families are kept: task names that never repeat (a random id for
 # each task) would otherwise make the record grow without end.
 MAX_FAMILIES: Final = 200
-# The family of all episodes of a tenant, used for families that were seen only once.
-EVERY: Final = "*"
+# The name of the family of all of a tenant's episodes, which stands in for families seen only once.
+EVERY_FAMILY: Final = "*"
 
 
 class MovingAverage(Record, frozen=True, kw_only=True):
@@ -50,11 +50,11 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
     airs: Mapping[str, Mapping[str, MovingAverage]] = {}
 
     def of_finals(self, family: str, agent: str) -> MovingAverage:
-        """Return the family's average, or the tenant's if the family was seen less than twice."""
+        """Return the average final reward of a family; the tenant's if seen less than twice."""
         return _family_or_tenant_average(self.families, family, agent)
 
     def of_airs(self, family: str, agent: str) -> MovingAverage:
-        """Return the same for AIR."""
+        """Return the average AIR of a family; the tenant's if seen less than twice."""
         return _family_or_tenant_average(self.airs, family, agent)
 
     def updated(self, finals: NewReturns, airs: NewReturns) -> "MovingBaselines":
@@ -67,7 +67,7 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
         )
 
     def pruned(self) -> "MovingBaselines":
-        """Return only the `MAX_FAMILIES` most frequent families, sorted by name for storage."""
+        """Return the averages of the `MAX_FAMILIES` most frequent families, sorted by name."""
 
         def seen(family: str) -> int:
             return sum(average.count for average in self.families[family].values())
@@ -87,26 +87,26 @@ NO_MOVING_BASELINES: Final = MovingBaselines()
 
 
 def _family_or_tenant_average(averages: Averages, family: str, agent: str) -> MovingAverage:
-    own, every = (
+    of_family, of_tenant = (
         averages.get(name, {}).get(agent, NEVER_SEEN)
-        for name in (family, name_in_same_tenant(family, EVERY))
+        for name in (family, name_in_same_tenant(family, EVERY_FAMILY))
     )
-    return own if own.count > 1 else every
+    return of_family if of_family.count > 1 else of_tenant
 
 
 def _update_averages(averages: Averages, returns: NewReturns) -> Averages:
     families = {family: dict(agents) for family, agents in averages.items()}
-    every: dict[tuple[str, str], list[float]] = {}
+    by_tenant: dict[tuple[str, str], list[float]] = {}
     for (family, agent), values in returns.items():
-        every.setdefault((name_in_same_tenant(family, EVERY), agent), []).extend(values)
-    for (family, agent), values in sorted((every | dict(returns)).items()):
+        by_tenant.setdefault((name_in_same_tenant(family, EVERY_FAMILY), agent), []).extend(values)
+    for (family, agent), values in sorted((by_tenant | dict(returns)).items()):
         agents = families.setdefault(family, {})
         agents[agent] = _mix_into_average(agents.get(agent), values)
     return families
 
 
 def _mix_into_average(before: MovingAverage | None, values: Sequence[float]) -> MovingAverage:
-    """Mix new returns into an average.
+    """Return the average `before` (None: no returns yet) with new returns mixed in.
 
     Mean and variance are those of a mixture of two distributions, the old one with weight
     1 − share and the new one with weight share (law of total variance).

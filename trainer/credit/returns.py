@@ -48,8 +48,8 @@ class EpisodeAccount(Record, frozen=True, kw_only=True):
     """The facts about one episode that count for credit.
 
     `earned` is the reward given to the whole episode. `withheld` says why the episode is compared
-    but not trained, `excluded` why it is not even compared (None: it is). `earlier` marks an
-    episode that an earlier update consumed: it is compared with the group, and not trained again.
+    but not trained, `excluded` why it is neither compared nor trained; None if neither applies.
+    `earlier` marks an episode that an earlier update consumed: it is compared, not trained again.
     """
 
     task: str | None
@@ -89,14 +89,14 @@ def _call_account(call: TransitionRow, rule: RewardRule) -> CallAccount:
 
 
 def without_side_call_reward(call: CallAccount) -> CallAccount:
-    """Return the account of a call; a side call loses its reward and its tool events."""
+    """Return `call` as it is, or without reward and tool events if it is a side call."""
     if call.reason != SIDE:
         return call
     return msgspec.structs.replace(call, earned=UNSCORED, events=())
 
 
 class ClaimScale(Record, frozen=True, kw_only=True):
-    """The values that all returns of a claim share.
+    """The values that the computation of all returns of a claim shares.
 
     `failed` is the final reward of a failed episode without a reward (None: it stays unscored),
     `usual` the usual scores of the claim's tools, and `most_air` the largest r_air.
@@ -112,8 +112,8 @@ def claim_scale(
 ) -> ClaimScale:
     """Return the scale of a claim with these episodes.
 
-    Without a `failed_reward` in the recipe, a failed episode gets the lowest reward: the range's
-    lower end, or the lowest reward in the claim if that is below it.
+    Without a `failed_reward` in the recipe, a failed episode gets the lower end of the reward
+    range, or the claim's lowest reward if that is lower still.
     """
     low, high = reward_range
     counted = [episode for episode in episodes if episode.excluded is None]
@@ -139,7 +139,7 @@ def claim_scale(
 
 
 class Return(Record, frozen=True, kw_only=True):
-    """A return in two parts; `r_final` is None if there is no reward."""
+    """A return in two parts, final reward and AIR; `r_final` is None if there is no reward."""
 
     r_final: float | None
     r_air: float
@@ -148,8 +148,9 @@ class Return(Record, frozen=True, kw_only=True):
 class CallReturn(Return, frozen=True, kw_only=True):
     """The return of a call.
 
-    `parts` is each metric's contribution where `r_final` is a sum of metrics; `lacks` says why
-    `r_final` is None despite feedback; `source` names the judge whose opinion it is (None: a fact).
+    `parts` is each metric's contribution if `r_final` is a sum of metrics. `lacks` says why
+    `r_final` is None despite feedback. `source` names the judge if the reward is an opinion; None
+    if it is a fact.
     """
 
     parts: Mapping[str, float] = NO_PARTS
@@ -190,7 +191,7 @@ def mean_return(returns: Sequence[Return]) -> Return:
 def _final_rewards(
     episode: EpisodeAccount, rule: CreditOptions, failed: float | None
 ) -> list[Reward]:
-    """Return each call's final reward; a failed, unscored episode takes `failed`."""
+    """Return each call's final reward; `failed` is that of a failed, unscored episode."""
     of_episode = episode.earned
     if of_episode.value is None and episode.failed and failed is not None:
         of_episode = Reward(value=failed)
@@ -209,13 +210,13 @@ def _final_rewards(
 def _call_or_episode_reward(own: Reward, of_episode: Reward) -> Reward:
     """Return a call's own reward, or the episode's if the call has none.
 
-    A fact about the episode goes before an opinion about the call. If both rewards lack something,
-    the call's is returned.
+    A fact about the episode takes precedence over an opinion about the call. If neither has a
+    value, the call's reward is returned if it names a reason (`lacks`), else the episode's.
     """
     if of_episode.value is None:
         return own if own.value is not None or own.lacks else of_episode
-    is_less = own.source is not None and of_episode.source is None
-    return of_episode if own.value is None or is_less else own
+    is_outranked = own.source is not None and of_episode.source is None
+    return of_episode if own.value is None or is_outranked else own
 
 
 def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:

@@ -83,7 +83,7 @@ def test_export_is_trained_update_by_update(exported: Path, tiny_model: str) -> 
         ("prompt_ids", [], "prompt_ids is missing or empty; write the file again"),
         ("sampling", None, "sampling is missing; write the file again"),
         ("sampled_logprobs", [-1.0], "sampled_logprobs is not as long as sampled_ids"),
-        ("policy", "m@new", "policy is 'm@new', and not NAME or NAME@N"),
+        ("policy", "m@new", "policy is 'm@new', and must be NAME or NAME@N"),
     ],
 )
 def test_export_lacking_training_fields_is_refused(

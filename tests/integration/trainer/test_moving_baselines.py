@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.trainer.bench import STEPS, Bench
-from trainer.credit.moving import EVERY
+from trainer.credit.moving import EVERY_FAMILY
 from trainer.errors import LearnerError
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
 
@@ -28,7 +28,7 @@ async def left(engine: AsyncEngine) -> list[Any]:
 
 def seen(baselines: Any) -> Any:
     """Mean and count of all families together."""
-    every = baselines["families"][EVERY][""]
+    every = baselines["families"][EVERY_FAMILY][""]
     return every["mean"], every["count"]
 
 

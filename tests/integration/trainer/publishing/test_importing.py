@@ -62,7 +62,7 @@ async def test_training_continues_from_an_import_with_a_new_optimiser(bench: Ben
 
 async def test_import_becomes_the_next_version_of_the_policy(bench: Bench) -> None:
     await bench.imports()
-    with pytest.raises(AdapterError, match="m@1 has its weights and serves: all is done"):
+    with pytest.raises(AdapterError, match="m@1 already serves these weights: nothing to import"):
         await bench.imports()
     shutil.rmtree(bench.adapter)
     write_adapter(bench.model, bench.adapter, seed=2)
