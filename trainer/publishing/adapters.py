@@ -1,10 +1,10 @@
-"""Write and read a policy version's files: written beside their place, synced, then renamed.
+"""Write and read a policy version's files: a temporary folder is written, synced and renamed.
 
     <adapter_dir>/<policy>/<version>/
         adapter_config.json  adapter_model.safetensors     what the model server reads
         manifest.json                                      update, parent, hashes, outcomes
         base.json                                          hash of the base model
-        trainer/                                           what resuming needs
+        trainer/                                           optimiser state, to resume training
 
 A version exists from the moment of the rename. Its manifest holds everything needed to record and
 probe it, so that recovery after a crash makes the same rows and checks. The manifest has the hash
@@ -45,8 +45,8 @@ STATE: Final = "trainer"
 class NewVersion(Record, frozen=True, kw_only=True):
     """A version that an update is about to write.
 
-    `outcomes` are of the update's episodes, `metrics` its figures (JSON-ready), and `baselines` the
-    moving baselines for the next update, if any.
+    `outcomes` has the outcome of each of the update's episodes, `metrics` the update's figures
+    (JSON-ready), and `baselines` the moving baselines for the next update, if any.
     """
 
     policy: str
@@ -71,11 +71,13 @@ def version_folder(root: Path, policy: str, version: int) -> Path:
 
 
 def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> Path:
-    """Let `save` write the files into a temporary folder, then rename it: the version exists.
+    """Let `save` write the files into a temporary folder, and rename it to the version's folder.
+
+    Return the folder; the version exists now.
 
     Raises:
         AdapterError: the version exists already; its files are not touched.
-        OSError: the disk refused a write; nothing is left of the attempt, and it can be repeated.
+        OSError: the disk refused a write; the attempt left no files and can be repeated.
     """
     place = version_folder(root, new.policy, new.version)
     if place.exists():
@@ -93,9 +95,9 @@ def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> 
 
 
 def write_hashes(folder: Path) -> str:
-    """Write a manifest of hashes alone into a folder that is no version; return its SHA-256.
+    """Write a manifest with only file hashes into a folder; return the manifest's SHA-256.
 
-    With it the folder can be fetched and checked like a version's.
+    With it a folder that is no version, such as a self-test's, can be fetched like one.
     """
     hashes = {name: sha256_of(folder / name) for name in SERVED}
     (folder / MANIFEST).write_bytes(msgspec.json.encode({"sha256": hashes}))
@@ -134,7 +136,7 @@ def probe_of(folder: Path) -> tuple[ProbeRow, ...]:
 def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
     """Return the folder and manifest of the version that an update wrote, or None if there is none.
 
-    `FilesUnread` means that the update may have written a version.
+    If it raises `FilesUnread`, the update may have written a version.
     """
     for _, folder in reversed(version_folders(root, policy)):
         unchecked = _parse_manifest(folder)
@@ -146,7 +148,7 @@ def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifes
 
 
 def version_folders(root: Path, policy: str) -> list[tuple[int, Path]]:
-    """Return the number and the folder of every version with a folder, oldest first."""
+    """Return the numbers and paths of the policy's version folders, lowest number first."""
     parent = version_folder(root, policy, 0).parent
     return sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
 
@@ -168,13 +170,13 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder atomically, by renaming it first; do nothing if there is none.
 
     Raises:
-        OSError: the disk refused; the folder may be renamed already: `remove_half_written` removes
-            it then.
+        OSError: the disk refused; a folder that is renamed already is left to
+            `remove_half_written`.
     """
     if folder.exists():
-        going = folder.with_name(f".{folder.name}-removed")
-        folder.rename(going)
-        shutil.rmtree(going)
+        renamed = folder.with_name(f".{folder.name}-removed")
+        folder.rename(renamed)
+        shutil.rmtree(renamed)
 
 
 def version_file_sha256(path: Path) -> str:
@@ -191,7 +193,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def translate_errors(path: Path) -> Iterator[None]:
-    """Translate errors of reading `path` within this block.
+    """Translate the OS errors of reading `path` in the `with` block.
 
     Raises:
         FileMissing: the path does not exist.
@@ -206,8 +208,8 @@ def translate_errors(path: Path) -> Iterator[None]:
         raise AdapterError(f"{path} is no file; restore it from a backup") from error
     except OSError as error:
         raise FilesUnread(
-            f"{path} cannot be read ({error.strerror or error}), which may pass and is tried again;"
-            " check its disk, its mount and its permissions"
+            f"{path} cannot be read ({error.strerror or error}); it is tried again, as this may be"
+            " temporary: check its disk, its mount and its permissions"
         ) from error
 
 
@@ -243,12 +245,12 @@ MOUNT: Final = (
 
 
 async def check_files(version: PolicyVersion, folder: Path | None = None) -> None:
-    """Check the files of a version that is about to be loaded; they are read in a thread.
+    """Check, in a thread, the files of a version that is about to be loaded.
 
-    `folder` is where the files are, if not at the trainer's path.
+    `folder` has the files (None: they are at the trainer's path).
 
     Raises:
-        FilesAltered: the files are missing, or not those that were written.
+        FilesAltered: files are missing, or differ from those that the version's update wrote.
     """
     why = await asyncio.to_thread(why_altered, version, folder)
     if why is not None:
@@ -256,7 +258,7 @@ async def check_files(version: PolicyVersion, folder: Path | None = None) -> Non
 
 
 def why_altered(version: PolicyVersion, folder: Path | None = None) -> str | None:
-    """Return what is wrong with a version's files: missing, or not written by its update; or None.
+    """Return why a version's files are not those that its update wrote, or None if they are.
 
     `folder` is as in `check_files`.
     """
@@ -295,20 +297,19 @@ def copy_adapter(version: Path, folder: Path) -> None:
 def export_adapter(
     version: Path, directory: Path, write: Callable[[Path, Path], None] = copy_adapter
 ) -> None:
-    """Export the version in a folder to `directory`: whole, or not at all.
+    """Export the version in the folder `version` to `directory`, completely or not at all.
 
-    `write` gets the version's folder and the folder to write into. Its errors are passed on, except
-    an OSError.
+    `write` is called with the version's folder and the folder to write into.
 
     Raises:
         AdapterError: the version's files are gone or were changed, or `directory` is not empty or
             cannot be written.
     """
     if read_manifest(version) is None:
-        raise AdapterError(f"{version} has no version any more: restore it from a backup")
+        raise AdapterError(f"{version} no longer has a version's files: restore them from a backup")
     place = directory.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise AdapterError(f"{directory} is there already and not empty: name a new folder")
+        raise AdapterError(f"{directory} exists already and is not empty: name a new folder")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         partial = place.with_name(f".{place.name}.partial")

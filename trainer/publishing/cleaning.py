@@ -1,12 +1,13 @@
-"""Delete the files that nothing can ask for any more (docs/decisions/049-files-kept-by-state.md).
+"""Delete version files that are no longer needed (docs/decisions/049-files-kept-by-state.md).
 
 Written and servable versions keep their files and optimiser states: versions that serve or may
 serve, the control, the target of a roll-back, and versions that old episodes still use. So training
 and a roll-back are always possible. A few older versions that once served keep their files without
-optimiser states, for a person to go back to. All other files are deleted once no reader is left.
+optimiser states, for a person to go back to. All other files are deleted once nobody reads them.
 
-A version is marked in the store before its folder is renamed and removed, so that a reader finds
-either all of its files or the reason why there are none. The next run completes what a kill left.
+A version is marked as deleted in the store before its folder is renamed and removed, so that a
+reader finds either all of its files or the reason why there are none. The next run completes a
+deletion that was killed.
 """
 
 import asyncio
@@ -30,23 +31,24 @@ from trainer.publishing.model_server import ModelServer, Replicas
 
 log = structlog.get_logger()
 
-# Seconds that an unloaded version must be idle: a load or a call that began before it was unloaded
-# has ended by then.
+# Seconds between a version's unloading and the deletion of its files: by then every load or call
+# that began before has ended.
 IDLE_S: Final = 900.0
 
 
 def leftover_folders(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
-    """Return the numbers of folders without a recorded version, or with a deleted one (pure).
+    """Return the numbers among `folders` of versions that are not recorded or deleted (pure).
 
-    A folder above all versions that have files stays, so that its number is not given again.
+    A folder with a higher number than every version with files stays, so that its number is not
+    used again.
     """
-    there = {version.version for version in versions if not version.files_deleted}
-    newest = max(there, default=0)
-    return [number for number in folders if number not in there and number < newest]
+    with_files = {version.version for version in versions if not version.files_deleted}
+    newest = max(with_files, default=0)
+    return [number for number in folders if number not in with_files and number < newest]
 
 
 class Cleaning:
-    """Keep the folder of one policy's versions small."""
+    """Deletes files of one policy's versions that are no longer needed."""
 
     def __init__(self, engine: AsyncEngine, servers: Replicas, policy: str, root: Path) -> None:
         self._engine = engine
@@ -55,10 +57,10 @@ class Cleaning:
         self._root = root
 
     async def clean(self) -> None:
-        """Delete half-written folders, and files without a reader.
+        """Delete half-written folders, and files that nobody reads any more.
 
-        A deletion that the disk refuses is logged and tried again the next time. A cancelled caller
-        waits for the end, so that a stopped trainer leaves the same files as a running one.
+        A deletion that the disk refuses is logged and tried again the next time. If the caller is
+        cancelled, the deletions are completed first.
         """
         work = asyncio.ensure_future(self._clean())
         try:
@@ -77,23 +79,24 @@ class Cleaning:
         folders = dict(adapters.version_folders(self._root, self._policy))
         for number in leftover_folders(versions, folders):
             await self._delete_files(folders.pop(number))
-        for one in versions:
-            if one.version in folders and not (one.is_servable or one.state == "written"):
-                state = folders[one.version] / adapters.STATE
+        for version in versions:
+            is_trainable = version.is_servable or version.state == "written"
+            if version.version in folders and not is_trainable:
+                state = folders[version.version] / adapters.STATE
                 await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
 
     async def _mark_deleted(self) -> set[int]:
-        """Mark versions as deleted that have no reader; a model server that has one is a reader."""
+        """Mark unneeded versions that no server has loaded as deleted; return their numbers."""
         async with self._engine.connect() as connection:
-            unasked = await versions_with_unneeded_files(connection, self._policy, IDLE_S)
-        if not unasked:
+            unneeded = await versions_with_unneeded_files(connection, self._policy, IDLE_S)
+        if not unneeded:
             return set()
         loaded = await self._loaded_names()
         if loaded is None:
             return set()
-        free = [version.version for version in unasked if version.served_name not in loaded]
+        deletable = [version.version for version in unneeded if version.served_name not in loaded]
         async with self._engine.begin() as connection:
-            return await mark_files_deleted(connection, self._policy, free)
+            return await mark_files_deleted(connection, self._policy, deletable)
 
     async def _loaded_names(self) -> set[str] | None:
         """Return every name that some replica has loaded, or None if a replica does not answer.
@@ -109,7 +112,7 @@ class Cleaning:
         return {name for models in listed.values() for name in models}
 
     async def _delete_files(self, folder: Path) -> None:
-        """Delete a version's files: at the source first, while the local folder still names it."""
+        """Delete a version's files, first those at PAWL_ADAPTER_SOURCE, then the local folder."""
         try:
             await self._servers.files.withdraw(folder)
             await asyncio.to_thread(adapters.remove_folder, folder)

@@ -42,16 +42,16 @@ SERVER_ERROR: Final = 500
 GATEWAY_ERRORS: Final = (502, 504)
 # `pawl adapters` sends this if it cannot get the files; no model server sends it for a load.
 NOT_FETCHED: Final = 424
-# The record separator occurs in no token's text.
-BETWEEN: Final = "\x1e"
+# A character that occurs in no token's text: the record separator.
+SEPARATOR: Final = "\x1e"
 # Errors raised by malformed answers.
-_NOT_REPORTED: Final = (LookupError, TypeError, ValueError)
+_MALFORMED: Final = (LookupError, TypeError, ValueError)
 
 
 class Completion(Record, frozen=True, kw_only=True):
     """A completion: its text, and the ids (S,) and log-probabilities (S,) of its tokens.
 
-    `is_complete`: the model ended it, not the token limit.
+    `is_complete` is true if the model ended it, and false if the token limit cut it off.
     """
 
     text: str
@@ -63,8 +63,8 @@ class Completion(Record, frozen=True, kw_only=True):
 class ModelServer:
     """Call one vLLM server.
 
-    Every call raises `UpstreamAway` if the server does not answer, or was restarted and lost the
-    adapter, and `PublishError` if it refuses, or its answer lacks what was asked for.
+    Requests raise `UpstreamAway` if the server does not answer or lost the adapter in a restart.
+    They raise `PublishError` if it refuses or its answer lacks the requested values.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class ModelServer:
     ) -> None:
         """Store the base URL, with its `/v1`; `async with` opens the connection pool.
 
-        `files` brings versions to machines that do not share the trainer's folder. `key` is sent
-        with each request.
+        `files` brings versions to machines that do not share the trainer's folder. `key`, if any,
+        is sent with each request as a bearer token.
         """
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._base_url = base_url.rstrip("/")
@@ -95,9 +95,9 @@ class ModelServer:
         await self._session.close()
 
     async def models(self) -> dict[str, dict[str, Any]]:
-        """Return the served models by name: `root` is the folder, `parent` the base of an adapter.
+        """Return the listed models by name: `root` is the folder, `parent` the base of an adapter.
 
-        A server that does not list its models counts as away.
+        A server that does not list its models counts as away (`UpstreamAway`).
         """
         status, body = await self._request("GET", "/models", None, LIST_S)
         if status != 200:
@@ -111,7 +111,7 @@ class ModelServer:
             # Something in front of the server answered, such as an ingress.
             raise UpstreamAway(
                 f"{self.url} does not list models as a model server does: is it the base URL of"
-                " one, with /v1?"
+                " a model server, with /v1?"
             ) from error
 
     async def metrics(self) -> str:
@@ -123,39 +123,39 @@ class ModelServer:
     async def token_ids(self, model: str, text: str) -> list[int]:
         """Return the ids that a model's tokenizer gives a text, with no special tokens added."""
         root = self._base_url.removesuffix("/v1")
-        asked = {"model": model, "prompt": text, "add_special_tokens": False}
-        status, body = await self._send("POST", f"{root}/tokenize", asked, LIST_S)
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        status, answer = await self._send("POST", f"{root}/tokenize", body, LIST_S)
         try:
-            return list(map(int, body["tokens"]))
-        except _NOT_REPORTED as error:
-            raise PublishError(f"no token ids at {root}/tokenize: {status} {body}") from error
+            return list(map(int, answer["tokens"]))
+        except _MALFORMED as error:
+            raise PublishError(f"no token ids at {root}/tokenize: {status} {answer}") from error
 
     async def token_texts(self, model: str, ids: Sequence[int]) -> list[str] | None:
-        """Return the text of each token id of a model, or None if the server cannot tell.
+        """Return the text of each token id of a model, or None if the server does not give them.
 
-        vLLM's `/detokenize` joins the texts of all ids, so a character that no text has is put
-        between them. Bytes that are not a character on their own are shown as U+FFFD.
+        vLLM's `/detokenize` joins the texts of all ids, so a separator that occurs in no text is
+        put between the ids. Bytes that are no complete character become U+FFFD.
         """
         root = self._base_url.removesuffix("/v1")
-        asked = {"model": model, "prompt": BETWEEN, "add_special_tokens": False}
+        asked = {"model": model, "prompt": SEPARATOR, "add_special_tokens": False}
         try:
             _, body = await self._send("POST", f"{root}/tokenize", asked, LIST_S)
-            between = list(map(int, body["tokens"]))
-            joined = [part for one in ids for part in (*between, one)]
+            separator = list(map(int, body["tokens"]))
+            joined = [part for token in ids for part in (*separator, token)]
             asked = {"model": model, "tokens": joined}
             _, body = await self._send("POST", f"{root}/detokenize", asked, LIST_S)
-            texts = str(body["prompt"]).split(BETWEEN)[1:]
-        except _NOT_REPORTED:
-            # Another server than vLLM, or it has no such model.
+            texts = str(body["prompt"]).split(SEPARATOR)[1:]
+        except _MALFORMED:
+            # The server is no vLLM, or lacks the model.
             return None
         return texts if len(texts) == len(ids) else None
 
     async def load(self, name: str, folder: Path, manifest_sha256: str | None = None) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.
 
-        Several processes may load it at once: the server accepts one request and refuses the
-        others, so its list of models afterwards decides. A `pawl adapters` in front of the server
-        fetches the files and checks them by the manifest's hash, which vLLM itself ignores.
+        If several processes load it at once, the server accepts one request and refuses the others.
+        So success is decided by the server's list of models afterwards. A `pawl adapters` in front
+        of the server fetches the files and checks them by the manifest's hash, which vLLM ignores.
 
         Raises:
             PublishError: the server refuses it, or serves other files under that name.
@@ -168,7 +168,8 @@ class ModelServer:
             body = {
                 "lora_name": name,
                 "lora_path": str(folder),
-                # Experts are stacked; vLLM reads it where --enable-mixed-moe-lora-format is set.
+                # The experts' matrices are stacked. Only a vLLM with
+                # --enable-mixed-moe-lora-format reads this key.
                 "is_3d_lora_weight": True,
                 MANIFEST_SHA256: manifest_sha256,
             }
@@ -199,7 +200,10 @@ class ModelServer:
             raise PublishError(f"the model server did not unload {name}: {status} {answer}")
 
     async def prompt_logprobs(self, name: str, ids: Sequence[int]) -> list[float]:
-        """Return the server's log p(ids[i] | ids[:i]) for i ≥ 1, (T − 1,), at temperature one."""
+        """Return the log-probability of each of the T ids after the ids before it, (T − 1,).
+
+        The first id has none. The temperature is one.
+        """
         body = {
             "model": name,
             "prompt": list(ids),
@@ -216,19 +220,19 @@ class ModelServer:
                 float(entry[str(token)]["logprob"])
                 for token, entry in zip(ids[1:], entries[1:], strict=True)
             ]
-        except _NOT_REPORTED as error:
+        except _MALFORMED as error:
             raise PublishError(
                 f"the model server does not report the log-probabilities of a prompt of {name}: use"
                 " a vLLM that knows prompt_logprobs"
             ) from error
 
     async def last_logprobs(self, name: str, ids: Sequence[int], count: int) -> list[float]:
-        """Return the `prompt_logprobs` of the last `count` ids, (count,)."""
+        """Return only the last `count` values of `prompt_logprobs`, (count,)."""
         logprobs = await self.prompt_logprobs(name, ids)
         return logprobs[len(logprobs) - count :]
 
     async def probe_logprobs(self, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
-        """Return the log-probabilities of each row's last tokens under `name`, row by row."""
+        """Return, for each row, the log-probabilities of its last tokens under the model `name`."""
         return [await self.last_logprobs(name, row.ids, len(row.logprobs)) for row in rows]
 
     async def base_of(self, name: str) -> str:
@@ -243,7 +247,7 @@ class ModelServer:
     async def sample(
         self, name: str, ids: Sequence[int], temperature: float, tokens: int
     ) -> list[tuple[int, float]]:
-        """Return `tokens` sampled tokens after `ids`, each with its reported log-probability."""
+        """Sample `tokens` tokens after `ids`; return each with its reported log-probability."""
         more = {"temperature": temperature, "max_tokens": tokens, "ignore_eos": True}
         _, sampled = await self._sample_choice(name, ids, more)
         return sampled
@@ -251,7 +255,7 @@ class ModelServer:
     async def _sample_choice(
         self, name: str, ids: Sequence[int], settings: Mapping[str, float]
     ) -> tuple[dict[str, Any], list[tuple[int, float]]]:
-        """Return the choice that the server gave, and its tokens with their log-probabilities."""
+        """Return the completion's `choice` object, and its tokens with their log-probabilities."""
         body = {
             "model": name,
             "prompt": list(ids),
@@ -270,10 +274,10 @@ class ModelServer:
             sampled = list(zip(choice["token_ids"], logprobs, strict=True))
             if not sampled:
                 raise ValueError("no token was sampled")
-        except _NOT_REPORTED as error:
+        except _MALFORMED as error:
             raise PublishError(
-                f"the model server does not report ids and log-probabilities of what {name}"
-                " samples: use a vLLM that knows return_token_ids"
+                f"the model server does not report ids and log-probabilities of the tokens that"
+                f" {name} samples: use a vLLM that knows return_token_ids"
             ) from error
         return choice, sampled
 
@@ -294,9 +298,10 @@ class ModelServer:
         )
 
     async def _probe_error(self, name: str, status: int, answer: object) -> TrainerError:
-        """Return the error for a probe that was refused.
+        """Return the error for a refused request to the model `name`.
 
-        A server that has lost the model was restarted: its refusal says nothing about the version.
+        A server that no longer has the model was restarted, so its refusal says nothing about the
+        version.
         """
         if name not in await self.models():
             return self._lost_model_error(name)
@@ -313,8 +318,8 @@ class ModelServer:
     async def _refusal_error(self, status: int, why: str) -> TrainerError:
         """Return the error for a refused request.
 
-        A server whose engine has died answers 5xx to everything until it exits. It counts as away,
-        because such an answer says nothing about the version.
+        A server whose engine has died answers 5xx to every request until it exits. It counts as
+        away, because such an answer says nothing about the version.
         """
         if status < SERVER_ERROR:
             return PublishError(why)
@@ -343,14 +348,15 @@ class ModelServer:
 
 
 class Replicas:
-    """Pass each operation to all replicas of the model server that answer.
+    """Run each operation on all replicas of the model server that answer.
 
-    It raises `UpstreamAway` if none answers, and `PublishError` if one refuses.
+    An operation raises `UpstreamAway` if no replica answers, `PublishError` if a replica refuses.
 
     Attributes:
         each: the replicas.
         slots: adapter slots of each replica, as configured; None: ask the replicas.
-        return_count: how often a replica answered again after absence; it may have been replaced.
+        return_count: how often a replica answered again after it was away; such a replica may have
+            been replaced by another server.
     """
 
     def __init__(
@@ -380,7 +386,7 @@ class Replicas:
 
     @property
     def is_any_away(self) -> bool:
-        """Return whether a replica did not answer when it was asked last."""
+        """Return whether some replica did not answer its last request."""
         return bool(self._away)
 
     async def ask(
@@ -388,9 +394,9 @@ class Replicas:
         operation: Callable[[ModelServer], Awaitable[T]],
         servers: Iterable[ModelServer] | None = None,
     ) -> dict[ModelServer, T]:
-        """Run `operation` on all `servers` (None: all replicas) at once; return the answers.
+        """Run `operation` on all `servers` (None: all replicas) at once; return results by server.
 
-        All operations have ended when this returns.
+        Servers that are away are left out. All operations have ended when this returns or raises.
         """
         asked = self.each if servers is None else tuple(servers)
         ended = await asyncio.gather(*(_result_or_error(operation(server)) for server in asked))
@@ -417,7 +423,10 @@ class Replicas:
         return answers
 
     async def models(self) -> dict[str, dict[str, Any]]:
-        """Return the models that all answering replicas serve, by name, as the first lists them."""
+        """Return the models that every answering replica serves, by name.
+
+        The entries are those of the first answering replica.
+        """
         first, *others = (await self.ask(ModelServer.models)).values()
         return {
             name: model for name, model in first.items() if all(name in listed for listed in others)
@@ -426,7 +435,7 @@ class Replicas:
     async def load(
         self, name: str, folder: Path, manifest_sha256: str | None = None
     ) -> tuple[ModelServer, ...]:
-        """Load an adapter on every replica that answers and lacks it; return those that have it."""
+        """Load an adapter on every replica that answers; return these replicas."""
         return tuple(await self.ask(lambda server: server.load(name, folder, manifest_sha256)))
 
     async def unload(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Compare a model server's log-probabilities with the trainer's (pure).
 
-A new version is probed before it serves (`compare_served`), and the server itself is tested before
-the first update with an adapter that gets no traffic (`why_misfit`).
+A new version is probed before it serves (`compare_served`). The server itself is tested before the
+first update, with an adapter that gets no traffic (`why_misfit`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from store.records import Record
 
 
 class ProbeRow(Record, frozen=True, kw_only=True):
-    """Hold a token sequence, and the trainer's log-probabilities of its last tokens.
+    """A token sequence, and the trainer's log-probabilities of its last tokens.
 
     Shapes: `ids` (P + S,), `logprobs` (S,) in nats, at temperature one.
     """
@@ -22,10 +22,10 @@ class ProbeRow(Record, frozen=True, kw_only=True):
 
 
 class ProbeResult(Record, frozen=True, kw_only=True):
-    """Hold differences between log-probabilities over all probe tokens, in nats per token.
+    """Differences between log-probabilities over all probe tokens, in nats per token.
 
-    `mean_difference` and `largest_difference` are |served − trainer|; `moved` is the largest
-    |served now − served by the version before|.
+    `mean_difference` and `largest_difference` are of |served − trainer|; `moved` is the largest
+    |served by the new version − served by the version before|. `tokens` is their number.
     """
 
     mean_difference: float
@@ -39,9 +39,10 @@ def compare_served(
     trained: Sequence[Sequence[float]],
     before: Sequence[Sequence[float]],
 ) -> ProbeResult:
-    """Compare log-probabilities: served now, the trainer's, and served by the version before.
+    """Compare a version's served log-probabilities with the trainer's and the version before.
 
-    Shapes: each is (rows, S), the log-probabilities of each row's sampled tokens.
+    `before` are the values that the server gives under the version before. Shapes: each is
+    (rows, S), the log-probabilities of each row's last tokens.
     """
     differences = _differences(chain(*served), chain(*trained))
     moved = _differences(chain(*served), chain(*before))
@@ -56,8 +57,9 @@ def compare_served(
 def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     """Return why a version must not serve, or None if it may.
 
-    `tolerance` bounds the mean difference. A NaN difference is rejected too. A version that
-    answers exactly as the one before was not loaded: an update always moves the policy.
+    `tolerance` bounds the mean difference. A NaN difference is rejected too. If the values are
+    exactly those of the version before, the new one was not loaded: an update always moves the
+    policy.
     """
     if not probe.mean_difference <= tolerance:
         return (
@@ -73,17 +75,17 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     return None
 
 
-# Share of an adapter's effect that a server shows: WHOLE or more if it applies the adapter, IGNORED
-# or less if it ignores it.
-WHOLE: Final = 0.85
+# A server that shows at least this share of an adapter's effect applies the adapter, …
+APPLIED: Final = 0.85
+# … and one that shows at most this share ignores it.
 IGNORED: Final = 0.15
 
 
 class Effects(Record, frozen=True, kw_only=True):
-    """Hold log-probabilities of the same tokens by server and trainer, in nats.
+    """Log-probabilities of the same T tokens of ordinary text, by server and trainer, in nats.
 
-    `…_base` and `…_adapter` (T,) are of ordinary text under the base model and under an adapter of
-    the self-test.
+    `served_…` (T,) are the server's and `own_…` (T,) the trainer's, under the base model (`…_base`)
+    and under an adapter of the self-test (`…_adapter`).
     """
 
     served_base: tuple[float, ...]
@@ -93,19 +95,22 @@ class Effects(Record, frozen=True, kw_only=True):
 
     @property
     def base_difference(self) -> float:
-        """Return the mean difference of server and trainer under the base model, in nats."""
+        """Return the mean |served − own| under the base model, in nats."""
         return _difference(self.served_base, self.own_base)
 
     @property
     def effect_share(self) -> float:
-        """Return the share of the adapter's effect that the server shows.
+        """Return the share of the adapter's effect that the server shows: 1 if it fully applies it.
 
-        It is the server's effect projected on the trainer's.
+        It is the length of the server's effect, projected on the trainer's, over the trainer's.
         """
         own = _effect(self.own_adapter, self.own_base)
         served = _effect(self.served_adapter, self.served_base)
-        along = sum(theirs * ours for theirs, ours in zip(served, own, strict=True))
-        return along / sum(ours * ours for ours in own)
+        projection = sum(
+            served_effect * own_effect
+            for served_effect, own_effect in zip(served, own, strict=True)
+        )
+        return projection / sum(own_effect * own_effect for own_effect in own)
 
     @property
     def is_ignored(self) -> bool:
@@ -116,8 +121,8 @@ class Effects(Record, frozen=True, kw_only=True):
 class Compared(Effects, frozen=True, kw_only=True):
     """Effects, and log-probabilities (S,) of tokens that the server sampled.
 
-    `served_sampled` are as reported; `own_sampled` and `own_raw` are the trainer's with and without
-    the sampling settings.
+    `served_sampled` are those that the server reported; `own_sampled` and `own_raw` are the
+    trainer's with and without the sampling settings.
     """
 
     served_sampled: tuple[float, ...]
@@ -126,9 +131,9 @@ class Compared(Effects, frozen=True, kw_only=True):
 
 
 def why_misfit(compared: Compared, tolerance: float) -> str | None:
-    """Return what does not fit, and what to do, or None if all fits.
+    """Return how server and trainer differ, and what to do about it, or None if they agree.
 
-    `tolerance` bounds the mean difference, in nats a token, as in `publish.tolerance`.
+    `tolerance` (`publish.tolerance`) bounds each mean difference, in nats a token.
     """
     base = compared.base_difference
     if not base <= tolerance:
@@ -137,10 +142,10 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
             f" more than publish.tolerance = {tolerance:g}: serve the model that PAWL_MODEL names,"
             " in the recipe's dtype"
         )
-    if not WHOLE <= compared.effect_share <= 1 / WHOLE:
-        what = "does not apply" if compared.is_ignored else "applies differently from the trainer"
+    if not APPLIED <= compared.effect_share <= 1 / APPLIED:
+        fault = "does not apply" if compared.is_ignored else "applies differently from the trainer"
         return (
-            f"the model server loads an adapter that it {what} ({compared.effect_share:.0%} of its"
+            f"the model server loads an adapter that it {fault} ({compared.effect_share:.0%} of its"
             " effect arrives): does it support LoRA in the layers of lora.target_modules?"
         )
     adapter = _difference(compared.served_adapter, compared.own_adapter)
@@ -159,7 +164,7 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
             " other settings: start vLLM with --logprobs-mode processed_logprobs"
         )
     return (
-        f"the log-probabilities that the model server reports of what it samples differ from the"
+        f"the log-probabilities that the model server reports of tokens it samples differ from the"
         f" trainer's by {sampled:.3g} nats a token, more than publish.tolerance = {tolerance:g}:"
         " start vLLM with --logprobs-mode processed_logprobs, and without options that change what"
         " is sampled"

@@ -1,7 +1,7 @@
 """Publish a written version: load it, probe it, and promote it, or let it wait for a decision.
 
-A version that has gone too far from its base model, does not load or fails the probe is rejected,
-and the serving version keeps the traffic.
+A version is rejected if it is too far from its base model, does not load, or fails the probe. Then
+the serving version keeps the traffic.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from trainer.recipes.recipe import PublishOptions, Recipe
 
 log = structlog.get_logger()
 
-# The reason in the event with which a version leaves the state `written`.
+# The recorded reason for which a version becomes `loaded`.
 PROBED: Final = "it is loaded, and served as it was trained"
 
 
@@ -42,7 +42,7 @@ class Publisher:
         together: Sequence[str] = (),
         known: Sequence[str] | None = None,
     ) -> None:
-        """Store the model servers, the policy's name and the recipe that decides about versions.
+        """Store the model servers, the policy's name and the recipe's rules for its versions.
 
         `together` are the policies that must go live together, this one included (empty: none);
         `known` are the configured policies (None: all that have versions).
@@ -60,10 +60,9 @@ class Publisher:
     ) -> str | None:
         """Load `version`, probe it on the replicas that answer, and promote it.
 
-        Promotion waits until all policies that go live together are loaded, and for a decision of
-        the controller or a person if the recipe wants one. `before` is the served name of the
-        version that has the traffic, and keeps it if `version` is rejected. Return the reason of a
-        rejection, or None.
+        Promotion waits until the versions of all policies that go live together are loaded, and for
+        a decision of the controller or a person if the recipe asks for one. `before` is the served
+        name of the serving version. Return why `version` was rejected, or None if it was not.
 
         Raises:
             UpstreamAway: no server answers; the version stays `written`.
@@ -109,13 +108,13 @@ class Publisher:
         return str(why)
 
     async def _make_loaded(self, version: PolicyVersion) -> list[PolicyVersion]:
-        """Make a version that passed the probe `loaded`; return the versions that go live now.
+        """Set a probed version's state to `loaded`; return the versions that are promoted now.
 
         Raises:
-            StateChanged, RolledBack: it was taken down meanwhile, with its parent version.
+            StateChanged, RolledBack: the version was taken down meanwhile, with its parent.
         """
         async with self._engine.begin() as connection:
-            # All at once: the trainer of another policy may promote them at this moment.
+            # Lock all of them: the trainer of another policy may promote versions at this moment.
             await lock_policies(connection, self.together)
             await version_states.make_loaded(
                 connection,
@@ -128,11 +127,11 @@ class Publisher:
             return await self._promote(connection)
 
     async def go_live(self) -> None:
-        """Promote loaded versions if all that go live together are loaded, or waited long enough.
+        """Promote the loaded versions of `together`: all at once, or those there after a long wait.
 
-        It is one transaction, and proxies read all versions at once: no new episode gets a new
-        version of one policy and the old version of another. Any of the policies' trainers may do
-        it. Metrics also show what others promoted, such as the controller.
+        They are promoted in one transaction, and proxies read all versions at once. So no new
+        episode gets a new version of one policy and the old version of another. The trainer of any
+        of the policies may do it. Metrics also show versions that others promoted.
         """
         async with self._engine.begin() as connection:
             promoted = await self._promote(connection)
@@ -154,7 +153,7 @@ class Publisher:
     async def _probe(
         self, servers: Sequence[ModelServer], name: str, before: str, rows: Sequence[ProbeRow]
     ) -> ProbeResult:
-        """Probe on all `servers` that answer, and return the worst result."""
+        """Probe `name` on all `servers` that answer; return the result with the largest mean."""
         probes = await self.servers.ask(
             lambda server: self._probe_one(server, name, before, rows), servers
         )
@@ -173,11 +172,11 @@ class Publisher:
         return probe
 
     async def _model_to_differ_from(self, server: ModelServer, name: str, before: str) -> str:
-        """Return the model whose answers `name` must differ from: `before`, or the base model.
+        """Return the model whose values must differ from those of `name`: `before`, or the base.
 
-        A restarted server lacks `before` until the controller loads it, perhaps never, and waiting
-        would hold back the version that repairs the policy. The base model will do: a server that
-        ignores an adapter answers as its base model.
+        A restarted server lacks `before` until the controller loads it, which may never happen, and
+        waiting would hold back the version that repairs the policy. The base model serves as well:
+        a server that ignores an adapter computes as the base model.
         """
         listed = await server.models()
         if before in listed or name not in listed:
@@ -205,7 +204,7 @@ class Publisher:
 def check_forgetting(version: PolicyVersion, rule: PublishOptions) -> None:
     """Check a version's KL to the base model against the recipe's bound, if both exist.
 
-    An import has no KL: it was not trained here.
+    An imported version has no KL, because Pawl did not train it.
 
     Raises:
         PublishError: the KL is above the bound.

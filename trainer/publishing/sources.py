@@ -1,12 +1,12 @@
 """Bring versions' files to machines that do not see the trainer's PAWL_ADAPTER_DIR.
 
-All processes have one source, PAWL_ADAPTER_SOURCE: `http://TRAINER/adapters`, which the trainer
-serves from its folder, or a folder of an object store, to which it uploads. Controller and `pawl
-adapters` read it through fsspec, each into a PAWL_ADAPTER_DIR of its own.
+All processes share one source, PAWL_ADAPTER_SOURCE: `http://TRAINER/adapters`, which the trainer
+serves from its folder, or a folder of an object store, to which the trainer uploads. Controller and
+`pawl adapters` fetch from it through fsspec, each into a PAWL_ADAPTER_DIR of its own.
 
-A version is fetched into a folder beside its place. The folder is renamed once the SHA-256 of each
-file matches the manifest, and the manifest's matches the database. A half-fetched folder stays, so
-that the next try continues from there, also after a kill.
+A version is fetched into a temporary folder, which is renamed once the SHA-256 of each file matches
+the manifest, and the manifest's SHA-256 matches the database. A half-fetched folder stays, so that
+the next try continues from there, even after a kill.
 """
 
 import asyncio
@@ -43,12 +43,14 @@ CHUNK: Final = 4 * 2**20
 MOST_MANIFEST: Final = 256 * 2**20
 # Seconds that a caller waits for a version; a longer fetch goes on for the next caller.
 WAIT_S: Final = 60.0
-# Seconds that one fetch may keep others waiting; the next try continues where it ended.
+# Seconds after which a fetch is interrupted, so that others get their turn; the next try continues
+# where it ended.
 FETCH_S: Final = 600.0
-# Seconds after the last use in which a fetched version stays: a model server reads the files again
-# for requests that began before it was unloaded.
+# Seconds for which a fetched version is kept after its last use: a model server reads the files
+# again for requests that began before the version was unloaded.
 IDLE_S: Final = 300.0
-# A file in each fetched folder: its text is the trainer's path, its mtime the time of the last use.
+# A file in each fetched folder. It contains the trainer's path of the version; its mtime is the
+# time of the last use.
 _MARK: Final = ".fetched"
 
 
@@ -59,30 +61,30 @@ class Hashes(Record, frozen=True, kw_only=True):
 
 
 class AdapterFiles:
-    """Use the trainer's folder itself, which this process and the model servers can read.
+    """Access to versions' files in the trainer's own folder, which all processes can read.
 
-    No file is copied; subclasses copy them.
+    Here no files are copied; subclasses upload or fetch them.
     """
 
     async def fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
-        """Return the local folder of the version that the trainer has in `folder`.
+        """Return the local folder with the version that the trainer has in `folder`.
 
-        `manifest_sha256` is None if unknown.
+        `manifest_sha256` is the manifest's expected hash, or None if it is unknown.
 
         Raises:
-            NotFetched: the files cannot be fetched for now, or are not those that were written.
+            NotFetched: the files cannot be fetched for now, or differ from the written ones.
         """
         return folder
 
     async def offer(self, folder: Path) -> None:
-        """Put the files of a version at the source, where model servers look for them.
+        """Copy a version's files to the source, from which other machines fetch them.
 
         Raises:
             NotFetched: the source does not answer, or refuses.
         """
 
     async def withdraw(self, folder: Path) -> None:
-        """Remove a folder from the source before it is removed here.
+        """Remove a version from the source; the caller removes the local folder afterwards.
 
         Raises:
             NotFetched: the source does not answer, or refuses.
@@ -93,7 +95,9 @@ class AdapterFiles:
 
 
 def trainer_files(settings: SourceSettings) -> AdapterFiles:
-    """Return how the trainer hands out its files; over HTTP it uploads nothing.
+    """Return the trainer's access to versions' files, which uploads them to an object store.
+
+    Nothing is uploaded without PAWL_ADAPTER_SOURCE, or if the trainer serves the files over HTTP.
 
     Raises:
         TrainerError: there is no such kind of source.
@@ -104,7 +108,7 @@ def trainer_files(settings: SourceSettings) -> AdapterFiles:
 
 
 def reader_files(settings: SourceSettings) -> AdapterFiles:
-    """Return how controller, commands and `pawl adapters` get the versions that the trainer wrote.
+    """Return the access of controller, commands and `pawl adapters` to the trainer's versions.
 
     Raises:
         TrainerError: there is no such kind of source.
@@ -113,25 +117,25 @@ def reader_files(settings: SourceSettings) -> AdapterFiles:
 
 
 def is_http(source: str) -> bool:
-    """Return whether the trainer itself is the source."""
+    """Return whether the source is an HTTP URL, at which the trainer serves versions itself."""
     return source.startswith(("http://", "https://"))
 
 
 class Source:
-    """Read and write the files at PAWL_ADAPTER_SOURCE; its methods block."""
+    """The files at PAWL_ADAPTER_SOURCE; its methods block the calling thread."""
 
     def __init__(self, url: str) -> None:
-        """Store the URL.
+        """Choose the fsspec file system for `url`.
 
         Raises:
             TrainerError: there is no such kind of source, or its package is missing.
         """
-        # Its import takes time, and most processes have no source.
+        # Imported here, because it takes time and most processes have no source.
         import fsspec
 
-        self.shown = without_login(url)
+        self.shown_url = without_login(url)
         self._is_http = is_http(url)
-        # Object stores need no folders; a disk, for trying this out, does.
+        # Object stores need no folders; a local disk (file:), for trying this out, does.
         options: dict[str, Any] = {"auto_mkdir": True} if url.startswith("file:") else {}
         if self._is_http:
             limit = aiohttp.ClientTimeout(total=120, sock_connect=10, sock_read=30)
@@ -142,17 +146,17 @@ class Source:
             )
         except (ImportError, ValueError) as error:
             raise TrainerError(
-                f"PAWL_ADAPTER_SOURCE is {self.shown}, which cannot be read: {error}"
+                f"PAWL_ADAPTER_SOURCE is {self.shown_url}, which cannot be read: {error}"
             ) from error
 
     def path_of(self, folder: Path, name: str = "") -> str:
-        """Return where a version's folder, or a file of it, is at the source."""
+        """Return the path at the source of a version's folder, or of the file `name` in it."""
         parts = [*folder.parts[-2:], *([name] if name else [])]
         return "/".join([self._top, *(map(quote, parts) if self._is_http else parts)])
 
     @contextmanager
     def translate_errors(self, folder: Path) -> Iterator[None]:
-        """Translate any error of the source within this block.
+        """Translate any error of the source in the `with` block.
 
         Raises:
             NotFetched: the source lacks the files, does not answer, or refuses.
@@ -169,13 +173,13 @@ class Source:
                 why = error.__cause__
             if isinstance(why, FileNotFoundError) or getattr(why, "status", None) == 404:
                 raise NotFetched(
-                    f"{self.shown} has no {_name(folder)}: the version was deleted, or"
+                    f"{self.shown_url} has no {_name(folder)}: the version was deleted, or"
                     " PAWL_ADAPTER_SOURCE is not the place where the trainer puts versions"
                 ) from error
             raise NotFetched(
-                f"{self.shown} does not give or take {_name(folder)}"
+                f"{self.shown_url} cannot be read from or written to for {_name(folder)}"
                 f" ({type(why).__name__}: {str(why)[:200]}), which is tried again: check"
-                " PAWL_ADAPTER_SOURCE, and that it can be reached from here"
+                " PAWL_ADAPTER_SOURCE, and that it can be reached from this machine"
             ) from error
 
     def sizes(self, folder: Path) -> dict[str, int]:
@@ -183,13 +187,13 @@ class Source:
         with self.translate_errors(folder):
             sizes = {name: self.system.size(self.path_of(folder, name)) for name in SERVED}
         if unknown := [name for name, size in sizes.items() if size is None]:
-            raise NotFetched(f"{self.shown} does not say how large {unknown[0]} is")
+            raise NotFetched(f"{self.shown_url} does not say how large {unknown[0]} is")
         return sizes
 
     def pieces(self, folder: Path, name: str, start: int = 0) -> Iterator[bytes]:
-        """Yield a file of a version from byte `start` on, in pieces."""
+        """Yield the bytes of a version's file `name` from byte `start` on, in pieces."""
         with self.translate_errors(folder):
-            # Without a cache each piece is requested when it is read.
+            # Without a cache each piece is requested only when it is read.
             options = {"block_size": CHUNK, "cache_type": "none"}
             with self.system.open(self.path_of(folder, name), "rb", **options) as file:
                 file.seek(start)
@@ -205,7 +209,7 @@ async def _none_in_use() -> Collection[Path]:
 
 
 class UploadedFiles(AdapterFiles):
-    """Upload versions to an object store before they are loaded, and remove them again."""
+    """Uploads versions to an object store before they are loaded, and removes withdrawn ones."""
 
     def __init__(self, url: str) -> None:
         """Open the store at `url`.
@@ -218,7 +222,7 @@ class UploadedFiles(AdapterFiles):
         self._stopped = threading.Event()
 
     async def offer(self, folder: Path) -> None:
-        """Upload a version that is not there yet, its manifest last."""
+        """Upload a version, its manifest last, unless the store has it already."""
         async with self._lock:
             await asyncio.to_thread(self._upload, folder)
 
@@ -229,8 +233,8 @@ class UploadedFiles(AdapterFiles):
             raise NotFetched(f"{folder} cannot be uploaded ({error.strerror})") from error
         system, place = self._source.system, self._source.path_of
         with self._source.translate_errors(folder):
-            is_there = all(system.exists(place(folder, name)) for name in (*SERVED, MANIFEST))
-            if is_there and system.cat_file(place(folder, MANIFEST)) == manifest:
+            is_uploaded = all(system.exists(place(folder, name)) for name in (*SERVED, MANIFEST))
+            if is_uploaded and system.cat_file(place(folder, MANIFEST)) == manifest:
                 return
             for name in (*SERVED, MANIFEST):
                 if self._stopped.is_set():
@@ -248,15 +252,15 @@ class UploadedFiles(AdapterFiles):
                 self._source.system.rm(self._source.path_of(folder), recursive=True)
 
     async def close(self) -> None:
-        """End an upload after the current file."""
+        """Make a running upload end after its current file."""
         self._stopped.set()
 
 
 class FetchedFiles(AdapterFiles):
-    """Fetch versions to this machine's disk, one at a time, and keep the most recently used."""
+    """Fetches versions to this machine's disk, one at a time, and keeps those used last."""
 
     def __init__(self, settings: SourceSettings, in_use: InUse = _none_in_use) -> None:
-        """Open the source; `in_use` returns folders that stay, however long ago the last use was.
+        """Open the source; `in_use` returns the local folders that must not be evicted.
 
         Raises:
             TrainerError: there is no such kind of source.
@@ -264,29 +268,29 @@ class FetchedFiles(AdapterFiles):
         self._source = Source(settings.adapter_source or "")
         self.root = settings.adapter_dir.resolve()
         self._in_use = in_use
-        self._most = int(settings.adapter_disk_gb * 1e9)
+        self._most_bytes = int(settings.adapter_disk_gb * 1e9)
         self._lock = asyncio.Lock()
         self._stopped = threading.Event()
-        # Fetches under way, and failed ones whose error no caller has got yet.
+        # Fetches under way, and failed fetches whose error no caller has received yet.
         self._fetches: dict[tuple[Path, str | None], asyncio.Task[Path]] = {}
-        # The trainer's folder of each local folder.
+        # The trainer's folder of the version in each local folder.
         self._at_trainer: dict[Path, Path] = {}
-        self._held: Any = None
+        self._lock_file: Any = None
 
     def lock_folder(self) -> None:
-        """Lock the folder for this process, which alone knows which versions are in use there.
+        """Lock the adapter folder: only this process knows which versions in it are in use.
 
         Raises:
-            TrainerError: another process uses it.
+            TrainerError: another process uses it, or it cannot be written to.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._held = self._lock_root()
+            self._lock_file = self._lock_root()
         except OSError as error:
             raise TrainerError(f"PAWL_ADAPTER_DIR cannot be written to: {error}") from error
 
     def _lock_root(self) -> Any:
-        """Return an open file, which keeps other processes from fetching into the folder."""
+        """Lock the adapter folder for fetching; return the lock file, whose closing unlocks it."""
         lock = (self.root / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -307,34 +311,36 @@ class FetchedFiles(AdapterFiles):
             fetch.add_done_callback(lambda done: self._forget_fetch(key, done))
         await asyncio.wait([fetch], timeout=WAIT_S)
         if not fetch.done():
-            raise NotFetched(f"{_name(folder)} is still being fetched, which goes on")
+            raise NotFetched(
+                f"{_name(folder)} is still being fetched: the fetch goes on, try again"
+            )
         self._fetches.pop(key, None)
         return fetch.result()
 
     def _forget_fetch(self, key: tuple[Path, str | None], fetch: asyncio.Task[Path]) -> None:
-        """Forget a fetch, unless it failed: the next caller gets the error."""
+        """Forget a finished fetch, unless it failed: then the next caller gets its error."""
         if fetch.cancelled() or fetch.exception() is None:
             self._fetches.pop(key, None)
 
     async def close(self) -> None:
-        """End fetches after the current piece; the next start continues there."""
+        """End fetches after their current piece; the next process continues from there."""
         self._stopped.set()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
-        if self._held is not None:
-            self._held.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
 
     def touch(self, policy: str, version: str) -> None:
-        """Keep a version for some minutes longer, if it was fetched."""
-        # The version may be gone, and the name may be no version's.
+        """Note a use of a fetched version, which keeps it for `IDLE_S` seconds more."""
+        # The version may be evicted already, or the names may not be a version's.
         with suppress(NotFetched, FileNotFoundError):
             folder = self._local_folder(Path(policy.replace("/", "--"), version))
             os.utime(folder / _MARK)
 
     def trainer_path(self, place: str) -> str:
-        """Return the trainer's path of the local folder `place`; they differ if it was fetched."""
+        """Return the trainer's path of the version in `place`; `place` itself if not fetched."""
         mark = Path(place) / _MARK
-        if (known := self._at_trainer.get(mark.parent)) is not None:
-            return str(known)
+        if (path := self._at_trainer.get(mark.parent)) is not None:
+            return str(path)
         try:
             is_here = mark.parent.parent.parent == self.root
             return (is_here and mark.read_text()) or place
@@ -342,7 +348,7 @@ class FetchedFiles(AdapterFiles):
             return place
 
     def _local_folder(self, folder: Path) -> Path:
-        """Return the local folder of a version."""
+        """Return the local folder for the version that the trainer has in `folder`."""
         parts = folder.parts[-2:]
         if len(parts) < 2 or any(part[:1] in (".", "/") for part in parts):
             raise NotFetched(f"{folder} is not the folder of a version, POLICY/VERSION")
@@ -350,7 +356,7 @@ class FetchedFiles(AdapterFiles):
 
     async def _fetch(self, folder: Path, manifest_sha256: str | None) -> Path:
         try:
-            # A version that is here does not wait for another's fetch.
+            # A version that is here already does not wait for the fetch of another version.
             place = await asyncio.to_thread(self._find_intact, folder, manifest_sha256)
             if place is None:
                 async with self._lock:
@@ -372,12 +378,16 @@ class FetchedFiles(AdapterFiles):
         return place
 
     def _find_intact(self, folder: Path, expected: str | None) -> Path | None:
-        """Return the local folder of a version if its files are here and right, else None."""
+        """Return the local folder of a version if its files are complete and intact, else None.
+
+        Raises:
+            NotFetched: the folder was not fetched, and its files are damaged.
+        """
         place = self._local_folder(folder)
         mark = place / _MARK
         is_fetched = mark.exists()
         if is_fetched:
-            # Before the check, so that nothing removes the folder meanwhile.
+            # Before the check, so that the folder is not evicted meanwhile.
             os.utime(mark)
         if not _is_intact(place, expected):
             if place.exists() and not is_fetched:
@@ -393,7 +403,7 @@ class FetchedFiles(AdapterFiles):
     def _fetch_one(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
         """Fetch a version, and return its local folder."""
         self.root.mkdir(parents=True, exist_ok=True)
-        with nullcontext() if self._held else self._lock_root():
+        with nullcontext() if self._lock_file else self._lock_root():
             return self._fetch_folder(folder, expected, in_use)
 
     def _fetch_folder(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
@@ -404,20 +414,23 @@ class FetchedFiles(AdapterFiles):
         manifest = self._read_manifest(folder, expected)
         digest = sha256(manifest).hexdigest()
         sizes = self._source.sizes(folder)
-        # Named by the manifest's hash, so that the next try continues only the same content.
+        # The name has the manifest's hash, so that a later try continues only if the content is the
+        # same.
         partial = place.with_name(f".{place.name}-{digest[:16]}")
         self._evict_versions(sum(sizes.values()), {place, partial}, in_use)
         try:
             partial.mkdir(parents=True, exist_ok=True)
             (partial / _MARK).write_text(str(folder))
-            for name, right in _hashes(manifest).items():
-                self._fetch_file(folder, partial / name, sizes[name], right, started + FETCH_S)
+            for name, expected_hash in _hashes(manifest).items():
+                self._fetch_file(
+                    folder, partial / name, sizes[name], expected_hash, started + FETCH_S
+                )
             (partial / MANIFEST).write_bytes(manifest)
             for path in (partial / MANIFEST, partial / _MARK, partial):
                 sync(path)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Others need the room more; the next try begins anew.
+                # Give the disk space back; the next try begins from the start.
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         remove_folder(place)
@@ -428,7 +441,7 @@ class FetchedFiles(AdapterFiles):
         return place
 
     def _read_manifest(self, folder: Path, expected: str | None) -> bytes:
-        """Return the source's manifest after checking that it is the expected one."""
+        """Return the manifest at the source, after checking its hash (None: unknown)."""
         manifest = b""
         for piece in self._source.pieces(folder, MANIFEST):
             manifest += piece
@@ -444,43 +457,48 @@ class FetchedFiles(AdapterFiles):
         return manifest
 
     def _evict_versions(self, needed: int, own: set[Path], in_use: Collection[Path]) -> None:
-        """Remove the least recently used versions until `needed` bytes fit.
+        """Remove the least recently used versions until `needed` more bytes fit.
 
-        `own` are the folders of the version that is fetched.
+        `own` are the folders of the version that is being fetched; `in_use` are kept, too.
 
         Raises:
             NotFetched: the versions in use leave too little room.
         """
-        for going in self.root.glob("*/.*-removed"):
-            # Left by a kill.
-            shutil.rmtree(going)
-        asked_at = {
+        for removed in self.root.glob("*/.*-removed"):
+            # A killed process renamed this folder, but did not delete it.
+            shutil.rmtree(removed)
+        used_at = {
             mark.parent: mark.stat().st_mtime
             for mark in self.root.glob(f"*/*/{_MARK}")
             if mark.parent not in own
         }
-        sizes = {other: sum(f.stat().st_size for f in other.iterdir()) for other in asked_at}
-        held = sum(sizes.values())
+        sizes = {other: sum(f.stat().st_size for f in other.iterdir()) for other in used_at}
+        total = sum(sizes.values())
         idle = {
             other
-            for other, moment in asked_at.items()
+            for other, moment in used_at.items()
             if moment < time.time() - IDLE_S and other not in in_use
         }
-        stays = held - sum(sizes[other] for other in idle)
-        if stays + needed > self._most:
+        kept = total - sum(sizes[other] for other in idle)
+        if kept + needed > self._most_bytes:
             raise NotFetched(
-                f"it has {needed / 1e9:.3g} GB, and what is in use or was asked for lately has"
-                f" {stays / 1e9:.3g} GB: raise PAWL_ADAPTER_DISK_GB, which is {self._most / 1e9:g}"
+                f"the version has {needed / 1e9:.3g} GB, and versions in use or lately used have"
+                f" {kept / 1e9:.3g} GB: raise PAWL_ADAPTER_DISK_GB, which is"
+                f" {self._most_bytes / 1e9:g}"
             )
-        for other in sorted(idle, key=lambda other: asked_at[other]):
-            if held + needed > self._most:
+        for other in sorted(idle, key=lambda other: used_at[other]):
+            if total + needed > self._most_bytes:
                 remove_folder(other)
-                held -= sizes[other]
+                total -= sizes[other]
 
     def _fetch_file(
         self, folder: Path, path: Path, size: int, expected: str, ends_at: float
     ) -> None:
-        """Fetch the missing rest of a file, and check its hash; a wrong file is removed."""
+        """Fetch the missing rest of a file until `ends_at`, and check the hash of the whole file.
+
+        Raises:
+            NotFetched: the time is over, or the hash is wrong (a wrong file is removed).
+        """
         with path.open("ab") as file:
             if file.tell() < size:
                 for piece in self._source.pieces(folder, path.name, file.tell()):
@@ -503,7 +521,7 @@ class FetchedFiles(AdapterFiles):
 
 
 def _hashes(manifest: bytes) -> dict[str, str]:
-    """Return the SHA-256 of each served file that a manifest names; none if it is no manifest."""
+    """Return the SHA-256 of each served file, from a manifest; empty if it cannot be parsed."""
     try:
         return msgspec.json.decode(manifest, type=Hashes).sha256
     except msgspec.DecodeError:
@@ -511,7 +529,10 @@ def _hashes(manifest: bytes) -> dict[str, str]:
 
 
 def _is_intact(folder: Path, expected: str | None) -> bool:
-    """Return whether the files of a version are here, and right."""
+    """Return whether a version's files are complete and match the manifest's hashes.
+
+    `expected` is the manifest's own hash (None: unknown).
+    """
     if not (folder / MANIFEST).exists():
         return False
     manifest = (folder / MANIFEST).read_bytes()
@@ -520,7 +541,7 @@ def _is_intact(folder: Path, expected: str | None) -> bool:
         expected in (None, sha256(manifest).hexdigest())
         and set(hashes) == set(SERVED)
         and all((folder / name).exists() for name in SERVED)
-        and all(sha256_of(folder / name) == right for name, right in hashes.items())
+        and all(sha256_of(folder / name) == expected_hash for name, expected_hash in hashes.items())
     )
 
 
@@ -529,14 +550,14 @@ def _name(folder: Path) -> str:
 
 
 def serve_files(app: web.Application, root: Path) -> None:
-    """Let `app` answer GET for the served files and the manifest of each version below `root`.
+    """Let `app` serve, by GET, the served files and the manifest of each version below `root`.
 
-    A request may ask for a range of bytes. No other files are served.
+    Requests for a range of bytes are answered, too. No other files are served.
     """
 
     async def send(request: web.Request) -> web.StreamResponse:
         policy, version, name = (request.match_info[part] for part in ("policy", "version", "name"))
-        # URL-decoded, so that they may contain anything.
+        # These parts are URL-decoded, so they may contain `/` or `..`.
         is_plain = all(Path(part).name == part and part[:1] != "." for part in (policy, version))
         path = root / policy / version / name
         if not (is_plain and name in (MANIFEST, *SERVED) and path.is_file()):

@@ -1,4 +1,4 @@
-"""Define the recipe: which learner to use, and its numbers, as TOML with known keys and ranges.
+"""Define the recipe: the learner and its numbers, a TOML file with checked keys and ranges.
 
 The packaged recipes are the TOML files of this folder.
 """
@@ -29,7 +29,7 @@ from trainer.errors import RecipeError
 
 
 def _check_number(number: float) -> float:
-    """Refuse numbers too large for an integer of PostgreSQL, or an interval added to a time."""
+    """Refuse numbers that exceed PostgreSQL's integers, or its range of times as an interval."""
     if number > MAX_INT32:
         raise ValueError(f"the number is too large; use one up to {MAX_INT32}")
     return number
@@ -49,23 +49,24 @@ Text = Annotated[str, Field(min_length=1)]
 AUTO: Final = "auto"
 # Characters of the longest text that `/feedback` accepts.
 LONGEST_TEXT: Final = 256
-# Default learning rate: at this hidden size, and the exponent of its fall with the hidden size.
+# Default learning rate for a model with `BASE_HIDDEN_SIZE`; it falls with the hidden size to the
+# power of `RATE_EXPONENT`.
 BASE_RATE: Final = 5e-5
 BASE_HIDDEN_SIZE: Final = 4096
 RATE_EXPONENT: Final = 0.78
-# A week: after a longer delay the decision comes when the version is long outdated.
+# A week: with a longer delay a version would be outdated before it is decided about.
 LONGEST_DELAY_S: Final = 604_800.0
 
 
 def one_of(names: Collection[str]) -> AfterValidator:
-    """Return a check that a text is one of `names`, including names added later."""
+    """Return a validator that a text is in `names`, as they are when it is called."""
 
-    def known(name: str) -> str:
+    def check_name(name: str) -> str:
         if name not in names:
             raise ValueError(f"{name!r} is not known: use one of {', '.join(names)}")
         return name
 
-    return AfterValidator(known)
+    return AfterValidator(check_name)
 
 
 class RecipeOptions(BaseModel):
@@ -85,13 +86,13 @@ class RewardOptions(RecipeOptions):
     )
     default: Number | None = Field(
         default=None,
-        description="Value where the metric was not stated. Unset: an episode without it is "
-        "unscored, whatever else was said.",
+        description="Value if the metric was not stated. Unset: an episode without the metric is "
+        "unscored, whatever other metrics were stated.",
     )
     values: dict[str, Number] = Field(
         default={},
-        description="Values of what may be stated in words: values = {good = 1.0, bad = 0.0}. "
-        "Another text counts for nothing (`undeclared_text`).",
+        description="Values of texts that may be stated as the metric: values = {good = 1.0, bad = 0.0}. "
+        "Any other text has no value (`undeclared_text`).",
     )
 
     @model_validator(mode="after")
@@ -136,9 +137,9 @@ class ClaimOptions(RecipeOptions):
     max_staleness: Whole = Field(
         default=64,
         description="Versions with traffic that may lie between sampling and training; older "
-        "episodes only fill their groups, untrained. It keeps anything from waiting forever: what "
-        "is too far off the policy is measured (off_policy.min_effective_sample). Not less than "
-        "twice the model server's adapter slots, or long episodes are lost.",
+        "episodes only fill their groups, untrained. The limit keeps episodes from waiting forever; "
+        "how far they are off the policy is measured (off_policy.min_effective_sample). Not less "
+        "than twice the model server's adapter slots, or long episodes are lost.",
     )
     call_rewards_after_s: Seconds = Field(
         default=60.0,
@@ -194,12 +195,12 @@ class CreditOptions(RecipeOptions):
 
     @property
     def compares_episodes(self) -> bool:
-        """Return whether an episode is compared with others of its group, or of its family."""
+        """Return whether returns are compared with those of the group or the family."""
         return BASELINES[self.baseline].needs_group
 
     @property
     def pays_single_calls(self) -> bool:
-        """Return whether rewards for single calls count (`trainer.credit.returns`)."""
+        """Return whether rewards given to single calls are used (`trainer.credit.returns`)."""
         return self.assignment in ("call", "per_agent")
 
     @model_validator(mode="after")
@@ -224,8 +225,8 @@ class CreditOptions(RecipeOptions):
     def _malformed_is_worst(self) -> "CreditOptions":
         """Refuse scores under which a malformed call is not worse than every clean failure.
 
-        Otherwise a policy would garble a call to avoid a failure. Means are clipped at −1, so no
-        score is worse than −1.
+        Otherwise a policy would garble a call to avoid such a failure. Means are clipped at −1, so
+        a score below −1 counts as −1.
         """
         malformed = self.air_scores["malformed"]
         clean = min(score for key, score in self.air_scores.items() if key != "malformed")
@@ -255,8 +256,8 @@ class OptimizerOptions(RecipeOptions):
     def rate_for(self, hidden_size: int) -> float:
         """Return the learning rate for a model of this hidden size.
 
-        LoRA needs about ten times full fine-tuning's rate, and less for wider models ("LoRA Without
-        Regret", Thinking Machines, 2025; its exponent for Llama is 0.78).
+        LoRA needs about ten times the rate of full fine-tuning, and a lower rate for wider models
+        ("LoRA Without Regret", Thinking Machines, 2025; its exponent for Llama is 0.78).
         """
         if self.learning_rate is not None:
             return self.learning_rate
@@ -312,13 +313,13 @@ class OffPolicyOptions(RecipeOptions):
     )
 
     @model_validator(mode="after")
-    def _one_is_inside(self) -> "OffPolicyOptions":
+    def _bounds_include_one(self) -> "OffPolicyOptions":
         if not self.sequence_min <= 1.0 <= self.sequence_max:
             raise ValueError("sequence_min must not be above 1, nor sequence_max below it")
         return self
 
     def sequence_bounds(self, tokens: int) -> tuple[float, float]:
-        """Return the bounds of the geometric mean ratio of a call with `tokens` sampled tokens."""
+        """Return lower and upper limit of the geometric mean ratio of a call of `tokens` tokens."""
         factor = sqrt(20 / tokens)
         return self.sequence_min**factor, exp(min(factor * log(self.sequence_max), 700.0))
 
@@ -333,7 +334,7 @@ class KlOptions(RecipeOptions):
 
 
 class PpoOptions(RecipeOptions):
-    """Set `[ppo]`: PPO's own numbers (arXiv:1707.06347); the learner "grpo" ignores them."""
+    """Set `[ppo]`: PPO's own numbers (arXiv:1707.06347); other learners ignore them."""
 
     clip: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."
@@ -412,7 +413,7 @@ PublishMode = Literal["immediate", "evaluated", "canary"]
 
 
 class PublishOptions(RecipeOptions):
-    """Set `[publish]`: what decides which version gets the traffic."""
+    """Set `[publish]`: the rules that decide which version gets the traffic."""
 
     mode: PublishMode = Field(
         default="immediate",
@@ -490,7 +491,7 @@ class PublishOptions(RecipeOptions):
 
     @field_validator("reward_delay_s", mode="before")
     @classmethod
-    def _comes_within_a_week(cls, given: Any) -> Any:
+    def _delay_is_at_most_a_week(cls, given: Any) -> Any:
         """Refuse a delay of more than a week with an error that names the remedy."""
         if isinstance(given, (int, float)) and given > LONGEST_DELAY_S:
             raise ValueError(
@@ -521,7 +522,7 @@ class PublishOptions(RecipeOptions):
 class EvaluationOptions(RecipeOptions):
     """Set `[evaluation]`: the held-out tasks that both versions answer in the mode "evaluated".
 
-    Either `command` or `python` runs the agent, as in `pawl rollout`. Paths start at the
+    Either `command` or `python` runs the agent, as in `pawl rollout`. Paths are relative to the
     controller's working directory.
     """
 
@@ -555,7 +556,7 @@ class EvaluationOptions(RecipeOptions):
     )
 
     @model_validator(mode="after")
-    def _says_who_answers(self) -> "EvaluationOptions":
+    def _names_agent_and_scorer(self) -> "EvaluationOptions":
         if (self.command is None) == (self.python is None):
             raise ValueError(
                 'command, python: say what to run with command = "PROGRAM ARGUMENTS" or python ='
@@ -570,7 +571,7 @@ class EvaluationOptions(RecipeOptions):
 
 
 class Recipe(RecipeOptions):
-    """Hold a complete recipe; keys that a file leaves out have their defaults."""
+    """A complete recipe; keys that the file leaves out have their defaults."""
 
     learner: Literal["grpo", "ppo", "sft", "distill"] = Field(
         default="grpo",
@@ -620,7 +621,7 @@ class Recipe(RecipeOptions):
 
     @model_validator(mode="after")
     def _ppo_has_one_baseline(self) -> "Recipe":
-        """Refuse baselines and spreads of groups for PPO: its critic is the baseline."""
+        """Refuse baselines and normalisations that compare episodes for PPO, which has a critic."""
         if self.learner != "ppo":
             return self
         credit = self.credit
@@ -633,14 +634,14 @@ class Recipe(RecipeOptions):
         return self
 
     @model_validator(mode="after")
-    def _others_compare_nothing(self) -> "Recipe":
-        """Refuse settings that have no effect or lose episodes with SFT and distillation."""
+    def _sft_and_distill_compare_nothing(self) -> "Recipe":
+        """Refuse settings that have no effect on SFT and distillation, or lose episodes there."""
         if self.learner not in ("sft", "distill"):
             return self
         credit = self.credit
         if credit.compares_episodes or credit.normalisation != "none":
             raise ValueError(
-                f'learner "{self.learner}" compares episodes with none: set credit.baseline ='
+                f'learner "{self.learner}" does not compare episodes: set credit.baseline ='
                 ' "none" and credit.normalisation = "none"'
             )
         if self.kl.coefficient and self.kl.place == "reward":
@@ -651,7 +652,7 @@ class Recipe(RecipeOptions):
 
     @model_validator(mode="after")
     def _teacher_fits_the_learner(self) -> "Recipe":
-        """Refuse distillation without a teacher or with groups, and a teacher of other learners."""
+        """Refuse distillation without a teacher or with groups, and a teacher without it."""
         if (self.learner == "distill") != (self.teacher is not None):
             raise ValueError(
                 'teacher: learner "distill" needs a section [teacher], with url and model, and no'
@@ -662,8 +663,8 @@ class Recipe(RecipeOptions):
         return self
 
     @model_validator(mode="after")
-    def _publish_has_the_range(self) -> "Recipe":
-        """Refuse a range or margin in `[publish]` that does not fit the sum in `[reward]`."""
+    def _publish_fits_the_reward_sum(self) -> "Recipe":
+        """Refuse a range or margin in `[publish]` that contradicts the sum in `[reward]`."""
         if not self.reward:
             return self
         low, high = self.reward_rule.range
@@ -683,7 +684,7 @@ class Recipe(RecipeOptions):
 
     @property
     def reward_rule(self) -> RewardRule:
-        """Return the sum of metrics that is the reward; by default the metric `reward` alone."""
+        """Return the rule that sums metrics to the reward; by default the metric `reward` alone."""
         if not self.reward:
             return REWARD_ALONE
         return RewardRule(
@@ -702,14 +703,14 @@ class Recipe(RecipeOptions):
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """Return lowest and highest reward: of the sum in `[reward]`, else as `[publish]` says."""
+        """Return the lowest and highest reward: of the sum in `[reward]`, else of `[publish]`."""
         return self.reward_rule.range if self.reward else self.publish.reward_range
 
     @property
     def failed_reward(self) -> float | None:
-        """Return the provisional reward of a failed, unscored episode until the claim is known.
+        """Return the reward that claiming assumes for a failed, unscored episode.
 
-        None: it stays unscored.
+        None: it stays unscored. Credit may set a lower reward (`trainer.credit.returns`).
         """
         failed = self.credit.failed_reward
         if failed is None:
@@ -718,9 +719,10 @@ class Recipe(RecipeOptions):
 
     @property
     def judged_by(self) -> dict[str, Any]:
-        """Return the settings that decide about a version, as JSON: `[publish]`, `[evaluation]`.
+        """Return the settings by which a version is judged, JSON-ready.
 
-        `reward` is the sum that is compared; if `[reward]` names metrics, the range is their sum's.
+        They are those of `[publish]`, with the `reward_range` of the sum if `[reward]` names
+        metrics; `evaluation`; and `reward`, the rule that sums metrics.
         """
         rule = self.publish.model_copy(update={"reward_range": self.reward_range})
         evaluation = None if self.evaluation is None else self.evaluation.model_dump(mode="json")
@@ -729,9 +731,9 @@ class Recipe(RecipeOptions):
 
     @property
     def imitation_rule(self) -> SftOptions | None:
-        """Return the rule that selects the episodes to imitate; None: train all with a signal.
+        """Return the rule that selects episodes to imitate, or None if the learner is not "sft".
 
-        SFT takes no ratios, so it does not matter which policy its rows were sampled from.
+        The loss of SFT uses no ratios, so its rows may be sampled by any policy.
         """
         return self.sft if self.learner == "sft" else None
 
@@ -750,7 +752,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         for entry in files("trainer.recipes").iterdir()
         if entry.name.endswith(".toml")
     }
-    # Unlike `Path.exists`, this never raises: a recipe's name may be an invalid path.
+    # Unlike `Path.exists`, `os.path.exists` never raises: a recipe's name may be an invalid path.
     if name_or_path.endswith(".toml") or os.path.exists(name_or_path):
         source = Path(name_or_path)
     elif name_or_path in packaged:

@@ -63,7 +63,7 @@ async def test_import_is_version_1_and_export_has_the_same_weights(
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == version.read_bytes()
     again = await run("export", "writer", "out", "--version", "1")
     assert again.exit_code == 2
-    assert "pawl: out is there already and not empty: name a new folder" in again.stderr
+    assert "pawl: out exists already and is not empty: name a new folder" in again.stderr
     merged = await run("export", "writer", "whole", "--merged")
     assert (merged.exit_code, merged.stdout) == (0, "writer@1 is in whole\n")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {

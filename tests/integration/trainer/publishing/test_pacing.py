@@ -16,7 +16,7 @@ from tests.support.ledger.lineage import State, add_in_state
 from tests.support.records import call, reward
 from tests.support.trainer.bench import STEPS, Bench, gauge
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.pacing import KNOWN_S, Pacing
+from trainer.publishing.pacing import SLOTS_CACHED_S, Pacing
 from trainer.recipes.recipe import ClaimOptions, Recipe
 
 
@@ -278,7 +278,7 @@ async def test_slot_count_is_asked_until_known_and_then_refreshed(
     async with Replicas([bench.fake.url]) as servers:
         pacing = Pacing(servers, "m", Recipe(), (), clock)
         seen = []
-        for told, passed_s in ((None, 0.0), (3, 1.0), (5, 1.0), (5, KNOWN_S)):
+        for told, passed_s in ((None, 0.0), (3, 1.0), (5, 1.0), (5, SLOTS_CACHED_S)):
             bench.fake.adapter_slots = told
             clock.now += passed_s
             await allowed(bench, pacing)

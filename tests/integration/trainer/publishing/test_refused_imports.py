@@ -37,7 +37,7 @@ async def test_import_is_refused_while_a_trainer_works_on_the_policy(bench: Benc
     async with bench.engine.connect() as guard:
         assert await claims.hold_policy(guard, "m")
         with pytest.raises(
-            TrainerError, match=r"'m' is being worked on, by its trainer.*: stop it"
+            TrainerError, match=r"'m' is in use by its trainer.*: stop that process"
         ):
             await bench.imports()
         await guard.invalidate()
@@ -114,7 +114,7 @@ async def test_base_model_of_an_exported_version_is_recognised_by_its_hash_at_im
     bench.adapter = tmp_path / "out"
     # Elsewhere the same model is in another folder.
     with_config(base_model_name_or_path="/models/moved")(bench.adapter, "")
-    with pytest.raises(AdapterError, match="m@1 has its weights"):
+    with pytest.raises(AdapterError, match="m@1 already serves these weights"):
         await bench.imports()
     base_file = bench.adapter / "base.json"
     base_file.write_text(json.dumps(json.loads(base_file.read_text()) | {"base": "another"}))

@@ -218,14 +218,14 @@ def test_export_fills_an_empty_folder_and_refuses_a_full_folder(
     out.mkdir()
     export_adapter(version, out)
     assert len(names(out)) == 3
-    with pytest.raises(AdapterError, match="there already and not empty: name a new folder"):
+    with pytest.raises(AdapterError, match="exists already and is not empty: name a new folder"):
         export_adapter(version, out)
     with pytest.raises(AdapterError, match="not empty"):
         export_adapter(version, out / "base.json")
 
 
 def test_files_that_changed_or_are_gone_are_not_exported(version: Path, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="no version any more: restore it"):
+    with pytest.raises(AdapterError, match="no longer has a version's files: restore them"):
         export_adapter(tmp_path / "gone", tmp_path / "out")
     (version / "adapter_model.safetensors").write_bytes(b"other")
     with pytest.raises(AdapterError, match="not the file that was written"):

@@ -48,7 +48,7 @@ def test_imported_adapter_of_plain_lora_up_to_the_recipes_rank_is_accepted() -> 
         ({"r": 16}, r"rank \(r\) is 16, and the recipe's lora\.rank is 8: .*--max-lora-rank"),
         ({"r": 0}, r"rank \(r\) is 0"),
         ({"r": "8"}, r"rank \(r\) is '8'"),
-        ({"use_dora": True}, "use_dora = True, and only plain LoRA .*: train one without"),
+        ({"use_dora": True}, "use_dora = True, but only plain LoRA .*: train an adapter without"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
@@ -73,7 +73,7 @@ def test_base_model_of_an_imported_adapter_is_recognised_by_name_or_folder(tmp_p
     why = why_another_base(CONFIG, "org/other")
     assert why is not None
     assert why.startswith("its base model is 'org/base', and the policy's is 'org/other'")
-    assert "write that name as base_model_name_or_path into its adapter_config.json" in why
+    assert "write the latter as base_model_name_or_path into its adapter_config.json" in why
     assert why_another_base({"base_model_name_or_path": ["org/base"]}, "org/base") is not None
     assert why_another_base({}, "org/base") is not None
 
