@@ -170,7 +170,7 @@ class Loop:
         if breaker.test_is_due and await self._has_test_slot():
             is_suspect = breaker.suspects_servers
             test = self._self_test
-            why = await (test.why_unserved() if is_suspect else test.why_update_fails())
+            why = await (test.why_servers_fail() if is_suspect else test.why_update_fails())
             breaker.tested_return_count = self._publisher.servers.return_count
             breaker.note_test(why)
             if why is None:
@@ -371,7 +371,7 @@ class Loop:
         Raises:
             ServerAtFault: a server is at fault, and may have sampled those episodes wrongly.
         """
-        why = await self._self_test.why_unserved()
+        why = await self._self_test.why_servers_fail()
         if why is not None:
             self._breaker.note_drift()
             raise ServerAtFault(
@@ -398,7 +398,7 @@ class Loop:
         why: str | None = str(error)
         if error.suspects_servers:
             self._breaker.note_drift()
-            why = await self._self_test.why_unserved()
+            why = await self._self_test.why_servers_fail()
         if why is None:
             await self._exclude_wrong_samples()
             self._breaker.note_past_fault(str(error))

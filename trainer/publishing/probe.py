@@ -75,9 +75,9 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     return None
 
 
-# A server that shows at least this share of an adapter's effect applies the adapter, …
+# A server applies an adapter if it shows at least this share of the adapter's effect.
 APPLIED: Final = 0.85
-# … and one that shows at most this share ignores it.
+# A server ignores an adapter if it shows at most this share of the adapter's effect.
 IGNORED: Final = 0.15
 
 

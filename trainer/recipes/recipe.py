@@ -91,8 +91,8 @@ class RewardOptions(RecipeOptions):
     )
     values: dict[str, Number] = Field(
         default={},
-        description="Values of texts that may be stated as the metric: values = {good = 1.0, bad = 0.0}. "
-        "Any other text has no value (`undeclared_text`).",
+        description="Values of texts that may be stated as the metric: values = {good = 1.0, "
+        "bad = 0.0}. Any other text has no value (`undeclared_text`).",
     )
 
     @model_validator(mode="after")
@@ -137,9 +137,9 @@ class ClaimOptions(RecipeOptions):
     max_staleness: Whole = Field(
         default=64,
         description="Versions with traffic that may lie between sampling and training; older "
-        "episodes only fill their groups, untrained. The limit keeps episodes from waiting forever; "
-        "how far they are off the policy is measured (off_policy.min_effective_sample). Not less "
-        "than twice the model server's adapter slots, or long episodes are lost.",
+        "episodes only fill their groups, untrained. The limit keeps episodes from waiting "
+        "forever; how far they are off the policy is measured (off_policy.min_effective_sample). "
+        "Not less than twice the model server's adapter slots, or long episodes are lost.",
     )
     call_rewards_after_s: Seconds = Field(
         default=60.0,

@@ -19,37 +19,37 @@ FAILURES: Final = 2
 TEST_S: Final = 20.0
 # If tests succeed but updates still fail, each pause is twice as long, up to this.
 LONGEST_PAUSE_S: Final = 3600.0
-# Updates in a row with wrongly sampled rows before the trainer pauses although the server passes
-# every test: the test may miss something.
+# Updates in a row with wrongly sampled rows before the trainer pauses, even if the server passes
+# every test: the test may miss a fault.
 PAST_FAULTS: Final = 8
-# Fewer odd episodes than this do not point to a fault.
-FEWEST: Final = 4
+# Fewer odd episodes than this do not point to a fault of the system.
+FEWEST_ODD: Final = 4
 
 
-def looks_like_a_fault(odd: int, of: int) -> bool:
-    """Return whether so many of an update's episodes are odd that the system may be at fault.
+def looks_like_a_fault(odd: int, total: int) -> bool:
+    """Return whether `odd` of an update's `total` episodes point to a fault of the system.
 
-    A server that samples wrongly makes all of its episodes odd, and a machine with hardly any
-    memory nearly all.
+    Odd episodes are those that an update cannot train on, or that are too far off the policy. A
+    server that samples wrongly makes all its episodes odd, a machine short of memory nearly all.
     """
-    return odd >= FEWEST and 2 * odd >= of
+    return odd >= FEWEST_ODD and 2 * odd >= total
 
 
 class CircuitBreaker:
     """Count the failed updates of one policy, and pause after `FAILURES` in a row.
 
     Attributes:
-        suspects_servers: nothing failed, and a test is due.
-        why: why training is paused; None if it is not.
-        reason: the same in a word.
-        tested_return_count: `Replicas.return_count` at the last test.
+        suspects_servers: whether the pause is for a test of the servers, and not for failures.
+        why: why training is paused, in full; None if it is not paused.
+        reason: why training is paused, as a keyword; None if it is not paused.
+        tested_return_count: `Replicas.return_count` at the last test of the servers.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         """Begin without a failure; `clock` returns seconds."""
         self._clock = clock
         self._failures = 0
-        # Tests that succeeded since the last successful update.
+        # Tests that passed since the last successful update, although updates failed again.
         self._in_vain = 0
         self._past_faults = 0
         self._drifts = 0
@@ -66,7 +66,7 @@ class CircuitBreaker:
 
     @property
     def test_is_due(self) -> bool:
-        """Return whether training is paused and it is time to test whether it could go on."""
+        """Return whether training is paused and the time of the next test has come."""
         return self.is_open and self._clock() >= self._test_at
 
     def note_success(self) -> None:
@@ -75,29 +75,29 @@ class CircuitBreaker:
 
     @property
     def sampled_wrongly(self) -> bool:
-        """Return whether so many updates drifted that all samples since then count as wrong."""
+        """Return whether so many updates had wrong samples that all earlier samples are suspect."""
         return self._drifts >= FAILURES
 
     def note_drift(self) -> None:
-        """Note an update of rows that a server sampled wrongly, whether it still does or not."""
+        """Note an update with wrongly sampled rows, whether the server is still at fault or not."""
         self._drifts += 1
 
     def note_failure(self, why: str, reason: PauseReason = "failed") -> None:
-        """Note an update that failed, drifted, or made a version that was rejected."""
+        """Note an update that failed, had wrong samples, or made a version that was rejected."""
         self._failures += 1
         if self._failures >= FAILURES:
             pause_s = min(LONGEST_PAUSE_S, TEST_S * 2.0 ** max(0, self._in_vain - 1))
             self._pause(why, pause_s, reason)
 
     def note_past_fault(self, why: str) -> None:
-        """Note an update whose rows drift, although the server passes the test now."""
+        """Note an update with wrongly sampled rows, if the server passes its test now."""
         self._past_faults += 1
         if self._past_faults >= PAST_FAULTS:
             self._past_faults = 0
             self._pause(why, min(LONGEST_PAUSE_S, TEST_S * 2.0**self._in_vain), "drift")
 
     def pause_until_test(self, why: str, reason: PauseReason = "server_away") -> None:
-        """Pause without a failure until a test, which is due at once."""
+        """Pause, although no update failed, until a test passes; the test is due at once."""
         if not self.is_open:
             self._pause(why, 0.0, reason)
             self.suspects_servers = True
@@ -109,10 +109,10 @@ class CircuitBreaker:
             self._resume()
 
     def note_test(self, why: str | None) -> None:
-        """Note a self-test in a pause: None (it passed) ends the pause, a reason prolongs it."""
+        """End the pause if `why` is None (the self-test passed), else prolong it."""
         is_suspect, self.suspects_servers = self.suspects_servers, False
         if why is not None:
-            # The first test after the wait for a server or a slot: the server is at fault.
+            # The first test after a wait for a server or a slot: the server is at fault.
             is_first = self.reason in ("server_away", "no_slot")
             self._pause(why, TEST_S, "server" if is_first else self.reason or "failed")
             return

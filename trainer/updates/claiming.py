@@ -23,8 +23,8 @@ from trainer.updates.training_warnings import TrainingWarning, training_warnings
 
 log = structlog.get_logger()
 
-# An update that had to wait for an adapter slot takes up to so many times `claim.groups`.
-PACED: Final = 4
+# An update that had to wait for an adapter slot takes up to this many times `claim.groups`.
+MOST_AFTER_WAIT: Final = 4
 # Seconds without activity until a failed episode without a reward gets the failed reward.
 FAILED_AFTER_S: Final = 60.0
 # Seconds between checks for expired episodes while the same version serves.
@@ -34,7 +34,7 @@ EXPIRE_S: Final = 60.0
 def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
     """Return the store's claim rule for a recipe and a policy."""
     rule, credit, teacher = recipe.claim, recipe.credit, recipe.teacher
-    # The store compares no rewards of single calls.
+    # The store only compares rewards of episodes, so it cannot see the spread of calls' rewards.
     compares = not credit.pays_single_calls
     # A teacher needs no reward, so silence alone ends an episode.
     fails = teacher is None and recipe.failed_reward is not None
@@ -49,7 +49,7 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         call_rewards_after_s=rule.call_rewards_after_s if waits_for_calls else None,
         needs_spread=credit.compares_episodes and compares,
         failed_reward=recipe.failed_reward,
-        most_groups=PACED * rule.groups,
+        most_groups=MOST_AFTER_WAIT * rule.groups,
         least_reward=recipe.imitation_rule.min_reward
         if recipe.imitation_rule is not None and compares
         else None,
@@ -75,18 +75,17 @@ class Claiming:
         self._pacing = pacing
         self._rule = rule
         self._recipe = recipe
-        # Version and time of the last check for expired episodes.
-        self._last_look: tuple[int, float] | None = None
+        # Parent version and time of the last check for expired episodes.
+        self._last_check: tuple[int, float] | None = None
         self._warned: set[TrainingWarning] = set()
 
     async def claim_update(self, parent: int, *, parent_serves: bool = False) -> Claim | None:
         """Claim the episodes of an update of version `parent`, or return None if too few are ready.
 
-        `parent_serves` applies the limits that hold once the parent serves, which it is about to.
+        With `parent_serves`, the limits are those that apply once `parent` serves, as it will soon.
         Return None, too, while the model server has no adapter slot for the new version. An update
-        that had to wait for a slot takes more groups (`PACED`). Episodes of a claim that cannot be
-        read back are spent, and the claim is made again: a group that lost a member waits like
-        any other short group.
+        that had to wait for a slot takes more groups (`MOST_AFTER_WAIT`). If episodes of the claim
+        cannot be read back, they are consumed, and the claim is made again without them.
 
         Raises:
             ClaimLost: another update of the policy is running.
@@ -119,7 +118,7 @@ class Claiming:
     async def _can_claim(
         self, connection: AsyncConnection, parent: int, parent_serves: bool
     ) -> bool:
-        """Return whether an update of version `parent` could be claimed."""
+        """Return whether enough episodes are ready for an update of version `parent`."""
         rule = self._rule
         oldest = await claims.oldest_trainable_version(
             connection, rule.policy, parent, rule.max_staleness, parent_serves=parent_serves
@@ -127,7 +126,7 @@ class Claiming:
         return bool(await lock_ready_episodes(connection, rule, oldest))
 
     async def end_failed(self, update_id: UUID, why: LearnerError) -> None:
-        """End an update that cannot be computed: spend the episodes to blame, free the others.
+        """End an update that cannot be computed: consume the episodes to blame, free the others.
 
         Raises:
             ClaimLost: the update is no longer running.
@@ -154,13 +153,14 @@ class Claiming:
         log.error(f"episodes_{reason}", update=str(update_id), episodes=spent, **metrics)
 
     async def consume_expired(self, parent: int) -> None:
-        """Consume the episodes that are past the rule's limits for an update of version `parent`.
+        """Consume the episodes that are too old for an update of version `parent`.
 
-        Also count lacking episodes, and log each training warning as it begins. Do nothing within
-        `EXPIRE_S` seconds of the last time, unless `parent` has changed.
+        Also set the gauges of episodes that lack a reward and of training warnings, and log each
+        new warning. Do nothing within `EXPIRE_S` seconds of the last time, unless `parent` has
+        changed.
         """
-        if self._last_look is not None:
-            version, at = self._last_look
+        if self._last_check is not None:
+            version, at = self._last_check
             if version == parent and perf_counter() < at + EXPIRE_S:
                 return
         policy, spent = self._rule.policy, claims.MOST_EXPIRED
@@ -184,4 +184,4 @@ class Claiming:
             if kind in warnings and kind not in self._warned:
                 log.warning("training_warning", policy=policy, kind=kind, why=str(warnings[kind]))
         self._warned = set(warnings)
-        self._last_look = parent, perf_counter()
+        self._last_check = parent, perf_counter()

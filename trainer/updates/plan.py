@@ -25,24 +25,26 @@ VERSION_GONE: Final = "version_gone"
 OTHER_BASE: Final = "other_base"
 # Why an episode is not trained: the policy has moved too far away from it.
 OFF_POLICY: Final = "off_policy"
-# Reasons of calls with exact ids that only a learner without ratios can train on: decoding was
-# greedy, or followed a grammar that the request does not state. `reshaped_distribution` is not one:
-# settings such as a thinking budget insert tokens that neither policy nor agent chose.
+# Reasons of calls that can be imitated, but not trained with ratios: their ids are exact, but
+# decoding was greedy, or followed a grammar that the request does not state. The reason
+# `reshaped_distribution` is not included: settings such as a thinking budget insert tokens that
+# neither policy nor agent chose.
 IMITABLE: Final = frozenset({"greedy", "constrained_sampling"})
-# Task families listed in an update's metrics.
+# An update's metrics list at most this many task families.
 MOST_SHOWN: Final = 12
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
-    """What an update cannot train on, besides what the claim itself says.
+    """Calls, episodes and corrections of a claim that its update cannot train on, with reasons.
 
     Attributes:
-        lost_versions: reasons, by version, of versions that can no longer compute the
-            log-probabilities that the server did not give.
-        unreplayed_calls: reasons, by call id, of calls whose grammar cannot be replayed.
-        off_policy_episodes: effective sample sizes of episodes that are too far off the policy.
-        refused_corrections: reasons, by call id, of corrections that cannot be trained
-            (`refused_corrections`, `reply_ids`).
+        lost_versions: by version number, why a version can no longer compute the log-probabilities
+            that the server did not give.
+        unreplayed_calls: by call id, why a call's grammar cannot be replayed.
+        off_policy_episodes: by episode id, the effective sample size of an episode that is too far
+            off the policy.
+        refused_corrections: by call id, why a correction cannot be trained (`refused_corrections`,
+            `reply_ids`).
     """
 
     lost_versions: Mapping[int, str] = {}
@@ -52,7 +54,7 @@ class LeftOut(Record, frozen=True, kw_only=True):
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, Any]) -> "LeftOut":
-        """Return what an update left out, from the metrics that it recorded."""
+        """Restore the value from the metrics that an update recorded (`metrics`)."""
         names = cls.__struct_fields__
         recorded = {name: metrics[name] for name in names if name in metrics}
         return msgspec.convert(recorded, cls, strict=False)
@@ -71,9 +73,10 @@ NO_REPLIES: Final[Mapping[str, Sequence[int]]] = {}
 class Plan(Record, frozen=True, kw_only=True):
     """An update's credited transitions, its training rows, and each episode's outcome.
 
-    `step_share` (0 to 1) scales the step: it is the root of the update's share of a whole update's
-    episodes, because the noise of a mean falls with the root of their number. `baselines` are the
-    moving baselines for the next update, as JSON, or None if the recipe uses none.
+    `step_share` (0 to 1) scales the learning rate: it is the square root of the number of episodes
+    with a signal over that of a full update, because the noise of a mean falls with the root of the
+    number. `baselines` are the moving baselines for the next update, JSON-ready, or None if the
+    recipe uses none.
     """
 
     credited: tuple[TransitionCredit, ...]
@@ -93,10 +96,9 @@ def plan_update(
     """Assign credit to a claim and derive rows, outcomes and metrics.
 
     `replies` has the token ids of corrections by call id; a correction without them gets no row.
-
-    The result is the same for a claim that was consumed long ago, unless feedback was added since.
     Episodes that are too far off the policy count in the baseline of the others and are not
-    trained.
+    trained. A claim that was consumed long ago gives the same result again, unless feedback was
+    added since.
     """
     claim = _without_left_out(claim, left_out)
     if recipe.imitation_rule is not None:
@@ -122,8 +124,8 @@ def plan_update(
     rows = training_rows(credited.transitions, imitated=recipe.imitation_rule is not None)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_episodes(claim, credited, outcomes, recipe)
-    whole = recipe.claim.groups * recipe.claim.group_size
-    step_share = sqrt(min(1.0, signal / whole))
+    full_size = recipe.claim.groups * recipe.claim.group_size
+    step_share = sqrt(min(1.0, signal / full_size))
     return Plan(
         credited=credited.transitions,
         rows=(*rows, *correction_rows(credited.transitions, replies)),
@@ -145,30 +147,30 @@ def plan_update(
 
 
 def taught_plan(plan: Plan, teacher: Mapping[RowKey, Sequence[float]]) -> Plan:
-    """Return the plan with the advantages that a teacher gives, and the KL to it as `teacher_kl`.
+    """Return the plan with a teacher's advantages for each token, and `teacher_kl` as a metric.
 
-    `teacher` has its log-probabilities (S,) of each row's sampled tokens. A token's advantage is
-    log teacher − log sampled, whose mean is an estimate of −KL(policy ‖ teacher) in nats a token;
-    later tokens do not count ("On-Policy Distillation", Thinking Machines, 2025; in MiniLLM,
-    arXiv:2306.08543, they do).
+    `teacher` has the teacher's log-probabilities (S,) of each row's sampled tokens. A token's
+    advantage is log teacher − log sampled. The mean of these estimates −KL(policy ‖ teacher) in
+    nats a token. The advantage of a token does not include that of later tokens (as in "On-Policy
+    Distillation", Thinking Machines, 2025; unlike MiniLLM, arXiv:2306.08543).
     """
-    rows, every = list[Row](), list[float]()
+    rows, advantages = list[Row](), list[float]()
     for row in plan.rows:
         if row.is_correction:
             rows.append(row)
             continue
         pairs = zip(teacher[row.key], row.sampled_logprobs, strict=True)
-        own = tuple(wanted - sampled for wanted, sampled in pairs)
-        rows.append(msgspec.structs.replace(row, token_advantages=own))
-        every += own
-    metrics = plan.metrics | {"teacher_kl": -fsum(every) / len(every)}
+        of_row = tuple(wanted - sampled for wanted, sampled in pairs)
+        rows.append(msgspec.structs.replace(row, token_advantages=of_row))
+        advantages += of_row
+    metrics = plan.metrics | {"teacher_kl": -fsum(advantages) / len(advantages)}
     return msgspec.structs.replace(plan, rows=tuple(rows), metrics=metrics)
 
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
     trained = {one.episode_id for one in credited if one.reason is None or one.correction}
-    # A trainable call's reason explains best why its episode is not trained; a side call's reason
-    # never does.
+    # An episode's reason is that of a trainable call if there is one, else of another call, but
+    # never of a side call.
     reasons = {one.episode_id: one.reason for one in credited if one.reason != SIDE}
     reasons |= {credit.episode_id: credit.reason for credit in credited if credit.call.trainable}
     return tuple(
@@ -187,18 +189,22 @@ def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outco
 def _signal_episodes(
     claim: Claim, credited: UpdateCredit, outcomes: Sequence[Outcome], recipe: Recipe
 ) -> float:
-    """Return the number of trained episodes, each counted by its signal, 0 to 1.
+    """Return the sum of the signals, 0 to 1 each, of the trained episodes.
 
-    An episode whose final reward equals its baseline counts as much as AIR weighs without a spread;
-    an episode whose group earned the same counts as its absolute advantage. Otherwise the little
-    signal that learned tasks still give would move the policy by whole steps. An episode with a
-    correction counts as 1, and every episode where the baseline compares none. With imitation,
-    groups with a trained episode count in full.
+    - An episode with a correction has 1; so has every episode if the baseline compares none.
+    - An episode of a group with equal final rewards has its absolute advantage, at most 1.
+    - An episode whose final reward equals its baseline has what AIR weighs without a spread.
+    - Any other episode has 1.
+
+    So the weak signal that learned tasks still give does not move the policy by whole steps. With
+    imitation of groups, each group with a trained episode counts as `group_size` episodes.
     """
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
     if recipe.imitation_rule is not None and recipe.claim.group_size > 1:
-        having = [any(one.id in trained for one in group.episodes) for group in claim.groups]
-        return recipe.claim.group_size * sum(having)
+        have_trained = [
+            any(episode.id in trained for episode in group.episodes) for group in claim.groups
+        ]
+        return recipe.claim.group_size * sum(have_trained)
     if not recipe.credit.compares_episodes:
         return len(trained)
     signal = dict.fromkeys(trained, 0.0)
@@ -206,10 +212,10 @@ def _signal_episodes(
     for credit in credited.transitions:
         compared = credit.comparison
         if credit.episode_id in trained and compared is not None:
-            own = 1.0 if compared.final != 0.0 else of_air * compared.air_weight
+            signal_of_call = 1.0 if compared.final != 0.0 else of_air * compared.air_weight
             if compared.is_alike:
-                own = min(1.0, abs(compared.value))
-            signal[credit.episode_id] = max(signal[credit.episode_id], own)
+                signal_of_call = min(1.0, abs(compared.value))
+            signal[credit.episode_id] = max(signal[credit.episode_id], signal_of_call)
         if credit.correction:
             signal[credit.episode_id] = 1.0
     return fsum(signal.values())
@@ -220,7 +226,7 @@ def _metrics(
 ) -> dict[str, Any]:
     """Return an update's figures, JSON-ready.
 
-    Means are over episodes, but `staleness_mean` is over rows.
+    Means are over episodes, except `staleness_mean`, which is over rows.
     """
     returns = credited.returns.values()
     finals = [mean.r_final for mean in returns if mean.r_final is not None]
@@ -248,8 +254,8 @@ def _families(claim: Claim, credited: UpdateCredit) -> dict[str, dict[str, float
     rewards: dict[str, list[float]] = {}
     for group in claim.groups:
         returns = (credited.returns[one.id].r_final for one in group.episodes)
-        own = rewards.setdefault(task_family(bare(group.task or "")), [])
-        own += [reward for reward in returns if reward is not None]
+        family_rewards = rewards.setdefault(task_family(bare(group.task or "")), [])
+        family_rewards += [reward for reward in returns if reward is not None]
     largest = sorted(filter(rewards.get, rewards), key=lambda family: -len(rewards[family]))[
         :MOST_SHOWN
     ]
@@ -280,7 +286,7 @@ def _without_left_out(claim: Claim, left_out: LeftOut) -> Claim:
 
 
 def _with_imitable(claim: Claim) -> Claim:
-    """Return the claim with its policy's imitable calls marked as trainable."""
+    """Return the claim with calls of the policy that can be imitated marked as trainable."""
 
     def change(call: TransitionRow) -> TransitionRow:
         # Calls of an outside model or a fixed policy have no version.
@@ -310,12 +316,12 @@ def _with_calls(claim: Claim, change: Callable[[TransitionRow], TransitionRow]) 
 
 
 # A correction is trained on the call's recorded prompt. It is refused here if the prompt's ids are
-# unknown or another policy's, and by the learner if the reply cannot be made token ids
-# (`trainer.learners.corrections`).
+# unknown or another policy's, and by the learner if the corrected reply cannot be turned into token
+# ids (`trainer.learners.corrections`).
 
 
 def corrected_calls(claim: Claim) -> Iterator[tuple[TransitionRow, str]]:
-    """Yield each call of a claim that has a correction, with the correction."""
+    """Yield each call of a claim that has a correction, with the text of the correction."""
     for group in claim.groups:
         for episode in group.episodes:
             texts = corrections_of(episode.feedback, [call.feedback for call in episode.calls])
@@ -324,9 +330,9 @@ def corrected_calls(claim: Claim) -> Iterator[tuple[TransitionRow, str]]:
 
 
 def refused_corrections(claim: Claim, recipe: Recipe) -> dict[str, str]:
-    """Return the reasons, by call id, of corrections that cannot be trained whatever their text.
+    """Return, by call id, why corrections cannot be trained whatever their text.
 
-    A correction of an episode of several calls is listed by the episode's id.
+    A correction of an episode with several calls is listed by the episode's id.
     """
     refused = {
         str(episode.id): "several_calls"
@@ -349,8 +355,8 @@ def with_corrections(
 ) -> list[TransitionCredit]:
     """Return the credit of an update with its corrections' shares of the loss; 1 in sum.
 
-    `corrected` are the ids of calls. The corrections of an episode together weigh as much as a
-    trained episode in the mean, and share this weight equally.
+    `corrected` are the ids of the calls with a correction. The corrections of one episode together
+    get as much weight as the average trained episode, in equal parts.
     """
     of_episodes = Counter(one.episode_id for one in credited if one.call.id in corrected)
     if not of_episodes:
@@ -367,12 +373,12 @@ def with_corrections(
     ]
 
 
-# Some calls with exact ids came without log-probabilities. The version that sampled them is
-# immutable and gives the same values again: such rows are `recomputed` as the update begins.
+# The server gave some calls exact ids but no log-probabilities. The version that sampled them is
+# immutable, so it computes the missing values when the update begins: such rows are `recomputed`.
 
 
 def versions_to_ask(claim: Claim) -> set[int]:
-    """Return the versions that sampled calls of a claim without log-probabilities."""
+    """Return the versions that sampled the claim's trainable calls without log-probabilities."""
     calls = _trainable_calls(claim)
     return {call.policy_version or 0 for call in calls if not call.tokens.sampled_logprobs}
 
@@ -390,7 +396,7 @@ def _may_be_trained(call: TransitionRow, claim: Claim) -> bool:
 def rows_to_compute(rows: Sequence[Row]) -> dict[int, list[Row]]:
     """Return the rows that have no log-probabilities, by the version that sampled them.
 
-    The newest version comes first, because the learner mostly holds that one.
+    The newest version comes first, because the learner usually has it loaded.
     """
     waiting = [row for row in rows if not row.sampled_logprobs and not row.is_correction]
     versions = sorted({row.version for row in waiting}, reverse=True)
@@ -402,17 +408,18 @@ def calls_with_grammar(claim: Claim) -> list[TransitionRow]:
     return [call for call in _trainable_calls(claim) if GRAMMAR in call.sampling]
 
 
-# Staleness is measured by the effective sample size (Σw)² / (n·Σw²) of an episode's n tokens (Kish,
-# 1965): the share of its tokens that the episode is still worth. The ratios w = policy/sampled are
-# those of the loss, truncated at `off_policy.ratio_cap`; otherwise one token in a thousand would
-# decide about all the others, and long episodes would be worth less. A shifted mean is bounded
-# separately, for each call (`trainer.learners.off_policy`).
+# How far an episode is off the policy is measured by the effective sample size (Σw)² / (n·Σw²) of
+# its n tokens (Kish, 1965), a share of them from 0 to 1. The ratios w = policy/sampled
+# are those of the loss, truncated at `off_policy.ratio_cap`; otherwise one token in a thousand
+# would dominate all others, and long episodes would have smaller shares. A shifted mean of the
+# ratios is bounded separately, for each call (`trainer.learners.off_policy`).
 
 
 def effective_share(log_ratios: Sequence[float], cap: float) -> float:
-    """Return the effective sample size of tokens with log policy/sampled, as a share of them.
+    """Return the effective sample size of tokens, as a share of their number.
 
-    Ratios are truncated at `cap`. The share is 0 if the policy never gives any of the tokens.
+    `log_ratios` are log(policy/sampled) of each token; ratios are truncated at `cap`. The share is
+    0 if all tokens have probability 0 under the policy.
     """
     highest = log(cap)
     truncated = [min(ratio, highest) for ratio in log_ratios]
@@ -426,9 +433,9 @@ def effective_share(log_ratios: Sequence[float], cap: float) -> float:
 def shares_by_episode(
     rows: Sequence[Row], policy: Sequence[Sequence[float]], cap: float
 ) -> dict[UUID, float]:
-    """Return the effective share of each episode's tokens in `rows`.
+    """Return each episode's effective sample size, as a share of its tokens in `rows`.
 
-    `policy` are the log-probabilities (S,) of each row's sampled tokens under the policy.
+    `policy` has the log-probabilities (S,) of each row's sampled tokens under the policy.
     """
     log_ratios: dict[UUID, list[float]] = {}
     for row, own in zip(rows, policy, strict=True):
@@ -440,7 +447,7 @@ def shares_by_episode(
 def episodes_too_far(shares: Mapping[UUID, float], least: float) -> dict[UUID, float]:
     """Return the episodes whose share is below `least`.
 
-    A share that is NaN is not included: the learner says what is wrong with the episode.
+    An episode with the share NaN is not included: the learner reports what is wrong with it.
     """
     return {episode: share for episode, share in shares.items() if share < least}
 

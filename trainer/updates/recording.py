@@ -1,8 +1,8 @@
 """Record how updates end; finish or release an update that a killed or stopped trainer left.
 
 A version exists from the moment its folder is renamed into place. A running update whose folder
-exists is recorded from its manifest; one without a folder is abandoned, and its episodes are free
-again.
+exists is recorded from the folder's manifest; a running update without a folder is abandoned, and
+its episodes are free again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from trainer.updates.versions import PolicyVersions
 
 log = structlog.get_logger()
 
-# The reason of an abandoned update whose trainer recorded none.
+# The reason recorded for an update whose trainer was killed and could record none.
 KILLED: Final = "the trainer was killed"
 
 
@@ -51,7 +51,10 @@ class Recording:
         made: tuple[int, Path] | None = None,
         policy_logprobs: Mapping[RowKey, bytes] = MappingProxyType({}),
     ) -> None:
-        """Record an update; `made` is the number and folder of its version (None: no signal)."""
+        """Record an update; `made` is its version's number and folder, or None without a signal.
+
+        `policy_logprobs` are stored for each call, by row (`LearnerProtocol.policy_logprobs`).
+        """
         await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made)
         version = made and made[0]
         UPDATES.labels(self._policy, "trained" if version else "no_signal").inc()
@@ -60,7 +63,7 @@ class Recording:
             if metrics.get(name) is not None:
                 gauge.labels(self._policy).set(metrics[name])
         log.info("update_done", update=str(claim.update_id), version=version, **metrics)
-        # After the transaction that ends the update, so that nobody waits for the policy longer.
+        # In a transaction of its own, so that the one above holds its locks no longer than needed.
         of_calls = {
             one.call.id: policy_logprobs.get((one.episode_id, one.position))
             for one in plan.credited
@@ -69,7 +72,7 @@ class Recording:
             await claims.keep_policy_logprobs(connection, of_calls)
 
     async def record_found_version(self, update_id: UUID, folder: Path, manifest: Manifest) -> None:
-        """Record the update of an earlier trainer, from the manifest that it wrote."""
+        """Record the update that a stopped trainer left, from the `manifest` in `folder`."""
         made = (manifest.version, folder)
         await self._consume(
             update_id, manifest.outcomes, manifest.metrics, manifest.baselines, made
@@ -78,7 +81,7 @@ class Recording:
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
 
     async def record_imported_version(self, new: NewVersion, folder: Path) -> None:
-        """Record the version `new`, whose adapter comes from elsewhere and lies in `folder` now."""
+        """Record the imported version `new`, whose files are now in `folder`."""
         made = (new.version, folder)
         await self._consume(new.update_id, new.outcomes, new.metrics, new.baselines, made)
         log.info("version_imported", version=new.version, **new.metrics)
@@ -91,14 +94,14 @@ class Recording:
         baselines: Mapping[str, Any] | None,
         made: tuple[int, Path] | None,
     ) -> None:
-        """Consume an update's episodes; `made` is the number and folder of its version, if any.
+        """Consume an update's episodes and record its version (`made`: number and folder), if any.
 
         Raises:
             FilesUnread: the version's manifest cannot be read for now; nothing is recorded.
         """
         version, folder = made or (None, None)
         if folder is not None:
-            # Reveals files that are swapped together with their manifest.
+            # Reveals later if the files are replaced together with their manifest.
             metrics = {**metrics, MANIFEST_SHA256: version_file_sha256(folder / MANIFEST)}
         async with self._engine.begin() as connection:
             await claims.record_update(
@@ -118,10 +121,10 @@ class Recording:
 
 
 class Recovery:
-    """Bring one policy's unfinished updates and unpublished versions to an end.
+    """Finishes or abandons one policy's unfinished updates, and publishes its written versions.
 
-    Where no model server answers (`UpstreamAway`), or files cannot be read for now (`FilesUnread`),
-    a version stays `written`. Files that are missing or differ from their manifest are an
+    If no model server answers (`UpstreamAway`), or files cannot be read for now (`FilesUnread`), a
+    version stays `written`. Files that are missing or differ from their manifest raise
     `AdapterError`.
     """
 
@@ -139,7 +142,7 @@ class Recovery:
 
         Raises:
             FilesUnread: files cannot be read for now, so it is unknown if the version exists.
-            ClaimLost: the update was ended by another trainer meanwhile.
+            ClaimLost: another trainer has ended the update meanwhile.
         """
         async with self._engine.connect() as connection:
             running = await claims.running_update(connection, self._policy)
@@ -155,9 +158,9 @@ class Recovery:
             await self.abandon_update(running, str(error))
 
     async def finish_if_possible(self, why: str) -> None:
-        """Call `finish`; ignore that database or files are away, or another trainer took over.
+        """Call `finish`; only log if database or files are away, or another trainer took over.
 
-        The policy's next trainer finishes the update then.
+        Then the policy's next trainer finishes the update.
         """
         try:
             await self.finish(why)
@@ -167,9 +170,9 @@ class Recovery:
             log.warning("update_left", reason=str(error))
 
     async def publish_written(self, publisher: Publisher) -> str | None:
-        """Publish the newest `written` version, if any, with the probe of its manifest.
+        """Publish the newest `written` version, if any, with the probe rows of its manifest.
 
-        Return why it was rejected, or None.
+        Return why it was rejected; None if it was not, or if there is no such version.
         """
         written = await self._versions.written()
         if not written:
@@ -177,7 +180,9 @@ class Recovery:
         newest = written[-1]
         manifest = adapters.read_manifest(Path(newest.adapter_path or ""))
         if manifest is None:
-            raise AdapterError(f"the files of {newest.served_name} are gone")
+            raise AdapterError(
+                f"the files of {newest.served_name} are gone; restore them from a backup"
+            )
         return await self.publish(publisher, newest, manifest.probe)
 
     async def publish(
@@ -190,7 +195,7 @@ class Recovery:
     async def abandon_update(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.
 
-        If it wrote a folder, no later version gets the folder's number.
+        If the update wrote a folder, no later version gets the folder's number.
         """
         async with self._engine.begin() as connection:
             freed = await claims.release(connection, update_id, why)

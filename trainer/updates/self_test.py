@@ -1,8 +1,9 @@
 """Test, without an episode, whether model servers load the trainer's adapters and apply them.
 
-A new adapter with an effect is written, loaded into each model server, compared with the trainer's
-log-probabilities, and unloaded. So a rank, a layer, a base model or a server option that does not
-fit stops the trainer before its first claim, or pauses it.
+A new adapter with an effect is written and loaded into each model server. The server's
+log-probabilities are compared with the trainer's, and the adapter is unloaded. So a rank, a layer,
+a base model or a server option that does not fit stops the trainer before its first claim, or
+pauses it later.
 """
 
 import shutil
@@ -36,19 +37,21 @@ from trainer.updates.training import in_thread
 
 log = structlog.get_logger()
 
-# Returns why a server does not serve an adapter that it has loaded, or None if it does.
-WhyNot = Callable[[ModelServer, Sequence[Row]], Awaitable[str | None]]
-# The adapter's name after the policy's and an @, and the name of its folder.
+# Compares a loaded adapter on some rows; returns why the server misserves it, or None.
+WhyMisserved = Callable[[ModelServer, Sequence[Row]], Awaitable[str | None]]
+# The test adapter is served as POLICY@self-test, from the folder self-test.
 SELF_TEST: Final = "self-test"
-# Far from one, so that log-probabilities with and without it differ.
+# Temperature at which the server samples; far from 1, so that log-probabilities with and without
+# temperature differ.
 TEMPERATURE: Final = 2.0
-SAMPLED: Final = 12
+# Tokens that the server samples in a test.
+SAMPLED_TOKENS: Final = 12
 
 
 class ServerSelfTest:
     """Test the learner and the model servers of one policy.
 
-    A server that is away is skipped; if none answers, methods raise `UpstreamAway`.
+    A server that is away is skipped; if no server answers, methods raise `UpstreamAway`.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class ServerSelfTest:
         recipe: Recipe,
         teacher: Teacher | None = None,
     ) -> None:
-        """Store what is tested; `folder` has the folders of the policy's versions."""
+        """Store the parts to test; `folder` is the parent of the policy's version folders."""
         self._teacher = teacher
         self._learner = learner
         self._folder = folder.resolve() / SELF_TEST
@@ -74,10 +77,10 @@ class ServerSelfTest:
             await in_thread(self._learner, self._learner.rehearse)
         except LearnerError as error:
             return str(error)
-        return await self.why_unserved()
+        return await self.why_servers_fail()
 
-    async def why_unserved(self) -> str | None:
-        """Return why a new version would be served wrongly, with the remedy; None if it would not.
+    async def why_servers_fail(self) -> str | None:
+        """Return why a server would misserve a new version, with the remedy, or None if none would.
 
         The learner must be restored before it trains.
         """
@@ -87,7 +90,7 @@ class ServerSelfTest:
             return str(error)
 
     async def check(self) -> None:
-        """Raise the reason of `why_unserved`, if there is one.
+        """Raise an error if the servers would misserve a new version.
 
         Raises:
             PublishError: a version would be served wrongly until somebody changes that.
@@ -104,7 +107,7 @@ class ServerSelfTest:
             raise PublishError(why)
 
     async def _find_problem(self) -> str | None:
-        # First: without a teacher the rest is computed in vain.
+        # First, because without a teacher no update is possible, whatever the other tests show.
         if self._teacher is not None:
             await self._teacher.logprobs(self._learner.probe_rows())
         listed = await self._servers.ask(ModelServer.models)
@@ -115,7 +118,7 @@ class ServerSelfTest:
             if isinstance(model.get("max_model_len"), int)
         ]
         if contexts:
-            # If another server's context matters, its log-probabilities show that.
+            # If another server's context makes a difference, its log-probabilities will show it.
             await in_thread(self._learner, partial(self._learner.set_served_context, max(contexts)))
         servers = tuple(listed)
         try:
@@ -132,9 +135,9 @@ class ServerSelfTest:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _leave_out_ignored(self, servers: Sequence[ModelServer]) -> bool:
-        """Leave out the kinds of layers that a server refuses or ignores, unless these are all.
+        """Leave out the kinds of layers that a server refuses or ignores, unless all kinds are.
 
-        Return whether any were left out.
+        Return whether any kinds were left out.
         """
         kinds = await in_thread(self._learner, self._learner.layer_kinds)
         ignored = {}
@@ -142,7 +145,7 @@ class ServerSelfTest:
             try:
                 why = await self._test_servers(servers, self._why_ignored, kind)
                 if why is not None:
-                    # Once more: a failure by chance must not cost a layer.
+                    # Test again: a failure by chance must not exclude these layers.
                     why = await self._test_servers(servers, self._why_ignored, kind)
             except NoEffect as error:
                 why = str(error)
@@ -162,17 +165,18 @@ class ServerSelfTest:
         return rows
 
     async def _test_servers(
-        self, servers: Sequence[ModelServer], why_not: WhyNot, kind: str | None = None
+        self, servers: Sequence[ModelServer], why_misserved: WhyMisserved, kind: str | None = None
     ) -> str | None:
-        """Test an adapter of all layers, or of one kind; return the first reason of `why_not`.
+        """Test an adapter of all layers, or of one kind; return the first problem, or None.
 
-        The servers are asked one after the other: the learner computes for one at a time.
+        `why_misserved` compares the adapter on one server. The servers are tested one after the
+        other, because the learner computes for one at a time.
         """
         rows = await in_thread(self._learner, partial(self._write_adapter, kind))
         away: list[UpstreamAway] = []
         for server in servers:
             try:
-                why = await self._test_server(server, rows, why_not)
+                why = await self._test_server(server, rows, why_misserved)
             except UpstreamAway as error:
                 away.append(error)
             else:
@@ -183,33 +187,33 @@ class ServerSelfTest:
         return None
 
     async def _test_server(
-        self, server: ModelServer, rows: Sequence[Row], why_not: WhyNot
+        self, server: ModelServer, rows: Sequence[Row], why_misserved: WhyMisserved
     ) -> str | None:
         try:
             await server.unload(self._name)
             manifest_sha256 = version_file_sha256(self._folder / MANIFEST)
             await server.load(self._name, self._folder, manifest_sha256)
-            return await why_not(server, rows)
+            return await why_misserved(server, rows)
         except PublishError as error:
             return str(error)
         finally:
             try:
                 await server.unload(self._name)
             except (PublishError, UpstreamAway) as error:
-                # A restarted server has lost the adapter. If a server refuses, the adapter stays
-                # under a name that nobody asks for.
+                # Not a problem: a restarted server has lost the adapter anyway, and if a server
+                # refuses, the adapter stays under a name that nobody requests.
                 log.warning("self_test_not_unloaded", replica=server.url, reason=str(error))
 
     async def _why_ignored(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
         effects = await self._effects(server, rows)
-        # With another base model the effects say nothing about layers.
+        # If the base models differ, the effects say nothing about layers.
         is_same_base = effects.base_difference <= self._recipe.publish.tolerance
         return "the model server ignores them" if is_same_base and effects.is_ignored else None
 
     async def _why_misfit(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
-        """Compare also the log-probabilities that the server reports of tokens it samples."""
+        """Return how a server's values differ from the trainer's, also those of sampled tokens."""
         effects = await self._effects(server, rows)
-        sampled = await server.sample(self._name, tuple(rows[0].ids), TEMPERATURE, SAMPLED)
+        sampled = await server.sample(self._name, tuple(rows[0].ids), TEMPERATURE, SAMPLED_TOKENS)
         plain = bare_row(0, rows[0].ids, [token for token, _ in sampled])
         heated = msgspec.structs.replace(plain, distribution=Distribution(temperature=TEMPERATURE))
         compared = Compared(
@@ -221,7 +225,7 @@ class ServerSelfTest:
         return why_misfit(compared, self._recipe.publish.tolerance)
 
     async def _effects(self, server: ModelServer, rows: Sequence[Row]) -> Effects:
-        """Return log-probabilities of server and trainer, under the base and the adapter."""
+        """Return the log-probabilities of server and trainer, with and without the adapter."""
         base = await server.base_of(self._name)
         return Effects(
             served_base=await _server_logprobs(server, base, rows),

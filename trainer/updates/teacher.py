@@ -1,7 +1,7 @@
-"""Ask a teacher for the log-probabilities of what a policy sampled: on-policy distillation.
+"""Ask a teacher for log-probabilities of tokens that a policy sampled: on-policy distillation.
 
-A teacher is a model that a vLLM serves, with the policy's tokenizer. Its log-probabilities are
-those at temperature one, whatever settings or grammar the policy sampled with.
+A teacher is a model with the policy's tokenizer, served by vLLM. Its log-probabilities are those at
+temperature one, whatever settings or grammar the policy sampled with.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from trainer.errors import TOO_LONG, PublishError, TeacherError, Unusable, Upstr
 from trainer.publishing.model_server import ModelServer
 from trainer.recipes.recipe import TeacherOptions
 
-# Requests that a teacher computes at once.
+# Requests that are sent to a teacher at once.
 AT_ONCE: Final = 8
 
 
 class Teacher(NamedTuple):
-    """Ask a policy's teacher model for log-probabilities of what the policy sampled.
+    """A policy's teacher model, which is asked for log-probabilities of sampled tokens.
 
-    `probe` returns a text that different tokenizers split differently, and its token ids by the
-    policy's tokenizer: the teacher's must be the same.
+    `probe` returns a text that different tokenizers split differently, and its ids by the policy's
+    tokenizer. The teacher's tokenizer must give the same ids.
     """
 
     options: TeacherOptions
@@ -32,7 +32,7 @@ class Teacher(NamedTuple):
     key: SecretStr | None
 
     async def logprobs(self, rows: Sequence[Row]) -> dict[RowKey, list[float]]:
-        """Return the teacher's log-probabilities (S,) of each row's sampled tokens, by row.
+        """Return the teacher's log-probabilities (S,) of each row's sampled tokens, by row key.
 
         Raises:
             TeacherError: the teacher does not answer, or its tokenizer is not the policy's.
@@ -48,7 +48,7 @@ class Teacher(NamedTuple):
                 text, ids = self.probe()
                 if await server.token_ids(name, text) != list(ids):
                     raise PublishError("the teacher's tokenizer is not the policy's")
-                # The teacher also samples one token.
+                # The teacher's context must also have room for one token that it samples.
                 most = listed[name].get("max_model_len") or inf
                 too_long = {row.episode_id: str(row.size) for row in rows if row.size >= most}
                 if too_long:
@@ -59,36 +59,36 @@ class Teacher(NamedTuple):
             raise TeacherError(
                 f"the teacher {name!r} cannot be asked, and nothing is trained or spent: {error}:"
                 " serve it, or name in [teacher] another model with the policy's tokenizer"
-                " (PAWL_TEACHER_API_KEY holds the key, if one is asked for)"
+                " (set PAWL_TEACHER_API_KEY if its server asks for a key)"
             ) from error
 
     async def _ask(self, server: ModelServer, rows: Sequence[Row]) -> dict[RowKey, list[float]]:
-        chains, room = chains_of_beginnings(rows), asyncio.Semaphore(AT_ONCE)
+        groups, room = group_prefixes(rows), asyncio.Semaphore(AT_ONCE)
 
         async def ask(row: Row) -> list[float]:
             async with room:
                 return await server.prompt_logprobs(self.options.model, row.ids)
 
         try:
-            async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(ask(chain[0])) for chain in chains]
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(ask(group[0])) for group in groups]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return {
             # The first token of a prompt has no log-probability.
             row.key: answer.result()[len(row.prompt_ids) - 1 : row.size - 1]
-            for chain, answer in zip(chains, asked, strict=True)
-            for row in chain
+            for group, answer in zip(groups, asked, strict=True)
+            for row in group
         }
 
 
-def chains_of_beginnings(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows, such as an episode's calls, that are prefixes of the first row of their group."""
-    chains: list[list[Row]] = []
-    # In this order a row follows the rows that it is a prefix of.
+def group_prefixes(rows: Sequence[Row]) -> list[list[Row]]:
+    """Group rows so that each is a prefix of the first row of its group, as an episode's calls."""
+    groups: list[list[Row]] = []
+    # In this order a row follows directly after the rows that it is a prefix of.
     for row in sorted(rows, key=lambda row: row.ids.tobytes(), reverse=True):
-        if chains and chains[-1][0].ids.tobytes().startswith(row.ids.tobytes()):
-            chains[-1].append(row)
+        if groups and groups[-1][0].ids.tobytes().startswith(row.ids.tobytes()):
+            groups[-1].append(row)
         else:
-            chains.append([row])
-    return chains
+            groups.append([row])
+    return groups

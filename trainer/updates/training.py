@@ -1,6 +1,6 @@
 """Run the steps of an update that need the learner: measure and plan, train, and write.
 
-The learner computes for minutes and blocks its thread; the event loop stays free to be stopped.
+The learner computes for minutes in a thread, so that the event loop can still stop it.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 # Seconds between attempts to write a version that the disk refused.
 WRITE_AGAIN_S: Final = 5.0
-# Called if a server may be at fault, with the number of episodes too far off the policy, and of all
+# Called if a server may be at fault, with two numbers: episodes too far off the policy, and all
 # measured episodes.
 OnSuspicion = Callable[[int, int], Awaitable[None]]
 
@@ -57,7 +57,7 @@ OnSuspicion = Callable[[int, int], Awaitable[None]]
 async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
     """Run `work`, which uses the learner, in a thread.
 
-    A cancelled caller interrupts the learner, and waits until `work` has ended.
+    If the caller is cancelled, interrupt the learner, and wait until `work` has ended.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
@@ -65,7 +65,7 @@ async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         learner.interrupt()
         await asyncio.wait([running])
-        # Read, because asyncio prints a trace of an exception that is never retrieved.
+        # Retrieve the exception: asyncio would print the traceback of one that nobody retrieves.
         error = running.exception()
         if not (error is None or isinstance(error, Interrupted)):
             log.warning("error_while_stopping", reason=f"{type(error).__name__}: {error}")
@@ -73,7 +73,7 @@ async def in_thread(learner: LearnerProtocol, work: Callable[[], T]) -> T:
 
 
 class VersionFolders(Protocol):
-    """Know where the files of a policy's versions are."""
+    """Finds the files of a policy's versions."""
 
     async def deleted(self, asked: Collection[int]) -> set[int]:
         """Return the versions among `asked` whose files were deleted."""
@@ -100,17 +100,17 @@ class Training:
     async def plan(self, claim: Claim, recipe: Recipe, on_suspicion: OnSuspicion) -> Plan:
         """Plan a claim's update, without episodes that are too far off the parent version.
 
-        The rows have all log-probabilities: values that the server did not give are computed by the
-        versions that sampled the rows. A teacher, if any, gives the advantages. `on_suspicion` is
-        called if a server may be at fault.
+        The plan's rows have all log-probabilities: those that the server did not give are computed
+        with the versions that sampled the rows. A teacher, if any, gives the advantages.
+        `on_suspicion` is called if so many episodes are too far that a server may be at fault.
 
         Raises:
-            LearnerError: some rows cannot be computed, or a server at fault sampled most of them.
+            LearnerError: some rows cannot be computed, or `on_suspicion` found a server at fault.
         """
         refused, replies = await self._corrections(claim, recipe)
         left_out = LeftOut(refused_corrections=refused)
         if recipe.imitation_rule is not None:
-            # Imitation takes no ratios.
+            # The loss of imitation uses no ratios, so nothing needs to be measured.
             return plan_update(claim, recipe, left_out, replies)
         left_out = msgspec.structs.replace(
             left_out,
@@ -121,7 +121,9 @@ class Training:
         if not plan.rows:
             return plan
         limits = recipe.off_policy
-        rows, shares = await self._measure_worth(claim.parent_version, plan.rows, limits.ratio_cap)
+        rows, shares = await self._measure_effective_shares(
+            claim.parent_version, plan.rows, limits.ratio_cap
+        )
         distant = episodes_too_far(shares, limits.min_effective_sample)
         if looks_like_a_fault(len(distant), len(shares)):
             await on_suspicion(len(distant), len(shares))
@@ -142,7 +144,10 @@ class Training:
     async def _corrections(
         self, claim: Claim, recipe: Recipe
     ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-        """Return why corrections cannot be trained, and the others' token ids, by call id."""
+        """Return why some corrections cannot be trained, and the token ids of all others.
+
+        Both are by call id.
+        """
         refused = refused_corrections(claim, recipe)
 
         def make_reply_ids() -> dict[str, tuple[int, ...] | str]:
@@ -154,26 +159,26 @@ class Training:
                 if str(call.id) not in refused
             }
 
-        made = await in_thread(self._learner, make_reply_ids)
-        refused |= {call: why for call, why in made.items() if isinstance(why, str)}
+        results = await in_thread(self._learner, make_reply_ids)
+        refused |= {call: why for call, why in results.items() if isinstance(why, str)}
         for call, why in refused.items():
             log.warning("correction_refused", about=call, reason=why)
-        return refused, {call: ids for call, ids in made.items() if not isinstance(ids, str)}
+        return refused, {call: ids for call, ids in results.items() if not isinstance(ids, str)}
 
     async def _lost_versions(self, claim: Claim) -> dict[int, str]:
-        """Return why versions can no longer compute a claim's log-probabilities, by version.
+        """Return, by version, why it can no longer compute the claim's missing log-probabilities.
 
-        Only versions that sampled a call without log-probabilities are looked at.
+        Only versions that sampled a call without log-probabilities are checked.
 
         Raises:
-            FilesUnread: a version's files cannot be read for now; it may not be lost.
+            FilesUnread: a version's files cannot be read for now, so it may not be lost.
         """
         asked = versions_to_ask(claim) - {0, claim.parent_version}
         if not asked:
             return {}
         deleted = await self._versions.deleted(asked)
         for version in sorted(asked & deleted):
-            why = "its files were deleted, as nothing could ask for them any more"
+            why = "its files were deleted, because they were no longer needed"
             log.warning("version_lost", version=version, reason=VERSION_GONE, why=why)
 
         def find_lost_versions() -> dict[int, str]:
@@ -189,7 +194,7 @@ class Training:
         assert folder is not None
         try:
             gone = adapters.read_manifest(folder) is None
-            why = f"{folder} has no version" if gone else self._learner.why_another_base(folder)
+            why = f"{folder} has no manifest" if gone else self._learner.why_another_base(folder)
             reason = VERSION_GONE if gone else OTHER_BASE
         except AdapterError as error:
             why, reason = str(error), VERSION_GONE
@@ -199,7 +204,7 @@ class Training:
         return reason
 
     async def _unreplayable_calls(self, claim: Claim) -> dict[str, str]:
-        """Return why the grammars of a claim's calls cannot be replayed, by call id."""
+        """Return, by call id, why the grammar of a claim's call cannot be replayed."""
 
         def find_unreplayable_calls() -> dict[str, str]:
             reasons = {
@@ -212,13 +217,13 @@ class Training:
 
         return await in_thread(self._learner, find_unreplayable_calls)
 
-    async def _measure_worth(
+    async def _measure_effective_shares(
         self, parent: int, rows: Sequence[Row], cap: float
     ) -> tuple[Sequence[Row], dict[UUID, float]]:
-        """Return `rows` with all log-probabilities, and the worth of episodes of other versions.
+        """Return `rows` with missing log-probabilities filled in, and effective shares by episode.
 
-        The worth is the effective sample size under version `parent` as a share of the tokens, with
-        ratios truncated at `cap`. Missing log-probabilities are computed first.
+        An episode's share is its effective sample size under version `parent`, as a share of its
+        tokens, with ratios truncated at `cap`. Only rows of other versions are measured.
         """
         folder = self._versions.folder(parent)
 
@@ -236,7 +241,7 @@ class Training:
         return await in_thread(self._learner, complete_and_measure)
 
     def _fill_in_logprobs(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Fill in missing log-probabilities, from the versions that sampled the rows."""
+        """Fill in missing log-probabilities, computed with the versions that sampled the rows."""
         values: dict[RowKey, Sequence[float]] = {}
         for version, own in rows_to_compute(rows).items():
             logprobs = self._learner.version_logprobs(self._versions.folder(version), own)
@@ -253,11 +258,11 @@ class Training:
         return await in_thread(self._learner, restore_and_update)
 
     def policy_logprobs(self) -> Mapping[RowKey, bytes]:
-        """Return the policy's log-probabilities of the last update's tokens (`LearnerProtocol`)."""
+        """Return the packed log-probabilities of the last update's rows (`LearnerProtocol`)."""
         return self._learner.policy_logprobs()
 
     async def probe(self) -> tuple[ProbeRow, ...]:
-        """Return rows to probe with, and the trained policy's log-probabilities of them.
+        """Return the probe rows of a new version: token ids, and the trained policy's values.
 
         Raises:
             LearnerError: the log-probabilities are not finite.
@@ -265,7 +270,9 @@ class Training:
         rows = self._learner.probe_rows()
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
         if not all(map(isfinite, chain.from_iterable(of_rows))):
-            raise LearnerError("with its weights no result is finite: its training failed")
+            raise LearnerError(
+                "the trained weights give log-probabilities that are not finite: training failed"
+            )
         return tuple(
             ProbeRow(ids=tuple(row.ids), logprobs=tuple(logprobs))
             for row, logprobs in zip(rows, of_rows, strict=True)
@@ -289,7 +296,8 @@ class Training:
     async def write(self, new: NewVersion) -> Path:
         """Write the trained policy as version `new`, and return its folder.
 
-        If the disk refuses, the trained weights are kept, and writing is tried until it succeeds.
+        If the disk refuses, the trained weights stay in memory, and writing is tried again until it
+        succeeds.
         """
         write = partial(adapters.write_version, self._adapter_dir, new, self._learner.save)
         while True:

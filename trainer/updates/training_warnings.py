@@ -1,4 +1,4 @@
-"""Warn if a policy's traffic and recipe do not fit: nothing is trained, or the policy gets worse.
+"""Warn if a policy's traffic and recipe do not fit: little is trained, or the policy gets worse.
 
 The trainer logs and counts these warnings, and `pawl policies show` prints them.
 """
@@ -17,26 +17,30 @@ from store.claims import last_updates
 from store.version_queries import why_held
 from trainer.credit.assign import LOW_REWARD, NOT_BEST
 
-# `untrained`: many episodes are spent, and not trained. `no_signal`: one update after the other
-# compares equal rewards. `collapsed`: answers narrow, and rewards fall.
+# `untrained`: many episodes are consumed untrained. `no_signal`: several updates in a row compare
+# only equal rewards. `collapsed`: answers become less varied (entropy falls), and rewards fall.
 TrainingWarning = Literal["untrained", "no_signal", "collapsed"]
-# Updates that are looked at, and the share of their episodes that may be spent untrained.
-LATEST: Final = 20
+# How many of the latest updates the warning `untrained` is about.
+RECENT_UPDATES: Final = 20
+# The largest share of recent episodes that may be consumed untrained without a warning.
 MOST_UNTRAINED: Final = 0.2
-# Updates without a signal in a row, and the reasons of episodes that gave none.
-WITHOUT_SIGNAL: Final = 3
+# Updates in a row without a signal before the warning `no_signal`.
+UPDATES_WITHOUT_SIGNAL: Final = 3
+# Reasons of untrained episodes by which an update counts as without a signal.
 NO_SIGNAL: Final = frozenset({LOW_REWARD, "no_spread"})
-# Reasons that a recipe asks for, that an operator chose, or that `no_signal` is about.
-EXPECTED: Final = NO_SIGNAL | {NOT_BEST, "rolled_back", "left_out"}
+# Reasons of untrained episodes that the warning `untrained` leaves out: the recipe or an operator
+# wants them, or `no_signal` is about them.
+EXPECTED_REASONS: Final = NO_SIGNAL | {NOT_BEST, "rolled_back", "left_out"}
 MASKED: Final = "masked"
-# A collapse is seen in the means over `TOGETHER` of the last `HISTORY` updates: entropy is at most
-# `NARROWED` of the highest before, and the reward of all episodes, or of a family of tasks with
-# `FEWEST` of them, `FALLEN` standard deviations below its best before.
-TOGETHER: Final = 3
+# A collapse is measured by means over windows of `WINDOW` updates, among the last `HISTORY`. In the
+# newest window entropy is at most `ENTROPY_LEFT` times the highest before. The reward of all
+# episodes, or of a family of tasks with `FEWEST_OF_FAMILY` episodes or more in a window, is more
+# than `REWARD_FALL` standard deviations below its best before.
+WINDOW: Final = 3
 HISTORY: Final = 100
-NARROWED: Final = 0.25
-FALLEN: Final = 0.5
-FEWEST: Final = 32
+ENTROPY_LEFT: Final = 0.25
+REWARD_FALL: Final = 0.5
+FEWEST_OF_FAMILY: Final = 32
 REMEDIES: Final[Mapping[str, str]] = {
     "no_signal": "if nearly all episodes fail, begin with the recipe `sft`, or easier tasks; if"
     " nearly all succeed, give harder ones",
@@ -52,14 +56,14 @@ REMEDIES: Final[Mapping[str, str]] = {
 
 
 class TrainingProblem(NamedTuple):
-    """Say in words what is wrong with training, since when, and what to change."""
+    """A problem of training in words: what is wrong, what to change, and since when."""
 
     why: str
     remedy: str
     since: datetime | None = None
 
     def __str__(self) -> str:
-        """Return the problem, since when, and the remedy, in one line."""
+        """Return the problem, its beginning and the remedy, in one line."""
         since = f", since {self.since.astimezone():%Y-%m-%d %H:%M}" if self.since else ""
         return f"{self.why}{since}: {self.remedy}"
 
@@ -69,26 +73,26 @@ async def training_warnings(
 ) -> dict[TrainingWarning, TrainingProblem]:
     """Return the policy's current warnings, by kind."""
     updates = await last_updates(connection, policy, HISTORY)
-    found = _warnings_of_updates(updates[:LATEST])
+    warnings = _warnings_of_updates(updates[:RECENT_UPDATES])
     held = await why_held(connection, policy)
     worse = describe_collapse(updates) if held is None else (held, None)
     if worse is not None:
         why, since = worse
         remedy = f"`pawl policies rollback {policy}` goes back; then lower optimizer.learning_rate"
-        found["collapsed"] = TrainingProblem(why, remedy, since)
-    return found
+        warnings["collapsed"] = TrainingProblem(why, remedy, since)
+    return warnings
 
 
 def describe_collapse(updates: Sequence[Row[Any]]) -> tuple[str, datetime] | None:
-    """Return how answers narrowed and rewards fell, and since when; None if they did not (pure).
+    """Return how entropy and rewards fell, and since when, or None if not both did (pure).
 
-    `updates` are ordered from the newest. Falling entropy alone is no collapse: it comes with
-    learning, too.
+    `updates` are ordered from newest to oldest. Falling entropy alone is no collapse: learning
+    lowers it, too.
     """
     figures = ("entropy", "reward_mean", "reward_std")
     trained = [one for one in updates if None not in map(one.metrics.get, figures)]
-    windows = [trained[n : n + TOGETHER] for n in range(len(trained) - TOGETHER + 1)]
-    now, before = windows[:1], windows[TOGETHER:]
+    windows = [trained[n : n + WINDOW] for n in range(len(trained) - WINDOW + 1)]
+    now, before = windows[:1], windows[WINDOW:]
     if not before:
         return None
     widest = max(_mean(window, "entropy") for window in before)
@@ -96,12 +100,12 @@ def describe_collapse(updates: Sequence[Row[Any]]) -> tuple[str, datetime] | Non
     rewards = [_rewards(window) for window in before]
     falls, versions = [], []
     for family, least in _rewards(now[0]).items():
-        most, place = max((known.get(family, -inf), -n) for n, known in enumerate(rewards))
+        most, place = max((means.get(family, -inf), -n) for n, means in enumerate(rewards))
         best = before[-place]
-        if most - least > FALLEN * _mean(best, "reward_std"):
+        if most - least > REWARD_FALL * _mean(best, "reward_std"):
             falls.append(f"{family or 'reward'} {most:.2g} → {least:.2g}")
             versions.append(best[0].parent_version)
-    if entropy > NARROWED * widest or not falls:
+    if entropy > ENTROPY_LEFT * widest or not falls:
         return None
     narrowed = f"answers narrowed, entropy {widest:.2g} → {entropy:.2g}"
     why = f"worse than version {versions[0]}: {narrowed}, {', '.join(falls)}"
@@ -113,50 +117,50 @@ def _mean(window: Sequence[Row[Any]], figure: str) -> float:
 
 
 def _rewards(window: Sequence[Row[Any]]) -> dict[str, float]:
-    """Return the mean reward over several updates: of all episodes ("") and each large family."""
-    of: dict[str, list[tuple[int, float]]] = {}
+    """Return mean rewards over several updates: of all episodes (key "") and each large family."""
+    by_family: dict[str, list[tuple[int, float]]] = {}
     for one in window:
         for family, own in one.metrics.get("families", {}).items():
-            of.setdefault(family, []).append((own["episodes"], own["reward"]))
+            by_family.setdefault(family, []).append((own["episodes"], own["reward"]))
     means = {"": _mean(window, "reward_mean")}
-    for family in sorted(filter(None, of)):
-        episodes = sum(count for count, _ in of[family])
-        if episodes >= FEWEST:
-            means[family] = fsum(count * reward for count, reward in of[family]) / episodes
+    for family in sorted(filter(None, by_family)):
+        episodes = sum(count for count, _ in by_family[family])
+        if episodes >= FEWEST_OF_FAMILY:
+            means[family] = fsum(count * reward for count, reward in by_family[family]) / episodes
     return means
 
 
 def _warnings_of_updates(latest: Sequence[Row[Any]]) -> dict[TrainingWarning, TrainingProblem]:
     """Return the warnings `untrained` and `no_signal` from the latest updates, newest first."""
-    found: dict[TrainingWarning, TrainingProblem] = {}
+    warnings: dict[TrainingWarning, TrainingProblem] = {}
     spent, dropped = 0, Counter[str]()
     for metrics in (one.metrics for one in latest):
         spent += metrics.get("episodes", 0)
         dropped.update(metrics.get("dropped", {}))
-        # Masked calls carry no loss; they are counted as their share of the trained episodes.
+        # Masked calls carry no loss. The share of masked calls is applied to the trained episodes.
         masked_share = metrics.get("masked_share") or 0.0
         dropped[MASKED] += round(masked_share * metrics.get("trained_episodes", 0))
-    unexpected = Counter({key: n for key, n in dropped.items() if key not in EXPECTED})
+    unexpected = Counter({key: n for key, n in dropped.items() if key not in EXPECTED_REASONS})
     if unexpected.total() > MOST_UNTRAINED * spent:
         [(reason, count)] = unexpected.most_common(1)
         remedy = REMEDIES.get(reason, "`pawl credit --update` explains each call's reason")
-        found["untrained"] = TrainingProblem(
+        warnings["untrained"] = TrainingProblem(
             f"{unexpected.total()} of the last {spent} episodes were spent untrained, {count} as"
             f" `{reason}`",
             remedy,
         )
-    ends = [one.metrics for one in latest if one.state != "expired"][:WITHOUT_SIGNAL]
-    if len(ends) == WITHOUT_SIGNAL and all(map(_had_no_signal, ends)):
-        found["no_signal"] = TrainingProblem(
-            f"the last {WITHOUT_SIGNAL} updates had no signal", REMEDIES["no_signal"]
+    ends = [one.metrics for one in latest if one.state != "expired"][:UPDATES_WITHOUT_SIGNAL]
+    if len(ends) == UPDATES_WITHOUT_SIGNAL and all(map(_had_no_signal, ends)):
+        warnings["no_signal"] = TrainingProblem(
+            f"the last {UPDATES_WITHOUT_SIGNAL} updates had no signal", REMEDIES["no_signal"]
         )
-    return found
+    return warnings
 
 
 def _had_no_signal(metrics: Mapping[str, Any]) -> bool:
     """Return whether an update trained nothing because rewards gave no signal.
 
-    An imported version's update has no episodes; other updates had only untrainable episodes.
+    Updates without episodes (imports), or with only untrainable episodes, return False.
     """
     return not metrics.get("trained_episodes") and not NO_SIGNAL.isdisjoint(
         metrics.get("dropped", {})

@@ -24,8 +24,8 @@ async def begin_policy(
 ) -> None:
     """Add the base model as the policy's version 0, unless it has begun already.
 
-    `base` and `tenant` are the base model's name and the policy's tenant in `file`, the file of
-    policies, if there is one.
+    `base` (None: unknown) and `tenant` are the base model's name and the policy's tenant, as stated
+    in `file`, the file of policies, if there is one.
 
     Raises:
         TrainerError: the policy began with another base model, or is another tenant's.
@@ -35,21 +35,22 @@ async def begin_policy(
         if others:
             raise TrainerError(
                 f"{file or 'without a file of policies'}: policy {policy!r}: tenant: it is"
-                f" {tenant!r}, but what was recorded or trained for the policy is of tenant"
-                f" {others[0]!r}, and stays so: write that, or give the policy another name"
+                f" {tenant!r}, but the policy's records and versions are of tenant {others[0]!r},"
+                " and stay so: write that tenant, or give the policy another name"
             )
-        began = await version_states.ensure_base(connection, policy, base, tenant)
-    if base is not None and began != base:
+        recorded_base = await version_states.ensure_base(connection, policy, base, tenant)
+    if base is not None and recorded_base != base:
         raise TrainerError(
             f"{file}: policy {policy!r}: base: it is {base!r}, but the policy's"
-            f" versions are adapters of {began!r}: write that, or give the policy another name"
+            f" versions are adapters of {recorded_base!r}: write that base, or give the policy"
+            " another name"
         )
 
 
 async def apply_reward_rule(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
     """Score the policy's past and future feedback by the recipe's sum of metrics.
 
-    If the sum has changed, running comparisons of versions begin anew with it.
+    If the sum has changed, running comparisons of versions start again with the new sum.
     """
     rule = recipe.reward_rule
     units = {key: recipe.judged_by[key] for key in ("reward", "reward_range", "margin")}
@@ -83,15 +84,15 @@ class PolicyVersions:
             return await version_queries.version_to_train_from(connection, self._policy)
 
     async def written(self) -> list[PolicyVersion]:
-        """Return the versions that no server has loaded yet, oldest first."""
+        """Return the versions in the state `written`, which no server has loaded, oldest first."""
         return [v for v in await self._live() if v.state == "written"]
 
     async def waits_to_go_live(self) -> bool:
-        """Return whether a version waits for other policies' versions to go live with."""
+        """Return whether a loaded version waits to go live with other policies' versions."""
         return any(v.state == "loaded" for v in await self._live())
 
     async def is_held(self) -> bool:
-        """Return whether training is held because rewards fell."""
+        """Return whether training is suspended because rewards fell."""
         async with self._engine.connect() as connection:
             return await version_queries.why_held(connection, self._policy) is not None
 
@@ -106,7 +107,7 @@ class PolicyVersions:
         """Return the next unused version number."""
         async with self._engine.connect() as connection:
             free = await claims.next_version(connection, self._policy)
-        # A trainer that had lost its claim may have written a version that nobody recorded.
+        # A trainer that lost its claim may have written a version folder that nobody recorded.
         written = adapters.version_folders(self._adapter_dir, self._policy)
         return max([free, *(number + 1 for number, _ in written)])
 

@@ -25,11 +25,13 @@ def with_lora(**lora: Any) -> Recipe:
     return recipe().model_copy(update=changes)
 
 
-async def why_unserved(stack: Stack, model: str | Base, chosen: Recipe, folder: Path) -> str | None:
+async def why_servers_fail(
+    stack: Stack, model: str | Base, chosen: Recipe, folder: Path
+) -> str | None:
     url = f"http://127.0.0.1:{stack.plan.vllm.port}/v1"
     learner = Learner(model, chosen, seed=0, scratch=folder)
     async with Replicas([url]) as servers:
-        why = await ServerSelfTest(learner, folder, servers, TRIED, chosen).why_unserved()
+        why = await ServerSelfTest(learner, folder, servers, TRIED, chosen).why_servers_fail()
         assert f"{TRIED}@self-test" not in await servers.models()
     assert not list(folder.glob("self-test"))
     return why
@@ -41,12 +43,12 @@ async def test_self_test_passes_servable_lora_settings_and_names_unservable_sett
     stack: Stack, learner: Learner, tmp_path: Path
 ) -> None:
     base = learner._base
-    assert await why_unserved(stack, base, with_lora(rank=4), tmp_path) is None
+    assert await why_servers_fail(stack, base, with_lora(rank=4), tmp_path) is None
     high = with_lora(rank=256, target_modules=["q_proj", "v_proj"])
-    too_high = await why_unserved(stack, base, high, tmp_path)
+    too_high = await why_servers_fail(stack, base, high, tmp_path)
     assert "--max-lora-rank" in (too_high or "")
     odd_layers = with_lora(rank=4, target_modules=["embed_tokens"])
-    why = await why_unserved(stack, base, odd_layers, tmp_path)
+    why = await why_servers_fail(stack, base, odd_layers, tmp_path)
     assert "lora.target_modules" in (why or "")
 
 
@@ -62,5 +64,5 @@ async def test_self_test_names_pawl_model_if_trainer_and_server_have_different_b
     model.save_pretrained(other)
     for file in Path(shallow_dir).glob("*token*"):
         shutil.copy(file, other)
-    why = await why_unserved(stack, str(other), with_lora(rank=4), tmp_path)
+    why = await why_servers_fail(stack, str(other), with_lora(rank=4), tmp_path)
     assert "PAWL_MODEL" in (why or "")

@@ -33,7 +33,7 @@ from trainer.recipes.recipe import (
     TeacherOptions,
 )
 from trainer.updates.plan import Plan, taught_plan
-from trainer.updates.teacher import Teacher, chains_of_beginnings
+from trainer.updates.teacher import Teacher, group_prefixes
 
 CREDIT = CreditOptions(baseline="none", normalisation="none")
 UPDATES = 8
@@ -181,7 +181,7 @@ def test_rows_of_a_chain_each_extend_the_previous_row() -> None:
         bare_row(number, ids[:-1], ids[-1:])
         for number, ids in enumerate([[1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [2, 1]])
     ]
-    chains = [{row.episode_id.int for row in chain} for chain in chains_of_beginnings(rows)]
+    chains = [{row.episode_id.int for row in chain} for chain in group_prefixes(rows)]
     assert sorted(map(sorted, chains)) in ([[0, 1, 3], [2], [4]], [[0, 2], [1, 3], [4]])
 
 

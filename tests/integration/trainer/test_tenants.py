@@ -59,7 +59,7 @@ async def test_a_policy_that_began_with_a_tenant_is_refused_to_all_others(
 ) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "p", "m", "a")
-    says = f"'p': tenant: it is '{tenant}', but what was recorded .* is of tenant 'a'.*another name"
+    says = f"'p': tenant: it is '{tenant}', but the policy's records and versions are of tenant 'a'.*another name"
     with pytest.raises(TrainerError, match=says) as refused:
         await begin_policy(engine, "p", "m", file, tenant)
     assert str(refused.value).startswith(str(file or "without a file of policies"))
