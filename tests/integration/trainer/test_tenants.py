@@ -59,7 +59,7 @@ async def test_a_policy_that_began_with_a_tenant_is_refused_to_all_others(
 ) -> None:
     async with engine.begin() as connection:
         await ensure_base(connection, "p", "m", "a")
-    says = f"'p': tenant: it is '{tenant}', but the policy's records and versions are of tenant 'a'.*another name"
+    says = f"'p': tenant: it is '{tenant}', but the policy's records .* tenant 'a'.*another name"
     with pytest.raises(TrainerError, match=says) as refused:
         await begin_policy(engine, "p", "m", file, tenant)
     assert str(refused.value).startswith(str(file or "without a file of policies"))
@@ -74,7 +74,7 @@ async def test_a_policy_that_has_calls_of_a_tenant_is_refused_to_all_others(
     async with engine.begin() as connection:
         await ingest(connection, [call(scoped("a", "e"), policy="p"), call("mine", policy="q")])
     for policy, tenant in (("p", DEFAULT), ("p", "b"), ("q", "a")):
-        with pytest.raises(TrainerError, match="stays so"):
+        with pytest.raises(TrainerError, match="stay so"):
             await begin_policy(engine, policy, "m", FILE, tenant)
     async with engine.connect() as connection:
         assert await list_versions(connection) == []
@@ -87,7 +87,7 @@ async def test_a_policy_with_calls_of_two_tenants_begins_for_neither(engine: Asy
         calls = [call(scoped(tenant, "e"), policy="p") for tenant in ("a", "b")]
         await ingest(connection, calls)
     for tenant in ("a", "b", DEFAULT):
-        with pytest.raises(TrainerError, match="stays so"):
+        with pytest.raises(TrainerError, match="stay so"):
             await begin_policy(engine, "p", "m", FILE, tenant)
 
 
@@ -114,6 +114,6 @@ async def test_trainer_of_only_another_tenants_policy_ends_with_the_reason(
         await ensure_base(connection, "checker", "m", "a")
     await policies.fill({"checker": 8})
     async with policies.scheduler(["checker"]) as scheduler:
-        with pytest.raises(TrainerError, match="of tenant 'a', and stays so"):
+        with pytest.raises(TrainerError, match="of tenant 'a', and stay so"):
             await asyncio.wait_for(scheduler.run(0.01, once=True), 30)
     assert await policies.updates() == []

@@ -127,7 +127,7 @@ async def test_import_for_another_tenants_policy_is_refused(bench: Bench, tmp_pa
         await version_states.ensure_base(connection, "m", None, "a")
     file = tmp_path / "policies.toml"
     file.write_text('[[policy]]\nname = "m"\nbase = "m"\ntrained = true\ntenant = "b"\n')
-    with pytest.raises(TrainerError, match="of tenant 'a', and stays so"):
+    with pytest.raises(TrainerError, match="of tenant 'a', and stay so"):
         await bench.imports(bench.at(policies=file))
     assert await bench.states() == {0: "serving"}
     assert await bench.running() is None
