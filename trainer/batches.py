@@ -114,7 +114,7 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
 
 
 def with_logprobs(rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]]) -> list[Row]:
-    """Return the rows, with the log-probabilities in `values` filled in."""
+    """Return the rows; those with a key in `values` get these sampled log-probabilities."""
     return [
         msgspec.structs.replace(row, sampled_logprobs=tuple(values[row.key]))
         if row.key in values

@@ -14,7 +14,7 @@ MEMORY_REMEDY: Final = (
 
 
 class TrainerError(Exception):
-    """The root of the trainer's errors."""
+    """The base class of the trainer's errors."""
 
 
 class RecipeError(TrainerError):

@@ -165,7 +165,8 @@ class AdapterImport:
         version = await self._versions.numbered(number)
         if why is not None:
             raise PublishError(
-                f"{version.served_name} was rejected, and the version before it serves on: {why}"
+                f"{version.served_name} was rejected, and the earlier version keeps the"
+                f" traffic: {why}"
             )
         return version
 

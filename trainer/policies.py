@@ -41,7 +41,8 @@ def chosen_policies(
     """Return the policies that a trainer with these settings trains.
 
     With `table`, the file of policies, these are its policies with `trained = true`, or those of
-    them that PAWL_POLICY names. Without a file, it is the policy that PAWL_POLICY names.
+    them that PAWL_POLICY names. Without a file, it is the policy that PAWL_POLICY names (unset: the
+    model server's base model).
 
     Raises:
         TrainerError: the file has no trained policy, or not the named one; or the base models of

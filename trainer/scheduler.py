@@ -79,7 +79,7 @@ class PolicyWorker:
         return self._loop is not None
 
     async def waiting_updates(self, guard: AsyncConnection, *, alone: bool) -> float | None:
-        """Check the model servers; return the waiting signal in updates, or None after a failure.
+        """Check the model servers; return how many updates wait, or None after a failure.
 
         A policy that is `alone` returns 0, since no other competes for the turn.
         """

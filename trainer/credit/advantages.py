@@ -35,8 +35,8 @@ from trainer.recipes.recipe import CreditOptions
 # Lower limit of the spread that divides differences of final rewards, as a share of the width of
 # the reward range.
 SMALLEST_SPREAD: Final = 0.1
-# The same for differences of AIR. If final rewards have no spread, the largest r_air therefore
-# gives an advantage of air_lambda / AIR_SPREAD.
+# Lower limit of the spread that divides differences of AIR, as a share of the same width. If final
+# rewards have no spread, the largest r_air gives an advantage of air_lambda / AIR_SPREAD.
 AIR_SPREAD: Final = 0.5
 
 

@@ -96,7 +96,7 @@ def without_side_call_reward(call: CallAccount) -> CallAccount:
 
 
 class ClaimScale(Record, frozen=True, kw_only=True):
-    """The values that the computation of all returns of a claim shares.
+    """Values that are the same for the returns of all episodes of a claim.
 
     `failed` is the final reward of a failed episode without a reward (None: it stays unscored),
     `usual` the usual scores of the claim's tools, and `most_air` the largest r_air.

@@ -37,7 +37,7 @@ IDLE_S: Final = 900.0
 
 
 def leftover_folders(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
-    """Return the numbers among `folders` of versions that are not recorded or deleted (pure).
+    """Return the numbers of folders whose version is unrecorded, or marked as deleted (pure).
 
     A folder with a higher number than every version with files stays, so that its number is not
     used again.
@@ -80,8 +80,8 @@ class Cleaning:
         for number in leftover_folders(versions, folders):
             await self._delete_files(folders.pop(number))
         for version in versions:
-            is_trainable = version.is_servable or version.state == "written"
-            if version.version in folders and not is_trainable:
+            keeps_state = version.is_servable or version.state == "written"
+            if version.version in folders and not keeps_state:
                 state = folders[version.version] / adapters.STATE
                 await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
 

@@ -137,7 +137,7 @@ def why_other_layers(
         if layer not in layers:
             return (
                 f"its {name} is of a layer that the recipe's lora.target_modules does not train"
-                " or the base model does not have: add the layer to the recipe, or train without"
+                " or the base model does not have: add the layer to the recipe, or train without it"
             )
         inputs, outputs, count = layers[layer]
         wanted = [rank * count, inputs], [outputs, rank * count]

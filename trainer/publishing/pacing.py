@@ -117,7 +117,7 @@ class Pacing:
         return len(unloadable) >= missing
 
     async def _lock_slots(self, connection: AsyncConnection) -> tuple[int, LiveCounts]:
-        """Lock the slots for the transaction; return their number, and counts of their users."""
+        """Lock the slots until the transaction ends; return their number, and the live counts."""
         slots = await self._slot_count()
         await adapter_slots.lock_slots(connection, self._policy)
         live = await adapter_slots.count_live_versions(

@@ -102,7 +102,7 @@ class Effects(Record, frozen=True, kw_only=True):
     def effect_share(self) -> float:
         """Return the share of the adapter's effect that the server shows: 1 if it fully applies it.
 
-        It is the length of the server's effect, projected on the trainer's, over the trainer's.
+        It is the server's effect projected onto the trainer's, divided by the latter's length.
         """
         own = _effect(self.own_adapter, self.own_base)
         served = _effect(self.served_adapter, self.served_base)

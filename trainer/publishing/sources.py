@@ -516,7 +516,7 @@ class FetchedFiles(AdapterFiles):
             path.unlink()
             raise NotFetched(
                 f"{path.name} of {_name(folder)} is not the file that was written: its SHA-256 is"
-                " not the manifest's. What was fetched is removed, and fetched anew at the next try"
+                " not the manifest's. The file is removed, and fetched again at the next try"
             )
 
 

@@ -207,8 +207,8 @@ class CreditOptions(RecipeOptions):
     def _focal_has_a_baseline(self) -> "CreditOptions":
         if NORMALISATIONS[self.normalisation].is_focal and not self.compares_episodes:
             raise ValueError(
-                'normalisation "focal" weighs by how the compared episodes fail, and baseline '
-                '"none" compares none: set baseline = "group", or another normalisation'
+                'normalisation "focal" weighs by the failure rate of the compared episodes, but '
+                'baseline "none" compares none: set baseline = "group", or another normalisation'
             )
         return self
 
@@ -223,17 +223,17 @@ class CreditOptions(RecipeOptions):
 
     @model_validator(mode="after")
     def _malformed_is_worst(self) -> "CreditOptions":
-        """Refuse scores under which a malformed call is not worse than every clean failure.
+        """Refuse scores under which a malformed call is not worse than every other outcome.
 
         Otherwise a policy would garble a call to avoid such a failure. Means are clipped at −1, so
         a score below −1 counts as −1.
         """
         malformed = self.air_scores["malformed"]
-        clean = min(score for key, score in self.air_scores.items() if key != "malformed")
-        if max(malformed, -1.0) >= clean:
+        lowest_other = min(score for key, score in self.air_scores.items() if key != "malformed")
+        if max(malformed, -1.0) >= lowest_other:
             raise ValueError(
-                "air_scores: malformed must score below every clean failure, and scores below -1"
-                f" count as -1: {clean} is not above {malformed}"
+                "air_scores: malformed must score below every other status, and scores below -1"
+                f" count as -1: {lowest_other} is not above {malformed}"
             )
         return self
 
@@ -506,8 +506,8 @@ class PublishOptions(RecipeOptions):
         lowest, highest = self.reward_range
         if lowest >= highest or not isfinite(highest - lowest):
             raise ValueError(
-                "reward_range must be [lowest, highest] with lowest below highest, and not so far"
-                " below it that their difference is no finite number"
+                "reward_range must be [lowest, highest] with lowest below highest, and their"
+                " difference must be a finite number"
             )
         if self.margin >= highest - lowest:
             raise ValueError("margin must be smaller than the width of reward_range")

@@ -49,8 +49,8 @@ class CircuitBreaker:
         """Begin without a failure; `clock` returns seconds."""
         self._clock = clock
         self._failures = 0
-        # Tests that passed since the last successful update, although updates failed again.
-        self._in_vain = 0
+        # Tests that passed since the last successful update; updates failed all the same.
+        self._tests_in_vain = 0
         self._past_faults = 0
         self._drifts = 0
         self._test_at = 0.0
@@ -71,7 +71,7 @@ class CircuitBreaker:
 
     def note_success(self) -> None:
         """Note an update whose version was published; forget all earlier failures."""
-        self._failures = self._in_vain = self._past_faults = self._drifts = 0
+        self._failures = self._tests_in_vain = self._past_faults = self._drifts = 0
 
     @property
     def sampled_wrongly(self) -> bool:
@@ -86,7 +86,7 @@ class CircuitBreaker:
         """Note an update that failed, had wrong samples, or made a version that was rejected."""
         self._failures += 1
         if self._failures >= FAILURES:
-            pause_s = min(LONGEST_PAUSE_S, TEST_S * 2.0 ** max(0, self._in_vain - 1))
+            pause_s = min(LONGEST_PAUSE_S, TEST_S * 2.0 ** max(0, self._tests_in_vain - 1))
             self._pause(why, pause_s, reason)
 
     def note_past_fault(self, why: str) -> None:
@@ -94,10 +94,10 @@ class CircuitBreaker:
         self._past_faults += 1
         if self._past_faults >= PAST_FAULTS:
             self._past_faults = 0
-            self._pause(why, min(LONGEST_PAUSE_S, TEST_S * 2.0**self._in_vain), "drift")
+            self._pause(why, min(LONGEST_PAUSE_S, TEST_S * 2.0**self._tests_in_vain), "drift")
 
     def pause_until_test(self, why: str, reason: PauseReason = "server_away") -> None:
-        """Pause, although no update failed, until a test passes; the test is due at once."""
+        """Unless paused already, pause until a test passes; the test is due at once."""
         if not self.is_open:
             self._pause(why, 0.0, reason)
             self.suspects_servers = True
@@ -121,7 +121,7 @@ class CircuitBreaker:
             return
         # One more failure pauses training again.
         self._failures = FAILURES - 1
-        self._in_vain += 1
+        self._tests_in_vain += 1
 
     def _resume(self) -> None:
         self.why = self.reason = None

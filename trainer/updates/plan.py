@@ -286,7 +286,7 @@ def _without_left_out(claim: Claim, left_out: LeftOut) -> Claim:
 
 
 def _with_imitable(claim: Claim) -> Claim:
-    """Return the claim with calls of the policy that can be imitated marked as trainable."""
+    """Return the claim with its policy's imitable calls (`IMITABLE`) marked as trainable."""
 
     def change(call: TransitionRow) -> TransitionRow:
         # Calls of an outside model or a fixed policy have no version.

@@ -83,7 +83,7 @@ async def test_misserved_import_is_rejected(bench: Bench) -> None:
         wrong.logprobs["m@1"] = -99.0
         settings = bench.at(upstream_url=wrong.url, model=bench.model)
         with pytest.raises(
-            PublishError, match="m@1 was rejected, and the version before it serves"
+            PublishError, match="m@1 was rejected, and the earlier version keeps"
         ):
             await bench.imports(settings)
         assert wrong.loaded == {}
