@@ -82,9 +82,7 @@ async def test_misserved_import_is_rejected(bench: Bench) -> None:
     async with fake_model_server() as wrong:
         wrong.logprobs["m@1"] = -99.0
         settings = bench.at(upstream_url=wrong.url, model=bench.model)
-        with pytest.raises(
-            PublishError, match="m@1 was rejected, and the earlier version keeps"
-        ):
+        with pytest.raises(PublishError, match="m@1 was rejected, and the earlier version keeps"):
             await bench.imports(settings)
         assert wrong.loaded == {}
     assert await bench.states() == {0: "serving", 1: "rejected"}
