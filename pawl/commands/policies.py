@@ -95,7 +95,7 @@ def show(
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed in
     it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and `high`
     are its 95 % interval by task: Wilson's where all rewards are 0 or 1, else Student's. `live
-    reward` is the mean reward of the version's episodes that are no evaluation. `tokens/s` are the
+    reward` is the mean reward of the version's episodes outside evaluation. `tokens/s` are the
     distinct tokens trained per second, `MFU` is the share of the GPU's peak, and `idle` the share
     of time since the update before in which the model computed nothing. The serving version's line
     has `explore`, if PAWL_POLICIES says that the policy explores; `warnings`, which say why

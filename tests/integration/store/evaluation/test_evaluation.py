@@ -158,7 +158,7 @@ async def test_episode_that_becomes_evaluation_under_a_claim_is_not_consumed(
     claim = await take(engine, PAIRS)
     assert claim is not None
     await store(engine, call("a", task="q", split="eval"))
-    with pytest.raises(ClaimSpoilt, match=r"1 of its episodes are evaluation .*'a'"):
+    with pytest.raises(ClaimSpoilt, match=r"1 episodes of update .* became evaluation .*'a'"):
         await consume_all(engine, claim)
     await release(engine, claim)
     assert keys(await take(engine)) == {"b"}
@@ -173,7 +173,7 @@ async def test_evaluation_call_that_continues_a_claimed_episode_spoils_the_claim
     assert claim is not None
     await store(engine, own("e", "eval", needs=(told,)))
     assert (await by_key(engine))["e"].quarantined_reason == TOO_LATE
-    with pytest.raises(ClaimSpoilt, match="1 of its episodes are evaluation"):
+    with pytest.raises(ClaimSpoilt, match="1 episodes of update .* became evaluation"):
         await consume_all(engine, claim)
     await release(engine, claim)
     assert await take(engine) is None
