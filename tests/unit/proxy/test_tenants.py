@@ -619,7 +619,7 @@ UNCLEAR: dict[str, tuple[bytes, tuple[bytes, ...], dict[str, bytes]]] = {
 def test_ambiguous_request_body_is_refused(kind: str) -> None:
     body, types, headers = UNCLEAR[kind]
     for tenant in ("a", DEFAULT):
-        with pytest.raises(BadRequest, match=r"not known (what it names|which model it names): "):
+        with pytest.raises(BadRequest, match=r"not known which (objects|model) it names: "):
             forwarded(tenant, body, *types, **headers)
 
 

@@ -47,7 +47,7 @@ def test_agents_have_lanes_on_a_shared_time_axis() -> None:
     tools = ToolsByCall({}, {}, {UUID(int=3): UUID(int=9)})
     lanes, seconds = lanes_of(recorded(calls, tools=tools, earlier_calls=10))
     assert {
-        name: [(mark.x, mark.width, mark.look, mark.title.split(",")[0]) for mark in marks]
+        name: [(mark.x, mark.width, mark.colour, mark.title.split(",")[0]) for mark in marks]
         for name, marks in lanes.items()
     } == {
         "a": [
@@ -68,11 +68,11 @@ def test_agents_have_lanes_on_a_shared_time_axis() -> None:
     ("fate", "episode", "why"),
     [
         ({"trained": True}, {}, ""),
-        ({"update_id": UUID(int=1)}, {}, "an update holds it"),
+        ({"update_id": UUID(int=1)}, {}, "an update has claimed it"),
         ({}, {"split": "eval"}, "evaluation"),
         ({}, {"quarantined_reason": "doubtful"}, "quarantined: doubtful"),
         ({"scored": False, "lacks": "missing_metric"}, {}, "a metric"),
-        ({"scored": False, "lacks": "undeclared_text"}, {}, "no value to a text"),
+        ({"scored": False, "lacks": "undeclared_text"}, {}, "no value for a text"),
         ({"scored": False}, {}, "nobody has scored it"),
         ({"rolled_back": True}, {}, "was rolled back"),
         ({"in_fault_time": True}, {}, "at fault"),

@@ -204,7 +204,7 @@ def test_evaluation_report_names_task_families_and_crashed_tasks() -> None:
     assert rows[3][-2:] == ["1/0", "0/0"]
     assert "  texts/3 with m@2: exit status 3 (1 run)" in text
     assert "8 of 8 tasks, 1 try each; 16 runs" in text
-    assert "m@2: undecided (every planned task was run; what was seen" in text
+    assert "m@2: undecided (every planned task was run; the evidence" in text
 
 
 def test_evaluation_report_is_drawn_as_png_and_survives_json(tmp_path: Path) -> None:
