@@ -182,7 +182,7 @@ class Ledger:
                 adapter_path=None,
             )
         except ClaimSpoilt as error:
-            if "are evaluation" not in str(error):
+            if "became evaluation" not in str(error):
                 raise
             await nested.rollback()
             await self.release(connection, policy)
