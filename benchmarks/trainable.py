@@ -73,7 +73,7 @@ COLUMNS: Final = (
 
 
 class Result(NamedTuple):
-    """A row's counts: calls, reasons why some cannot be trained, and failures of the runs."""
+    """Counts of a framework: calls, reasons why some cannot be trained, and failed runs."""
 
     title: str
     calls: int

@@ -55,7 +55,7 @@ def parse_feedback(
         raise BadRequest(f"Send 1 to {MAX_ITEMS} statements, not {len(statements)}")
     is_list = isinstance(parsed, list)
     items = tuple(
-        _Statement(statement, f"[{index}]." if is_list else "", tenant).item()
+        _FeedbackParser(statement, f"[{index}]." if is_list else "", tenant).item()
         for index, statement in enumerate(statements)
     )
     return FeedbackRecord(
@@ -121,7 +121,7 @@ def _reads_as_number(value: str) -> bool:
     return True
 
 
-class _Statement:
+class _FeedbackParser:
     """Parse one statement; `where` names it in error messages."""
 
     def __init__(self, value: object, where: str, tenant: str) -> None:

@@ -36,7 +36,7 @@ from benchmarks.air.task import (
     State,
     Task,
     World,
-    apply_call,
+    apply_tool_call,
     begin_state,
     new_task,
 )
@@ -74,7 +74,7 @@ class Arm(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Means over the held-out tasks after training on `episodes` episodes."""
+    """Means over the held-out tasks, once training has had `episodes` episodes."""
 
     episodes: int
     r_final: float
@@ -129,7 +129,7 @@ def _batch(world: World, skill: float, draw: random.Random) -> tuple[Tensor, Ten
             call = _careless_call(task, state, skill, draw)
             start = len(words)
             labels[row, start : start + len(call)] = torch.tensor([ID[word] for word in call])
-            outcome = apply_call(task, state, call)
+            outcome = apply_tool_call(task, state, call)
             words += [*call, *outcome.reply]
             state = outcome.state
         ids[row, : len(words)] = torch.tensor([ID[word] for word in words])
@@ -207,7 +207,7 @@ class Sampler:
                 logits, [episode.state.ended for episode in episodes]
             )
             logits = self._next_logits(
-                [_apply_call(*pair) for pair in zip(episodes, sampled_calls, strict=True)]
+                [_apply_tool_call(*pair) for pair in zip(episodes, sampled_calls, strict=True)]
             )
         return episodes
 
@@ -248,12 +248,12 @@ class Sampler:
         return logits
 
 
-def _apply_call(episode: PlayedEpisode, tokens: list[tuple[int, float]]) -> list[int]:
+def _apply_tool_call(episode: PlayedEpisode, tokens: list[tuple[int, float]]) -> list[int]:
     """Apply a row's call to its task; return the ids of the reply, which the policy reads next."""
     if episode.state.ended:
         return []
     sampled, logprobs = zip(*tokens, strict=True)
-    outcome = apply_call(episode.task, episode.state, [WORDS[token] for token in sampled])
+    outcome = apply_tool_call(episode.task, episode.state, [WORDS[token] for token in sampled])
     episode.turns.append(Turn(tuple(episode.ids), sampled, logprobs, outcome))
     episode.state = outcome.state
     reply = [] if outcome.state.ended else [ID[word] for word in outcome.reply]

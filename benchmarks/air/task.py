@@ -102,7 +102,7 @@ def begin_state(task: Task) -> State:
     return State(given=frozenset(task.keys))
 
 
-def apply_call(task: Task, state: State, words: Sequence[str]) -> Outcome:
+def apply_tool_call(task: Task, state: State, words: Sequence[str]) -> Outcome:
     """Apply the call of `words` (one or more); a call of an unknown tool is malformed."""
     after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.world.turns)
     tool, arguments = words[0], " ".join(word for word in words[1:] if word != END)

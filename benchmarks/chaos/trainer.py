@@ -636,7 +636,7 @@ class ServerAndController:
         }
 
 
-class Result(NamedTuple):
+class PolicyResult(NamedTuple):
     """The result of a run for one policy.
 
     Attributes:
@@ -661,7 +661,7 @@ class Result(NamedTuple):
     run: Run
 
 
-def _to_their_ends(runs: Sequence[Run], disturb: Callable[[Run], None]) -> dict[str, Result]:
+def _to_their_ends(runs: Sequence[Run], disturb: Callable[[Run], None]) -> dict[str, PolicyResult]:
     kills = TextColumn("updates, {task.fields[kills]} kills of the trainer")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), kills)
     with (
@@ -684,7 +684,7 @@ def _to_their_ends(runs: Sequence[Run], disturb: Callable[[Run], None]) -> dict[
     return {name: asyncio.run(_result(run, name)) for run in runs for name in run.place.names}
 
 
-async def _result(run: Run, policy: str) -> Result:
+async def _result(run: Run, policy: str) -> PolicyResult:
     url = run.place.database_url
     folders = sorted((run.place.adapters / policy).glob("[0-9]*"), key=lambda one: int(one.name))
     trained_on: Counter[str] = Counter()
@@ -694,7 +694,7 @@ async def _result(run: Run, policy: str) -> Result:
     # A kill may cut off a line, so the lines are not parsed.
     own = re.compile(rb'"policy": ?"%b"' % policy.encode())
     late = [line for line in run.place.logged().splitlines() if b'"update_finished_late"' in line]
-    return Result(
+    return PolicyResult(
         outcomes={
             row["key"]: (row["version"], row["trained"], row["reason"])
             if row["state"] == "done"
@@ -716,7 +716,7 @@ async def _result(run: Run, policy: str) -> Result:
     )
 
 
-def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]:
+def _policy_report(updates: int, calm: PolicyResult, killed: PolicyResult) -> dict[str, Any]:
     """Return the report on one policy: the undisturbed run compared with the run with kills."""
     run, adapter = killed.run, f"{max(calm.states)}/adapter_model.safetensors"
     both = {"undisturbed": calm, "killed": killed}
@@ -746,7 +746,7 @@ def _policy_report(updates: int, calm: Result, killed: Result) -> dict[str, Any]
     }
 
 
-def _kept_files(calm: Result, killed: Result) -> dict[str, str]:
+def _kept_files(calm: PolicyResult, killed: PolicyResult) -> dict[str, str]:
     """Return the files of the undisturbed run that the run with kills must have, too.
 
     A restarted controller or model server releases versions that ended, whose optimiser states are

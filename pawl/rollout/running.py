@@ -191,7 +191,7 @@ class Rollout:
             lane.cancel()
 
     async def run(self) -> None:
-        """Make the runs missing in the journal, and post all unposted statements.
+        """Make the runs missing in the journal, and post all feedback that is not posted yet.
 
         Raises:
             RolloutError: the journal cannot be written, or the requested model is gone.

@@ -1,6 +1,6 @@
 """Pass a reply to the client as it arrives, and hold its end back until the call is recorded.
 
-`receive` reads the reply, and `release` sends its end. Between the two the call is recorded, so
+`receive` reads the reply, and `send_rest` sends its end. Between the two the call is recorded, so
 that the end leaves only once the record is durable. An answer changes while it is received: a call
 can break off at any chunk, and its record shows how much of the reply arrived. A call refers to its
 answer, but an answer does not refer to its call: only the garbage collector would free the cycle.
@@ -161,7 +161,7 @@ class StreamedAnswer:
             parser.forget()
             call.claim.charge(self._base - call.claim.held)
 
-    async def release(self, call: "Call") -> None:
+    async def send_rest(self, call: "Call") -> None:
         """Send the reply's end; if it broke off, send an error, and close without a clean end."""
         exchange, parser = call.exchange, self.parser
         if self._why_torn is not None:
@@ -212,7 +212,7 @@ class WholeAnswer:
         self.parser: ReplyParser | None = None
 
     async def receive(self, call: "Call") -> CallStatus:
-        """Read the whole reply, to be sent by `release`; return how it ended.
+        """Read the whole reply, to be sent by `send_rest`; return how it ended.
 
         A reply that is too long to be held is passed on as it arrives, all but its last piece.
 
@@ -300,7 +300,7 @@ class WholeAnswer:
             call.claim.charge(self._base + len(piece) - call.claim.held)
         return "complete"
 
-    async def release(self, call: "Call") -> None:
+    async def send_rest(self, call: "Call") -> None:
         """Send the reply, or only its last piece if the others were passed on already."""
         if self._passes:
             call.exchange.end(self._out)

@@ -230,7 +230,7 @@ class Call:
             answer = self._begin_answer(reply)
             status = await answer.receive(self)
             await self._make_durable(status)
-            await answer.release(self)
+            await answer.send_rest(self)
         except ProxyError as error:
             await self._refuse(error)
         except ClientGone:

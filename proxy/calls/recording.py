@@ -150,7 +150,7 @@ def _charge_tokens(usage: Usage, capture: CapturedCall) -> None:
             capture.reply,
             deflated=capture.deflated,
             refused=(capture.http_status or FIRST_ERROR_STATUS) >= FIRST_ERROR_STATUS,
-            whole_bytes=capture.reply_bytes if capture.too_long else 0,
+            whole_bytes=capture.reply_bytes if capture.is_reply_cut else 0,
         )
         usage.charge_tokens(monotonic(), used)
     except Exception:

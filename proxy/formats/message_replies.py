@@ -212,7 +212,7 @@ class TranslatedReply(MessagesReply):
         data = line[5:].strip()
         if data == DONE:
             self._is_done = self.at_end = True
-            return self._encode_events(self._events.stop())
+            return self._encode_events(self._events.end_events())
         chunk = None if self._chunk_lines else _parse_chat(data)
         if chunk is None:
             self._chunk_lines += data + b"\n"
@@ -532,7 +532,7 @@ class _EventTranslator:
             self._finish, self._stopped_by = choice.finish_reason, choice.stop_reason
         return self._message_events(choice.delta or _NO_MESSAGE)
 
-    def stop(self) -> list[Event]:
+    def end_events(self) -> list[Event]:
         """Return the events that end the open block, if any, and the message."""
         return [*self._close(), {"type": "message_stop"}]
 

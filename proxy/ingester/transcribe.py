@@ -161,7 +161,7 @@ def record_of(
     """
     frame = decode_payload(payload)
     if isinstance(frame, CapturedCall):
-        if frame.reply_bytes > at_once and not frame.too_long:
+        if frame.reply_bytes > at_once and not frame.is_reply_cut:
             raise TakesLong
         return transcribe(frame, readers, most_reply)
     return frame
@@ -317,7 +317,7 @@ def _reply_facts(
         # The upstream gave no reply.
         return NO_REPLY, deep_request
     unread: Reason | None = None
-    if captured.too_long:
+    if captured.is_reply_cut:
         unread = TOO_LONG
     elif any(map(_is_deep, _blocks(raw)) if captured.streamed else [nests_too_deep(raw)]):
         unread = TOO_DEEP
@@ -332,7 +332,7 @@ def _reply_facts(
     )
     for block in _blocks(raw):
         parser.feed(block)
-    if not captured.too_long and (captured.streamed or captured.status == "complete"):
+    if not captured.is_reply_cut and (captured.streamed or captured.status == "complete"):
         # A stream that was cut off counts as finished.
         parser.finish()
     if unread is not None:

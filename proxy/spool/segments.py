@@ -108,7 +108,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     lane: str | None = None
 
     @property
-    def too_long(self) -> bool:
+    def is_reply_cut(self) -> bool:
         """Return whether the reply was too long to keep whole: `reply` is only its beginning."""
         return not self.deflated and self.reply_bytes > len(self.reply)
 

@@ -91,7 +91,7 @@ class AdapterFiles:
         """
 
     async def close(self) -> None:
-        """End transfers that are under way."""
+        """Break off transfers that are under way, after their current file or piece."""
 
 
 def trainer_files(settings: SourceSettings) -> AdapterFiles:
@@ -238,7 +238,7 @@ class UploadedFiles(AdapterFiles):
                 return
             for name in (*SERVED, MANIFEST):
                 if self._stopped.is_set():
-                    raise NotFetched("the process is about to end")
+                    raise NotFetched(f"{_name(folder)} is not uploaded: this process is ending")
                 system.put_file(str(folder / name), place(folder, name))
         log.info("adapter_uploaded", folder=_name(folder))
 
@@ -408,7 +408,7 @@ class FetchedFiles(AdapterFiles):
 
     def _fetch_folder(self, folder: Path, expected: str | None, in_use: Collection[Path]) -> Path:
         if self._stopped.is_set():
-            raise NotFetched("the process is about to end")
+            raise NotFetched(f"{_name(folder)} is not fetched: this process is ending")
         started = time.monotonic()
         place = self._local_folder(folder)
         manifest = self._read_manifest(folder, expected)

@@ -69,13 +69,13 @@ def one_of(names: Collection[str]) -> AfterValidator:
     return AfterValidator(check_name)
 
 
-class RecipeOptions(BaseModel):
+class RecipeTable(BaseModel):
     """A table of the recipe: immutable, without unknown keys, and without NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class RewardOptions(RecipeOptions):
+class RewardOptions(RecipeTable):
     """Set `[reward.METRIC]`: what a metric of `/feedback` adds to the reward."""
 
     weight: Number = Field(
@@ -115,7 +115,7 @@ class RewardOptions(RecipeOptions):
         return self
 
 
-class ClaimOptions(RecipeOptions):
+class ClaimOptions(RecipeTable):
     """Set `[claim]`: the episodes that make an update (`store.claim_query.ClaimRule`)."""
 
     group_size: Count = Field(
@@ -148,7 +148,7 @@ class ClaimOptions(RecipeOptions):
     )
 
 
-class CreditOptions(RecipeOptions):
+class CreditOptions(RecipeTable):
     """Set `[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
 
     assignment: Literal["identical", "per_agent", "call"] = Field(
@@ -244,7 +244,7 @@ Epochs = Annotated[
 ]
 
 
-class OptimizerOptions(RecipeOptions):
+class OptimizerOptions(RecipeTable):
     """Set `[optimizer]`: AdamW at a constant rate."""
 
     learning_rate: Positive | None = Field(
@@ -264,7 +264,7 @@ class OptimizerOptions(RecipeOptions):
         return BASE_RATE * float((BASE_HIDDEN_SIZE / hidden_size) ** RATE_EXPONENT)
 
 
-class BatchOptions(RecipeOptions):
+class BatchOptions(RecipeTable):
     """Set `[batch]`: how an update is computed; only `steps` changes the result."""
 
     steps: Count = Field(default=1, description="Optimiser steps in an update.")
@@ -278,7 +278,7 @@ class BatchOptions(RecipeOptions):
     )
 
 
-class OffPolicyOptions(RecipeOptions):
+class OffPolicyOptions(RecipeTable):
     """Set `[off_policy]`: limits for samples of another policy than the one in training."""
 
     ratio_cap: Positive = Field(
@@ -324,7 +324,7 @@ class OffPolicyOptions(RecipeOptions):
         return self.sequence_min**factor, exp(min(factor * log(self.sequence_max), 700.0))
 
 
-class KlOptions(RecipeOptions):
+class KlOptions(RecipeTable):
     """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
 
     coefficient: NotNegative = Field(default=0.0, description="Factor of the KL; 0 is without.")
@@ -333,7 +333,7 @@ class KlOptions(RecipeOptions):
     )
 
 
-class PpoOptions(RecipeOptions):
+class PpoOptions(RecipeTable):
     """Set `[ppo]`: PPO's own numbers (arXiv:1707.06347); other learners ignore them."""
 
     clip: Annotated[Number, Field(gt=0, lt=1)] = Field(
@@ -351,7 +351,7 @@ class PpoOptions(RecipeOptions):
     epochs: Epochs = 2
 
 
-class SftOptions(RecipeOptions):
+class SftOptions(RecipeTable):
     """Set `[sft]`: the episodes that the learner "sft" trains on; the other learners ignore it."""
 
     min_reward: Number = Field(
@@ -368,7 +368,7 @@ class SftOptions(RecipeOptions):
     epochs: Epochs = 1
 
 
-class TeacherOptions(RecipeOptions):
+class TeacherOptions(RecipeTable):
     """Set `[teacher]`: a model with the policy's tokenizer, which "distill" trains towards."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")] = Field(
@@ -383,7 +383,7 @@ class TeacherOptions(RecipeOptions):
     )
 
 
-class LoraOptions(RecipeOptions):
+class LoraOptions(RecipeTable):
     """Set `[lora]`: the adapter's shape."""
 
     rank: Count = Field(
@@ -412,7 +412,7 @@ class LoraOptions(RecipeOptions):
 PublishMode = Literal["immediate", "evaluated", "canary"]
 
 
-class PublishOptions(RecipeOptions):
+class PublishOptions(RecipeTable):
     """Set `[publish]`: the rules that decide which version gets the traffic."""
 
     mode: PublishMode = Field(
@@ -519,7 +519,7 @@ class PublishOptions(RecipeOptions):
         return self
 
 
-class EvaluationOptions(RecipeOptions):
+class EvaluationOptions(RecipeTable):
     """Set `[evaluation]`: the held-out tasks that both versions answer in the mode "evaluated".
 
     Either `command` or `python` runs the agent, as in `pawl rollout`. Paths are relative to the
@@ -570,7 +570,7 @@ class EvaluationOptions(RecipeOptions):
         return self
 
 
-class Recipe(RecipeOptions):
+class Recipe(RecipeTable):
     """A complete recipe; keys that the file leaves out have their defaults."""
 
     learner: Literal["grpo", "ppo", "sft", "distill"] = Field(

@@ -93,7 +93,7 @@ async def test_outdated_episodes_and_day_partitions_are_removed_and_newer_episod
     assert await exported(engine) == after
 
 
-async def test_episode_that_lost_outdated_calls_is_readable_and_quarantined(
+async def test_episode_whose_oldest_calls_were_removed_is_readable_and_quarantined(
     engine: AsyncEngine,
 ) -> None:
     calls = thread("long", 4, 4)

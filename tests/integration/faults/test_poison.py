@@ -90,7 +90,7 @@ ERRORS = [
 
 
 def raising(error: BaseException, what: Callable[..., Any], poison: str) -> Callable[..., Any]:
-    """`what`, but for the record of one episode."""
+    """Return `what`, changed to raise `error` for records of the episode `poison`."""
 
     def call(captured: Any, *rest: Any) -> Any:
         if captured.episode == poison:

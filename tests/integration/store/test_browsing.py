@@ -63,7 +63,7 @@ async def calls_of(connection: AsyncConnection, tenant: str | None) -> list[int]
 async def fates(
     connection: AsyncConnection, tenant: str | None, since: datetime
 ) -> dict[tuple[str, str], int]:
-    """How many episodes of each policy are in each state, for whatever reasons."""
+    """Return the number of episodes by policy and state, summed over the reasons."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in (await count_outcomes(connection, tenant, since))[0]:
         if row.state is not None:

@@ -52,7 +52,7 @@ async def reasons(engine: AsyncEngine) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("first", ["calls", "outage"])
-async def test_only_episodes_under_way_in_a_recording_outage_are_set_aside(
+async def test_only_episodes_under_way_in_a_recording_outage_are_quarantined(
     engine: AsyncEngine, first: str
 ) -> None:
     calls = [
@@ -90,7 +90,7 @@ async def test_repeated_outage_record_extends_the_outage_and_never_shortens_it(
     assert await reasons(engine) == {"e": IN_OUTAGE, "later": IN_OUTAGE}
 
 
-async def test_episode_set_aside_by_an_outage_does_not_count_as_waiting(
+async def test_episode_quarantined_by_an_outage_does_not_count_as_waiting(
     engine: AsyncEngine,
 ) -> None:
     rule = ClaimRule(policy="m", group_size=1, groups=1, max_age_s=1.0)
@@ -104,7 +104,9 @@ async def test_episode_set_aside_by_an_outage_does_not_count_as_waiting(
 
 
 @pytest.mark.parametrize("mark", ["gap", "outage"])
-async def test_a_joined_episode_is_set_aside_with_its_part(engine: AsyncEngine, mark: str) -> None:
+async def test_a_joined_episode_is_quarantined_with_its_part(
+    engine: AsyncEngine, mark: str
+) -> None:
     """The mark comes when the parts are joined already."""
     parts = [own("a", told=["1"]), own("b", repeats=["1"])]
     began = [msgspec.structs.replace(at(n, "x"), episode="x") for n in (-9, 0)]
@@ -159,14 +161,14 @@ async def claimable(engine: AsyncEngine) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_records_in_any_order_batches_and_repetition_set_aside_the_same_episodes(
+async def test_records_in_any_order_batches_and_repetition_quarantine_the_same_episodes(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
     await same_in_any_order(engine, scenario(dice), dice, claimable, "recording_outages")
 
 
-async def test_concurrent_drainers_set_aside_every_episode_of_an_outage(
+async def test_concurrent_drainers_quarantine_every_episode_in_a_recording_outage(
     engine: AsyncEngine,
 ) -> None:
     calls = [at(number / 100, f"e{number}") for number in range(60)]

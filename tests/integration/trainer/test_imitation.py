@@ -85,7 +85,7 @@ async def test_imitation_trains_groups_without_spread(
     ]
 
 
-async def test_update_without_a_success_makes_no_version(
+async def test_update_whose_rewards_are_all_too_low_makes_no_version(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     await two_groups(engine, 0.0, 0.5)

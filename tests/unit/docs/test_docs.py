@@ -11,14 +11,14 @@ from pawl.settings import known_variables
 from store import __version__
 from tests.conftest import ROOT
 from tests.support.docs.documents import anchors, links
-from trainer.recipes.recipe import Recipe, RecipeOptions
+from trainer.recipes.recipe import Recipe, RecipeTable
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 RECIPE_TABLES = {
     name: options.model_fields
     for name, field in Recipe.model_fields.items()
-    if isinstance(options := field.annotation, type) and issubclass(options, RecipeOptions)
+    if isinstance(options := field.annotation, type) and issubclass(options, RecipeTable)
 }
 FOLDERS_WITH_PAGES = ("examples", "plugins", "tests", "benchmarks", "dashboards")
 OTHER_PAGES = sorted(

@@ -45,7 +45,7 @@ class OneProxy:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, newer: Path | None = None) -> None:
-        """Return once it takes calls, and its database is up."""
+        """Start it, from the folder `newer` if given; return once calls and database work."""
         with self.log.open("ab") as log:
             self._process = await pawl(self._environment, newer, "proxy", log=log)
         await eventually(self._is_up)

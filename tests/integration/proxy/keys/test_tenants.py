@@ -1,4 +1,4 @@
-"""Tenants at one proxy use the same names and words, and none touches another's data."""
+"""Tenants at one proxy use the same names and texts, and none touches another's data."""
 
 import asyncio
 import random

@@ -173,7 +173,7 @@ async def test_evaluation_call_that_continues_a_claimed_episode_spoils_the_claim
     assert claim is not None
     await store(engine, own("e", "eval", needs=(told,)))
     assert (await by_key(engine))["e"].quarantined_reason == TOO_LATE
-    with pytest.raises(ClaimSpoilt, match="1 episodes of update .* became evaluation"):
+    with pytest.raises(ClaimSpoilt, match=r"1 episodes of update .* became evaluation"):
         await consume_all(engine, claim)
     await release(engine, claim)
     assert await take(engine) is None

@@ -382,7 +382,7 @@ async def test_claim_with_episodes_of_a_rolled_back_version_is_not_consumed(
     assert claim is not None
     async with engine.begin() as connection:
         await roll_back_two(connection)
-    with pytest.raises(ClaimSpoilt, match="sampled 5 episodes of update .* was rolled back"):
+    with pytest.raises(ClaimSpoilt, match=r"sampled 5 episodes of update .* was rolled back"):
         await consume_all(engine, claim, {}, 5)
     async with engine.begin() as connection:
         assert await numbered_version(connection, "m", 5) is None

@@ -92,7 +92,7 @@ def test_a_reply_outside_its_grammar_is_not_replayed(grammars: Grammars, tokeniz
     assert grammars.why_no_masks(asked, outside) == OUTSIDE
     # An end where the grammar has none.
     assert grammars.why_no_masks(asked, [*inside[:-1], end]) == OUTSIDE
-    with pytest.raises(Unreplayable, match="its token 0"):
+    with pytest.raises(Unreplayable, match="token 0 of the reply is outside"):
         list(grammars.masks(asked, outside))
 
 
