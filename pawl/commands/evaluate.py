@@ -322,8 +322,8 @@ def draw_report(path: Path, evaluation: EvaluationReport) -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 3.8), dpi=150, gridspec_kw={"width_ratios": [3, 2]}
     )
-    _draw_looks(left, evaluation)
-    _draw_families(right, evaluation)
+    _plot_looks(left, evaluation)
+    _plot_families(right, evaluation)
     for axes in (left, right):
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
@@ -333,7 +333,7 @@ def draw_report(path: Path, evaluation: EvaluationReport) -> None:
     plt.close(figure)
 
 
-def _draw_looks(axes: Any, evaluation: EvaluationReport) -> None:
+def _plot_looks(axes: Any, evaluation: EvaluationReport) -> None:
     looks = evaluation.looks
     tasks = [look.tasks for look in looks]
     axes.axhline(0, color=INK, linewidth=0.8)
@@ -360,7 +360,7 @@ def _draw_looks(axes: Any, evaluation: EvaluationReport) -> None:
     axes.set_title(title, loc="left", fontweight="bold", color=INK, fontsize=10)
 
 
-def _draw_families(axes: Any, evaluation: EvaluationReport) -> None:
+def _plot_families(axes: Any, evaluation: EvaluationReport) -> None:
     rows = [(one.name or "–", one.figures) for one in evaluation.families]
     rows = [*(rows if len(rows) > 1 else []), (ALL, evaluation.figures)]
     for place, (_, figures) in enumerate(reversed(rows)):

@@ -280,7 +280,7 @@ class Comparison:
         """Add a live episode; episodes must come in the order in which they count."""
         if is_new:
             self._weight_before.setdefault(episode.version, self._weight_ever)
-        self._add_episode(is_new, episode)
+        self._count_episode(is_new, episode)
         parts = *self._guards, *filter(None, [self._families.get(episode.family)])
         full = [part for part in parts if part.blocks.is_full]
         for part in full:
@@ -298,7 +298,7 @@ class Comparison:
         """
         for is_new, episodes in ((True, new), (False, old)):
             for episode in episodes:
-                self._add_episode(is_new, episode)
+                self._count_episode(is_new, episode)
         for part in (*self._guards, *self._families.values()):
             part.settle_bets()
         self._settle_rewards()
@@ -392,7 +392,7 @@ class Comparison:
         mean = self._low + self._width * arm.total / arm.scored if arm.scored else None
         return ArmFigures(arm.episodes, arm.episodes - arm.scored, arm.failed, arm.clipped, mean)
 
-    def _add_episode(self, is_new: bool, episode: ComparedEpisode) -> None:
+    def _count_episode(self, is_new: bool, episode: ComparedEpisode) -> None:
         """Count an episode, and put it into the open blocks."""
         wrong = (episode.failed, episode.malformed, self._slowness.is_slow(is_new, episode))
         for guard, is_wrong in zip(self._guards, wrong, strict=True):

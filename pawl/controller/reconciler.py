@@ -198,7 +198,7 @@ class Reconciler:
         _, pause_s = self._pauses.get(name, (0.0, 0.0))
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
 
-    def may_skip(self, versions: Collection[PolicyVersion] | None) -> bool:
+    def skip_look(self, versions: Collection[PolicyVersion] | None) -> bool:
         """Return whether to skip this look, and count the skip.
 
         After a look that found exactly these versions loaded, SETTLED_LOOKS − 1 looks are skipped.

@@ -129,7 +129,7 @@ class ReplicaController:
         while True:
             servable = self._servable
             try:
-                if not self.reconciler.may_skip(servable.versions):
+                if not self.reconciler.skip_look(servable.versions):
                     await self.reconciler.look(
                         servable.versions, may_load=servable.may_load, unserved=servable.unserved
                     )

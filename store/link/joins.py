@@ -123,7 +123,7 @@ def _evaluation_parts(parts: Sequence[EpisodePart], roots: dict[UUID, UUID]) -> 
 
 
 def _needs_by_call(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:
-    """Return, by call, its surest level, its episode, and the episodes that provide at that level.
+    """Return, by call, the level of its surest links, its episode, and the episodes they lead to.
 
     Calls are in the order of their ids.
     """

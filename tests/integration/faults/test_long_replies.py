@@ -141,6 +141,8 @@ async def test_upstream_is_not_read_further_while_the_memory_budget_is_full(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer, "REPLY_COPIES", 1)
+    # On a slow machine too, the wait for memory outlasts the look at the upstream.
+    monkeypatch.setattr(answer, "ROOM_S", 300.0)
     body, asked = whole(11 * MB), asyncio.Event()
     room = threading.Event()
     ask = BudgetShare.claim_at_least

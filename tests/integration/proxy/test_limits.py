@@ -37,7 +37,7 @@ def nested(depth: int) -> bytes:
 
 
 def asking(depth: int) -> bytes:
-    """A chat request whose `stop` stands at a depth of 1."""
+    """Return a chat request whose `stop` is lists, nested `depth` deep below the top level."""
     said = b'{"model":"m","messages":[{"role":"user","content":"q"}],"stop":%b}'
     return said % nested(depth)
 

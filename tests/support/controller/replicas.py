@@ -92,7 +92,7 @@ class RunningController:
     controllers: list[ReplicaController]
 
     def reasons(self, kind: str) -> dict[str, Any]:
-        """Why versions are not loaded that are `altered`, `unread` or `misserved`."""
+        """Return why versions are not loaded, by name; `kind`: altered, unread or misserved."""
         return dict(show_troubles(self.controllers)[kind])
 
 

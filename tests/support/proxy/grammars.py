@@ -1,4 +1,4 @@
-"""Compare what is recorded of a request with the grammar that vLLM makes of it, for any form."""
+"""Compare the grammar read from a recorded request with the one that vLLM builds, for any API."""
 
 import json
 from collections.abc import Callable

@@ -71,14 +71,14 @@ async def test_restarted_server_gets_its_adapters_back(
 async def test_model_server_that_has_all_its_adapters_is_seldom_asked(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, may_skip = 0, Reconciler.may_skip
+    looks, skip_look = 0, Reconciler.skip_look
 
     def counted(*given: Any) -> bool:
         nonlocal looks
         looks += 1
-        return may_skip(*given)
+        return skip_look(*given)
 
-    monkeypatch.setattr(Reconciler, "may_skip", counted)
+    monkeypatch.setattr(Reconciler, "skip_look", counted)
     await publish(engine, tmp_path, 1)
     async with controlling(engine, server.url):
         await assert_has(server, "m@1")
@@ -103,23 +103,23 @@ async def test_no_check_of_a_server_is_skipped_after_a_change_or_while_versions_
         )
     async with Replicas([server.url]) as replicas:
         reconciler = Reconciler(replicas.each[0])
-        assert not reconciler.may_skip([base, first])
+        assert not reconciler.skip_look([base, first])
         await reconciler.look([base, first])
-        assert not reconciler.may_skip([base, first, second])
-        skipped = [reconciler.may_skip([base, first]) for _ in range(SETTLED_LOOKS)]
+        assert not reconciler.skip_look([base, first, second])
+        skipped = [reconciler.skip_look([base, first]) for _ in range(SETTLED_LOOKS)]
         assert skipped == [True] * (SETTLED_LOOKS - 1) + [False]
         server.refused = {"m@2"}
         await reconciler.look([base, first, second])
-        assert not reconciler.may_skip([base, first, second])
+        assert not reconciler.skip_look([base, first, second])
 
         async def unserved() -> list[PolicyVersion]:
             return [first]
 
         await reconciler.look([base], unserved=unserved)
         # It was unloaded just now, and may be listed still.
-        assert not reconciler.may_skip([base])
+        assert not reconciler.skip_look([base])
         await reconciler.look([base], unserved=unserved)
-        assert reconciler.may_skip([base])
+        assert reconciler.skip_look([base])
 
 
 async def test_versions_that_no_episode_or_roll_back_needs_are_not_loaded_after_a_restart(

@@ -495,7 +495,7 @@ async def test_episodes_are_judged_a_few_at_once(engine: AsyncEngine) -> None:
     assert len(desk.posted) == 30
 
 
-async def test_judgement_after_a_reward_came_is_posted_with_the_judge_as_source(
+async def test_judgement_is_posted_as_the_judges_own_if_a_reward_came_meanwhile(
     engine: AsyncEngine,
 ) -> None:
     await store(engine, call("e"))

@@ -31,7 +31,7 @@ async def port(bench: Bench) -> AsyncIterator[TrainersPort]:
 
 
 async def another(exits: AsyncExitStack, bench: Bench, source: str, disk: Path) -> Apart:
-    """Start a second server, which says what the first says."""
+    """Start a second model server, with the log-probabilities of the first."""
     made = await exits.enter_async_context(apart(source, disk))
     made.server.logprobs = bench.fake.logprobs
     return made

@@ -1,4 +1,4 @@
-"""A client that does not get on is broken off, and one that does never is."""
+"""A client that makes no progress is disconnected; a client that makes progress never is."""
 
 import asyncio
 
