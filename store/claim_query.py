@@ -397,7 +397,7 @@ async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: i
 
 
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
-    """Return how many updates, of `episodes_needed` episodes each, waiting signal would fill."""
+    """Return how many updates the waiting episodes with a signal would fill."""
     ready = await _ready_groups(connection, rule, 0, MAX_INT32)
     return float(sum(row.members for row in ready if row.has_signal)) / rule.episodes_needed
 

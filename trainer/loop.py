@@ -381,7 +381,7 @@ class Loop:
         log.warning("many_episodes_off_policy", policy=self._policy, far=distant, measured=measured)
 
     async def _note_error(self, error: LearnerError, claim: Claim) -> None:
-        """Count a failed update, unless the episodes to blame are spent and the next can succeed.
+        """Count a failed update, unless its bad episodes are consumed and the next can succeed.
 
         If a server may have sampled rows wrongly, test the servers: the fault may be over by now.
         """

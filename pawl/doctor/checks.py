@@ -465,7 +465,7 @@ def spinning_threads(facts: Facts) -> Iterator[Finding]:
 
 
 def controller_away(facts: Facts) -> Iterator[Finding]:
-    """Find a controller that does not answer; a person is needed if a decision is pending."""
+    """Find that the controller does not answer; a person is needed if a decision is pending."""
     if facts.controller.answers:
         return
     is_needed = any(

@@ -478,7 +478,7 @@ def _members_backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
 
 
 def _is_storable(text: str) -> bool:
-    """Return whether a text is within the limits of feedback: length, and no U+0000."""
+    """Return whether feedback may have a text: not longer than `MAX_TEXT`, without U+0000."""
     return len(text) <= MAX_TEXT and "\x00" not in text
 
 

@@ -288,7 +288,7 @@ class Feeding:
         self.waiting = False
 
     def put(self, data: bytes) -> None:
-        """Parse bytes that arrived, now or when it is this connection's turn."""
+        """Parse received bytes: now, or once it is this connection's turn."""
         if self.waiting:
             self._unparsed += data
         elif self._takes_long or self.body_bytes > LONG_BODY:

@@ -321,7 +321,7 @@ def translate_loading_errors(model: str, done: str = "loaded") -> Iterator[None]
 
 
 def save_merged(model: str, adapter: Path, folder: Path) -> None:
-    """Write `model` with the version in `adapter` merged into its weights, and the tokenizer.
+    """Write `model`, with the version in `adapter` merged into its weights, and its tokenizer.
 
     The model is merged in the CPU's memory, in the precision in which it is stored.
 
