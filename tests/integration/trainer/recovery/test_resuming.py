@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,14 +41,24 @@ def same(one: Path, other: Path) -> bool:
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
-@pytest.fixture
-def straight(tiny_model: str, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def two_updates(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two updates by one learner, each saved: folders `1` and `2`."""
-    made = learner(tiny_model, tmp_path)
+    folder = tmp_path_factory.mktemp("straight")
+    made = learner(tiny_model, folder)
     made.update(rows(0))
-    save(made, tmp_path / "1")
+    save(made, folder / "1")
     made.update(rows(1))
-    return save(made, tmp_path / "2")
+    save(made, folder / "2")
+    return folder
+
+
+@pytest.fixture
+def straight(two_updates: Path, tmp_path: Path) -> Path:
+    """Copy both versions into the test's folder, and return the second."""
+    for name in ("1", "2"):
+        shutil.copytree(two_updates / name, tmp_path / name)
+    return tmp_path / "2"
 
 
 def test_adapter_config_lists_its_modules_in_sorted_order(straight: Path) -> None:
