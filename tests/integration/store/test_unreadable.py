@@ -52,6 +52,10 @@ UNREADABLE: dict[str, dict[str, Any]] = {
 }
 
 
+# The tasks and members of what can be read.
+SOUND = [(task, member) for task in (1, 2) for member in (0, 1)]
+
+
 def changed(episode: str, task: str, kind: str) -> SpoolRecord:
     return call(episode, task=task, **UNREADABLE[kind])
 
@@ -77,24 +81,43 @@ async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Threads]:
         yield Threads(engine, server, tmp_path)
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
-async def test_trainer_consumes_the_unreadable_episode_and_trains_the_others(
-    bench: Threads, kind: str
+async def fill_with_all(engine: AsyncEngine) -> None:
+    """Store a group of two for each kind, whose second member is of it, and two sound groups."""
+    for kind in UNREADABLE:
+        sound = call(f"{kind}-0", task=kind)
+        rewards = [reward(float(member), episode=f"{kind}-{member}") for member in range(2)]
+        await store(engine, sound, changed(f"{kind}-1", kind, kind), *rewards)
+    for task, member in SOUND:
+        made = tokens([1, 2, task], [4 + member])
+        episode = f"t{task}-{member}"
+        record = call(episode, task=f"t{task}", tokens=made)
+        await store(engine, record, reward(float(member), episode=episode))
+
+
+async def test_trainer_consumes_the_unreadable_episodes_and_trains_the_others(
+    bench: Threads,
 ) -> None:
-    await fill(bench.engine, kind)
-    assert await bench.run_once()
-    trained = {f"t{task}-{member}": None for task in (1, 2) for member in (0, 1)}
-    assert await reasons(bench.engine) == trained | {"t0-1": "damaged"}
+    await fill_with_all(bench.engine)
+    bench.change("claim", groups=1)
+    while await bench.run_once():
+        pass
+    trained = {f"t{task}-{member}": None for task, member in SOUND}
+    damaged = {f"{kind}-1": "damaged" for kind in UNREADABLE}
+    assert await reasons(bench.engine) == trained | damaged
 
 
-@pytest.mark.parametrize("kind", UNREADABLE)
-async def test_export_has_all_episodes_but_the_unreadable(engine: AsyncEngine, kind: str) -> None:
-    await fill(engine, kind)
+async def test_export_has_all_episodes_but_the_unreadable(engine: AsyncEngine) -> None:
+    await fill_with_all(engine)
     out = io.BytesIO()
-    with pytest.raises(Damaged, match=r"'t0-1' cannot be .* the other 5 episodes are written"):
+    with pytest.raises(Damaged) as told:
         await export(engine, Selection(), out)
+    *_, last = told.value.args[0].splitlines()
+    for kind in UNREADABLE:
+        assert f"'{kind}-1' cannot be " in str(told.value)
+    sound = {f"{kind}-0" for kind in UNREADABLE} | {f"t{task}-{member}" for task, member in SOUND}
+    assert last.endswith(f"; the other {len(sound)} episodes are written")
     lines = read_lines(io.BytesIO(out.getvalue()), "the export")
-    assert sorted(line.episode for line in lines) == ["t0-0", "t1-0", "t1-1", "t2-0", "t2-1"]
+    assert sorted(line.episode for line in lines) == sorted(sound)
 
 
 TEXTS = {
@@ -106,21 +129,26 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("part", ["request", "reply"])
-@pytest.mark.parametrize("kind", TEXTS)
-async def test_episode_with_invalid_json_is_not_exported_and_may_be_trained(
-    bench: Threads, kind: str, part: str
+async def test_episodes_with_invalid_json_are_not_exported_and_may_be_trained(
+    bench: Threads,
 ) -> None:
     await fill(bench.engine, "a nested stop")
-    record: Any = {part: TEXTS[kind]}
-    await store(bench.engine, call("odd", task="t1", **record), reward(0.5, episode="odd"))
+    odd = [(kind, part) for kind in TEXTS for part in ("request", "reply")]
+    for kind, part in odd:
+        record: Any = {part: TEXTS[kind]}
+        key = f"{kind}, {part}"
+        await store(bench.engine, call(key, task="t1", **record), reward(0.5, episode=key))
     out = io.BytesIO()
-    with pytest.raises(Damaged, match=f"'odd' cannot be read back: the {part} of call"):
+    with pytest.raises(Damaged) as told:
         await export(bench.engine, Selection(), out)
+    for kind, part in odd:
+        said = f"'{kind}, {part}' cannot be read back: the {part} of call"
+        assert said in str(told.value)
     assert len(out.getvalue().splitlines()) == 5
     # The trainer reads no text.
     assert await bench.run_once()
-    assert (await reasons(bench.engine)).get("odd", "not yet") in (None, "not yet")
+    spent = await reasons(bench.engine)
+    assert {spent.get(f"{kind}, {part}") for kind, part in odd} == {None}
 
 
 async def unscored(engine: AsyncEngine, kind: str) -> None:
