@@ -10,14 +10,12 @@ from urllib.parse import quote
 import msgspec
 
 from pawl.programs import TooMuchOutput, last_line, run_program, without_pawl_settings
+from pawl.rollout.function_host import KEPT_ERRORS, MAX_OUTPUT
 from pawl.rollout.tasks import RolloutError
 from store.records import Record, Split
 
 # Linux refuses a single variable of more than 128 KiB.
 MAX_VARIABLE_BYTES: Final = 100_000
-MAX_OUTPUT: Final = 2**20
-# Characters kept of standard error or of a traceback.
-KEPT_ERRORS: Final = 2000
 
 
 class Request(Record, frozen=True, kw_only=True):

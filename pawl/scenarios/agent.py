@@ -3,9 +3,6 @@
 import asyncio
 import itertools
 import math
-import os
-import signal
-from asyncio.subprocess import PIPE, Process
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,111 +11,21 @@ from statistics import fmean
 from typing import Final
 
 import aiohttp
-import msgspec
 
 from pawl.judging.answers import JudgeFailed, Statement, metrics_of, read_verdict
 from pawl.judging.feedback import FeedbackClient
-from pawl.processes import die_with_parent
-from pawl.programs import without_pawl_settings
-from pawl.rollout.agents import Agent, Request, Result, run_environment, time_limit_result
-from pawl.rollout.functions import NOWHERE, FunctionAgent
+from pawl.rollout.agents import Request
+from pawl.rollout.functions import CoroutineAgent, FunctionAgent
 from pawl.rollout.journal import Ended, Journal, RolloutPlan, RunKey
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy import ProxyClient
 from pawl.rollout.running import Job, Rollout
 from pawl.rollout.tasks import RolloutError, Task, tasks_digest
-from pawl.scenarios import agent_host
 from pawl.scenarios.scenario import Scenario, ScenarioFailed, framework_remedy, interpreter
 from store.records import Record, Split
 from store.tenants import task_family
 
 JUDGE_S: Final = 60.0
-# A run that blocks the agent's event loop is killed, with its process, this long after its limit.
-GRACE_S: Final = 5.0
-
-
-class HostedAgent(Agent):
-    """Runs an agent, a coroutine function, concurrently in one process of another Python."""
-
-    def __init__(self, interpreter: str, name: str, folder: Path, log: Path) -> None:
-        """Store the path of the Python, the function as MODULE:FUNCTION, its folder and its log."""
-        self._command = [interpreter, "-P", agent_host.__file__, name]
-        self._folder = folder
-        self._log = log
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Result]] = {}
-        self._process: Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Start the process, and wait until it has imported the function.
-
-        Raises:
-            RolloutError: the function cannot be imported.
-        """
-        kept = without_pawl_settings(os.environ)
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=log,
-                cwd=self._folder,
-                env=kept | run_environment(NOWHERE, given=kept),
-                limit=agent_host.MAX_LINE,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        assert self._process.stdout is not None
-        if not await self._process.stdout.readline():
-            raise RolloutError(f"the agent {self._command[-1]} cannot be imported: see {self._log}")
-        self._reader = asyncio.create_task(self._read_replies(self._process))
-
-    async def stop(self) -> None:
-        """Kill the process."""
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-        if self._reader is not None:
-            await self._reader
-
-    async def run(self, request: Request) -> Result:
-        """Run the function once; if it blocks the event loop, all runs of the process fail."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        number = next(self._numbers)
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        message = {
-            "id": number,
-            "task": request.task,
-            "base_url": request.environment["OPENAI_BASE_URL"],
-            "model": request.environment.get("OPENAI_MODEL"),
-            "limit_s": request.limit_s,
-        }
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-        try:
-            async with asyncio.timeout(request.limit_s + GRACE_S):
-                result: Result = await waiting
-                return result
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            return time_limit_result(request.limit_s)
-        finally:
-            self._waiting.pop(number, None)
-
-    async def _read_replies(self, process: Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            reply = msgspec.json.decode(line)
-            waiting = self._waiting.get(reply["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(msgspec.convert(reply["result"], Result))
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(Result(error="crashed", detail=f"see {self._log}"))
 
 
 class FunctionJudge(RunJudge):
@@ -170,7 +77,7 @@ class WorkingAgent:
         self._folder = folder
         self._name = name
         log = (folder / "agent.log").absolute()
-        self._agent = HostedAgent(interpreter(scenario), scenario.agent, scenario.folder, log)
+        self._agent = CoroutineAgent(interpreter(scenario), scenario.agent, scenario.folder, log)
         self._judge = FunctionJudge(scenario.judge, scenario.folder, log)
         self._numbers = itertools.count(1)
         self._rollouts: list[tuple[Rollout, asyncio.Task[None]]] = []

@@ -14,7 +14,7 @@ from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.rollout.agents import Request, run_url
-from pawl.scenarios.agent import HostedAgent
+from pawl.rollout.functions import CoroutineAgent
 from pawl.scenarios.scenario import CLIENTS, find_scenario
 from proxy.tool_events import parse_readers
 from store.read.facts import matched_events
@@ -188,7 +188,7 @@ async def test_leaderboard_agent_prints_the_models_tool_calls() -> None:
 async def test_example_agent_answers_when_hosted_by_a_scenario(name: str, tmp_path: Path) -> None:
     scenario = find_scenario(name)
     log = tmp_path / "log"
-    agent = HostedAgent(str(CLIENTS), scenario.agent, scenario.folder, log)
+    agent = CoroutineAgent(str(CLIENTS), scenario.agent, scenario.folder, log)
     async with plain_server(CASES[name][0]) as server:
         variables = {"OPENAI_BASE_URL": server.url}
         if scenario.requested_model:
