@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from pawl.settings import (
     AdaptersSettings,
@@ -37,6 +36,7 @@ from store.policy_table import open_policies
 from store.settings import Settings, parse_address
 from tests.conftest import ROOT
 from tests.support.docs.documents import split_blocks
+from tests.support.yaml_text import parse_yaml, parse_yaml_documents
 from tests.unit.deploy.test_compose import compose
 from tests.unit.docs.test_docs import PAGES
 from trainer.policies import chosen_policies, load_recipes
@@ -145,7 +145,7 @@ def render(helm: Callable[..., tuple[int, str]]) -> Render:
         words = [word for one in more for word in ("--set", one)]
         status, text = helm("template", "pawl", CHART, "--values", VALUES[values], *words)
         assert status == 0, text
-        return [one for one in yaml.safe_load_all(text) if one]
+        return parse_yaml_documents(text)
 
     return rendered
 
@@ -197,7 +197,7 @@ def test_chart_uses_the_same_images_and_versions_as_compose(render: Render, valu
 
 
 def test_chart_has_the_current_version_of_pawl() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    chart = parse_yaml((CHART / "Chart.yaml").read_text())
     assert {chart["version"], chart["appVersion"]} == {__version__}
 
 
@@ -500,8 +500,8 @@ def test_packaged_chart_contains_the_prometheus_rules_of_the_dashboards(
     [package] = tmp_path.iterdir()
     status, text = helm("template", "pawl", package, "--values", VALUES["monitoring"])
     assert status == 0, text
-    [rule] = of_kind(list(yaml.safe_load_all(text)), "PrometheusRule").values()
-    assert {"groups": rule["spec"]["groups"][:1]} == yaml.safe_load(RULES.read_text())
+    [rule] = of_kind(parse_yaml_documents(text), "PrometheusRule").values()
+    assert {"groups": rule["spec"]["groups"][:1]} == parse_yaml(RULES.read_text())
     assert rule["metadata"]["labels"]["release"] == "prometheus"
 
 
@@ -526,7 +526,7 @@ def test_service_monitors_set_the_job_labels_that_the_alert_selects(render: Rend
                 assert ("authorization" in endpoint) == (pod.role != "vllm")
     [down] = [
         rule["expr"]
-        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for group in parse_yaml(RULES.read_text())["groups"]
         for rule in group["rules"]
         if rule["alert"] == "PawlDown"
     ]
@@ -581,7 +581,7 @@ def test_strict_network_policy_allows_only_own_pods_named_peers_dns_and_listed_e
     *others, own_pods = policy["spec"]["ingress"]
     assert own_pods == {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
     told = {json.dumps(rule["ports"]): rule["from"] for rule in others}
-    given = yaml.safe_load(VALUES["network"].read_text())["networkPolicy"]
+    given = parse_yaml(VALUES["network"].read_text())["networkPolicy"]
     assert told == {
         '[{"port": 8100}]': given["clients"],
         '[{"port": "metrics"}]': given["monitoring"],
@@ -654,7 +654,7 @@ def test_new_chart_version_changes_only_two_labels_of_each_object_and_no_pod_tem
     (newer / "Chart.yaml").write_text(about.replace(__version__, "9.9.9"))
     status, text = helm("template", "pawl", newer, "--values", VALUES[values])
     assert status == 0, text
-    objects = [one for one in yaml.safe_load_all(text) if one]
+    objects = parse_yaml_documents(text)
     versions = {"app.kubernetes.io/version": "9.9.9", "helm.sh/chart": "pawl-9.9.9"}
     older = deepcopy(render(values))
     for one in older:
@@ -672,9 +672,13 @@ def test_new_proxy_and_trainer_images_restart_every_pod_but_vllm(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("PAWL_KEEP_DAYS", "7"), ("PAWL_LOG_LEVEL", "error")]
+    ("values", "setting", "value"),
+    [
+        *((values, "PAWL_KEEP_DAYS", "7") for values in VALUES),
+        # All containers read it, and these values have each of them.
+        ("console", "PAWL_LOG_LEVEL", "error"),
+    ],
 )
-@pytest.mark.parametrize("values", VALUES)
 def test_setting_restarts_only_the_pods_that_read_it(
     render: Render, values: str, setting: str, value: str
 ) -> None:
@@ -819,9 +823,7 @@ def test_upgrade_that_shrinks_or_moves_the_adapters_volume_claim_is_refused(
     status, text = upgrade(objects, change)
     assert (status != 0) == (wrong is not None), text
     if wrong is None:
-        [kept] = of_kind(
-            [*filter(None, yaml.safe_load_all(text))], "PersistentVolumeClaim"
-        ).values()
+        [kept] = of_kind(parse_yaml_documents(text), "PersistentVolumeClaim").values()
         assert kept["spec"]["storageClassName"] == "standard"
     else:
         assert wrong in text
@@ -831,7 +833,7 @@ def test_upgrade_that_shrinks_or_moves_the_adapters_volume_claim_is_refused(
 
 
 def test_each_pod_gets_the_users_variables_volumes_labels_and_annotations(render: Render) -> None:
-    given = yaml.safe_load(VALUES["env"].read_text())
+    given = parse_yaml(VALUES["env"].read_text())
     inherited = ("env", "envFrom", "volumes", "volumeMounts")
     given["migrate"] |= {name: given["proxy"][name] for name in inherited}
     for pod in pods(render("env")).values():
@@ -924,7 +926,7 @@ def test_ingress_uses_its_tls_secret_and_its_host_is_among_pawls_allowed_hosts(
     render: Render, role: str, port: int
 ) -> None:
     objects = render("console")
-    wanted = yaml.safe_load(VALUES["console"].read_text())[role]["ingress"]
+    wanted = parse_yaml(VALUES["console"].read_text())[role]["ingress"]
     one = of_kind(objects, "Ingress")[f"pawl-{role}"]
     assert one["metadata"].get("annotations") == wanted.get("annotations", {})
     assert one["spec"]["ingressClassName"] == "nginx"
@@ -943,9 +945,7 @@ def test_ingress_uses_its_tls_secret_and_its_host_is_among_pawls_allowed_hosts(
 def test_ingress_controller_reaches_proxies_and_console(render: Render) -> None:
     [policy] = of_kind(render("console"), "NetworkPolicy").values()
     _clients, ingress, _own_pods = policy["spec"]["ingress"]
-    assert (
-        ingress["from"] == yaml.safe_load(VALUES["console"].read_text())["networkPolicy"]["ingress"]
-    )
+    assert ingress["from"] == parse_yaml(VALUES["console"].read_text())["networkPolicy"]["ingress"]
     assert ingress["ports"] == [{"port": 8100}, {"port": 8105}]
 
 
@@ -957,7 +957,7 @@ def test_network_policy_opens_only_the_proxys_call_port_to_unnamed_pods(
     spec = policy["spec"]
     assert selects(spec["podSelector"]["matchLabels"], pods(render(values))["proxy"].labels)
     clients, *others = spec["ingress"]
-    given = yaml.safe_load(VALUES[values].read_text()).get("networkPolicy", {})
+    given = parse_yaml(VALUES[values].read_text()).get("networkPolicy", {})
     assert clients["from"] == given.get("clients", [{"namespaceSelector": {}}])
     assert clients["ports"] == [{"port": 8100}]
     assert all(peer not in ({}, {"namespaceSelector": {}}) for x in others for peer in x["from"])
@@ -1051,8 +1051,14 @@ def test_autoscaling_minimum_above_its_maximum_is_refused(
     assert "minReplicas is 21, and maxReplicas is 20: lower" in error
 
 
-@pytest.mark.parametrize("values", ["minimal", "providers", "vllm"])
-@pytest.mark.parametrize("source", ["s3://pawl/adapters", "gs://pawl", "az://pawl/adapters"])
+@pytest.mark.parametrize(
+    ("values", "source"),
+    [
+        ("minimal", "s3://pawl/adapters"),
+        ("providers", "gs://pawl"),
+        ("vllm", "az://pawl/adapters"),
+    ],
+)
 def test_adapter_source_that_no_pawl_image_can_read_is_refused(
     helm: Callable[..., tuple[int, str]], values: str, source: str
 ) -> None:

@@ -14,7 +14,6 @@ from urllib.parse import unquote, urlsplit
 
 import jsonschema
 import pytest
-import yaml
 
 from pawl.settings import (
     ConsoleSettings,
@@ -29,6 +28,7 @@ from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from store import __version__
 from store.settings import SECRETS, Settings, parse_address
+from tests.support.yaml_text import parse_yaml
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 
@@ -82,7 +82,7 @@ def interpolated(text: str, given: Mapping[str, str]) -> str:
 def compose(**given: str) -> dict[str, Any]:
     """The file as Compose would read it."""
     text = interpolated(COMPOSE.read_text(), given)
-    loaded: dict[str, Any] = yaml.safe_load(text)
+    loaded: dict[str, Any] = parse_yaml(text)
     return loaded
 
 
@@ -227,7 +227,7 @@ def test_image_tag_variable_sets_the_tag_of_all_pawl_images() -> None:
 def test_postgres_is_not_started_if_the_user_sets_a_database_url() -> None:
     def scale(**given: str) -> int:
         extended = compose(**given)["services"]["postgres"]["extends"]
-        others = yaml.safe_load((ROOT / extended["file"]).read_text())["services"]
+        others = parse_yaml((ROOT / extended["file"]).read_text())["services"]
         found: int = others[extended["service"]]["scale"]
         return found
 
@@ -466,7 +466,7 @@ def test_vllm_serves_the_highest_rank_of_the_recipes(tmp_path: Path) -> None:
     )
     for settings in (TrainerSettings(recipe=str(recipe)), TrainerSettings(policies=policies)):
         write_vllm_config(tmp_path, settings)
-        assert yaml.safe_load((tmp_path / "vllm.yaml").read_text()) == {"max-lora-rank": 32}
+        assert parse_yaml((tmp_path / "vllm.yaml").read_text()) == {"max-lora-rank": 32}
 
 
 @pytest.mark.parametrize(
@@ -531,7 +531,7 @@ def test_compose_and_the_local_stack_start_vllm_with_the_same_options(
     config = Path(command[command.index("--config") + 1])
     write_vllm_config(tmp_path, settings_in(monkeypatch, TrainerSettings, {}))
     assert str(config.parent) == environment("setup")["PAWL_ADAPTER_DIR"]
-    written = yaml.safe_load((tmp_path / config.name).read_text())
+    written = parse_yaml((tmp_path / config.name).read_text())
     given = options(command) | {f"--{key}": str(value) for key, value in written.items()}
     assert {one: given.get(one, "left out") for one in wanted.keys() - own} == {
         one: wanted[one] for one in wanted.keys() - own
@@ -569,7 +569,7 @@ def test_compose_gives_the_proxy_and_vllm_the_same_tool_parser() -> None:
 
 
 def test_prometheus_targets_are_the_metrics_ports_of_the_compose_services() -> None:
-    config = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
+    config = parse_yaml((ROOT / "dashboards" / "prometheus.yml").read_text())
     targets = {
         target
         for job in config["scrape_configs"]
@@ -587,7 +587,7 @@ def test_prometheus_targets_are_the_metrics_ports_of_the_compose_services() -> N
 
 
 def test_prometheus_reads_its_metrics_key_from_the_proxys_key_volume() -> None:
-    config = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
+    config = parse_yaml((ROOT / "dashboards" / "prometheus.yml").read_text())
     [file] = [
         job["authorization"]["credentials_file"]
         for job in config["scrape_configs"]

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 
 import promql_parser as promql
 import pytest
-import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 import pawl.controller.metrics
@@ -18,6 +17,7 @@ import proxy.metrics
 import store.metrics
 import trainer.metrics
 from tests.support.docs.guides import CLIENTS
+from tests.support.yaml_text import parse_yaml
 
 ROOT: Final = Path(__file__).parents[3] / "dashboards"
 DASHBOARD: Final = ROOT / "grafana" / "dashboards" / "pawl.json"
@@ -84,7 +84,7 @@ def dashboard_queries() -> list[Query]:
 
 def rules() -> list[dict[str, Any]]:
     """All alerting rules."""
-    loaded = yaml.safe_load(RULES.read_text())
+    loaded = parse_yaml(RULES.read_text())
     return [rule for group in loaded["groups"] for rule in group["rules"]]
 
 
@@ -232,7 +232,7 @@ def test_only_counters_have_rates() -> None:
 
 
 def test_dashboards_datasource_variable_defaults_to_the_provisioned_prometheus() -> None:
-    [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
+    [source] = parse_yaml(DATASOURCES.read_text())["datasources"]
     first = dashboard()["templating"]["list"][0]
     assert (first["name"], first["type"], first["query"]) == (
         "datasource",
@@ -247,21 +247,21 @@ def test_dashboards_datasource_variable_defaults_to_the_provisioned_prometheus()
 
 
 def test_grafanas_minimum_interval_is_the_scrape_interval() -> None:
-    [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
-    config = yaml.safe_load((ROOT / "prometheus.yml").read_text())
+    [source] = parse_yaml(DATASOURCES.read_text())["datasources"]
+    config = parse_yaml((ROOT / "prometheus.yml").read_text())
     assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
 
 
 def test_dashboards_and_rules_are_mounted_where_grafana_and_prometheus_look() -> None:
-    compose = yaml.safe_load((ROOT.parent / "docker-compose.yml").read_text())
+    compose = parse_yaml((ROOT.parent / "docker-compose.yml").read_text())
     targets = {
         source: target
         for name in ("grafana", "prometheus")
         for source, target, *_ in (v.split(":") for v in compose["services"][name]["volumes"])
     }
-    [provider] = yaml.safe_load(PROVIDERS.read_text())["providers"]
+    [provider] = parse_yaml(PROVIDERS.read_text())["providers"]
     assert targets["./dashboards/grafana/dashboards"] == provider["options"]["path"]
-    [pattern] = yaml.safe_load((ROOT / "prometheus.yml").read_text())["rule_files"]
+    [pattern] = parse_yaml((ROOT / "prometheus.yml").read_text())["rule_files"]
     assert pattern == f"{targets['./dashboards/rules']}/*.yml"
     home = compose["services"]["grafana"]["environment"][
         "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"
@@ -308,7 +308,7 @@ def test_alert_rules_pass_their_promtool_tests() -> None:
 
 
 def test_each_alert_rule_has_a_test_and_the_test_of_a_healthy_system_has_all_series() -> None:
-    healthy, *others = yaml.safe_load(RULE_TESTS.read_text())["tests"]
+    healthy, *others = parse_yaml(RULE_TESTS.read_text())["tests"]
     assert [one["name"] for one in others] == [rule["alert"] for rule in rules()]
     for one in others:
         expected = [
