@@ -161,7 +161,7 @@ async def test_each_policy_consumes_each_episode_once_through_kills(
     async with engine.begin() as connection:
         for policy in POLICIES:
             await ensure_base(connection, policy)
-    records = [record for batch in episodes_of_three(60) for record in batch]
+    records = [record for batch in episodes_of_three(20) for record in batch]
     dice.shuffle(records)
 
     async def arrive() -> None:
@@ -181,7 +181,7 @@ async def test_each_policy_consumes_each_episode_once_through_kills(
     kills = await asyncio.gather(*[train(p, random.Random(f"{p}{seed}")) for p in POLICIES])
     await arriving
     assert min(kills) >= 70
-    expected = [(f"e{n:03}", policy) for n in range(60) for policy in sorted(POLICIES)]
+    expected = [(f"e{n:03}", policy) for n in range(20) for policy in sorted(POLICIES)]
     assert await found(engine, SPENT) == [(*pair, 1, True) for pair in expected]
 
 
