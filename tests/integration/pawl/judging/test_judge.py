@@ -22,8 +22,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
+from pawl.commands.judging import JudgeFlags
 from pawl.export import export
 from pawl.judging.answers import Away, Judge, JudgeError, NotYet, Statement, idempotency_key
+from pawl.judging.command import judge_episodes
 from pawl.judging.feedback import FeedbackClient
 from pawl.judging.next_turn import NextTurnJudge
 from pawl.judging.program import ProgramJudge
@@ -36,6 +38,7 @@ from store.selecting import Selection
 from store.tenants import scoped
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
+from tests.support.command_line import refusal_here
 from tests.support.ledger.episodes import ingest
 from tests.support.proxy.keys import bearer, key_of, status, taken
 from tests.support.records import call, reward, statement
@@ -225,7 +228,7 @@ async def test_option_once_judges_the_waiting_episodes_and_ends(
 
 
 async def test_tests_and_commits_become_feedback(
-    proxy: Proxy, database_url: str, tmp_path: Path
+    proxy: Proxy, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*words: str) -> None:
         soon = {"GIT_COMMITTER_DATE": f"{int(time.time()) + 60} +0000"}
@@ -247,24 +250,21 @@ async def test_tests_and_commits_become_feedback(
         await proxy.chat(headers={"x-pawl-episode": name}, messages=shown)
     await proxy.episodes(2)
 
-    async def judged_by(*judge: str) -> Any:
-        code, out, err = await pawl_judge(
-            *(*judge, "--once", "--quiet", "0", "--json"),
-            database_url=database_url,
-            listen=proxy.settings.listen,
-        )
-        assert code == 0, err
-        return json.loads(out)
+    async def judged_by(**judge: Any) -> Mapping[str, int]:
+        return await judged_here(monkeypatch, database_url, proxy, **judge)
 
-    by_git = ("--git", str(tmp_path))
-    assert await judged_by(*by_git) == {"judged": 0, "cannot_tell": 2, "failed": 0}
+    assert await judged_by(git=tmp_path) == {"judged": 0, "cannot_tell": 2, "failed": 0}
     (tmp_path / "a.py").write_text("one\n")
     git("add", "a.py")
     git("commit", "-qm", "x")
-    assert await judged_by(*by_git, "--again") == {"judged": 1, "cannot_tell": 1, "failed": 0}
+    assert await judged_by(git=tmp_path, again=True) == {
+        "judged": 1,
+        "cannot_tell": 1,
+        "failed": 0,
+    }
     await proxy.episodes(2, lambda found: any(episode.feedback for episode in found))
     # What the other judge scored is its opinion, so that this one is asked, too.
-    assert await judged_by("--tests") == {"judged": 1, "cannot_tell": 1, "failed": 0}
+    assert await judged_by(tests=True) == {"judged": 1, "cannot_tell": 1, "failed": 0}
 
     async def stated() -> Any:
         found = {e.key: [one.value for one in e.feedback] for e in await proxy.episodes(2)}
@@ -279,6 +279,7 @@ async def test_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
     bench: Bench,
     database_url: str,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for tenant in ("a", "b"):
         agent = await key_of(engine, tenant, "infer", "read")
@@ -295,13 +296,9 @@ async def test_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
 
     await eventually(known)
     monkeypatch.setenv("PAWL_API_KEY", key)
-    code, out, err = await pawl_judge(
-        *("--once", "--quiet", "0", "--json", "--", *bench.command),
-        database_url=database_url,
-        listen=proxy.settings.listen,
-    )
-    assert (code, json.loads(out)) == (0, {"judged": 2, "cannot_tell": 0, "failed": 0})
-    assert key not in err
+    tally = await judged_here(monkeypatch, database_url, proxy, command=[*bench.command])
+    assert tally == {"judged": 2, "cannot_tell": 0, "failed": 0}
+    assert key not in capfd.readouterr().err
     assert bench.asked == ["good-1", "good-a"]
 
     async def scored() -> list[str]:
@@ -310,6 +307,15 @@ async def test_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
         return sorted(said) if len(said) == 2 else []
 
     assert await eventually(scored) == [scoped("a", "good-1"), scoped("a", "good-a")]
+
+
+async def judged_here(
+    monkeypatch: pytest.MonkeyPatch, database_url: str, proxy: Proxy, **flags: Any
+) -> Mapping[str, int]:
+    """Let `pawl judge --once` of these flags judge in this process; the episodes by outcome."""
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setenv("PAWL_LISTEN", proxy.settings.listen)
+    return await judge_episodes(JudgeFlags(once=True, quiet=0, **flags))
 
 
 async def pawl_judge(*options: str, database_url: str, listen: str) -> tuple[int | None, str, str]:
@@ -346,36 +352,34 @@ async def test_sigterm_ends_the_judge_and_the_program_it_runs(
     assert await outcomes(engine) == {}
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ((), "name a judge"),
-        (("--", "no-such-program"), "no-such-program"),
-        (("--model", "m"), "--rubric"),
-        (("--model", "m", "--rubric", "no-such-file"), "no-such-file"),
-        (("--rubric", "README.md", "--", "true"), "--model"),
-        (("--model", "m", "--rubric", "README.md", "--", "true"), "not both"),
-        (("--tests", "--", "true"), "name one of them"),
-        (("--tests", "--git", "."), "name one of them"),
-        (("--git", ".", "--rubric", "README.md"), "name one of them"),
-        (("--git", "no-such-folder"), "names no checkout"),
-        (("--test-command", "("), "no regular expression"),
-        (("--model", "m", "--rubric", "README.md", "--base-url", "x"), "'x' is no http"),
-        (
-            ("--model", "m", "--rubric", "README.md", "--base-url", "http://127.0.0.1:9/v1"),
-            "is the proxy",
-        ),
-    ],
+REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((), "name a judge"),
+    (("--", "no-such-program"), "no-such-program"),
+    (("--model", "m"), "--rubric"),
+    (("--model", "m", "--rubric", "no-such-file"), "no-such-file"),
+    (("--rubric", "README.md", "--", "true"), "--model"),
+    (("--model", "m", "--rubric", "README.md", "--", "true"), "not both"),
+    (("--tests", "--", "true"), "name one of them"),
+    (("--tests", "--git", "."), "name one of them"),
+    (("--git", ".", "--rubric", "README.md"), "name one of them"),
+    (("--git", "no-such-folder"), "names no checkout"),
+    (("--test-command", "("), "no regular expression"),
+    (("--model", "m", "--rubric", "README.md", "--base-url", "x"), "'x' is no http"),
+    (
+        ("--model", "m", "--rubric", "README.md", "--base-url", "http://127.0.0.1:9/v1"),
+        "is the proxy",
+    ),
 )
-async def test_judge_command_that_cannot_run_says_why(
-    database_url: str, options: tuple[str, ...], named: str
+
+
+def test_judge_command_that_cannot_run_says_why(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, err = await pawl_judge(
-        *("--once", *options), database_url=database_url, listen="127.0.0.1:9"
-    )
-    assert code == 2
-    assert named in err
-    assert "Traceback" not in err
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setenv("PAWL_LISTEN", "127.0.0.1:9")
+    for options, named in REFUSED:
+        assert named in refusal_here(monkeypatch, capfd, "judge", "--once", *options), options
 
 
 # Which episodes
@@ -765,21 +769,16 @@ async def test_judge_command_compares_recorded_attempts_at_a_task(
     upstream: FakeUpstream,
     database_url: str,
     engine: AsyncEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("a1", "a2"):
         await proxy.chat(headers={"x-pawl-episode": name, "x-pawl-task": "t"})
     await proxy.episodes(2)
     upstream.behave = says('{"scores": {"1": 0.25, "2": 0.75}}')
-    code, out, err = await pawl_judge(
-        *("--once", "--quiet", "0", "--json", "--relative"),
-        *("--base-url", upstream.url),
-        database_url=database_url,
-        listen=proxy.settings.listen,
+    tally = await judged_here(
+        monkeypatch, database_url, proxy, relative=True, base_url=upstream.url
     )
-    assert (code, json.loads(out or "{}")) == (
-        0,
-        {"judged": 2, "cannot_tell": 0, "failed": 0},
-    ), err
+    assert tally == {"judged": 2, "cannot_tell": 0, "failed": 0}
 
     async def scores() -> Any:
         async with engine.connect() as connection:
