@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -12,18 +13,33 @@ from pawl.logs import NeverRaisingFile, shortened
 
 # Logs what a client said, as a worker (gathered) and as the other processes do.
 SCRIPT = """
-import sys, structlog
+import logging, sys, structlog
 from pawl.logs import configure_logging
 configure_logging(buffered=sys.argv[1] == "gather")
 log = structlog.get_logger()
 long = "é\\n\\"" * 700_000
 log.debug("call", model=long, agent=long, episode="e-1", bytes=7, served=None, first_chunk_ms=1.5)
-log.warning("models_unknown", reason={"model": long, "tried": [long] * 300}, call="c-1")
+log.warning("models_unknown", reason={"model": long, "tried": [long[:9000]] * 300}, call="c-1")
 try:
     raise ValueError(long + "the end")
 except ValueError:
     log.exception("request_failed", method=long)
 """
+FIELDS = """
+log.debug("call", model="m", level="mine", event_id=1)
+log.debug("%s of %s", "one", "two", model="m")
+log.bind(worker=1).debug("bound", model="m")
+"""
+LIBRARY = """
+log = logging.getLogger("aiohttp.server")
+log.info("nobody wants to know")
+log.warning("from %s", "a\\n{}" * 1_000)
+try:
+    raise ValueError("bytes of a stranger: \\n{}" * 1_000)
+except ValueError:
+    log.exception("Error handling request")
+"""
+HOW = ("gather", "plain")
 
 
 def logged(script: str, how: str, level: str = "debug") -> list[bytes]:
@@ -34,10 +50,24 @@ def logged(script: str, how: str, level: str = "debug") -> list[bytes]:
     return done.stderr.splitlines()
 
 
-@pytest.mark.parametrize("how", ["gather", "plain"])
-def test_long_texts_of_clients_are_cut_in_every_log_line(how: str) -> None:
-    lines = logged(SCRIPT, how)
-    assert len(lines) == 3
+class Lines(NamedTuple):
+    """What a program logs: long texts, fields, and records of a library."""
+
+    long: list[bytes]
+    fields: list[bytes]
+    library: list[bytes]
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Lines]:
+    """The lines of a worker, and of another process."""
+    every = {how: logged(SCRIPT + FIELDS + LIBRARY, how) for how in HOW}
+    return {how: Lines(lines[:3], lines[3:-2], lines[-2:]) for how, lines in every.items()}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_long_texts_of_clients_are_cut_in_every_log_line(how: str, told: dict[str, Lines]) -> None:
+    lines = told[how].long
     assert max(map(len, lines[::2])) < 30_000
     assert len(lines[1]) < 100_000
     call, unknown, failed = map(json.loads, lines)
@@ -62,7 +92,7 @@ def test_long_field_names_and_deep_values_of_log_lines_are_cut() -> None:
     assert found["ok"] is True
 
 
-@pytest.mark.parametrize("how", ["gather", "plain"])
+@pytest.mark.parametrize("how", HOW)
 def test_log_on_a_full_disk_ends_no_process(how: str) -> None:
     script = SCRIPT + "\nprint('still here')\n"
     with Path("/dev/full").open("wb") as full:
@@ -95,23 +125,14 @@ def test_number_of_lost_log_lines_is_logged_once_there_is_room_again() -> None:
     assert rest == [b"after", b"and on"]
 
 
-def test_log_line_gathered_from_a_worker_has_the_fields_of_any_log_line() -> None:
-    script = """
-import sys, structlog
-from pawl.logs import configure_logging
-configure_logging(buffered=sys.argv[1] == "gather")
-log = structlog.get_logger()
-log.debug("call", model="m", level="mine", event_id=1)
-log.debug("%s of %s", "one", "two", model="m")
-log.bind(worker=1).debug("bound", model="m")
-"""
-    told = []
-    for how in ("gather", "plain"):
-        lines = [json.loads(line) for line in logged(script, how)]
-        assert all(line.pop("timestamp") for line in lines)
-        told.append(lines)
-    assert told[0] == told[1]
-    assert [line["event"] for line in told[0]] == ["call", "one of two", "bound"]
+def test_log_line_gathered_from_a_worker_has_the_fields_of_any_log_line(
+    told: dict[str, Lines],
+) -> None:
+    gathered, plain = ([json.loads(line) for line in told[how].fields] for how in HOW)
+    for line in (*gathered, *plain):
+        assert line.pop("timestamp")
+    assert gathered == plain
+    assert [line["event"] for line in gathered] == ["call", "one of two", "bound"]
 
 
 LEVELS = """
@@ -124,14 +145,13 @@ for level in ("debug", "info", "warning", "error"):
 """
 
 
-@pytest.mark.parametrize("how", ["gather", "plain"])
 @pytest.mark.parametrize(
-    ("level", "kept"),
+    ("how", "level", "kept"),
     [
-        ("debug", ["debug", "info", "warning", "error"]),
-        ("", ["info", "warning", "error"]),
-        ("warning", ["warning", "error"]),
-        ("error", ["error"]),
+        ("gather", "debug", ["debug", "info", "warning", "error"]),
+        ("gather", "warning", ["warning", "error"]),
+        ("plain", "", ["info", "warning", "error"]),
+        ("plain", "error", ["error"]),
     ],
 )
 def test_log_lines_below_the_level_are_left_out(how: str, level: str, kept: list[str]) -> None:
@@ -141,23 +161,11 @@ def test_log_lines_below_the_level_are_left_out(how: str, level: str, kept: list
     ]
 
 
-LIBRARY = """
-import logging, sys
-from pawl.logs import configure_logging
-configure_logging(buffered=sys.argv[1] == "gather")
-log = logging.getLogger("aiohttp.server")
-log.info("nobody wants to know")
-log.warning("from %s", "a\\n{}" * 1_000)
-try:
-    raise ValueError("bytes of a stranger: \\n{}" * 1_000)
-except ValueError:
-    log.exception("Error handling request")
-"""
-
-
-@pytest.mark.parametrize("how", ["gather", "plain"])
-def test_log_record_of_a_library_becomes_a_log_line_like_any_other(how: str) -> None:
-    warned, failed = map(json.loads, logged(LIBRARY, how))
+@pytest.mark.parametrize("how", HOW)
+def test_log_record_of_a_library_becomes_a_log_line_like_any_other(
+    how: str, told: dict[str, Lines]
+) -> None:
+    warned, failed = map(json.loads, told[how].library)
     assert (warned["event"], warned["library"]) == ("library", "aiohttp.server")
     assert (warned["level"], failed["level"]) == ("warning", "error")
     assert warned["said"].startswith("from a\n{}a")
