@@ -13,8 +13,9 @@ git diff --quiet HEAD || revision+=-dirty
 given=$(mktemp -d /tmp/pawl-images.XXXXXX)
 trap 'rm -rf "$given"' EXIT
 options=(--build-arg "REVISION=$revision" --build-arg "CREATED=$created")
+pip_settings=$(python3 -m pip config list 2>/dev/null || true)
 pip_option() { # pip_option NAME: its value, of the environment or a file
-    { python3 -m pip config list 2>/dev/null || true; } | sed -nE "s/^(:env:|global)\.$1='(.*)'\$/\2/p" | head -1
+    sed -nE "s/^(:env:|global)\.$1='(.*)'\$/\2/p" <<<"$pip_settings" | head -1
 }
 echo "[global]" >"$given/pip.conf"
 for name in index-url extra-index-url proxy trusted-host; do
