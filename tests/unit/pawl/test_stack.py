@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
@@ -32,6 +33,7 @@ from pawl.stack.stack import _make_processes, configured_plan
 from pawl.stack.vllm import lacks_lora, log_message, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from tests.conftest import ROOT
+from tests.support.command_line import checked_refusal, refusal_here, run_here
 from tests.support.waiting import until
 
 # The machine
@@ -74,26 +76,28 @@ def test_too_little_memory_or_disk_is_refused_with_figures(tmp_path: Path) -> No
     check_disk(tmp_path, 0.001)
 
 
-def test_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path) -> None:
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """Return the lines by which a command that cannot run says so, in a folder of its own."""
+
+    def run(command: str, **environment: str) -> list[str]:
+        monkeypatch.chdir(tmp_path)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return refusal_here(monkeypatch, capfd, command).splitlines()
+
+    return run
+
+
+def test_folder_that_cannot_be_made_is_named_with_its_setting(
+    refused: Callable[..., list[str]],
+) -> None:
     given = {"PAWL_DATA_DIR": "/dev/null/data", "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1"}
-    said = refusal_of("up", tmp_path, PYTHONPATH=str(ROOT), **given)
-    assert said == [
+    assert refused("up", **given) == [
         "pawl: PAWL_DATA_DIR=/dev/null/data cannot be made: Not a directory: set another folder"
     ]
-
-
-def refusal_of(command: str, folder: Path, **environment: str) -> list[str]:
-    """Return the lines by which a command that cannot run says so."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pawl.cli", command],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"]} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    return done.stderr.splitlines()
 
 
 @pytest.fixture
@@ -111,10 +115,10 @@ def two_gpus(tmp_path: Path) -> str:
     [("trainer", "PAWL_TRAIN_GPUS"), ("up", "PAWL_TRAIN_GPUS"), ("up", "PAWL_SERVE_GPUS")],
 )
 def test_missing_gpu_is_refused_with_the_gpus_present(
-    command: str, variable: str, two_gpus: str, tmp_path: Path
+    command: str, variable: str, two_gpus: str, refused: Callable[..., list[str]]
 ) -> None:
     given = {variable: "1,7", "PAWL_MODEL": "m", "PAWL_POLICY": "m"}
-    [line] = refusal_of(command, tmp_path, PATH=two_gpus, PYTHONPATH=str(ROOT), **given)
+    [line] = refused(command, PATH=two_gpus, **given)
     assert line == f"pawl: {variable} names the GPU 7, which is not there: nvidia-smi lists 0, 1"
 
 
@@ -168,7 +172,15 @@ def test_bfloat16_is_accepted_on_a_gpu_and_float32_on_a_cpu(
 def test_unusable_torch_is_reported_in_a_single_line(command: str, tmp_path: Path) -> None:
     fault = "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
     (tmp_path / "torch.py").write_text(fault)
-    [line] = refusal_of(command, tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    done = subprocess.run(
+        [sys.executable, "-m", "pawl.cli", command],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    [line] = checked_refusal(done.returncode, done.stderr).splitlines()
     assert line.startswith("pawl: the trainer cannot be imported: ImportError: libcudart.so.13")
     assert "make install PYTHON=python3.11" in line
     assert "download.pytorch.org/whl/cpu" in line
@@ -297,11 +309,11 @@ async def test_stop_signal_during_the_start_of_pawl_up_stops_its_processes(
     assert done[:4] == ["a starts", "b starts", "a stops within 4 s", "b stops within 4 s"]
 
 
-def test_recipe_that_is_not_there_is_named_without_a_traceback(tmp_path: Path) -> None:
+def test_recipe_that_is_not_there_is_named_without_a_traceback(
+    refused: Callable[..., list[str]],
+) -> None:
     given = {"PAWL_RECIPE": "nowhere", "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1"}
-    said = "\n".join(refusal_of("up", tmp_path, PYTHONPATH=str(ROOT), **given))
-    assert "Traceback" not in said
-    assert "nowhere" in said
+    assert "nowhere" in "\n".join(refused("up", **given))
 
 
 def test_process_that_cannot_be_kept_running_is_reported_with_its_log(
@@ -409,33 +421,27 @@ async def test_failed_trainer_stops_no_other_process(tmp_path: Path) -> None:
 
 # `pawl trainer` on several GPUs
 
-LAUNCHER = """
-import json, os, sys
-from accelerate.commands import launch as accelerate_launch
-from pawl.cli import main
-
-def shown():
-    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONSAFEPATH")
-    print(json.dumps([sys.argv[1:], [os.environ[name] for name in names]]))
-
-accelerate_launch.main = shown
-sys.argv = ["pawl", "trainer", "--once"]
-main()
-"""
-
 
 def test_trainer_of_several_gpus_starts_a_process_for_each_by_accelerate_launch(
-    two_gpus: str, tmp_path: Path
+    two_gpus: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHER],
-        cwd=tmp_path,
-        env={"PATH": two_gpus, "PYTHONPATH": str(ROOT), "PAWL_TRAIN_GPUS": "1,0"},
-        capture_output=True,
-        text=True,
-        check=True,
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "PYTHONSAFEPATH")
+    launched: list[list[str]] = []
+    monkeypatch.setattr(
+        "accelerate.commands.launch.main",
+        lambda: launched.extend([sys.argv[1:], [os.environ[name] for name in names]]),
     )
-    arguments, environment = json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "PATH": two_gpus,
+        "PAWL_TRAIN_GPUS": "1,0",
+        **dict.fromkeys(names, ""),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        run_here(monkeypatch, "trainer", "--once")
+    assert end.value.code == 0
+    arguments, environment = launched
     assert arguments[:3] == ["--multi_gpu", "--num_processes", "2"]
     assert arguments[-4:] == ["-m", "pawl.cli", "trainer", "--once"]
     assert environment == ["1,0", "PCI_BUS_ID", "1"]
@@ -552,8 +558,11 @@ vllm.main()
 """
 
 
-@pytest.mark.parametrize("code", [OF_THE_COMMAND, OF_VLLM], ids=["pawl", "vllm"])
-@pytest.mark.parametrize("given", [None, "ACTIVE"])
+@pytest.mark.parametrize(
+    ("code", "given"),
+    [(OF_THE_COMMAND, None), (OF_THE_COMMAND, "ACTIVE"), (OF_VLLM, None)],
+    ids=["pawl", "pawl of a user's choice", "vllm"],
+)
 def test_openmp_waits_passively_unless_the_user_says_otherwise(
     code: str, given: str | None
 ) -> None:
